@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -114,11 +115,14 @@ def between(values: Iterable[float]) -> str:
 
 def column(page: str, heading: str) -> list[float]:
     """The numbers below a heading in the first table of a page that has it."""
-    lines = [line for line in PAGES[page].splitlines() if line[:1] == "|"]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    index = next(number for number, row in enumerate(rows) if heading in row and set(lines[number + 1]) <= set("|- :"))
-    place, width = rows[index].index(heading), len(rows[index])
-    below = [row[place] for row in rows[index + 1 :] if len(row) == width]
+    lines = PAGES[page].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else [] for line in lines]
+    index = next(
+        number
+        for number, row in enumerate(rows)
+        if heading in row and set("|-") <= set(lines[number + 1]) <= set("|- :")
+    )
+    below = [row[rows[index].index(heading)] for row in itertools.takewhile(len, rows[index + 1 :])]
     return [float(cell) for cell in below if re.fullmatch(r"\d+(\.\d+)?", cell)]
 
 

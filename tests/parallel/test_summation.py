@@ -62,12 +62,14 @@ def test_an_owner_adds_up_as_one_device(model: str, tokens: int) -> None:
     wanted = ("d_x", "d_experts.gate_up", "d_experts.down", "d_routing.weights")
     whole = 4 * tokens
     expected = sums(plans(operands_of(whole, top_k, experts, model), PLAIN, wanted), lambda line: "slots" not in line)
+    # Where scratch lies decides which gradient comes first, and not how it is added up.
+    expected.sort()
     tuning = Tuning(expected_tokens=whole * top_k, expected_experts=experts)
     for load in (0.1, 1, 4):
         rows = max(1, min(whole * top_k, int(load * tokens * top_k)))
         own = operands_of(rows, 1, -(-experts // 4), model)
         found = plans(own, dataclasses.replace(PLAIN, tuning=tuning), wanted)
-        assert sums(found, lambda line: "slots" not in line) == expected, load
+        assert sorted(sums(found, lambda line: "slots" not in line)) == expected, load
 
 
 @pytest.mark.parametrize("model", MODELS)
