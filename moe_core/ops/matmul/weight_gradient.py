@@ -156,11 +156,11 @@ def plan_weight_gradient(
     product = _product(operands.left.dtype, operands.right.dtype, spec.allow_tf32)
     tile = gradient_tile(m, n, product, operands.left.dtype, target, adds=operands.into is not None)
     if layout is not None and not reason and (spec.family or _faster_family(layout, spec, (m, n), tile)) == "sm90":
-        launch_sm90_gradient(builder, layout, spec, starts, (m, n))
+        with_bias = not launch_sm90_gradient(builder, layout, spec, starts, (m, n))
         with_weight = False
     else:
-        with_weight = spec.out_dtype is not None
-    if with_weight or spec.bias_side is not None:
+        with_weight, with_bias = spec.out_dtype is not None, True
+    if with_weight or (with_bias and spec.bias_side is not None):
         _launch_portable(builder, operands, layout, spec, (*starts, m, n), tile, trusted, with_weight)
     return builder.build()
 

@@ -49,8 +49,7 @@ from tests.support.strategies import draw_ids, layout_arrays
 #: Faults by product and kernel file.
 Planted = dict[str, dict[str, tuple[OpFault, ...]]]
 
-#: None of them changes what is waited for, how often, or an address beyond what is clamped
-#: or masked afterwards: a copy neither hangs nor leaves its arrays.
+#: None changes a wait, or an address beyond what is clamped or masked afterwards: no copy hangs or leaves its arrays.
 FAULTS: Planted = {
     "result": {
         "matmul.sm90.kernels.matmul": (
@@ -95,6 +94,8 @@ FAULTS: Planted = {
             OpFault("piece = first if part == 0 else last", "piece = first"),
             OpFault("[start + first, RIGHT_START + n]", "[start, RIGHT_START + n]"),
             OpFault("group * M + m, m, n", "group * M + m, m, n // 2"),
+            OpFault("slot_of_row + start + within, mask", "slot_of_row + start + within // 2, mask"),
+            OpFault("[DEPTH, ROWS], 1.0", "[DEPTH, ROWS], 2.0"),
         ),
     },
     "fp8": {
@@ -224,15 +225,15 @@ class Product:
 
 
 class Gradient:
-    """A weight gradient whose experts have whole stages and rows beside them, whose last tiles are not full."""
+    """A weight gradient with a bias, whose experts have whole stages and rows beside them, and last tiles room."""
 
-    outputs = ("d_weight",)
+    outputs = ("d_weight", "d_bias")
     kernel = SM90_WEIGHT_GRADIENT
 
     def __init__(self) -> None:
         self.drawn = Ragged.draw(many_rows(4, 400), ("token", "row"), (192, 264), "bfloat16")
         self.operands = replace(self.drawn.operands, row_weight=None)
-        self.spec = WeightGradientSpec("bfloat16", ("token", "row"), family="sm90")
+        self.spec = WeightGradientSpec("bfloat16", ("token", "row"), bias_side="right", family="sm90")
         self.tolerance = matmul_tolerance("bfloat16", "bfloat16", self.drawn.layout.num_slots)
 
     def plan(self, target: Target) -> LaunchPlan:

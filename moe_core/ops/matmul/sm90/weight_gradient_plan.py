@@ -57,12 +57,18 @@ def why_not_sm90_gradient(
 
 def launch_sm90_gradient(
     builder: PlanBuilder, layout: LayoutSpec, spec: WeightGradientSpec, starts: tuple[int, int], shape: tuple[int, int]
-) -> None:
+) -> bool:
     """Add the launch, and before it the one that clears its counter. Buffers by the names of `plan_weight_gradient`.
 
-    starts: the first columns of left and of right; shape: (M, N).
+    starts: the first columns of left and of right; shape: (M, N). Returns whether d_bias, if there is one, is made too:
+    where a consumer without rows of its own can multiply with ones.
     """
     (m, n), groups = shape, layout.num_experts
+    # Triton 3.6 does not compile the sums of a gradient that is one tile.
+    idle = m > SM90_GRADIENT_TILE[0] and m % SM90_GRADIENT_TILE[0] != 0 and spec.gather[0] != "row"
+    idle = idle and groups * n < INT32_LIMIT
+    sums = spec.bias_side == "right" and idle and not builder.has("row_weight")
+    d_bias = "d_bias" if sums else None
     counter = builder.scratch("tile_counter", ArraySpec((1,), "int32"))
     builder.launch(ZERO_COUNTERS, (1,), passed(counters=counter, COUNT=1), 1, 1)
     strides = [row_stride(name, builder.spec(name)) for name in ("left", "right")]
@@ -77,7 +83,7 @@ def launch_sm90_gradient(
     arguments = {
         **passed(left="left", left_map=rows_map("left", spec.gather[0], strides[0], _CONSUMER_ROWS)),
         **passed(right="right", right_map=rows_map("right", spec.gather[1], strides[1], SM90_WIDTH)),
-        **(builder.pointers(*LAYOUT_INPUTS) | passed(counters=counter, d_weight_map=d_weight_map)),
+        **(builder.pointers(*LAYOUT_INPUTS) | passed(counters=counter, d_weight_map=d_weight_map, d_bias=d_bias)),
         **passed(num_rows=layout.capacity, num_slots=layout.num_slots),
         **passed(NUM_GROUPS=groups, M=m, N=n, LEFT_STRIDE=strides[0], RIGHT_STRIDE=strides[1]),
         **passed(LEFT_START=starts[0], RIGHT_START=starts[1]),
@@ -88,3 +94,6 @@ def launch_sm90_gradient(
     grid = min(tiles, builder.target.num_sms)
     builder.launch(SM90_WEIGHT_GRADIENT, (grid,), arguments, 4, 1)
     builder.sums(f"rows of a group in order, {SM90_BLOCK_K} at a time, fp32, wgmma 64 x 256 x 16; no split")
+    if sums:
+        builder.sums("d_bias: as d_weight, with ones for left")
+    return sums

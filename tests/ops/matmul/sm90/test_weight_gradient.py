@@ -13,7 +13,7 @@ from moe_core.base.target import Target
 from moe_core.ops.matmul.sm90.weight_gradient_plan import SM90_WEIGHT_GRADIENT
 from moe_core.ops.matmul.weight_gradient import WEIGHT_GRADIENT, plan_weight_gradient
 from moe_core.ops.routing.layout import ZERO_COUNTERS
-from moe_core.plan.steps import KernelLaunch, LaunchPlan
+from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
 from moe_core.specs.matmul import WeightGradientSpec
 from moe_core.specs.operands import WeightGradientOperands
 from moe_core.specs.routing import LayoutSpec
@@ -33,11 +33,13 @@ def spec_of(gather: tuple[str, str], dtype: str = "bfloat16", **options: object)
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", strategies.HARD_ROUTINGS)
 @pytest.mark.parametrize("gather", GATHERS[:2], ids=str)
-def test_hard_routings(name: str, gather: tuple[str, str]) -> None:
+@pytest.mark.parametrize("rows", [128, 192])
+def test_hard_routings(name: str, gather: tuple[str, str], rows: int) -> None:
+    """With biases in a launch of their own and, gathered, with 192 rows, in the tiles."""
     needs_sm_90()
-    drawn = Ragged.draw(hard_routing(name), gather, (128, 264), "bfloat16")
-    spec = spec_of(gather, bias_side="right")
-    found = drawn.check(spec if drawn.layout.num_slots else dataclasses.replace(spec, family=None))
+    drawn = Ragged.draw(hard_routing(name), gather, (rows, 264), "bfloat16")
+    spec, weighted = spec_of(gather, bias_side="right"), {} if rows == 128 else {"row_weight": None}
+    found = drawn.check(spec if drawn.layout.num_slots else dataclasses.replace(spec, family=None), **weighted)
     for gradient in found.values():
         assert np.isfinite(gradient.astype(np.float32)).all()
         assert not gradient[drawn.groups["group_sizes"] == 0].any(), "an expert without rows"
@@ -47,6 +49,9 @@ def test_hard_routings(name: str, gather: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("num_experts", "num_tokens", "gather", "shape", "dtype", "side"),
     [
+        (1, 1, ("token", "row"), (192, 8), "bfloat16", "right, in the tiles"),
+        (8, 130, ("slot", "row"), (320, 520), "float16", "right, in the tiles"),
+        (8, 3000, ("token", "row"), (192, 264), "bfloat16", "right, in the tiles"),
         (1, 1, ("token", "row"), (64, 8), "bfloat16", None),
         (3, 31, ("row", "token"), (64, 256), "float16", "left"),
         (8, 64, ("row", "row"), (192, 72), "bfloat16", "right"),
@@ -60,8 +65,9 @@ def test_matches_the_reference(
 ) -> None:
     needs_sm_90()
     drawn = Ragged.draw(many_rows(num_experts, num_tokens), gather, shape, dtype)
-    weighted = {} if side is not None else {"row_weight": None}
-    drawn.check(spec_of(gather, dtype, bias_side=side), **weighted)
+    bias_side, _, in_tiles = (side or "").partition(", ")
+    weighted = {"row_weight": None} if in_tiles or side is None else {}
+    drawn.check(spec_of(gather, dtype, bias_side=bias_side or None), **weighted)
 
 
 @pytest.mark.gpu
@@ -84,6 +90,9 @@ def test_two_runs_are_bitwise_equal_with_and_without_a_bias() -> None:
     alone = dataclasses.replace(drawn.operands, row_weight=None)
     bare = run_op(alone, drawn.layout, spec_of(("token", "row")), drawn.groups)
     assert bare["d_weight"].tobytes() == runs[0]["d_weight"].tobytes()
+    in_tiles = [run_op(alone, drawn.layout, with_bias, drawn.groups) for _ in range(3)]
+    assert len({one["d_bias"].tobytes() for one in in_tiles}) == 1
+    assert all(one["d_weight"].tobytes() == bare["d_weight"].tobytes() for one in in_tiles)
 
 
 @pytest.mark.gpu
@@ -109,14 +118,19 @@ def plan(
     return plan_weight_gradient(operands, layout, spec, target)
 
 
-def kernels_of(plan: LaunchPlan) -> list[str]:
+def kernels_of(plan: LaunchPlan) -> list[Kernel]:
     return [step.kernel for step in plan.steps if isinstance(step, KernelLaunch)]
 
 
-def test_many_rows_take_it_and_biases_a_launch_of_their_own() -> None:
+def test_many_rows_take_it_and_biases_a_launch_of_their_own_or_none() -> None:
     zero, product, bias = kernels_of(plan(bias_side="right"))
     assert (zero, product) == (ZERO_COUNTERS, SM90_WEIGHT_GRADIENT)
     assert bias == WEIGHT_GRADIENT
+    in_tiles = plan(shape=(192, 384), bias_side="right")
+    assert kernels_of(in_tiles) == [ZERO_COUNTERS, SM90_WEIGHT_GRADIENT], "a consumer without rows has the sums"
+    assert in_tiles.summation[-1] == "d_bias: as d_weight, with ones for left"
+    assert kernels_of(plan(shape=(192, 384), bias_side="left"))[2:] == [WEIGHT_GRADIENT]
+    assert kernels_of(plan(shape=(64, 8), bias_side="right", family="sm90"))[2:] == [WEIGHT_GRADIENT], "one tile"
     assert kernels_of(plan(tokens=64)) == [WEIGHT_GRADIENT], "few rows"
     assert kernels_of(plan(family="portable")) == [WEIGHT_GRADIENT]
     assert len(kernels_of(plan(tokens=64, family="sm90"))) == 2
