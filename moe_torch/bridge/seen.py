@@ -71,9 +71,10 @@ class SeenCalls:
             return None
         try:
             addresses = list(map(_address_of, tensors))
-        except RuntimeError:
-            return None
-        if not seen.is_like(*tensors) or not _are_absent(seen.absent(arguments)):
+            absent = _are_absent(seen.absent(arguments))
+        except (RuntimeError, TypeError):
+            return None  # No address, or what has no hash and so is not None.
+        if not absent or not seen.is_like(*tensors):
             return None
         if (seen.asks and _grad_enabled()) or (seen.target is not None and seen.target is not cpu_target()):
             return None

@@ -103,32 +103,33 @@ BIG = products_of(PRESETS["qwen3-30b-a3b"], HUGGING_FACE, "bfloat16", 64)
 
 
 def test_the_fastest_wins() -> None:
-    bench = FakeBench(best=64)
+    bench = FakeBench(best=32)
     result = measure_product(BIG[0], H200, bench, 20)
     assert result.heuristic[0] == heuristic_tile(BIG[0].problem(H200)).config
-    assert result.best[0].block_n == 64 and result.best[1] == 100
+    assert result.best[0].block_n == 32 and result.best[1] == 100
     assert result.gain == pytest.approx(1 - 100 / result.heuristic[1])
     assert result.measurement.entry == TileEntry(90, BIG[0].bucket, result.best[0])
     pinned = dataclasses.replace(BIG[0].spec, tuning=MatmulTuning(batch_invariant=True))
     pinned = dataclasses.replace(BIG[0], spec=pinned).problem(H200)
-    assert heuristic_tile(pinned).config in bench.asked[0][1]
-    assert result.invariant == 100
+    config = heuristic_tile(pinned).config
+    assert config in bench.asked[0][1]
+    assert result.invariant == 100 + 10 * abs(config.block_n - 32) / 32
 
 
 def test_noise_changes_nothing() -> None:
-    result = measure_product(BIG[0], H200, FakeBench(best=64, step=100 * LEAST_GAIN / 4), 20)
+    result = measure_product(BIG[0], H200, FakeBench(best=32, step=100 * LEAST_GAIN / 4), 20)
     assert result.best == result.heuristic and result.gain == 0
 
 
 def test_wrong_results_do_not_win() -> None:
-    result = measure_product(BIG[0], H200, FakeBench(best=64, wrong=64), 20)
-    assert result.best[0].block_n != 64
-    assert {timing.config.block_n for timing in result.refused} == {64}
+    result = measure_product(BIG[0], H200, FakeBench(best=32, wrong=32), 20)
+    assert result.best[0].block_n != 32
+    assert {timing.config.block_n for timing in result.refused} == {32}
 
 
 def test_the_time_is_bounded() -> None:
     times = iter([0.0, 10.0, 50.0, 70.0])
-    results, left = search(BIG * 2, H200, FakeBench(64), LIMITS, clock=lambda: next(times))
+    results, left = search(BIG * 2, H200, FakeBench(32), LIMITS, clock=lambda: next(times))
     assert [result.product for result in results] == [BIG[0], BIG[1]]
     assert left == [BIG[0], BIG[1]]
 

@@ -75,6 +75,9 @@ class Array:
 class Shared:
     """A part of shared memory. dims: which axis of the whole each of its axes is."""
 
+    #: Of its elements, whose values nobody looks at.
+    dtype = OPAQUE
+
     def __init__(self, machine: Machine, name: str, shape: list[int], itemsize: int) -> None:
         self.machine, self.name, self.itemsize = machine, name, itemsize
         self.ranges, self.dims = tuple((0, size) for size in shape), tuple(range(len(shape)))
