@@ -56,9 +56,11 @@ def pushed(
     peers.make("ids", (ranks * most, top_k), "int32")
     peers.make("weights", (ranks * most, top_k), "float32")
     peers.make("headers", (2 * ranks + 1, TOLD), "int32")
+    peers.make("numbers", (ranks * most,), "int32")
     for rank in range(ranks):
         peers.of("headers", rank)[-1, 0] = turn
-    peers.make("numbers", (ranks * most,), "int32")
+        # Not what means none: it has to be stored.
+        peers.of("ids", rank)[...] = peers.of("numbers", rank)[...] = 7
     names = ("rows", "ids", "weights", "headers", *(("numbers",) if numbered else ()))
     tables = {f"{name}_at": peers.at(name) for name in names if way != "apart" or name != "rows"}
     found, places, first = [], [], 0

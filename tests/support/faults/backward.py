@@ -104,6 +104,24 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)", "num_rows"),
         OpFault("range(tl.program_id(0), tl.cdiv", "range(tl.program_id(0) + 1, tl.cdiv"),
     ),
+    "exchange.kernels.direct": (
+        OpFault("(turn & 1) * num_ranks + rank) * (HEADER", "(turn & 1) * num_ranks) * (HEADER"),
+        OpFault("tl.store(turns, turn + 1)", "tl.store(turns, turn + 2)"),
+        OpFault("tl.where(owner == peer, place - peer * PER_RANK, -1)", "place - peer * PER_RANK"),
+        OpFault("(owner == peer).to(tl.int32)", "(owner >= peer).to(tl.int32)"),
+        OpFault("row * num_ranks + peer, -1)", "row * num_ranks, -1)"),
+        OpFault("tl.where(kept != 0, place, -1)", "tl.where(kept == 0, place, -1)"),
+        OpFault("unused = pointer_to(tl.load(ids_at + peer)", "unused = pointer_to(tl.load(ids_at + rank)"),
+        OpFault("wrong += invalid", "wrong += 0 * invalid"),
+        OpFault("turn = tl.load(headers + 2 * other) - 1", "turn = tl.load(headers + 2 * other)"),
+        OpFault("(tl.load(agree) == 0)", "(tl.load(agree) != 0)"),
+        OpFault("lost = lost & (tl.load(wanted + slots", "lost = lost | (tl.load(wanted + slots"),
+    ),
+    "exchange.kernels.results": (
+        OpFault("tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)", "num_rows"),
+        OpFault("+ slot * ROW_BYTES", "+ slot"),
+        OpFault("(slot < num_slots)", "(slot <= num_slots)"),
+    ),
     "exchange.kernels.take": (
         OpFault("tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)", "num_rows"),
         OpFault("(columns // GROUP)", "(columns // (2 * GROUP))"),
@@ -201,6 +219,8 @@ TESTS = {
     "exchange.kernels.places": "tests/ops/exchange/test_places.py",
     "exchange.kernels.addresses": "tests/ops/exchange/test_exchange.py",
     "exchange.kernels.push": "tests/ops/exchange/test_exchange.py",
+    "exchange.kernels.direct": "tests/ops/exchange/test_direct.py",
+    "exchange.kernels.results": "tests/torch/parallel/peer/test_experts_push.py::test_addresses_of_results",
     "exchange.kernels.take": "tests/ops/exchange/test_take.py",
     "exchange.kernels.pull": "tests/ops/exchange/test_exchange.py",
 }

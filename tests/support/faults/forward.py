@@ -84,7 +84,7 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
     ),
     "matmul.portable.kernel": (
         Fault("slots // TOP_K", "slots // TOP_K * 0", "mixtral", "matmul1"),
-        Fault("result.to(y.dtype", "result.to(tl.bfloat16).to(y.dtype", "mixtral", "matmul1"),
+        Fault("result.to(pointers.dtype", "result.to(tl.bfloat16).to(pointers.dtype", "mixtral", "matmul1"),
         Fault("accumulator += tl.load(bias", "accumulator -= tl.load(bias", "gpt_oss", "matmul1"),
         Fault("second = first + N * N_STRIDE", "second = first", "qwen3_moe", "activation"),
         Fault("tl.load(row_weight + slots", "tl.load(row_weight + rows", "mixtral", "matmul2"),
