@@ -40,7 +40,7 @@ NVIDIA = [
     if arch == ONLY.get(group, arch) and (EXTENT == "all" or arch in SUITE.get(group, ()))
 ]
 #: How many processes compile an architecture's cover, one after another where there are fewer cores.
-PARTS = {"80": 3, "90": 12, "100": 3}
+PARTS = {"80": 3, "90": 8, "100": 3}
 #: Whose covers: all of them, or what `make gate ARCHS=` names.
 COVERED = os.environ.get("MOEBIUS_ARCHS", "80,90,100").split(",")
 assert set(COVERED) <= set(PARTS), f"MOEBIUS_ARCHS must be of {','.join(PARTS)}, got {COVERED}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import json
 import sys
 
@@ -61,15 +62,21 @@ def everything(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
 
 
 def cover(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
-    """Of `everything` the launches with a fact that none before them has."""
-    seen: set[tuple[str, str, str]] = set()
-    chosen = []
-    for plan, launch in everything(arch):
-        own = facts(plan, launch, numbers=arch == TUNED)
-        if not own <= seen:
-            chosen.append((plan, launch))
-            seen |= own
-    return chosen
+    """Launches of `everything` that have all its facts: as the next one that with the most facts no other has yet."""
+    launches = everything(arch)
+    own = [facts(plan, launch, numbers=arch == TUNED) for plan, launch in launches]
+    left: set[tuple[str, str, str]] = set().union(*own)
+    queue, chosen = [(-len(one), number) for number, one in enumerate(own)], []
+    heapq.heapify(queue)
+    while left:
+        _, number = heapq.heappop(queue)
+        new = len(own[number] & left)
+        if queue and -new > queue[0][0]:
+            heapq.heappush(queue, (-new, number))
+            continue
+        chosen.append(number)
+        left -= own[number]
+    return [launches[number] for number in sorted(chosen)]
 
 
 if __name__ == "__main__":
