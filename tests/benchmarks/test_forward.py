@@ -171,7 +171,8 @@ def test_the_dense_bound_has_the_flops_of_the_layer() -> None:
         with flop_counter.FlopCounterMode(display=False) as counter:
             assert products().dtype == torch.float16
         assert counter.get_total_flops() == shape.flops(12)
-    assert torch.equal(found["in_out"](), found["out_in"]()), "the same matrices, stored either way"
+    # The same matrices, stored either way; how a CPU adds up depends on that, too.
+    torch.testing.assert_close(found["in_out"](), found["out_in"](), rtol=0.01, atol=0.05)
 
 
 def test_the_faster_dense_products_are_the_bound() -> None:
