@@ -17,7 +17,7 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.checks import copy_tile, require_programs, require_table, require_width
 from moe_core.ops.exchange.send_tables import HEADER, columns_of
-from moe_core.ops.reduction.reduce import reduce_tile, unrolled
+from moe_core.ops.reduction.reduce import reduce_tile, require_beside, unrolled
 from moe_core.ops.routing.layout import require_experts
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Kernel, LaunchPlan, passed
@@ -181,12 +181,7 @@ def plan_sum_results(
         require_spec("agree", agree, (1,), "bool")
     if wanted is not None:
         require_spec("wanted", wanted, row_of_slot.shape, "int32")
-    if shared is not None:
-        row_stride("shared", require_spec("shared", shared, (tokens, width), dtypes.MATMUL_DTYPES, contiguous=False))
-    if shared_gate is not None:
-        if shared is None:
-            raise InvalidInput("shared_gate must be None without shared, got an array; pass shared or leave it out")
-        require_spec("shared_gate", shared_gate, (tokens, 1), "float32")
+    require_beside(shared, shared_gate, (tokens, width))
     out_dtype = dtypes.canonical(out_dtype or y.dtype)
     require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
     builder = PlanBuilder("sum_results", target)

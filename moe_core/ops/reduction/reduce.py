@@ -47,6 +47,16 @@ def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, 
     return 1, columns, max(1, columns // _COLUMNS_PER_WARP)
 
 
+def require_beside(shared: ArraySpec | None, shared_gate: ArraySpec | None, shape: tuple[int, int]) -> None:
+    """Raise InvalidInput for a shared expert's rows, or logits of its gate, that do not go with sums of this shape."""
+    if shared is not None:
+        row_stride("shared", require_spec("shared", shared, shape, dtypes.MATMUL_DTYPES, contiguous=False))
+    if shared_gate is not None:
+        if shared is None:
+            raise InvalidInput("shared_gate must be None without shared, got an array; pass shared or leave it out")
+        require_spec("shared_gate", shared_gate, (shape[0], 1), "float32")
+
+
 @functools.lru_cache(PLANS_KEPT)
 def plan_reduce(
     y: ArraySpec,
@@ -70,12 +80,7 @@ def plan_reduce(
     rows = layout.num_slots if order == "slot" else layout.capacity
     require_spec("y", y, (rows, "d_model"), dtypes.MATMUL_DTYPES)
     tokens, width, top_k = layout.num_tokens, y.shape[1], layout.top_k
-    if shared is not None:
-        row_stride("shared", require_spec("shared", shared, (tokens, width), dtypes.MATMUL_DTYPES, contiguous=False))
-    if shared_gate is not None:
-        if shared is None:
-            raise InvalidInput("shared_gate must be None without shared, got an array; pass shared or leave it out")
-        require_spec("shared_gate", shared_gate, (tokens, 1), "float32")
+    require_beside(shared, shared_gate, (tokens, width))
     out_dtype = dtypes.canonical(out_dtype or y.dtype)
     require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
 
