@@ -35,9 +35,9 @@ from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.peers import ParityIsRed
 from benchmarks.provenance import provenance
 from benchmarks.record import reason_of, reasons, table
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import ALL_SHAPES, Shape
 from benchmarks.timing import GraphTimer, free_memory
-from benchmarks.training_peers import TRAINING_PEERS, TrainingPeer, dense_step, sample, time_training_peer
+from benchmarks.training_peers import TRAINING_PEERS, TrainingPeer, beside_dense_step, sample, time_training_peer
 from benchmarks.training_problem import (
     Step,
     TrainingProblem,
@@ -78,7 +78,9 @@ class TrainingOptions:
 def parse(arguments: Sequence[str] | None) -> TrainingOptions:
     """Options from the command line; exits with a message that names the fix where they make no sense."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(_SHAPES), help=f"of {', '.join(SHAPES)} (default: %(default)s)")
+    parser.add_argument(
+        "--shapes", default=",".join(_SHAPES), help=f"of {', '.join(ALL_SHAPES)} (default: %(default)s)"
+    )
     parser.add_argument("--tokens", default=",".join(map(str, _TOKENS)), help="(default: %(default)s)")
     parser.add_argument(
         "--peers", default=",".join(TRAINING_PEERS), help=f"of {', '.join(TRAINING_PEERS)}; `none` for none"
@@ -91,11 +93,11 @@ def parse(arguments: Sequence[str] | None) -> TrainingOptions:
     found = parser.parse_args(arguments)
     if not found.cell_seconds > 0:
         parser.error(f"--cell-seconds must be positive, got {found.cell_seconds}")
-    shapes = chosen_names(parser, "--shapes", found.shapes, list(SHAPES))
+    shapes = chosen_names(parser, "--shapes", found.shapes, list(ALL_SHAPES))
     if not shapes:
         parser.error("there is nothing to run; name --shapes")
     return TrainingOptions(
-        shapes=tuple(SHAPES[name] for name in shapes),
+        shapes=tuple(ALL_SHAPES[name] for name in shapes),
         tokens=numbers_of_tokens(parser, found.tokens),
         peers=tuple(
             TRAINING_PEERS[name] for name in chosen_names(parser, "--peers", found.peers, list(TRAINING_PEERS))
@@ -162,7 +164,7 @@ def measure(problem: TrainingProblem, row: dict[str, Any], timer: Any, target: T
     figures: dict[str, Callable[[], dict[str, Any]]] = {
         "torch": lambda: {"torch_us": timer.time(lambda: torch_step(problem))},
         "forward": lambda: {"forward_us": timer.time(forward)},
-        "dense": lambda: {"dense_us": timer.time(dense_step(problem.shape, problem.tokens, device))},
+        "dense": lambda: beside_dense_step(problem.shape, problem.tokens, lambda: torch_step(problem), timer, device),
         "scratch": scratch,
         "memory": lambda: memory(problem),
         "torch device": device_time,

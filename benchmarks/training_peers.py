@@ -20,6 +20,7 @@ from benchmarks import plain
 from benchmarks.peers import ParityIsRed
 from benchmarks.problem import relative_error
 from benchmarks.shapes import Shape
+from benchmarks.timing import medians, paired_ratio
 from benchmarks.training_problem import TrainingProblem, arguments
 
 #: Peers round to bf16 between every two operations, there and back.
@@ -167,23 +168,42 @@ def _tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def dense_step(shape: Shape, tokens: int, device: Any = "cuda") -> Callable[[], None]:
-    """Six cuBLAS products over T * K rows: both products of the layer, and for each the gradients of its factors."""
+def dense_step(shape: Shape, tokens: int, device: Any = "cuda", layout: str = "in_out") -> Callable[[], None]:
+    """Six cuBLAS products over T * K rows: both products of the layer, and for each the gradients of its factors.
+
+    The weights are stored in layout, and their gradients are written in it."""
     rows = tokens * shape.top_k
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(size, dtype=torch.bfloat16, device=device)
 
+    def product(left: torch.Tensor, right: torch.Tensor) -> None:
+        """A weight's gradient, `left.T @ right` where weights are in_out."""
+        torch.matmul(left.T, right) if layout == "in_out" else torch.matmul(right.T, left)
+
+    def weight(inputs: int, outputs: int) -> torch.Tensor:
+        return draw(inputs, outputs) if layout == "in_out" else draw(outputs, inputs).T
+
     x, d_out = draw(rows, shape.d_model), draw(rows, shape.d_model)
-    first, second = draw(shape.d_model, 2 * shape.d_ff), draw(shape.d_ff, shape.d_model)
+    first, second = weight(shape.d_model, 2 * shape.d_ff), weight(shape.d_ff, shape.d_model)
     hidden, d_wide = draw(rows, shape.d_ff), draw(rows, 2 * shape.d_ff)
 
     def step() -> None:
         torch.matmul(x, first)
         torch.matmul(hidden, second)
         torch.matmul(d_out, second.T)
-        torch.matmul(hidden.T, d_out)
+        product(hidden, d_out)
         torch.matmul(d_wide, first.T)
-        torch.matmul(x.T, d_wide)
+        product(x, d_wide)
 
     return step
+
+
+def beside_dense_step(shape: Shape, tokens: int, step: Callable[[], Any], timer: Any, device: Any) -> dict[str, Any]:
+    """A step and dense ones of both weight layouts by turns: the faster dense one's layout and time, and the step over
+    it, the median over rounds."""
+    dense = {layout: dense_step(shape, tokens, device, layout) for layout in ("in_out", "out_in")}
+    rounds = timer.rounds({"ours": step, **dense})
+    times = medians(rounds)
+    best = min(dense, key=times.__getitem__)
+    return {"dense_us": times[best], "dense_layout": best, "over_dense": paired_ratio(rounds, "ours", best)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 #: Raised when the meaning of a field changes.
-TRAINING_SCHEMA = 1
+TRAINING_SCHEMA = 2
 _FIGURES = Path(__file__).parent / "sonicmoe_h200.json"
 #: Field -> heading of the table, in order.
 TRAINING_COLUMNS = {
@@ -29,8 +29,8 @@ def read_sonicmoe_figures() -> dict[str, Any]:
 def add_training_ratios(row: dict[str, Any], figures: dict[str, Any]) -> None:
     """What follows from the figures of one row, as far as they are there.
 
-    backward_us is what a step takes beyond its forward; over_dense our time over that of the dense products of this
-    run; sonicmoe_over_dense SonicMoE's over its own run's, where both were recorded.
+    backward_us is what a step takes beyond its forward; sonicmoe_over_dense SonicMoE's time over its own run's dense
+    products, where both were recorded.
     """
 
     def divide(name: str, above: str, below: str) -> None:
@@ -44,6 +44,5 @@ def add_training_ratios(row: dict[str, Any], figures: dict[str, Any]) -> None:
         row["wanted_over_dense"] = recorded["wanted_over_dense"]
     if "torch_us" in row and "forward_us" in row:
         row["backward_us"] = row["torch_us"] - row["forward_us"]
-    divide("over_dense", "torch_us", "dense_us")
     divide("jax_over_torch", "jax_device_us", "torch_device_us")
     divide("over_best_peer", "torch_us", "grouped_mm_us")
