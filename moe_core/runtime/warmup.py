@@ -6,7 +6,6 @@ handful of kernels run (their tiles), never how many there are.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import time
@@ -76,8 +75,7 @@ class WarmupReport:
 def kernel_identity(plan: LaunchPlan, launch: KernelLaunch) -> Hashable:
     """Equal for launches that one compiled kernel serves: grids, run-time values and when they begin do not count."""
     constants = tuple((name, value) for name, value in launch.arguments if isinstance(value, Constant))
-    compiled = dataclasses.replace(launch, grid=(1, 1, 1), arguments=constants, dependent=False)
-    return launch_signature(plan, launch), compiled
+    return launch_signature(plan, launch), launch.kernel, constants, launch.num_warps, launch.num_stages
 
 
 def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, KernelLaunch]]:

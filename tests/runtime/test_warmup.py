@@ -20,6 +20,7 @@ from moe_core.runtime import warmup as warmup_module
 from moe_core.runtime.warmup import KernelReport, WarmupReport, compile_kernels, distinct_kernels, token_counts, warmup
 from moe_core.specs.tuning import Tuning
 from moe_core.tools.tune.products import PRESETS
+from tests.support.compile_gate.prepacked_plans import prepared
 from tests.support.harness import H200, engine_target
 from tests.support.moe import layer_plan
 from tests.support.paths import ROOT
@@ -33,6 +34,7 @@ MOST_PER_CALL, MOST_EVER = 12, 45
 COMPILE = """
 import json, sys
 from moe_core.runtime.warmup import warmup
+from tests.support.compile_gate.prepacked_plans import prepared
 from tests.support.harness import H200
 from tests.support.moe import layer_plan
 plans = [layer_plan(None, tokens, H200) for tokens in (1, 16)]
@@ -76,6 +78,13 @@ def test_the_number_of_tokens_is_compiled_into_nothing() -> None:
     """Counts that get the same tiles share every kernel."""
     plans = [layer_plan(Tuning(batch_invariant=True), tokens, H200) for tokens in range(300, 400)]
     assert len(distinct_kernels(plans)) == len(distinct_kernels(plans[:1]))
+
+
+def test_kernels_of_prepacked_weights_are_found() -> None:
+    plans = list(prepared(H200))
+    launches = [step for plan in plans for step in plan.steps if isinstance(step, KernelLaunch)]
+    assert any(launch.kernel.prepacked_weight for launch in launches)
+    assert {launch.kernel.name for _, launch in distinct_kernels(plans)} == {launch.kernel.name for launch in launches}
 
 
 def test_kernels_are_imported_before_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
