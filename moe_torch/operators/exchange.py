@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from moe_core.base.arrays import ArraySpec
+from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.direct import plan_push_tokens_once, plan_sum_results
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
@@ -19,7 +21,6 @@ from moe_core.ops.exchange.push import (
     plan_dispatch_push,
     plan_push_counts,
     plan_push_slots,
-    plan_push_tokens,
 )
 from moe_core.ops.exchange.results import plan_result_addresses
 from moe_core.ops.exchange.take import plan_take_rows
@@ -73,12 +74,6 @@ DISPATCH_PUSH = _operator(
 PUSH_SLOTS = _operator(
     "push_slots", ("weights", "owners", "rows", "weights_at?", "sources_at?"), ("rank", "num_rows"), plan_push_slots
 )
-PUSH_TOKENS = _operator(
-    "push_tokens",
-    ("weights", "ids", "owners", "rows", "weights_at", "ids_at"),
-    ("per_rank", "num_rows"),
-    plan_push_tokens,
-)
 COMBINE_PULL = _operator(
     "combine_pull",
     ("owners", "rows", "results_at", "shared?", "shared_gate?"),
@@ -127,13 +122,43 @@ def _sum_shapes(given: Any) -> Outputs:
     return [((given.row_of_slot.shape[0], given.y.shape[1]), dtype)]
 
 
+_SUMMED = ("y", "row_of_slot", "headers?", "agree?", "wanted?", "shared?", "shared_gate?")
 SUM_RESULTS = _operator(
     "sum_results",
-    ("y", "row_of_slot", "headers?", "agree?", "wanted?", "shared?", "shared_gate?"),
+    _SUMMED,
     ("out_dtype",),
     plan_sum_results,
     _sum_shapes,
     1,
+)
+
+
+def _plan_sum_into(*, memory: object, out: ArraySpec, **given: Any) -> LaunchPlan:
+    plan = plan_sum_results(**given, out_dtype=out.dtype)
+    if out != plan.spec("out"):
+        raise InvalidInput(f"out must be {plan.spec('out')} like y and its tokens, got {out}; pass such rows")
+    return plan
+
+
+class _IntoOperator(Operator):
+    """The plan's output is written to `out`, which exists."""
+
+    _runs_plan_alone = False
+
+    def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+        ready, out = self._cache.get(key) or self._remember(key, arguments), arguments[self.names.index("out")]
+        self.require_alignment(arguments, ("out",))
+        self.run_ready(ready, arguments, (out,))
+        torch.autograd.graph.increment_version([out])
+        return []
+
+
+SUM_RESULTS_INTO = _IntoOperator(
+    "sum_results_into",
+    Signature((*_SUMMED, "out!", "memory!"), ()),
+    _plan_sum_into,
+    lambda _: [],
+    0,
 )
 #: Returns results_at.
 RESULT_ADDRESSES = Operator(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.base.checks import as_integer
+from moe_core.errors import InvalidInput
 from moe_core.formats import Format
 from moe_core.ops.exchange.checks import require_addresses
 from moe_core.parallel.placement import Placement
@@ -141,33 +142,6 @@ def push_routing(
     """
     text = encode(as_integer("rank", rank, 0), _rows(num_rows))
     call(operators.PUSH_SLOTS, weights, places.owners, places.rows, weights_at, sources_at, memory, text)
-
-
-def push_token_routing(
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    places: PeerPlaces,
-    weights_at: torch.Tensor,
-    ids_at: torch.Tensor,
-    *,
-    per_rank: int,
-    num_rows: int,
-    memory: torch.Tensor | None = None,
-) -> None:
-    """Store what goes beside the rows of tokens, each of which goes to an owner once.
-
-    Args:
-        weights: fp32 `[T, K]`.
-        ids: int32 `[T, K]`. Places, as for `peer_places`.
-        places: of `peer_places` for the ranks of tokens: its ids are owners, each once in a token.
-        weights_at: the table of the arrays fp32 `[num_rows, K]`.
-        ids_at: the table of the arrays int32 `[num_rows, K]`: local ids, -1 where another rank has the expert.
-        per_rank: L.
-        num_rows: R.
-        memory: see the module.
-    """
-    text = encode(as_integer("per_rank", per_rank, 1), _rows(num_rows))
-    call(operators.PUSH_TOKENS, weights, ids, places.owners, places.rows, weights_at, ids_at, memory, text)
 
 
 def take_rows(
@@ -359,6 +333,7 @@ def sum_results(
     shared: torch.Tensor | None = None,
     shared_gate: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     memory: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add the results of each token's slots as `reduce(order="slot")` does; NaN where something went wrong.
@@ -371,13 +346,23 @@ def sum_results(
         agree: bool `[1]`. False makes all NaN.
         wanted: int32 `[T, K]`. A token is NaN if a slot that is not -1 there has no place.
         shared, shared_gate, out_dtype: as of `combine_pull`.
+        out: `[T, D]` of the dtype of the sum, whose address is a multiple of 16. None = a new tensor.
         memory: see the module.
 
     Returns:
-        out `[T, D]`.
+        out.
+
+    Raises:
+        InvalidInput: arguments of the wrong shape or dtype, and out_dtype beside an out of another dtype.
     """
-    text = encode(None if out_dtype is None else dtype_name("out_dtype", out_dtype))
-    return call(operators.SUM_RESULTS, y, places, headers, agree, wanted, shared, shared_gate, memory, text)
+    arrays = y, places, headers, agree, wanted, shared, shared_gate
+    if out is None:
+        text = encode(None if out_dtype is None else dtype_name("out_dtype", out_dtype))
+        return call(operators.SUM_RESULTS, *arrays, memory, text)
+    if out_dtype not in (None, out.dtype):
+        raise InvalidInput(f"out_dtype must be that of out, {out.dtype}, got {out_dtype}; leave it out")
+    call(operators.SUM_RESULTS_INTO, *arrays, out, memory, encode())
+    return out
 
 
 def result_addresses(

@@ -105,8 +105,11 @@ def draw(case: Case) -> dict[str, Any]:
         given["shared"] = [draw.normal(own, case.D, dtype=case.dtype) for own in tokens]
         given["gate"] = [draw.normal(own, 1, dtype="float32") for own in tokens]
     kinds = {"x": (rows, case.D, TORCH[case.dtype]), "home": (max(1, case.T * K), case.D, TORCH[case.dtype])}
-    kinds |= {"weights": (rows, K if case.by_token else 1, torch.float32), "ids": (rows, K, torch.int32)}
-    kinds |= {"sources": (rows, 2, torch.int32), "taken": (11, case.D, TORCH[case.dtype])}
+    kinds |= {
+        "weights": (rows, 1, torch.float32),
+        "sources": (rows, 2, torch.int32),
+        "taken": (11, case.D, TORCH[case.dtype]),
+    }
     if case.rows_format:
         kinds |= {"x": (rows, case.D, torch.uint8), "scales": (rows, -(-case.D // 128), torch.float32)}
     given["empty"] = {name: poisoned(*kind) for name, kind in kinds.items()}
@@ -189,11 +192,8 @@ def _peer(case: Case, given: dict[str, Any], device: torch.device) -> dict[str, 
         if case.seed % 3 == 0:  # rows may be strided
             x = torch.cat([x, x], 1)[:, : case.D]
         peer_ops.dispatch_push(x, places[rank], memory["x"].at, **options, **limited, **scales)
-        weights, at = on["weights"][rank], memory["weights"].at
-        if case.by_token:
-            own = on["ids"][rank], places[rank], at, memory["ids"].at
-            peer_ops.push_token_routing(weights, *own, per_rank=given["per_rank"], **options)
-        else:
+        if not case.by_token:
+            weights, at = on["weights"][rank], memory["weights"].at
             peer_ops.push_routing(weights, places[rank], at, memory["sources"].at, rank=rank, **options)
     # Behind the last row sources are what an earlier call left.
     for rank, own in enumerate(places if not case.by_token else ()):
@@ -213,7 +213,7 @@ def _peer(case: Case, given: dict[str, Any], device: torch.device) -> dict[str, 
         dtype, at = TORCH[case.dtype], memory["results"].at
         found[f"sum {rank}"] = peer_ops.combine_pull(own, at, width=case.D, dtype=dtype, **options, **limited, **shared)
         found[f"numbers {rank}"] = peer_ops.combine_pull_weights(own, memory["numbers"].at, **options)
-        names = ("x", "weights", "ids") if case.by_token else ("x", "weights", "sources", "home")
+        names = ("x",) if case.by_token else ("x", "weights", "sources", "home")
         found |= {f"{name} {rank}": memory[name].own[rank] for name in names + ("scales",) * bool(scales)}
     start = torch.tensor([0, given["filled"]], dtype=torch.int32, device=device)
     arrays = given["held"].to(device), given["take"].to(device), start

@@ -30,7 +30,6 @@ from moe_core.plan.steps import Kernel, LaunchPlan, passed
 PUSH_ROWS = Kernel("exchange.kernels.push:push_rows")
 PUSH_QUANTIZED_ROWS = Kernel("exchange.kernels.push:push_quantized_rows")
 PUSH_SLOTS = Kernel("exchange.kernels.push:push_slots")
-PUSH_TOKENS = Kernel("exchange.kernels.push:push_tokens")
 PUSH_COUNTS = Kernel("exchange.kernels.push:push_counts")
 PUSH_RESULTS = Kernel("exchange.kernels.push:push_results")
 
@@ -159,47 +158,6 @@ def plan_push_slots(
     arguments = builder.pointers("weights", "owners", "rows", "weights_at", "sources_at")
     arguments |= passed(num_slots=rows.size, num_ranks=min(num_ranks), num_rows=num_rows, rank=rank, BLOCK=block)
     builder.launch(PUSH_SLOTS, (-(-rows.size // block),), arguments)
-    return builder.build()
-
-
-@functools.lru_cache(PLANS_KEPT)
-def plan_push_tokens(
-    weights: ArraySpec,
-    ids: ArraySpec,
-    owners: ArraySpec,
-    rows: ArraySpec,
-    weights_at: ArraySpec,
-    ids_at: ArraySpec,
-    target: Target,
-    *,
-    per_rank: int,
-    num_rows: int,
-) -> LaunchPlan:
-    """Store what goes beside the rows of tokens, which go to an owner once: all weights, and the ids that are there.
-
-    weights fp32 and ids int32 `[T, K]`: of every slot, ids as places. owners, rows: of `plan_peer_places` for the ranks
-    of tokens. weights_at, ids_at int64 `[W]`: addresses of fp32 and int32 `[num_rows, K]`; an id is the local one of a
-    rank with per_rank places, -1 where another rank has the expert.
-
-    Inputs: weights, ids, owners, rows, weights_at, ids_at; no outputs. Raises InvalidInput.
-    """
-    require_places(owners, rows)
-    require_spec("weights", weights, rows.shape, "float32")
-    require_spec("ids", ids, rows.shape, "int32")
-    num_ranks = require_table("weights_at", weights_at)
-    require_table("ids_at", ids_at, num_ranks)
-    as_integer("per_rank", per_rank, 1, INT32_LIMIT)
-    as_integer("num_rows", num_rows, 0, INT32_LIMIT)
-    builder = PlanBuilder("push_tokens", target)
-    arrays = {"weights": weights, "ids": ids, "owners": owners, "rows": rows}
-    present = builder.inputs({**arrays, "weights_at": weights_at, "ids_at": ids_at})
-    if not target.compiled:
-        constants = {"per_rank": per_rank, "num_rows": num_rows}
-        return builder.reference("exchange.reference:push_tokens", present, constants, ())
-    block = slots_block(target)
-    arguments = builder.pointers(*present) | passed(num_slots=rows.size, num_ranks=num_ranks, num_rows=num_rows)
-    arguments |= passed(PER_RANK=per_rank, TOP_K=rows.shape[1], BLOCK=block)
-    builder.launch(PUSH_TOKENS, (-(-rows.size // block),), arguments)
     return builder.build()
 
 

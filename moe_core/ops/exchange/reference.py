@@ -97,28 +97,6 @@ def push_slots(
     return ()
 
 
-def push_tokens(
-    weights: np.ndarray,
-    ids: np.ndarray,
-    owners: np.ndarray,
-    rows: np.ndarray,
-    weights_at: np.ndarray,
-    ids_at: np.ndarray,
-    *,
-    per_rank: int,
-    num_rows: int,
-) -> tuple[()]:
-    """What `moe_core.ops.exchange.push.plan_push_tokens` stores."""
-    shape = num_rows, rows.shape[1]
-    peers = zip(_peers(weights_at, shape, "float32"), _peers(ids_at, shape, "int32"), strict=True)
-    slots = _slots_by_owner(owners, rows, len(ids_at), num_rows)
-    for (there, beside), (owner, own, row) in zip(peers, slots, strict=True):
-        places = ids[own // rows.shape[1]]
-        there[row] = weights[own // rows.shape[1]]
-        beside[row] = np.where((places >= 0) & (places // per_rank == owner), places % per_rank, -1)
-    return ()
-
-
 def push_counts(counts: np.ndarray, counts_at: np.ndarray, *, rank: int) -> tuple[()]:
     """What `moe_core.ops.exchange.push.plan_push_counts` stores."""
     for peer in _peers(counts_at, (len(counts_at), len(counts)), "int32"):

@@ -12,14 +12,13 @@ from moe_core.base.target import Target
 from moe_core.formats import Format, format_named
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.exchange.checks import copy_tile
-from moe_core.ops.exchange.push import plan_push_tokens
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.ops.reduction.reference import reduce
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.parallel.exchange import first_owners
 from moe_core.parallel.reference import GroupForward, _at_owner, moe, numpy_backward
 from moe_core.specs.operands import OutputGradients
-from tests.support.harness import H200, spec_of
+from tests.support.harness import H200
 from tests.support.parallel.peers import ENGINES, Peers, Places, poisoned
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
@@ -212,20 +211,10 @@ def test_tokens_go_to_an_owner_once(target: Target) -> None:
     places = peers.places([first_owners(home.places, placement.per_rank) for home in routes.homes], 3, 20)
     values = [draw_array(random, (tokens, 8), "float16") for tokens in problem.tokens]
     peers.make("rows", (20, 8), "float16")
-    peers.make("ids", (20, 4), "int32")
-    peers.make("weights", (20, 4), "float32")
-    weights = [draw_array(random, (tokens, 4), "float32") for tokens in problem.tokens]
     for number, rows in enumerate(places):
         peers.dispatch(values[number], rows, 20)
-        arrays = {"weights": weights[number], "ids": routes.homes[number].places}
-        arrays |= {"owners": rows.owners, "rows": rows.rows}
-        arrays |= {"weights_at": peers.at("weights"), "ids_at": peers.at("ids")}
-        specs = [spec_of(array) for array in arrays.values()]
-        peers.run(plan_push_tokens(*specs, target, per_rank=placement.per_rank, num_rows=20), arrays)
     for rank in range(3):
         require_arrived(peers.of("rows", rank), routes.push(rank, values), f"rows of {rank}")
-        require_arrived(peers.of("weights", rank), routes.push_weights(rank, weights), f"weights of {rank}")
-        require_arrived(peers.of("ids", rank), routes.ids[rank], f"ids of {rank}")
 
 
 @on_engines

@@ -17,7 +17,6 @@ from moe_core.ops.exchange.push import (
     plan_dispatch_push,
     plan_push_counts,
     plan_push_slots,
-    plan_push_tokens,
 )
 from moe_core.ops.exchange.take import plan_take_rows
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
@@ -71,8 +70,6 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     places, weights = ArraySpec((4096, 8), "int32"), ArraySpec((4096, 8), "float32")
     for tables in ({"weights_at": table}, {"sources_at": table}, {"weights_at": table, "sources_at": table}):
         yield plan_push_slots(weights, places, places, target, rank=1, num_rows=ROWS, **tables)
-    arrays = weights, places, places, places, table, table
-    yield plan_push_tokens(*arrays, target, per_rank=64, num_rows=ROWS)
     yield plan_combine_pull_weights(places, places, table, target, num_rows=ROWS)
     yield plan_push_counts(ArraySpec((264,), "int32"), table, target, rank=1)
     for num_places in (256, 4096):

@@ -157,8 +157,6 @@ peer_places(Tensor ids, Tensor group_start, Tensor row_of_slot, Tensor counts, s
 push_counts(Tensor counts, Tensor counts_at, Tensor(a!)? memory, str options) -> ()
 push_slots(Tensor weights, Tensor owners, Tensor rows, Tensor? weights_at, Tensor? sources_at, Tensor(a!)? memory,
     str options) -> ()
-push_tokens(Tensor weights, Tensor ids, Tensor owners, Tensor rows, Tensor weights_at, Tensor ids_at, Tensor(a!)?
-    memory, str options) -> ()
 push_tokens_once(Tensor? x, Tensor ids, Tensor weights, Tensor header, Tensor? places_of_experts, Tensor? given,
     Tensor? token_mask, Tensor? rows_at, Tensor ids_at, Tensor weights_at, Tensor headers_at, Tensor? numbers_at,
     Tensor(a!)? memory, str options) -> Tensor[]
@@ -177,6 +175,8 @@ send_tables(Tensor ids, Tensor weights, Tensor places_of_experts, Tensor start, 
     Tensor? tokens, Tensor? limits, str options) -> Tensor[]
 sum_results(Tensor y, Tensor row_of_slot, Tensor? headers, Tensor? agree, Tensor? wanted, Tensor? shared, Tensor?
     shared_gate, Tensor(a!)? memory, str options) -> Tensor
+sum_results_into(Tensor y, Tensor row_of_slot, Tensor? headers, Tensor? agree, Tensor? wanted, Tensor? shared,
+    Tensor? shared_gate, Tensor(a!)? out, Tensor(b!)? memory, str options) -> ()
 take_rows(Tensor x, Tensor slot_of_row, str options) -> Tensor
 unpack_bitmatrix(Tensor bitmatrix, str options) -> Tensor
 """

@@ -119,19 +119,21 @@ def test_tokens_that_travel_once_are_copied_to_their_slots(engine: str) -> None:
         for own in owners:
             for k in range(1, K):
                 own[:, k] = torch.where((own[:, :k] == own[:, k : k + 1]).any(dim=1), -1, own[:, k])
-        places_of_slots, ids = ranks.ids, [own.clamp(min=-1) for own in owners]
+        ids = [own.clamp(min=-1) for own in owners]
         counts, counts_at = ranks.make(W, W, dtype=torch.int32)
         layouts = [moe_torch.make_layout(own, W) for own in ids]
         for rank, layout in enumerate(layouts):
             peer_ops.push_counts(layout.group_sizes, counts_at, rank=rank)
         rows, rows_at = ranks.make(R, D, dtype=torch.bfloat16)
-        _, weights_at = ranks.make(R, K, dtype=torch.float32)
-        local, ids_at = ranks.make(R, K, dtype=torch.int32)
+        # What goes beside a token: the places of its slots, as rows of 16 bytes.
+        beside, beside_at = ranks.make(R, 4, dtype=torch.float32)
         for rank, own in enumerate(ids):
             places = peer_ops.peer_places(own, layouts[rank], counts[rank], rank=rank, receive=R)
             peer_ops.dispatch_push(ranks.x[rank], places, rows_at, num_rows=R)
-            arguments = ranks.weights[rank], places_of_slots[rank], places, weights_at, ids_at
-            peer_ops.push_token_routing(*arguments, per_rank=L, num_rows=R)
+            table = torch.nn.functional.pad(ranks.ids[rank], (0, 4 - K), value=-1).view(torch.float32)
+            peer_ops.dispatch_push(table, places, beside_at, num_rows=R)
+        there = [own.view(torch.int32)[:, :K] - rank * L for rank, own in enumerate(beside)]
+        local = [torch.where((own >= 0) & (own < L), own, -1) for own in there]
         by_slot, by_slot_at = ranks.make(R, D, dtype=torch.bfloat16)
         for rank, own in enumerate(slots):
             peer_ops.dispatch_push(ranks.x[rank], own, by_slot_at, num_rows=R)
@@ -151,6 +153,27 @@ def test_tokens_that_travel_once_are_copied_to_their_slots(engine: str) -> None:
                 codes.values, token, layout.group_start, scales=codes.scales, dtype=torch.bfloat16
             )
             assert torch.equal(found, moe_torch.dequantize(codes, torch.bfloat16)[token[:, 0].long()])
+
+
+@on_engines
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_sums_are_written_to_rows_that_are_there(engine: str, out_dtype: str) -> None:
+    dtype = getattr(torch, out_dtype)
+    with running_on(engine) as device:
+        y = torch.randn(6 * K, D, device=device).bfloat16()
+        places = torch.arange(6 * K, dtype=torch.int32, device=device).view(6, K)
+        places[1, 0], options = -1, {"shared": torch.randn(6, D, device=device)}
+        memory = torch.full((9, D), torch.nan, dtype=dtype, device=device)
+        found = peer_ops.sum_results(y, places, out=memory[1:7], **options)
+        assert found.data_ptr() == memory[1].data_ptr()
+        assert torch.equal(found, peer_ops.sum_results(y, places, out_dtype=dtype, **options))
+        assert memory[[0, 7, 8]].isnan().all()
+        with pytest.raises(InvalidInput, match=rf"out must be {out_dtype}\[6, 40\] like y and its tokens, got"):
+            peer_ops.sum_results(y, places, out=memory)
+        with pytest.raises(InvalidInput, match=f"out_dtype must be that of out, torch.{out_dtype}, got torch.float16"):
+            peer_ops.sum_results(y, places, out=memory[1:7], out_dtype=torch.float16)
+        with pytest.raises(InvalidInput, match="out must start at a multiple of 16 bytes"):
+            peer_ops.sum_results(y, places, out=memory.view(-1)[1:][: 6 * D].view(6, D))
 
 
 @on_engines
@@ -176,7 +199,6 @@ def test_what_compilers_are_told() -> None:
     for name in (
         "dispatch_push",
         "push_slots",
-        "push_tokens",
         "push_counts",
         "combine_push",
         "combine_pull",

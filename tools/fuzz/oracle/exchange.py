@@ -97,17 +97,7 @@ def peer_results(case: Any, given: Mapping[str, Any]) -> tuple[dict[str, Tensor]
         exact["scales"] = _stored(empty["scales"], went, [own.scales for own in stored], K)
     else:
         exact["x"] = _stored(empty["x"], went, given["x"], K)
-    if case.by_token:
-        exact["weights"] = _stored(empty["weights"], went, given["weights"], K)
-        local = []
-        for rank, here in enumerate(went.by_owner):
-            array = empty["ids"].clone()
-            for row, (home, slot) in enumerate(here):
-                of_token = ids[home][slot // K]
-                array[row] = torch.where(of_token // given["per_rank"] == rank, of_token % given["per_rank"], -1)
-            local.append(array)
-        exact["ids"] = local
-    else:
+    if not case.by_token:
         weights = [own.reshape(-1, 1) for own in given["weights"]]
         exact["weights"] = _stored(empty["weights"], went, weights, 1)
         slots = [torch.arange(own.numel(), dtype=torch.int32) for own in ids]

@@ -131,22 +131,3 @@ def push_results(
         present = inside & (home >= 0) & (home < num_ranks) & (slot >= 0) & (slot < num_slots)
         pointers = peer_rows(slots_at, home, slot, present, WIDTH, DTYPE)[:, None] + columns[None, :]
         tl.store(pointers, value, mask=present[:, None] & exists)
-
-
-@triton.jit
-def push_tokens(
-    weights, ids, owners, rows, weights_at, ids_at, num_slots, num_ranks, num_rows,
-    PER_RANK: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """What goes beside the row of a token: its K weights, and its K local ids, -1 where another rank has the expert."""
-    slots = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = slots < num_slots
-    owner, row, present = place_of(owners, rows, slots, inside, num_ranks, num_rows)
-    there = peer_rows(weights_at, owner, row, present, TOP_K, "float32")
-    beside = peer_rows(ids_at, owner, row, present, TOP_K, "int32")
-    first = slots // TOP_K * TOP_K
-    for k in range(TOP_K):
-        place = tl.load(ids + first + k, mask=present, other=-1)
-        local = tl.where((place >= 0) & (place // PER_RANK == owner), place % PER_RANK, -1)
-        tl.store(beside + k, local, mask=present)
-        tl.store(there + k, tl.load(weights + first + k, mask=present, other=0.0), mask=present)
