@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_core.base.arrays import ALIGNMENT
 from moe_core.errors import InvalidInput
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan
@@ -82,8 +84,9 @@ def run_chunks(
     bounds = [min(number * size, len(x)) for number in range(plan.spec.chunks + 1)]
     arrays = x, given.wide, *arrays
     chunks: Chunks = [[one if one is None else one[a:b] for one in arrays] for a, b in itertools.pairwise(bounds)]
-    if x.is_cuda and not torch.is_grad_enabled() and (len(chunks) > 1 or shared is not None):
-        output, parts = _overlapped(chunks, make, experts, shared, dtype)
+    beside = len(chunks) > 1 or (shared is not None and x.is_cuda)
+    if beside and not torch.is_grad_enabled():
+        output, parts = _in_chunks(chunks, make, experts, shared, dtype)
     else:
         dense, outputs, parts = shared and shared(), [], []
         for number, (rows, wide, *own) in enumerate(chunks):
@@ -209,62 +212,90 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """What another stream can wait for."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
+class _Streams:
+    """Of a GPU: what runs in order, and what runs beside it. On a CPU there is one order."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.computes = torch.cuda.current_stream(device) if on_gpu else None
+        self.copies = _copy_stream(device) if on_gpu else None
+
+    @staticmethod
+    def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    @staticmethod
+    def marked(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """What another stream can wait for."""
+        if stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    @staticmethod
+    def wait(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
+        if stream is not None and event is not None:
+            stream.wait_event(event)
 
 
-def _overlapped(
+def _sum_into(part: torch.Tensor, total: Callable[..., torch.Tensor], shared: Any, gate: Any) -> None:
+    """Write the sum to rows of the output."""
+    if part.data_ptr() % ALIGNMENT:
+        # Rows of fewer than 16 bytes, of fp32 tokens for example.
+        part.copy_(total(shared=shared, shared_gate=gate, out_dtype=part.dtype))
+    else:
+        total(shared=shared, shared_gate=gate, out=part)
+
+
+def _in_chunks(
     chunks: Chunks, make: Callable[..., Any], experts: Experts, shared: Shared | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, list[_Part]]:
-    """The output, and all chunks. Copies of chunk n + 1, and of the results of chunk n - 1, run beside the products of
-    chunk n.
+    """The output, and all chunks, without gradients. On a GPU copies of chunk n + 1, and of the results of chunk n - 1,
+    run beside the products of chunk n.
 
     Each stream waits for the other when the call begins and ends. In between, what one has used and the other has made
     is let go of when the other was told to wait.
     """
     source, sizes = chunks[0][0], [len(x) for x, *_ in chunks]
-    device = source.device
-    computes, copies = torch.cuda.current_stream(device), _copy_stream(device)
+    streams = _Streams(source.device)
+    computes, copies, marked, wait = streams.computes, streams.copies, streams.marked, streams.wait
     output = source.new_empty((sum(sizes), source.shape[1]), dtype=dtype)
-    arrived: dict[int, tuple[Any, torch.cuda.Event]] = {}
-    computed: list[torch.cuda.Event] = []
-    kept: dict[int, tuple[Any, torch.cuda.Event]] = {}
+    arrived: dict[int, tuple[Any, torch.cuda.Event | None]] = {}
+    computed: list[torch.cuda.Event | None] = []
+    kept: dict[int, tuple[Any, torch.cuda.Event | None]] = {}
     parts: list[_Part] = []
-    copies.wait_stream(computes)
+    wait(copies, marked(computes))
 
     def dispatch(number: int) -> None:
         if number >= len(chunks):
             return
         x, _, *own = chunks[number]
-        with torch.cuda.stream(copies):
+        with streams.on(copies):
             if number >= _SETS:
                 # Its buffers are read no more here and, behind the next barrier, by nobody.
-                copies.wait_event(computed[number - _SETS])
+                wait(copies, computed[number - _SETS])
             routes = make(*own, number=number % _SETS, programs=_COPY_PROGRAMS)
             routes.send(x)
             routes.arrive("rows")
-            arrived[number] = routes, _marked(copies)
+            arrived[number] = routes, marked(copies)
 
     dispatch(0)
     dense = shared and shared()
     for number, part in enumerate(output.split(sizes)):
         routes, event = arrived.pop(number)
-        computes.wait_event(event)
+        wait(computes, event)
         rows = routes.rows()
         found = experts(rows, TopK(routes.ids, routes.weights), routes.group_tokens, routes.results_at())
-        computed.append(_marked(computes))
+        computed.append(marked(computes))
         dispatch(number + 1)
-        with torch.cuda.stream(copies):
-            copies.wait_event(computed[number])
+        with streams.on(copies):
+            wait(copies, computed[number])
             total = routes.start_total(None if routes.stores_results else found.output, "results")
-            own, gate = _part(dense, number, chunks)
-            part.copy_(total(shared=own, shared_gate=gate, out_dtype=dtype))
-            kept[number] = (rows, found, routes), _marked(copies)
+            _sum_into(part, total, *_part(dense, number, chunks))
+            kept[number] = (rows, found, routes), marked(copies)
         parts.append(_Part(found.tokens_per_expert, routes))
         if number:
-            computes.wait_event(kept.pop(number - 1)[1])
-    computes.wait_stream(copies)
+            wait(computes, kept.pop(number - 1)[1])
+    wait(computes, marked(copies))
     return output, parts
