@@ -21,8 +21,8 @@ LINES = ("forward-peers-h200.json",)
 BARS = ("forward-peers-h200.json", "forward-ratios-h200.json", "forward-ragged-h200.json", "training-h200.json")
 #: Figure -> the record of its loss curves.
 CURVES = {f"training-{place}.svg": f"training-curves-{place}.json" for place in ("h200", "cpu")}
-#: Of links, and of expert-parallel layers.
-MACHINES, PARALLEL = (), ("parallel-4-h200.json",)
+#: Of links, and of expert-parallel layers; later ones last.
+MACHINES, PARALLEL = (), ("parallel-4-h200.json", "parallel-peer-4-h200.json")
 
 
 def draw(output: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import theme
+from benchmarks.parallel_cell import EXCHANGES
 from benchmarks.plot import source_line
 from benchmarks.shapes import ALL_SHAPES, Shape
 from moe_core.layers.spec import MoELayerSpec
@@ -29,6 +30,8 @@ from moe_core.parallel.machine import H200
 _COLORS = (theme.OURS, *theme.PEERS)
 _MARKERS = "os^vDP"
 _SHAPES = {name: ALL_SHAPES[name] for name in ("gptoss120b", "qwen3", "mixtral", "dsv3", "glm45air")}
+#: What tells rows of a record apart.
+_CELL = ("shape", "tokens", "mode", "rows", "what")
 _LAW = "experts drawn by Zipf's law in random order, 8192 tokens"
 _EXPONENTS = tuple(number / 5 for number in range(7))
 #: Experts, top-k and ranks of the panels of balance.
@@ -135,20 +138,31 @@ def pairs(record: dict[str, Any], machine: Any) -> dict[str, list[tuple[float, f
             continue
         layer = layer_of(_SHAPES[row["shape"]], row["experts"])
         given = (row["alone_us"], row["experts_us"])
-        spec = ExchangeSpec(row["mode"], row["rows"])
+        spec = ExchangeSpec(rows=row["rows"], **EXCHANGES[row["mode"]])
         predicted = predict(layer, row["tokens"], record["ranks"], machine, spec, measured=given)
         name = f"{row['mode']}, {'CUDA graph' if 'graph_us' in row else 'eager'}"
         found.setdefault(name, []).append((row.get("graph_us", row["us"]), predicted.us))
     return found
 
 
+def latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records without rows of cells that a later one has, too."""
+    known: set[Any] = set()
+    found = []
+    for record in reversed(records):
+        names = {id(row): (record["ranks"], *(row[name] for name in _CELL)) for row in record["rows"]}
+        found.append(record | {"rows": [row for row in record["rows"] if names[id(row)] not in known]})
+        known |= set(names.values())
+    return found[::-1]
+
+
 def draw_predicted(records: Sequence[dict[str, Any]], machine: Any, about: str) -> Any:
-    """Predicted against measured times, the diagonal being a perfect model."""
+    """Predicted against measured times, the diagonal being a perfect model. Later records come last."""
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(6.4, 5.2))
     series: dict[str, list[tuple[float, float]]] = {}
-    for record in records:
+    for record in latest(records):
         for name, own in pairs(record, machine).items():
             series.setdefault(f"{name}, {record['ranks']} GPUs", []).extend(own)
     for number, (name, own) in enumerate(series.items()):

@@ -4,6 +4,10 @@ The model. A rank sends and receives rows over NVLink within its domain and over
 and the busiest rank decides. Ids and weights are left out, and counts but for one latency where the host reads them:
 they are below 2 % of the rows of real models. Products take the longer of two times: their operations at
 `Machine.tflops`, and the weights that a rank has at `Machine.memory`; unless measured times are given.
+
+Stages follow one another, with two exceptions. With mode `peer` and results by slot, the last product stores its rows
+at their homes: of the way back, what takes longer than that product is left. With chunks, the other messages of all
+chunks but one run beside products.
 """
 
 from __future__ import annotations
@@ -75,8 +79,9 @@ class Traffic(NamedTuple):
 class Prediction:
     """Predicted microseconds of one layer on W ranks with `tokens` tokens each.
 
-    stages: (name, us) of the busiest rank, in order. us: all of it, after what chunks hide. alone_us: one device that
-    has all experts, with `tokens` tokens. imbalance: rows of the busiest rank over the mean. bound: what takes most.
+    stages: (name, us) of the busiest rank, in order, each by itself. us: all of it, after what is hidden. alone_us: one
+    device that has all experts, with `tokens` tokens. imbalance: rows of the busiest rank over the mean. bound: what
+    takes most.
     """
 
     ranks: int
@@ -250,18 +255,34 @@ def _price(
         more = {"dispatch": _push_us(out, plain, machine, near), "combine": _push_us(back, plain, machine, near)}
         stages = [(name, us + more.get(name, us)) for name, us in stages]
         alone, share = 3 * alone, 3 * share
+    hidden = 0.0
+    if spec.mode == "peer" and spec.sums == "slots":
+        hidden = _hidden_us(layer, share, _push_us(back, plain, machine, near), training)
     if spec.mode == "all_to_all" and ranks > 1:
         far = machine.network if machine.network is not None and ranks > machine.domain else near
         stages.insert(0, ("counts", far.latency_us))
-    exchange = sum(us for _, us in stages)
+    # What the last product stores is not sent behind it, and what is left of its way back runs beside nothing.
+    stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
+    others = sum(us for _, us in stages) - stored
     # Of n chunks the first is awaited and the last is sent back with nothing to compute beside it.
-    waits = exchange / spec.chunks
-    exposed = waits + max(0.0, (exchange - share) * (1 - 1 / spec.chunks))
+    waits = others / spec.chunks
+    exposed = stored - hidden + waits + max(0.0, (others - share) * (1 - 1 / spec.chunks))
     lost = share - share / uneven if uneven else 0.0
     parts = {"compute": share - lost, "exchange": exposed, "imbalance": lost}
     stages.insert(1 + [name for name, _ in stages].index("dispatch"), ("compute", share))
     bound = max(parts, key=lambda name: parts[name])
     return Prediction(ranks * tensor, tokens, tuple(stages), share + exposed, alone, uneven, bound)
+
+
+def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool) -> float:
+    """How long rows are on their way home while the products that store them compute. share: us of all products of a
+    forward (training: and its backward); combine: us of the rows of one way back."""
+    # Of 3 matrices of equal size product 2 multiplies with one, and the last product of a backward with the others.
+    matrices = 3 if layer.gated else 2
+    if not training:
+        return min(combine, share / matrices)
+    each = share / 3 / matrices
+    return min(combine, each) + min(combine, (matrices - 1) * each)
 
 
 def _row_bytes(layer: MoELayerSpec, spec: ExchangeSpec) -> int:
