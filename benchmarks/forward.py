@@ -128,14 +128,15 @@ def add_peers(row: dict[str, Any], problem: Problem, timer: Any, options: Option
     if options.breakdown:
         row["breakdown"] = {"ours": summarize(timer.kernels(problem.torch_forward))}
     for peer in options.peers:
-        reason = why_not_importable(peer)
+        reason = peer.unsuited(problem.shape) or why_not_importable(peer)
         if reason is None and not options.everywhere:
             reason = peer.why_left_out(problem.shape, problem.tokens)
         seconds = budget.left(peer.kept)
         if reason is None and seconds <= 0:
             reason = "the time of the cell was spent"
         if reason is None:
-            reason = add_peer(row, peer, problem, timer, seconds, {"ours": problem.torch_forward})
+            ours = problem.experts_forward() if peer.experts_alone else problem.torch_forward
+            reason = add_peer(row, peer, problem, timer, seconds, {"ours": ours})
             free_memory()
         if reason is not None:
             row["not_timed"][peer.name] = reason

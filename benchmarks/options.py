@@ -12,6 +12,8 @@ from pathlib import Path
 from benchmarks.draws import ROUTINGS, SEED
 from benchmarks.peers import PEERS, Peer, why_not_importable
 from benchmarks.shapes import ALL_SHAPES, ALL_TOKENS, SHAPES, TOKENS, Shape
+from benchmarks.traces import is_trace, traced_layer
+from moe_core.errors import InvalidInput, Unsupported
 
 DTYPES = ("bfloat16", "float16")
 
@@ -47,7 +49,8 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
     parser.add_argument("--dtype", default=DTYPES[0], choices=DTYPES, help="of x and weights (default: %(default)s)")
     layouts = ("in_out", "out_in")
     parser.add_argument("--weight-layout", choices=layouts, help="of all shapes (default: as checkpoints store them)")
-    parser.add_argument("--routing", default="balanced", help=f"of {', '.join(ROUTINGS)} (default: %(default)s)")
+    routings = f"of {', '.join(ROUTINGS)}, trace:FILE, trace:FILE@LAYER (default: %(default)s)"
+    parser.add_argument("--routing", default="balanced", help=routings)
     parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}; `none` for none")
     parser.add_argument("--everywhere", action="store_true", help="time costly peers at every number of tokens")
     parser.add_argument("--cell-seconds", type=float, default=6.0, help="time per cell (default: %(default)s)")
@@ -64,14 +67,20 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
     shapes = ",".join(ALL_SHAPES) if found.shapes == "all" else found.shapes
     if not found.cell_seconds > 0:
         parser.error(f"--cell-seconds must be positive, got {found.cell_seconds}")
-    routings = chosen("--routing", found.routing, ROUTINGS)
+    traces = [name for name in found.routing.split(",") if is_trace(name)]
+    for name in traces:
+        try:
+            traced_layer(name)
+        except (InvalidInput, Unsupported) as error:
+            parser.error(str(error))
+    routings = chosen("--routing", found.routing, [*ROUTINGS, *traces])
     known = [ALL_SHAPES[name] for name in chosen("--shapes", shapes, list(ALL_SHAPES))]
     layout = found.weight_layout
     options = Options(
         shapes=tuple(dataclasses.replace(shape, weight_layout=layout or shape.weight_layout) for shape in known),
         tokens=tokens,
         # Balanced first: the others are compared with it.
-        routings=tuple(routing for routing in ROUTINGS if routing in routings),
+        routings=tuple(routing for routing in (*ROUTINGS, *traces) if routing in routings),
         peers=tuple(PEERS[name] for name in chosen("--peers", found.peers, list(PEERS))),
         output=found.output,
         seed=found.seed,

@@ -16,10 +16,11 @@ import moe_torch
 from benchmarks import plain
 from benchmarks.breakdown import summarize
 from benchmarks.budget import time_limit
+from benchmarks.libraries import deepgemm, flashinfer, hugging_face, sonicmoe
 from benchmarks.problem import Problem, checked_tokens, expected, relative_error
 from benchmarks.record import reason_of
 from benchmarks.shapes import Shape
-from benchmarks.timing import medians, paired_ratio
+from benchmarks.timing import medians, paired_ratio, paired_spread
 from moe_core.specs.matmul import Activation
 
 #: Peers round more often than we do (bf16 between every two operations).
@@ -46,7 +47,8 @@ class Peer:
     timed on the device). tokens: numbers of tokens it is timed at, None = all. activation: None = the shape's.
     required: a record lacks something without it. every_expert: it multiplies every row by every expert, and is timed
     where that is at most `_MOST_FLOPS`. tolerance: the largest relative error of its output. by_turns: ours is timed
-    once more, replay by replay beside it.
+    once more, replay by replay beside it. experts_alone: it is given experts and weights of every token, and so is ours
+    then. unsuited(shape): why it cannot compute a shape, or None. tunes: its first call of a size compiles much.
     """
 
     name: str
@@ -58,12 +60,15 @@ class Peer:
     every_expert: bool = False
     tolerance: float = TOLERANCE
     by_turns: bool = False
+    experts_alone: bool = False
+    unsuited: Callable[[Shape], str | None] = lambda shape: None
+    tunes: bool = False
 
     @property
     def kept(self) -> float:
         """The part of its share of time that each later cell keeps while this peer runs (`Budget.left`): one that is
         slow to compile must not leave the others without figures."""
-        return 0.0 if self.tokens is None else 0.5
+        return 0.0 if self.tokens is None and not self.tunes else 0.5
 
     def why_left_out(self, shape: Shape, num_tokens: int) -> str | None:
         """Why it is not timed at a number of tokens unless everything is, or None."""
@@ -85,6 +90,16 @@ class UpstreamOperands:
     gate_up_precision: Any = None
     down_precision: Any = None
     rows: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+
+
+def turned_upstream_forward(problem: Problem) -> Callable[[], torch.Tensor]:
+    """Upstream triton_kernels' forward with copies of the matrices in the other weight layout."""
+    experts = problem.in_out
+    turned = (
+        matrix.mT.contiguous().mT if matrix.is_contiguous() else matrix.contiguous()
+        for matrix in (experts.gate_up, experts.down)
+    )
+    return upstream_forward(problem, UpstreamOperands(*turned))
 
 
 def upstream_forward(problem: Problem, operands: UpstreamOperands | None = None) -> Callable[[], torch.Tensor]:
@@ -158,24 +173,59 @@ def tokamax_forward(problem: Problem) -> Callable[..., Any]:
 _COMPILED_TOKENS = (16, 64, 256, 1024, 4096, 16384)
 #: What XLA compiles takes seconds.
 _RAGGED_TOKENS = (64, 1024, 4096)
+
+
+def _library(
+    name: str, build: Callable[[Problem], Callable[..., Any]], unsuited: Callable[..., Any], **more: Any
+) -> Peer:
+    return Peer(name, build, required=False, by_turns=True, unsuited=unsuited, **more)
+
+
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("triton_kernels", upstream_forward, activation=UPSTREAM_ACTIVATION, by_turns=True),
+        Peer(
+            "triton_kernels_turned",
+            turned_upstream_forward,
+            required=False,
+            activation=UPSTREAM_ACTIVATION,
+            by_turns=True,
+        ),
         Peer("grouped_mm", grouped_mm_forward),
         Peer("grouped_mm_compiled", compiled_forward, tokens=_COMPILED_TOKENS),
         Peer("ragged_dot", ragged_dot_forward, "jax", tokens=_RAGGED_TOKENS, every_expert=True),
         Peer("tokamax", tokamax_forward, "jax", required=False, tokens=_RAGGED_TOKENS),
+        _library("transformers", hugging_face.grouped_mm, hugging_face.why_unsuited),
+        _library("sonicmoe", sonicmoe.forward, sonicmoe.why_unsuited, tunes=True),
+        _library("sonicmoe_experts", sonicmoe.experts_forward, sonicmoe.why_unsuited, tunes=True, experts_alone=True),
+        _library("flashinfer", flashinfer.forward, flashinfer.why_unsuited, tunes=True),
+        _library(
+            "flashinfer_experts", flashinfer.experts_forward, flashinfer.why_unsuited, tunes=True, experts_alone=True
+        ),
+        _library("deepgemm", deepgemm.forward, deepgemm.why_unsuited, tunes=True),
     )
+}
+#: Peer -> the module that it needs, and how to get it.
+_MODULES = {
+    "triton_kernels": ("triton_kernels", INSTALL_TRITON_KERNELS),
+    "triton_kernels_turned": ("triton_kernels", INSTALL_TRITON_KERNELS),
+    "tokamax": ("tokamax", "pip install tokamax"),
+    "transformers": ("transformers", "pip install transformers"),
+    "sonicmoe": ("sonicmoe", "pip install sonic-moe"),
+    "sonicmoe_experts": ("sonicmoe", "pip install sonic-moe"),
+    "flashinfer": ("flashinfer", "pip install flashinfer-python"),
+    "flashinfer_experts": ("flashinfer", "pip install flashinfer-python"),
+    "deepgemm": ("deep_gemm", "build it from github.com/deepseek-ai/DeepGEMM"),
 }
 
 
-def why_not_importable(peer: Peer) -> str | None:
+def why_not_importable(peer: Peer | str) -> str | None:
     """What is missing for a peer that is a package of its own, and how to get it; None where nothing is."""
-    if peer.name not in ("triton_kernels", "tokamax") or importlib.util.find_spec(peer.name) is not None:
+    module, fix = _MODULES.get(peer if isinstance(peer, str) else peer.name, (None, None))
+    if module is None or importlib.util.find_spec(module) is not None:
         return None
-    fix = INSTALL_TRITON_KERNELS if peer.name == "triton_kernels" else "pip install tokamax"
-    return f"{peer.name} cannot be imported; {fix}"
+    return f"{module} cannot be imported; {fix}"
 
 
 def add_peer(
@@ -196,9 +246,7 @@ def add_peer(
             forward, figures = time_peer(peer, problem, timer, _SECONDS)
             row[f"{peer.name}_us"], row["peer_errors"][peer.name] = figures["us"], figures["error"]
             if peer.by_turns:
-                rounds = timer.rounds({**ours, peer.name: forward}, seconds=_SECONDS_BY_TURNS)
-                row["by_turns_us"] = medians(rounds)
-                row["over_by_turns"] = {name: paired_ratio(rounds, name, peer.name) for name in ours}
+                row |= beside(peer, ours, forward, timer, row)
             if peer.name == "triton_kernels" and "breakdown" in row:
                 row["breakdown"][peer.name] = summarize(timer.kernels(forward))
     except ParityIsRed as red:
@@ -207,6 +255,22 @@ def add_peer(
     except Exception as error:  # whatever a peer raises is the reason it has no figure
         return reason_of(error)
     return None
+
+
+def beside(
+    peer: Peer, ours: Mapping[str, Callable[[], Any]], forward: Callable[[], Any], timer: Any, row: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is new in a row when ours and a peer were replayed by turns."""
+    rounds = timer.rounds({**ours, peer.name: forward}, seconds=_SECONDS_BY_TURNS)
+    times = medians(rounds)
+    ratios = {name: paired_ratio(rounds, name, peer.name) for name in ours}
+    found: dict[str, Any] = {
+        "turns_us": {**row.get("turns_us", {}), peer.name: times},
+        "turns_spread": {**row.get("turns_spread", {}), peer.name: paired_spread(rounds, next(iter(ours)), peer.name)},
+    }
+    if peer.name == "triton_kernels":
+        return found | {"by_turns_us": times, "over_by_turns": ratios}
+    return found | {f"over_{peer.name}": next(iter(ratios.values()))}
 
 
 def time_peer(peer: Peer, problem: Problem, timer: Any, seconds: float) -> tuple[Callable[..., Any], dict[str, float]]:

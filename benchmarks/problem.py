@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,14 @@ import moe_jax
 import moe_torch
 from benchmarks.draws import SEED, draw_logits
 from benchmarks.shapes import Shape
+from benchmarks.traces import is_trace, traced_logits
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, RouterLogits, map_arrays
+from moe_core.specs.operands import ExpertWeights, RouterLogits, TopK, map_arrays
 from moe_core.specs.tuning import Tuning
 
 #: Tokens of a problem that are compared with the fp32 arithmetic.
@@ -30,7 +32,7 @@ _SCRATCH_ALLOWANCE = 2 * 10**6
 @dataclass(frozen=True)
 class Problem:
     """One layer's arrays on a device, seen by both frameworks without a copy. experts: in the shape's weight layout.
-    routing: the name of the draw."""
+    routing: the name of the draw, or `trace:FILE`."""
 
     shape: Shape
     routing: str
@@ -68,6 +70,17 @@ class Problem:
             return self.experts
         return dataclasses.replace(self.experts, gate_up=self.experts.gate_up.mT, down=self.experts.down.mT)
 
+    @property
+    def top_k(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts int32 and weights fp32 of every token, both `[T, K]`."""
+        values, ids = self.logits.topk(self.shape.top_k, dim=1)
+        return ids.int(), values.softmax(dim=1)
+
+    def experts_forward(self) -> Callable[[], Any]:
+        """Ours from given experts and weights of every token, which are found here."""
+        routing, spec = TopK(*self.top_k), dataclasses.replace(self.spec, router=None)
+        return lambda: moe_torch.moe(self.x, self.experts, routing, spec)
+
     def torch_forward(self, spec: MoESpec | None = None, tokens: int | None = None) -> Any:
         """Ours, from logits. spec: None = the problem's; tokens: of so many first tokens alone, None = of all."""
         logits = RouterLogits(self.logits[:tokens])
@@ -89,12 +102,15 @@ def _spec_of(array: torch.Tensor) -> ArraySpec:
 
 
 def draw_problem(shape: Shape, routing: str, num_tokens: int, experts: ExpertWeights, seed: int = SEED) -> Problem:
-    """Random tokens routed by a named draw, on the device of the experts and in their dtype."""
+    """Random tokens routed by a named draw or a trace, on the device of the experts and in their dtype."""
     device = experts.gate_up.device
     generator = torch.Generator(device).manual_seed(seed + num_tokens)
     x = torch.randn(num_tokens, shape.d_model, generator=generator, device=device, dtype=experts.gate_up.dtype)
-    logits = torch.from_numpy(draw_logits(routing, num_tokens, shape.num_experts, seed)).to(device)
-    return Problem(shape, routing, x, logits, experts)
+    if is_trace(routing):
+        logits = traced_logits(routing, num_tokens, shape.num_experts, shape.top_k)
+    else:
+        logits = draw_logits(routing, num_tokens, shape.num_experts, seed)
+    return Problem(shape, routing, x, torch.from_numpy(logits).to(device), experts)
 
 
 def activate(wide: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -24,7 +24,11 @@ COLUMNS = {
     "active_experts": "active", "torch_us": "torch",
     "routing_us": "of it routing", "torch_device_us": "torch device", "jax_device_us": "jax device",
     "jax_over_torch": "jax / torch", "jax_callbacks": "callbacks", "triton_kernels_us": "triton_kernels",
-    "over_triton_kernels": "/ triton_kernels",
+    "over_triton_kernels": "/ triton_kernels", "over_triton_kernels_best": "/ its better layout",
+    "sonicmoe_us": "SonicMoE", "over_sonicmoe": "/ SonicMoE", "over_sonicmoe_experts": "/ its experts alone",
+    "flashinfer_us": "FlashInfer", "over_flashinfer": "/ FlashInfer",
+    "over_flashinfer_experts": "/ its experts alone", "over_deepgemm": "/ DeepGEMM",
+    "over_transformers": "/ transformers",
     "grouped_mm_us": "grouped_mm", "grouped_mm_compiled_us": "compiled", "ragged_dot_us": "ragged_dot",
     "tokamax_us": "tokamax", "batch_invariant_us": "batch invariant", "bound_streaming_us": "stream bound",
     "dense_us": "dense bound", "over_dense": "/ dense", "bound_fraction": "of the bound",
@@ -32,7 +36,10 @@ COLUMNS = {
     "scratch_over_allowed": "scratch / allowed",
 }  # fmt: skip
 #: Peers measured as torch_us is: from logits, by graph replay.
-GRAPH_TIMED = ("triton_kernels", "grouped_mm", "grouped_mm_compiled")
+GRAPH_TIMED = (
+    "triton_kernels", "triton_kernels_turned", "grouped_mm", "grouped_mm_compiled", "transformers", "sonicmoe",
+    "flashinfer", "deepgemm",
+)  # fmt: skip
 
 
 def read_vllm_figures() -> dict[str, Any]:
@@ -57,6 +64,8 @@ def add_ratios(row: dict[str, Any], vllm_figures: dict[str, Any]) -> None:
         row["over_best_peer"] = row["torch_us"] / min(peers)
     if turns := row.get("over_by_turns"):
         row["over_triton_kernels"] = turns["ours"]
+        if "over_triton_kernels_turned" in row:
+            row["over_triton_kernels_best"] = max(turns["ours"], row["over_triton_kernels_turned"])
     recorded = vllm_figures.get(row["shape"], {}).get(str(row["tokens"]))
     if recorded is not None and row["routing"] == "balanced":
         row["vllm_us"], row["vllm_active_experts"] = recorded["us"], recorded["active"]

@@ -56,10 +56,12 @@ SHAPES = {
         Shape("dsv3", 7168, 2048, 256, 8, _SILU, False),
     )
 }
-#: All that have a name: in a record where they are asked for. Those with `tp` are one rank's part of qwen3.
+#: All that have a name: in a record where they are asked for. Those with `tp` are one rank's part of qwen3, and that
+#: with `silu` is gpt-oss-120b as peers without its activation and biases take it.
 ALL_SHAPES = SHAPES | {
     shape.name: shape
     for shape in (
+        Shape("gptoss120bsilu", 2880, 2880, 128, 4, _SILU, False),
         Shape("olmoe", 2048, 1024, 64, 8, _SILU, False),
         Shape("qwen3next", 2048, 512, 512, 10, _SILU, False),
         Shape("glm45air", 4096, 1408, 128, 8, _SILU, False),

@@ -167,6 +167,15 @@ def paired_ratio(rounds: Mapping[str, Sequence[float]], name: str, over: str) ->
     return statistics.median(one / other for one, other in zip(rounds[name], rounds[over], strict=True))
 
 
+def paired_spread(rounds: Mapping[str, Sequence[float]], name: str, over: str) -> float:
+    """Half of what lies between the quartiles of these ratios, over their median."""
+    ratios = [one / other for one, other in zip(rounds[name], rounds[over], strict=True)]
+    if len(ratios) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return (high - low) / 2 / middle
+
+
 def free_memory() -> None:
     """Give back memory that only garbage holds: what comes next may need all of it."""
     gc.collect()

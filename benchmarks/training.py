@@ -32,7 +32,7 @@ from benchmarks.breakdown import breakdown_table, summarize
 from benchmarks.budget import Budget, time_limit
 from benchmarks.draws import SEED, load_of
 from benchmarks.options import chosen_names, numbers_of_tokens
-from benchmarks.peers import ParityIsRed
+from benchmarks.peers import ParityIsRed, why_not_importable
 from benchmarks.provenance import provenance
 from benchmarks.record import reason_of, reasons, table
 from benchmarks.shapes import ALL_SHAPES, Shape
@@ -215,7 +215,9 @@ def add_peers(
 ) -> None:
     """The figures of every peer, or why it has none. wanted: what their gradients are compared with."""
     for peer in options.peers:
-        reason = None if options.everywhere else peer.why_left_out(problem.shape, problem.tokens)
+        reason = peer.unsuited(problem.shape) or why_not_importable(peer.name)
+        if reason is None and not options.everywhere:
+            reason = peer.why_left_out(problem.shape, problem.tokens)
         seconds = budget.left()
         if reason is None and seconds <= 0:
             reason = "the time of the cell was spent"
@@ -227,7 +229,11 @@ def add_peers(
             with time_limit(seconds):
                 found = time_training_peer(peer, problem, wanted, timer, _PEER_SECONDS)
             row["peer_errors"][peer.name] = found["error"]
-            return {f"{peer.name}_us": found["us"]}
+            for field, key in (("turns_us", "turns"), ("turns_spread", "spread"), ("peer_peak_bytes", "peak")):
+                if key in found:
+                    row.setdefault(field, {})[peer.name] = found[key]
+            ratio = {f"over_{peer.name}": found["over"]} if "over" in found else {}
+            return {f"{peer.name}_us": found["us"], **ratio}
 
         _attempt(row, peer.name, figures)
         free_memory()

@@ -17,11 +17,12 @@ import torch
 
 import moe_torch
 from benchmarks import plain
+from benchmarks.libraries import sonicmoe
 from benchmarks.peers import ParityIsRed
 from benchmarks.problem import relative_error
 from benchmarks.shapes import Shape
-from benchmarks.timing import medians, paired_ratio
-from benchmarks.training_problem import TrainingProblem, arguments
+from benchmarks.timing import medians, paired_ratio, paired_spread
+from benchmarks.training_problem import TrainingProblem, arguments, torch_step
 
 #: Peers round to bf16 between every two operations, there and back.
 TOLERANCE = 3e-2
@@ -37,13 +38,17 @@ _MOST_FLOPS = 2e14
 class TrainingPeer:
     """build(problem) -> the gradients by name of a function without arguments (torch: timed by graph replay), or of
     (arrays by name, gradient of the output) (JAX: timed on the device). every_expert: it multiplies every row by every
-    expert, and is timed where that is at most `_MOST_FLOPS`.
+    expert, and is timed where that is at most `_MOST_FLOPS`. unsuited(shape): why it cannot compute a shape, or None.
+    as_ours(name, gradient): what is compared with our gradient of that name. Peers of torch are timed once more, replay
+    by replay beside ours.
     """
 
     name: str
     build: Callable[[TrainingProblem], Callable[..., dict[str, Any]]]
     framework: str = "torch"
     every_expert: bool = False
+    unsuited: Callable[[Shape], str | None] = lambda shape: None
+    as_ours: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, gradient: gradient
 
     def why_left_out(self, shape: Shape, num_tokens: int) -> str | None:
         """Why it is not timed at a number of tokens unless everything is, or None."""
@@ -100,6 +105,7 @@ TRAINING_PEERS = {
     for peer in (
         TrainingPeer("grouped_mm", grouped_mm_step),
         TrainingPeer("ragged_dot", ragged_dot_step, "jax", every_expert=True),
+        TrainingPeer("sonicmoe", sonicmoe.step, unsuited=sonicmoe.why_no_step, as_ours=sonicmoe.as_ours),
     )
 }
 
@@ -119,7 +125,8 @@ def _part(name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 def check_peer(peer: TrainingPeer, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
     """The largest error of a peer's gradients to a `sample` of ours; raises ParityIsRed where one is too large."""
-    errors = {name: relative_error(_part(name, found[name]), one.float()) for name, one in wanted.items()}
+    parts = {name: peer.as_ours(name, _part(name, found[name])) for name in wanted}
+    errors = {name: relative_error(parts[name], one.float()) for name, one in wanted.items()}
     allowed = {name: BIAS_TOLERANCE if name in _BIASES else TOLERANCE for name in errors}
     red = [
         f"d_{name} {error:.3g}, at most {allowed[name]:g} is allowed"
@@ -133,13 +140,16 @@ def check_peer(peer: TrainingPeer, found: Mapping[str, torch.Tensor], wanted: Ma
 
 def time_training_peer(
     peer: TrainingPeer, problem: TrainingProblem, wanted: Mapping[str, torch.Tensor], timer: Any, seconds: float
-) -> dict[str, float]:
-    """{"us", "error"} of one peer; raises ParityIsRed before anything is timed. seconds: repeats stop after these."""
+) -> dict[str, Any]:
+    """{"us", "error"} of one peer, of torch's `beside`, too; raises ParityIsRed before anything is timed.
+
+    seconds: repeats stop after these.
+    """
     step = peer.build(problem)
     if peer.framework == "torch":
-        with _tf32():
+        with tf32():
             error = check_peer(peer, step(), wanted)
-            return {"us": timer.time(step, seconds=seconds), "error": error}
+            return {"us": timer.time(step, seconds=seconds), "error": error} | beside(peer, problem, step, timer)
     arrays, gradient = problem.jax_arrays()
     others = {name: array for name, array in arrays.items() if name != "x"}
     errors = []
@@ -158,8 +168,27 @@ def time_training_peer(
     return {"us": chain.us, "error": errors[0]}
 
 
+def beside(
+    peer: TrainingPeer, problem: TrainingProblem, step: Callable[[], dict[str, torch.Tensor]], timer: Any
+) -> dict[str, Any]:
+    """{"turns", "over", "spread", "peak"}: medians of replays by turns with ours, ours over the peer's and its spread,
+    the median over rounds; and the peer's peak in bytes per token as `training.memory` counts ours, on a GPU."""
+    rounds = timer.rounds({"ours": lambda: torch_step(problem), peer.name: step})
+    found: dict[str, Any] = {"turns": medians(rounds), "over": paired_ratio(rounds, "ours", peer.name)}
+    found["spread"] = paired_spread(rounds, "ours", peer.name)
+    if problem.gradient.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients = step()
+        peak = torch.cuda.max_memory_allocated() - before - problem.gradient.nbytes
+        found["peak"] = (peak - sum(one.nbytes for one in gradients.values())) / problem.tokens
+    return found
+
+
 @contextlib.contextmanager
-def _tf32() -> Iterator[None]:
+def tf32() -> Iterator[None]:
+    """torch computes fp32 products of factors in bf16 by TF32, exactly."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
