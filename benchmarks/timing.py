@@ -157,6 +157,33 @@ class GraphTimer:
         return _STREAMED_BYTES / self.time(lambda: values.sum())
 
 
+class EagerTimer:
+    """Times calls as the host makes them: until the device is done, by the host's clock."""
+
+    def rounds(
+        self, functions: Mapping[str, Callable[[], Any]], repeats: int = 30, seconds: float = 1.0
+    ) -> dict[str, list[float]]:
+        """Microseconds of one call of each by turns, in the order of `GraphTimer.rounds`; called once ahead."""
+        for function in functions.values():
+            function()
+        times: dict[str, list[float]] = {name: [] for name in functions}
+        order, done, stop = list(functions), 0, time.monotonic() + seconds
+        while done < repeats and (done < _FEWEST_REPEATS or time.monotonic() < stop):
+            for name in order:
+                _wait()
+                start = time.perf_counter()
+                functions[name]()
+                _wait()
+                times[name].append((time.perf_counter() - start) * 1e6)
+            order, done = order[::-1], done + 1
+        return times
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def medians(rounds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each of `GraphTimer.rounds`."""
     return {name: statistics.median(times) for name, times in rounds.items()}

@@ -1,0 +1,1 @@
+"""Benchmarks of parts of whole models, as transformers builds them."""

@@ -1,0 +1,202 @@
+"""Tokens per second of the MoE layers of Qwen3-30B-A3B and gpt-oss-120b inside transformers, prefill and decode.
+
+    python -m benchmarks.models.inference --output build/models.json
+    python -m benchmarks.models.inference --models qwen3-30b-a3b --tokens 1 --implementations moebius,grouped_mm
+
+Some layers with random weights of the real sizes, under every experts implementation that transformers knows: parity
+with the first that runs comes first, then eager calls by turns, and replays of CUDA graphs by turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.draws import SEED
+from benchmarks.models.blocks import MODELS, Blocks, Model
+from benchmarks.options import chosen_names, numbers_of_tokens
+from benchmarks.problem import relative_error
+from benchmarks.provenance import provenance
+from benchmarks.record import reason_of, table
+from benchmarks.timing import EagerTimer, GraphTimer, free_memory, medians, paired_ratio, paired_spread
+
+SCHEMA = 1
+#: Ours first; `eager` is what the model's own code does, an expert after the other.
+IMPLEMENTATIONS = ("moebius", "grouped_mm", "eager", "batched_mm", "sonicmoe", "deepgemm")
+#: Several layers, and what is rounded in between.
+TOLERANCE = 3e-2
+#: It copies the weights of every slot.
+_MOST_BATCHED_TOKENS = 1
+COLUMNS = {
+    "model": "model", "phase": "phase", "tokens": "tokens", "mode": "mode", "implementation": "experts",
+    "us_per_layer": "us per layer", "tokens_per_s": "tokens/s of all layers", "over": "moebius / it",
+    "spread": "spread", "error": "error",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run. layers: how many blocks with weights of their own."""
+
+    models: tuple[Model, ...]
+    tokens: tuple[int, ...]
+    implementations: tuple[str, ...]
+    layers: int
+    seconds: float
+    seed: int
+    output: Path | None
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """Options from the command line; exits with a message that names the fix where they make no sense."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)} (default: all)")
+    parser.add_argument("--tokens", default="4096,1,64", help="of a call (default: %(default)s)")
+    known = ",".join(IMPLEMENTATIONS)
+    parser.add_argument("--implementations", default=known, help="of %(default)s (default: all)")
+    parser.add_argument("--layers", type=int, default=4, help="with weights of their own (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of calls by turns (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--output", type=Path, help="write the record here, after every cell")
+    found = parser.parse_args(arguments)
+    implementations = chosen_names(parser, "--implementations", found.implementations, IMPLEMENTATIONS)
+    if "moebius" not in implementations:
+        parser.error("--implementations must have moebius, which the others are compared with")
+    if found.layers < 1 or not found.seconds > 0:
+        parser.error(f"--layers and --seconds must be positive, got {found.layers} and {found.seconds}")
+    return Options(
+        models=tuple(MODELS[name] for name in chosen_names(parser, "--models", found.models, list(MODELS))),
+        tokens=numbers_of_tokens(parser, found.tokens),
+        implementations=tuple(name for name in IMPLEMENTATIONS if name in implementations),
+        layers=found.layers,
+        seconds=found.seconds,
+        seed=found.seed,
+        output=found.output,
+    )
+
+
+def runnable(
+    blocks: Blocks, x: torch.Tensor, options: Options
+) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, float], dict[str, str]]:
+    """By implementation: what is timed, its error to ours, and why it is not timed."""
+    calls: dict[str, Callable[[], torch.Tensor]] = {}
+    errors: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+
+    def call(name: str) -> torch.Tensor:
+        blocks.use(name)
+        return blocks(x)
+
+    ours = call("moebius")
+    for name in options.implementations:
+        try:
+            if name == "batched_mm" and x.shape[1] > _MOST_BATCHED_TOKENS:
+                raise ValueError(f"copies the weights of every slot; timed up to {_MOST_BATCHED_TOKENS} tokens")
+            error = relative_error(call(name), ours.float())
+            if not error < TOLERANCE:
+                raise ValueError(f"parity is red: error {error:.3g}, at most {TOLERANCE:g} is allowed")
+        except Exception as error:  # whatever an implementation raises is the reason that it has no figure
+            reasons[name] = reason_of(error)
+            continue
+        calls[name], errors[name] = functools.partial(call, name), error
+    return calls, errors, reasons
+
+
+def capturable(
+    calls: dict[str, Callable[[], Any]], timer: Any, reasons: dict[str, str]
+) -> dict[str, Callable[[], Any]]:
+    """Those that a CUDA graph can hold; the others get their reason."""
+    found = {}
+    for name, call in calls.items():
+        if name == "eager":
+            reasons[f"{name} graph"] = "reads on the host which experts have tokens"
+            continue
+        try:
+            timer.capture(call)
+        except Exception as error:
+            reasons[f"{name} graph"] = reason_of(error)
+            torch.cuda.synchronize()
+            continue
+        found[name] = call
+    return found
+
+
+def cell(model: Model, blocks: Blocks, tokens: int, options: Options, timers: tuple[Any, Any]) -> list[dict[str, Any]]:
+    """The rows of one model and number of tokens: one per implementation, eager and as a graph."""
+    eager_timer, graph_timer = timers
+    parameter = next(blocks.parameters())
+    generator = torch.Generator(parameter.device).manual_seed(options.seed + tokens)
+    size = (1, tokens, model.sizes["hidden_size"])
+    x = torch.randn(size, generator=generator, device=parameter.device, dtype=parameter.dtype)
+    calls, errors, reasons = runnable(blocks, x, options)
+    rows = []
+    for mode, timer in (("eager", eager_timer), ("graph", graph_timer)):
+        chosen = calls if mode == "eager" else capturable(calls, timer, reasons)
+        rounds = timer.rounds(chosen, seconds=options.seconds)
+        for name, microseconds in medians(rounds).items():
+            per_layer = microseconds / options.layers
+            rows.append(
+                {
+                    "model": model.name,
+                    "phase": "decode" if tokens <= 256 else "prefill",
+                    "tokens": tokens,
+                    "mode": mode,
+                    "implementation": name,
+                    "us_per_layer": per_layer,
+                    "tokens_per_s": tokens / (per_layer * model.layers) * 1e6,
+                    "over": paired_ratio(rounds, "moebius", name),
+                    "spread": paired_spread(rounds, "moebius", name),
+                    "error": errors[name],
+                }
+            )
+    where = {"model": model.name, "tokens": tokens}
+    return rows + [{**where, "implementation": name, "not_timed": reason} for name, reason in reasons.items()]
+
+
+def run(options: Options, timers: tuple[Any, Any], device: str) -> dict[str, Any]:
+    """The record of a run, written after every cell where an output is named."""
+    record: dict[str, Any] = {"schema": SCHEMA, "provenance": provenance("benchmarks.models.inference")}
+    record |= {"seed": options.seed, "layers": options.layers, "rows": []}
+    for model in options.models:
+        blocks = Blocks(model, options.layers, device, options.seed)
+        for tokens in options.tokens:
+            with torch.no_grad():
+                rows = cell(model, blocks, tokens, options, timers)
+            record["rows"] += rows
+            print(show(rows), file=sys.stderr, flush=True)
+            free_memory()
+            if options.output is not None:
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps(record, indent=1) + "\n")
+        del blocks
+        free_memory()
+    return record
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    """The table, and what has no figure."""
+    timed = [row for row in rows if "us_per_layer" in row]
+    lacking = [row for row in rows if "not_timed" in row]
+    lines = [f"{row['model']} {row['tokens']} {row['implementation']}: {row['not_timed']}" for row in lacking]
+    return "\n".join([table(timed, COLUMNS), *lines])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run and print; 1 where ours was not timed."""
+    options = parse(arguments)
+    record = run(options, (EagerTimer(), GraphTimer()), "cuda")
+    print(show(record["rows"]))
+    failed = [row for row in record["rows"] if "not_timed" in row and row["implementation"].startswith("moebius")]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
