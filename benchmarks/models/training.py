@@ -10,6 +10,7 @@ step; the experts are ours or `grouped_mm`, by turns in one process on the same 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import sys
@@ -175,13 +176,13 @@ def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
             row["not_timed"] = f"parity is red: loss {loss:.4g}, ours {wanted:.4g}; at most {TOLERANCE:g} is allowed"
             continue
         try:
-            row["peak_bytes"] = peak_bytes(lambda name=name: steps.step(name))
+            row["peak_bytes"] = peak_bytes(functools.partial(steps.step, name))
         except Exception as error:  # the reason that it has no figure
             row["not_timed"] = reason_of(error)
             continue
-        usable[name] = lambda name=name: steps.step(name)
+        usable[name] = functools.partial(steps.step, name)
     rounds = timer.rounds(usable, seconds=options.seconds)
-    parts = {name: lambda name=name: steps.forward_backward(name) for name in usable}
+    parts: dict[str, Callable[[], None]] = {name: functools.partial(steps.forward_backward, name) for name in usable}
     parts["AdamW"] = steps.optimize
     part_times = medians(timer.rounds(parts, seconds=options.seconds / 2))
     for row in record["rows"]:
