@@ -93,8 +93,15 @@ class Blocks(torch.nn.Module):
         """Compute the experts by this experts implementation from now on."""
         self.config._experts_implementation = implementation
 
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """What the first block alone computes of x."""
+        return _output(self.blocks[0](x))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            result = block(x)
-            x = x + (result[0] if isinstance(result, tuple) else result)
+            x = x + _output(block(x))
         return x
+
+
+def _output(result: Any) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else result

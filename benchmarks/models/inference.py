@@ -4,7 +4,7 @@
     python -m benchmarks.models.inference --models qwen3-30b-a3b --tokens 1 --implementations moebius,grouped_mm
 
 Some layers with random weights of the real sizes, under every experts implementation that transformers knows: parity
-with the first that runs comes first, then eager calls by turns, and replays of CUDA graphs by turns.
+of the first layer comes first, then eager calls by turns, and replays of CUDA graphs by turns.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from benchmarks.timing import EagerTimer, GraphTimer, free_memory, medians, pair
 SCHEMA = 1
 #: Ours first; `eager` is what the model's own code does, an expert after the other.
 IMPLEMENTATIONS = ("moebius", "grouped_mm", "eager", "batched_mm", "sonicmoe", "deepgemm")
-#: Several layers, and what is rounded in between.
-TOLERANCE = 3e-2
+#: Implementations round to bf16 in different places.
+TOLERANCE = 2e-2
 #: It copies the weights of every slot.
 _MOST_BATCHED_TOKENS = 1
 COLUMNS = {
@@ -86,7 +86,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
 def runnable(
     blocks: Blocks, x: torch.Tensor, options: Options
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, float], dict[str, str]]:
-    """By implementation: what is timed, its error to ours, and why it is not timed."""
+    """By implementation: what is timed, its error to ours, and why it is not timed.
+
+    The first layer alone is compared: the routers of later ones read what was rounded, and may choose other experts.
+    """
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     errors: dict[str, float] = {}
     reasons: dict[str, str] = {}
@@ -95,12 +98,16 @@ def runnable(
         blocks.use(name)
         return blocks(x)
 
-    ours = call("moebius")
+    def first(name: str) -> torch.Tensor:
+        blocks.use(name)
+        return blocks.first(x)
+
+    ours = first("moebius")
     for name in options.implementations:
         try:
             if name == "batched_mm" and x.shape[1] > _MOST_BATCHED_TOKENS:
                 raise ValueError(f"copies the weights of every slot; timed up to {_MOST_BATCHED_TOKENS} tokens")
-            error = relative_error(call(name), ours.float())
+            error = relative_error(first(name), ours.float())
             if not error < TOLERANCE:
                 raise ValueError(f"parity is red: error {error:.3g}, at most {TOLERANCE:g} is allowed")
         except Exception as error:  # whatever an implementation raises is the reason that it has no figure

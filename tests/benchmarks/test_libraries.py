@@ -21,16 +21,15 @@ from benchmarks.training_peers import TRAINING_PEERS, sample
 from benchmarks.training_problem import draw_parameters, draw_training_problem, torch_step
 from benchmarks.weights import draw_weights
 from moe_core.specs.matmul import Activation
-from tests.support import peer_libraries
-from tests.support.benchmarks import TINY, CallingTimer
+from tests.support.benchmarks import TINY, CallingTimer, libraries
 
 SILU = Shape("silu", 16, 32, 4, 2, Activation("silu"), False)
 LIBRARIES = ("sonicmoe", "sonicmoe_experts", "flashinfer", "flashinfer_experts", "deepgemm")
 
 
 @pytest.fixture(autouse=True)
-def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer_libraries.install(monkeypatch)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries.install(monkeypatch)
 
 
 def problem_of(shape: Shape, tokens: int = 12) -> Problem:

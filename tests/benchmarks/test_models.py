@@ -70,7 +70,7 @@ def test_red_parity_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         "--models", "qwen3-30b-a3b", "--tokens", "4", "--implementations", "moebius,grouped_mm", "--layers", "1"
     )
     assert {row["not_timed"] for row in record["rows"]} == {
-        "ValueError: parity is red: error 0.5, at most 0.03 is allowed"
+        "ValueError: parity is red: error 0.5, at most 0.02 is allowed"
     }
 
 
