@@ -30,6 +30,7 @@ from benchmarks.breakdown import breakdown_table, summarize
 from benchmarks.budget import Budget
 from benchmarks.draws import load_of
 from benchmarks.large import run_large
+from benchmarks.libraries.recorded import add_recorded, read_recorded
 from benchmarks.options import Options, parse
 from benchmarks.peers import add_peer, dense_forwards, why_not_importable
 from benchmarks.problem import Problem, checked_tokens, draw_problem, expected, relative_error
@@ -173,7 +174,7 @@ def warmup(shape: Shape, experts: ExpertWeights, options: Options) -> dict[str, 
 
 def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
     """The record of a run, written after every cell where an output is named."""
-    figures, target = read_vllm_figures(), target_of((device, 0))
+    figures, recorded, target = read_vllm_figures(), read_recorded(), target_of((device, 0))
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "provenance": provenance("benchmarks.forward"),
@@ -197,6 +198,7 @@ def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
                 free_memory()
                 add_peers(row, problem, timer, options, budget)
             add_ratios(row, figures)
+            add_recorded(row, recorded)
             add_over_balanced(row, record["rows"])
             row["seconds"] = time.monotonic() - start
             budget.finish_cell()

@@ -31,6 +31,7 @@ import moe_torch
 from benchmarks.breakdown import breakdown_table, summarize
 from benchmarks.budget import Budget, time_limit
 from benchmarks.draws import SEED, load_of
+from benchmarks.libraries.recorded import add_recorded, read_recorded
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.peers import ParityIsRed, why_not_importable
 from benchmarks.provenance import provenance
@@ -275,7 +276,7 @@ def run_cell(
 
 def run(options: TrainingOptions, timer: Any, device: str) -> dict[str, Any]:
     """The record of a run, written after every cell where an output is named."""
-    figures, target = read_sonicmoe_figures(), target_of((device, 0))
+    figures, recorded, target = read_sonicmoe_figures(), read_recorded(), target_of((device, 0))
     record: dict[str, Any] = {
         "schema": TRAINING_SCHEMA,
         "provenance": provenance("benchmarks.training"),
@@ -290,6 +291,7 @@ def run(options: TrainingOptions, timer: Any, device: str) -> dict[str, Any]:
             problem = draw_training_problem(shape, tokens, parameters, options.seed)
             row = run_cell(problem, timer, target, options, budget)
             add_training_ratios(row, figures)
+            add_recorded(row, recorded)
             row["seconds"] = time.monotonic() - start
             budget.finish_cell()
             record["rows"].append(row)

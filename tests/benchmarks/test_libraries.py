@@ -12,6 +12,7 @@ pytest.importorskip("jax")
 import moe_torch
 from benchmarks import training
 from benchmarks.libraries import flashinfer, hugging_face, sonicmoe
+from benchmarks.libraries.recorded import add_recorded, read_recorded
 from benchmarks.libraries.weights import alternate, in_halves
 from benchmarks.peers import PEERS, add_peer, time_peer
 from benchmarks.problem import Problem, draw_problem
@@ -91,6 +92,24 @@ def test_what_stands_beside_each_other_is_in_the_row() -> None:
 )
 def test_shapes_that_a_library_does_not_have_are_named(reason: str | None, message: str) -> None:
     assert reason is not None and reason.startswith(message)
+
+
+def test_recorded_figures_stand_in_scaled_by_dense_products() -> None:
+    recorded = read_recorded()
+    figures = recorded["forward"]["flashinfer"]["qwen3"]
+    row = {"shape": "qwen3", "mode": "forward", "routing": "balanced", "tokens": 4096, "torch_us": 1000.0}
+    row |= {"dense_us": 2 * figures["4096"]["dense_us"], "over_sonicmoe": 0.9}
+    add_recorded(row, recorded)
+    assert row["recorded_us"] == {"flashinfer": 2 * figures["4096"]["us"]} and row["recorded_scale"]["flashinfer"] == 2
+    assert row["over_recorded"]["flashinfer"] == 1000 / (2 * figures["4096"]["us"])
+    few = {**row, "tokens": 1}
+    add_recorded(few, recorded)
+    assert few["recorded_us"] == {"flashinfer": figures["1"]["us"]} and few["recorded_scale"]["flashinfer"] == 1
+    for other in ({"routing": "zipf"}, {"weight_layout": "in_out"}, {"dtype": "float16"}, {"shape": "olmoe"}):
+        plain = {"shape": "qwen3", "mode": "forward", "routing": "balanced", "tokens": 1, "torch_us": 1.0, **other}
+        before = dict(plain)
+        add_recorded(plain, recorded)
+        assert plain == before
 
 
 def test_rows_by_turns() -> None:
