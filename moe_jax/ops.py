@@ -8,9 +8,9 @@ every local CUDA device. A program holds one custom call per op.
   device. Where that can be seen (eager arrays, explicit mesh axes) it raises Unsupported. Under `jit` with automatic
   mesh axes it cannot be seen.
 - vmap runs one call per element, in order.
-- Gradients: `moe`, `router`, `rms_norm`, `route`, `matmul_ogs`, `gather_rows`, `activation` and `reduce` have them, in
-  reverse mode (docs/user/training.md). `jax.jvp` raises JAX's TypeError, a second derivative Unsupported.
-  Differentiating another op raises Unsupported.
+- Gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation` and
+  `reduce` have them, in reverse mode (docs/user/training.md). `jax.jvp` raises JAX's TypeError, a second derivative
+  Unsupported. Differentiating another op raises Unsupported.
 - Outputs are new arrays. Arguments are not donated here: donate in the `jax.jit` around the op.
 - Errors: every function raises InvalidInput for an argument with the wrong type, shape or dtype, for arrays of several
   devices, and for options that contradict each other. It raises Unsupported for a platform without kernels.
@@ -45,6 +45,7 @@ from moe_core.specs.operands import (
     MatmulOperands,
     MoEOutput,
     RaggedLayout,
+    RoundedRouting,
     RouterLogits,
     RouterWeights,
     Routing,
@@ -53,7 +54,7 @@ from moe_core.specs.operands import (
     array_fields,
     require_layout,
 )
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
+from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec, TokenRounding
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileTable
 from moe_core.specs.tuning import MatmulTuning, Tuning
@@ -71,16 +72,18 @@ from moe_jax.bridge.calls import (
 )
 from moe_jax.norm import NormSpec, rms_norm
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
+from moe_jax.rounding import route_rounded
 from moe_jax.rows import gather_rows, layout_of_runs, scale_rows
 from moe_jax.trace import watched
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
-    "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits",
-    "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK",
-    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "gather_rows", "layout_of_runs", "make_layout",
-    "matmul_ogs", "moe", "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights",
-    "rms_norm", "route", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
+    "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RoundedRouting",
+    "RouterLogits", "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable",
+    "Tiling", "TokenRounding", "TopK", "Tuning", "activation", "dequantize", "explain_moe", "format_named",
+    "gather_rows", "layout_of_runs", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix", "prepack_weights",
+    "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm", "route", "route_rounded", "router",
+    "scale_rows", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
 _PLAIN_LOGITS = LogitsSpec()

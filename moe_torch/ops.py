@@ -6,8 +6,8 @@ the NumPy reference runs, or the real kernels in Triton's interpreter under TRIT
 - Programs: all functions work under `torch.compile(fullgraph=True)`, in `torch.export` and in CUDA graphs. Run a
   function once before capturing it, because kernels are compiled and loaded then. A changing number of tokens
   recompiles nothing.
-- Gradients: `moe`, `router`, `rms_norm`, `route`, `matmul_ogs`, `gather_rows`, `activation` and `reduce` have them
-  (docs/user/training.md).
+- Gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation` and
+  `reduce` have them (docs/user/training.md).
   `scale_rows` refuses a tensor that requires one in grad mode. Forward mode raises Unsupported.
 - Errors: every function raises InvalidInput for an argument with the wrong type, rank, shape, dtype, layout, strides or
   device, for weights at misaligned addresses (other tensors may start anywhere), and for options that contradict each
@@ -33,13 +33,14 @@ from moe_core.specs.operands import (
     MatmulOperands,
     MoEOutput,
     RaggedLayout,
+    RoundedRouting,
     RouterLogits,
     RouterWeights,
     Routing,
     SharedExpert,
     TopK,
 )
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
+from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec, TokenRounding
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileTable
 from moe_core.specs.tuning import MatmulTuning, Tuning
@@ -48,15 +49,17 @@ from moe_torch.bridge.options import dtype_name, encode, layout_spec, require_in
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, training_plans
 from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
+from moe_torch.rounding import route_rounded
 from moe_torch.rows import gather_rows, layout_of_runs, scale_rows
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
-    "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RouterLogits",
-    "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable", "Tiling", "TopK",
-    "Tuning", "activation", "dequantize", "explain_moe", "format_named", "gather_rows", "layout_of_runs", "make_layout",
-    "matmul_ogs", "moe", "pack_bitmatrix", "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights",
-    "rms_norm", "route", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
+    "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RoundedRouting",
+    "RouterLogits", "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable",
+    "Tiling", "TokenRounding", "TopK", "Tuning", "activation", "dequantize", "explain_moe", "format_named",
+    "gather_rows", "layout_of_runs", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix", "prepack_weights",
+    "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm", "route", "route_rounded", "router",
+    "scale_rows", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
 _DEFAULT_LOGITS, _DEFAULT_NORM = LogitsSpec(), NormSpec()

@@ -289,6 +289,15 @@ class Routing(NamedTuple):
     weights: Any
 
 
+class RoundedRouting(NamedTuple):
+    """ids int32 `[T, W]` and weights fp32 `[T, W]` after token rounding, -1 and 0 where a token does not visit the
+    candidate; tokens_per_expert int32 `[E]`: those that chose each expert, before rounding."""
+
+    ids: Any
+    weights: Any
+    tokens_per_expert: Any
+
+
 @dataclass(frozen=True)
 class RaggedLayout:
     """Rows grouped by expert, on the device, int32.

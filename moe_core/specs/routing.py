@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from moe_core.base.arrays import WEIGHT_LAYOUTS
@@ -14,11 +15,14 @@ from moe_core.base.checks import (
 )
 from moe_core.base.codec import plan_type
 from moe_core.base.sizes import INT32_LIMIT
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 
 SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
 ORDERS = ("softmax_then_topk", "topk_then_softmax")
 SLOT_ORDERS = ("score", "expert")
+ROUNDING_MODES = ("nearest", "up", "down")
+#: Tiles of every product's kernels have a multiple of so many rows.
+_ROWS_OF_TILES = 16
 
 
 @plan_type
@@ -147,6 +151,81 @@ class RouterSpec:
                 f"num_groups must leave at least two experts per group {when}, got {self.num_groups} groups of 1; "
                 "lower num_groups"
             )
+
+
+@plan_type
+@dataclass(frozen=True)
+class TokenRounding:
+    """Token rounding: the number of tokens of each expert becomes a multiple of `tile`. It changes the model.
+
+    After top-K, an expert with n tokens keeps or gets n rounded to a multiple of tile: `nearest` (a half goes to the
+    even multiple), `up` or `down`. It drops the tokens with the lowest weights, or adds those with the highest scores
+    that did not choose it. tile: a multiple of 16. candidates: an expert adds only tokens that rank it among their
+    `candidates` best experts, which is also the number of columns of the ids; None = 2 K, at most E (for `down` K).
+    Where they do not suffice it rounds down. With candidates = E it is the token rounding of SonicMoE (Guo et al. 2025,
+    arXiv 2512.14080). For training: validation and inference take plain top-K.
+    """
+
+    tile: int = 128
+    mode: str = "nearest"
+    candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        set_integer(self, "tile", _ROWS_OF_TILES, INT32_LIMIT)
+        if self.tile % _ROWS_OF_TILES:
+            raise InvalidInput(
+                f"tile must be a multiple of {_ROWS_OF_TILES}, as tiles of kernels are, got {self.tile}; pass 64, 128 "
+                "or 192"
+            )
+        require_choice("mode", self.mode, ROUNDING_MODES)
+        if self.candidates is not None:
+            set_integer(self, "candidates", 1)
+            if self.mode == "down":
+                raise InvalidInput(
+                    f"candidates must be None with mode='down', which adds no token, got {self.candidates}; leave it "
+                    "out"
+                )
+
+    def width(self, top_k: int, num_experts: int) -> int:
+        """W, the columns of the ids: the experts of a token that may add it, the K chosen included."""
+        if self.candidates is None:
+            return top_k if self.mode == "down" else min(2 * top_k, num_experts)
+        if not top_k <= self.candidates <= num_experts:
+            raise InvalidInput(
+                f"candidates must be from top_k = {top_k} to num_experts = {num_experts}, got {self.candidates}; pass "
+                "None for twice top_k"
+            )
+        return self.candidates
+
+    def most_rows(self, num_tokens: int, top_k: int, num_experts: int) -> int:
+        """Rows that all experts have together at most."""
+        more = {"down": 0, "nearest": self.tile // 2, "up": self.tile - 1}[self.mode]
+        return min(num_tokens * top_k + num_experts * more, num_tokens * self.width(top_k, num_experts))
+
+    def wide(self, spec: RouterSpec, num_experts: int, has_bias: bool) -> RouterSpec:
+        """The rule of the candidates: the best W experts, in order, and their scores without renormalising.
+
+        Raises InvalidInput and Unsupported for rules that cannot be rounded.
+        """
+        spec.validate_experts(num_experts, has_bias)
+        width = self.width(spec.require_top_k(), num_experts)
+        if spec.scale <= 0:
+            raise InvalidInput(f"scale must be above 0 with token rounding, got {spec.scale}; leave it out")
+        if spec.slot_order != "score":
+            raise Unsupported(
+                f"token rounding keeps slots by score, got slot_order={spec.slot_order!r}; leave slot_order out"
+            )
+        last = spec.order == "topk_then_softmax"
+        if last and spec.num_groups > 1:
+            raise Unsupported(
+                "token rounding takes order='topk_then_softmax' without groups alone, got "
+                f"num_groups={spec.num_groups}; use softmax_then_topk with renormalize=True"
+            )
+        bias_on = "logits" if last and has_bias else spec.bias_on
+        order = None if spec.scoring != "softmax" else ORDERS[0]
+        wide = dataclasses.replace(spec, top_k=width, order=order, renormalize=False, epsilon=0.0, bias_on=bias_on)
+        wide.validate_experts(num_experts, has_bias)
+        return wide
 
 
 @plan_type

@@ -1,4 +1,5 @@
-"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `matmul_ogs`, `gather_rows`, `activation`, `reduce`.
+"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
+`activation`, `reduce`.
 
 Each saves its own arguments (`route` its ids too) and later runs one custom call for the gradients asked for and no
 others; `reduce` copies rows in JAX's own operations. What has no gradient, and why: `refuse` below and
@@ -22,6 +23,7 @@ from moe_core.ops.norm.backward import plan_rms_norm_backward
 from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.routing.backward import plan_routing_backward
+from moe_core.ops.routing.rounding import plan_route_rounded_backward
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.operands import RoutingGradients
 from moe_jax.autodiff.function import Rule, differentiated, varying_alike
@@ -83,6 +85,18 @@ class _Route(_Stage):
         given |= {} if mask is None else {"token_mask": arrays["token_mask"]}
         arguments = (RoutingGradients(_spec(upstream["weights"])), logits, _spec(saved["ids"]), spec)
         return {"logits": self._backward(plan_routing_backward, given, *arguments, token_mask=mask)[0]}
+
+
+class _RouteRounded(_Stage):
+    def saved(self, outputs: Arrays, save: bool) -> Arrays:
+        return {name: outputs[name] for name in ("ids", "candidates")}
+
+    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        logits, spec, rounding = self.request.arguments
+        given = {"d_weights": upstream["weights"], "logits": arrays["logits"], **saved}
+        table = _spec(saved["ids"])
+        arguments = (_spec(upstream["weights"]), logits, table, table, spec, rounding)
+        return {"logits": self._backward(plan_route_rounded_backward, given, *arguments)[0]}
 
 
 class _Product(_Stage):
@@ -149,6 +163,12 @@ _RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
     "router": (_Router, ("logits",), ("logits",), ("x", "weight", "bias", "wide")),
     "rms_norm": (_Norm, ("y",), ("y",), ("x", "weight")),
     "route": (_Route, ("ids", "weights"), ("weights",), ("logits",)),
+    "route_rounded": (
+        _RouteRounded,
+        ("ids", "weights", "tokens_per_expert", "candidates"),
+        ("weights",),
+        ("logits",),
+    ),
     "matmul_ogs": (_Product, ("y",), ("y",), DIFFERENTIABLE),
     "gather_rows": (_Gather, ("y",), ("y",), ("x", "wide")),
     "activation": (_Activation, ("y",), ("y",), ("x", "up")),

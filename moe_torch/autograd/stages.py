@@ -1,4 +1,5 @@
-"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `matmul_ogs`, `gather_rows`, `activation`, `reduce`.
+"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
+`activation`, `reduce`.
 
 Each saves its own arguments (`route` its ids too) and later runs one operator for the gradients asked for and no
 others; `reduce` copies rows in torch's own operations. What has no gradient, and why: `refuse` below and
@@ -19,6 +20,7 @@ from moe_torch.autograd.function import Rule, define_gradient
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import decode, encode
 from moe_torch.operators import table
+from moe_torch.operators.rounding import ROUTE_ROUNDED, ROUTE_ROUNDED_BACKWARD
 
 
 class _Rows(Rule):
@@ -46,6 +48,16 @@ class _Route(Rule):
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         return {"logits": call(table.ROUTE_BACKWARD, *upstream, *saved.values(), ctx.options)}
+
+
+class _RouteRounded(Rule):
+    flowing = (1,)
+
+    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        return {"logits": given["logits"], "ids": results[0], "candidates": results[3]}
+
+    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
+        return {"logits": call(ROUTE_ROUNDED_BACKWARD, *upstream, *saved.values(), ctx.options)}
 
 
 class _Product(Rule):
@@ -121,6 +133,7 @@ def define_stage_gradients() -> None:
     ):
         define_gradient(_Rows(forward, names, backward), backward)
     define_gradient(_Route(table.ROUTE, ("logits",)), table.ROUTE_BACKWARD)
+    define_gradient(_RouteRounded(ROUTE_ROUNDED, ("logits",)), ROUTE_ROUNDED_BACKWARD)
     products = (
         (table.MATMUL_OGS, table.MATMUL_OGS_BACKWARD),
         (table.MATMUL_OGS_QUANTIZED, table.MATMUL_OGS_QUANTIZED_BACKWARD),

@@ -24,7 +24,7 @@ _FEW_EXPERTS = 16
 _TINY = {"float32": 17.0, "float64": 37.0}
 
 
-def _topk_keys(scores: np.ndarray) -> np.ndarray:
+def topk_keys(scores: np.ndarray) -> np.ndarray:
     """uint32 keys of scores: a smaller key ranks higher, equal scores (-0.0 and +0.0 too) have equal keys."""
     if scores.dtype == np.float64:
         ranks = np.unique(-scores, return_inverse=True)[1].reshape(scores.shape)
@@ -51,7 +51,7 @@ def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, pairs: 
     if pairs:
         pair = np.take_along_axis(scores.reshape(grouped.shape), _best(grouped, 2), axis=-1)
         with np.errstate(all="ignore"):
-            group_keys = _topk_keys(pair[..., 0] + pair[..., 1])
+            group_keys = topk_keys(pair[..., 0] + pair[..., 1])
     else:
         group_keys = grouped.min(axis=-1)
     kept = np.zeros((num_tokens, spec.num_groups), bool)
@@ -111,7 +111,7 @@ def _selected(
     if spec.num_groups == 1 and ranked.shape[-1] <= _FEW_EXPERTS:
         # NumPy sorts NaN behind every number, too, and keeps the order of equal scores.
         return np.argsort(-ranked, axis=-1, kind="stable")[:, : spec.require_top_k()]
-    keys = _topk_keys(ranked)
+    keys = topk_keys(ranked)
     if spec.num_groups > 1:
         keys = _mask_groups(ranked, keys, spec, pairs)
     return _best(keys, spec.require_top_k())

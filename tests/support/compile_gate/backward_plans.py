@@ -15,11 +15,12 @@ from moe_core.ops.norm.forward import plan_rms_norm
 from moe_core.ops.reduction import rowwise as backward_rows
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.routing.backward import plan_routing_backward
+from moe_core.ops.routing.rounding import plan_route_rounded_backward
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import ACTIVATIONS, ALWAYS_GATED, Activation, MatmulSpec
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import ExpertActivationOperands, MatmulOperands, RoutingGradients
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
+from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec, TokenRounding
 
 TOKENS = 4096
 #: d_ff, K and activation of layers between which every gate layout and tile width appears.
@@ -71,6 +72,10 @@ def routing_plans(target: Target) -> Iterator[LaunchPlan]:
         ):
             yield plan_routing_backward(everything, logits, ids, router, target, token_mask=mask)
             yield plan_routing_backward(RoutingGradients(weights), logits, ids, router, target)
+        for rounding in (TokenRounding(), TokenRounding(mode="down")) if num_experts == 128 else ():
+            table = (TOKENS, rounding.width(top_k, num_experts))
+            rows, places = ArraySpec(table, "float32"), ArraySpec(table, "int32")
+            yield plan_route_rounded_backward(rows, logits, places, places, RouterSpec(top_k), rounding, target)
         losses = RoutingGradients(load_balance=one, z=one, tokens_per_expert=counts)
         yield plan_routing_backward(losses, logits, None, RouterSpec(top_k, "sigmoid"), target)
 

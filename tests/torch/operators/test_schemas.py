@@ -166,6 +166,9 @@ receive_tables(Tensor came, Tensor? header, Tensor? lost, str options) -> Tensor
 reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor
 route(Tensor logits, Tensor? correction_bias, Tensor? token_mask, Tensor? given, str options) -> (Tensor, Tensor)
 route_backward(Tensor gradients_weights, Tensor logits, Tensor ids, Tensor? token_mask, str options) -> Tensor
+route_rounded(Tensor logits, Tensor? correction_bias, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor,
+    Tensor)
+route_rounded_backward(Tensor d_weights, Tensor logits, Tensor ids, Tensor candidates, str options) -> Tensor
 router(Tensor x, Tensor weight, Tensor? bias, Tensor? wide, str options) -> Tensor
 rms_norm(Tensor x, Tensor weight, str options) -> Tensor
 rms_norm_backward(Tensor d_y, Tensor x, Tensor weight, str options) -> Tensor[]

@@ -1,0 +1,136 @@
+"""Token rounding: which candidates an expert keeps so that its rows are a multiple of a tile, and its backward."""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.routing.kernels.topk import topk_keys
+
+
+@triton.jit
+def rounded_rows(chosen, candidates, TILE: tl.constexpr, MODE: tl.constexpr):
+    """Rows of an expert that `chosen` tokens chose, with so many candidates, these included.
+
+    Example, TILE 128: 192 -> nearest 256 (a half goes to the even multiple: 320 -> 256), up 256, down 128; 10 -> 0.
+    """
+    whole = chosen // TILE
+    rest = chosen - whole * TILE
+    if MODE == "up":
+        more = rest > 0
+    elif MODE == "nearest":
+        more = (2 * rest > TILE) | ((2 * rest == TILE) & (whole % 2 == 1))
+    else:
+        tl.static_assert(MODE == "down", "unknown mode")
+        more = rest < 0
+    rows = tl.where(more, whole + 1, whole) * TILE
+    return tl.where(rows > candidates, whole * TILE, rows)
+
+
+@triton.jit
+def load_candidates(slot_of_row, weights, scores, rows, inside, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+    """(slot, whether it is an extra one, weight, uint32 key in the order of weights) of rows of an expert."""
+    slots = tl.load(slot_of_row + rows, mask=inside, other=0)
+    token, column = slots // WIDTH, slots % WIDTH
+    extra = column >= TOP_K
+    values = tl.load(scores + slots, mask=inside & extra, other=0.0)
+    chosen = tl.load(weights + token * TOP_K + column, mask=inside & (column < TOP_K), other=0.0)
+    values = tl.where(extra, values, chosen)
+    # Signed keys with the sign flipped ascend as unsigned numbers.
+    keys = topk_keys(values).to(tl.uint32, bitcast=True) ^ 0x80000000
+    return slots, extra, values, keys
+
+
+@triton.jit
+def clear_absent(candidates, ids, weights, num_slots, program, num_programs, BLOCK: tl.constexpr):
+    """-1 and 0 in the slots without a candidate, shared out over programs."""
+    step = num_programs.to(tl.int64) * BLOCK
+    for first in range(program.to(tl.int64) * BLOCK, num_slots, step):
+        slots = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)
+        inside = slots < num_slots
+        absent = inside & (tl.load(candidates + slots, mask=inside, other=0) < 0)
+        tl.store(ids + slots, tl.full((BLOCK,), -1, tl.int32), mask=absent)
+        tl.store(weights + slots, tl.zeros((BLOCK,), dtype=tl.float32), mask=absent)
+
+
+@triton.jit
+def keep_candidates(
+    candidates, weights, scores, group_start, slot_of_row, ids, kept_weights, tokens_per_expert, num_slots,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per expert; further ones write the slots that have no candidate.
+
+    n = candidates with column < TOP_K;  rows = n rounded;  kept = the first `rows` candidates in the order: chosen ones
+    by weight, then extra ones by score, of equals the lower token
+
+    Where rows > n all chosen ones are kept, and rows - n extra ones; else `rows` chosen ones and no extra one. So only
+    one of both classes is cut, at its `wanted`-th largest key, which is found 8 bits at a time from counts of digits.
+    """
+    expert = tl.program_id(0)
+    if expert >= NUM_EXPERTS:
+        others = tl.num_programs(0) - NUM_EXPERTS
+        clear_absent(candidates, ids, kept_weights, num_slots, expert - NUM_EXPERTS, others, BLOCK)
+    else:
+        start, last = tl.load(group_start + expert), tl.load(group_start + expert + 1)
+        counts = tl.zeros((BLOCK,), dtype=tl.int32)
+        for first in range(start, last, BLOCK):
+            rows = first + tl.arange(0, BLOCK)
+            slots = tl.load(slot_of_row + rows, mask=rows < last, other=TOP_K)
+            counts += (slots % WIDTH < TOP_K).to(tl.int32) * (rows < last).to(tl.int32)
+        chosen = tl.sum(counts, axis=0)
+        tl.store(tokens_per_expert + expert, chosen)
+        target = rounded_rows(chosen, last - start, TILE, MODE)
+        cut_extra = target > chosen
+        wanted = tl.where(cut_extra, target - chosen, target)
+        some = wanted > 0
+        digits = tl.arange(0, 256)
+        threshold = tl.zeros((1,), dtype=tl.uint32)
+        for place in range(4):
+            found = tl.zeros((256,), dtype=tl.int32)
+            for first in range(start, last, BLOCK):
+                rows = first + tl.arange(0, BLOCK)
+                inside = rows < last
+                _, extra, _, keys = load_candidates(slot_of_row, weights, scores, rows, inside, TOP_K, WIDTH)
+                # The digits up to this one, and those ahead of it, of which the first has none.
+                ahead = keys >> (24 - 8 * place)
+                member = inside & (extra == cut_extra) & (ahead >> 8 == threshold)
+                found += tl.histogram((ahead & 255).to(tl.int32), 256, mask=member)
+            above = tl.sum(found, axis=0) - tl.cumsum(found, axis=0)
+            here = (above < wanted) & (wanted <= above + found)
+            threshold = threshold * 256 + tl.sum(tl.where(here, digits, 0), axis=0).to(tl.uint32)
+            wanted -= tl.sum(tl.where(here, above, 0), axis=0)
+        ties = tl.zeros((1,), dtype=tl.int32)
+        for first in range(start, last, BLOCK):
+            rows = first + tl.arange(0, BLOCK)
+            inside = rows < last
+            slots, extra, values, keys = load_candidates(slot_of_row, weights, scores, rows, inside, TOP_K, WIDTH)
+            member = inside & (extra == cut_extra) & some
+            tie = (member & (keys == threshold)).to(tl.int32)
+            rank = ties + tl.cumsum(tie, axis=0) - tie
+            ties += tl.sum(tie, axis=0)
+            kept = (member & (keys > threshold)) | ((tie > 0) & (rank < wanted)) | (inside & cut_extra & (extra == 0))
+            tl.store(ids + slots, tl.where(kept, expert, -1), mask=inside)
+            tl.store(kept_weights + slots, tl.where(kept, values, 0.0), mask=inside)
+
+
+@triton.jit
+def split_gradients(
+    d_weights, ids, candidates, chosen, d_chosen, extra, d_extra, num_slots,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Candidates `[T, WIDTH]` and the gradients of their weights, 0 where a slot was not kept, as those of the TOP_K
+    chosen `[T, TOP_K]` and of the extra ones `[T, WIDTH - TOP_K]`, which are None where there are none."""
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, num_slots, step):
+        slots = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)
+        inside = slots < num_slots
+        candidate = tl.load(candidates + slots, mask=inside, other=-1)
+        kept = inside & (tl.load(ids + slots, mask=inside, other=-1) >= 0)
+        gradient = tl.load(d_weights + slots, mask=kept, other=0.0)
+        token, column = slots // WIDTH, slots % WIDTH
+        first_class = inside & (column < TOP_K)
+        tl.store(chosen + token * TOP_K + column, candidate, mask=first_class)
+        tl.store(d_chosen + token * TOP_K + column, gradient, mask=first_class)
+        if extra is not None:
+            place = token * (WIDTH - TOP_K) + column - TOP_K
+            tl.store(extra + place, candidate, mask=inside & (column >= TOP_K))
+            tl.store(d_extra + place, gradient, mask=inside & (column >= TOP_K))

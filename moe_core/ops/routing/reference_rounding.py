@@ -1,0 +1,59 @@
+"""NumPy twin of token rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_core.ops.routing.reference import topk_keys
+from moe_core.specs.routing import TokenRounding
+
+
+def rounded_rows(chosen: np.ndarray, candidates: np.ndarray, rounding: TokenRounding) -> np.ndarray:
+    """Rows `[E]` of experts that so many tokens chose, with so many candidates, the chosen included.
+
+    Example, tile 128: 192 -> nearest 256 (a half goes to the even multiple: 320 -> 256), up 256, down 128; 10 -> 0.
+    """
+    tile = rounding.tile
+    whole, rest = np.divmod(chosen, tile)
+    if rounding.mode == "up":
+        more = rest > 0
+    elif rounding.mode == "nearest":
+        more = (2 * rest > tile) | ((2 * rest == tile) & (whole % 2 == 1))
+    else:
+        more = np.zeros_like(rest, bool)
+    rows = (whole + more) * tile
+    return np.where(rows > candidates, whole * tile, rows)
+
+
+def keep_candidates(
+    candidates: np.ndarray, weights: np.ndarray, scores: np.ndarray, *, rounding: TokenRounding, num_experts: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The results of `moe_core.ops.routing.rounding.plan_keep_candidates`: ids, weights, tokens_per_expert."""
+    top_k, width = weights.shape[1], candidates.shape[1]
+    values = np.concatenate([weights, scores[:, top_k:]], axis=1).reshape(-1)
+    expert, slots = candidates.reshape(-1), np.arange(candidates.size)
+    present = expert >= 0
+    extra = slots % width >= top_k
+    chosen = np.bincount(expert[present & ~extra], minlength=num_experts)
+    found = np.bincount(expert[present], minlength=num_experts)
+    rows = rounded_rows(chosen, found, rounding)
+    # By expert; within it the chosen ones first, then by weight, then by token: where a slot lies among its expert's.
+    order = np.lexsort((slots, topk_keys(values), extra, np.where(present, expert, num_experts)))[: present.sum()]
+    place = np.arange(len(order)) - (np.cumsum(found) - found)[expert[order]]
+    kept = np.zeros(candidates.size, bool)
+    kept[order[place < rows[expert[order]]]] = True
+    ids, values = np.where(kept, expert, -1), np.where(kept, values, 0.0)
+    shape, kind = candidates.shape, weights.dtype
+    return ids.astype(np.int32).reshape(shape), values.astype(kind).reshape(shape), chosen.astype(np.int32)
+
+
+def split_gradients(
+    d_weights: np.ndarray, ids: np.ndarray, candidates: np.ndarray, *, top_k: int
+) -> tuple[np.ndarray, ...]:
+    """Candidates and the gradients of their weights, 0 where a slot was not kept: of the chosen, then, where there are
+    any, of the extra ones."""
+    gradient = np.where(ids >= 0, d_weights, 0.0).astype(d_weights.dtype)
+    parts = [candidates[:, :top_k], gradient[:, :top_k]]
+    if candidates.shape[1] > top_k:
+        parts += [candidates[:, top_k:], gradient[:, top_k:]]
+    return tuple(np.ascontiguousarray(part) for part in parts)

@@ -1,0 +1,195 @@
+"""Planning of token rounding (`moe_core.specs.routing.TokenRounding`) and of its backward.
+
+    weights, _     = top-K routing                     [T, K]
+    candidates, scores = its W best, not renormalised  [T, W], of which the first K are the chosen
+    layout         = candidates by expert
+    ids, weights   = the candidates that their experts keep, the others -1 and 0
+
+The table stays `[T, W]`, so that layouts and products take it as they take ids of which some are -1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.checks import require_kind
+from moe_core.base.recent import PLANS_KEPT
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput
+from moe_core.ops.routing.backward import plan_routing_backward
+from moe_core.ops.routing.layout import plan_layout, require_experts
+from moe_core.ops.routing.topk import plan_routing
+from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.specs.operands import RoutingGradients
+from moe_core.specs.routing import LayoutSpec, RouterSpec, TokenRounding
+
+KEEP_CANDIDATES = Kernel("routing.kernels.rounding:keep_candidates", counts_slots=True)
+SPLIT_GRADIENTS = Kernel("routing.kernels.rounding:split_gradients")
+
+#: Candidates that an expert's program takes at once, and its warps.
+_BLOCK, _WARPS = {"gpu": 1024, "interpreter": 64}, 8
+
+
+@functools.lru_cache(PLANS_KEPT)
+def plan_keep_candidates(
+    candidates: ArraySpec,
+    weights: ArraySpec,
+    num_experts: int,
+    rounding: TokenRounding,
+    target: Target,
+    *,
+    masked: bool = True,
+) -> LaunchPlan:
+    """ids int32 and weights fp32 `[T, W]` of the candidates int32 `[T, W]` that their experts keep, else -1 and 0.
+
+    A token's candidates are distinct experts, the best first, -1 in all columns of a masked token. weights fp32
+    `[T, K]`: of the first K, the chosen. Also an input: scores fp32 `[T, W]`, whose columns from K on are the weights
+    of the others. An expert that n tokens chose keeps n rounded candidates, as many as `TokenRounding` says, the first in
+    this order: chosen ones by weight, then others by score, of equals the lower token; NaN comes behind every number.
+    masked=False: no candidate is -1. Further output: tokens_per_expert int32 `[E]`, the n. Raises InvalidInput,
+    Unsupported.
+    """
+    num_tokens, width = require_spec("candidates", candidates, ("num_tokens", "width"), "int32").shape
+    top_k = require_spec("weights", weights, (num_tokens, "top_k"), "float32").shape[1]
+    builder = PlanBuilder("keep_candidates", target)
+    builder.input("candidates", candidates, "ids")
+    builder.input("chosen_weights", weights, "weights")
+    builder.input("scores", ArraySpec((num_tokens, width), "float32"), "weights")
+    outputs = [builder.output(name, ArraySpec((num_tokens, width), kind)) for name, kind in _KEPT]
+    outputs.append(builder.output("tokens_per_expert", ArraySpec((num_experts,), "int32")))
+    inputs = {"candidates": "candidates", "weights": "chosen_weights", "scores": "scores"}
+    builder.note(
+        f"counts of tokens are rounded to multiples of {rounding.tile} ({rounding.mode}), among {width} candidates each"
+    )
+    if not target.compiled:
+        constants = {"rounding": rounding, "num_experts": num_experts}
+        return builder.reference("routing.reference_rounding:keep_candidates", inputs, constants, outputs)
+    require_experts(num_experts)
+    layout = LayoutSpec(num_tokens, width, num_experts)
+    plan = plan_layout(candidates, layout, target)
+    arrays = {name: builder.scratch(name, plan.spec(name)) for name in ("group_start", "slot_of_row")}
+    builder.call(plan, "candidates", {"ids": "candidates"} | arrays)
+    arguments = passed(candidates="candidates", weights="chosen_weights", scores="scores", **arrays)
+    arguments |= passed(ids="ids", kept_weights="weights", tokens_per_expert="tokens_per_expert")
+    arguments |= passed(num_slots=layout.num_slots, NUM_EXPERTS=num_experts, TOP_K=top_k, WIDTH=width)
+    block = _BLOCK[target.engine]
+    arguments |= passed(TILE=rounding.tile, MODE=rounding.mode, BLOCK=block)
+    filling = min(-(-layout.num_slots // block), target.num_sms if target.on_gpu else 2) if masked else 0
+    builder.launch(KEEP_CANDIDATES, (num_experts + filling,), arguments, _WARPS)
+    return builder.build()
+
+
+_KEPT = (("ids", "int32"), ("weights", "float32"))
+
+
+def _check(logits: ArraySpec, spec: RouterSpec, rounding: TokenRounding, has_bias: bool) -> RouterSpec:
+    """The rule of the candidates, once logits and rules are checked."""
+    require_kind("rounding", rounding, TokenRounding)
+    num_tokens, num_experts = require_spec("logits", logits, ("num_tokens", "num_experts"), "float32").shape
+    wide = rounding.wide(spec, num_experts, has_bias)
+    if 0 < num_tokens < rounding.tile:
+        raise InvalidInput(
+            f"tile must be at most num_tokens = {num_tokens}, got {rounding.tile}: no expert could keep a token; lower "
+            "tile, or route without rounding"
+        )
+    return wide
+
+
+@functools.lru_cache(PLANS_KEPT)
+def plan_route_rounded(
+    logits: ArraySpec,
+    spec: RouterSpec,
+    rounding: TokenRounding,
+    target: Target,
+    *,
+    correction_bias: ArraySpec | None = None,
+    token_mask: ArraySpec | None = None,
+) -> LaunchPlan:
+    """Routing whose experts each get a multiple of `rounding.tile` tokens: `plan_routing`, then `plan_keep_candidates`.
+
+    Inputs as of `plan_routing`; outputs: ids int32 and weights fp32 `[T, W]`, tokens_per_expert int32 `[E]`, those that
+    chose each expert, candidates int32 `[T, W]`, which the backward reads. The weight of a chosen expert is that of
+    `plan_routing`, whatever is dropped; that of another expert is its score (of a softmax: among all experts) times
+    scale, not renormalised. Raises InvalidInput, Unsupported.
+    """
+    wide = _check(logits, spec, rounding, correction_bias is not None)
+    num_tokens, num_experts = logits.shape
+    builder = PlanBuilder("route_rounded", target)
+    builder.inputs({"logits": logits, "correction_bias": correction_bias, "token_mask": token_mask})
+    shape = (num_tokens, wide.require_top_k())
+    for name, kind in _KEPT:
+        builder.output(name, ArraySpec(shape, kind))
+    builder.output("tokens_per_expert", ArraySpec((num_experts,), "int32"))
+    builder.output("candidates", ArraySpec(shape, "int32"), "ids")
+    options = {"correction_bias": correction_bias, "token_mask": token_mask}
+    bound = {name: name for name in ("logits", *(name for name, array in options.items() if array is not None))}
+    plan = plan_routing(logits, spec, target, **options)
+    builder.call(plan, "top-k", bound | {"weights": builder.scratch("chosen_weights", plan.spec("weights"), "weights")})
+    plan = plan_routing(logits, wide, target, **options)
+    scores = builder.scratch("scores", plan.spec("weights"), "weights")
+    builder.call(plan, "candidates", bound | {"ids": "candidates", "weights": scores})
+    chosen = builder.spec("chosen_weights")
+    masked = token_mask is not None
+    plan = plan_keep_candidates(plan.spec("ids"), chosen, num_experts, rounding, target, masked=masked)
+    names = ("candidates", "chosen_weights", "scores", "ids", "weights", "tokens_per_expert")
+    builder.call(plan, "rounding", {name: name for name in names})
+    return builder.build()
+
+
+@functools.lru_cache(PLANS_KEPT)
+def plan_route_rounded_backward(
+    d_weights: ArraySpec,
+    logits: ArraySpec,
+    ids: ArraySpec,
+    candidates: ArraySpec,
+    spec: RouterSpec,
+    rounding: TokenRounding,
+    target: Target,
+) -> LaunchPlan:
+    """d_logits fp32 `[T, E]` of d_weights fp32 `[T, W]`, with logits, ids and candidates of `plan_route_rounded`.
+
+    Which candidates are kept has no gradient. The weights of slots that were dropped are constants, and their experts
+    still take part in the sum that renormalises the others. Output: d_logits. Raises InvalidInput, Unsupported.
+    """
+    # A correction bias and groups leave no trace in the gradient.
+    plain = dataclasses.replace(spec, num_groups=1, topk_group=1, group_score=None)
+    wide = _check(logits, plain, rounding, False)
+    (num_tokens, num_experts), top_k, width = logits.shape, spec.require_top_k(), wide.require_top_k()
+    for name, array, kind in (
+        ("d_weights", d_weights, "float32"),
+        ("ids", ids, "int32"),
+        ("candidates", candidates, "int32"),
+    ):
+        require_spec(name, array, (num_tokens, width), kind)
+    builder = PlanBuilder("route_rounded_backward", target)
+    builder.input("d_weights", d_weights)
+    builder.inputs({"logits": logits, "ids": ids})
+    builder.input("candidates", candidates, "ids")
+    builder.output("d_logits", ArraySpec((num_tokens, num_experts), "float32"))
+    parts = {"chosen": top_k} | ({"extra": width - top_k} if width > top_k else {})
+    split: list[str] = []
+    for name, columns in parts.items():
+        split.append(builder.scratch(name, ArraySpec((num_tokens, columns), "int32"), "ids"))
+        split.append(builder.scratch(f"d_{name}", ArraySpec((num_tokens, columns), "float32"), "d_weights"))
+    if not target.compiled:
+        inputs = {name: name for name in ("d_weights", "ids", "candidates")}
+        builder.reference("routing.reference_rounding:split_gradients", inputs, {"top_k": top_k}, split)
+    else:
+        arguments = builder.pointers("d_weights", "ids", "candidates", "chosen", "d_chosen", "extra", "d_extra")
+        slots, block = num_tokens * width, _BLOCK[target.engine]
+        arguments |= passed(num_slots=slots, TOP_K=top_k, WIDTH=width, BLOCK=block)
+        programs = -(-slots // block)
+        builder.launch(SPLIT_GRADIENTS, (min(programs, target.num_sms * 4) if target.on_gpu else programs,), arguments)
+    given, rules = None, {"chosen": plain, "extra": dataclasses.replace(wide, top_k=max(1, width - top_k))}
+    for name in parts:
+        gradients = RoutingGradients(builder.spec(f"d_{name}"), None if given is None else builder.spec(given))
+        plan = plan_routing_backward(gradients, logits, builder.spec(name), rules[name], target)
+        bindings = {"logits": "logits", "ids": name, "gradients.weights": f"d_{name}"}
+        bindings |= {} if given is None else {"gradients.logits": given}
+        if name == list(parts)[-1]:
+            bindings["d_logits"] = "d_logits"
+        given = builder.call(plan, name, bindings)
+    return builder.build()

@@ -1,0 +1,48 @@
+"""Routing with token rounding on JAX arrays."""
+
+from __future__ import annotations
+
+from moe_core.ops.routing.rounding import plan_route_rounded
+from moe_core.specs.operands import RoundedRouting
+from moe_core.specs.routing import RouterSpec, TokenRounding
+from moe_jax.autodiff.stages import run_stage
+from moe_jax.bridge.calls import Array, OpCall, require_type
+
+
+def route_rounded(
+    logits: Array,
+    spec: RouterSpec,
+    rounding: TokenRounding,
+    *,
+    correction_bias: Array | None = None,
+    token_mask: Array | None = None,
+) -> RoundedRouting:
+    """Route, then round the number of tokens of each expert to a multiple of `rounding.tile`.
+
+    It changes the model: an expert drops the tokens with the lowest weights, or adds tokens that did not choose it. Use
+    it for training, and `route` for validation and inference (docs/user/routing.md). A chosen expert's weight is that
+    of `route`, whatever is dropped. An added expert's weight is its score, not renormalised, times `spec.scale`.
+
+    Args:
+        logits: fp32 `[T, E]`. T is 0 or at least `rounding.tile`.
+        spec: the rules of the top-K choice, with slot_order `score` and a scale above 0.
+        rounding: tile, mode and candidates.
+        correction_bias: fp32 `[E]`. It is added to the scores for the selection only.
+        token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0, and is never added.
+
+    Returns:
+        ids int32 `[T, W]` and weights fp32 `[T, W]`, where W is `rounding.width(K, E)`, and tokens_per_expert int32
+        `[E]`. The columns are a token's W best experts in order, with -1 and 0 where it does not visit one.
+        tokens_per_expert counts the tokens that chose each expert, before rounding.
+
+    Raises:
+        InvalidInput: K > E, fewer tokens than a tile, or candidates outside [K, E].
+        Unsupported: slot_order `expert`, or topk_then_softmax with groups.
+    """
+    call = OpCall("route_rounded")
+    require_type("spec", spec, RouterSpec)
+    require_type("rounding", rounding, TokenRounding)
+    array = call.array("logits", logits)
+    bias, mask = call.optional("correction_bias", correction_bias), call.optional("token_mask", token_mask)
+    options = {"correction_bias": bias, "token_mask": mask}
+    return RoundedRouting(*run_stage(call, plan_route_rounded, array, spec, rounding, **options)[:3])

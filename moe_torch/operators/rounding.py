@@ -1,0 +1,39 @@
+"""The operator of token rounding and its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_core.ops.routing.rounding import plan_route_rounded, plan_route_rounded_backward
+from moe_torch.bridge.operator import Operator, Outputs
+from moe_torch.bridge.signature import Signature
+from moe_torch.operators.kinds import BackwardOperator
+
+
+def _rounded(given: Any) -> Outputs:
+    tokens, num_experts = given.logits.shape[0], given.logits.shape[1]
+    table = (tokens, given.rounding.width(given.spec.require_top_k(), num_experts))
+    return [
+        (table, torch.int32),
+        (table, torch.float32),
+        ((num_experts,), torch.int32),
+        (table, torch.int32),
+    ]
+
+
+#: Returns ids, weights, tokens_per_expert, candidates.
+ROUTE_ROUNDED = Operator(
+    "route_rounded",
+    Signature(("logits", "correction_bias?", "token_mask?"), ("spec", "rounding")),
+    plan_route_rounded,
+    _rounded,
+    4,
+)
+ROUTE_ROUNDED_BACKWARD = BackwardOperator(
+    "route_rounded_backward",
+    Signature(("d_weights", "logits", "ids", "candidates"), ("spec", "rounding")),
+    plan_route_rounded_backward,
+    lambda given: [(tuple(given.logits.shape), torch.float32)],
+)

@@ -1,0 +1,47 @@
+"""Routing with token rounding on torch tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_core.specs.operands import RoundedRouting
+from moe_core.specs.routing import RouterSpec, TokenRounding
+from moe_torch.bridge.operator import call
+from moe_torch.bridge.options import encode, require_instance
+from moe_torch.operators.rounding import ROUTE_ROUNDED
+
+
+def route_rounded(
+    logits: torch.Tensor,
+    spec: RouterSpec,
+    rounding: TokenRounding,
+    *,
+    correction_bias: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+) -> RoundedRouting:
+    """Route, then round the number of tokens of each expert to a multiple of `rounding.tile`.
+
+    It changes the model: an expert drops the tokens with the lowest weights, or adds tokens that did not choose it. Use
+    it for training, and `route` for validation and inference (docs/user/routing.md). A chosen expert's weight is that
+    of `route`, whatever is dropped. An added expert's weight is its score, not renormalised, times `spec.scale`.
+
+    Args:
+        logits: fp32 `[T, E]`. T is 0 or at least `rounding.tile`.
+        spec: the rules of the top-K choice, with slot_order `score` and a scale above 0.
+        rounding: tile, mode and candidates.
+        correction_bias: fp32 `[E]`. It is added to the scores for the selection only.
+        token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0, and is never added.
+
+    Returns:
+        ids int32 `[T, W]` and weights fp32 `[T, W]`, where W is `rounding.width(K, E)`, and tokens_per_expert int32
+        `[E]`. The columns are a token's W best experts in order, with -1 and 0 where it does not visit one.
+        tokens_per_expert counts the tokens that chose each expert, before rounding.
+
+    Raises:
+        InvalidInput: K > E, fewer tokens than a tile, or candidates outside [K, E].
+        Unsupported: slot_order `expert`, or topk_then_softmax with groups.
+    """
+    require_instance("spec", spec, RouterSpec)
+    require_instance("rounding", rounding, TokenRounding)
+    results = call(ROUTE_ROUNDED, logits, correction_bias, token_mask, encode(spec, rounding))
+    return RoundedRouting(*results[:3])

@@ -1,0 +1,103 @@
+"""Token rounding on torch tensors: results, gradients, programs, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import moe_torch
+from moe_core.ops.routing.rounding import plan_route_rounded
+from moe_torch import InvalidInput, MoESpec, RouterSpec, TokenRounding, Unsupported
+from moe_torch.bridge.operator import target_of_device
+from tests.support.harness import run_plan, spec_of
+from tests.support.torch import on_engines, running_on, to_numpy, to_torch
+
+T, K, E = 48, 2, 6
+RULE, ROUNDING = RouterSpec(K, renormalize=True), TokenRounding(16)
+
+
+def logits_of(tokens: int = T, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((tokens, E), np.float32)
+
+
+@on_engines
+def test_results_are_those_of_the_plan(engine: str) -> None:
+    logits, mask = logits_of(), np.arange(T) % 5 != 1
+    with running_on(engine) as device:
+        given = {"logits": to_torch(logits, device), "token_mask": to_torch(mask, device)}
+        found = moe_torch.route_rounded(given["logits"], RULE, ROUNDING, token_mask=given["token_mask"])
+        target = target_of_device(given["logits"].device)
+        plan = plan_route_rounded(spec_of(logits), RULE, ROUNDING, target, token_mask=spec_of(mask))
+        expected = run_plan(plan, {"logits": logits, "token_mask": mask})
+        for name in found._fields:
+            np.testing.assert_array_equal(to_numpy(getattr(found, name)), expected[name], err_msg=name)
+        layout = moe_torch.make_layout(found.ids, E)
+        assert not (layout.group_sizes % 16).any() and (found.tokens_per_expert % 16).any()
+
+
+def step(logits: Any, x: Any, experts: Any) -> Any:
+    """A layer's output with rounded routing."""
+    routed = moe_torch.route_rounded(logits, RULE, ROUNDING)
+    spec = MoESpec(moe_torch.Activation("silu"))
+    return moe_torch.moe(x, experts, moe_torch.TopK(routed.ids, routed.weights), spec).output
+
+
+@on_engines
+def test_a_training_step_against_a_loop(engine: str) -> None:
+    """Experts, rows and the logits get the gradients of a dense loop over the experts that each token visits."""
+    random = np.random.default_rng(1)
+    arrays = [logits_of()] + [
+        random.standard_normal(shape, np.float32) / 4 for shape in ((T, 8), (E, 8, 12), (E, 6, 8))
+    ]
+    with running_on(engine) as device:
+        logits, x, gate_up, down = given = [to_torch(one, device).requires_grad_() for one in arrays]
+        value = step(logits, x, moe_torch.ExpertWeights(gate_up, down))
+        (value * value).sum().backward()
+        ids = moe_torch.route_rounded(logits.detach(), RULE, ROUNDING).ids
+        other = [one.detach().double().requires_grad_() for one in given]
+        shares = other[0].softmax(1)
+        top = shares.detach().topk(K, 1).indices
+        chosen = torch.zeros_like(shares).scatter(1, top, 1.0)
+        weights = torch.where(chosen > 0, shares / (shares * chosen).sum(1, keepdim=True), shares)
+        visits = torch.zeros(T, E + 1, dtype=torch.double).scatter(1, torch.where(ids < 0, E, ids).long(), 1.0)[:, :E]
+        total = torch.zeros(T, 8, dtype=torch.double)
+        for expert in range(E):
+            gate, up = (other[1] @ other[2][expert]).chunk(2, 1)
+            rows = (torch.nn.functional.silu(gate) * up) @ other[3][expert]
+            total = total + (visits * weights)[:, expert, None] * rows
+        (total * total).sum().backward()
+        np.testing.assert_allclose(to_numpy(value.detach()), total.detach(), atol=1e-5)
+        for name, one, wanted in zip(("logits", "x", "gate_up", "down"), given, other, strict=True):
+            np.testing.assert_allclose(to_numpy(one.grad), wanted.grad, atol=2e-5, err_msg=name)
+        assert ((visits > chosen).any() or engine != "reference") and (visits < chosen).any()
+
+
+@on_engines
+def test_compiled_for_any_number_of_tokens(engine: str) -> None:
+    with running_on(engine) as device:
+        run = torch.compile(lambda x: moe_torch.route_rounded(x, RULE, ROUNDING), fullgraph=True, dynamic=True)
+        for tokens in (T, T + 9):
+            logits = to_torch(logits_of(tokens), device)
+            for one, other in zip(run(logits), moe_torch.route_rounded(logits, RULE, ROUNDING), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_no_tokens_and_too_few() -> None:
+    found = moe_torch.route_rounded(torch.empty(0, E), RULE, TokenRounding())
+    assert found.ids.shape == (0, 4) and found.tokens_per_expert.tolist() == [0] * E
+    with pytest.raises(InvalidInput, match="tile must be at most num_tokens = 1, got 128: no expert could keep"):
+        moe_torch.route_rounded(torch.zeros(1, E), RULE, TokenRounding())
+    with pytest.raises(InvalidInput, match="rounding must be a TokenRounding, got int"):
+        moe_torch.route_rounded(torch.zeros(1, E), RULE, 128)  # type: ignore[arg-type]
+
+
+def test_second_derivatives_are_refused() -> None:
+    logits = torch.from_numpy(logits_of()).requires_grad_()
+    weights = moe_torch.route_rounded(logits, RULE, ROUNDING).weights
+    (first,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
+    with pytest.raises(Unsupported, match="route_rounded has no second derivative"):
+        first.sum().backward()
