@@ -11,6 +11,7 @@ from moe_core.specs.norm import NormSpec as NormSpec
 from moe_core.specs.routing import LayoutSpec as LayoutSpec
 from moe_core.specs.routing import LogitsSpec as LogitsSpec
 from moe_core.specs.routing import RouterSpec as RouterSpec
+from moe_core.specs.routing import RowLimit as RowLimit
 from moe_core.specs.routing import TokenRounding as TokenRounding
 from moe_core.specs.tile import TileConfig as TileConfig
 from moe_core.specs.tile_table import TileTable as TileTable

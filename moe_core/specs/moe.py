@@ -11,7 +11,7 @@ from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
 from moe_core.specs.matmul import Activation
-from moe_core.specs.routing import LogitsSpec, RouterSpec
+from moe_core.specs.routing import LogitsSpec, RouterSpec, RowLimit
 from moe_core.specs.tuning import MatmulTuning, Tuning
 
 
@@ -38,6 +38,8 @@ class MoESpec:
     rows_in_order: each token has one expert, given by ids that ascend, with -1 behind them all, as those of
     `layout_of_runs` do. The output is then product 2's as it lies: no pass copies it, and rows of no expert hold
     anything.
+
+    row_limit: of given ids of which many are -1, as `route_rounded` makes them: memory and tiles follow it.
     """
 
     activation: Activation
@@ -55,8 +57,16 @@ class MoESpec:
     fast_accumulate: bool = False
     shared_activation: Activation | None = None
     rows_in_order: bool = False
+    row_limit: RowLimit | None = None
 
     def __post_init__(self) -> None:
+        require_kind("row_limit", self.row_limit, RowLimit, optional=True)
+        if self.row_limit is not None and (self.router is not None or self.rows_in_order):
+            what = "router" if self.router is not None else "rows_in_order"
+            raise InvalidInput(
+                f"{what} must be left out with row_limit, which is of given ids, got {getattr(self, what)}; leave one "
+                "of the two out"
+            )
         require_kind("activations", self.activations, Format, optional=True)
         require_flags(self, "fast_accumulate", "recompute", "main_grad", "apply_router_weight_on_input", "allow_tf32")
         require_flags(self, "rows_in_order")

@@ -155,6 +155,25 @@ class RouterSpec:
 
 @plan_type
 @dataclass(frozen=True)
+class RowLimit:
+    """What is known of ids of which many are -1: of T tokens and E experts, at most per_token * T + per_expert * E are
+    experts. Memory and the choice of tiles follow it; slots past it have no row.
+
+    per_token: also the mean that tiles are chosen for. multiple: each expert has a multiple of so many rows, as after
+    token rounding, and tiles that divide it are preferred.
+    """
+
+    per_token: int
+    per_expert: int = 0
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("per_token", 1), ("per_expert", 0), ("multiple", 1)):
+            set_integer(self, name, least, INT32_LIMIT)
+
+
+@plan_type
+@dataclass(frozen=True)
 class TokenRounding:
     """Token rounding: the number of tokens of each expert becomes a multiple of `tile`. It changes the model.
 
@@ -197,10 +216,10 @@ class TokenRounding:
             )
         return self.candidates
 
-    def most_rows(self, num_tokens: int, top_k: int, num_experts: int) -> int:
-        """Rows that all experts have together at most."""
+    def row_limit(self, top_k: int) -> RowLimit:
+        """The rows that all experts have together at most."""
         more = {"down": 0, "nearest": self.tile // 2, "up": self.tile - 1}[self.mode]
-        return min(num_tokens * top_k + num_experts * more, num_tokens * self.width(top_k, num_experts))
+        return RowLimit(top_k, more, self.tile)
 
     def wide(self, spec: RouterSpec, num_experts: int, has_bias: bool) -> RouterSpec:
         """The rule of the candidates: the best W experts, in order, and their scores without renormalising.
@@ -237,6 +256,7 @@ class LayoutSpec:
     max_rows: None, or the rows every expert owns (`[E, max_rows, D]`, the batched form); rows past it are dropped.
     rows: None, or the most rows that all experts have together, for ids of which many are -1; scratch memory follows
     it. Slots past it, counted in the order of rows, have none; the layout's `overflow` says how many they are.
+    limit: None, or what rows are made of.
     """
 
     num_tokens: int
@@ -245,8 +265,12 @@ class LayoutSpec:
     alignment: int = 1
     max_rows: int | None = None
     rows: int | None = None
+    limit: RowLimit | None = None
 
     def __post_init__(self) -> None:
+        if self.limit is not None:
+            most = self.num_tokens * self.limit.per_token + self.num_experts * self.limit.per_expert
+            object.__setattr__(self, "rows", min(most, self.num_tokens * self.top_k))
         for name, least in (("num_tokens", 0), ("top_k", 1), ("num_experts", 1), ("alignment", 1)):
             set_integer(self, name, least, INT32_LIMIT)
         if self.max_rows is not None:

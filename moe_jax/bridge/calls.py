@@ -35,7 +35,8 @@ T = TypeVar("T")
 Array = jax.Array | np.ndarray
 
 #: The ops that have a gradient; none of them has a second one.
-DIFFERENTIABLE_OPS = ("moe", "router", "rms_norm", "route", "matmul_ogs", "gather_rows", "activation", "reduce")
+DIFFERENTIABLE_OPS = ("moe", "router", "rms_norm", "route", "route_rounded", "matmul_ogs")
+DIFFERENTIABLE_OPS += ("gather_rows", "activation", "reduce")
 
 
 @dataclass(frozen=True)

@@ -346,8 +346,8 @@ class Operator:
                 if self._gradient is None:
                     raise Unsupported(
                         f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch "
-                        "moe, router, rms_norm, route, matmul_ogs, gather_rows, activation and reduce do; call one of "
-                        f"them, or call {self._packet} under torch.no_grad() or pass {name}.detach()"
+                        "moe, router, rms_norm, route, route_rounded, matmul_ogs, gather_rows, activation and reduce "
+                        f"do; call one of them, or call {self._packet} under torch.no_grad() or pass {name}.detach()"
                     )
                 asked = asked or name in self._differentiable
         return asked

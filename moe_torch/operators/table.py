@@ -303,15 +303,18 @@ def training_shapes(given: Any) -> Outputs:
     x, spec, routing, shared = given.x, given.spec, given.routing, given.shared
     outputs = moe_shapes(given) + (_like(routing.ids, routing.weights) if isinstance(routing, bundles.TopK) else [])
     slots = x.shape[0] * (routing.ids.shape[1] if isinstance(routing, bundles.TopK) else spec.router.top_k)
+    rows, limit = slots, spec.row_limit
+    if limit is not None:
+        rows = torch.sym_min(slots, x.shape[0] * limit.per_token + _num_experts(given.experts) * limit.per_expert)
     widths = {
         name: spec.activation.input_width(_activated(_width(bundle.gate_up, spec.weight_layout), spec.activation))
         for name, bundle in (("experts", given.experts), ("shared", shared))
         if bundle is not None
     }
     shapes = {
-        "saved.pre_activation": ((slots, widths["experts"]), x.dtype),
+        "saved.pre_activation": ((rows, widths["experts"]), x.dtype),
         "saved.group_start": ((_num_experts(given.experts) + 1,), torch.int32),
-        "saved.slot_of_row": ((slots,), torch.int32),
+        "saved.slot_of_row": ((rows,), torch.int32),
         "saved.row_of_slot": ((slots,), torch.int32),
         "saved.shared_pre_activation": ((x.shape[0], widths.get("shared")), x.dtype),
         "saved.shared_gate": ((x.shape[0], 1), torch.float32),

@@ -51,7 +51,7 @@ def test_a_layer_with_rounded_routing_trains(engine: str) -> None:
     x, gate_up, down = (
         jnp.asarray(random.standard_normal(shape, np.float32) / 4) for shape in ((T, 8), (E, 8, 12), (E, 6, 8))
     )
-    spec = moe_jax.MoESpec(moe_jax.Activation("silu"))
+    spec = moe_jax.MoESpec(moe_jax.Activation("silu"), row_limit=ROUNDING.row_limit(K))
 
     def loss(logits: jax.Array) -> jax.Array:
         routed = moe_jax.route_rounded(logits, RULE, ROUNDING)

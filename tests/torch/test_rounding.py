@@ -77,6 +77,44 @@ def test_a_training_step_against_a_loop(engine: str) -> None:
 
 
 @on_engines
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_limit_changes_memory_alone(engine: str, dtype: str) -> None:
+    """The same bits, from fewer saved rows."""
+    random, kind = np.random.default_rng(2), getattr(torch, dtype)
+    arrays = [random.standard_normal(shape, np.float32) / 4 for shape in ((T, 32), (E, 32, 64), (E, 32, 32), (E, 64))]
+    with running_on(engine) as device:
+        routed = moe_torch.route_rounded(to_torch(logits_of(), device), RULE, ROUNDING)
+        limit = ROUNDING.row_limit(K)
+        most = T * K + E * 8
+        assert most < routed.ids.numel() and int((routed.ids >= 0).sum()) <= most
+        results = []
+        for option in (None, limit):
+            spec = MoESpec(moe_torch.Activation("silu"), row_limit=option)
+            x, gate_up, down, bias = (to_torch(one, device).to(kind).requires_grad_() for one in arrays)
+            weights = routed.weights.clone().requires_grad_()
+            experts = moe_torch.ExpertWeights(gate_up, down, gate_up_bias=bias)
+            shapes: list[tuple[int, ...]] = []
+
+            def pack(one: Any, into: list[tuple[int, ...]] = shapes) -> Any:
+                into.append(tuple(one.shape))
+                return one
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+                output = moe_torch.moe(x, experts, moe_torch.TopK(routed.ids, weights), spec).output
+            output.float().square().sum().backward()
+            results.append([output.detach(), *[one.grad for one in (x, gate_up, down, bias, weights)]])
+            rows = most if option else routed.ids.numel()
+            assert (rows, 64) in shapes
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_row_limits_are_of_given_ids() -> None:
+    with pytest.raises(InvalidInput, match="router must be left out with row_limit, which is of given ids"):
+        MoESpec(moe_torch.Activation("silu"), RULE, row_limit=ROUNDING.row_limit(K))
+
+
+@on_engines
 def test_compiled_for_any_number_of_tokens(engine: str) -> None:
     with running_on(engine) as device:
         run = torch.compile(lambda x: moe_torch.route_rounded(x, RULE, ROUNDING), fullgraph=True, dynamic=True)

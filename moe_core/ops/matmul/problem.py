@@ -121,8 +121,12 @@ class MatmulProblem:
         """Rows that a tile is chosen for."""
         if self.expected_rows is not None:
             return self.expected_rows
-        if (tokens := self.tuning.expected_tokens) is not None:
-            return tokens if self.layout is None else tokens * self.layout.top_k
+        tokens, layout = self.tuning.expected_tokens, self.layout
+        if layout is not None and layout.limit is not None:
+            # The mean of those that the limit leaves room for.
+            return (layout.num_tokens if tokens is None else tokens) * layout.limit.per_token
+        if tokens is not None:
+            return tokens if layout is None else tokens * layout.top_k
         return self.operands.x.shape[0] if self.layout is None else self.layout.placed_slots
 
     @property

@@ -61,7 +61,22 @@ def choose_tile(problem: MatmulProblem, name: str = "tuning.config") -> TileChoi
     if not problem.target.compiled:
         return None
     measured = None if tuning.batch_invariant else _measured(problem, tuning)
-    return heuristic_tile(problem) if measured is None else measured
+    return _dividing(heuristic_tile(problem) if measured is None else measured, problem)
+
+
+def _dividing(choice: TileChoice, problem: MatmulProblem) -> TileChoice:
+    """The choice, or, where each expert's rows are a multiple of a number that its tiles do not divide, the same with
+    the highest ones that do, if they are legal."""
+    limit, height = None if problem.layout is None else problem.layout.limit, choice.config.block_m
+    if limit is None or limit.multiple % height == 0 or problem.batch_invariant:
+        return choice
+    for block_m in (128, 64, 32, 16):
+        if block_m < height and limit.multiple % block_m == 0:
+            config = dataclasses.replace(choice.config, block_m=block_m)
+            if choice.family.why_illegal(config, problem) is None:
+                detail = f"{choice.detail}; {block_m} rows, which divide {limit.multiple}"
+                return dataclasses.replace(choice, config=config, detail=detail)
+    return choice
 
 
 def heuristic_tile(problem: MatmulProblem) -> TileChoice:

@@ -171,7 +171,8 @@ class BackwardPlanner:
         self.target, self.routing, self.x = builder.target, operands.routing, operands.x
         given, experts = isinstance(self.routing, TopK), operands.experts
         self.ids, self.weights = ("routing.ids", "routing.weights") if given else ("ids", "weights")
-        self.layout = LayoutSpec(self.x.shape[0], builder.spec(self.ids).shape[1], experts.down.shape[-3])
+        sizes = self.x.shape[0], builder.spec(self.ids).shape[1], experts.down.shape[-3]
+        self.layout = LayoutSpec(*sizes, limit=spec.row_limit)
         self.by_slot = ArraySpec((self.layout.num_tokens, self.layout.top_k), "float32")
         self.on_input = spec.apply_router_weight_on_input
         self.row_weight = None if self.on_input else self.weights

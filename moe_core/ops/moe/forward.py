@@ -130,7 +130,7 @@ class _MoEPlanner:
         builder.output("tokens_per_expert", ArraySpec((num_local,), "int32"))
         builder.output("invalid_ids", ArraySpec((1,), "int32"))
         ids, weights = self._route(num_local)
-        layout = LayoutSpec(self.tokens, builder.spec(ids).shape[1], num_local)
+        layout = LayoutSpec(self.tokens, builder.spec(ids).shape[1], num_local, limit=self.spec.row_limit)
         self._check_order(layout)
         self._declare_saved(layout)
         slots, order = self._experts(ids, weights, layout)
@@ -247,7 +247,8 @@ class _MoEPlanner:
             products[1] = _Product(dataclasses.replace(problems[1], spec=by_row), tiles[1])
         counters = 2 if any(tile is not None and tile.family.counts_tiles for tile in tiles) else 0
         block_ms = tuple(dict.fromkeys(tile.config.block_m for tile in tiles if tile is not None))
-        alone = self.shared is None and not self.save and not spec.rows_in_order and self.results_at is None
+        whole = not spec.rows_in_order and spec.row_limit is None
+        alone = self.shared is None and not self.save and whole and self.results_at is None
         why_not = why_not_fused(tiles, self.tokens, layout.top_k, alone=alone, batch_invariant=spec.batch_invariant)
         self.fused = why_not is None
         if why_not is not None and all(tiles):
@@ -279,7 +280,8 @@ class _MoEPlanner:
                 hidden = self._quantize("hidden", hidden, rows_2, "experts.down_input_scale", "slot_of_row")
         slots, pushes = "output", self.results_at is not None
         if not addressed and (pushes or not spec.rows_in_order):
-            slots = builder.scratch("slots", ArraySpec((layout.num_slots, self.d_model), self.x.dtype), Role.ROWS)
+            rows = layout.capacity if products[1].problem.spec.scatter == "row" else layout.num_slots
+            slots = builder.scratch("slots", ArraySpec((rows, self.d_model), self.x.dtype), Role.ROWS)
         names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias"}
         self._matmul(1, products[1], names | ({} if addressed else {"y": slots}))
         if pushes and not addressed:

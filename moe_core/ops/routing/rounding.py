@@ -47,8 +47,8 @@ def plan_keep_candidates(
 
     A token's candidates are distinct experts, the best first, -1 in all columns of a masked token. weights fp32
     `[T, K]`: of the first K, the chosen. Also an input: scores fp32 `[T, W]`, whose columns from K on are the weights
-    of the others. An expert that n tokens chose keeps n rounded candidates, as many as `TokenRounding` says, the first in
-    this order: chosen ones by weight, then others by score, of equals the lower token; NaN comes behind every number.
+    of the others. An expert that n tokens chose keeps as many candidates as `TokenRounding` says, the first in this
+    order: chosen ones by weight, then others by score, of equals the lower token; NaN comes behind every number.
     masked=False: no candidate is -1. Further output: tokens_per_expert int32 `[E]`, the n. Raises InvalidInput,
     Unsupported.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -258,14 +257,14 @@ def test_correction_bias_and_groups() -> None:
 @example(tokens=0)
 @given(st.sampled_from((0, 16, 1000, 4096, 16384)))
 def test_rows_stay_within_the_bound(tokens: int) -> None:
-    """`most_rows` is what the worst counts reach."""
+    """`row_limit` is what the worst counts reach."""
     for mode in MODES:
         rounding = TokenRounding(64, mode)
         counts = np.full(8, tokens * 2 // 8)
         counts[:4] += np.minimum(33, counts[4:])
         counts[4:] -= np.minimum(33, counts[4:])
         rows = sum(rounded_count(int(count), tokens, rounding) for count in counts)
-        assert rows <= rounding.most_rows(tokens, 2, 8) <= tokens * rounding.width(2, 8)
+        assert rows <= LayoutSpec(tokens, rounding.width(2, 8), 8, limit=rounding.row_limit(2)).capacity
 
 
 def test_a_changing_number_of_tokens_compiles_nothing() -> None:
@@ -314,6 +313,6 @@ def test_layouts_take_the_table() -> None:
     found = run_plan(
         plan_route_rounded(spec_of(logits), RouterSpec(2), TokenRounding(32), ENGINES[0]), {"logits": logits}
     )
-    layout = dataclasses.replace(LayoutSpec(96, 4, 8), rows=TokenRounding(32).most_rows(96, 2, 8))
+    layout = LayoutSpec(96, 4, 8, limit=TokenRounding(32).row_limit(2))
     sizes, _, _, _, invalid, overflow, _ = reference.layout(found["ids"], layout=layout, block_ms=(32,))
     assert not (sizes % 32).any() and invalid.tolist() == overflow.tolist() == [0]

@@ -181,7 +181,8 @@ class MoEBackward:
         """Gradients of the experts and the experts' part of d_x; the gradient of the weights fp32 `[T, K]`."""
         experts, stages, layer_index = self.experts, self.stages, self.experts.layer_index
         ids, weights = stages["ids"], stages["weights"].reshape(-1)
-        layout = LayoutSpec(ids.shape[0], ids.shape[1], experts.down.shape[0 if layer_index is None else 1])
+        num_experts = experts.down.shape[0 if layer_index is None else 1]
+        layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, limit=self.spec.row_limit)
         found = stages.get("layout") or make_layout(ids, self.expert_map, self.token_mask, layout=layout)
         sizes, start, slot_of_row, self.row_of_slot = found[:4]
         where = {"known": rows_of(layout, len(self.x), sizes, start, slot_of_row), "layout": layout}

@@ -106,8 +106,8 @@ def moe_stages(
         source = scale_rows(x, stages["weights"])
 
     num_experts = experts.down.shape[0 if experts.layer_index is None else 1]
-    layout = LayoutSpec(num_tokens, top_k, num_experts)
-    *groups, row_of_slot, invalid = make_layout(stages["ids"], expert_map, token_mask, layout=layout)
+    layout = LayoutSpec(num_tokens, top_k, num_experts, limit=spec.row_limit)
+    *groups, row_of_slot, invalid = make_layout(stages["ids"], expert_map, token_mask, layout=layout)[:5]
 
     tuning = MatmulTuning(batch_invariant=True) if spec.batch_invariant else None
 
