@@ -76,8 +76,9 @@ class MoE(nn.Module):
     Fields: those of `MoELayerSpec`, by the same names; dtype: computed in and returned, None = the promotion of x and
     the parameters; param_dtype: parameters are made in; kernel_init: draws one matrix `[inputs, outputs]` at a time;
     num_layers: None, or L for a stack `[L, ...]` whose calls name a layer; logical_axes: what the parameters' axes are
-    called; expert_axis: the mesh axis over which experts are split, see `moe_jax.layers.forward`. Raises InvalidInput,
-    also in calls inside `nn.logical_axis_rules` that do not know these names.
+    called; expert_axis: the mesh axis over which experts are split, see `moe_jax.layers.forward`. token_rounding is of
+    training: evaluate `layer.clone(token_rounding=None)`, whose variables are the same. Raises InvalidInput, also in
+    calls inside `nn.logical_axis_rules` that do not know these names.
     """
 
     d_model: int
@@ -110,6 +111,7 @@ class MoE(nn.Module):
     latent: layers.LatentSpec | None = None
     token_table: int = 0
     sparse_mixer: float | None = None
+    token_rounding: layers.TokenRounding | None = None
 
     def __post_init__(self) -> None:
         # Wrong fields are refused here, not in the first call.

@@ -116,7 +116,8 @@ class MoE(nnx.Module):
     logical_axes: the names of the parameters' axes (`out_sharding`), MaxText's ("exp", "embed_moe", "mlp_moe") for
     `wi_0` unless given. Parameters are made sharded under a mesh with `nnx.logical_axis_rules` for those names, and
     otherwise left where JAX puts them. expert_axis: the mesh axis over which experts are split, see
-    `moe_jax.layers.forward`. Raises InvalidInput, also for rules that do not know the names.
+    `moe_jax.layers.forward`. token_rounding is of training: `model.eval()` sets `deterministic`, which leaves it out,
+    and `model.train()` clears it. Raises InvalidInput, also for rules that do not know the names.
     """
 
     gate: ParameterGroup
@@ -158,7 +159,7 @@ class MoE(nnx.Module):
             raise InvalidInput(f"{name} is no option of a layer; MoELayerSpec has {', '.join(known)}")
         self.spec = layers.MoELayerSpec(d_model, d_ff, num_experts, top_k, router, experts, shared_experts, **options)
         self.dtype, self.param_dtype, self.num_layers = dtype, param_dtype, num_layers
-        self.logical_axes = logical_axes
+        self.logical_axes, self.deterministic = logical_axes, False
         self.expert_axis: str | ExpertAxis | None = ExpertAxis.of(expert_axis)
         for leaf in layers.leaves(self.spec, num_layers):
             place = self
@@ -220,7 +221,8 @@ class MoE(nnx.Module):
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
         options["expert_axis"] = self.expert_axis
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
-        return layers.forward(self.parameters(), x, self.spec, dtype=self.dtype, **options)
+        spec = dataclasses.replace(self.spec, token_rounding=None) if self.deterministic else self.spec
+        return layers.forward(self.parameters(), x, spec, dtype=self.dtype, **options)
 
     def parameters(self) -> dict[str, Any]:
         """Every array of the layer as nested dicts, for the functions of `moe_jax.layers`."""

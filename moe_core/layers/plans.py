@@ -14,10 +14,11 @@ from moe_core.ops.router.backward import ROUTER_GRADIENTS, plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.layout import plan_layout
+from moe_core.ops.routing.rounding import plan_route_rounded, plan_route_rounded_backward
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.float64 import any_precision
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs import MoESpec, RouterSpec
+from moe_core.specs import MoESpec, RouterSpec, TokenRounding
 from moe_core.specs.operands import MoEOperands, RouterWeights, RoutingGradients, TopK
 from moe_core.specs.routing import LayoutSpec
 
@@ -34,11 +35,14 @@ def layer_plans(
     """
     moe_spec, x, router = spec.moe_spec(default), operands.x, operands.routing
     first, last = StagePlans(target), StagePlans(target)
-    if spec.in_stages:
-        _routing_plans(first, x, router, spec, moe_spec)
-        ids, weights = (ArraySpec((x.shape[0], spec.top_k), dtype) for dtype in ("int32", "float32"))
+    rounding = spec.token_rounding if training else None
+    if spec.in_stages or rounding is not None:
+        _routing_plans(first, x, router, spec, moe_spec, rounding)
+        width = spec.top_k if rounding is None else rounding.width(spec.top_k, spec.num_experts)
+        ids, weights = (ArraySpec((x.shape[0], width), dtype) for dtype in ("int32", "float32"))
         operands = dataclasses.replace(operands, routing=TopK(ids, weights), token_mask=None)
-        moe_spec = dataclasses.replace(moe_spec, router=None)
+        limit = None if rounding is None else rounding.row_limit(spec.top_k)
+        moe_spec = dataclasses.replace(moe_spec, router=None, row_limit=limit)
     rows = x
     if spec.latent is not None:
         rows = first.projection(x, spec.latent.width, moe_spec)
@@ -76,7 +80,12 @@ def _output_plans(plans: StagePlans, x: ArraySpec, spec: MoELayerSpec) -> None:
 
 
 def _routing_plans(
-    plans: StagePlans, x: ArraySpec, router: RouterWeights, spec: MoELayerSpec, moe_spec: MoESpec
+    plans: StagePlans,
+    x: ArraySpec,
+    router: RouterWeights,
+    spec: MoELayerSpec,
+    moe_spec: MoESpec,
+    rounding: TokenRounding | None = None,
 ) -> None:
     """What a layer in stages runs before its experts.
 
@@ -92,6 +101,14 @@ def _routing_plans(
     arguments = (x, router.weight, router.bias, logits_spec, target)
     plans.forward.append(plan_router(*arguments))
     plans.backward.append(plan_router_backward(logits, *arguments, wanted=wanted))
+    if rounding is not None:
+        plan = plan_route_rounded(logits, spec.router, rounding, target, correction_bias=router.correction_bias)
+        plans.forward.append(plan)
+        table = plan.spec("weights"), logits, plan.spec("ids"), plan.spec("candidates")
+        plans.backward.append(plan_route_rounded_backward(*table, spec.router, rounding, target))
+        if spec.expert_scale:
+            plans.rows_of_bias(tokens, spec.num_experts)
+        return
     given = {"given": ids} if spec.token_table else {"correction_bias": router.correction_bias}
     chosen, times = spec.router, 1
     if spec.sparse_mixer is not None:
@@ -112,10 +129,13 @@ def explain_layer(
     """The plans of a forward, or of a training step, as text, in order; arguments as in `layer_plans`."""
     forward, steps = layer_plans(operands, spec, default, target, training)
     plans = steps if training else forward
-    if not spec.in_stages and spec.output is None:
+    rounds = training and spec.token_rounding is not None
+    if not spec.in_stages and not rounds and spec.output is None:
         return explain_training(plans) if training else plans[0].explain()
     lines = []
     if spec.capacity_factor is not None:
         capacity = spec.capacity(operands.x.shape[0])
         lines.append(f"capacity limit: slots behind the first {capacity} of an expert get id -1")
+    if rounds:
+        lines.append(f"{spec.token_rounding}: of training alone; evaluation routes by top-k")
     return "\n\n".join([*lines, *(plan.explain() for plan in plans)])

@@ -25,11 +25,12 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, Scheme
 from moe_core.layers.around import LatentSpec, OutputSpec
 from moe_core.layers.parameter import Parameter, matrix, quantized_parts, table
+from moe_core.layers.rounding import check_token_rounding
 from moe_core.layers.storage import HUGGING_FACE as HUGGING_FACE
 from moe_core.layers.storage import MAXTEXT as MAXTEXT
 from moe_core.layers.storage import Storage as Storage
 from moe_core.layers.storage import storage_of as storage_of
-from moe_core.specs import MoESpec, NormSpec, RouterSpec, Tuning
+from moe_core.specs import MoESpec, NormSpec, RouterSpec, TokenRounding, Tuning
 from moe_core.specs.matmul import GATE_LAYOUTS, Activation
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
@@ -113,6 +114,7 @@ class SharedExpertsSpec:
 FREE_FIELDS = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning", "recompute", "main_grad", "fast_accumulate")
 #: Fields that MoELayerSpec and MoESpec have in common, by the same names.
 MOE_SPEC_FIELDS = ("apply_router_weight_on_input", *FREE_FIELDS[1:])
+FREE_FIELDS += ("token_rounding",)
 
 
 @plan_type
@@ -131,7 +133,8 @@ class MoELayerSpec:
     sparse_mixer: SparseMixer's epsilon, of a router that chooses two experts one after the other. Each weight is the
     softmax, at the chosen one, over the logits that lie within 2 * epsilon of the largest left, in shares of it: as in
     evaluation, without the noise of its training (source: arXiv 2409.12136, and transformers' phimoe). A layer with one
-    of these runs its stages one by one, but for an output norm, scale or bias of the sum.
+    of these runs its stages one by one, but for an output norm, scale or bias of the sum. token_rounding: in training,
+    each expert's number of tokens is rounded to a multiple of a tile, which changes the model (docs/user/routing.md).
     """
 
     d_model: int
@@ -157,6 +160,7 @@ class MoELayerSpec:
     latent: LatentSpec | None = None
     token_table: int = 0
     sparse_mixer: float | None = None
+    token_rounding: TokenRounding | None = None
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_experts", "top_k"):
@@ -199,6 +203,9 @@ class MoELayerSpec:
         self._check_around()
         if self.sparse_mixer is not None:
             self._check_sparse_mixer()
+        require_kind("token_rounding", self.token_rounding, TokenRounding, optional=True)
+        if self.token_rounding is not None:
+            check_token_rounding(self)
         if self.experts.scheme is not None:
             self._check_training(self.experts.scheme)
             # Refuses sizes that the format does not take.
@@ -256,7 +263,7 @@ class MoELayerSpec:
 
     @property
     def in_stages(self) -> bool:
-        """Whether the stages run one by one: something lies between them."""
+        """Whether the stages run one by one: something lies between them (in training also token rounding)."""
         between = self.capacity_factor, self.router_norm, self.latent, self.norm_of_experts, self.sparse_mixer
         return self.expert_scale or self.token_table > 0 or any(one is not None for one in between)
 

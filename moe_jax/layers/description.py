@@ -10,7 +10,7 @@ from moe_core.layers import (
     OutputSpec,
     SharedExpertsSpec,
 )
-from moe_core.specs import Activation, NormSpec, RouterSpec, Tuning
+from moe_core.specs import Activation, NormSpec, RouterSpec, TokenRounding, Tuning
 from moe_jax.layers.axes import LogicalAxes
 from moe_jax.layers.functional import update_correction_bias
 from moe_jax.layers.losses import load_balance_loss
@@ -18,6 +18,6 @@ from moe_jax.parallel.axis import ExpertAxis
 
 __all__ = [
     "Activation", "ExpertAxis", "ExpertsSpec", "LatentSpec", "LayerWeights", "LogicalAxes", "MoEAux", "MoELayerSpec",
-    "NormSpec", "OutputSpec", "RouterSpec", "SharedExpertsSpec", "Tuning", "layer_spec_from_config",
+    "NormSpec", "OutputSpec", "RouterSpec", "SharedExpertsSpec", "TokenRounding", "Tuning", "layer_spec_from_config",
     "load_balance_loss", "update_correction_bias",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MAXTEXT, LayerPart, MoELayerSpec
+from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids
 from moe_core.parallel import ParallelOutput
 from moe_core.specs import MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
@@ -93,6 +94,7 @@ class _Experts:
 
     def __init__(self, spec: MoELayerSpec, axis: ExpertAxis | None) -> None:
         self.axis, self.group = axis, None if axis is None else axis.group(spec.num_experts)
+        refuse_expert_parallel(axis is not None and spec.token_rounding is not None)
         if axis is not None and spec.norm_of_experts is not None:
             raise Unsupported(
                 "expert_axis must be None for a layer with a norm of each expert's result, which is between what ranks "
@@ -130,7 +132,8 @@ def run_layer(
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
     """The result of a layer and the slots routed to each expert, `[E]`, before any capacity limit."""
     x, mask, of_layer = given.x, given.token_mask, _Experts(spec, axis)
-    if not spec.in_stages and by.gate_inputs is None and by.expert_ids is None:
+    staged = spec.in_stages or spec.token_rounding is not None
+    if not staged and by.gate_inputs is None and by.expert_ids is None:
         moe_spec = of_layer.spec(spec, x.shape[0])
         result = of_layer.run(x, given.experts, given.routing, moe_spec, mask, given.shared)
         return result._replace(output=_finished(result.output, around, spec)), result.tokens_per_expert
@@ -150,30 +153,39 @@ def _run_stages(
     if spec.router_norm is not None:
         rows = ops.rms_norm(rows, router.norm, spec.router_norm)
     logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
-    bias = router.correction_bias if by.expert_ids is None else None
-    if spec.sparse_mixer is None:
+    bias, rounding = router.correction_bias if by.expert_ids is None else None, spec.token_rounding
+    if rounding is not None:
+        refuse_given_ids(by.expert_ids is not None)
+        *table, counts = ops.route_rounded(logits, spec.router, rounding, correction_bias=bias, token_mask=mask)
+        routing = Routing(*table)
+    elif spec.sparse_mixer is None:
         routing = ops.route(logits, spec.router, correction_bias=bias, token_mask=mask, ids=by.expert_ids)
     else:
         routing = _sparse_mixed(logits, spec.sparse_mixer, mask)
     if spec.expert_scale:
         routing = routing._replace(weights=_scaled(routing, router.expert_scale))
-    layout = ops.make_layout(routing.ids, spec.num_experts)
-    ids, invalid_ids = routing.ids, layout.invalid_ids
+    ids = routing.ids
+    if rounding is None:
+        layout = ops.make_layout(ids, spec.num_experts)
+        counts, invalid_ids = layout.group_sizes, layout.invalid_ids
+    else:
+        invalid_ids = jnp.zeros_like(counts[:1])
     if spec.capacity_factor is not None:
         # A slot's place among its expert's; slots without a row have the id -1 and stay so.
         rank = layout.row_of_slot.reshape(ids.shape) - layout.group_start[ids]
-        ids = jnp.where(of_layer.kept(rank, ids, spec, layout.group_sizes), ids, -1)
+        ids = jnp.where(of_layer.kept(rank, ids, spec, counts), ids, -1)
     if by.expert_ids is not None:
         outside = (by.expert_ids < -1) | (by.expert_ids >= spec.num_experts)
         outside = outside if mask is None else outside & mask[:, None]
         invalid_ids = outside.sum(dtype=jnp.int32).reshape(1)
     given_ids = TopK(ids, routing.weights)
     if spec.latent is None and spec.norm_of_experts is None:
-        moe_spec = dataclasses.replace(moe_spec, router=None)
+        limit = None if rounding is None else rounding.row_limit(spec.top_k)
+        moe_spec = dataclasses.replace(moe_spec, router=None, row_limit=limit)
         result = of_layer.run(x, given.experts, given_ids, moe_spec, shared=given.shared)
     else:
         result = _around_experts(given, around, spec, given_ids, of_layer)
-    return result._replace(logits=logits, invalid_ids=invalid_ids), layout.group_sizes
+    return result._replace(logits=logits, invalid_ids=invalid_ids), counts
 
 
 def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing:

@@ -220,7 +220,7 @@ class MoE(PrepackedExperts, PlannedLayer):
             matrices = experts.gate_up, experts.down, experts.up
             formats = (tuple(None if matrix is None else matrix.spec for matrix in matrices),)
         self._options = encode(self.moe_spec, *formats)
-        self._in_stages = self.spec.in_stages
+        self._in_stages, self._rounds = self.spec.in_stages, self.spec.token_rounding is not None
 
     @property
     def _operator(self) -> Operator:
@@ -315,7 +315,7 @@ class MoE(PrepackedExperts, PlannedLayer):
                 return True
             if own["_backward_pre_hooks"] or "forward" in own or not isinstance(part, ParameterGroup):
                 return True
-        return self._in_stages
+        return self._in_stages or (self._rounds and self.training)
 
     def _arrays(self, parts: Mapping[str, Any]) -> list[Any]:
         """The operator's arguments, options excepted: the layer's arrays, and None for what is absent or not its own.

@@ -67,6 +67,8 @@ class PlannedLayer(torch.nn.Module):
             parts.append(f"scheme={spec.experts.scheme}{', prepacked' if self.is_prepacked else ''}")
         if spec.capacity_factor is not None:
             parts.append(f"capacity_factor={spec.capacity_factor:g}")
+        if spec.token_rounding is not None:
+            parts.append(f"token_rounding={spec.token_rounding.mode} {spec.token_rounding.tile}")
         return ", ".join(parts)
 
     def _operands_for(self, num_tokens: int) -> MoEOperands:

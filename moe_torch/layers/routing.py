@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moe_core.errors import InvalidInput
+from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids
 from moe_core.parallel import ParallelOutput
 from moe_core.specs import RouterSpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
@@ -25,10 +26,15 @@ def run_stages(
     their own: router, route, experts.
 
     x and scored, the router's rows, `[T, D]`; token_mask bool `[T]`; given int32 `[T, K]`: the ids, None = the
-    router's choice. ids are -1 where a slot was dropped, tokens_per_expert counts the slots before.
+    router's choice. ids are -1 where a slot was dropped, tokens_per_expert counts the slots before. In training with
+    token rounding, ids are `[T, W]` of `TokenRounding.width`, and counts those before rounding.
     Where neither the experts nor the shared experts have a call of their own, both are one operator.
     """
     spec = layer.spec
+    rounding = spec.token_rounding if layer.training else None
+    if rounding is not None:
+        refuse_expert_parallel(own_part(layer.experts, "experts").exchange is not None)
+        refuse_given_ids(given is not None)
     if scored is x and given is None and not layer._runs_stages():
         # Experts on several ranks are the one thing between the stages.
         dense = None if layer.shared_experts is None else layer.shared_experts.operands()
@@ -43,14 +49,20 @@ def run_stages(
     logits = at_least_float32(layer.router(rows))
     router = own_part(layer.router, "router")
     bias = router.correction_bias if spec.correction_bias and given is None else None
-    options = {"correction_bias": bias, "token_mask": token_mask, "ids": given}
-    if spec.sparse_mixer is None:
-        ids, weights = ops.route(logits, layer.moe_spec.router, **options)
+    options = {"correction_bias": bias, "token_mask": token_mask}
+    if rounding is not None:
+        ids, weights, counts = ops.route_rounded(logits, layer.moe_spec.router, rounding, **options)
+        invalid_ids = counts.new_zeros(1)
+    elif spec.sparse_mixer is None:
+        ids, weights = ops.route(logits, layer.moe_spec.router, ids=given, **options)
     else:
         ids, weights = _sparse_mixed(logits, spec.sparse_mixer, token_mask)
     weights = router.scaled(weights, ids)
-    layout = ops.make_layout(ids, spec.num_experts)
-    kept = ids if spec.capacity_factor is None else _within_capacity(ids, layout, layer)
+    kept = ids
+    if rounding is None:
+        layout = ops.make_layout(ids, spec.num_experts)
+        kept = ids if spec.capacity_factor is None else _within_capacity(ids, layout, layer)
+        counts, invalid_ids = layout.group_sizes, layout.invalid_ids
     experts, shared, normed = layer.experts, layer.shared_experts, spec.norm_of_experts is not None
     found: Any = None
     if spec.latent is not None or normed or has_own_call(experts) or (shared is not None and has_own_call(shared)):
@@ -66,16 +78,16 @@ def run_stages(
         if shared is not None:
             output = (at_least_float32(output) + at_least_float32(shared(x))).to(output.dtype)
     else:
-        moe_spec = dataclasses.replace(layer.moe_spec, router=None)
+        limit = None if rounding is None else rounding.row_limit(spec.top_k)
+        moe_spec = dataclasses.replace(layer.moe_spec, router=None, row_limit=limit)
         dense = None if shared is None else shared.operands()
         found = experts.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense)
         output = found.output
-    invalid_ids = layout.invalid_ids
     if given is not None:
         outside = (given < -1) | (given >= spec.num_experts)
         counted = outside if token_mask is None else outside & token_mask[:, None]
         invalid_ids = counted.sum().to(torch.int32).view(1)
-    results = output, kept, weights, logits, layout.group_sizes, invalid_ids
+    results = output, kept, weights, logits, counts, invalid_ids
     return found._replace(**dict(zip(MoEOutput._fields, results, strict=True))) if found else MoEOutput(*results)
 
 
