@@ -17,7 +17,7 @@ jax = pytest.importorskip("jax")
 
 import moe_jax
 import moe_torch
-from benchmarks import training, training_peers, training_problem
+from benchmarks import rounding, training, training_peers, training_problem
 from benchmarks.record import table
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import ChainTime, GraphTimer
@@ -41,6 +41,7 @@ from benchmarks.training_problem import (
     torch_step,
 )
 from benchmarks.training_record import TRAINING_COLUMNS, add_training_ratios, read_sonicmoe_figures
+from moe_core.specs import TokenRounding
 from moe_core.specs.matmul import Activation
 from tests.support.benchmarks import TINY, CallingTimer
 
@@ -334,3 +335,28 @@ def test_a_step_can_be_captured() -> None:
     assert differing(torch_step(other), found[-1]) == []
     figures = training.memory(problem)
     assert figures["kept_bytes_per_token"] >= figures["sonicmoe_kept_bytes_per_token"]
+
+
+def test_a_cell_with_token_rounding_is_checked() -> None:
+    shape, row = Shape("small", 16, 24, 6, 2, Activation("silu"), True), dict[str, Any]()
+    problem = draw_training_problem(shape, 96, draw_parameters(shape, torch.device("cpu")))
+    assert rounding.check(problem, TokenRounding(16), row)
+    assert row["padded"]["with"]["64"] > 0 and row["changed_pairs"] > 0 and row["differing_bits"] == []
+    assert row["rows"]["with"] % 16 == 0 and row["rows"]["without"] == 192
+
+
+def test_padding_of_tiles() -> None:
+    assert rounding.padded(torch.tensor([128, 0, 1]), 128) == 1 - 129 / 256
+
+
+def test_red_parity_of_token_rounding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, row = Shape("small", 16, 24, 6, 2, Activation("silu"), False), dict[str, Any]()
+    problem = draw_training_problem(shape, 96, draw_parameters(shape, torch.device("cpu")))
+    true = rounding.staged_step
+
+    def wrong(*arguments: Any, limited: bool = True) -> Any:
+        output, ids, gradients = true(*arguments, limited=limited)
+        return output * (1.1 if limited else 1.0), ids, gradients
+
+    monkeypatch.setattr(rounding, "staged_step", wrong)
+    assert not rounding.check(problem, TokenRounding(16), row) and "output 0.1" in row["refused"]
