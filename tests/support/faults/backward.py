@@ -98,8 +98,6 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("(slots << 32) | rank", "(slots << 32)"),
         OpFault("weight, mask=present", "weight + 1.0, mask=present"),
         OpFault("rank * size", "0 * rank"),
-        OpFault("place // PER_RANK == owner", "place // PER_RANK >= owner"),
-        OpFault("tl.load(weights + first + k", "tl.load(weights + first"),
         OpFault("tl.load(sources + 2 * row + 1", "tl.load(sources + 2 * row"),
         OpFault("tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)", "num_rows"),
         OpFault("range(tl.program_id(0), tl.cdiv", "range(tl.program_id(0) + 1, tl.cdiv"),
