@@ -338,7 +338,7 @@ class CudaPrepared(Prepared):
         homes = sorted({home for home, _ in self._places if home < self._count or self._scratch_bytes})
         self._homes = operator.itemgetter(*homes) if homes else None
 
-    def __call__(self, pointers: Sequence[int], stream: int = 0) -> None:
+    def __call__(self, pointers: Sequence[int], stream: int = 0, steps: slice | None = None) -> None:
         try:
             blocks = self._local.blocks
         except AttributeError:
@@ -347,7 +347,7 @@ class CudaPrepared(Prepared):
         if code:
             self._driver.check(code, "cuCtxGetCurrent")
         if blocks.current.value != self._context:
-            return self._driver.within(self.device_index, self, pointers, stream)
+            return self._driver.within(self.device_index, self, pointers, stream, steps)
         addresses = blocks.addresses
         self._pack(addresses, 0, *pointers)
         # The low bits of all of them in one number.
@@ -368,7 +368,7 @@ class CudaPrepared(Prepared):
         if stream != blocks.stream:
             blocks.use_stream(stream)
         launch = self._driver.launch
-        for arguments in blocks.launches:
+        for arguments in blocks.launches if steps is None else blocks.launches[steps]:
             code = launch(*arguments)
             if code:
                 step = self._steps[blocks.launches.index(arguments)]

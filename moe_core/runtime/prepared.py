@@ -22,7 +22,8 @@ class Prepared:
     """A plan ready to run on one device: call it with addresses.
 
     `prepared(pointers, stream)`: addresses of the inputs and outputs in plan order, then of the scratch arena if
-    `plan.scratch_bytes` is not 0. Every address must be a multiple of 16 (InvalidInput names the buffer).
+    `plan.scratch_bytes` is not 0. Every address must be a multiple of 16 (InvalidInput names the buffer). steps: those
+    of the plan that run, None = all.
     """
 
     def __init__(self, plan: LaunchPlan, device_index: int) -> None:
@@ -34,12 +35,12 @@ class Prepared:
         self._index = {name: index for index, name in enumerate(self._names)}
         self._index |= {buffer.name: index for index, buffer in enumerate(plan.scratch, self._count + 1)}
 
-    def __call__(self, pointers: Sequence[int], stream: int = 0) -> None:
+    def __call__(self, pointers: Sequence[int], stream: int = 0, steps: slice | None = None) -> None:
         if functools.reduce(operator.or_, pointers, 0) % ALIGNMENT:
             self._refuse_misaligned(pointers)
         if 0 in pointers:
             self._refuse_missing(pointers)
-        self._run(pointers, stream)
+        self._run(pointers, stream, steps or slice(None))
 
     def _refuse_misaligned(self, pointers: Sequence[int]) -> None:
         for name, pointer in zip([*self._names, "scratch"], pointers, strict=False):
@@ -61,7 +62,7 @@ class Prepared:
         """pointers: of inputs, outputs and the arena; 0 or anything for an arena without bytes."""
         return [pointers[home] + offset for home, offset in self._places]
 
-    def _run(self, pointers: Sequence[int], stream: int) -> None:
+    def _run(self, pointers: Sequence[int], stream: int, steps: slice) -> None:
         raise NotImplementedError
 
 
@@ -111,19 +112,19 @@ class HostPrepared(Prepared):
 
         return call
 
-    def _run(self, pointers: Sequence[int], stream: int) -> None:
+    def _run(self, pointers: Sequence[int], stream: int, steps: slice) -> None:
         given = [*pointers, 0][: self._count + 1]
         addresses = [*given, *self._scratch_addresses(given)]
         for index, size in self._large:
             prefer_huge_pages(pointers[index], size)
         # In a context of its own, as NumPy's error state is the context's: an interrupt may leave it changed.
         try:
-            contextvars.copy_context().run(self._compute, addresses)
+            contextvars.copy_context().run(self._compute, addresses, steps)
         except MemoryError as error:
             reason = f"{self.plan.name} found no memory on the CPU ({error}); pass fewer tokens in one call"
             raise MemoryError(reason) from error
 
-    def _compute(self, addresses: list[int]) -> None:
+    def _compute(self, addresses: list[int], steps: slice) -> None:
         with exact_denormals(), one_blas_thread() if self._has_twins else contextlib.nullcontext():
-            for call in self._calls:
+            for call in self._calls[steps]:
                 call(addresses)

@@ -31,7 +31,7 @@ from moe_core.runtime.prepare import prepare
 from moe_core.specs.operands import role_of
 from moe_torch.bridge import eager
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, decode
-from moe_torch.bridge.ready import Ready, dense
+from moe_torch.bridge.ready import Begun, Ready, dense
 from moe_torch.bridge.seen import SeenCalls
 from moe_torch.bridge.signature import Signature
 
@@ -241,6 +241,15 @@ class Operator:
             if copied is None:
                 raise
         return ready.run([copied[index].data_ptr() for index in ready.selection], places)
+
+    def begin(self, arguments: tuple[Any, ...], behind: int) -> Begun:
+        """`Ready.begin` of an eager call without gradients."""
+        target = target_of_device(self.device_of(arguments[:-1]))
+        key = eager.key_of(arguments, None if target.on_gpu else target)
+        ready = self._cache.get(key) or self._remember(key, arguments)
+        given = self._aligned(arguments) or arguments
+        # Memory of inputs may be let go of when this returns.
+        return ready.begin([given[index].data_ptr() for index in ready.selection], behind, given)
 
     def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
         ready = self._cache.find(key)

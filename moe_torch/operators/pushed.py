@@ -4,16 +4,18 @@ weights, and `results_at` beside. Their output has no rows."""
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import launches_behind_hidden, plan_moe
 from moe_core.ops.moe.names import INPUT_SCALES, result_names
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOutput, TopK
 from moe_torch.bridge.operator import Operator, Outputs, call
+from moe_torch.bridge.options import decode, encode
+from moe_torch.bridge.ready import Begun
 from moe_torch.bridge.signature import Signature
 from moe_torch.operators import table
 from moe_torch.operators.kinds import BackwardOperator, TrainingOperator
@@ -46,6 +48,21 @@ def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
     )
 
 
+def _in_two_parts(packet: str, *matrices: str) -> Operator:
+    """The forward whose product 2 may run on another stream; results_at is optional."""
+    scales = (f"{name}?" for name in INPUT_SCALES if matrices)
+    tensors = (*table.moe_tensors(TopK), *scales, "results_at?", "memory!")
+    signature = Signature(tensors, ("spec", "multiprocessors"), table.moe_bundles(TopK), matrices)
+
+    def plan(*, memory: object, **given: Any) -> LaunchPlan:
+        return plan_moe(**given)
+
+    def shapes(given: Any) -> Outputs:
+        return table.moe_shapes(given) if given.results_at is None else _without_rows(table.moe_shapes, given)
+
+    return Operator(packet, signature, plan, shapes, len(result_names(TopK)))
+
+
 def _gradients(given: Any) -> Outputs:
     """d_x has no rows."""
     given.x = given.x[:0]
@@ -63,6 +80,8 @@ def _backward(packet: str, *matrices: str) -> Operator:
 
 EXPERTS_PUSH, EXPERTS_PUSH_TRAINING = _pushed("experts_push")
 EXPERTS_PUSH_QUANTIZED, EXPERTS_PUSH_QUANTIZED_TRAINING = _pushed("experts_push_quantized", *table.EXPERT_MATRICES)
+EXPERTS_IN_PARTS = _in_two_parts("experts_in_parts")
+EXPERTS_IN_PARTS_QUANTIZED = _in_two_parts("experts_in_parts_quantized", *table.EXPERT_MATRICES)
 #: Into their own memory, and with tensors that take the sum of what they hold and a gradient.
 BACKWARDS = _backward("experts_push_backward"), _backward("experts_push_backward_into")
 QUANTIZED_BACKWARDS = (
@@ -106,3 +125,43 @@ def experts_push(
     operator = EXPERTS_PUSH if operator is table.MOE[TopK] else EXPERTS_PUSH_QUANTIZED
     output, tokens_per_expert, invalid_ids = call(operator, *tensors, results_at, gradients_at, memory, text)
     return MoEOutput(output, routing.ids, routing.weights, None, tokens_per_expert, invalid_ids)
+
+
+class BegunExperts(NamedTuple):
+    """Experts whose product 1 is under way. What it holds has to live until `finish` has run on the device."""
+
+    routing: TopK
+    begun: Begun
+
+    def finish(self) -> MoEOutput:
+        """Run product 2 and what follows on the current stream, which waits for product 1. Returns the MoEOutput."""
+        output, tokens_per_expert, invalid_ids = self.begun.finish()
+        routing = self.routing
+        return MoEOutput(output, routing.ids, routing.weights, None, tokens_per_expert, invalid_ids)
+
+
+def experts_begin(
+    x: torch.Tensor,
+    experts: ExpertWeights,
+    routing: TopK,
+    spec: MoESpec,
+    results_at: torch.Tensor | None,
+    *,
+    multiprocessors: tuple[int | None, int | None],
+) -> BegunExperts:
+    """The layout and product 1 of `experts_push`, without gradients. results_at: None = they are summed, as by `moe`.
+
+    multiprocessors: that product 1 and product 2 fill at most, None = all. No bit depends on it. Raises as
+    `experts_push`.
+    """
+    operator, tensors, text = moe_request(x, experts, routing, spec, None, None, None)
+    operator = EXPERTS_IN_PARTS if operator is table.MOE[TopK] else EXPERTS_IN_PARTS_QUANTIZED
+    arguments = (*tensors, results_at, None, _with_limits(text, multiprocessors))
+    return BegunExperts(routing, operator.begin(arguments, launches_behind_hidden(results_at)))
+
+
+@functools.lru_cache(maxsize=256)
+def _with_limits(text: str, multiprocessors: tuple[int | None, int | None]) -> str:
+    """The options of `moe`, and how many multiprocessors products fill."""
+    spec, *formats = decode(text)
+    return encode(spec, multiprocessors, *formats)

@@ -85,8 +85,10 @@ def test_an_owner_of_tokens_with_places_adds_up_as_one_device(model: str, tokens
         spec = dataclasses.replace(PLAIN, tuning=tuning)
         assert isinstance(own.routing, TopK)
         results_at = ArraySpec((own.routing.ids.size,), "int64")
-        found = plan_moe(own.x, own.experts, own.routing, spec, H200, results_at=results_at)
-        assert sums([found], lambda line: True) == sums([alone], lambda line: "slots" not in line)
+        for limits in (None, (88, 44), (None, 1)):
+            options: Any = {"results_at": results_at, "multiprocessors": limits}
+            found = plan_moe(own.x, own.experts, own.routing, spec, H200, **options)
+            assert sums([found], lambda line: True) == sums([alone], lambda line: "slots" not in line)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec
+from moe_core.base.checks import set_integer
+from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
@@ -29,7 +31,8 @@ class MatmulProblem:
     out_format: y is rounded to its dtype, then quantised to this format of rows before it is stored, in the first
     product of a composed plan; out_scale: fp32 `[1]`, its static scale. addressed: slots go to addresses, in the
     second product of a composed plan. expected_rows: what a tile is chosen for, None:
-    what spec.tuning expects, or all the rows that the layout has. Raises InvalidInput, Unsupported.
+    what spec.tuning expects, or all the rows that the layout has. multiprocessors: that kernels fill at most whose
+    blocks stay and take tile after tile, None = all; no bit depends on it. Raises InvalidInput, Unsupported.
     """
 
     operands: MatmulOperands
@@ -42,10 +45,13 @@ class MatmulProblem:
     out_scale: ArraySpec | None = None
     addressed: bool = False
     expected_rows: int | None = None
+    multiprocessors: int | None = None
     sizes: MatmulSizes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", check_operands(self.operands, self.layout, self.spec, self.joined))
+        if self.multiprocessors is not None:
+            set_integer(self, "multiprocessors", 1, INT32_LIMIT)
         quantized, outputs = self.quantized, self.outputs
         if quantized and (self.joined or ("x" in quantized and outputs != ("y",))):
             raise Unsupported(
@@ -159,6 +165,12 @@ class MatmulProblem:
     def weight_bytes(self) -> int:
         """Bytes of plain weights that are read by `used_groups`."""
         return self.used_groups * self.d * self.n * self.buffers * dtypes.itemsize(self.dtype)
+
+    @property
+    def most_multiprocessors(self) -> int:
+        """That a kernel fills at most whose blocks stay."""
+        most = self.target.num_sms
+        return most if self.multiprocessors is None else min(self.multiprocessors, most)
 
     def waves(self, config: TileConfig) -> float:
         """Output tiles per multiprocessor, were the rows spread evenly."""

@@ -57,6 +57,7 @@ def plan_moe(
     shared: SharedExpert | None = None,
     save: bool = False,
     results_at: ArraySpec | None = None,
+    multiprocessors: tuple[int | None, int | None] | None = None,
 ) -> LaunchPlan:
     """One plan for the whole layer: [router] -> [routing] -> layout -> matmul 1 -> matmul 2 -> reduce.
 
@@ -75,14 +76,28 @@ def plan_moe(
     address there, a multiple of 16, 0 = nowhere; slots of no expert go nowhere. Nothing is summed, and output has no
     rows: `[0, D]`.
 
+    multiprocessors: that each product fills at most, as of MatmulProblem; for a plan in two parts, whose product 2 and
+    what is behind it, the last `launches_behind_hidden` launches, may go to another stream. No bit depends on it.
+
     Experts may be quantised, and x and the hidden rows are then too if spec.activations says so: what is computed is in
     docs/user/quantization.md. Nothing can be saved with spec.activations, whose rounding has no gradient.
     """
     reason = why_no_moe_gradient(experts, spec, ()) if save else None
     if reason is not None:
         raise Unsupported(reason)
-    planner = _MoEPlanner(x, experts, routing, spec, target, token_mask, expert_map, shared, save, results_at)
-    return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant)
+    if multiprocessors is not None and (save or shared is not None):
+        what = "save must be False" if save else "shared must be None"
+        raise InvalidInput(f"{what} with multiprocessors, got {multiprocessors}; leave them out")
+    arrays = token_mask, expert_map, shared, save, results_at
+    planner = _MoEPlanner(x, experts, routing, spec, target, *arrays, multiprocessors)
+    apart = 0 if multiprocessors is None else launches_behind_hidden(results_at)
+    return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant, apart=apart)
+
+
+def launches_behind_hidden(results_at: object) -> int:
+    """The launches of a plan that follow product 1 and what quantises its rows: product 2, and the sum of slots where
+    there is one."""
+    return 2 if results_at is None else 1
 
 
 def saved_pre_activation(
@@ -106,7 +121,7 @@ class _MoEPlanner:
 
     def __init__(self, *request: Any) -> None:
         self.x, self.experts, self.routing, self.spec, self.target = request[:5]
-        self.token_mask, self.expert_map, self.shared, self.save, self.results_at = request[5:]
+        self.token_mask, self.expert_map, self.shared, self.save, self.results_at, self.multiprocessors = request[5:]
         require_spec("x", self.x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
         self.tokens, self.d_model = self.x.shape
         self.out_dtype = self.spec.out_dtype or self.x.dtype
@@ -237,6 +252,9 @@ class _MoEPlanner:
         problem_1 = MatmulProblem(first, layout, matmul_1, target, self._outputs)
         problems = problem_1, MatmulProblem(second, layout, matmul_2, target)
         tiles = tuple(choose_tile(problem, f"tuning.matmul_{i}") for i, problem in enumerate(problems, 1))
+        # Tiles, and so bits, are those of a product that has all multiprocessors.
+        limits = self.multiprocessors or (None, None)
+        problems = tuple(dataclasses.replace(one, multiprocessors=n) for one, n in zip(problems, limits, strict=True))
         products = [_Product(problem, tile) for problem, tile in zip(problems, tiles, strict=True)]
         addressed = self.results_at is not None and target.compiled
         if addressed:
@@ -247,7 +265,7 @@ class _MoEPlanner:
             products[1] = _Product(dataclasses.replace(problems[1], spec=by_row), tiles[1])
         counters = 2 if any(tile is not None and tile.family.counts_tiles for tile in tiles) else 0
         block_ms = tuple(dict.fromkeys(tile.config.block_m for tile in tiles if tile is not None))
-        whole = not spec.rows_in_order and spec.row_limit is None
+        whole = not spec.rows_in_order and spec.row_limit is None and self.multiprocessors is None
         alone = self.shared is None and not self.save and whole and self.results_at is None
         why_not = why_not_fused(tiles, self.tokens, layout.top_k, alone=alone, batch_invariant=spec.batch_invariant)
         self.fused = why_not is None

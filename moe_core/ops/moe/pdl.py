@@ -60,13 +60,20 @@ def _expert_bytes(plan: LaunchPlan) -> int:
     return sum(array.nbytes // math.prod(array.shape[:-axes]) for array, axes in matrices)
 
 
-def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False) -> LaunchPlan:
+def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False, apart: int = 0) -> LaunchPlan:
     """The plan with every launch dependent whose kernel can be, but for the first; on cuda its notes say which.
+
+    apart: launches at the end that go to another stream, which waits for an event and not for a launch: none of them is
+    dependent.
 
     Returns it with a note alone where `why_not_pdl` has a reason, unchanged off the GPU.
     """
     if not plan.target.on_gpu or not plan.steps:
         return plan
+    if apart:
+        first, second = plan.steps[:-apart], plan.steps[-apart:]
+        first = use_pdl(dataclasses.replace(plan, steps=first), num_tokens, batch_invariant=batch_invariant)
+        return dataclasses.replace(first, steps=(*first.steps, *second))
     if (reason := why_not_pdl(plan, num_tokens, batch_invariant)) is not None:
         return dataclasses.replace(plan, notes=(*plan.notes, f"launches follow one another: {reason}"))
     steps, ahead = [], None

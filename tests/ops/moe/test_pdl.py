@@ -16,6 +16,7 @@ import pytest
 from moe_core.base import codec, dtypes
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
+from moe_core.errors import InvalidInput
 from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
 from moe_core.ops.moe import forward as moe
@@ -309,3 +310,28 @@ def test_faults_of_the_order_are_found(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=280)
     for folder, status in (folders | unchanged).items():
         assert int((folder / "status").read_text()) == status, f"{folder.name}: {(folder / 'log').read_text()}"
+
+
+@pytest.mark.parametrize("at_addresses", [True, False])
+@pytest.mark.parametrize("tokens", [4, 4096])
+def test_a_plan_in_two_parts(tokens: int, at_addresses: bool) -> None:
+    """Launches behind product 1 wait for none ahead; blocks that stay are as many as they are allowed."""
+    whole = layer_plan(H200, tokens, routed="ids")
+    slots = whole.spec("routing.ids").size
+    results_at = ArraySpec((slots,), "int64") if at_addresses else None
+    found = layer_plan(H200, tokens, routed="ids", results_at=results_at, multiprocessors=(60, 40))
+    apart = moe.launches_behind_hidden(results_at)
+    assert apart == 2 - at_addresses
+    assert [step.dependent for step in launches(found)[-apart:]] == [False] * apart
+    names = [step.kernel.function for step in launches(found)]
+    assert names[-apart:] == ["matmul_ogs", "reduce"][:apart] and names[-apart - 1] == "matmul_ogs"
+    if tokens == 4096:
+        assert [step.grid[0] for step in launches(found) if step.kernel.function == "matmul_ogs"] == [60, 40]
+        assert [step.grid[0] for step in launches(whole) if step.kernel.function == "matmul_ogs"] == [71, 71]
+
+
+def test_wrong_multiprocessors() -> None:
+    with pytest.raises(InvalidInput, match="multiprocessors must be an integer of at least 1, got 0"):
+        layer_plan(H200, 4, routed="ids", multiprocessors=(0, 4))
+    with pytest.raises(InvalidInput, match="save must be False with multiprocessors"):
+        layer_plan(H200, 4, routed="ids", save=True, multiprocessors=(4, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
@@ -72,8 +73,9 @@ def layer_plan(
     dtype: str = "bfloat16",
     width: int = 128,
     tuning: Tuning | None = None,
+    **options: Any,
 ) -> LaunchPlan:
-    """A forward of D = 192 and F = width. routed: from `logits` or by given `ids`."""
+    """A forward of D = 192 and F = width. routed: from `logits` or by given `ids`. options: of `plan_moe`."""
     lead = (3, num_experts) if stacked else (num_experts,)
 
     def matrix(inside: int, outside: int, *axes: int) -> ArraySpec:
@@ -88,7 +90,7 @@ def layer_plan(
     router = RouterSpec(top_k) if routed == "logits" else None
     spec = MoESpec(Activation("silu"), router, weight_layout, apply_router_weight_on_input=on_input, tuning=tuning)
     beside = SharedExpert(matrix(192, 2 * width), matrix(width, 192)) if shared else None
-    return plan_moe(ArraySpec((tokens, 192), dtype), experts, routing, spec, target, shared=beside)
+    return plan_moe(ArraySpec((tokens, 192), dtype), experts, routing, spec, target, shared=beside, **options)
 
 
 def quantized_plan(

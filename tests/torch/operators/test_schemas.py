@@ -54,6 +54,10 @@ combine_pull_weights(Tensor owners, Tensor rows, Tensor weights_at, Tensor(a!)? 
 combine_push(Tensor y, Tensor sources, Tensor group_start, Tensor slots_at, Tensor(a!)? memory, str options) -> ()
 dispatch_push(Tensor x, Tensor owners, Tensor rows, Tensor rows_at, Tensor? scales_at, Tensor(a!)? memory, str
     options) -> ()
+experts_in_parts(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, Tensor? results_at,
+    Tensor(a!)? memory, str options) -> (Tensor, Tensor, Tensor)
+experts_in_parts_quantized(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
+    {INPUT_SCALES}, Tensor? results_at, Tensor(a!)? memory, str options) -> (Tensor, Tensor, Tensor)
 experts_push(Tensor x, {EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, Tensor results_at, Tensor?
     gradients_at, Tensor(a!)? memory, str options) -> (Tensor, Tensor, Tensor)
 experts_push_quantized(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},

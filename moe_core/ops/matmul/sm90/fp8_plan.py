@@ -57,7 +57,7 @@ class _Sm90Fp8(sm90.Sm90Family):
 
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
         arguments = _arguments(builder, problem, config, stage)
-        grid = min(problem.tiles(config), builder.target.num_sms)
+        grid = min(problem.tiles(config), problem.most_multiprocessors)
         builder.launch(MATMUL_FP8, (grid,), arguments, config.num_warps, 1)
         weights, fast = problem.operands.weight.format, arguments["FAST"] == Constant(True)
         blocks = "in the tensor cores" if fast else f"in blocks of {config.block_k}, added in order in fp32"

@@ -144,7 +144,7 @@ class _Sm90(Sm90Family):
         tall = config.block_m == SM90_TALL_BLOCK_M
         kernel = SM90_TALL_MATMUL_OGS if tall else SM90_MATMUL_OGS
         arguments = _arguments(builder, problem, config, stage)
-        grid = min(problem.tiles(config), builder.target.num_sms)
+        grid = min(problem.tiles(config), problem.most_multiprocessors)
         builder.launch(kernel, (grid,), arguments, config.num_warps, 1)
         products = "wgmma 64 x 256 x 16" + (" and 64 x 128 x 16" if tall else "")
         builder.sums(f"k in blocks of {config.block_k}, in order, fp32 accumulator, {products}; no split")

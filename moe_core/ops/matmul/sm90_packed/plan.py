@@ -167,7 +167,7 @@ class _MixedInput(Family):
         return why_illegal_mixed_input(config, problem.operands.weight, problem.spec, problem.target)
 
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
-        most = builder.target.num_sms * (1 if config.block_m >= LARGE else 2)
+        most = problem.most_multiprocessors * (1 if config.block_m >= LARGE else 2)
         count = problem.tiles(config)
         # Blocks that have one tile each need not ask for it.
         arguments = _arguments(builder, problem, config, (stage or 0) if count > most else None)

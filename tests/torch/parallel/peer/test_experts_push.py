@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -65,6 +67,19 @@ def require_stored(memory: Any, rows: Any, wanted: Any, routing: TopK) -> None:
     assert memory[others].isnan().all()
 
 
+@contextlib.contextmanager
+def beside(device: Any) -> Iterator[None]:
+    """On another stream of a GPU, which waits for the current one, and for which the current one waits."""
+    if device.type != "cuda":
+        yield
+        return
+    before, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    other.wait_stream(before)
+    with torch.cuda.stream(other):
+        yield
+    before.wait_stream(other)
+
+
 @on_engines
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tokens", "top_k"), [(2 * HOT, 1), (HOT, 3), (1, 2), (0, 2)])
@@ -96,6 +111,31 @@ def test_products_of_few_and_many_rows(engine: str) -> None:
 
 
 @on_engines
+@pytest.mark.parametrize("limits", [(None, None), (1, 2), (500, 500)], ids=str)
+def test_product_2_by_itself(engine: str, limits: tuple[int | None, int | None]) -> None:
+    """On however many multiprocessors, and on another stream of a GPU, it stores the same bits, and nothing before."""
+    with running_on(engine) as device:
+        x, experts, routing = draw(device, HOT, 2, torch.bfloat16, 256)
+        down, gate_up = (torch.randn(E, *sides, device=device).bfloat16() for sides in ((192, 256), (256, 384)))
+        experts = dataclasses.replace(experts, gate_up=gate_up / 16, down=down / 16)
+        memory, _, results_at = places(routing, 256, torch.bfloat16)
+        begun = peer_ops.experts_begin(x, experts, routing, PLAIN, results_at, multiprocessors=limits)
+        assert memory.isnan().all()
+        with beside(device):
+            found = begun.finish()
+        stored = memory.clone()
+        memory.fill_(torch.nan)
+        wanted = peer_ops.experts_push(x, experts, routing, PLAIN, results_at)
+        assert torch.equal(stored.view(torch.int16), memory.view(torch.int16)) and found.output.shape == (0, 256)
+        assert torch.equal(found.tokens_per_expert, wanted.tokens_per_expert) and found.ids is routing.ids
+        # Without addresses slots are summed.
+        begun = peer_ops.experts_begin(x, experts, routing, PLAIN, None, multiprocessors=limits)
+        with beside(device):
+            found = begun.finish()
+        assert torch.equal(found.output, moe_torch.moe(x, experts, routing, PLAIN).output)
+
+
+@on_engines
 @pytest.mark.parametrize("name", ["mxfp4_w4a16", "fp8_block", "int4_w4a16_zp"])
 def test_quantised_experts(engine: str, name: str) -> None:
     """As published, and prepacked where the engine has kernels for that."""
@@ -111,8 +151,12 @@ def test_quantised_experts(engine: str, name: str) -> None:
                 given.append(moe_torch.prepack_weights(given[0], spec))
             for experts in given:
                 memory, rows, results_at = places(routing, 256, torch.bfloat16)
+                wanted = rows_of_slots(x, experts, routing, spec)
                 peer_ops.experts_push(x, experts, routing, spec, results_at)
-                require_stored(memory, rows, rows_of_slots(x, experts, routing, spec), routing)
+                require_stored(memory, rows, wanted, routing)
+                memory.fill_(torch.nan)
+                peer_ops.experts_begin(x, experts, routing, spec, results_at, multiprocessors=(3, 2)).finish()
+                require_stored(memory, rows, wanted, routing)
 
 
 @on_engines
