@@ -31,7 +31,8 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, TopK, map_arrays
 from moe_core.specs.tuning import Tuning
 from moe_torch.parallel import ExpertParallel
-from moe_torch.parallel.forward import moe, owner_spec
+from moe_torch.parallel.chunks import owner_spec
+from moe_torch.parallel.forward import moe
 from moe_torch.parallel.peer import Sizes
 
 _FLUSH_BYTES = 256 * 2**20

@@ -3,6 +3,7 @@
 Nothing here imports a framework or needs a device.
 """
 
+from moe_core.parallel.chunks import choose_chunks as choose_chunks
 from moe_core.parallel.cost import Prediction as Prediction
 from moe_core.parallel.cost import Zipf as Zipf
 from moe_core.parallel.cost import predict as predict

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
+from moe_core.specs.matmul import Activation
 
 
 class Bounds(NamedTuple):
@@ -37,6 +38,29 @@ def is_direct(spec: ExchangeSpec, *, training: bool) -> bool:
     With mode `peer`, where rows of tokens have no bound, and nothing is kept for a backward.
     """
     return (spec.mode, spec.rows, spec.receive) == ("peer", "tokens", None) and not training
+
+
+def runs_in_lanes(spec: ExchangeSpec, *, training: bool) -> bool:
+    """Whether product 2 of a chunk runs beside product 1 of the next, on multiprocessors of its own.
+
+    With mode `peer`, where product 2 stores its rows at their homes: the link then works all the time. Measured on four
+    H200, docs/notebook/2026-11-27-mode-peer.md.
+    """
+    return (spec.mode, spec.sums) == ("peer", "slots") and spec.chunks > 1 and not training
+
+
+def sets_of_buffers(spec: ExchangeSpec, *, training: bool) -> int:
+    """Sets of buffers, which chunks use by turns. In lanes two chunks are computed while others travel.
+
+    No more than there are chunks: then all sets are together as large as one without chunks.
+    """
+    return min(spec.chunks, 4 if runs_in_lanes(spec, training=training) else 2)
+
+
+def second_multiprocessors(most: int, activation: Activation) -> int:
+    """Of `most` multiprocessors those of product 2 beside product 1 of other rows, so that both take equally long:
+    product 2 multiplies with one matrix of three, or of two without gates."""
+    return max(1, most // (1 + activation.input_width(1)))
 
 
 def tokens_at_once(tokens: int, spec: ExchangeSpec) -> int:

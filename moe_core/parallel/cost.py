@@ -6,8 +6,8 @@ they are below 2 % of the rows of real models. Products take the longer of two t
 `Machine.tflops`, and the weights that a rank has at `Machine.memory`; unless measured times are given.
 
 Stages follow one another, with two exceptions. With mode `peer` and results by slot, the last product stores its rows
-at their homes: of the way back, what takes longer than that product is left. With chunks, the other messages of all
-chunks but one run beside products.
+at their homes: of the way back, what takes longer than that product is left. With chunks, the messages of all chunks
+but one run beside products; where product 2 of a chunk runs beside product 1 of the next, these slow each other down.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, quantized_shapes
 from moe_core.layers.spec import HUGGING_FACE, MoELayerSpec
-from moe_core.parallel.bounds import bounds_of
+from moe_core.parallel.bounds import bounds_of, runs_in_lanes
 from moe_core.parallel.exchange import owners_of, physical_ids
 from moe_core.parallel.links import Link
 from moe_core.parallel.machine import Machine, machine_of
@@ -38,6 +38,9 @@ from moe_core.trace import RoutingTrace
 _DTYPE = "bfloat16"
 #: Tokens that are drawn from a law.
 _DRAWN = 8192
+#: What chunks cost where product 2 of one runs beside product 1 of the next: the share of their time that products
+#: lose, and us of each chunk but the first. Fitted to qwen3 on four H200, docs/notebook/2026-11-27-mode-peer.md.
+_SHARING, _CHUNK_US = 0.08, 60.0
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,8 @@ def _price(
     # Of n chunks the first is awaited and the last is sent back with nothing to compute beside it.
     waits = others / spec.chunks
     exposed = stored - hidden + waits + max(0.0, (others - share) * (1 - 1 / spec.chunks))
+    if runs_in_lanes(spec, training=training):
+        exposed = _exposed_in_lanes(share, others, stored, hidden, spec.chunks)
     lost = share - share / uneven if uneven else 0.0
     parts = {"compute": share - lost, "exchange": exposed, "imbalance": lost}
     stages.insert(1 + [name for name, _ in stages].index("dispatch"), ("compute", share))
@@ -283,6 +288,14 @@ def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool
         return min(combine, share / matrices)
     each = share / 3 / matrices
     return min(combine, each) + min(combine, (matrices - 1) * each)
+
+
+def _exposed_in_lanes(share: float, others: float, stored: float, hidden: float, chunks: int) -> float:
+    """How much longer than its products a forward takes where several chunks are under way at once. share: us of the
+    products; others, stored: of what is sent before and by product 2, of which it hides `hidden`."""
+    # The first chunk is awaited, and beside product 2 of the last one nothing is computed.
+    ends = (others + stored - hidden) / chunks
+    return ends + max(0.0, others + stored - share) + _SHARING * share + _CHUNK_US * (chunks - 1)
 
 
 def _row_bytes(layer: MoELayerSpec, spec: ExchangeSpec) -> int:

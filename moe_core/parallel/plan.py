@@ -12,11 +12,20 @@ from moe_core.base.codec import plan_type
 from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.parallel.bounds import Bounds, bounds_of, is_direct, rows_received, slots_received, tokens_at_once
+from moe_core.parallel.bounds import (
+    Bounds,
+    bounds_of,
+    is_direct,
+    rows_received,
+    runs_in_lanes,
+    sets_of_buffers,
+    slots_received,
+    tokens_at_once,
+)
 from moe_core.parallel.header import Header, header_of
 from moe_core.parallel.messages import Collective, ExchangeBuffer, TensorMessages, quantized_bytes
 from moe_core.parallel.placement import Placement
-from moe_core.parallel.spec import ExchangeSpec
+from moe_core.parallel.spec import ExchangeSpec, why_not_exact
 from moe_core.parallel.tensor import WHOLE, TensorSplit
 from moe_core.specs.exchange import TableSpec
 
@@ -27,8 +36,8 @@ class ExchangePlan:
     """One exchange; made by `plan_exchange`.
 
     forward, backward: the collectives in order; backward is empty without training. buffers: of the worst case, see
-    `buffers_of`; two of each where there are chunks. host_reads: 0 to 2. why_not_exact: why the bits are not those of
-    one device; empty: they are. expected_tokens, expected_experts: those of `Tuning`, with which an owner's products
+    `buffers_of`; several of each where there are chunks. host_reads: 0 to 2. why_not_exact: why the bits are not those
+    of one device; empty: they are. expected_tokens, expected_experts: those of `Tuning`, with which an owner's products
     add up as on one device. expected_rows: slots of all ranks. header: int32 `[8]`, what ranks compare. tensor: the
     place of this rank on the axis that splits each expert. experts: of `experts_digest`, which ranks compare; 0 = they
     do not.
@@ -185,30 +194,12 @@ def plan_exchange(
         backward=backward if over is None or not training else over.backward(backward),
         buffers=planner.worst_buffers(),
         host_reads=int(spec.mode == "all_to_all") * (1 if over is None else 2),
-        why_not_exact=_why_not_exact(spec, training, tensor),
+        why_not_exact=why_not_exact(spec, training, tensor.size),
         # At an owner a row of a slot is a token with one expert.
         expected_tokens=max(1, group * (draft.top_k if spec.rows == "slots" else 1)),
         expected_experts=placement.num_experts,
         expected_rows=group * draft.top_k,
     )
-
-
-def _why_not_exact(spec: ExchangeSpec, training: bool, tensor: TensorSplit) -> tuple[str, ...]:
-    reasons = []
-    if tensor.size > 1:
-        reasons.append(
-            f"tensor={tensor.size}: each rank adds up its part of F and rounds it as a slot; parts are added in the "
-            "order of ranks, in fp32"
-        )
-    if spec.sums == "ranks":
-        reasons.append("sums='ranks': an owner adds the slots it has of a token, and rounds, before they travel")
-    if spec.format is not None:
-        reasons.append(f"format={spec.format}: rows are rounded before they travel")
-    if spec.chunks > 1 and training:
-        reasons.append(f"chunks={spec.chunks}: gradients of the experts' matrices are added chunk by chunk")
-    if spec.receive is not None and spec.on_overflow == "drop":
-        reasons.append(f"receive={spec.receive}: rows beyond it are dropped")
-    return tuple(reasons)
 
 
 _BARRIER = Collective("barrier", "arrival", "int32", 0, 0)
@@ -370,9 +361,10 @@ class _Planner:
             # Else the owner's op stores each at its home.
             found.append(ExchangeBuffer("results", given * self.row_bytes, False))
         found.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
-        sets = min(self.spec.chunks, 2)
+        lent = sets_of_buffers(self.spec, training=self.plan.training)
         over = _over_tensor(self.plan).buffers() if self.plan.tensor.size > 1 else ()
-        return (*(dataclasses.replace(buffer, bytes=sets * buffer.bytes) for buffer in found), *over)
+        sets = {True: lent, False: min(lent, 2)}
+        return (*(dataclasses.replace(one, bytes=sets[one.symmetric] * one.bytes) for one in found), *over)
 
 
 def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int) -> int:
@@ -385,8 +377,13 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
     gathered, parts = size.get("gathered rows", 0), size.get("parts", 0)
     ends = parts + size.get("returned parts", 0) + output + kept
     if symmetric:
-        # Chunks are of gathered rows, which stay until the last has gone.
-        held = gathered + max(given, results + given + scratch, results + kept + (parts or output))
+        # Chunks are of gathered rows, which stay until the last has gone. In lanes two of them are computed at once.
+        scratch *= 1 + runs_in_lanes(plan.spec, training=plan.training)
+        behind = parts or output
+        if plan.spec.chunks > 1 and not plan.training:
+            # It is made first, as each chunk writes its rows.
+            gathered, behind = gathered + behind, 0
+        held = gathered + max(given, results + given + scratch, results + kept + behind)
         return symmetric + max(held, ends)
     routing = size["received ids"] + size["received weights"]
     return routing + max(

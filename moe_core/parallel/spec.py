@@ -28,7 +28,7 @@ class ExchangeSpec:
     receive: rows that a rank takes at most, None = the worst case; `padded` shares them out among sources. Rows beyond
     are counted. on_overflow: what that means: `error`, or `drop`: they contribute nothing.
     format: what the rows of tokens are quantised to before they travel, None = they are not. chunks: pieces of the
-    tokens that travel one after another, so that one is computed while the next travels.
+    tokens that travel one after another, so that one is computed while the next travels; `choose_chunks` says how many.
 
     Raises InvalidInput.
     """
@@ -57,3 +57,22 @@ class ExchangeSpec:
             raise InvalidInput(
                 f"receive must be None with mode='all_gather', which takes all tokens, got {self.receive}; leave it out"
             )
+
+
+def why_not_exact(spec: ExchangeSpec, training: bool, slices: int) -> tuple[str, ...]:
+    """Why the bits are not those of one device; empty: they are. slices: ranks that split each expert."""
+    reasons = []
+    if slices > 1:
+        reasons.append(
+            f"tensor={slices}: each rank adds up its part of F and rounds it as a slot; parts are added in the "
+            "order of ranks, in fp32"
+        )
+    if spec.sums == "ranks":
+        reasons.append("sums='ranks': an owner adds the slots it has of a token, and rounds, before they travel")
+    if spec.format is not None:
+        reasons.append(f"format={spec.format}: rows are rounded before they travel")
+    if spec.chunks > 1 and training:
+        reasons.append(f"chunks={spec.chunks}: gradients of the experts' matrices are added chunk by chunk")
+    if spec.receive is not None and spec.on_overflow == "drop":
+        reasons.append(f"receive={spec.receive}: rows beyond it are dropped")
+    return tuple(reasons)

@@ -1,8 +1,13 @@
-"""Mode `peer` in pieces of the tokens: while one is computed, the next travels, and so does the result of the last."""
+"""Mode `peer` in pieces of the tokens: while one is computed, the next travels, and so does the result of the last.
+
+Without gradients, and with results that product 2 stores at their homes, product 2 of a piece also runs beside product
+1 of the next, on some of the multiprocessors each: the links are then busy all the time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -12,10 +17,14 @@ import torch
 
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.errors import InvalidInput
+from moe_core.parallel.bounds import runs_in_lanes, second_multiprocessors, sets_of_buffers
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan
-from moe_core.specs.operands import TopK
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, MoEOutput, TopK
+from moe_core.specs.tuning import Tuning
 from moe_torch import ops
+from moe_torch.parallel import peer_ops
 from moe_torch.parallel.direct import DirectRoutes
 from moe_torch.parallel.exchange import Places, constants, physical_ids
 from moe_torch.parallel.function import combine, dispatch
@@ -24,17 +33,57 @@ from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.peer import PeerRoutes
 from moe_torch.parallel.routes import check_headers
 
-#: Rows, their routing, the tokens of all ranks, and where results are to be stored (`results_at` of the routes) instead
-#: of returned, None = nowhere; to a MoEOutput.
-Experts = Callable[[torch.Tensor, TopK, int, torch.Tensor | None], Any]
 #: Rows of the shared expert and the logits of its gate.
 Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
 #: x, wide, and what its routes are made of, of each.
 Chunks = list[list[Any]]
 #: Programs of kernels that copy rows beside others that compute: enough for most of a link's bandwidth.
 _COPY_PROGRAMS = 32
-#: Sets of buffers, of chunks by turns.
-_SETS = 2
+#: Of each product, None = all.
+Multiprocessors = tuple[int | None, int | None]
+
+
+class Owner(NamedTuple):
+    """The experts of this rank. top_k: of tokens at home. by_gradient: whether rows of d_x go where results went."""
+
+    experts: ExpertWeights
+    spec: MoESpec
+    placement: Placement
+    top_k: int
+    by_gradient: bool
+
+    def __call__(
+        self, rows: torch.Tensor, routing: TopK, group_tokens: int, results_at: torch.Tensor | None = None
+    ) -> MoEOutput:
+        """Rows are slots, or tokens with all their ids. group_tokens: of all ranks. results_at: of the routes, where
+        results are stored instead of returned, None = nowhere."""
+        own = self._spec(routing, group_tokens)
+        if results_at is None:
+            return ops.moe(rows, self.experts, routing, own)
+        gradients_at = results_at if self.by_gradient else None
+        return peer_ops.experts_push(rows, self.experts, routing, own, results_at, gradients_at=gradients_at)
+
+    def begin(
+        self, rows: torch.Tensor, routing: TopK, group_tokens: int, results_at: Any, multiprocessors: Multiprocessors
+    ) -> Any:
+        """Product 1 of such a call without gradients; product 2 follows with `finish` of what it returns."""
+        own = self._spec(routing, group_tokens)
+        options: Any = {"multiprocessors": multiprocessors}
+        return peer_ops.experts_begin(rows, self.experts, routing, own, results_at, **options)
+
+    def _spec(self, routing: TopK, group_tokens: int) -> MoESpec:
+        told = None if self.spec.tuning is None else self.spec.tuning.expected_tokens
+        each = self.top_k // routing.ids.shape[1]
+        return owner_spec(self.spec, (told or group_tokens) * each, self.placement)
+
+
+@functools.lru_cache(maxsize=256)
+def owner_spec(spec: MoESpec, group_slots: int, placement: Placement) -> MoESpec:
+    """The options of the experts, whose rows are slots: tiles and sums are those of all ranks' slots and experts."""
+    tuning = Tuning() if spec.tuning is None else spec.tuning
+    expected: dict[str, Any] = {"expected_tokens": max(1, group_slots), "expected_experts": placement.num_experts}
+    tuning = dataclasses.replace(tuning, **expected)
+    return dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None, tuning=tuning)
 
 
 class Given(NamedTuple):
@@ -76,7 +125,7 @@ class Found(NamedTuple):
 
 
 def run_chunks(
-    ranks: Ranks, plan: ExchangePlan, given: Given, experts: Experts, shared: Shared | None, dtype: torch.dtype
+    ranks: Ranks, plan: ExchangePlan, given: Given, experts: Owner, shared: Shared | None, dtype: torch.dtype
 ) -> Found:
     """The forward of a rank. shared: called while rows travel, where that can be; dtype: of the output."""
     make, arrays, counted = (_direct if plan.direct else _counted)(ranks, plan, given)
@@ -86,11 +135,11 @@ def run_chunks(
     chunks: Chunks = [[one if one is None else one[a:b] for one in arrays] for a, b in itertools.pairwise(bounds)]
     beside = len(chunks) > 1 or (shared is not None and x.is_cuda)
     if beside and not torch.is_grad_enabled():
-        output, parts = _in_chunks(chunks, make, experts, shared, dtype)
+        output, parts = _in_chunks(chunks, make, experts, shared, dtype, plan)
     else:
         dense, outputs, parts = shared and shared(), [], []
         for number, (rows, wide, *own) in enumerate(chunks):
-            routes = make(*own, number=number % _SETS)
+            routes = make(*own, number=number % sets_of_buffers(plan.spec, training=plan.training))
             rows, row_weights = dispatch(routes, rows, wide, own[1], stored=routes.stores_results)
             found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
             # Training keeps them; else their memory is for the rows that come home.
@@ -138,7 +187,7 @@ def _direct(ranks: Ranks, plan: ExchangePlan, given: Given) -> _Way:
         table = moving.places
     elif not _is_in_order(placement):
         (table,) = constants((_places_of_experts(placement),), ids.device)
-    make = functools.partial(DirectRoutes, ranks, plan, places_of_experts=table, header=header)
+    make = functools.partial(DirectRoutes, ranks, plan, places_of_experts=table, header=header, tokens=len(ids))
     return make, (ids, given.weights, given.token_mask, places), None
 
 
@@ -212,6 +261,12 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+@functools.cache
+def _store_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where products 2 store rows while `copies` wait, and products 1 go on."""
+    return torch.cuda.Stream(device)
+
+
 class _Streams:
     """Of a GPU: what runs in order, and what runs beside it. On a CPU there is one order."""
 
@@ -219,6 +274,8 @@ class _Streams:
         on_gpu = device.type == "cuda"
         self.computes = torch.cuda.current_stream(device) if on_gpu else None
         self.copies = _copy_stream(device) if on_gpu else None
+        #: Of products 2 beside products 1.
+        self.stores = _store_stream(device) if on_gpu else None
 
     @staticmethod
     def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
@@ -248,18 +305,34 @@ def _sum_into(part: torch.Tensor, total: Callable[..., torch.Tensor], shared: An
         total(shared=shared, shared_gate=gate, out=part)
 
 
-def _in_chunks(
-    chunks: Chunks, make: Callable[..., Any], experts: Experts, shared: Shared | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, list[_Part]]:
-    """The output, and all chunks, without gradients. On a GPU copies of chunk n + 1, and of the results of chunk n - 1,
-    run beside the products of chunk n.
+def _limits(number: int, count: int, experts: Owner, device: torch.device) -> Multiprocessors:
+    """Of the products of a chunk. Nothing runs beside the first product 1, nor beside the last product 2."""
+    if device.type != "cuda":
+        return None, None
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    second = second_multiprocessors(most, experts.spec.activation)
+    return None if number == 0 else most - second, None if number == count - 1 else second
 
-    Each stream waits for the other when the call begins and ends. In between, what one has used and the other has made
+
+def _in_chunks(
+    chunks: Chunks,
+    make: Callable[..., Any],
+    experts: Owner,
+    shared: Shared | None,
+    dtype: torch.dtype,
+    plan: ExchangePlan,
+) -> tuple[torch.Tensor, list[_Part]]:
+    """The output, and all chunks, without gradients. On a GPU copies of later chunks, and of the results of chunk
+    n - 1, run beside the products of chunk n; in lanes product 2 of chunk n - 1 runs beside product 1 of chunk n.
+
+    Each stream waits for the others when the call begins and ends. In between, what one has used and another has made
     is let go of when the other was told to wait.
     """
-    source, sizes = chunks[0][0], [len(x) for x, *_ in chunks]
+    source, sizes, spec = chunks[0][0], [len(x) for x, *_ in chunks], plan.spec
+    sets, in_lanes = (one(spec, training=plan.training) for one in (sets_of_buffers, runs_in_lanes))
     streams = _Streams(source.device)
     computes, copies, marked, wait = streams.computes, streams.copies, streams.marked, streams.wait
+    stores = streams.stores if in_lanes else computes
     output = source.new_empty((sum(sizes), source.shape[1]), dtype=dtype)
     arrived: dict[int, tuple[Any, torch.cuda.Event | None]] = {}
     computed: list[torch.cuda.Event | None] = []
@@ -272,28 +345,40 @@ def _in_chunks(
             return
         x, _, *own = chunks[number]
         with streams.on(copies):
-            if number >= _SETS:
+            if number >= sets:
                 # Its buffers are read no more here and, behind the next barrier, by nobody.
-                wait(copies, computed[number - _SETS])
-            routes = make(*own, number=number % _SETS, programs=_COPY_PROGRAMS)
+                wait(copies, computed[number - sets])
+            routes = make(*own, number=number % sets, programs=_COPY_PROGRAMS)
             routes.send(x)
             routes.arrive("rows")
             arrived[number] = routes, marked(copies)
 
+    def compute(number: int, routes: Any) -> tuple[MoEOutput, Any]:
+        """The results, and what has to stay until they are there."""
+        given = routes.rows(), TopK(routes.ids, routes.weights), routes.group_tokens, routes.results_at()
+        if not in_lanes:
+            return experts(*given), given
+        begun = experts.begin(*given, _limits(number, len(chunks), experts, source.device))
+        wait(stores, marked(computes))
+        with streams.on(stores):
+            return begun.finish(), begun
+
     dispatch(0)
     dense = shared and shared()
+    ahead = max(1, sets - 1)
+    for number in range(1, ahead):
+        dispatch(number)
     for number, part in enumerate(output.split(sizes)):
         routes, event = arrived.pop(number)
         wait(computes, event)
-        rows = routes.rows()
-        found = experts(rows, TopK(routes.ids, routes.weights), routes.group_tokens, routes.results_at())
-        computed.append(marked(computes))
-        dispatch(number + 1)
+        found, memory = compute(number, routes)
+        computed.append(marked(stores))
+        dispatch(number + ahead)
         with streams.on(copies):
             wait(copies, computed[number])
             total = routes.start_total(None if routes.stores_results else found.output, "results")
             _sum_into(part, total, *_part(dense, number, chunks))
-            kept[number] = (rows, found, routes), marked(copies)
+            kept[number] = (memory, found, routes), computed[number] if routes.stores_results else marked(copies)
         parts.append(_Part(found.tokens_per_expert, routes))
         if number:
             wait(computes, kept.pop(number - 1)[1])

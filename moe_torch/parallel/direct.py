@@ -96,8 +96,8 @@ class DirectRoutes:
     """The routes of one rank for one call, without gradients; as `PeerRoutes`, whose names these are.
 
     places_of_experts, given, token_mask: of `peer_ops.push_tokens_once`. header int32 `[8]` on the device, None = the
-    plan's. number: of the set of buffers. programs: of kernels that copy rows. `send` stores all and finds `pushed`.
-    ids and weights: of each row, of all its slots.
+    plan's. number: of the set of buffers. programs: of kernels that copy rows. tokens: of this rank in all chunks.
+    `send` stores all and finds `pushed`. ids and weights: of each row, of all its slots.
     """
 
     #: Of tokens whose output has to become NaN: `start_total` sees to it.
@@ -116,8 +116,9 @@ class DirectRoutes:
         header: torch.Tensor | None = None,
         number: int = 0,
         programs: int | None = None,
+        tokens: int,
     ) -> None:
-        self.ranks, self.plan, self.programs = ranks, plan, programs
+        self.ranks, self.plan, self.programs, self.tokens = ranks, plan, programs, tokens
         self.format, self.at_ranks = plan.spec.format, plan.spec.sums == "ranks"
         #: Whether experts store their results at their homes.
         self.stores_results = not self.at_ranks
@@ -132,9 +133,9 @@ class DirectRoutes:
 
     @property
     def group_tokens(self) -> int:
-        """The tokens of all ranks, once they have arrived; on a GPU W times this rank's."""
+        """The tokens of all ranks, once they have arrived; on a GPU W times this rank's, in all chunks."""
         headers = self.memory.headers.own
-        return self.ranks.size * len(self._own[0]) if headers.is_cuda else int(last_told(headers)[:, -4].sum())
+        return self.ranks.size * self.tokens if headers.is_cuda else int(last_told(headers)[:, -4].sum())
 
     @property
     def overflow(self) -> torch.Tensor:

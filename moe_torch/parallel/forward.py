@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,19 +23,16 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
     MoEOperands,
-    MoEOutput,
     RouterLogits,
     RouterWeights,
     SharedExpert,
     TopK,
     named_arrays,
 )
-from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.bridge.operator import array_spec
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
-from moe_torch.parallel import peer_ops
-from moe_torch.parallel.chunks import Found, Given, run_chunks
+from moe_torch.parallel.chunks import Found, Given, Owner, run_chunks
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
@@ -239,29 +235,16 @@ class Exchange:
             tell_peers(self.parallel, placement, device, self.tensor)
             raise
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        told = None if spec.tuning is None else spec.tuning.expected_tokens
-
-        def run_experts(
-            rows: torch.Tensor, routing: TopK, group_tokens: int, results_at: torch.Tensor | None = None
-        ) -> MoEOutput:
-            # Rows are slots, or tokens with all their ids.
-            each = ids.shape[1] // routing.ids.shape[1]
-            own = owner_spec(spec, (told or group_tokens) * each, placement)
-            if results_at is None:
-                return ops.moe(rows, experts, routing, own)
-            # The rows of d_x go where results went.
-            gradients_at = None if brought.wide is None else results_at
-            return peer_ops.experts_push(rows, experts, routing, own, results_at, gradients_at=gradients_at)
-
+        owner = Owner(experts, spec, placement, ids.shape[1], brought.wide is not None)
         beside, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
         if planner is None:
-            found = run_chunks(self.ranks, plan, Given(*brought, self.moving), run_experts, beside, of_parts)
+            found = run_chunks(self.ranks, plan, Given(*brought, self.moving), owner, beside, of_parts)
             del brought
         else:
             routes = planner.start()()
             rows, row_weights = dispatch(routes, brought.x, brought.wide, brought.weights)
             del brought
-            result = run_experts(rows, TopK(routes.ids, row_weights), routes.group_tokens)
+            result = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens)
             # Training keeps them; else their memory is for the rows that come home.
             del rows
             output = combine(routes, result.output, beside() if beside else (None, None), of_parts)
@@ -386,12 +369,3 @@ def tell_peers(
                 tensor.tell_failure(device)
         with contextlib.suppress(RuntimeError):
             tell_failure(parallel.ranks(), parallel.exchange, placement, device)
-
-
-@functools.lru_cache(maxsize=256)
-def owner_spec(spec: MoESpec, group_slots: int, placement: Placement) -> MoESpec:
-    """The options of the experts, whose rows are slots: tiles and sums are those of all ranks' slots and experts."""
-    tuning = Tuning() if spec.tuning is None else spec.tuning
-    expected: dict[str, Any] = {"expected_tokens": max(1, group_slots), "expected_experts": placement.num_experts}
-    tuning = dataclasses.replace(tuning, **expected)
-    return dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None, tuning=tuning)

@@ -69,7 +69,7 @@ def allocated(
 
     def observed(self: Operator, *arguments: Any, **options: Any) -> Any:
         found = real(self, *arguments, **options)
-        if self.name.startswith(("moe.", "experts_push")):
+        if self.name.startswith(("moe.", "experts_")):
             scratch.append(found.prepared.plan.scratch_bytes)
         return found
 

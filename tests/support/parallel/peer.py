@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from moe_torch.operators import pushed
 from moe_torch.parallel import chunks, direct, peer, symmetric
 
 #: Faults of this mode alone, then those of all modes.
@@ -23,6 +24,10 @@ DIRECT_FAULTS = (
     *("ids_of_another", "weights_not_sent", "other_place", "rows_not_waited_for"),
     *("result_of_another", "result_at_wrong_home"),
 )
+
+
+#: Faults of chunks whose products run side by side.
+CHUNK_FAULTS = ("one_set_of_buffers", "product_2_left_out", "result_of_another_chunk", "too_few_sets_of_buffers")
 
 
 #: What ranks that need no counts store into, of all calls.
@@ -77,8 +82,44 @@ def poisoned_peer() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def broken_chunks(fault: str) -> Iterator[None]:
+    """A fault of `CHUNK_FAULTS`, where every token has its place."""
+    sets = {"one_set_of_buffers": 1, "too_few_sets_of_buffers": 2}.get(fault)
+    if sets is not None:
+        # Rows of later chunks come to where those of an earlier one have not been read.
+        memory = direct.memory_of
+
+        def fewer(ranks: Any, plan: Any, device: Any, number: int = 0) -> direct.Memory:
+            return memory(ranks, plan, device, number % sets)
+
+        with mock.patch.object(direct, "memory_of", fewer):
+            yield
+        return
+    begun = pushed.BegunExperts
+    real = begun.finish
+    waiting: list[Any] = []
+
+    def left_out(self: Any) -> Any:
+        behind = self.begun._replace(steps=slice(len(self.begun.ready.prepared.plan.steps), None))
+        return real(self._replace(begun=behind))
+
+    def of_another(self: Any) -> Any:
+        # The hidden rows of the chunk before.
+        waiting.append(self)
+        first = waiting[-2] if len(waiting) > 1 else self
+        return real(first)
+
+    with mock.patch.object(begun, "finish", left_out if fault == "product_2_left_out" else of_another):
+        yield
+
+
+@contextlib.contextmanager
 def broken_direct(fault: str | None) -> Iterator[None]:
     """A fault planted where every token has its place, by name; none where the name is of another way's."""
+    if fault in CHUNK_FAULTS:
+        with broken_chunks(fault):
+            yield
+        return
     if fault not in DIRECT_FAULTS:
         yield
         return

@@ -20,7 +20,14 @@ from moe_core.parallel.shards import gather_experts
 from moe_core.specs.operands import named_fields
 from moe_torch.parallel import ExpertParallel, function, group, routes
 from moe_torch.parallel import moe as parallel_moe
-from tests.support.parallel.peer import DIRECT_FAULTS, PEER_FAULTS, broken_direct, broken_peer, poisoned_peer
+from tests.support.parallel.peer import (
+    CHUNK_FAULTS,
+    DIRECT_FAULTS,
+    PEER_FAULTS,
+    broken_direct,
+    broken_peer,
+    poisoned_peer,
+)
 from tests.support.parallel.pool import Pool
 from tests.support.parallel.twins import Problem
 from tests.support.parallel.ways import require_one_device, require_twin
@@ -71,7 +78,7 @@ def trained(bundle: Any) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def broken(fault: str | None) -> Iterator[None]:
     """A planted fault, by name."""
-    if fault is None or fault in (*PEER_FAULTS, *DIRECT_FAULTS):
+    if fault is None or fault in (*PEER_FAULTS, *DIRECT_FAULTS, *CHUNK_FAULTS):
         yield
         return
     owner, name = {
@@ -121,7 +128,9 @@ def run_rank(
     engines = contextlib.nullcontext() if engine == "cuda" else running_on(engine)
     device = torch.device("cuda", torch.cuda.current_device()) if engine == "cuda" else "cpu"
     planted = broken_peer if differentiated else broken_direct
-    with engines, poisoned(), broken(fault), planted(fault):
+    # Without gradients chunks run side by side; one chunk takes the way of a call whose arguments ask for none.
+    recorded = torch.set_grad_enabled(differentiated or way.chunks == 1)
+    with engines, recorded, poisoned(), broken(fault), planted(fault):
         given: Any = (own.x, own.experts, own.routing, own.token_mask, problem.gradients()[rank].output, own.shared)
         x, experts, routing, mask, d_output, shared = to_torch(given, device)
         leaves = {}

@@ -30,7 +30,7 @@ from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool
 from tests.support.parallel.torch import compare_with_one_device, parallel_of, rounded_to_fp8, run_group
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
-from tests.support.parallel.ways import PEER, STATIC, WAYS, every_torch_way, over
+from tests.support.parallel.ways import PEER, STATIC, TORCH_WAYS, WAYS, every_torch_way, over
 from tests.support.torch import to_torch
 
 GPUS = torch.cuda.device_count()
@@ -238,7 +238,7 @@ def allocated_on_a_gpu(group: Any, problem: Problem, way: ExchangeSpec) -> Alloc
     return allocated(group, problem, way, torch.device("cuda", torch.cuda.current_device()), most)
 
 
-@every_torch_way
+@over((*TORCH_WAYS, *(dataclasses.replace(way, chunks=4) for way in PEER)))
 def test_a_call_allocates_what_the_plan_says(gpus: Pool, way: ExchangeSpec) -> None:
     size = len(gpus.processes)
     placement = placement_of("round_robin", 10, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import run_rank
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
-from tests.support.parallel.ways import every_torch_way
+from tests.support.parallel.ways import PEER, TORCH_WAYS, every_torch_way, over
 from tests.support.torch import running_on
 
 __all__ = ["ranks"]
@@ -74,7 +75,7 @@ def allocated_on_a_cpu(group: Any, problem: Problem, way: ExchangeSpec) -> Alloc
         return allocated(group, problem, way, "cpu", most_on_a_cpu)
 
 
-@every_torch_way
+@over((*TORCH_WAYS, *(dataclasses.replace(way, chunks=4) for way in PEER)))
 def test_a_call_allocates_what_the_plan_says(ranks: Pool, way: ExchangeSpec) -> None:
     placement = placement_of("round_robin", 6, 2)
     problem = draw_problem(3, placement, (256, 256), 3, "hot_expert", "bfloat16", PLAIN, sizes=(768, 16))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.tuning import Tuning
 from moe_torch.parallel import chunks, direct
-from tests.support.parallel.peer import DIRECT_FAULTS
+from tests.support.parallel.peer import CHUNK_FAULTS, DIRECT_FAULTS
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import compare_with_one_device, parallel_moe, parallel_of
@@ -85,6 +85,17 @@ def test_planted_faults_are_found(ranks: Pool, fault: str) -> None:
     compare_with_one_device(ranks, problem, DIRECT, "without a fault", differentiated=False)
     with pytest.raises(AssertionError, match="output"):
         compare_with_one_device(ranks, problem, DIRECT, "with a fault", differentiated=False, fault=fault)
+
+
+@pytest.mark.parametrize("fault", CHUNK_FAULTS)
+def test_faults_of_chunks_are_found(ranks: Pool, fault: str) -> None:
+    """Of four chunks, of which three are on their way when the first is computed."""
+    spec = dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
+    problem = draw_problem(5, placement_of("linear", 6, 2), (8, 8), 3, "random", "float32", spec, sizes=(16, 8))
+    way = dataclasses.replace(DIRECT, chunks=4)
+    compare_with_one_device(ranks, problem, way, "without a fault", differentiated=False)
+    with pytest.raises(AssertionError, match="output"):
+        compare_with_one_device(ranks, problem, way, "with a fault", differentiated=False, fault=fault)
 
 
 def outputs_of_layers(group: Any, problems: list[Problem]) -> list[np.ndarray]:

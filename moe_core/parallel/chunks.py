@@ -1,0 +1,49 @@
+"""How many chunks an exchange of mode `peer` should have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_core.formats import Format
+from moe_core.layers.spec import MoELayerSpec
+from moe_core.parallel.cost import predict
+from moe_core.parallel.machine import Machine
+from moe_core.parallel.spec import ExchangeSpec
+
+#: More have not been measured.
+_MOST = 4
+#: Gains below this share of a forward are within the model's error.
+_LEAST_GAIN = 0.03
+
+
+def choose_chunks(
+    layer: MoELayerSpec, tokens: int, ranks: int, machine: Machine | str | Path | None, *, format: Format | None = None
+) -> tuple[int, str]:
+    """The chunks of forwards without gradients with `ExchangeSpec("peer", format=format)`, and why.
+
+    They pay where rows travel for about as long as products compute. The number suits calls of about `tokens` tokens;
+    a layer that is mostly called with far fewer should have one chunk.
+
+    Args:
+        layer: sizes of the layer.
+        tokens: of each rank; what `max_tokens` is.
+        ranks: that share the experts.
+        machine: as for `machine_of`.
+        format: of the rows of tokens as they travel, None = they are not quantised.
+
+    Returns:
+        a number of chunks, and the reason.
+
+    Raises:
+        InvalidInput: as `predict`.
+    """
+    found = {
+        chunks: predict(layer, tokens, ranks, machine, ExchangeSpec("peer", format=format, chunks=chunks))
+        for chunks in range(1, _MOST + 1)
+    }
+    best = min(found, key=lambda chunks: found[chunks].us)
+    whole, gain = found[1], 1 - found[best].us / found[1].us if found[1].us else 0.0
+    times = f"rows travel for {whole.exchange_us:.0f} us and products take {dict(whole.stages)['compute']:.0f} us"
+    if gain < _LEAST_GAIN:
+        return 1, f"{times}: chunks would gain less than {100 * _LEAST_GAIN:.0f} %"
+    return best, f"{times}: {best} chunks gain {100 * gain:.0f} %"
