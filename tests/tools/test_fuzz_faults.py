@@ -16,7 +16,7 @@ import moe_torch
 import moe_torch.layers.around as around
 import moe_torch.layers.moe as torch_layer
 import moe_torch.layers.routing as torch_routing
-from moe_core.ops.routing import reference
+from moe_core.ops.routing import reference, reference_rounding
 from moe_jax.layers import functional
 from moe_torch.autograd import moe as autograd_moe
 from moe_torch.operators import routes as operators
@@ -234,7 +234,18 @@ def _tables_with(number: int, change: Callable[[Any], Any]) -> Callable[[pytest.
     return plant
 
 
+def _rounded_without(name: str, wrong: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A part of token rounding's twin replaced by what `wrong` makes of its result and arguments."""
+    plain = getattr(reference_rounding, name)
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(reference_rounding, name, lambda *given: wrong(plain(*given), *given))
+
+    return plant
+
+
 MOE = "T=3 E=2 D=4 F=4"
+ROUNDED = "kind=route T=70 K=2 E=6 source=logits tile=16 seed=5"
 LAYER = "kind=layer T=5 K=2 E=4 D=8 F=8 source=x"
 #: fault -> (what plants it, the front-end that has it, a case in which it must be found).
 STATED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
@@ -270,6 +281,13 @@ STATED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     ),
     "slots that did not come": (
         _sums_without("wanted"), "torch", "kind=exchange mode=direct T=9 K=4 E=4 ranks=2 bound=1 seed=3"
+    ),
+    "lightest tokens are kept": (
+        _rounded_without("topk_keys", lambda keys, _: ~keys), "torch", f"{ROUNDED} rounding=down"
+    ),
+    "nothing is added": (
+        _rounded_without("rounded_rows", lambda rows, chosen, *_: rows.clip(max=chosen // 16 * 16)), "torch",
+        f"{ROUNDED} rounding=up candidates=6",
     ),
     "another layer of the stack": (_another_layer_of_the_stack, "jax", f"{LAYER} stack=2"),
 }  # fmt: skip

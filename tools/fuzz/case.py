@@ -61,7 +61,7 @@ class Case:
     how rows travel, `peer` and `direct`, where each token has its place, by stores and loads, else the tables that they
     go by; by_token: a token goes to a rank once; bound: of the rows that a rank takes, one less than there are or all,
     "" = none; programs: of a launch, 0 = as many as wanted; rows_format: of rows that travel; D: their width, in pieces
-    of 16 bytes.
+    of 16 bytes. tile: of token rounding in a route, 0 = none; rounding: its mode; candidates: 0 = the default.
     """
 
     kind: str = "moe"
@@ -141,6 +141,9 @@ class Case:
     bound: str = ""
     programs: int = 0
     rows_format: str = ""
+    tile: int = 0
+    rounding: str = ""
+    candidates: int = 0
     x_kind: str = "normal"
     logit_kind: str = "normal"
     id_kind: str = "distinct"
@@ -181,6 +184,13 @@ class Case:
     def inner(self) -> int:
         """Columns of the rows that experts take and give."""
         return self.latent or self.D
+
+    @property
+    def choices(self) -> int:
+        """Columns of ids and weights: K, or those of token rounding."""
+        if not self.tile or self.rounding == "down":
+            return self.K
+        return self.candidates or min(2 * self.K, self.E)
 
     @property
     def between(self) -> bool:
@@ -300,6 +310,7 @@ def why_illegal(case: Case) -> str | None:
         "no experts in these": case.kind in ("route", "layout") and (case.bias or case.D != 1 or case.F != 1),
         "masked float64": case.kind == "layout" and case.dtype != "float32",
         "distinct ids for route": case.kind == "route" and case.source == "ids" and case.num_groups > 1,
+        "token rounding": _not_rounded(case) is not None,
         "exchanges alone have these": case.kind != "exchange" and has_any(case, [*EXCHANGE_FIELDS]),
     }
     if case.kind == "exchange":
@@ -323,6 +334,17 @@ def _exchange_checks(case: Case) -> dict[str, bool]:
         "rows are of peers": not (peer or direct) and bool(case.programs or case.dtype != "float32"),
         "an unknown bound": case.bound not in BOUNDS,
     }
+
+
+def _not_rounded(case: Case) -> str | None:
+    """Why a case cannot have its token rounding, None where it can, or has none."""
+    if not case.tile:
+        return "nothing is rounded" if case.rounding or case.candidates else None
+    plain = case.kind == "route" and case.source == "logits" and not case.correction_bias
+    rule = case.slot_order == "score" and case.num_groups == 1 and case.scale > 0
+    columns = not case.candidates or (case.rounding != "down" and case.K <= case.candidates <= case.E)
+    fits = case.tile % 16 == 0 and (case.T == 0 or case.tile <= case.T)
+    return None if plain and rule and columns and fits and case.rounding else "not what rounding takes"
 
 
 def _has_rules(case: Case) -> bool:

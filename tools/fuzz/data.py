@@ -86,7 +86,7 @@ def draw(case: Case, device: str = "cpu") -> Arrays:
         if case.kind != "route":
             plain["d_output"] = draw.normal(T, case.D, dtype=case.out_dtype or case.dtype)
         if case.source != "ids" or case.kind == "route":
-            plain["d_weights"] = draw.normal(T, case.K, dtype=single)
+            plain["d_weights"] = draw.normal(T, case.choices, dtype=single)
     return arrays
 
 

@@ -154,6 +154,8 @@ def _attempt(rng: random.Random, engine: str) -> Case:
         choice["expert_scale"] = rng.random() < 0.2
         choice["capacity"] = rng.choice((0.0, 0.0, 1.0, 1.25, 0.5))
         choice |= _around(rng, choice)
+    if kind == "route" and rng.random() < 0.35:
+        choice |= _rounding(rng, choice)
     case = Case(**choice)
     if case.source == "x" and kind != "stages" and rng.random() < 0.2:
         case = dataclasses.replace(case, logits_dtype="bfloat16")
@@ -164,6 +166,17 @@ def _attempt(rng: random.Random, engine: str) -> Case:
         if kind == "layer":
             case = dataclasses.replace(case, balance=rng.choice((0.0, 0.5)), z=rng.choice((0.0, 0.25)))
     return case
+
+
+def _rounding(rng: random.Random, choice: dict[str, Any]) -> dict[str, Any]:
+    """Token rounding, in a route that can have it."""
+    tile, mode = rng.choice((16, 16, 32, 48)), rng.choice(("nearest", "nearest", "up", "down"))
+    E = min(choice["E"], 16)
+    found = {"tile": tile, "rounding": mode, "T": rng.choice((0, tile, tile + 1, 2 * tile + 5, 70)), "E": E}
+    found |= {"K": min(choice["K"], E), "source": "logits", "slot_order": "score", "num_groups": 1, "topk_group": 1}
+    found |= {"correction_bias": False, "bias_on": "scores", "group_score": ""}
+    found["candidates"] = rng.choice((0, 0, E, rng.randint(found["K"], E))) if mode != "down" else 0
+    return found
 
 
 def _around(rng: random.Random, choice: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from moe_core.runtime.cuda import cuda_available
 from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
-from moe_core.specs.routing import LogitsSpec
+from moe_core.specs.routing import LogitsSpec, TokenRounding
 from moe_core.specs.tuning import Tuning
 from tools.fuzz.case import ROUTER_FIELDS, Case
 from tools.fuzz.data import Arrays, is_parameter
@@ -219,6 +219,10 @@ def _counts(out: Any) -> dict[str, Any]:
 
 def run_route(case: Case, ops: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: arrays.get(name) for name in ("correction_bias", "token_mask", "ids")}
+    if case.tile:
+        rounding = TokenRounding(case.tile, case.rounding, case.candidates or None)
+        found = ops.route_rounded(arrays["logits"], router_spec(case), rounding, token_mask=options["token_mask"])
+        return {"ids": found.ids, "weights": found.weights, "tokens_per_expert": found.tokens_per_expert}
     found = ops.route(arrays["logits"], router_spec(case), **options)
     return {"ids": found.ids, "weights": found.weights}
 

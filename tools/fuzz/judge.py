@@ -10,7 +10,7 @@ import torch
 
 from tools.fuzz.case import Case
 from tools.fuzz.data import Arrays, offset_ids, one_layer
-from tools.fuzz.oracle import routing
+from tools.fuzz.oracle import rounding, routing
 from tools.fuzz.oracle.around import backward_around, run_around
 from tools.fuzz.oracle.backward import Backward
 from tools.fuzz.oracle.layer import (
@@ -146,6 +146,9 @@ class _Judge:
         if case.kind == "norm":
             self._norm()
             return
+        if case.tile:
+            self._rounded()
+            return
         ids, weights = self._routed()
         if case.kind == "route":
             if case.gradient:
@@ -227,6 +230,19 @@ class _Judge:
             )
             ids = ids.clamp(-1, case.num_ids - 1)
         return ids.to(torch.int32)
+
+    def _rounded(self) -> None:
+        """Token rounding: the engine's own ids, which are right, say which weights remain."""
+        case, results, logits = self.case, self.results, self.machine.exact(self.given["logits"])
+        wanted, ids = rounding.expected(case, logits, self.choice, self.mask), results["ids"]
+        self.verdict.complaints += rounding.complaints(case, wanted, ids)
+        self.verdict.equal("tokens_per_expert", results["tokens_per_expert"], wanted.counts)
+        self.verdict.compare("weights", results["weights"], wanted.weights.where(ids >= 0))
+        if case.gradient:
+            given = {"d_weights": self.machine.exact(self.given["d_weights"]), "ids": ids}
+            expected = rounding.gradient(case, logits, self.choice, wanted, given)
+            bad = ~torch.isfinite(logits.value).all(1, True)
+            self.verdict.compare("d logits", results["d logits"], expected.unknown(bad.expand_as(expected.value)))
 
     def _norm(self) -> None:
         case, given, verdict, results = self.case, self.given, self.verdict, self.results
