@@ -102,6 +102,7 @@ def plan_expert_activation_backward(
     order: str = "row",
     outputs: tuple[str, ...] = EXPERT_GRADIENTS,
     slot_of_row: ArraySpec | None = None,
+    zeros: bool = True,
 ) -> LaunchPlan:
     """d_pre = act'(pre) (w z), weighted_hidden = w act(pre), d_weight = <z, act(pre)> + bias_product; z = d_hidden.
 
@@ -109,8 +110,9 @@ def plan_expert_activation_backward(
     order: a slot's row is row_of_slot[slot] (`row`) or the slot itself (`slot`); without row_of_slot every row is the
     slot of its number. outputs: those wanted of d_pre `[R, 2F]` and weighted_hidden `[R, F]` in the dtype of pre and
     d_weight fp32 `[T * K]`; d_pre is always one. A slot without a row (-1): d_weight 0, nothing read. slot_of_row int32
-    `[R]` (order `row`): rows of no slot become exact zeros; without it they are left unwritten, for composed plans that
-    never read them (the reference engine writes zeros always). Inputs: the operands given, [slot_of_row]. Formulas:
+    `[R]` (order `row`): programs walk along rows instead of slots, of which an owner among ranks has few. Rows of no
+    slot become exact zeros with it and zeros; else they are left unwritten, for composed plans that never read them
+    (the reference engine writes zeros always). Inputs: the operands given, [slot_of_row]. Formulas:
     `moe_core.ops.activation.reference`. Raises InvalidInput.
     """
     width, slots = _validate(operands, activation, order)
@@ -145,13 +147,15 @@ def plan_expert_activation_backward(
     builder.sums(
         f"d_weight: d_ff in {block_n} partial sums in order, then a tree over them, fp32; then the bias product"
     )
-    if slot_of_row is not None:
+    if slot_of_row is not None and zeros:
         for name in outputs:
             if name != "d_weight":
                 launch_zero_rows(builder, "slot_of_row", name, elementwise_tile(shapes[name].shape[1], target))
     layout = "halves" if activation.gate_layout == "separate" else activation.gate_layout
-    arguments = builder.pointers(*(field.name for field in dataclasses.fields(operands)), *EXPERT_GRADIENTS)
+    names = *(field.name for field in dataclasses.fields(operands)), "slot_of_row", *EXPERT_GRADIENTS
+    arguments = builder.pointers(*names)
     arguments |= passed(num_slots=slots, num_rows=pre.shape[0], WIDTH=width, BY_ROW=order == "row", GATE_LAYOUT=layout)
     arguments |= function_constants(activation) | passed(BLOCK_M=block_m, BLOCK_N=block_n)
-    builder.launch(EXPERT_ACTIVATION_BACKWARD, (-(-slots // block_m),), arguments)
+    numbers = slots if slot_of_row is None else max(slots, pre.shape[0])
+    builder.launch(EXPERT_ACTIVATION_BACKWARD, (-(-numbers // block_m),), arguments)
     return builder.build()

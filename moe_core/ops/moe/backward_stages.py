@@ -117,7 +117,11 @@ class _Chain:
         operands = bundles.ExpertActivationOperands(**{name: builder.spec(buffer) for name, buffer in names.items()})
         kinds = ["d_pre"] + ["weighted_hidden"] * self.wants("down")
         outputs = (*kinds, *(() if d_weight is None else ("d_weight",)))
-        plan = plan_expert_activation_backward(operands, self.spec.activation, self.target, outputs=outputs)
+        slot_of_row, options = f"{SAVED}slot_of_row", {}
+        if self.layout is not None:
+            names |= {"slot_of_row": slot_of_row}
+            options = {"slot_of_row": builder.spec(slot_of_row), "zeros": False}
+        plan = plan_expert_activation_backward(operands, self.spec.activation, self.target, outputs=outputs, **options)
         roles = {"d_pre": Role.D_ROWS, "weighted_hidden": Role.ROWS}
         made = {name: builder.scratch(self.scratch + name, plan.spec(name), roles[name]) for name in kinds[1:]}
         if self.overwrites:

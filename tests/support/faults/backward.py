@@ -44,6 +44,8 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("products += z * hidden", "products += upstream * hidden"),
         OpFault("total += tl.load(bias_product", "total -= tl.load(bias_product"),
         OpFault("present = written & (found >= 0)", "present = written & (found >= 1)"),
+        OpFault("mask=written & (present == 0)", "mask=written & present"),
+        OpFault("present = (slots >= 0) &", "present = (slots >= 1) &"),
         OpFault("weight[:, None] * hidden", "hidden"),
     ),
     "reduction.kernels.rowwise": (

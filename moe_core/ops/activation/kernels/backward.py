@@ -73,11 +73,12 @@ def activation_backward(
 
 @triton.jit
 def expert_activation_backward(
-    d_hidden, pre, row_of_slot, row_weight, bias_product, d_pre, weighted_hidden, d_weight, num_slots, num_rows,
+    d_hidden, pre, row_of_slot, row_weight, bias_product, slot_of_row, d_pre, weighted_hidden, d_weight, num_slots,
+    num_rows,
     WIDTH: tl.constexpr, BY_ROW: tl.constexpr, GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_pre, weighted_hidden and d_weight of BLOCK_M slots, whole rows at once, columns in order.
+    """d_pre, weighted_hidden and d_weight of BLOCK_M slots, or rows with slot_of_row, whole ones, columns in order.
 
     d_pre = act'(pre) (w z); weighted_hidden = w act(pre); d_weight = <z, act(pre)> + bias_product; z = d_hidden. A slot
     without a row: nothing read, d_weight 0, and unless BY_ROW (where it has no row to write) zeros.
@@ -91,6 +92,15 @@ def expert_activation_backward(
         if BY_ROW:
             rows = found.to(tl.int64)
             present = present & (rows < num_rows)
+            if slot_of_row is not None:
+                if d_weight is not None:
+                    tl.store(d_weight + slots, 0.0, mask=written & (present == 0))
+                # Rows of slots are neighbours, while slots next to each other may have a row or none.
+                rows = slots
+                slots = tl.load(slot_of_row + rows, mask=rows < num_rows, other=-1).to(tl.int64)
+                present = (slots >= 0) & (slots < num_slots)
+                if tl.max(present.to(tl.int32), axis=0) == 0:
+                    return
             written = present
     weight = tl.full((BLOCK_M,), 1.0, tl.float32)
     if row_weight is not None:
@@ -125,4 +135,7 @@ def expert_activation_backward(
         total = tl.sum(products, axis=1)
         if bias_product is not None:
             total += tl.load(bias_product + slots, mask=present, other=0.0)
-        tl.store(d_weight + slots, tl.where(present, total, 0.0), mask=slots < num_slots)
+        stored = slots < num_slots
+        if slot_of_row is not None:
+            stored = present
+        tl.store(d_weight + slots, tl.where(present, total, 0.0), mask=stored)

@@ -19,6 +19,8 @@ def bias_product(
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     # Rows behind the last group belong to none: their experts would be NUM_EXPERTS.
     end = tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)
+    if tl.program_id(0) * BLOCK_M >= end:
+        return
     exists = rows < end
     slots = tl.load(slot_of_row + rows, mask=exists, other=-1)
     exists = exists & (slots >= 0) & (slots < num_slots)
