@@ -134,14 +134,6 @@ class _Pushed(_MoE):
             found["x"] = _stand_in(found["x"], saved["x"])
         return found
 
-    def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
-        super().refuse(given, options, asked)
-        if given["routing.ids"].shape[1] != 1:
-            raise Unsupported(
-                f"routing.ids must be [T, 1] where a gradient is asked for ({', '.join(asked)}), got "
-                f"{list(given['routing.ids'].shape)}: rows of slots have none; call under torch.no_grad()"
-            )
-
     def run(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
         output, *others = super().run(*arguments)
         return _stand_in(output, arguments[0]), *others

@@ -103,23 +103,22 @@ def experts_push(
     """`moe` whose last product stores the row of every slot where it belongs, while it computes the others.
 
     These are the bits of `moe` with K = 1 and `combine_push`, without an array of rows here. Gradients are those of
-    `moe` with K = 1.
+    `moe`: the gradient of the output is that of each token's sum.
 
     Args:
         x, experts, routing, spec: as for `moe_torch.moe`. A row has a multiple of 16 bytes.
         results_at: int64 `[T * K]`, the address where the row of each slot goes, a multiple of 16, 0 = nowhere; for
             example of `result_addresses`. Slots of no expert go nowhere.
-        gradients_at: int64 `[T]`, with K = 1: where the backward stores the row of the gradient of x of each token, in
-            the same way. That gradient then has no memory either. None = it is an array.
+        gradients_at: int64 `[T * K]`: where the backward stores each slot's row of the gradient of x, in the same way.
+            That gradient then has no memory either. None = it is an array, the sum of a token's rows.
         memory: the symmetric tensor of this rank, see `moe_torch.parallel.peer_ops`.
 
     Returns:
         a MoEOutput. Its output holds no rows: it has the shape `[0, D]`, or where a gradient is asked for `[T, D]` and
-        no memory, so that its gradient is that of the rows.
+        no memory, so that there is a gradient of it.
 
     Raises:
         InvalidInput: as `moe`, and a spec with out_dtype.
-        Unsupported: a gradient with K above 1.
     """
     operator, tensors, text = moe_request(x, experts, routing, spec, None, None, None)
     operator = EXPERTS_PUSH if operator is table.MOE[TopK] else EXPERTS_PUSH_QUANTIZED

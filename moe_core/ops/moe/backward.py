@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec
@@ -105,12 +106,12 @@ def _validate(
 def _require_addresses(results_at: ArraySpec, operands: MoEOperands, otherwise: bool) -> None:
     """Raise InvalidInput unless rows of d_x are the last product's; otherwise: they are not."""
     routing = operands.routing
-    if not isinstance(routing, TopK) or routing.ids.shape[1] != 1 or operands.shared is not None or otherwise:
+    if not isinstance(routing, TopK) or operands.shared is not None or otherwise:
         raise InvalidInput(
-            "results_at must be None but with a TopK of K = 1, and without shared, wide and "
-            f"apply_router_weight_on_input, got {routing}; leave it out"
+            "results_at must be None but with a TopK, and without shared, wide and apply_router_weight_on_input, got "
+            f"{routing}; leave it out"
         )
-    require_spec("results_at", results_at, (operands.x.shape[0],), "int64")
+    require_spec("results_at", results_at, (math.prod(routing.ids.shape),), "int64")
     require_width("d_x", operands.x.shape[1], operands.x.dtype)
 
 
@@ -147,8 +148,8 @@ def plan_moe_backward(
     quantised, x not (spec.activations): gradients go through weights that are dequantised to the dtype of x, tile by
     tile.
 
-    results_at int64 `[T]`, an input where routing is a TopK with K = 1: the last product stores the row of d_x of each
-    token that has an expert to the address there, a multiple of 16, 0 = nowhere. d_x has no rows then, `[0, D]`.
+    results_at int64 `[T * K]`, an input where routing is a TopK: the last product stores the row of each slot that has
+    an expert to the address there, a multiple of 16, 0 = nowhere. Nothing is summed, and d_x has no rows: `[0, D]`.
 
     Inputs: `gradients.*`, those of the forward (without correction_bias), its outputs tokens_per_expert, [ids],
     [weights], [logits] and `saved.*`, then `into.*`; with spec.recompute matmul 1 runs again for the pre-activation.
@@ -179,9 +180,12 @@ def plan_moe_backward(
         tensors = tuple((name, matrix.spec) for name, matrix in quantized_experts(operands.experts).items())
         constants |= ({"tensors": tensors} if tensors else {}) | ({"wide": True} if wide else {})
         builder.sums("products and sums: the order of NumPy, fp32")
-        pushes = present.pop("results_at", None) is not None and "d_x" in wanted
-        if pushes:
-            builder.scratch("rows of d_x", ArraySpec(operands.x.shape, operands.x.dtype), Role.D_ROWS)
+        present.pop("results_at", None)
+        pushes = results_at is not None and "d_x" in wanted
+        if results_at is not None and pushes:
+            rows = ArraySpec((results_at.size, operands.x.shape[1]), operands.x.dtype)
+            builder.scratch("rows of d_x", rows, Role.D_ROWS)
+            constants |= {"by_slot": True}
         made = tuple("rows of d_x" if pushes and name == "d_x" else name for name in wanted)
         plan = builder.reference("moe.reference.backward:moe_backward", present, constants, made)
         if not pushes:

@@ -41,12 +41,13 @@ _ROUTING: dict[str, type] = {"routing.weight": RouterWeights, "routing.logits": 
 class Request:
     """What a backward is to compute. wanted: names of gradients, None = all there are. into: fp32 arrays by name, to
     which the gradient of that name is added before its cast, which is to fp32 then. places: memory by name that the
-    gradient of a matrix may be written to. wide: d_x stays fp32."""
+    gradient of a matrix may be written to. wide: d_x stays fp32. by_slot: d_x is the rows of slots `[T * K, D]`."""
 
     wanted: frozenset[str] | None = None
     into: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     places: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     wide: bool = False
+    by_slot: bool = False
 
     def wants(self, name: str) -> bool:
         return self.wanted is None or name in self.wanted
@@ -110,10 +111,20 @@ class MoEBackward:
         if self.shared is not None:
             self.through_shared(self.shared)
         self.through_router(d_weights)
+        if self.request.by_slot:
+            self.found["d_x"] = self.rows_of_slots(self.by_row["d_slots"])
+            return self.found
         with np.errstate(all="ignore"):
             total = self.d_x if self.d_rest is None else self.d_x + self.d_rest
         self.found["d_x"] = total if self.request.wide else round_to(total, self.x.dtype)
         return self.found
+
+    def rows_of_slots(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of the layout by slot; zeros where a slot has none."""
+        slots = np.flatnonzero(self.row_of_slot >= 0)
+        found = np.zeros((len(self.row_of_slot), rows.shape[1]), rows.dtype)
+        found[slots] = rows[self.row_of_slot[slots]]
+        return found
 
     def _add(self, d_x: np.ndarray) -> None:
         with np.errstate(all="ignore"):
@@ -215,7 +226,7 @@ class MoEBackward:
             with np.errstate(all="ignore"):
                 d_weight[tokens] = (d_source * to_float32(self.x[tokens])).sum(axis=-1)
                 self.d_x[tokens] += d_source * weights[tokens, None]
-        else:
+        elif not self.request.by_slot:
             self.d_x = reduce(d_rows, row_of_slot, top_k=layout.top_k, order="row", out_dtype="float32")
         return d_weight.reshape(ids.shape)
 
@@ -297,11 +308,8 @@ def moe_backward_stages(
     Raises InvalidInput where ids are given and a gradient of what comes before them is too.
     """
     backward = MoEBackward(gradients, request, x, experts, routing, spec, stages, token_mask, expert_map, shared)
-    found, slots = backward.run(), np.flatnonzero(backward.row_of_slot >= 0)
-    for name, rows in backward.by_row.items():
-        found[name] = np.zeros((len(backward.row_of_slot), rows.shape[1]), rows.dtype)
-        found[name][slots] = rows[backward.row_of_slot[slots]]
-    return found
+    found = backward.run()
+    return found | {name: backward.rows_of_slots(rows) for name, rows in backward.by_row.items()}
 
 
 def _bundle(kind: type, prefix: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -317,6 +325,7 @@ def moe_backward(
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
     places: tuple[np.ndarray, ...] = (),
     wide: bool = False,
+    by_slot: bool = False,
     **arrays: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
     """The gradients that wanted names, in its order; arrays: by the names of `plan_moe_backward`'s inputs.
@@ -324,7 +333,7 @@ def moe_backward(
     The pre-activation comes from `saved.pre_activation` (by layout row; `saved.row_of_slot` finds a slot's) or, without
     it, is computed again. Gradients that accumulate names are fp32 and added to `into.<name>`. one_layer: of a stack,
     only the layer used. tensors: quantised inputs, see `quantized_from`. places: memory for the gradients, in the order
-    of wanted, which may be used. wide: d_x stays fp32.
+    of wanted, which may be used. wide, by_slot: of `Request`.
     """
     arrays = quantized_from(arrays, tensors)
     x, experts = arrays["x"], _bundle(ExpertWeights, "experts.", arrays)
@@ -343,7 +352,7 @@ def moe_backward(
             stages[stage] = arrays[name]
     masks: dict[str, Any] = {name: arrays.get(name) for name in ("token_mask", "expert_map")}
     into = {name: arrays["into." + name.removeprefix("d_")] for name in accumulate}
-    request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)), wide)
+    request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)), wide, by_slot)
     gradients = _bundle(OutputGradients, "gradients.", arrays)
     found = MoEBackward(gradients, request, x, experts, routing, spec, stages, *masks.values(), shared).run()
     if one_layer and experts.layer_index is not None:

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_torch
-from moe_core.errors import InvalidInput, Unsupported
+from moe_core.errors import InvalidInput
 from moe_core.formats import scheme_named
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
@@ -159,39 +159,46 @@ def test_quantised_experts(engine: str, name: str) -> None:
                 require_stored(memory, rows, wanted, routing)
 
 
+def leaves_of(x: Any, experts: ExpertWeights, routing: TopK) -> tuple[list[Any], ExpertWeights, TopK]:
+    """Copies that ask for gradients: x, both matrices and weights; experts and routing of these."""
+    leaves = [one.clone().requires_grad_() for one in (x, experts.gate_up, experts.down, routing.weights)]
+    return leaves, ExpertWeights(*leaves[1:3], down_bias=experts.down_bias), TopK(routing.ids, leaves[3])
+
+
 @on_engines
-def test_gradients_are_those_of_the_op(engine: str) -> None:
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_gradients_are_those_of_the_op(engine: str, top_k: int) -> None:
     with running_on(engine) as device:
-        x, experts, routing = draw(device, HOT, 1, torch.float32)
+        spec, alone = (dataclasses.replace(PLAIN, tuning=Tuning(expected_tokens=900 // each)) for each in (top_k, 1))
+        x, experts, routing = draw(device, HOT, top_k, torch.float32)
         d_y = torch.randn(HOT, D, device=device)
+        wanted = rows_of_slots(x, experts, routing, alone)
         found = []
         for pushes in (False, True):
-            leaves = [one.clone().requires_grad_() for one in (x, experts.gate_up, experts.down, routing.weights)]
-            own, given = ExpertWeights(*leaves[1:3], down_bias=experts.down_bias), TopK(routing.ids, leaves[3])
+            leaves, own, given = leaves_of(x, experts, routing)
             if pushes:
                 memory, rows, results_at = places(routing, D, torch.float32)
-                output = peer_ops.experts_push(leaves[0], own, given, PLAIN, results_at).output
-                require_stored(memory, rows, rows_of_slots(x, experts, routing, PLAIN), routing)
+                output = peer_ops.experts_push(leaves[0], own, given, spec, results_at).output
+                require_stored(memory, rows, wanted, routing)
                 assert output.shape == (HOT, D) and output.untyped_storage().nbytes() == 4
             else:
-                output = moe_torch.moe(leaves[0], own, given, PLAIN).output
+                output = moe_torch.moe(leaves[0], own, given, spec).output
             output.backward(d_y)
             found.append([one.grad for one in leaves])
-        for alone, pushed in zip(*found, strict=True):
-            assert torch.equal(alone, pushed)
+        for one, pushed in zip(*found, strict=True):
+            assert torch.equal(one, pushed)
         # Rows of d_x go to addresses, too, and what autograd passes on has no memory.
-        leaves = [one.clone().requires_grad_() for one in (x, experts.gate_up, experts.down, routing.weights)]
-        own, given = ExpertWeights(*leaves[1:3], down_bias=experts.down_bias), TopK(routing.ids, leaves[3])
+        slots = TopK(routing.ids.view(-1, 1), routing.weights.view(-1, 1))
+        by_slot, own, given = leaves_of(x.repeat_interleave(top_k, 0), experts, slots)
+        moe_torch.moe(by_slot[0], own, given, alone).output.backward(d_y.repeat_interleave(top_k, 0))
+        leaves, own, given = leaves_of(x, experts, routing)
         results, gradients = places(routing, D, torch.float32), places(routing, D, torch.float32)
         options: dict[str, Any] = {"gradients_at": gradients[2]}
-        peer_ops.experts_push(leaves[0], own, given, PLAIN, results[2], **options).output.backward(d_y)
-        require_stored(*gradients[:2], found[0][0], routing)
+        peer_ops.experts_push(leaves[0], own, given, spec, results[2], **options).output.backward(d_y)
+        require_stored(*gradients[:2], by_slot[0].grad, routing)
         assert leaves[0].grad is not None and leaves[0].grad.shape == x.shape
-        for alone, leaf in zip(found[0][1:], leaves[1:], strict=True):
-            assert leaf.grad is not None and torch.equal(alone, leaf.grad)
-        x, experts, routing = draw(device, 5, 2, torch.float32)
-        with pytest.raises(Unsupported, match=r"routing.ids must be \[T, 1\] where a gradient is asked for \(x\)"):
-            peer_ops.experts_push(x.requires_grad_(), experts, routing, PLAIN, torch.zeros(10, dtype=torch.int64))
+        for one, leaf in zip(found[0][1:], leaves[1:], strict=True):
+            assert leaf.grad is not None and torch.equal(one, leaf.grad)
 
 
 @on_engines
