@@ -22,13 +22,14 @@ from benchmarks.shapes import Shape
 from benchmarks.weights import draw_weights
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
+from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.parallel import Placement, plan_exchange
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of
 from moe_core.runtime.warmup import warmup
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, RouterLogits, TopK, map_arrays
+from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, RouterLogits, TopK, map_arrays
 from moe_core.specs.tuning import Tuning
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel.chunks import owner_spec
@@ -284,8 +285,9 @@ class _Problem:
             moe_torch.warmup(*own, tokens=[count, self.bench.size * tokens * shape.top_k], training=training),
         ]
         if self.exchange.mode == "peer":
-            plan = self._owner_plan(target_of((self.bench.device.type, self.bench.device.index or 0)))
-            reports.append(warmup([plan], (self.bench.device.index or 0,)))
+            target = target_of((self.bench.device.type, self.bench.device.index or 0))
+            plans = [self._owner_plan(target)] + [self._owner_backward(target)] * self.cell.training
+            reports.append(warmup(plans, (self.bench.device.index or 0,)))
         return sum(len(report.compiled) for report in reports)
 
     def memory(self) -> dict[str, Any]:
@@ -319,6 +321,18 @@ class _Problem:
 
     def _owner_plan(self, target: Target) -> LaunchPlan:
         """The owner's op for the most rows that there can be."""
+        operands, spec, options = self._owner_arguments()
+        options |= {"save": self.cell.training} if options else {}
+        return plan_moe(operands.x, operands.experts, operands.routing, spec, target, **options)
+
+    def _owner_backward(self, target: Target) -> LaunchPlan:
+        """Its backward, in which every array has a gradient."""
+        operands, spec, options = self._owner_arguments()
+        options |= {"wanted": gradient_names(operands), "overwrite": True}
+        return plan_moe_backward(OutputGradients(operands.x), operands, spec, target, **options)
+
+    def _owner_arguments(self) -> tuple[MoEOperands, MoESpec, dict[str, Any]]:
+        """Its arrays, and where results go if that is elsewhere."""
         exchange, width, spec = self._plan(), 1, self.owner_spec
         slots = int(self.slots[:, self.bench.rank].sum())
         if exchange.bounds.back is not None:
@@ -334,11 +348,11 @@ class _Problem:
         options: dict[str, Any] = {}
         if self.exchange.mode == "peer" and self.exchange.sums == "slots":
             # Results are stored at their homes.
-            options = {"results_at": ArraySpec((slots * width,), "int64"), "save": self.cell.training}
+            options = {"results_at": ArraySpec((slots * width,), "int64")}
         routing = TopK(ArraySpec((slots, width), "int32"), ArraySpec((slots, width), "float32"))
         experts = map_arrays(self.own, lambda one: ArraySpec(tuple(one.shape), str(one.dtype).removeprefix("torch.")))
         x = ArraySpec((slots, self.cell.shape.d_model), "bfloat16")
-        return plan_moe(x, experts, routing, spec, target, **options)
+        return MoEOperands(x, experts, routing), spec, options
 
     def _link_bytes(self) -> int:
         """Bytes of rows that this rank sends to others in a forward: tokens or slots out, results back."""

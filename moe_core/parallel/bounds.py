@@ -32,12 +32,12 @@ def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement)
     return Bounds(block, min(back, tokens * top_k), placement.num_ranks * block)
 
 
-def is_direct(spec: ExchangeSpec, *, training: bool) -> bool:
+def is_direct(spec: ExchangeSpec) -> bool:
     """Whether each token has its own row at every owner, home after home: then ranks need no counts of each other.
 
-    With mode `peer`, where rows of tokens have no bound, and nothing is kept for a backward.
+    With mode `peer`, where rows of tokens have no bound.
     """
-    return (spec.mode, spec.rows, spec.receive) == ("peer", "tokens", None) and not training
+    return (spec.mode, spec.rows, spec.receive) == ("peer", "tokens", None)
 
 
 def runs_in_lanes(spec: ExchangeSpec, *, training: bool) -> bool:

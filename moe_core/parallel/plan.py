@@ -74,7 +74,7 @@ class ExchangePlan:
     @property
     def direct(self) -> bool:
         """Whether each token has its own row at every owner, see `is_direct`."""
-        return is_direct(self.spec, training=self.training)
+        return is_direct(self.spec)
 
     @functools.cached_property
     def bounds(self) -> Bounds:
@@ -299,7 +299,8 @@ class _Planner:
         if self.plan.direct:
             told = self._table("push", "header, ids and weights", "int32", self.tokens, 2 * self.top_k)
             told = dataclasses.replace(told, bytes=told.bytes + 4 * (len(Header._fields) + 4))
-            return [told, *self._rows("push"), _BARRIER, self._results("results"), _BARRIER]
+            first, results = [_BARRIER] * self.plan.training, self._results("results")
+            return [*first, told, *self._rows("push"), _BARRIER, results, _BARRIER]
         groups, by_token = self.plan.placement.num_places, self.spec.rows == "tokens"
         # Eight numbers of the header, the tokens in as much as is stored at once, and counts: of slots by place.
         message = len(Header._fields) + 4 + groups + (self.ranks if by_token else 0)
@@ -341,8 +342,9 @@ class _Planner:
         found = [ExchangeBuffer("received rows", received * incoming, symmetric)]
         by_slot = self.spec.rows == "tokens" and self.spec.sums == "slots" and not self.plan.direct
         if self.plan.direct:
-            found.append(ExchangeBuffer("received ids and weights", received * 2 * self.top_k * 4, True))
-            if self.spec.format is not None:
+            numbers = (2 + self.plan.training) * self.top_k  # with gradients of weights
+            found.append(ExchangeBuffer("received ids and weights", received * numbers * 4, True))
+            if self.spec.format is not None or self.plan.training:
                 found.append(ExchangeBuffer("rows by slot", received * self.row_bytes, False))
         elif symmetric:
             # Weights and origins, and the row of a slot's token; gradients of weights.

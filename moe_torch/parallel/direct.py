@@ -6,6 +6,9 @@
 Row `home * max_tokens + t` of an owner is of token t. The owner's op groups these rows by their ids: by (expert, home,
 slot), the order of one device. What a rank stores into is not read any more: rows have been read before the barrier
 behind the results of the call before, and results before the barrier behind the rows of this one.
+
+With training, a forward and its backward both begin with a barrier: a backward need not be a whole one. Rows of tokens
+are copied where they arrived, because a backward reads them. Those of the output's gradient are read where they are.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _TOLD = len(Header._fields) + 4
 class Memory(NamedTuple):
     """What others store at a rank, M tokens of each of W: headers int32 `[2 * W + 1, 12]`; rows `[W * M, D]`, and their
     scales where they are quantised; ids int32 and weights fp32 `[W * M, K]`; numbers int32 `[W * M]`, of sums that go
-    home; returned `[M * K, D]` or `[M * W, D]`, results that come home."""
+    home; returned `[M * K, D]` or `[M * W, D]`, results that come home; d_weights fp32 `[W * M, K]`: what others load,
+    with training alone."""
 
     memory: symmetric.Symmetric
     headers: Region
@@ -41,6 +45,7 @@ class Memory(NamedTuple):
     weights: Region
     numbers: Region
     returned: Region
+    d_weights: Region
 
 
 def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
@@ -55,6 +60,7 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
         Part((rows, top_k), torch.float32),
         Part((rows,), torch.int32),
         Part((most * (ranks.size if spec.sums == "ranks" else top_k), plan.d_model), dtype),
+        Part((rows * plan.training, top_k), torch.float32),
     )
     found = symmetric.symmetric(ranks, parts, device, number)
     return Memory(found, *found.regions)
@@ -67,18 +73,20 @@ def _most(plan: ExchangePlan) -> int:
 
 class _Constants(NamedTuple):
     """What does not change for a memory: results_at int64 `[W * M * K]`, where the results of all ranks' slots go.
-    Int32: rows `[W * M, 1]`, their numbers; start `[2]`, where they begin and end."""
+    Int32: rows `[W * M, 1]`, their numbers; start `[2]`, where they begin and end; slots `[M, K]`, the numbers of this
+    rank's slots among those of all ranks."""
 
     results_at: torch.Tensor
     rows: torch.Tensor
     start: torch.Tensor
+    slots: torch.Tensor
 
 
 #: By the memory: captured graphs read them.
 _constants: weakref.WeakKeyDictionary[symmetric.Symmetric, _Constants] = weakref.WeakKeyDictionary()
 
 
-def _constants_of(memory: Memory) -> _Constants:
+def _constants_of(memory: Memory, rank: int) -> _Constants:
     found = _constants.get(memory.memory)
     if found is None:
         returned, rows, device = memory.returned, len(memory.rows.own), memory.returned.own.device
@@ -87,13 +95,15 @@ def _constants_of(memory: Memory) -> _Constants:
             places = torch.arange(len(returned.own), dtype=torch.int64, device=device) * size
             numbers = torch.arange(rows, dtype=torch.int32, device=device).view(-1, 1)
             start = torch.tensor([0, rows], dtype=torch.int32, device=device)
-            found = _Constants((returned.addresses[:, None] + places).view(-1), numbers, start)
+            slots = torch.arange(memory.ids.own.numel(), dtype=torch.int32, device=device)
+            slots = slots.view(len(returned.addresses), -1, memory.ids.own.shape[1])[rank]
+            found = _Constants((returned.addresses[:, None] + places).view(-1), numbers, start, slots)
         _constants[memory.memory] = found
     return found
 
 
 class DirectRoutes:
-    """The routes of one rank for one call, without gradients; as `PeerRoutes`, whose names these are.
+    """The routes of one rank for one call; as `PeerRoutes`, whose names these are.
 
     places_of_experts, given, token_mask: of `peer_ops.push_tokens_once`. header int32 `[8]` on the device, None = the
     plan's. number: of the set of buffers. programs: of kernels that copy rows. tokens: of this rank in all chunks.
@@ -123,7 +133,7 @@ class DirectRoutes:
         #: Whether experts store their results at their homes.
         self.stores_results = not self.at_ranks
         self.memory = memory_of(ranks, plan, weights.device, number)
-        self._constants = _constants_of(self.memory)
+        self._constants = _constants_of(self.memory, ranks.rank)
         if header is None:
             (header,) = exchange.constants((tuple(plan.header),), weights.device)
         self._own = ids, weights.detach(), header
@@ -145,17 +155,23 @@ class DirectRoutes:
         """Rows of tokens at home, `[T, D]`, set off, with all that goes beside them."""
         memory, sizes = self.memory, {"rank": self.ranks.rank, "most": _most(self.plan), "programs": self.programs}
         quantised, (ids, own_weights) = self.format is not None, (memory.ids.addresses, memory.weights.addresses)
-        numbers = memory.numbers.addresses if quantised or self.at_ranks else None
+        # With them come the rows of a token at its owners, where its gradient goes, too.
+        tells = quantised or self.at_ranks or self.plan.training
+        numbers = memory.numbers.addresses if tells else None
         rows = None if quantised else memory.rows.addresses
         at = peer_ops.TokensAt(rows, ids, own_weights, memory.headers.addresses, numbers)
         options: Any = {**self._beside, **sizes, "placement": self.plan.placement}
-        self.pushed = pushed = peer_ops.push_tokens_once(values, *self._own, at, **options)
+        self.pushed = peer_ops.push_tokens_once(values, *self._own, at, **options)
         if quantised:
-            assert pushed.owners is not None and pushed.rows is not None
-            places = peer_ops.PeerPlaces(pushed.owners, pushed.rows, pushed.overflow, pushed.overflow)
-            options = {"format": self.format, "scales_at": memory.scales.addresses, "programs": self.programs}
-            num_rows = len(memory.rows.own)
-            peer_ops.dispatch_push(values, places, memory.rows.addresses, num_rows=num_rows, **options)
+            self._send_rows(values, format=self.format, scales_at=memory.scales.addresses)
+
+    def _send_rows(self, values: torch.Tensor, **options: Any) -> None:
+        """Rows alone, where those of the forward went."""
+        memory, pushed = self.memory, self.pushed
+        assert pushed.owners is not None and pushed.rows is not None
+        places = peer_ops.PeerPlaces(pushed.owners, pushed.rows, pushed.overflow, pushed.overflow)
+        options |= {"num_rows": len(memory.rows.own), "programs": self.programs}
+        peer_ops.dispatch_push(values, places, memory.rows.addresses, **options)
 
     def arrive(self, what: str) -> None:
         """The stream waits for what all ranks have sent."""
@@ -165,17 +181,24 @@ class DirectRoutes:
         """Rows of tokens, `[W * M, D]`, once they have arrived; those without ids hold anything."""
         rows, scales = self.memory.rows.own, self.memory.scales.own
         if self.format is None:
-            return rows
+            return rows.clone() if self.plan.training else rows
         constants, dtype = self._constants, TORCH_DTYPES[self.plan.dtype]
         return peer_ops.take_rows(rows, constants.rows, constants.start, scales=scales, dtype=dtype)
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
-        """`send`; what it returns waits, and gives `rows`."""
-        self.send(values)
+        """`send`; what it returns waits, and gives `rows`. Later values, of the output's gradient, stay where they
+        arrived until the next call."""
+        again = cast(Any, self.pushed) is not None
+        if self.plan.training:
+            self.arrive(f"arrival before {what}")
+        if again:
+            self._send_rows(values)
+        else:
+            self.send(values)
 
         def arrived() -> torch.Tensor:
             self.arrive(what)
-            return self.rows()
+            return self.memory.rows.own if again else self.rows()
 
         return arrived
 
@@ -203,6 +226,25 @@ class DirectRoutes:
 
         return total
 
-    def gradients(self, *_: Any) -> Any:
-        """There are none."""
-        raise AssertionError("a plan for training counts its rows")
+    def gradients(
+        self,
+        d_rows: torch.Tensor | None,
+        d_weights: torch.Tensor | None,
+        *,
+        dtype: torch.dtype | None,
+        stored: bool = False,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """As of `PeerRoutes`; rows of d_x have been stored at `results_at`."""
+        assert stored, "experts store the gradients of their rows at their homes"
+        memory, pushed, wide, by_slot = self.memory, self.pushed, None, None
+        if d_weights is not None:
+            memory.d_weights.own.copy_(d_weights)
+        self.arrive("d_x and d_weights")
+        if d_rows is not None:
+            wide = peer_ops.sum_results(memory.returned.own, pushed.places, out_dtype=dtype)
+        if d_weights is not None:
+            owners, slots = exchange.owners_of(pushed.places, self.plan.placement.per_rank), self._constants.slots
+            places = peer_ops.PeerPlaces(owners, slots[: len(owners)], pushed.overflow, pushed.overflow)
+            num_rows, own = memory.d_weights.own.numel(), memory.d_weights.addresses
+            by_slot = peer_ops.combine_pull_weights(places, own, num_rows=num_rows)
+        return wide, by_slot

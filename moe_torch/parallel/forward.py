@@ -215,7 +215,8 @@ class Exchange:
         try:
             self._check(x, experts, routing, spec)
             digest = experts_digest(x, experts, shared, spec, array_spec)
-            wide = uses_of(x, 1 + (shared is not None) + isinstance(routing, RouterWeights))
+            uses = 1 + (shared is not None) + isinstance(routing, RouterWeights)
+            wide = uses_of(x, uses, summed=self.tensor is not None)
             dense: Any = None
             if shared is not None:
                 own = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.token_ranks

@@ -12,19 +12,21 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from moe_torch.parallel.direct import DirectRoutes
 from moe_torch.parallel.group import Arriving
 from moe_torch.parallel.peer import PeerRoutes
 from moe_torch.parallel.routes import Routes
 
-AnyRoutes = Routes | PeerRoutes
+AnyRoutes = Routes | PeerRoutes | DirectRoutes
 
 
 class Dispatch(torch.autograd.Function):
     """`(routes, x, wide, weights, stored) -> (rows [R, D] of slots at their owners, their weights fp32 [R, 1])`.
 
-    x `[T, D]` travels and has no gradient; one that is under way already is called for it. wide fp32 `[T, D]`, which is
-    not read, gets the gradient unrounded. weights fp32 `[T, K]` are those that `routes` has sent. stored: rows of
-    their gradient are stored at `routes.results_at`, and what autograd passes on stands for them.
+    x `[T, D]` travels and has no gradient; one that is under way already is called for it. wide `[T, D]`, which is not
+    read, gets the gradient in its dtype: fp32, or that of x where nothing else flows into x. weights fp32 `[T, K]` are
+    those that `routes` has sent. stored: rows of their gradient are stored at `routes.results_at`, and what autograd
+    passes on stands for them.
     """
 
     @staticmethod
@@ -32,11 +34,11 @@ class Dispatch(torch.autograd.Function):
         ctx: Any,
         routes: AnyRoutes,
         x: torch.Tensor | Arriving,
-        wide: torch.Tensor,
+        wide: torch.Tensor | None,
         weights: torch.Tensor,
         stored: bool = False,
     ) -> Any:
-        ctx.routes, ctx.stored = routes, stored
+        ctx.routes, ctx.stored, ctx.dtype = routes, stored, None if wide is None else wide.dtype
         rows = routes.push(x, "rows") if isinstance(x, torch.Tensor) else x()
         return rows, routes.weights.clone()
 
@@ -46,7 +48,8 @@ class Dispatch(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:4]
         rows = d_rows if ctx.stored else d_rows.contiguous()
         given = [one if asked else None for one, asked in zip((rows, d_weights.contiguous()), wanted, strict=True)]
-        return None, None, *ctx.routes.gradients(*given, **({"stored": True} if ctx.stored else {})), None
+        options = {"dtype": ctx.dtype} | ({"stored": True} if ctx.stored else {})
+        return None, None, *ctx.routes.gradients(*given, **options), None
 
 
 class Combine(torch.autograd.Function):
@@ -60,6 +63,7 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, routes: AnyRoutes, rows: torch.Tensor, *others: Any) -> torch.Tensor:
         shared, gate, out_dtype, total = others
         ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
+        ctx.save_for_backward(routes.overflow)
         total = routes.start_total(rows.contiguous(), "results") if total is None else total
         return _spoilt(routes, total(shared=shared, shared_gate=gate, out_dtype=out_dtype))
 
@@ -67,6 +71,9 @@ class Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: torch.Tensor) -> Any:
         rows = shared = None
+        # Where activations are checkpointed, this computes the forward again, before anything is sent: its rows go
+        # where the gradient's would lie.
+        _ = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             rows = ctx.routes.push(d_y.to(ctx.dtype).contiguous(), "d_output")
         if ctx.needs_input_grad[2]:
@@ -103,17 +110,17 @@ def combine(
 
 
 class Uses(torch.autograd.Function):
-    """`(x, count) -> count` stand-ins fp32 of the shape of x, without memory of their own, one for each use of x: by
+    """`(x, count, dtype) -> count` stand-ins of the shape of x, without memory of their own, one for each use of x: by
     the experts, then a shared expert's and the router's.
 
-    Their gradients come unrounded. They are added as on one device, in fp32, and cast once.
+    Their gradients are added as on one device, and cast once: they come in fp32 but from a sum that is the only one.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         ctx.dtype = x.dtype
         ctx.set_materialize_grads(False)
-        return tuple(x.new_zeros(1, dtype=torch.float32).expand(x.shape) for _ in range(count))
+        return tuple(x.new_zeros(1, dtype=dtype).expand(x.shape) for _ in range(count))
 
     @staticmethod
     @once_differentiable
@@ -122,12 +129,12 @@ class Uses(torch.autograd.Function):
         total = functools.reduce(torch.add, found) if found else None
         if experts is not None:
             total = experts if total is None else experts + total
-        return None if total is None else total.to(ctx.dtype), None
+        return None if total is None else total.to(ctx.dtype), None, None
 
 
-def uses_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor | None, ...]:
-    """See `Uses`; None where x asks for no gradient."""
+def uses_of(x: torch.Tensor, count: int, *, summed: bool = False) -> tuple[torch.Tensor | None, ...]:
+    """See `Uses`; None where x asks for no gradient. summed: parts of the gradient are added on the way."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return (None,) * count
-    found: Any = Uses.apply(x, count)
+    found: Any = Uses.apply(x, count, x.dtype if count == 1 and not summed else torch.float32)
     return found

@@ -323,10 +323,15 @@ class PeerRoutes:
         return total
 
     def gradients(
-        self, d_rows: torch.Tensor | None, d_weights: torch.Tensor | None, *, stored: bool = False
+        self,
+        d_rows: torch.Tensor | None,
+        d_weights: torch.Tensor | None,
+        *,
+        dtype: torch.dtype | None,
+        stored: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """d_x fp32 `[T, D]` and the gradients of weights fp32 `[T, K]`, of those by slot at their owners. stored: the
-        rows that d_rows stands for have been stored at `results_at`."""
+        """d_x `[T, D]` of dtype and the gradients of weights fp32 `[T, K]`, of those by slot at their owners. stored:
+        the rows that d_rows stands for have been stored at `results_at`."""
         memory, wide, by_slot = self.memory, None, None
         total: Any = None
         if d_rows is not None:
@@ -334,7 +339,7 @@ class PeerRoutes:
         if d_weights is not None:
             memory.d_weights.own.copy_(d_weights.view(-1))
         if total is not None:
-            wide = total(out_dtype=torch.float32, agree=None, wanted=None)
+            wide = total(out_dtype=dtype, agree=None, wanted=None)
         elif d_weights is not None:
             self.arrive("d_weights")
         if d_weights is not None:

@@ -110,13 +110,13 @@ class Routes:
         return total
 
     def gradients(
-        self, d_rows: torch.Tensor | None, d_weights: torch.Tensor | None
+        self, d_rows: torch.Tensor | None, d_weights: torch.Tensor | None, *, dtype: torch.dtype | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """d_x fp32 `[T, D]` and the gradients of weights fp32 `[T, K]`, of those by slot at their owners."""
+        """d_x `[T, D]` of dtype and the gradients of weights fp32 `[T, K]`, of those by slot at their owners."""
         wide = by_slot = None
         if d_rows is not None:
             rows = self.pull(d_rows, "d_x")
-            wide = ops.reduce(rows, self.at_home, order="row", out_dtype=torch.float32)
+            wide = ops.reduce(rows, self.at_home, order="row", out_dtype=dtype)
         if d_weights is not None:
             came = self.pull(d_weights, "d_weights")
             by_slot = take_slots(came, self.at_home.row_of_slot).view(-1, self.at_home.spec.top_k)
@@ -271,7 +271,7 @@ class _Planner:
 def _layout(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor) -> RaggedLayout:
     """Rows in any order as the layout of one group, for `reduce`."""
     # The batched form may have more rows than there are slots.
-    sizes = {"rows": capacity} if capacity <= tokens * top_k else {"max_rows": capacity}
+    sizes: Any = {"rows": capacity} if capacity <= tokens * top_k else {"max_rows": capacity}
     return RaggedLayout(LayoutSpec(tokens, top_k, 1, **sizes), None, None, None, row_of_slot, None)
 
 

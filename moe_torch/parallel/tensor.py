@@ -28,7 +28,7 @@ from moe_torch.parallel.group import Ranks
 
 
 class Brought(NamedTuple):
-    """What a rank brings to an exchange: x `[T, D]`; wide fp32 `[T, D]`, which gets its gradient, None = nobody asks
+    """What a rank brings to an exchange: x `[T, D]`; wide `[T, D]`, which gets its gradient, None = nobody asks
     for it; ids int32 and weights fp32 `[T, K]`; token_mask bool `[T]` or None."""
 
     x: torch.Tensor

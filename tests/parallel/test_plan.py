@@ -93,9 +93,10 @@ def test_messages_of_each_mode_in_order() -> None:
     assert kinds(plan_of(ExchangeSpec("peer"))) == [
         *("push header, ids and weights", "push rows", "barrier arrival", "push results", "barrier arrival")
     ]
-    assert kinds(plan_of(ExchangeSpec("peer"), training=True))[:7] == [
-        *("push header and counts", "barrier arrival", "push weights and origins", "push rows", "barrier arrival"),
-        *("push results", "barrier arrival"),
+    barrier = "barrier arrival"
+    assert kinds(plan_of(ExchangeSpec("peer"), training=True)) == [
+        *(barrier, "push header, ids and weights", "push rows", barrier, "push results", barrier),
+        *(barrier, "push d_output", barrier, "push d_x", "push d_weights", barrier),
     ]
     assert kinds(plan_of(ExchangeSpec("peer", receive=20)))[2:4] == ["push counts of what fits", "barrier arrival"]
     assert "push counts of what fits" not in kinds(plan_of(ExchangeSpec("peer", "slots", receive=20)))
@@ -125,7 +126,8 @@ SIZES: list[tuple[ExchangeSpec, list[tuple[int, int]]]] = [
         [(16, 544), (16, 2048), (64, 8192), (1, 4), (16, 2048), (64, 8192), (64, 1024)],
     ),
     (ExchangeSpec("peer", "slots"), [(1, 80), (0, 0), (64, 768), (64, 8192), (0, 0), (128, 16384), (0, 0)]),
-    (ExchangeSpec("peer"), [(1, 96), (0, 0), (64, 1024), (64, 8192), (0, 0), (128, 16384), (0, 0)]),
+    (ExchangeSpec("peer", receive=64), [(1, 96), (0, 0), (1, 32), (0, 0), (64, 1024), (64, 8192), (0, 0)]),
+    (ExchangeSpec("peer"), [(0, 0), (16, 560), (64, 8192), (0, 0), (256, 32768), (0, 0), (0, 0), (64, 8192)]),
 ]
 
 
@@ -166,6 +168,7 @@ def test_sizes_of_buffers() -> None:
         ("returned results", 8192, True),
     ]
     assert direct.peak() == 8192 + 2048 + 8192 + 2048
+    assert plan_of(ExchangeSpec("peer"), training=True).peak() == 8192 + 3072 + 8192 + 8192 + 2048
     plan = plan_of(ExchangeSpec())
     # Rows by slot and results, then results, those that came home and the output.
     assert plan.peak() == 2048 + 2 * 16384 and plan.peak(scratch=100) == plan.peak() + 100

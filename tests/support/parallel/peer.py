@@ -18,7 +18,7 @@ PEER_FAULTS = (
     *("wrong_row", "counts_off_by_one_place", "weights_of_another", "barrier_left_out"),
     *("result_of_another", "result_at_wrong_home"),
 )
-_FAULTS = (*PEER_FAULTS, "gradient_not_returned", "output_gradient_of_another")
+_FAULTS = (*PEER_FAULTS, "gradient_not_returned", "output_gradient_of_another", "weight_gradient_of_another")
 #: Faults where every token has its place.
 DIRECT_FAULTS = (
     *("ids_of_another", "weights_not_sent", "other_place", "rows_not_waited_for"),
@@ -69,7 +69,8 @@ def poisoned_peer() -> Iterator[None]:
     def checked(*arguments: Any) -> None:
         # Before this rank tells its header, no peer stores here.
         for found in _direct:
-            _poison(*found[1:])
+            # But that others load from here, of the step before.
+            _poison(*(one for one in found[1:] if one is not found.d_weights))
         check(*arguments)
 
     with (
@@ -170,11 +171,13 @@ def broken_peer(fault: str | None) -> Iterator[None]:
         "result_at_wrong_home": (peer.peer_ops, "result_addresses"),
         "gradient_not_returned": (peer.peer_ops, "experts_push"),
         "output_gradient_of_another": (peer.PeerRoutes, "push"),
+        "weight_gradient_of_another": (direct.peer_ops, "combine_pull_weights"),
     }[fault]
-    real = getattr(owner, name)
 
-    def wrong(*arguments: Any, **options: Any) -> Any:
+    def wrong(real: Any, *arguments: Any, **options: Any) -> Any:
         first, second, *rest = arguments
+        if fault == "weight_gradient_of_another":
+            return real(first._replace(rows=first.rows.flip(0)), second, **options)
         if fault == "counts_off_by_one_place":
             return real(torch.cat([first[:12], first[12:].roll(1)]), second, **options)
         if fault == "weights_of_another":
@@ -197,5 +200,11 @@ def broken_peer(fault: str | None) -> Iterator[None]:
             return found._replace(rows=found.rows.flip(0))
         return found.flip(0) if rest[-1:] == ["d_output"] else found
 
-    with mock.patch.object(owner, name, wrong):
+    owners = {owner, direct.DirectRoutes} if name == "push" else {owner}
+    with contextlib.ExitStack() as stack:
+        for one in owners:
+            # A function, which becomes a method of a class.
+            real = getattr(one, name)
+            planted = lambda *given, real=real, **options: wrong(real, *given, **options)  # noqa: E731
+            stack.enter_context(mock.patch.object(one, name, planted))
         yield

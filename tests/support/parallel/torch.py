@@ -78,7 +78,7 @@ def trained(bundle: Any) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def broken(fault: str | None) -> Iterator[None]:
     """A planted fault, by name."""
-    if fault is None or fault in (*PEER_FAULTS, *DIRECT_FAULTS, *CHUNK_FAULTS):
+    if fault is None or fault in (*PEER_FAULTS, *DIRECT_FAULTS, *CHUNK_FAULTS, "weight_gradient_of_another"):
         yield
         return
     owner, name = {

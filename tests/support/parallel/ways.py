@@ -25,6 +25,8 @@ WAYS = (
 #: Those of stores to peers' memory, which torch alone has.
 PEER = (ExchangeSpec("peer", "slots"), ExchangeSpec("peer"))
 TORCH_WAYS = (*WAYS, *PEER)
+#: Where rows of tokens have a bound, and so are counted.
+COUNTED = ExchangeSpec("peer", receive=64)
 #: Those with a bound.
 BOUNDED = tuple(way for way in WAYS if way.mode != "all_gather")
 #: Those that a CUDA graph may hold.

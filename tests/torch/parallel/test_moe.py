@@ -38,10 +38,10 @@ from tests.support.parallel.torch import (
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
 from tests.support.parallel.ways import (
     BOUNDED,
+    COUNTED,
     PEER,
     TORCH_WAYS,
     WAYS,
-    every_torch_way,
     most_received,
     over,
     require_dropped,
@@ -55,6 +55,7 @@ from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
 
 __all__ = ["ranks"]
 
+ALL_WAYS = (*TORCH_WAYS, COUNTED)
 #: placement, E, W, tokens of ranks, K
 SIZES = (
     ("linear", 6, 4, (5, 5, 5, 5), 3),
@@ -68,9 +69,9 @@ SIZES = (
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@every_torch_way
+@over(ALL_WAYS)
 def test_every_bit_of_one_device(ranks: Pool, way: ExchangeSpec, dtype: str) -> None:
-    number = 2 * TORCH_WAYS.index(way) + (dtype == "bfloat16")
+    number = 2 * ALL_WAYS.index(way) + (dtype == "bfloat16")
     for seed, load in enumerate(LOADS):
         kind, experts, size, tokens, top_k = SIZES[(number + seed) % len(SIZES)]
         if way.mode not in ("all_to_all", "peer"):
@@ -293,17 +294,20 @@ FAULTS = (
     ("gradient_not_returned", 0),
     ("output_gradient_of_another", 2),
     ("gradient_not_returned", 5),
+    ("output_gradient_of_another", 7),
+    ("gradient_not_returned", 6),
     ("output_gradient_of_another", 6),
-    *((fault, 5 + number % 2) for number, fault in enumerate(PEER_FAULTS)),
+    ("weight_gradient_of_another", 6),
+    *((fault, 5 + number % 2 * 2) for number, fault in enumerate(PEER_FAULTS)),
 )
 
 
 @pytest.mark.parametrize("fault, number", FAULTS)
 def test_planted_faults_are_found(ranks: Pool, fault: str, number: int) -> None:
     problem = draw_problem(5, placement_of("linear", 6, 2), (5, 5), 3, "random", "float32", PLAIN, sizes=(16, 8))
-    compare_with_one_device(ranks, problem, TORCH_WAYS[number], "without a fault")
+    compare_with_one_device(ranks, problem, ALL_WAYS[number], "without a fault")
     with pytest.raises(AssertionError):
-        compare_with_one_device(ranks, problem, TORCH_WAYS[number], "with a fault", fault=fault)
+        compare_with_one_device(ranks, problem, ALL_WAYS[number], "with a fault", fault=fault)
 
 
 def expert_gradients(group: Any, problems: list[Problem], way: ExchangeSpec, alone: bool) -> list[np.ndarray]:

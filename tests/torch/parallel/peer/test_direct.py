@@ -16,14 +16,16 @@ pytest.importorskip("torch")
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.tuning import Tuning
 from moe_torch.parallel import chunks, direct
+from moe_torch.parallel.symmetric import Symmetric
 from tests.support.parallel.peer import CHUNK_FAULTS, DIRECT_FAULTS
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
-from tests.support.parallel.torch import compare_with_one_device, parallel_moe, parallel_of
+from tests.support.parallel.torch import compare_with_one_device, parallel_moe, parallel_of, trained
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
 from tests.support.parallel.ways import require_same
 from tests.support.strategies import seeds
@@ -128,3 +130,79 @@ def test_layers_with_other_placements_share_memory(ranks: Pool) -> None:
     found = ranks.call(outputs_of_layers, [(problems,)] * 3)
     for problem, *parts in zip(problems, *found, strict=True):
         require_same(np.concatenate(parts), problem.alone()["output"], f"{problem.placement}")
+
+
+def gradients_of_experts(group: Any, problems: list[Problem], waits: bool) -> list[np.ndarray]:
+    """Of this rank's experts, from steps that share memory and in which nothing else learns. The last rank is slow to
+    read the output's gradient, so that others begin the next step before. waits: whether a step waits for that."""
+    rank, start, barrier = torch.distributed.get_rank(group), direct.DirectRoutes.start_push, Symmetric.barrier
+
+    def late(routes: Any, values: torch.Tensor, what: str) -> Any:
+        arrived = start(routes, values, what)
+
+        def slowly() -> torch.Tensor:
+            rows = arrived()
+            time.sleep(0.3 * (what == "d_output" and rank == torch.distributed.get_world_size(group) - 1))
+            return rows
+
+        return slowly
+
+    def left_out(memory: Any, ranks: Any, what: str, *rest: Any) -> None:
+        if waits or what != "arrival before rows":
+            barrier(memory, ranks, what, *rest)
+
+    found = []
+    with (
+        running_on("reference"),
+        mock.patch.object(direct.DirectRoutes, "start_push", late),
+        mock.patch.object(Symmetric, "barrier", left_out),
+    ):
+        for number, problem in enumerate(problems):
+            own = to_torch(problem.ranks()[rank], "cpu")
+            options: Any = {"parallel": parallel_of(group, DIRECT, problem), "placement": problem.placement}
+            found += list(trained(own.experts).values())
+            with mock.patch.object(chunks, "check_headers") if number else contextlib.nullcontext():
+                output = parallel_moe(own.x, own.experts, own.routing, problem.spec, **options).output
+            output.square().sum().backward()
+    return [array.grad.numpy() for array in found]
+
+
+def test_a_step_waits_for_what_others_still_read(ranks: Pool) -> None:
+    """A backward of experts alone sends nothing home, so nobody knows that its rows have been read."""
+    placement = placement_of("linear", 6, 2)
+    problems = [draw_problem(seed, placement, (5, 5), 2, "random", "float32", PLAIN, sizes=(16, 8)) for seed in (1, 2)]
+    wanted = [ranks.call(gradients_of_experts, [([problem], True)] * 2) for problem in problems]
+    for waits in (True, False):
+        found = ranks.call(gradients_of_experts, [(problems, waits)] * 2)
+        same = [
+            np.array_equal(one, other)
+            for own, *alone in zip(found, *wanted, strict=True)
+            for one, other in zip(own, [*alone[0], *alone[1]], strict=True)
+        ]
+        assert all(same) == waits, same
+
+
+def checkpointed(group: Any, problem: Problem, way: ExchangeSpec, reentrant: bool | None) -> list[np.ndarray]:
+    """Gradients of a layer whose forward runs again in its backward; None: it does not."""
+    with running_on("reference"):
+        own = to_torch(problem.ranks()[torch.distributed.get_rank(group)], "cpu")
+        options: Any = {"parallel": parallel_of(group, way, problem), "placement": problem.placement}
+        leaves = [own.x.requires_grad_(), *trained(own.experts).values(), *trained(own.routing).values()]
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return parallel_moe(x, own.experts, own.routing, problem.spec, **options).output
+
+        output = layer(leaves[0]) if reentrant is None else checkpoint(layer, leaves[0], use_reentrant=reentrant)
+        output.square().sum().backward()
+    return [leaf.grad.numpy() for leaf in leaves]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("way", [DIRECT, dataclasses.replace(DIRECT, chunks=2), ExchangeSpec("peer", "slots")], ids=str)
+def test_activations_may_be_checkpointed(ranks: Pool, way: ExchangeSpec, reentrant: bool) -> None:
+    """A forward that runs again stores its rows where those of the output's gradient arrive."""
+    problem = draw_problem(3, placement_of("linear", 6, 2), (5, 4), 3, "random", "float32", PLAIN, sizes=(16, 8))
+    wanted, found = (ranks.call(checkpointed, [(problem, way, one)] * 2) for one in (None, reentrant))
+    for own, one in zip(found, wanted, strict=True):
+        for array, other in zip(own, one, strict=True):
+            np.testing.assert_array_equal(array, other)
