@@ -132,7 +132,10 @@ def run_chunks(
     x, size = given.x, -(-len(given.x) // plan.spec.chunks)
     bounds = [min(number * size, len(x)) for number in range(plan.spec.chunks + 1)]
     arrays = x, given.wide, *arrays
-    chunks: Chunks = [[one if one is None else one[a:b] for one in arrays] for a, b in itertools.pairwise(bounds)]
+    # The gradient of a slice, though it be of all, is a copy.
+    chunks: Chunks = [list(arrays)]
+    if plan.spec.chunks > 1:
+        chunks = [[one if one is None else one[a:b] for one in arrays] for a, b in itertools.pairwise(bounds)]
     beside = len(chunks) > 1 or (shared is not None and x.is_cuda)
     if beside and not torch.is_grad_enabled():
         output, parts = _in_chunks(chunks, make, experts, shared, dtype, plan)
@@ -251,6 +254,8 @@ def _part(dense: tuple[Any, Any] | None, number: int, chunks: Chunks) -> tuple[A
     """Those of a chunk among the rows of the shared expert and the logits of its gate."""
     first = sum(len(x) for x, *_ in chunks[:number])
     rows, gate = dense or (None, None)
+    if len(chunks) == 1:
+        return rows, gate
     own = slice(first, first + len(chunks[number][0]))
     return None if rows is None else rows[own], None if gate is None else gate[own]
 

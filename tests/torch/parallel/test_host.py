@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -143,6 +144,41 @@ def test_few_kernels_make_a_forward_of_peers(ranks: Pool, options: dict[str, Any
     for kernels, barriers, others in ranks.call(launches, [(problem, way)] * 2):
         assert tuple(kernels) == expected
         assert (barriers, others) == (2, ON_A_CPU)
+
+
+def operations_of_a_step(group: Any, problem: Problem) -> list[tuple[int, Counter[str]]]:
+    """Of the second step with mode `peer`, forward and backward: barriers, and operations but views."""
+    own = problem.ranks()[torch.distributed.get_rank(group)]
+    parallel, found = ExpertParallel(group, ExchangeSpec("peer"), len(own.x)), []
+    views = ("detach", "alias", "slice.", "select", "view", "expand")
+    with running_on("reference"), mock.patch.object(chunks, "check_headers"):
+        x, experts, routing = to_torch((own.x, own.experts, own.routing))
+        x.requires_grad_()
+        placed: Any = {"parallel": parallel, "placement": problem.placement}
+
+        def counted(call: Any) -> Any:
+            with mock.patch.object(Symmetric, "barrier") as barrier, _Counting() as counting:
+                result = call()
+            names = {name: n for name, n in counting.found.items() if not any(view in name for view in views)}
+            found.append((barrier.call_count, Counter(names)))
+            torch.distributed.barrier(group)
+            return result
+
+        for _ in range(2):
+            given = TopK(routing.ids, routing.weights.detach().requires_grad_())
+            output = counted(functools.partial(parallel_moe, x, experts, given, problem.spec, **placed)).output
+            counted(output.sum().backward)
+    return found[2:]
+
+
+def test_few_operations_make_a_step_of_peers(ranks: Pool) -> None:
+    """Three barriers each way, and no pass over rows but a copy of those received."""
+    problem = draw_problem(1, placement_of("linear", 6, 2), (5, 5), 3, "random", "bfloat16", PLAIN, sizes=(16, 8))
+    for (forth, forward), (back, backward) in ranks.call(operations_of_a_step, [(problem,)] * 2):
+        assert (forth, back) == (3, 3)
+        # Rows and weights; what stands for x and for the owner's output; what a CPU reads of the numbers of tokens.
+        assert forward["aten.clone.default"] == 2 and forward.total() <= 11, forward
+        assert "aten.slice_backward.default" not in backward and backward.total() <= 14, backward
 
 
 def plans_made(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[int]:
