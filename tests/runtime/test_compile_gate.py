@@ -19,9 +19,10 @@ from moe_core.ops.exchange.direct import PUSH_TOKENS_ONCE
 from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
 from moe_core.plan.steps import Kernel, KernelLaunch, passed
+from tests.support.compile_gate.binaries import overwritten, resource_usage
 from tests.support.compile_gate.cover import ONLY, TUNED, cover, everything, facts
 from tests.support.compile_gate.exchange_plans import narrow_moves
-from tests.support.compile_gate.gate import GFX942, GROUPS, MODELS, Record, resource_usage
+from tests.support.compile_gate.gate import GFX942, GROUPS, MODELS, Record
 from tests.support.faults.sm90 import FAULTS, run_on_faulty_copies
 from tests.support.paths import ROOT
 
@@ -161,6 +162,29 @@ def test_narrow_moves_are_seen() -> None:
         assert narrow_moves(once, "st.global.b32 [%rd1]") == narrow, "without x, rows go by themselves"
 
 
+def test_overwritten_operands_are_seen() -> None:
+    """A loop of three wgmma, whose left operands are R4, R8 and R12 on, as nvdisasm shows it."""
+    parts = [f"HGMMA.64x128x16.F32.BF16 R24, R{first}, gdesc[UR8], R24, gsb0" for first in (4, 8, 12)]
+    back = "@P6 BRA `(.L_x_0)"
+    for before, wait, written in (
+        ("IMAD.SHL.U32 R12, R90, 0x80, RZ", 0, ""),
+        ("IMAD.SHL.U32 R12, R90, 0x80, RZ", 1, "IMAD.SHL.U32 R12"),
+        ("IMAD.SHL.U32 R11, R90, 0x80, RZ", 1, ""),
+        ("IMAD.SHL.U32 R11, R90, 0x80, RZ", 2, "IMAD.SHL.U32 R11"),
+        ("LDS.128 R8, [R90]", 2, "LDS.128 R8"),
+        ("LDS.64 R6, [R90]", 2, ""),
+        ("IADD3 R15, P6, R90, 0x80, RZ", 1, "IADD3 R15"),
+        ("ISETP.GE.AND P6, PT, R12, 0x80, PT", 1, ""),
+        ("STS.128 [R12], R12", 1, ""),
+    ):
+        lines = [before, *parts, f"WARPGROUP.DEPBAR.LE gsb0, 0x{wait:x}", back]
+        sass = ".L_x_0:\n" + "\n".join(f"        /*{16 * n:04x}*/   {line} ;" for n, line in enumerate(lines))
+        found = overwritten(sass)
+        assert found.startswith(written) and bool(found) == bool(written), (before, wait, found)
+        once = sass.replace(".L_x_0:", "").replace(back, "EXIT")
+        assert not overwritten(once), "behind them there is no next step"
+
+
 def test_resource_usage_is_read() -> None:
     report = " Function f:\n  REG:168 STACK:16 SHARED:0 LOCAL:8 CONSTANT[0]:636 TEXTURE:0 SURFACE:0 SAMPLER:0"
     assert resource_usage(report) == (168, 24)
@@ -178,6 +202,7 @@ def test_resource_usage_is_read() -> None:
         ({"has_tma": False}, "without TMA"),
         ({"order": "st.global before the wait"}, "before the wait"),
         ({"narrow": "rows move by st.global.b16"}, "rows move by"),
+        ({"overwritten": "LDS.128 R8 writes what one of 2 pending wgmma reads"}, "pending wgmma"),
     ],
 )
 def test_violations_are_seen(change: dict[str, object], violation: str) -> None:

@@ -12,6 +12,7 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.common.drain import must_drain
 from moe_core.ops.matmul.sm90.weight_gradient_plan import (
     SM90_GRADIENT_TILE,
     launch_sm90_gradient,
@@ -228,7 +229,7 @@ def _launch_portable(
         **passed(LEFT_START=left_start, RIGHT_START=right_start),
         **passed(LEFT_GATHER=spec.gather[0], RIGHT_GATHER=spec.gather[1]),
         **passed(TOP_K=1 if layout is None else layout.top_k, BY_SLOT=by_slot),
-        **passed(BIAS_SIDE=spec.bias_side, PRODUCT=product),
+        **passed(BIAS_SIDE=spec.bias_side, PRODUCT=product, DRAINED=must_drain(product, target)),
         **passed(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k),
     }
     grid = (tiles_m * tiles_n, parts if layout is None else groups, 1 if in_parts else spec.num_layers)

@@ -10,6 +10,7 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.common.drain import must_drain
 from moe_core.ops.reduction.gather import require_wide
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Kernel, LaunchPlan, passed
@@ -109,6 +110,7 @@ def plan_router(
         **builder.pointers("x", "weight", "bias", "logits"),
         **passed(num_tokens=num_tokens, D=d, NUM_EXPERTS=num_experts, X_STRIDE=stride),
         **passed(WEIGHT_LAYOUT=spec.weight_layout, LOGITS_DTYPE=spec.logits_dtype, PRODUCT=product),
+        **passed(DRAINED=must_drain(product, target)),
         **passed(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PDL=None),
     }
     grid = (-(-num_tokens // tile.block_m), -(-num_experts // tile.block_n))

@@ -10,8 +10,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -54,6 +52,7 @@ from tests.support.compile_gate import (
     routing_plans,
     sm90_plans,
 )
+from tests.support.compile_gate.binaries import overwritten_operand, usage_of
 
 #: Multiprocessors of an A100, an H200 and a B200.
 NUM_SMS, GFX942 = {80: 108, 90: 132, 100: 148}, "gfx942"
@@ -100,7 +99,8 @@ MODELS = {
 class Record:
     """What one compiled launch uses. shared_bytes per block; stack_bytes per thread (spills); many_rows: a 16-bit
     matmul tile of at least 64 rows; has_tma: it loads through tensor maps; order: what it breaks of `pdl_order`;
-    narrow: how it moves rows between ranks in pieces of fewer than 16 bytes."""
+    narrow: how it moves rows between ranks in pieces of fewer than 16 bytes; overwritten: what writes an operand of a
+    wgmma that may not have been read."""
 
     kernel: str
     label: str
@@ -115,10 +115,11 @@ class Record:
     has_tma: bool
     order: str = ""
     narrow: str = ""
+    overwritten: str = ""
 
     def violations(self) -> list[str]:
         """Every limit the launch breaks."""
-        found = [one for one in (self.order, self.narrow) if one]
+        found = [one for one in (self.order, self.narrow, self.overwritten) if one]
         if self.binary_bytes == 0:
             found.append("no binary")
         if self.arch == GFX942:
@@ -325,24 +326,6 @@ def distinct_launches(plans: Iterator[LaunchPlan]) -> list[tuple[LaunchPlan, Ker
     return list(found.values())
 
 
-def resource_usage(report: str) -> tuple[int, int]:
-    """(registers, spilled bytes per thread) from `cuobjdump --dump-resource-usage`."""
-    fields = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report))
-    return int(fields["REG"]), int(fields["STACK"]) + int(fields["LOCAL"])
-
-
-def _cuobjdump(cubin: bytes) -> str:
-    import tempfile
-
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 def _is_many_rows(plan: LaunchPlan, launch: KernelLaunch) -> bool:
     if launch.kernel.name.startswith(_SM90):
         return True
@@ -364,7 +347,7 @@ def measure(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Record:
     """Compile one launch for a CUDA target and read what the binary uses."""
     compiled = compile_launch(plan, launch, target)
     cubin = compiled.asm["cubin"]
-    registers, stack = resource_usage(_cuobjdump(cubin))
+    registers, stack = usage_of(cubin)
     return Record(
         kernel=launch.kernel.name,
         label=_label(plan, launch),
@@ -379,6 +362,7 @@ def measure(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Record:
         has_tma="cp.async.bulk.tensor" in compiled.asm["ptx"],
         order=pdl_order.order_violation(launch, compiled.asm["ptx"]),
         narrow=exchange_plans.narrow_moves(launch, compiled.asm["ptx"]),
+        overwritten=overwritten_operand(compiled.asm["ptx"], cubin),
     )
 
 

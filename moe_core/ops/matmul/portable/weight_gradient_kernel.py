@@ -34,7 +34,7 @@ def weight_gradient(
     num_rows, num_slots, part_rows,
     M: tl.constexpr, N: tl.constexpr, LEFT_STRIDE: tl.constexpr, RIGHT_STRIDE: tl.constexpr,
     LEFT_START: tl.constexpr, RIGHT_START: tl.constexpr, LEFT_GATHER: tl.constexpr, RIGHT_GATHER: tl.constexpr,
-    TOP_K: tl.constexpr, BY_SLOT: tl.constexpr, BIAS_SIDE: tl.constexpr, PRODUCT: tl.constexpr,
+    TOP_K: tl.constexpr, BY_SLOT: tl.constexpr, BIAS_SIDE: tl.constexpr, PRODUCT: tl.constexpr, DRAINED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of one group (program axis 1) of one layer (axis 2): d_weight `[layers, groups, M, N]`.
@@ -73,7 +73,7 @@ def weight_gradient(
                 b = tl.load(right_rows + n[None, :], mask=exists[:, None], other=0.0)
             else:
                 b = tl.load(right_rows + n[None, :], mask=exists[:, None] & (n < N)[None, :], other=0.0)
-            accumulator = multiply(tl.trans(a), b, accumulator, PRODUCT)
+            accumulator = multiply(tl.trans(a), b, accumulator, PRODUCT, DRAINED)
         offsets = plane * M * N + m[:, None] * N + n[None, :]
         inside = (m < M)[:, None] & (n < N)[None, :]
         if into is not None:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
+from moe_core.ops.common.kernels.dot import drained
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
@@ -182,7 +183,7 @@ def matmul_quantized(
     TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     DOT: tl.constexpr, SCALING: tl.constexpr, UNIFORM: tl.constexpr, ORDER: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, FAST_ACCUMULATE: tl.constexpr, TOKENS_FIRST: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, FAST_ACCUMULATE: tl.constexpr, TOKENS_FIRST: tl.constexpr, DRAINED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -195,6 +196,7 @@ def matmul_quantized(
     DOT: what is multiplied, `e4m3` or `int8` codes as they are, else `bfloat16`, `float16` or `float32` numbers.
     pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
     UNIFORM: the weight rows of a tile, of one side, share their scales. TOKENS_FIRST: rows of x are the left operand.
+    DRAINED: products end before the next step, see `drained`.
     PDL: see `kernels.pdl`.
     """
     if PDL == "start":
@@ -295,6 +297,8 @@ def matmul_quantized(
             total = tl.dot(left, right, total, out_dtype=tl.int32)
         else:
             total = tl.dot(left, right, total, input_precision=INPUT_PRECISION)
+        if DRAINED:
+            total = drained(total)
         scale, scale_1, zero, x_scale = next_scale, next_scale_1, next_zero, next_x_scale
     if SCALING == "at_end":
         factor = factor_of(scale, scale_1, x_scale, side, x_scales is not None, UNIFORM, TOKENS_FIRST)

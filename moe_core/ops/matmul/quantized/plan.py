@@ -230,7 +230,9 @@ def _arguments(
     spec, method = problem.spec, product_method(problem.operands, builder.target)
     ordered = x_side["x"] == Pointer(_ORDERED)
     columns = builder.spec(_ORDERED).shape[1] if ordered else problem.d
-    tokens_first = method.dot in ("e4m3", "int8") and config.block_m >= _TOKENS_FIRST_ROWS
+    codes = method.dot in ("e4m3", "int8")
+    tokens_first = codes and config.block_m >= _TOKENS_FIRST_ROWS
+    drained = builder.target.is_sm90 and not codes and method.scaling != "per_block"
     return {
         **(passed(x=x_side["x"], x_scales=x_side["x_scales"]) | common.quantized_pointers(builder)),
         **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *common.SCHEDULED_INPUTS, "y", "pre"),
@@ -241,6 +243,6 @@ def _arguments(
         **(common.bias_strides(problem.operands) | common.fused_constants(problem)),
         **passed(DOT=method.dot, SCALING=method.scaling, UNIFORM=_is_uniform(problem, config, method)),
         **passed(ORDER=order, INPUT_PRECISION="tf32" if spec.allow_tf32 and method.dot == "float32" else "ieee"),
-        **passed(FAST_ACCUMULATE=spec.fast_accumulate, TOKENS_FIRST=tokens_first),
+        **passed(FAST_ACCUMULATE=spec.fast_accumulate, TOKENS_FIRST=tokens_first, DRAINED=drained),
         **(common.block_constants(config) | passed(PDL=None)),
     }

@@ -11,15 +11,15 @@ from moe_core.ops.common.kernels.pdl import join
 def router(
     x, weight, bias, logits, num_tokens,
     D: tl.constexpr, NUM_EXPERTS: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_LAYOUT: tl.constexpr,
-    LOGITS_DTYPE: tl.constexpr, PRODUCT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr, PRODUCT: tl.constexpr, DRAINED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """logits[t, e] = round(sum over d of x[t, d] * weight[d, e] + bias[e]), one tile of tokens and experts per program.
 
     for each step of BLOCK_K along d:  accumulator += x tile . weight tile        (fp32)
     logits tile = round(accumulator + bias)                                       (LOGITS_DTYPE, stored as fp32)
 
-    PRODUCT: see `multiply`. Rows past the last token repeat it instead of being
+    PRODUCT, DRAINED: see `multiply`. Rows past the last token repeat it instead of being
     masked, so that the loads of x stay unconditional; they are not stored. PDL: see `kernels.pdl`.
     """
     if PDL is not None:
@@ -47,7 +47,7 @@ def router(
             b = tl.load(matrix)
         else:
             b = tl.load(matrix, mask=(depth < D - start)[:, None] & (columns < NUM_EXPERTS)[None, :], other=0.0)
-        accumulator = multiply(a, b, accumulator, PRODUCT)
+        accumulator = multiply(a, b, accumulator, PRODUCT, DRAINED)
         matrix += STEP
 
     if bias is not None:
