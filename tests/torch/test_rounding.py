@@ -57,8 +57,8 @@ def test_a_training_step_against_a_loop(engine: str) -> None:
         logits, x, gate_up, down = given = [to_torch(one, device).requires_grad_() for one in arrays]
         value = step(logits, x, moe_torch.ExpertWeights(gate_up, down))
         (value * value).sum().backward()
-        ids = moe_torch.route_rounded(logits.detach(), RULE, ROUNDING).ids
-        other = [one.detach().double().requires_grad_() for one in given]
+        ids = moe_torch.route_rounded(logits.detach(), RULE, ROUNDING).ids.cpu()
+        other = [one.detach().cpu().double().requires_grad_() for one in given]
         shares = other[0].softmax(1)
         top = shares.detach().topk(K, 1).indices
         chosen = torch.zeros_like(shares).scatter(1, top, 1.0)
