@@ -23,7 +23,7 @@ LAYERS = {
     "mixtral": MoELayerSpec(4096, 14336, 8, 2),
     "dsv3": MoELayerSpec(7168, 2048, 256, 8),
 }
-#: (model, T): measured us of T tokens on one H200 (benchmarks/results/forward-many-h200.json, docs/user/performance.md)
+#: (model, T): measured us of T tokens on one H200 (benchmarks/results/forward-many-h200.json)
 #: and of a quarter of what 4 T tokens take; then as docs/developer/parallel.md has them: us of the exact exchange, and
 #: percent: efficiency exact, with sums at ranks, and with fp8 rows; to hide for 85 %, exact and at ranks; and the
 #: efficiency of plain all-to-all of slots by NCCL.
