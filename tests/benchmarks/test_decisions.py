@@ -74,6 +74,7 @@ def test_shapes_are_those_of_the_models() -> None:
         "kimik2": (7168, 2048, 384, 8),
         "qwen3tp2": (2048, 384, 128, 8),
         "qwen3tp4": (2048, 192, 128, 8),
+        "gptoss120bsilu": (2880, 2880, 128, 4),
     }
     in_out = {name for name, shape in ALL_SHAPES.items() if shape.weight_layout == "in_out"}
     assert in_out == {"gptoss120b", "gptoss20b", "llama4"}, "as checkpoints store them"
