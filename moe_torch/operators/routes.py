@@ -25,8 +25,8 @@ def _take_plan(x: ArraySpec, slot_of_row: ArraySpec, each: int, target: Target) 
     require_spec("slot_of_row", slot_of_row, ("rows",), "int32")
     capacity, count = slot_of_row.shape[0], x.shape[0]
     # The batched form may have more rows than there are slots.
-    sizes = {"rows": capacity} if capacity <= count * each else {"max_rows": capacity}
-    layout = LayoutSpec(count, each, 1, **sizes)
+    fits = capacity <= count * each
+    layout = LayoutSpec(count, each, 1, rows=capacity if fits else None, max_rows=None if fits else capacity)
     return plan_gather_rows(x, slot_of_row, ArraySpec((count * each,), "int32"), layout, target)
 
 
