@@ -26,7 +26,7 @@ from moe_core.parity.case import Case
 from moe_core.parity.devices import INTERPRETER
 from moe_core.parity.engines import EngineRun
 from moe_core.parity.report import AGREE, DIFFER, NOT_TESTED, StageRow
-from moe_core.runtime.cuda import cuda_available
+from moe_core.runtime.cuda import CudaPrepared, cuda_available
 from moe_core.runtime.prepare import prepare
 from moe_core.runtime.prepared import HostPrepared, Prepared
 from moe_core.specs.routing import RouterSpec
@@ -267,6 +267,25 @@ def test_what_a_plan_does_not_write_is_poison(monkeypatch: pytest.MonkeyPatch) -
     assert Prepared.__call__ is run
     prepare(plan)([array.ctypes.data for array in arrays.values()])
     assert (arrays["ids"] == [0, 1]).all() and found.outputs == 2
+
+
+def test_every_way_to_run_a_plan_is_poisoned() -> None:
+    """Also that of GPUs, which checks and packs addresses itself."""
+    kinds = [kind for kind in (Prepared, HostPrepared, CudaPrepared) if "__call__" in vars(kind)]
+    runs = [kind.__call__ for kind in kinds]
+    assert {Prepared, CudaPrepared} <= set(kinds)
+    with poisoned():
+        assert all(kind.__call__ is not run for kind, run in zip(kinds, runs, strict=True))
+    assert [kind.__call__ for kind in kinds] == runs
+
+
+def test_a_run_in_two_parts_is_poisoned_once() -> None:
+    plan, arrays = plan_of_a_router()
+    prepared, pointers = prepare(plan), [array.ctypes.data for array in arrays.values()]
+    with poisoned() as found:
+        prepared(pointers, 0, slice(1))
+        prepared(pointers, 0, slice(1, None))
+    assert (arrays["ids"] == [0, 1]).all() and (found.outputs, found.workspaces) == (2, 0)
 
 
 #: Kernels that multiply, alone or with other stages.

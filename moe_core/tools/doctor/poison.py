@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from moe_core.runtime.cuda import driver
+from moe_core.runtime.cuda import CudaPrepared, driver
 from moe_core.runtime.prepared import Prepared
 
 #: Every byte: NaN in floats, -1 in signed integers.
@@ -34,22 +34,32 @@ def poisoned() -> Iterator[Poisoned]:
 
     It changes how plans run in the whole process, on every thread (XLA calls from its own): for a process of one's own.
     """
-    run, found = Prepared.__call__, Poisoned()
+    found = Poisoned()
+    runs = {kind: kind.__dict__["__call__"] for kind in (Prepared, CudaPrepared)}
 
-    def poison_and_run(prepared: Prepared, pointers: Sequence[int], stream: int = 0) -> None:
-        plan = prepared.plan
-        sizes = [buffer.spec.nbytes for buffer in plan.outputs]
-        for pointer, size in zip(pointers[len(plan.inputs) :], [*sizes, plan.scratch_bytes], strict=False):
-            if size:
-                _fill(prepared, pointer, size, stream)
-        found.count(len(sizes), int(plan.scratch_bytes > 0))
-        run(prepared, pointers, stream)
+    def poisoning(run: Callable[..., None]) -> Callable[..., None]:
+        def poison_and_run(
+            prepared: Prepared, pointers: Sequence[int], stream: int = 0, steps: slice | None = None
+        ) -> None:
+            # What runs in two parts is poisoned before the first.
+            if steps is None or not steps.start:
+                plan = prepared.plan
+                sizes = [buffer.spec.nbytes for buffer in plan.outputs]
+                for pointer, size in zip(pointers[len(plan.inputs) :], [*sizes, plan.scratch_bytes], strict=False):
+                    if size:
+                        _fill(prepared, pointer, size, stream)
+                found.count(len(sizes), int(plan.scratch_bytes > 0))
+            run(prepared, pointers, stream, steps)
 
-    Prepared.__call__ = poison_and_run  # type: ignore[method-assign]
+        return poison_and_run
+
+    for kind, run in runs.items():
+        kind.__call__ = poisoning(run)  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Prepared.__call__ = run  # type: ignore[method-assign]
+        for kind, run in runs.items():
+            kind.__call__ = run  # type: ignore[method-assign]
 
 
 def _fill(prepared: Prepared, pointer: int, size: int, stream: int) -> None:
