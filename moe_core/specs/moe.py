@@ -39,7 +39,8 @@ class MoESpec:
     `layout_of_runs` do. The output is then product 2's as it lies: no pass copies it, and rows of no expert hold
     anything.
 
-    row_limit: of given ids of which many are -1, as `route_rounded` makes them: memory and tiles follow it.
+    row_limit: of given ids of which many are -1, as `route_rounded` makes them: memory and tiles follow it. Slots past
+    it contribute zeros; invalid_ids counts them.
     """
 
     activation: Activation

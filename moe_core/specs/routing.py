@@ -157,7 +157,7 @@ class RouterSpec:
 @dataclass(frozen=True)
 class RowLimit:
     """What is known of ids of which many are -1: of T tokens and E experts, at most per_token * T + per_expert * E are
-    experts. Memory and the choice of tiles follow it; slots past it have no row.
+    experts. Memory and the choice of tiles follow it. Slots past it have no row and count as invalid ids.
 
     per_token: also the mean that tiles are chosen for. multiple: each expert has a multiple of so many rows, as after
     token rounding, and tiles that divide it are preferred.

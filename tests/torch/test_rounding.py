@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import moe_torch
 from moe_core.ops.routing.rounding import plan_route_rounded
+from moe_core.specs.routing import RowLimit
 from moe_torch import InvalidInput, MoESpec, RouterSpec, TokenRounding, Unsupported
 from moe_torch.bridge.operator import target_of_device
 from tests.support.harness import run_plan, spec_of
@@ -139,3 +140,20 @@ def test_second_derivatives_are_refused() -> None:
     (first,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
     with pytest.raises(Unsupported, match="route_rounded has no second derivative"):
         first.sum().backward()
+
+
+@on_engines
+@pytest.mark.parametrize("tokens", [64, 3000])
+def test_slots_past_a_row_limit_are_counted(engine: str, tokens: int) -> None:
+    """Few and many slots are laid out by different kernels."""
+    with running_on(engine) as device:
+        ids = torch.arange(tokens, dtype=torch.int32)[:, None] % E
+        ids = torch.cat([ids, (ids + 1) % E], 1)
+        ids[0, 0] = E + 7
+        experts = moe_torch.ExpertWeights(torch.randn(E, 8, 8, device=device), torch.randn(E, 4, 8, device=device))
+        routing = moe_torch.TopK(ids.to(device), torch.ones(tokens, 2, device=device))
+        x, counted = torch.randn(tokens, 8, device=device), {}
+        for limit in (None, RowLimit(1), RowLimit(2)):
+            spec = MoESpec(moe_torch.Activation("silu"), row_limit=limit)
+            counted[limit] = moe_torch.moe(x, experts, routing, spec).invalid_ids.item()
+        assert counted == {None: 1, RowLimit(1): tokens, RowLimit(2): 1}

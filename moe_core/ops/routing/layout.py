@@ -90,7 +90,8 @@ def plan_layout(
     """Group the slots of ids int32 `[T, K]` by expert, stably: an expert's rows are in slot order.
 
     expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here". token_mask bool `[T]`: a
-    masked token's ids act as -1 and count nowhere. Ids outside [-1, E_global) act as -1 and are counted in invalid_ids.
+    masked token's ids act as -1 and count nowhere. Ids outside [-1, E_global) act as -1 and are counted in invalid_ids,
+    and so are slots past layout.limit.
     block_ms: heights of the schedules to make. tile_counters: how many counters of products to clear, a power of two.
 
     Inputs: ids, [expert_map], [token_mask]. Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`, slot_of_row
@@ -202,7 +203,7 @@ class LayoutLauncher:
         chunk = first_holding(_CHUNK_SLOTS[self.target.engine], layout.num_slots)
         num_warps = _expert_warps(self.experts, 4)
         arguments = self.read | self.outputs("overflow", num_slots=layout.num_slots, capacity=layout.capacity)
-        arguments |= self.sizes
+        arguments |= passed(COUNT_LOST=layout.limit is not None) | self.sizes
         arguments |= self.tail(num_warps, BLOCK_S=block_slots, CHUNK=chunk)
         programs = max(-(-layout.num_slots // block_slots), self._sharing())
         self.builder.launch(LAYOUT_AT_ONCE, (programs,), arguments, num_warps)
@@ -237,7 +238,8 @@ class LayoutLauncher:
         arguments = self.read | passed(block_counts="block_counts", block_invalid=block_invalid)
         counts = {"num_slots": slots, "block_slots": block_slots, "num_blocks": blocks, "capacity": capacity}
         arguments |= self.outputs("overflow", **counts)
-        arguments |= self.sizes | self.tail(num_warps, BLOCK_S=placed, BLOCK_B=summed)
+        arguments |= passed(COUNT_LOST=self.layout.limit is not None) | self.sizes
+        arguments |= self.tail(num_warps, BLOCK_S=placed, BLOCK_B=summed)
         programs = blocks + max(_LEAST_SHARING, self._sharing())
         self.builder.launch(PLACE_BLOCKS, (programs,), arguments, num_warps)
 

@@ -215,7 +215,9 @@ def layout(
     row_of_slot = np.full(layout.num_slots, -1, np.int32)
     slot_of_row[rows], row_of_slot[slots] = slots, rows
     schedules = (schedule(sizes, layout=layout, block_m=block_m) for block_m in block_ms)
-    counts = (invalid,) if layout.rows is None else (invalid, int((found - sizes).sum()))
+    lost = int((found - sizes).sum())
+    invalid += lost if layout.limit is not None else 0
+    counts = (invalid,) if layout.rows is None else (invalid, lost)
     counters = (np.array([count], np.int32) for count in counts)
     return sizes.astype(np.int32), start.astype(np.int32), slot_of_row, row_of_slot, *counters, *schedules
 

@@ -165,9 +165,9 @@ def place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, ma
 def layout_at_once(
     ids, expert_map, token_mask, group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, schedule_0,
     schedule_1, tile_counters, overflow, num_slots, capacity, max_blocks_0, max_blocks_1, max_rows,
-    NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ALIGNMENT: tl.constexpr,
-    COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, BLOCK_S: tl.constexpr,
-    CHUNK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    COUNT_LOST: tl.constexpr, NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    ALIGNMENT: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
+    BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The whole layout in one launch; each program counts all slots and places a block of BLOCK_S of them.
@@ -177,7 +177,8 @@ def layout_at_once(
 
     Example, local experts [2, 0, 0, -1], BLOCK_S 2: found [2, 0, 1]; second block: before [1, 0, 1], so slot 2 (e = 0,
     rank 0) goes to row 0 + 1 + 0 = 1; row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
-    overflow: how many slots have no row because there are `capacity` alone, None = there are enough.
+    overflow: how many slots have no row because there are `capacity` alone, None = there are enough. COUNT_LOST: they
+    count as invalid ids, too.
     PDL: see `kernels.pdl`.
     """
     if PDL is not None:
@@ -201,7 +202,10 @@ def layout_at_once(
     if tl.program_id(0) == 0:
         experts = tl.arange(0, EXPERTS)
         tl.store(group_sizes + experts, sizes, mask=experts < NUM_EXPERTS)
-        tl.store(invalid_ids, tl.sum(wrong, axis=0))
+        invalid = tl.sum(wrong, axis=0)
+        if COUNT_LOST:
+            invalid += tl.sum(found - sizes, axis=0)
+        tl.store(invalid_ids, invalid)
         if overflow is not None:
             tl.store(overflow, tl.sum(found - sizes, axis=0))
     starts = write_groups(
@@ -262,9 +266,9 @@ def place_blocks(
     ids, expert_map, token_mask, block_counts, block_invalid, group_sizes, group_start, slot_of_row, row_of_slot,
     invalid_ids, schedule_0, schedule_1, tile_counters, overflow, num_slots, block_slots, num_blocks, capacity,
     max_blocks_0, max_blocks_1, max_rows,
-    NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ALIGNMENT: tl.constexpr,
-    COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_B: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    COUNT_LOST: tl.constexpr, NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    ALIGNMENT: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block; BLOCK_S slots at a time.
@@ -295,7 +299,10 @@ def place_blocks(
                 for first in range(0, num_blocks, BLOCK_FILL):
                     blocks = first + tl.arange(0, BLOCK_FILL)
                     wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
-            tl.store(invalid_ids, tl.sum(wrong, axis=0))
+            invalid = tl.sum(wrong, axis=0)
+            if COUNT_LOST:
+                invalid += tl.sum(found - sizes, axis=0)
+            tl.store(invalid_ids, invalid)
             if overflow is not None:
                 tl.store(overflow, tl.sum(found - sizes, axis=0))
         write_groups(
