@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class MoEAux(NamedTuple):
-    """Losses and statistics of one forward; formulas: `moe_core.ops.routing.reference.router_losses`.
+    """Losses and statistics of one forward; formulas: `moe_core.ops.routing.reference_backward.router_losses`.
 
     load_balance_loss, z_loss: fp32 scalars, masked tokens left out. tokens_per_expert int32 `[E]`: slots routed to each
     expert, before any capacity limit. ids int32 `[T, K]`: -1 where a token is masked or a capacity limit dropped the

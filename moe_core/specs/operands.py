@@ -240,7 +240,7 @@ class OutputGradients:
 
     weights fp32 `[T, K]` and logits fp32 `[T, E]`: gradients of these outputs of the forward, added to those that come
     through the experts. load_balance and z: fp32 `[1]`, of the losses of
-    `moe_core.ops.routing.reference.router_losses`.
+    `moe_core.ops.routing.reference_backward.router_losses`.
     """
 
     output: Any

@@ -21,7 +21,7 @@ def router_losses(
     spec: RouterSpec,
     over: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference.router_losses` has the
+    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference_backward.router_losses` has the
     formulas.
 
     Under data parallelism these are the losses of the local tokens: see examples/jax_data_parallel.py. over: mesh axes

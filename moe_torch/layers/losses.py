@@ -12,7 +12,7 @@ from moe_torch.bridge.options import require_instance
 def router_losses(
     logits: torch.Tensor, tokens_per_expert: torch.Tensor, token_mask: torch.Tensor | None, router: RouterSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(load-balancing loss, z-loss), fp32 scalars; formulas: `moe_core.ops.routing.reference.router_losses`.
+    """(load-balancing loss, z-loss), fp32 scalars; formulas: `moe_core.ops.routing.reference_backward.router_losses`.
 
     logits fp32 `[T, E]`; tokens_per_expert int32 `[E]`; token_mask bool `[T]` or None.
     """

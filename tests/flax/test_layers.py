@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import moe_jax
 from moe_core.layers import MAXTEXT, ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec, Storage
-from moe_core.ops.routing.reference import router_losses_backward
+from moe_core.ops.routing.reference_backward import router_losses_backward
 from moe_core.parity.tolerance import EXACT, Tolerance, assert_close
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import map_arrays

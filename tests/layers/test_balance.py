@@ -14,7 +14,8 @@ jax = pytest.importorskip("jax")
 import moe_jax.layers
 import moe_torch
 from moe_core.errors import InvalidInput
-from moe_core.ops.routing.reference import route, route_backward, router_losses, router_losses_backward
+from moe_core.ops.routing.reference import route
+from moe_core.ops.routing.reference_backward import route_backward, router_losses, router_losses_backward
 from moe_core.specs import RouterSpec
 from moe_torch import MoE
 from tests.support.strategies import low_logits

@@ -17,7 +17,7 @@ import moe_jax.ops
 import moe_torch
 from moe_core.errors import InvalidInput
 from moe_core.layers.reference import layer_stages
-from moe_core.ops.routing import reference
+from moe_core.ops.routing import reference, reference_backward
 from moe_core.specs import RouterSpec
 from moe_jax.layers import RoutedBy
 from moe_torch import MoE, MoELayerSpec, SharedExpertsSpec
@@ -56,7 +56,7 @@ def test_weights_of_given_ids(spec: RouterSpec) -> None:
     gone = ~mask | (ids < 0).any(-1) | (ids >= E).any(-1)
     wanted[gone] = 0
     d_weights = np.random.default_rng(1).standard_normal((T, K)).astype(np.float32)
-    expected = reference.route_backward(d_weights, logits, np.where(gone[:, None], -1, ids), spec=spec)
+    expected = reference_backward.route_backward(d_weights, logits, np.where(gone[:, None], -1, ids), spec=spec)
     for engine in ("reference", REAL_KERNELS):
         with running_on(engine) as device:
             leaf = to_torch(logits, device).requires_grad_()

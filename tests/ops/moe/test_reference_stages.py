@@ -16,7 +16,7 @@ from moe_core.ops.activation import reference as backward_activation
 from moe_core.ops.matmul.reference import backward as backward_matmul
 from moe_core.ops.matmul.reference.forward import matmul_ogs
 from moe_core.ops.router.reference import router_backward
-from moe_core.ops.routing import reference as backward_routing
+from moe_core.ops.routing import reference_backward as backward_routing
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference import route
 from moe_core.parity.tolerance import Tolerance, assert_close

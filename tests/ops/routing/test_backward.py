@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_core import InvalidInput
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.routing import reference
+from moe_core.ops.routing import reference, reference_backward
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.reference import route
 from moe_core.ops.routing.reference_bounds import bounded, through_bounds
@@ -56,7 +56,7 @@ def run_both(
     arrays = {"logits": logits} | dict(named_arrays(gradients, "gradients."))
     arrays |= {"ids": ids} if has_ids else {}
     arrays |= {} if mask is None else {"token_mask": mask}
-    expected = reference.routing_backward(
+    expected = reference_backward.routing_backward(
         logits,
         ids,
         gradients.weights,
@@ -81,7 +81,7 @@ def term_sizes(
     with np.errstate(all="ignore"):
         scores, softmax = reference.scores_of(x, spec.scoring), reference.scores_of(x, "softmax")
         is_softmax, last = spec.scoring == "softmax", spec.order == "topk_then_softmax"
-        derivative = np.ones_like(x) if is_softmax else reference.log_score_derivative(x, spec.scoring)
+        derivative = np.ones_like(x) if is_softmax else reference_backward.log_score_derivative(x, spec.scoring)
         total = np.zeros_like(x)
         if gradients.weights is not None:
             given = np.abs(gradients.weights.astype(np.float64)) * spec.scale

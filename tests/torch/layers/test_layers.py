@@ -19,7 +19,7 @@ import moe_torch
 from moe_core.errors import InvalidInput
 from moe_core.layers import LayerWeights, MoELayerSpec, convert_weights
 from moe_core.ops.moe.reference.forward import moe_stages
-from moe_core.ops.routing.reference import router_losses, router_losses_backward
+from moe_core.ops.routing.reference_backward import router_losses, router_losses_backward
 from moe_core.parity.tolerance import Tolerance, assert_close
 from moe_core.runtime.prepared import HostPrepared
 from moe_core.specs.operands import TopK

@@ -27,7 +27,7 @@ from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.router.reference import router, router_backward
 from moe_core.ops.routing.reference import layout as make_layout
-from moe_core.ops.routing.reference import routing_backward
+from moe_core.ops.routing.reference_backward import routing_backward
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, OutputGradients, RouterLogits, RouterWeights, SharedExpert, TopK
