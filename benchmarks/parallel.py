@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         for row in rows
         if row == "tokens" or EXCHANGES[mode].get("sums") != "ranks"
         if mode != "all_gather" or (row == "tokens" and count <= _FEW_TOKENS)
-        if not (found.training and mode == "peer_fp8")
+        if not (found.training and mode.startswith("peer_fp8"))
     ]
     if not cells:
         parser.error(f"there is nothing to run; all_gather has rows of tokens, up to {_FEW_TOKENS} of them")
