@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_core.ops.routing.reference import topk_keys
-from moe_core.specs.routing import TokenRounding
+from moe_core.ops.routing.reference import route, topk_keys
+from moe_core.specs.routing import RouterSpec, TokenRounding
 
 
 def rounded_rows(chosen: np.ndarray, candidates: np.ndarray, rounding: TokenRounding) -> np.ndarray:
@@ -25,15 +25,29 @@ def rounded_rows(chosen: np.ndarray, candidates: np.ndarray, rounding: TokenRoun
     return np.where(rows > candidates, whole * tile, rows)
 
 
+def route_candidates(
+    logits: np.ndarray,
+    correction_bias: np.ndarray | None = None,
+    token_mask: np.ndarray | None = None,
+    *,
+    spec: RouterSpec,
+    wide: RouterSpec,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The results of `moe_core.ops.routing.rounding.plan_candidates`: ids, weights. wide: `TokenRounding.wide`."""
+    ids, weights = route(logits, correction_bias, token_mask, spec=wide)
+    top_k = spec.require_top_k()
+    weights[:, :top_k] = route(logits, None, token_mask, ids[:, :top_k], spec=spec)[1]
+    return ids, weights
+
+
 def keep_candidates(
-    candidates: np.ndarray, weights: np.ndarray, scores: np.ndarray, *, rounding: TokenRounding, num_experts: int
+    candidates: np.ndarray, candidate_weights: np.ndarray, *, top_k: int, rounding: TokenRounding, num_experts: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The results of `moe_core.ops.routing.rounding.plan_keep_candidates`: ids, weights, tokens_per_expert."""
-    top_k, width = weights.shape[1], candidates.shape[1]
-    values = np.concatenate([weights, scores[:, top_k:]], axis=1).reshape(-1)
+    shape, values = candidates.shape, candidate_weights.reshape(-1)
     expert, slots = candidates.reshape(-1), np.arange(candidates.size)
     present = expert >= 0
-    extra = slots % width >= top_k
+    extra = slots % shape[1] >= top_k
     chosen = np.bincount(expert[present & ~extra], minlength=num_experts)
     found = np.bincount(expert[present], minlength=num_experts)
     rows = rounded_rows(chosen, found, rounding)
@@ -42,9 +56,8 @@ def keep_candidates(
     place = np.arange(len(order)) - (np.cumsum(found) - found)[expert[order]]
     kept = np.zeros(candidates.size, bool)
     kept[order[place < rows[expert[order]]]] = True
-    ids, values = np.where(kept, expert, -1), np.where(kept, values, 0.0)
-    shape, kind = candidates.shape, weights.dtype
-    return ids.astype(np.int32).reshape(shape), values.astype(kind).reshape(shape), chosen.astype(np.int32)
+    ids, weights = np.where(kept, expert, -1), np.where(kept, values, values.dtype.type(0))
+    return ids.astype(np.int32).reshape(shape), weights.reshape(shape), chosen.astype(np.int32)
 
 
 def split_gradients(

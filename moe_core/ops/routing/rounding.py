@@ -1,9 +1,8 @@
 """Planning of token rounding (`moe_core.specs.routing.TokenRounding`) and of its backward.
 
-    weights, _     = top-K routing                     [T, K]
-    candidates, scores = its W best, not renormalised  [T, W], of which the first K are the chosen
-    layout         = candidates by expert
-    ids, weights   = the candidates that their experts keep, the others -1 and 0
+    candidates, their weights = the W best experts of each token, of which the first K are the chosen  [T, W]
+    layout                    = candidates by expert
+    ids, weights              = those that their experts keep, the others -1 and 0
 
 The table stays `[T, W]`, so that layouts and products take it as they take ids of which some are -1.
 """
@@ -20,7 +19,7 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.layout import plan_layout, require_experts
-from moe_core.ops.routing.topk import plan_routing
+from moe_core.ops.routing.topk import describe_selection, launch_routing, require_routing
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Kernel, LaunchPlan, passed
 from moe_core.specs.operands import RoutingGradients
@@ -34,9 +33,38 @@ _BLOCK, _WARPS = {"gpu": 1024, "interpreter": 64}, 8
 
 
 @functools.lru_cache(PLANS_KEPT)
+def plan_candidates(
+    logits: ArraySpec,
+    spec: RouterSpec,
+    rounding: TokenRounding,
+    target: Target,
+    *,
+    correction_bias: ArraySpec | None = None,
+    token_mask: ArraySpec | None = None,
+) -> LaunchPlan:
+    """ids int32 and weights fp32 `[T, W]` of the W best experts of logits fp32 `[T, E]`, the best first.
+
+    The first K columns are those of `plan_routing`. The weights from K on are scores (of a softmax: among all experts)
+    times scale, not renormalised. Inputs as of `plan_routing`. Raises InvalidInput, Unsupported.
+    """
+    wide = _check(logits, spec, rounding, correction_bias is not None)
+    require_routing(logits, wide, correction_bias, token_mask)
+    builder = PlanBuilder("candidates", target)
+    inputs = builder.inputs({"logits": logits, "correction_bias": correction_bias, "token_mask": token_mask})
+    width = wide.require_top_k()
+    outputs = [builder.output(name, ArraySpec((logits.shape[0], width), kind)) for name, kind in _KEPT]
+    if target.compiled:
+        return launch_routing(builder, spec, width)
+    describe_selection(builder, spec, correction_bias is not None)
+    builder.sums("softmax and renormalisation: NumPy's pairwise sums, fp32")
+    constants = {"spec": spec, "wide": wide}
+    return builder.reference("routing.reference_rounding:route_candidates", inputs, constants, outputs)
+
+
+@functools.lru_cache(PLANS_KEPT)
 def plan_keep_candidates(
     candidates: ArraySpec,
-    weights: ArraySpec,
+    top_k: int,
     num_experts: int,
     rounding: TokenRounding,
     target: Target,
@@ -45,35 +73,31 @@ def plan_keep_candidates(
 ) -> LaunchPlan:
     """ids int32 and weights fp32 `[T, W]` of the candidates int32 `[T, W]` that their experts keep, else -1 and 0.
 
-    A token's candidates are distinct experts, the best first, -1 in all columns of a masked token. weights fp32
-    `[T, K]`: of the first K, the chosen. Also an input: scores fp32 `[T, W]`, whose columns from K on are the weights
-    of the others. An expert that n tokens chose keeps as many candidates as `TokenRounding` says, the first in this
-    order: chosen ones by weight, then others by score, of equals the lower token; NaN comes behind every number.
-    masked=False: no candidate is -1. Further output: tokens_per_expert int32 `[E]`, the n. Raises InvalidInput,
-    Unsupported.
+    A token's candidates are distinct experts, the best first, -1 in all columns of a masked token. The first top_k are
+    the chosen. Also an input: candidate_weights fp32 `[T, W]`. An expert that n tokens chose keeps as many candidates
+    as `TokenRounding` says, the first in this order: chosen ones by weight, then others by weight, of equals the lower
+    token; NaN comes behind every number. masked=False: no candidate is -1. Further output: tokens_per_expert int32
+    `[E]`, the n. Raises InvalidInput, Unsupported.
     """
     num_tokens, width = require_spec("candidates", candidates, ("num_tokens", "width"), "int32").shape
-    top_k = require_spec("weights", weights, (num_tokens, "top_k"), "float32").shape[1]
     builder = PlanBuilder("keep_candidates", target)
     builder.input("candidates", candidates, "ids")
-    builder.input("chosen_weights", weights, "weights")
-    builder.input("scores", ArraySpec((num_tokens, width), "float32"), "weights")
+    builder.input("candidate_weights", ArraySpec((num_tokens, width), "float32"), "weights")
     outputs = [builder.output(name, ArraySpec((num_tokens, width), kind)) for name, kind in _KEPT]
     outputs.append(builder.output("tokens_per_expert", ArraySpec((num_experts,), "int32")))
-    inputs = {"candidates": "candidates", "weights": "chosen_weights", "scores": "scores"}
     builder.note(
         f"counts of tokens are rounded to multiples of {rounding.tile} ({rounding.mode}), among {width} candidates each"
     )
     if not target.compiled:
-        constants = {"rounding": rounding, "num_experts": num_experts}
+        inputs = {name: name for name in ("candidates", "candidate_weights")}
+        constants = {"top_k": top_k, "rounding": rounding, "num_experts": num_experts}
         return builder.reference("routing.reference_rounding:keep_candidates", inputs, constants, outputs)
     require_experts(num_experts)
     layout = LayoutSpec(num_tokens, width, num_experts)
     plan = plan_layout(candidates, layout, target)
     arrays = {name: builder.scratch(name, plan.spec(name)) for name in ("group_start", "slot_of_row")}
     builder.call(plan, "candidates", {"ids": "candidates"} | arrays)
-    arguments = passed(candidates="candidates", weights="chosen_weights", scores="scores", **arrays)
-    arguments |= passed(ids="ids", kept_weights="weights", tokens_per_expert="tokens_per_expert")
+    arguments = builder.pointers("candidates", "candidate_weights", *arrays, "ids", "weights", "tokens_per_expert")
     arguments |= passed(num_slots=layout.num_slots, NUM_EXPERTS=num_experts, TOP_K=top_k, WIDTH=width)
     block = _BLOCK[target.engine]
     arguments |= passed(TILE=rounding.tile, MODE=rounding.mode, BLOCK=block)
@@ -108,34 +132,27 @@ def plan_route_rounded(
     correction_bias: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
 ) -> LaunchPlan:
-    """Routing whose experts each get a multiple of `rounding.tile` tokens: `plan_routing`, then `plan_keep_candidates`.
+    """Routing whose experts get multiples of `rounding.tile` tokens: `plan_candidates`, then `plan_keep_candidates`.
 
     Inputs as of `plan_routing`; outputs: ids int32 and weights fp32 `[T, W]`, tokens_per_expert int32 `[E]`, those that
     chose each expert, candidates int32 `[T, W]`, which the backward reads. The weight of a chosen expert is that of
     `plan_routing`, whatever is dropped; that of another expert is its score (of a softmax: among all experts) times
     scale, not renormalised. Raises InvalidInput, Unsupported.
     """
-    wide = _check(logits, spec, rounding, correction_bias is not None)
-    num_tokens, num_experts = logits.shape
-    builder = PlanBuilder("route_rounded", target)
-    builder.inputs({"logits": logits, "correction_bias": correction_bias, "token_mask": token_mask})
-    shape = (num_tokens, wide.require_top_k())
-    for name, kind in _KEPT:
-        builder.output(name, ArraySpec(shape, kind))
-    builder.output("tokens_per_expert", ArraySpec((num_experts,), "int32"))
-    builder.output("candidates", ArraySpec(shape, "int32"), "ids")
     options = {"correction_bias": correction_bias, "token_mask": token_mask}
-    bound = {name: name for name in ("logits", *(name for name, array in options.items() if array is not None))}
-    plan = plan_routing(logits, spec, target, **options)
-    builder.call(plan, "top-k", bound | {"weights": builder.scratch("chosen_weights", plan.spec("weights"), "weights")})
-    plan = plan_routing(logits, wide, target, **options)
-    scores = builder.scratch("scores", plan.spec("weights"), "weights")
-    builder.call(plan, "candidates", bound | {"ids": "candidates", "weights": scores})
-    chosen = builder.spec("chosen_weights")
-    masked = token_mask is not None
-    plan = plan_keep_candidates(plan.spec("ids"), chosen, num_experts, rounding, target, masked=masked)
-    names = ("candidates", "chosen_weights", "scores", "ids", "weights", "tokens_per_expert")
-    builder.call(plan, "rounding", {name: name for name in names})
+    routing = plan_candidates(logits, spec, rounding, target, **options)
+    builder = PlanBuilder("route_rounded", target)
+    bindings = builder.inputs({"logits": logits} | options)
+    for name, _ in _KEPT:
+        builder.output(name, routing.spec(name))
+    builder.output("tokens_per_expert", ArraySpec(logits.shape[1:], "int32"))
+    bindings["ids"] = builder.output("candidates", routing.spec("ids"), "ids")
+    bindings["weights"] = builder.scratch("candidate_weights", routing.spec("weights"), "weights")
+    builder.call(routing, "candidates", bindings)
+    sizes, masked = (spec.require_top_k(), logits.shape[1]), token_mask is not None
+    kept = plan_keep_candidates(routing.spec("ids"), *sizes, rounding, target, masked=masked)
+    names = ("candidates", "candidate_weights", "ids", "weights", "tokens_per_expert")
+    builder.call(kept, "rounding", {name: name for name in names})
     return builder.build()
 
 

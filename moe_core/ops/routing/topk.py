@@ -46,10 +46,11 @@ _LOGITS_PER_WARP, _LOGITS_PER_LOAD = 1024, 128
 
 @dataclass(frozen=True)
 class _Selection:
-    """How a kernel chooses experts: padded columns and slots, and the constants of `topk.choose_experts`."""
+    """How a kernel chooses `width` experts: padded columns and slots, and the constants of `topk.choose_experts`."""
 
     spec: RouterSpec
     num_experts: int
+    width: int
 
     @property
     def groups(self) -> int:
@@ -65,7 +66,7 @@ class _Selection:
 
     @property
     def slots(self) -> int:
-        return padded(self.spec.require_top_k(), 1)
+        return padded(self.width, 1)
 
     def num_warps(self, block_t: int, least: int) -> int:
         """Warps for block_t tokens at once."""
@@ -103,7 +104,7 @@ def describe_selection(builder: PlanBuilder, spec: RouterSpec, has_bias: bool) -
     builder.note(f"selection on {selected}")
 
 
-def _require_routing(
+def require_routing(
     logits: ArraySpec, spec: RouterSpec, correction_bias: ArraySpec | None, token_mask: ArraySpec | None
 ) -> None:
     """Check the arguments of routing."""
@@ -137,7 +138,7 @@ def plan_routing(
     with an id outside [0, E) is masked. Inputs: logits, [correction_bias], [token_mask], [given]; outputs: ids,
     weights, [bitmatrix uint32 `[T, ceil(E / 32)]`]. Raises InvalidInput, Unsupported.
     """
-    _require_routing(logits, spec, correction_bias, token_mask)
+    require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape
     chosen = (num_tokens, spec.require_top_k())
     if given is not None:
@@ -159,9 +160,15 @@ def plan_routing(
         builder.sums("softmax and renormalisation: NumPy's pairwise sums, fp32")
         constants = {"spec": spec, "with_bitmatrix": with_bitmatrix}
         return builder.reference("routing.reference:route", present, constants, outputs)
+    return launch_routing(builder, spec, spec.require_top_k())
+
+
+def launch_routing(builder: PlanBuilder, spec: RouterSpec, width: int) -> LaunchPlan:
+    """The plan with a launch that chooses the `width` best experts for the inputs and outputs of `plan_routing`."""
+    target, (num_tokens, num_experts) = builder.target, builder.spec("logits").shape
     require_experts(num_experts)
-    selection = _Selection(spec, num_experts)
-    selection.describe(builder, correction_bias is not None)
+    selection = _Selection(spec, num_experts, width)
+    selection.describe(builder, builder.has("correction_bias"))
     block_t, most = 1, num_tokens
     if target.interpreted:
         block_t = min(padded(num_tokens, 1), max(1, BLOCK_ELEMENTS["interpreter"] // selection.columns))
@@ -170,7 +177,7 @@ def plan_routing(
         most = max(1, _PROGRAMS_PER_SM // num_warps) * target.num_sms
     block_tokens = block_t * -(-num_tokens // max(1, block_t * most))
     programs = -(-num_tokens // max(1, block_tokens))
-    sizes = passed(WORDS=padded(-(-num_experts // 32), 1), NUM_LOCAL=1, EXPERTS=1)
+    sizes = passed(WORDS=padded(-(-num_experts // 32), 1), NUM_LOCAL=1, EXPERTS=1, WIDTH=width)
     _launch_route(builder, programs, block_tokens, selection.constants(block_t, target) | sizes, num_warps)
     return builder.build()
 
@@ -204,7 +211,7 @@ def plan_route_and_layout(
     [correction_bias], [token_mask], [expert_map]; outputs: ids and weights `[T, K]`, then those of `plan_layout`, with
     a schedule per height in block_ms and [tile_counters]. Raises InvalidInput, Unsupported.
     """
-    _require_routing(logits, spec, correction_bias, token_mask)
+    require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape
     if (layout.num_tokens, layout.top_k) != (num_tokens, spec.require_top_k()):
         raise InvalidInput(
@@ -232,7 +239,7 @@ def plan_route_and_layout(
         for line in routing.summation:
             builder.sums(line)
         return builder.build()
-    selection = _Selection(spec, num_experts)
+    selection = _Selection(spec, num_experts, layout.top_k)
     selection.describe(builder, correction_bias is not None)
     read = builder.pointers("ids", "expert_map") | passed(token_mask=None)
     launcher = LayoutLauncher(builder, layout, block_ms, num_experts, read, tile_counters)
@@ -287,6 +294,6 @@ def _add_two(selection: _Selection, launcher: LayoutLauncher) -> None:
     num_warps = selection.num_warps(block_t, min(16, block_t))
     block_tokens = block_t * max(1, -(-layout.num_tokens // (block_t * most)))
     blocks = launcher.block_counts(block_tokens * layout.top_k)
-    sizes = passed(WORDS=1, NUM_LOCAL=layout.num_experts, EXPERTS=launcher.experts)
+    sizes = passed(WORDS=1, NUM_LOCAL=layout.num_experts, EXPERTS=launcher.experts, WIDTH=layout.top_k)
     _launch_route(launcher.builder, blocks, block_tokens, selection.constants(block_t, target) | sizes, num_warps)
     launcher.place_blocks(block_tokens * layout.top_k, None)

@@ -7,19 +7,21 @@ import dataclasses
 import numpy as np
 import pytest
 from hypothesis import example, given
+from hypothesis import strategies as st
 
 from moe_core import Unsupported
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.routing import reference, reference_bitmatrix
 from moe_core.ops.routing.layout import MAX_EXPERTS
+from moe_core.ops.routing.rounding import plan_candidates
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.parity.tolerance import assert_close, routing_weights_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs.routing import RouterSpec, TokenRounding
 from tests.support import strategies
 from tests.support.exact import has_near_tie
-from tests.support.harness import H200, engine_target, run_plan
+from tests.support.harness import H200, engine_target, run_plan, spec_of
 from tests.support.strategies import RouterCase
 
 F32 = np.float32
@@ -227,10 +229,9 @@ def test_reference_engine_is_the_twin() -> None:
 
 def test_the_number_of_tokens_is_no_constant() -> None:
     plans = [plan_routing(ArraySpec((tokens, 128), "float32"), RouterSpec(8), H200) for tokens in (1, 64, 16384)]
-    launches = [plan.steps[0] for plan in plans]
+    launches = [launch for plan in plans for launch in plan.steps if isinstance(launch, KernelLaunch)]
     found = set()
     for launch in launches:
-        assert isinstance(launch, KernelLaunch)
         found.add((tuple(pair for pair in launch.arguments if isinstance(pair[1], Constant)), launch.num_warps))
     assert len(found) == 1
     assert len({plan.summation for plan in plans}) == 1
@@ -243,3 +244,29 @@ def test_too_many_experts_are_refused_by_the_kernels_only() -> None:
     with pytest.raises(Unsupported, match=f"at most {MAX_EXPERTS}, got {MAX_EXPERTS + 1}; use the NumPy"):
         plan_routing(logits, RouterSpec(2), H200)
     assert plan_routing(logits, RouterSpec(2), Target("reference")).steps
+
+
+@pytest.mark.parametrize("target", (engine_target(), Target("reference")), ids=lambda target: target.kind)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@given(st.booleans(), st.booleans(), st.integers(0, 10**6))
+def test_candidates_begin_with_the_bits_of_plain_routing(
+    rule: RouterSpec, target: Target, biased: bool, masked: bool, seed: int
+) -> None:
+    """Those of token rounding: the first K columns as `plan_routing` makes them, the others as their own rule does."""
+    random, rounding, rule = (
+        np.random.default_rng(seed),
+        TokenRounding(16),
+        dataclasses.replace(rule, slot_order="score"),
+    )
+    logits = random.integers(-3, 4, (20, 16)) * random.choice((0.5, 0.7, 40.0), (20, 1))
+    logits[random.random(logits.shape) < 0.02] = random.choice((np.nan, np.inf, -np.inf))
+    arrays = {"logits": logits.astype(F32)}
+    arrays |= {"correction_bias": random.standard_normal(16).astype(F32)} if biased else {}
+    arrays |= {"token_mask": random.random(20) < 0.8} if masked else {}
+    specs = {name: spec_of(array) for name, array in arrays.items()}
+    found = run_plan(plan_candidates(spec=rule, rounding=rounding, target=target, **specs), arrays)
+    plain = run_plan(plan_routing(spec=rule, target=target, **specs), arrays)
+    wide = run_plan(plan_routing(spec=rounding.wide(rule, 16, biased), target=target, **specs), arrays)
+    for name, array in found.items():
+        expected = np.concatenate([plain[name], wide[name][:, 2:]], axis=1)
+        np.testing.assert_array_equal(array.view(np.int32), expected.view(np.int32), err_msg=name)

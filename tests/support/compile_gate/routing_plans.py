@@ -12,7 +12,7 @@ from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
 from moe_core.ops.routing.layout import plan_layout, plan_schedule
-from moe_core.ops.routing.rounding import plan_keep_candidates
+from moe_core.ops.routing.rounding import plan_candidates, plan_keep_candidates
 from moe_core.ops.routing.runs import plan_layout_of_runs
 from moe_core.ops.routing.topk import plan_route_and_layout, plan_routing
 from moe_core.plan.steps import LaunchPlan
@@ -41,14 +41,19 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     ):
         scores, layout = ArraySpec((tokens, num_experts), "float32"), LayoutSpec(tokens, top_k, num_experts)
         yield plan_route_and_layout(scores, RouterSpec(top_k), layout, target, block_ms=(16, 128))
+    for router in (
+        RouterSpec(6, renormalize=True),
+        RouterSpec(6, order="topk_then_softmax"),
+        RouterSpec(6, "sigmoid", renormalize=True, scale=2.5, num_groups=8, topk_group=4),
+    ):
+        yield plan_candidates(logits, router, TokenRounding(), target, correction_bias=bias, token_mask=mask)
     for num_experts, top_k, rounding in (
         (128, 4, TokenRounding()),
         (384, 6, TokenRounding(192, "up", 16)),
         (64, 8, TokenRounding(64, "down")),
     ):
-        width, weights = rounding.width(top_k, num_experts), ArraySpec((4096, top_k), "float32")
-        table = ArraySpec((4096, width), "int32")
-        yield plan_keep_candidates(table, weights, num_experts, rounding, target)
+        table = ArraySpec((4096, rounding.width(top_k, num_experts)), "int32")
+        yield plan_keep_candidates(table, top_k, num_experts, rounding, target)
     for tokens in (1, 64, 1024, 16384):
         ids, layout = ArraySpec((tokens, 8), "int32"), LayoutSpec(tokens, 8, 128)
         yield plan_layout(ids, layout, target, block_ms=(16, 128))

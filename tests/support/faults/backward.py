@@ -158,6 +158,9 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("x = x * LOGIT_SCALE", "x = x + 0.0"),
         OpFault("if SOFTMAX_LAST or BIAS_ON_LOGITS:", "if SOFTMAX_LAST:"),
         OpFault("keep_groups(keys, TOPK_GROUP, GROUPS, PAIRS)", "keep_groups(keys, TOPK_GROUP, GROUPS, False)"),
+        OpFault("tl.where(slots < TOP_K, values, scores_of_others)", "values"),
+        OpFault("row_sum(tl.where(slots < TOP_K, values, 0.0))", "row_sum(tl.where(slots < WIDTH, values, 0.0))"),
+        OpFault('picked = tl.where(slots < TOP_K, picked, float("-inf"))', "picked = picked"),
     ),
     "norm.kernels.norm": (
         OpFault("result = value * factor * factors * SCALE", "result = value * factor * factors"),
@@ -195,7 +198,7 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("(2 * rest > TILE) |", "(2 * rest >= TILE) |"),
         OpFault("(whole % 2 == 1)", "(whole % 2 == 0)"),
         OpFault("rows > candidates, whole * TILE, rows", "rows > candidates, rows, rows"),
-        OpFault("extra = column >= TOP_K", "extra = column > TOP_K"),
+        OpFault("slots % WIDTH >= TOP_K, values", "slots % WIDTH > TOP_K, values"),
         OpFault("^ 0x80000000", "^ 0"),
         OpFault("other=0) < 0)", "other=0) < -1)"),
         OpFault("wanted = tl.where(cut_extra, target - chosen, target)", "wanted = target"),

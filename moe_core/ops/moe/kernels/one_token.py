@@ -64,7 +64,7 @@ def route_and_multiply(
         chosen, _ = choose_experts(
             logits, correction_bias, token_mask, None, token.to(tl.int64), token < 1, NUM_EXPERTS, TOP_K, SCORING,
             SOFTMAX_LAST, RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON,
-            LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN,
+            LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN, TOP_K,
         )  # fmt: skip
         expert = nth_expert(tl.reshape(chosen, (SLOTS,)), block)
         if expert >= 0:

@@ -26,17 +26,13 @@ def rounded_rows(chosen, candidates, TILE: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
-def load_candidates(slot_of_row, weights, scores, rows, inside, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+def load_candidates(slot_of_row, candidate_weights, rows, inside, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
     """(slot, whether it is an extra one, weight, uint32 key in the order of weights) of rows of an expert."""
     slots = tl.load(slot_of_row + rows, mask=inside, other=0)
-    token, column = slots // WIDTH, slots % WIDTH
-    extra = column >= TOP_K
-    values = tl.load(scores + slots, mask=inside & extra, other=0.0)
-    chosen = tl.load(weights + token * TOP_K + column, mask=inside & (column < TOP_K), other=0.0)
-    values = tl.where(extra, values, chosen)
+    values = tl.load(candidate_weights + slots, mask=inside, other=0.0)
     # Signed keys with the sign flipped ascend as unsigned numbers.
     keys = topk_keys(values).to(tl.uint32, bitcast=True) ^ 0x80000000
-    return slots, extra, values, keys
+    return slots, slots % WIDTH >= TOP_K, values, keys
 
 
 @triton.jit
@@ -53,7 +49,7 @@ def clear_absent(candidates, ids, weights, num_slots, program, num_programs, BLO
 
 @triton.jit
 def keep_candidates(
-    candidates, weights, scores, group_start, slot_of_row, ids, kept_weights, tokens_per_expert, num_slots,
+    candidates, candidate_weights, group_start, slot_of_row, ids, weights, tokens_per_expert, num_slots,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +64,7 @@ def keep_candidates(
     expert = tl.program_id(0)
     if expert >= NUM_EXPERTS:
         others = tl.num_programs(0) - NUM_EXPERTS
-        clear_absent(candidates, ids, kept_weights, num_slots, expert - NUM_EXPERTS, others, BLOCK)
+        clear_absent(candidates, ids, weights, num_slots, expert - NUM_EXPERTS, others, BLOCK)
     else:
         start, last = tl.load(group_start + expert), tl.load(group_start + expert + 1)
         counts = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -89,7 +85,7 @@ def keep_candidates(
             for first in range(start, last, BLOCK):
                 rows = first + tl.arange(0, BLOCK)
                 inside = rows < last
-                _, extra, _, keys = load_candidates(slot_of_row, weights, scores, rows, inside, TOP_K, WIDTH)
+                _, extra, _, keys = load_candidates(slot_of_row, candidate_weights, rows, inside, TOP_K, WIDTH)
                 # The digits up to this one, and those ahead of it, of which the first has none.
                 ahead = keys >> (24 - 8 * place)
                 member = inside & (extra == cut_extra) & (ahead >> 8 == threshold)
@@ -102,14 +98,14 @@ def keep_candidates(
         for first in range(start, last, BLOCK):
             rows = first + tl.arange(0, BLOCK)
             inside = rows < last
-            slots, extra, values, keys = load_candidates(slot_of_row, weights, scores, rows, inside, TOP_K, WIDTH)
+            slots, extra, values, keys = load_candidates(slot_of_row, candidate_weights, rows, inside, TOP_K, WIDTH)
             member = inside & (extra == cut_extra) & some
             tie = (member & (keys == threshold)).to(tl.int32)
             rank = ties + tl.cumsum(tie, axis=0) - tie
             ties += tl.sum(tie, axis=0)
             kept = (member & (keys > threshold)) | ((tie > 0) & (rank < wanted)) | (inside & cut_extra & (extra == 0))
             tl.store(ids + slots, tl.where(kept, expert, -1), mask=inside)
-            tl.store(kept_weights + slots, tl.where(kept, values, 0.0), mask=inside)
+            tl.store(weights + slots, tl.where(kept, values, 0.0), mask=inside)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def route_tokens(
         chosen, values = choose_experts(
             logits, correction_bias, token_mask, None, tokens.to(tl.int64), inside, NUM_EXPERTS, TOP_K, SCORING,
             SOFTMAX_LAST, RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON,
-            LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN,
+            LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN, TOP_K,
         )  # fmt: skip
         target = tokens[:, None] * TOP_K + slots
         stored = inside[:, None] & (slots < TOP_K)

@@ -169,27 +169,29 @@ def choose_experts(
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
     LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(ids, weights) `[tokens, SLOTS]` of some tokens.
 
     keys = order of the logits (with a bias: of score + bias, or logit + bias); outside the best groups: masked
-    for k = 0..K-1: ids[k] = expert of the largest key, lower id first; its key is taken out
-    weights = scores of the chosen, / (their sum + EPSILON), * scale
+    for k = 0..WIDTH-1: ids[k] = expert of the largest key, lower id first; its key is taken out
+    weights = scores of the chosen K, / (their sum + EPSILON), * scale; from K on: score (among all experts) * scale
 
     given: None, or the ids `[T, K]` to weigh instead, in their order; a token with one outside [0, E) is masked.
-    Columns are padded to GROUPS * MEMBERS, powers of two, SLOTS >= K is one too; ids past K, of masked tokens and of
-    those not inside are -1. BY_EXPERT: both in the order of ids. Example, K = 2, logits [1, 3, 3, NaN], sigmoid: ids
-    [1, 2] (a tie: lower id first; NaN last), weights [0.95, 0.95].
+    Columns are padded to GROUPS * MEMBERS, powers of two, SLOTS >= WIDTH is one too; ids past WIDTH, of masked tokens
+    and of those not inside are -1. WIDTH > K: as candidates of token rounding, with neither BY_EXPERT nor given.
+    BY_EXPERT: both in the order of ids. Example, K = 2, logits [1, 3, 3, NaN], sigmoid: ids [1, 2] (a tie: lower id
+    first; NaN last), weights [0.95, 0.95].
     """
     COLUMNS: tl.constexpr = GROUPS * MEMBERS
+    tl.static_assert(WIDTH == TOP_K or (given is None and not BY_EXPERT))
     offsets, real = column_experts(0, COLUMNS, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
     experts = tl.where(real, offsets, NO_EXPERT)[None, :]
     slots = tl.arange(0, SLOTS)[None, :]
     rows = logits + tokens * NUM_EXPERTS
     raw = load_rows(rows, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
     x = bounded(raw, LOGIT_SCALE, SOFTCAP)
-    if SCORING == "softmax" and not SOFTMAX_LAST:
+    if SCORING == "softmax" and (not SOFTMAX_LAST or WIDTH > TOP_K):
         largest = tl.max(x, axis=1)
         total = row_sum(tl.where(real[None, :], exp_negative(x - largest[:, None]), 0.0))
     routed = inside
@@ -220,24 +222,29 @@ def choose_experts(
             keys = keep_groups(keys, TOPK_GROUP, GROUPS, PAIRS)
 
         chosen = tl.full((tokens.shape[0], SLOTS), -1, tl.int32)
-        for k in range(TOP_K):
+        for k in range(WIDTH):
             _, expert, keys = take_best(keys, experts)
             chosen = tl.where(slots == k, expert[:, None], chosen)
 
-    picked = tl.load(rows[:, None] + chosen, mask=routed[:, None] & (slots < TOP_K), other=float("-inf"))
+    picked = tl.load(rows[:, None] + chosen, mask=routed[:, None] & (slots < WIDTH), other=float("-inf"))
     picked = bounded(picked, LOGIT_SCALE, SOFTCAP)
+    if SCORING != "softmax":
+        values = expert_scores(picked, SCORING)
+    elif not SOFTMAX_LAST or WIDTH > TOP_K:
+        values = tl.div_rn(exp_negative(picked - largest[:, None]), total[:, None])
+    if WIDTH > TOP_K:
+        scores_of_others = values
+        picked = tl.where(slots < TOP_K, picked, float("-inf"))
     if SOFTMAX_LAST:
         exponentials = tl.where(slots < TOP_K, exp_negative(picked - tl.max(picked, axis=1)[:, None]), 0.0)
         values = tl.div_rn(exponentials, row_sum(exponentials)[:, None])
-    elif SCORING == "softmax":
-        values = tl.div_rn(exp_negative(picked - largest[:, None]), total[:, None])
-    else:
-        values = expert_scores(picked, SCORING)
     if RENORMALIZE:
         divisor = row_sum(tl.where(slots < TOP_K, values, 0.0))[:, None]
         if EPSILON != 0.0:
             divisor += EPSILON
         values = tl.where(divisor == 0.0, 0.0, tl.div_rn(values, divisor))
+    if WIDTH > TOP_K:
+        values = tl.where(slots < TOP_K, values, scores_of_others)
     values *= SCALE
 
     if BY_EXPERT and given is None:
@@ -268,11 +275,12 @@ def route(
     BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
     LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_T: tl.constexpr, WORDS: tl.constexpr, NUM_LOCAL: tl.constexpr, EXPERTS: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ids and weights `[T, K]` of logits `[T, E]` as in `choose_experts`, block_tokens of them per program, BLOCK_T at
-    a time; optionally bitmatrix rows (WORDS >= E / 32, a power of two), and block_counts `[programs, NUM_LOCAL]`: the
-    program's slots of every local expert, which `layout.place_blocks` goes on with. PDL: see `kernels.pdl`.
+    """ids and weights `[T, WIDTH]` of logits `[T, E]` as in `choose_experts`, block_tokens tokens per program, BLOCK_T
+    at a time; optionally bitmatrix rows (WORDS >= E / 32, a power of two) of the first K, and block_counts `[programs,
+    NUM_LOCAL]`: the program's slots of every local expert, which `layout.place_blocks` goes on with. PDL: see
+    `kernels.pdl`.
     """
     if PDL is not None:
         join()
@@ -288,10 +296,10 @@ def route(
         chosen, values = choose_experts(
             logits, correction_bias, token_mask, given, tokens, inside, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST,
             RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE,
-            SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN,
+            SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN, WIDTH,
         )  # fmt: skip
-        target = tokens[:, None] * TOP_K + slots
-        stored = inside[:, None] & (slots < TOP_K)
+        target = tokens[:, None] * WIDTH + slots
+        stored = inside[:, None] & (slots < WIDTH)
         tl.store(ids + target, chosen, mask=stored)
         tl.store(weights + target, values, mask=stored)
         if bitmatrix is not None:
