@@ -186,6 +186,8 @@ def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.
     peers, handle = [], None
     try:
         own = memory.empty(size, dtype=torch.uint8, device=device).zero_()
+        # What peers store must not be filled with zeros later. Messages of hosts, by gloo, do not wait for the device.
+        torch.cuda.synchronize(device)
     except RuntimeError as error:
         own, problem = None, f"torch shares no memory: {error}"
     # Behind this all have memory, and none waits alone for the others to map it.

@@ -84,16 +84,24 @@ def on_gpus(group: Any, fault: str) -> str:
     import torch.distributed._symmetric_memory as memory
 
     ranks = ranks_of(group, None, "mode peer")
-    faulty, own = ranks.rank == ranks.size - 1, torch.zeros(64, dtype=torch.uint8)
+    faulty, own = ranks.rank == ranks.size - 1, torch.ones(64, dtype=torch.uint8)
+    waited: list[bool] = []
 
     def given(name: str) -> torch.Tensor:
         if faulty and fault == name:
             raise RuntimeError("torch says no")
         return own
 
+    def told(ranks: Any, value: Any, real: Any = symmetric._told) -> list[Any]:
+        # Whoever hears that all ranks have memory may store there.
+        assert own.any() or any(waited), "zeros may come after what a peer stores"
+        return real(ranks, value)
+
     handle = mock.Mock(get_buffer=lambda *_: given("mapping"))
     with (
         mock.patch.object(symmetric, "_host", lambda: f"host {faulty and fault == 'host'}"),
+        mock.patch.object(symmetric, "_told", told),
+        mock.patch.object(torch.cuda, "synchronize", lambda _: waited.append(not own.any())),
         mock.patch.object(torch.cuda, "can_device_access_peer", lambda *_: not (faulty and fault == "access")),
         mock.patch.object(memory, "empty", lambda *_, **__: given("memory")),
         # It would wait for all ranks.
