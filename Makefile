@@ -52,11 +52,12 @@ pages: environment
 faults: environment
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/faults
 
-# Compiles for every architecture each kernel with every type and constant at least once, and copies with planted faults.
+# Compiles for every architecture each kernel with every type and constant at least once, sizes by the powers of two that
+# divide them, and copies with planted faults as far as TTGIR.
 gate: environment
 	MOEBIUS_GATE=cover MOEBIUS_ARCHS=$(ARCHS) $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(GATE_TESTS)
 
-# Compiles every plan of every group for every architecture: three to four times as long.
+# Compiles every plan of every group for every architecture, and the copies as far as PTX: several times as long.
 gate-all: environment
 	MOEBIUS_GATE=all $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(GATE_TESTS)
 

@@ -23,6 +23,7 @@ from tests.support.compile_gate.binaries import overwritten, resource_usage
 from tests.support.compile_gate.cover import ONLY, TUNED, cover, everything, facts
 from tests.support.compile_gate.exchange_plans import narrow_moves
 from tests.support.compile_gate.gate import GFX942, GROUPS, MODELS, Record
+from tests.support.faults.kernel_copies import OpFault
 from tests.support.faults.sm90 import FAULTS, run_on_faulty_copies
 from tests.support.paths import ROOT
 
@@ -41,7 +42,7 @@ NVIDIA = [
     if arch == ONLY.get(group, arch) and (EXTENT == "all" or arch in SUITE.get(group, ()))
 ]
 #: How many processes compile an architecture's cover, one after another where there are fewer cores.
-PARTS = {"80": 3, "90": 8, "100": 3}
+PARTS = {"80": 3, "90": 6, "100": 3}
 #: Whose covers: all of them, or what `make gate ARCHS=` names.
 COVERED = os.environ.get("MOEBIUS_ARCHS", "80,90,100").split(",")
 assert set(COVERED) <= set(PARTS), f"MOEBIUS_ARCHS must be of {','.join(PARTS)}, got {COVERED}"
@@ -129,12 +130,21 @@ def test_the_sm90_family_compiles_within_limits(tmp_path: pathlib.Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("product", FAULTS)
 def test_faulty_copies_compile_to_other_instructions(product: str, tmp_path: pathlib.Path) -> None:
-    """What `test_sm90.test_faults_are_found` finds on a GPU is there to be found."""
-    folders = run_on_faulty_copies("compile", tmp_path, {product: FAULTS[product]})
+    """What `test_sm90.test_faults_are_found` finds on a GPU is there to be found: in PTX for `make gate-all`, else in
+    TTGIR."""
+    folders = run_on_faulty_copies("compile" if EXTENT == "all" else "lower", tmp_path, {product: FAULTS[product]})
     for folder in folders:
         assert (folder / "status").read_text() == "0", (folder / "log").read_text()
     found = {(folder / "instructions").read_text() for folder in folders}
     assert len(found) == len(folders)
+
+
+@not_in["suite"]
+@not_in["all"]
+def test_lines_that_moved_are_no_other_instructions(tmp_path: pathlib.Path) -> None:
+    moved = OpFault("import gluon\n", "import gluon\n\n\n")
+    folders = run_on_faulty_copies("lower", tmp_path, {"result": {SM90_MATMUL_OGS.name.partition(":")[0]: (moved,)}})
+    assert len(folders) == 2 and len({(folder / "instructions").read_text() for folder in folders}) == 1
 
 
 @not_in["cover"]

@@ -1,5 +1,6 @@
 """The part of the compile gate that every change compiles: for each architecture every kernel, with every type of its
-arguments and every value of its constants at least once.
+arguments and every value of its constants at least once. Of sizes and strides one value stands for all that the same
+power of two divides.
 
 Run as `python -m tests.support.compile_gate.cover ARCH PART PARTS` in a process without TRITON_INTERPRET; prints one
 JSON list of records, like the gate's own script, of every PARTS-th launch from PART on.
@@ -11,7 +12,9 @@ import dataclasses
 import functools
 import heapq
 import json
+import re
 import sys
+from collections import Counter
 
 from moe_core.base.target import Target
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
@@ -34,6 +37,10 @@ ONLY: dict[str, str] = dict.fromkeys(
 )
 #: The architecture that kernels are tuned for. On others numbers among the constants, sizes and tiles, do not count.
 TUNED = 90
+#: Constants that say how a kernel works: each of their numbers counts. Others are sizes, strides and counts.
+_OF_TILES = re.compile(r"BLOCK_|STAGES|WARPS|REGISTERS|GROUP_M|PAIRS|DEEP")
+#: The highest power of two that matters of the others: bytes of the widest load.
+_WIDEST = 16
 
 
 def facts(plan: LaunchPlan, launch: KernelLaunch, numbers: bool) -> set[tuple[str, str, str]]:
@@ -47,8 +54,21 @@ def facts(plan: LaunchPlan, launch: KernelLaunch, numbers: bool) -> set[tuple[st
     for name, value in launch.arguments:
         constant = value.value if isinstance(value, Constant) else None
         if isinstance(value, Constant) and (numbers or isinstance(constant, bool | str | None)):
-            found.add((launch.kernel.name, name, repr(constant)))
+            found.add((launch.kernel.name, name, _counted(name, constant)))
     return found
+
+
+def _counted(name: str, constant: object) -> str:
+    """What counts of a constant's value."""
+    if type(constant) is not int or constant in (0, 1) or _OF_TILES.search(name):
+        return repr(constant)
+    return f"a multiple of {min(constant & -constant, _WIDEST)}"
+
+
+def _cost(launch: KernelLaunch) -> float:
+    """Roughly how long a launch compiles, beside others of its kernel: instructions grow with a tile's rows."""
+    rows = dict(launch.arguments).get("BLOCK_M")
+    return 1 + rows.value / 64 if isinstance(rows, Constant) and isinstance(rows.value, int) else 1
 
 
 @functools.cache
@@ -62,20 +82,27 @@ def everything(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
 
 
 def cover(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
-    """Launches of `everything` that have all its facts: as the next one that with the most facts no other has yet."""
+    """Launches of `everything` that have all its facts: as the next one that with the most facts no other has yet, for
+    its cost. Those that later ones made needless are left out in the end."""
     launches = everything(arch)
     own = [facts(plan, launch, numbers=arch == TUNED) for plan, launch in launches]
+    cost = [_cost(launch) for _, launch in launches]
     left: set[tuple[str, str, str]] = set().union(*own)
-    queue, chosen = [(-len(one), number) for number, one in enumerate(own)], []
+    queue, chosen = [(-len(one) / cost[number], number) for number, one in enumerate(own)], []
     heapq.heapify(queue)
     while left:
         _, number = heapq.heappop(queue)
-        new = len(own[number] & left)
-        if queue and -new > queue[0][0]:
-            heapq.heappush(queue, (-new, number))
+        worth = len(own[number] & left) / cost[number]
+        if queue and -worth > queue[0][0]:
+            heapq.heappush(queue, (-worth, number))
             continue
         chosen.append(number)
         left -= own[number]
+    times = Counter(fact for number in chosen for fact in own[number])
+    for number in sorted(chosen, key=cost.__getitem__, reverse=True):
+        if all(times[fact] > 1 for fact in own[number]):
+            times.subtract(own[number])
+            chosen.remove(number)
     return [launches[number] for number in sorted(chosen)]
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from moe_core.base.target import Target
 from moe_core.ops.moe import forward as moe
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
-from moe_core.runtime.compiler import compile_launch
 from tests.support.compile_gate.pdl_order import layer_plan, order_violation, quantized_plan
+from tests.support.faults.instructions import TARGET, ptx_of
 from tests.support.faults.kernel_copies import COMPILER, OpFault, run_on_copy
 
 _WAIT, _ALLOW = "    tl.extra.cuda.gdc_wait()\n", "    tl.extra.cuda.gdc_launch_dependents()\n"
@@ -66,11 +66,10 @@ ORDER_BROKEN = 10
 
 
 def judge(folder: Path) -> int:
-    target = Target("cuda", 90, 132)
-    plan = PLANS[folder.parent.parent.name](target, 4)
+    plan = PLANS[folder.parent.parent.name](TARGET, 4)
     launch = plan.steps[int(folder.parent.name)]
     assert isinstance(launch, KernelLaunch)
-    violation = order_violation(launch, compile_launch(plan, launch, target).asm["ptx"])
+    violation = order_violation(launch, ptx_of(plan, launch))
     print(violation)
     return ORDER_BROKEN if violation else 0
 

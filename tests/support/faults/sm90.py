@@ -4,7 +4,7 @@ Run as a script: `python -m tests.support.faults.sm90 ACTION FOLDER...`, in a pr
 has no interpreter. Every folder holds kernels and lies in one that is named after one of PRODUCTS; a fork that takes
 its kernels from there leaves its exit status in `status` in the folder and its output in `log`. ACTION:
 
-- `compile`: for sm_90, needs no GPU; instructions go to `instructions`. Exits with 0 where it compiles.
+- `lower`, `compile`: for sm_90 as far as TTGIR or PTX, needs no GPU; its text goes to `instructions`. Exits with 0.
 - `run`: on the first GPU, against the reference. Exits with 0 where they agree, RESULT_DIFFERS where they do not.
 """
 
@@ -30,13 +30,13 @@ from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT, mixed_input
 from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
 from moe_core.parity.tolerance import EXACT, Tolerance, assert_close, matmul_tolerance, quantized_matmul_tolerance
 from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
-from moe_core.runtime.compiler import compile_launch
 from moe_core.specs.matmul import Activation, MatmulSpec, WeightGradientSpec
 from moe_core.specs.operands import map_arrays, named_arrays
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import MatmulTuning
-from tests.support.faults.kernel_copies import NO_FAULT, OpFault, plant, run_on_copy
+from tests.support.faults.instructions import INSTRUCTIONS, TARGET
+from tests.support.faults.kernel_copies import COMPILER, NO_FAULT, OpFault, plant, run_on_copy
 from tests.support.harness import engine_target, run_plan, spec_of
 from tests.support.matmul.cases import Case, build, expected_matmul, run_matmul
 from tests.support.matmul.composed import expected_composed, filled_rows, plan_composed, run_composed
@@ -299,7 +299,7 @@ class Prepared:
         # Two of four steps under way: what is loaded ahead is used too.
         config = replace(few_rows_config(weight, spec), block_k=256)
         if not streamed:
-            config = mixed_input_config(1, weight, spec, Target("cuda", 90, 132))
+            config = mixed_input_config(1, weight, spec, TARGET)
         if tall:
             config = replace(config, block_m=256, block_k=128, num_stages=3)
         self.spec = replace(spec, tuning=MatmulTuning(config))
@@ -344,14 +344,10 @@ PRODUCTS = {
 }
 
 
-def _compile(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
-    target = Target("cuda", 90, 132)
-    plan = product.plan(target)
+def _compile(product: Product | Gradient | Fp8 | Prepared, folder: Path, action: str) -> int:
+    plan = product.plan(TARGET)
     (launch,) = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == product.kernel]
-    ptx = compile_launch(plan, launch, target).asm["ptx"]
-    # Directives and comments hold lines and columns of the source, which every fault changes.
-    lines = [line.partition("//")[0].strip() for line in ptx.splitlines()]
-    (folder / "instructions").write_text("\n".join(line for line in lines if line and not line.startswith(".")))
+    (folder / "instructions").write_text(INSTRUCTIONS[action](plan, launch))
     return 0
 
 
@@ -367,11 +363,9 @@ def _run(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
     return 0
 
 
-ACTIONS = {"compile": _compile, "run": _run}
-
-
 def _act(action: str, folder: Path) -> int:
-    status = ACTIONS[action](PRODUCTS[folder.parent.name], folder)
+    product = PRODUCTS[folder.parent.name]
+    status = _run(product, folder) if action == "run" else _compile(product, folder, action)
     assert importlib.import_module("moe_core.ops.matmul.sm90.kernels.matmul").__file__ == str(
         folder / "matmul" / "sm90" / "kernels" / "matmul.py"
     )
@@ -396,5 +390,7 @@ def run_on_faulty_copies(action: str, folder: Path, planted: Planted) -> dict[Pa
 
 
 if __name__ == "__main__":
+    for name in COMPILER:
+        importlib.import_module(name)
     for place in sys.argv[2:]:
         run_on_copy(Path(place), lambda folder=Path(place): _act(sys.argv[1], folder))
