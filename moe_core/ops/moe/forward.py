@@ -88,8 +88,8 @@ def plan_moe(
     if multiprocessors is not None and (save or shared is not None):
         what = "save must be False" if save else "shared must be None"
         raise InvalidInput(f"{what} with multiprocessors, got {multiprocessors}; leave them out")
-    arrays = token_mask, expert_map, shared, save, results_at
-    planner = _MoEPlanner(x, experts, routing, spec, target, *arrays, multiprocessors)
+    operands = bundles.MoEOperands(x, experts, routing, token_mask, expert_map, shared)
+    planner = _MoEPlanner(operands, spec, target, save, results_at, multiprocessors)
     apart = 0 if multiprocessors is None else launches_behind_hidden(results_at)
     return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant, apart=apart)
 
@@ -119,13 +119,22 @@ class _Product:
 class _MoEPlanner:
     """Wires the stage plans; one method per stage."""
 
-    def __init__(self, *request: Any) -> None:
-        self.x, self.experts, self.routing, self.spec, self.target = request[:5]
-        self.token_mask, self.expert_map, self.shared, self.save, self.results_at, self.multiprocessors = request[5:]
+    def __init__(
+        self,
+        operands: bundles.MoEOperands,
+        spec: MoESpec,
+        target: Target,
+        save: bool,
+        results_at: ArraySpec | None,
+        multiprocessors: tuple[int | None, int | None] | None,
+    ) -> None:
+        self.x, self.experts, self.routing = operands.x, operands.experts, operands.routing
+        self.token_mask, self.expert_map, self.shared = operands.token_mask, operands.expert_map, operands.shared
+        self.spec, self.target, self.save, self.results_at = spec, target, save, results_at
         require_spec("x", self.x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
         self.tokens, self.d_model = self.x.shape
         self.out_dtype = self.spec.out_dtype or self.x.dtype
-        self.builder = PlanBuilder("moe", target=self.target)
+        self.multiprocessors, self.builder = multiprocessors, PlanBuilder("moe", target=target)
 
     @property
     def _outputs(self) -> tuple[str, ...]:
