@@ -23,6 +23,7 @@ from benchmarks.record import STREAMING_BYTES_PER_US
 from benchmarks.shapes import Shape
 from benchmarks.timing import KernelSpan
 from moe_core.specs.matmul import Activation
+from tests.support.benchmarks import RisingTimer
 
 TINY = Shape("tiny", 128, 128, 4, 2, Activation("swiglu_oai", gate_layout="interleaved"), True)
 #: With weights that are prepared, and in the published layout alone.
@@ -30,20 +31,8 @@ RUN = ("mxfp4", "fp8_block", "fp8_tensor", "int4_g32", "int4_g128_zp", "int8_cha
 PREPARED = ("mxfp4", "int4_g32", "int4_g128_zp", "int8_channel")
 
 
-def function_runs(function: Callable[[], Any]) -> bool:
-    function()
-    return True
-
-
-class Calls:
-    def time(self, function: Callable[[], Any], seconds: float = 1.0) -> float:
-        function()
-        return 1.0
-
-    def rounds(self, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
-        return {name: [1.0 + number] for number, name in enumerate(functions) if function_runs(functions[name])}
-
-    def kernels(self, function: Callable[[], Any]) -> list[list[KernelSpan]]:
+class Calls(RisingTimer):
+    def kernels(self, function: Callable[[], Any], repeats: int = 5) -> list[list[KernelSpan]]:
         function()
         return [[KernelSpan("route", 0, 1), KernelSpan("matmul_a", 1, 5), KernelSpan("matmul_b", 4, 7)]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,20 +18,11 @@ from benchmarks.weights import draw_weights
 from moe_core.base.target import Target
 from moe_core.specs.matmul import Activation
 from moe_core.specs.tuning import Tuning
+from tests.support.benchmarks import RisingTimer
 from tests.support.harness import H200
 
 TINY = Shape("tiny", 32, 16, 4, 2, Activation("silu"), False)
 ALL = ("128, 128", "128, 192", "192, 128", "192, 192")
-
-
-class Turns:
-    def rounds(self, functions: Mapping[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
-        return {name: [4.0 + number] for number, name in enumerate(functions) if function_runs(functions[name])}
-
-
-def function_runs(function: Callable[[], Any]) -> bool:
-    function()
-    return True
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +57,10 @@ def test_other_chips_have_no_other_heights() -> None:
 def test_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     built_in = tiles.choices(TINY, 4096, H200)[0]
     monkeypatch.setattr(tiles, "choices", lambda *_: (built_in, dict.fromkeys(ALL[:2], Tuning())))
-    row = tiles.measure(tiny_problem(), Target("reference"), Turns(), 1.0)
-    assert row["us"] == {"built in": 4.0, "128, 128": 5.0, "128, 192": 6.0}
-    assert row["over_built_in"]["128, 192"] == 1.5 and row["rows_per_expert"] == 2.5
-    assert "| tiny 5 (2.5) | 4.00 | 1.25 | 1.50 |" in tiles.show([row])
+    row = tiles.measure(tiny_problem(), Target("reference"), RisingTimer(), 1.0)
+    assert row["us"] == {"built in": 1.0, "128, 128": 2.0, "128, 192": 3.0}
+    assert row["over_built_in"]["128, 192"] == 3.0 and row["rows_per_expert"] == 2.5
+    assert "| tiny 5 (2.5) | 1.00 | 2.00 | 3.00 |" in tiles.show([row])
 
 
 def test_changed_bits_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,4 +77,4 @@ def test_changed_bits_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Problem, "torch_forward", wrong)
     with pytest.raises(SystemExit, match="parity is red for tiny 5: 192, 128 rows change bits; nothing was timed"):
-        tiles.measure(problem, Target("reference"), Turns(), 1.0)
+        tiles.measure(problem, Target("reference"), RisingTimer(), 1.0)

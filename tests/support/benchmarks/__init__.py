@@ -1,8 +1,8 @@
-"""What tests of the benchmarks share: tiny settings and a timer that only calls."""
+"""What tests of the benchmarks share: tiny settings and timers that only call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,9 @@ TINY = {
 
 
 class CallingTimer:
-    """Calls what it is to time once; every figure is 100 us."""
+    """Calls what it is to time once; every figure is `us`."""
+
+    us = 100.0
 
     def __init__(self) -> None:
         self.calls = 0
@@ -26,9 +28,9 @@ class CallingTimer:
     def time(self, function: Callable[[], Any], repeats: int = 30, seconds: float = 1.0, written: bool = True) -> float:
         self.calls += 1
         function()
-        return 100.0
+        return self.us
 
-    def rounds(self, functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
+    def rounds(self, functions: Mapping[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
         return {name: [self.time(function)] for name, function in functions.items()}
 
     def device_time_of_chain(self, function: Callable[[], Any], length: int, repeats: int = 5) -> float:
@@ -54,3 +56,12 @@ class CallingTimer:
 
     def streaming_bytes_per_us(self) -> float:
         return 4.4e6
+
+
+class RisingTimer(CallingTimer):
+    """Of several functions each takes 1 us more than the one before; the first takes 1 us."""
+
+    us = 1.0
+
+    def rounds(self, functions: Mapping[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
+        return {name: [self.time(function) + number] for number, (name, function) in enumerate(functions.items())}
