@@ -185,9 +185,12 @@ def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.
     _require_none(ranks, problem)
     peers, handle = [], None
     try:
-        own = memory.empty(size, dtype=torch.uint8, device=device).zero_()
-        # What peers store must not be filled with zeros later. Messages of hosts, by gloo, do not wait for the device.
-        torch.cuda.synchronize(device)
+        # torch fills it on this stream. Peers may store soon, and no zeros may come behind that: messages of hosts by
+        # gloo do not wait for the device.
+        stream = torch.cuda.default_stream(device)
+        with torch.cuda.stream(stream):
+            own = memory.empty(size, dtype=torch.uint8, device=device).zero_()
+        stream.synchronize()
     except RuntimeError as error:
         own, problem = None, f"torch shares no memory: {error}"
     # Behind this all have memory, and none waits alone for the others to map it.

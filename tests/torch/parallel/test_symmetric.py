@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import pathlib
 import time
@@ -92,6 +93,9 @@ def on_gpus(group: Any, fault: str) -> str:
             raise RuntimeError("torch says no")
         return own
 
+    def synchronize() -> None:
+        waited.append(not own.any())
+
     def told(ranks: Any, value: Any, real: Any = symmetric._told) -> list[Any]:
         # Whoever hears that all ranks have memory may store there.
         assert own.any() or any(waited), "zeros may come after what a peer stores"
@@ -101,7 +105,8 @@ def on_gpus(group: Any, fault: str) -> str:
     with (
         mock.patch.object(symmetric, "_host", lambda: f"host {faulty and fault == 'host'}"),
         mock.patch.object(symmetric, "_told", told),
-        mock.patch.object(torch.cuda, "synchronize", lambda _: waited.append(not own.any())),
+        mock.patch.object(torch.cuda, "default_stream", lambda _: mock.Mock(synchronize=synchronize)),
+        mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "can_device_access_peer", lambda *_: not (faulty and fault == "access")),
         mock.patch.object(memory, "empty", lambda *_, **__: given("memory")),
         # It would wait for all ranks.
