@@ -1,0 +1,224 @@
+"""Chunks of mode `peer` on the streams of a GPU: everything that one step stores and another loads is in order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Hashable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from moe_core.parallel import ExchangeSpec
+from moe_core.specs.matmul import Activation
+from moe_torch.parallel import chunks
+from tests.support.parallel.order import Recorder, Scratch, Stream
+
+RANKS, TOKENS, CALLS = 3, 4, 2
+EVERY = range(RANKS)
+DIRECT, SUMS = ExchangeSpec("peer"), ExchangeSpec("peer", sums="ranks")
+
+
+class Rank:
+    """A rank's streams, the current one, and how often it has used each set of buffers."""
+
+    def __init__(self, recorder: Recorder, number: int, spec: ExchangeSpec, counted: bool) -> None:
+        self.number, self.recorder, self.spec, self.counted = number, recorder, spec, counted
+        self.streams = {name: Stream(recorder, number, name) for name in ("computes", "copies", "stores")}
+        self.now = self.streams["computes"]
+        self.barriers: dict[int, int] = {}
+        self.turns: dict[int, int] = {}
+
+    def barrier(self, memory: int) -> None:
+        self.barriers[memory] = turn = self.barriers.get(memory, 0) + 1
+        steps = self.now.step("arrival"), self.now.step("departure")
+        self.recorder.barriers.setdefault((memory, turn), []).append(steps)
+
+    def at(self, what: str, memory: int, *beside: Hashable) -> list[Hashable]:
+        """Of this rank's memory, what each of the others stores."""
+        return [(what, self.number, memory, peer, *beside) for peer in EVERY]
+
+    def at_peers(self, what: str, memory: int, *beside: Hashable) -> list[Hashable]:
+        return [(what, peer, memory, self.number, *beside) for peer in EVERY]
+
+
+class Routes:
+    """What `DirectRoutes`, or counted `PeerRoutes`, read and write."""
+
+    group_tokens, ids, weights = 1, None, None
+
+    def __init__(self, rank: Rank, memory: int) -> None:
+        self.rank, self.memory, self.stores_results = rank, memory, rank.spec.sums == "slots"
+        self.overflow = Scratch("places", rank.now)
+        if rank.counted:
+            rank.now.step("counts", (), rank.at_peers("counts", memory))
+            rank.barrier(memory)
+            rank.now.step("places", rank.at("counts", memory), [self.overflow.key])
+            rank.now.step("routing", [self.overflow.key], rank.at_peers("routing", memory))
+
+    def send(self, x: Hashable) -> None:
+        rank, memory = self.rank, self.memory
+        writes = rank.at_peers("rows", memory)
+        if not rank.counted:
+            self.turn = rank.turns[memory] = rank.turns.get(memory, 0) + 1
+            writes += rank.at_peers("routing", memory) + rank.at_peers("header", memory, self.turn % 2)
+            writes += [("turn", rank.number, memory), self.overflow.key]
+        rank.now.step("rows", [("x", rank.number)], writes)
+
+    def arrive(self, what: str) -> None:
+        self.rank.barrier(self.memory)
+
+    def rows(self) -> Routes:
+        return self
+
+    def results_at(self) -> Scratch | None:
+        if not self.stores_results:
+            return None
+        found = Scratch("addresses", self.rank.now)
+        self.rank.now.step("addresses", [*self.rank.at("routing", self.memory), self.overflow.key], [found.key])
+        return found
+
+    def start_total(self, rows: Scratch | None, what: str) -> Any:
+        rank, memory = self.rank, self.memory
+        if rows is not None:
+            reads = [rows.key, self.overflow.key, *rank.at("routing", memory)]
+            rank.now.step("sums", reads, rank.at_peers("returned", memory))
+
+        def total(*, out: Any, shared: Any, **_: Any) -> None:
+            rank.barrier(memory)
+            reads = [
+                self.overflow.key,
+                *rank.at("returned", memory),
+                *([] if shared is None else [("dense", rank.number)]),
+            ]
+            if not rank.counted:
+                reads += [*rank.at("header", memory, self.turn % 2), ("turn", rank.number, memory)]
+            rank.now.step("total", reads, [("output", rank.number, out.data_ptr())])
+
+        return total
+
+
+@dataclasses.dataclass
+class Begun:
+    """Product 1 of some rows is under way."""
+
+    routes: Routes
+    results_at: Scratch | None
+    hidden: Scratch
+    counts: Scratch
+
+    def finish(self) -> SimpleNamespace:
+        rank, memory, output = self.routes.rank, self.routes.memory, None
+        reads = [self.hidden.key, *rank.at("routing", memory)]
+        if self.results_at is None:
+            output = Scratch("results", rank.now)
+            rank.now.step("product 2", reads, [output.key])
+        else:
+            rank.now.step("product 2", [*reads, self.results_at.key], rank.at_peers("returned", memory))
+        return SimpleNamespace(output=output, tokens_per_expert=self.counts)
+
+
+class Experts:
+    """The owner's op."""
+
+    spec = SimpleNamespace(activation=Activation("silu"))
+
+    def begin(self, routes: Routes, routing: Any, tokens: int, results_at: Scratch | None, limits: Any) -> Begun:
+        rank = routes.rank
+        hidden, counts = Scratch("hidden", rank.now), Scratch("counts of rows", rank.now)
+        reads = [*rank.at("rows", routes.memory), *rank.at("routing", routes.memory)]
+        rank.now.step("product 1", reads, [hidden.key, counts.key])
+        return Begun(routes, results_at, hidden, counts)
+
+    def __call__(self, routes: Routes, *others: Any) -> SimpleNamespace:
+        routing, tokens, results_at = others
+        return self.begin(routes, routing, tokens, results_at, None).finish()
+
+
+def streams_of(rank: Rank, left_out: tuple[str, str] | None) -> Any:
+    """The place of `chunks._Streams`. left_out: names of a stream and of another for which it does not wait."""
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        before, rank.now = rank.now, stream
+        try:
+            yield
+        finally:
+            rank.now = before
+
+    def marked(stream: Stream) -> tuple[Stream, int]:
+        return stream, stream.step("event")
+
+    def wait(stream: Stream, event: tuple[Stream, int]) -> None:
+        if (stream.name, event[0].name) != left_out:
+            stream.wait(event[1])
+
+    return lambda _: SimpleNamespace(**rank.streams, on=on, marked=marked, wait=wait)
+
+
+def forward(rank: Rank, sets: int) -> None:
+    """A forward of a rank. sets: of buffers that there are."""
+    x = torch.zeros(TOKENS * rank.spec.chunks, 16)
+    rank.now.step("x", (), [("x", rank.number)])
+
+    def dense() -> tuple[Any, None]:
+        rank.now.step("dense", [("x", rank.number)], [("dense", rank.number)])
+        return torch.zeros_like(x), None
+
+    def make(*_: Any, number: int, **__: Any) -> Routes:
+        return Routes(rank, number % sets)
+
+    plan: Any = SimpleNamespace(spec=rank.spec, training=False)
+    pieces = [[piece, None] for piece in x.split(TOKENS)]
+    output, parts = chunks._in_chunks(pieces, make, Experts(), dense, torch.float32, plan)  # type: ignore[arg-type]
+    counts: list[Any] = [one for part in parts for one in (part.received, part.routes.overflow)]
+    written = [("output", rank.number, piece.data_ptr()) for piece in output.split(TOKENS)]
+    # What follows reads the results, and may write to where x and the shared expert's rows were.
+    own = [("x", rank.number), ("dense", rank.number)]
+    rank.now.step("what follows", [one.key for one in counts], [*written, *own])
+
+
+def unordered(
+    spec: ExchangeSpec, *, counted: bool = False, left_out: tuple[str, str] | None = None, sets: int = 64
+) -> list[str]:
+    """What nothing orders in some forwards of all ranks."""
+    recorder, orders = Recorder(), []
+    for number in EVERY:
+        rank = Rank(recorder, number, spec, counted)
+        with mock.patch.object(chunks, "_Streams", streams_of(rank, left_out)):
+            for _ in range(CALLS):
+                forward(rank, sets)
+        orders.append([name for name in recorder.names if f"of rank {number} on copies" in name])
+    # All ranks come to their barriers in one order.
+    assert len({str(order).replace(f"rank {number}", "") for number, order in enumerate(orders)}) == 1
+    return recorder.unordered()
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["direct", "counted"])
+@pytest.mark.parametrize("way", [DIRECT, SUMS], ids=["slots", "ranks"])
+def test_everything_is_in_order(way: ExchangeSpec, counted: bool) -> None:
+    for count in (1, 2, 3, 4, 5, 7):
+        assert unordered(dataclasses.replace(way, chunks=count), counted=counted) == []
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        ("copies", "computes"),
+        ("computes", "copies"),
+        ("copies", "stores"),
+        ("stores", "computes"),
+        ("computes", "stores"),
+    ],
+    ids=" waits not for ".join,
+)
+def test_a_wait_that_is_left_out_is_found(left_out: tuple[str, str]) -> None:
+    assert unordered(dataclasses.replace(DIRECT, chunks=5), left_out=left_out)
+
+
+def test_too_few_buffers_are_found() -> None:
+    assert unordered(dataclasses.replace(DIRECT, chunks=5), sets=2)
