@@ -202,10 +202,6 @@ class DirectRoutes:
 
         return arrived
 
-    def push(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """`start_push`, and what it returns, called."""
-        return self.start_push(values, what)()
-
     def results_at(self) -> torch.Tensor | None:
         """Of `peer_ops.experts_push`: the place of every slot's result at its home; None where sums are returned."""
         return self._constants.results_at if self.stores_results else None

@@ -39,8 +39,8 @@ class Dispatch(torch.autograd.Function):
         stored: bool = False,
     ) -> Any:
         ctx.routes, ctx.stored, ctx.dtype = routes, stored, None if wide is None else wide.dtype
-        rows = routes.push(x, "rows") if isinstance(x, torch.Tensor) else x()
-        return rows, routes.weights.clone()
+        arriving = routes.start_push(x, "rows") if isinstance(x, torch.Tensor) else x
+        return arriving(), routes.weights.clone()
 
     @staticmethod
     @once_differentiable
@@ -75,7 +75,7 @@ class Combine(torch.autograd.Function):
         # where the gradient's would lie.
         _ = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            rows = ctx.routes.push(d_y.to(ctx.dtype).contiguous(), "d_output")
+            rows = ctx.routes.start_push(d_y.to(ctx.dtype).contiguous(), "d_output")()
         if ctx.needs_input_grad[2]:
             shared = d_y.to(ctx.shared)
         return None, rows, shared, None, None, None
@@ -92,7 +92,7 @@ def dispatch(
     if torch.is_grad_enabled() and (wide is not None or weights.requires_grad):
         found: Any = Dispatch.apply(routes, x.detach(), wide, weights, stored)
         return found
-    return routes.push(x, "rows"), routes.weights
+    return routes.start_push(x, "rows")(), routes.weights
 
 
 def combine(

@@ -272,10 +272,6 @@ class PeerRoutes:
 
         return arrived
 
-    def push(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """`start_push`, and what it returns, called."""
-        return self.start_push(values, what)()
-
     def _take_routing(self) -> None:
         """Copies of what was stored here and a backward needs."""
         memory, training, top_k = self.memory, self.plan.training, self.plan.top_k

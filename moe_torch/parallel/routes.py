@@ -74,12 +74,9 @@ class Routes:
     tokens_per_expert: torch.Tensor
     invalid_ids: torch.Tensor
 
-    def push(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Rows of slots at their owners, `[R, D]`, of rows of tokens at home, `[T, D]`."""
-        return self.start_push(values, what)()
-
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
-        """`push` that waits where what it returns is called."""
+        """Rows of tokens at home, `[T, D]`, set off; what it returns waits, and gives rows of slots at their owners,
+        `[R, D]`."""
         if self.send is None:
             start = self.ranks.start_all_gather(values, what)
         else:

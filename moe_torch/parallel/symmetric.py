@@ -64,13 +64,13 @@ class Symmetric:
             begin += part.bytes
         self.regions = tuple(regions)
 
-    def barrier(self, ranks: Ranks, what: str, channel: int = 0) -> None:
+    def barrier(self, ranks: Ranks, what: str) -> None:
         """All that ranks have stored so far can be loaded afterwards, and all that they have loaded may be overwritten.
 
-        On a GPU its stream waits, not the host. channel: barriers that may be under way at once have different ones.
+        On a GPU its stream waits, not the host.
         """
         if self._handle is not None:
-            self._handle.barrier(channel, _milliseconds(ranks, self.device))
+            self._handle.barrier(0, _milliseconds(ranks, self.device))
         else:
             ranks.all_gather(torch.zeros(1, dtype=torch.int32), what)
 

@@ -170,7 +170,7 @@ def broken_peer(fault: str | None) -> Iterator[None]:
         "result_of_another": (peer.peer_ops, "result_addresses"),
         "result_at_wrong_home": (peer.peer_ops, "result_addresses"),
         "gradient_not_returned": (peer.peer_ops, "experts_push"),
-        "output_gradient_of_another": (peer.PeerRoutes, "push"),
+        "output_gradient_of_another": (peer.PeerRoutes, "start_push"),
         "weight_gradient_of_another": (direct.peer_ops, "combine_pull_weights"),
     }[fault]
 
@@ -195,12 +195,12 @@ def broken_peer(fault: str | None) -> Iterator[None]:
             real(*arguments, **options)
             time.sleep(0.3 * (second.rank == second.size - 1))
             return None
+        if fault == "output_gradient_of_another":
+            return real(first, second.flip(0) if rest == ["d_output"] else second, *rest)
         found = real(*arguments, **options)
-        if fault == "wrong_row":
-            return found._replace(rows=found.rows.flip(0))
-        return found.flip(0) if rest[-1:] == ["d_output"] else found
+        return found._replace(rows=found.rows.flip(0))
 
-    owners = {owner, direct.DirectRoutes} if name == "push" else {owner}
+    owners = {owner, direct.DirectRoutes} if name == "start_push" else {owner}
     with contextlib.ExitStack() as stack:
         for one in owners:
             # A function, which becomes a method of a class.

@@ -89,7 +89,7 @@ def broken(fault: str | None) -> Iterator[None]:
         "counts_off_by_one": (routes, "splits"),
         "slots_not_in_order": (function.Combine, "forward"),
         "gradient_not_returned": (routes.Routes, "pull"),
-        "output_gradient_of_another": (routes.Routes, "push"),
+        "output_gradient_of_another": (routes.Routes, "start_push"),
     }[fault]
     real = getattr(owner, name)
 
@@ -102,6 +102,9 @@ def broken(fault: str | None) -> Iterator[None]:
             order = at_home.at_home.row_of_slot.view(at_home.plan.tokens, -1).flip(1).reshape(-1)
             layout = dataclasses.replace(at_home.at_home, row_of_slot=order)
             return real(ctx, dataclasses.replace(at_home, at_home=layout), *rest)
+        if fault == "output_gradient_of_another":
+            own, values, what = arguments
+            return real(own, values.flip(0) if what == "d_output" else values, what)
         found = real(*arguments, **options)
         if fault == "wrong_place":
             return found._replace(row_of_slot=found.row_of_slot.flip(0))
@@ -111,8 +114,7 @@ def broken(fault: str | None) -> Iterator[None]:
             return found[0] ^ 1, found[1]
         if fault == "permuted_weights":
             return [found[0], found[1].flip(0), *found[2:]]
-        what = {"gradient_not_returned": "d_x", "output_gradient_of_another": "d_output"}[fault]
-        return found.flip(0) if arguments[-1] == what else found
+        return found.flip(0) if arguments[-1] == "d_x" else found
 
     with mock.patch.object(owner, name, staticmethod(wrong) if name == "forward" else wrong):
         yield
