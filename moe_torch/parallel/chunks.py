@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +35,8 @@ from moe_torch.parallel.routes import check_headers
 
 #: Rows of the shared expert and the logits of its gate.
 Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
-#: x, wide, and what its routes are made of, of each.
-Chunks = list[list[Any]]
+#: Of each chunk: x, wide, and what its routes are made of.
+Chunks = Sequence[Sequence[Any]]
 #: Programs of kernels that copy rows beside others that compute: enough for most of a link's bandwidth.
 _COPY_PROGRAMS = 32
 #: Of each product, None = all.
@@ -131,24 +131,20 @@ def run_chunks(
     make, arrays, counted = (_direct if plan.direct else _counted)(ranks, plan, given)
     x, size = given.x, -(-len(given.x) // plan.spec.chunks)
     bounds = [min(number * size, len(x)) for number in range(plan.spec.chunks + 1)]
-    arrays = x, given.wide, *arrays
-    # The gradient of a slice, though it be of all, is a copy.
-    chunks: Chunks = [list(arrays)]
-    if plan.spec.chunks > 1:
-        chunks = [[one if one is None else one[a:b] for one in arrays] for a, b in itertools.pairwise(bounds)]
+    chunks = _cut((x, given.wide, *arrays), bounds)
     beside = len(chunks) > 1 or (shared is not None and x.is_cuda)
     if beside and not torch.is_grad_enabled():
         output, parts = _in_chunks(chunks, make, experts, shared, dtype, plan)
     else:
-        dense, outputs, parts = shared and shared(), [], []
+        dense = _cut(shared() if shared else (None, None), bounds)
+        outputs, parts = [], []
         for number, (rows, wide, *own) in enumerate(chunks):
             routes = make(*own, number=number % sets_of_buffers(plan.spec, training=plan.training))
             rows, row_weights = dispatch(routes, rows, wide, own[1], stored=routes.stores_results)
             found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
             # Training keeps them; else their memory is for the rows that come home.
             del rows
-            part, stored = _part(dense, number, chunks), routes.stores_results
-            outputs.append(combine(routes, found.output, part, dtype, stored=stored))
+            outputs.append(combine(routes, found.output, dense[number], dtype, stored=routes.stores_results))
             parts.append(_Part(found.tokens_per_expert, routes))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     received, overflow = _total([part.received for part in parts]), _total([part.routes.overflow for part in parts])
@@ -172,7 +168,7 @@ _Way = tuple[Callable[..., Any], tuple[Any, ...], tuple[torch.Tensor, torch.Tens
 
 def _counted(ranks: Ranks, plan: ExchangePlan, given: Given) -> _Way:
     """Ranks tell each other how many rows go where."""
-    places, invalid, counts = _places(ranks, plan, given)
+    places, invalid, counts = _places(ranks, plan, given.ids, given.token_mask, given.moving)
     header = None if given.moving is None else given.moving.header(plan.header)
     make = functools.partial(PeerRoutes, ranks, plan, tokens=len(given.x), header=header)
     return make, (places, given.weights), (counts, invalid)
@@ -185,7 +181,7 @@ def _direct(ranks: Ranks, plan: ExchangePlan, given: Given) -> _Way:
     if moving is not None:
         header = moving.header(plan.header)
     if placement.num_places > placement.num_experts and (placement.has_replicas or moving is not None):
-        places, _ = _physical_ids(ranks, plan, given)
+        places, _ = _physical_ids(ranks, plan, ids, given.token_mask, moving)
     elif moving is not None:
         table = moving.places
     elif not _is_in_order(placement):
@@ -203,7 +199,7 @@ def _places_of_experts(placement: Placement) -> tuple[int, ...]:
 
 def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor) -> PeerRoutes:
     """The routes of all tokens of this rank, ids and weights `[T, K]`. A collective."""
-    places, *_ = _places(ranks, plan, Given(weights, None, ids, weights, None, None))
+    places, *_ = _places(ranks, plan, ids, None, None)
     return PeerRoutes(ranks, plan, places, weights, tokens=len(ids))
 
 
@@ -215,16 +211,18 @@ def _is_in_order(placement: Placement) -> bool:
     )
 
 
-def _places(ranks: Ranks, plan: ExchangePlan, given: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _places(
+    ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """places `[T, K]` of this rank's slots, invalid_ids `[1]` and tokens_per_expert `[E]`, after the first messages, if
     there are any."""
-    ids, moving, experts = given.ids, given.moving, plan.placement.num_experts
+    experts = plan.placement.num_experts
     _check_headers(ranks, plan, ids)
     if moving is None and _is_in_order(plan.placement):
-        found = ops.make_layout(ids, experts, token_mask=given.token_mask)
+        found = ops.make_layout(ids, experts, token_mask=token_mask)
         places = torch.where(found.row_of_slot.view(ids.shape) < 0, -1, ids)
         return places, found.invalid_ids, found.group_sizes
-    places, invalid = _physical_ids(ranks, plan, given)
+    places, invalid = _physical_ids(ranks, plan, ids, token_mask, moving)
     return places, invalid, ops.make_layout(torch.where(places < 0, -1, ids), experts).group_sizes
 
 
@@ -235,29 +233,28 @@ def _check_headers(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor) -> None:
         check_headers(ranks, plan.header, ids.device)
 
 
-def _physical_ids(ranks: Ranks, plan: ExchangePlan, given: Given) -> Places:
+def _physical_ids(
+    ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
+) -> Places:
     """Of this rank's slots; which replica is theirs depends on how many tokens the ranks ahead have."""
-    ids, moving, first_token = given.ids, given.moving, 0
+    first_token: Any = 0
     if plan.placement.has_replicas or moving is not None:
         (own,) = constants(((len(ids),),), ids.device)
         first_token = ranks.all_gather(own, "tokens")[: ranks.rank].sum()
     tables = None if moving is None else (moving.places, moving.start)
-    options: Any = {"token_mask": given.token_mask, "tables": tables}
-    return physical_ids(ids, plan.placement, first_token=first_token, **options)
+    return physical_ids(ids, plan.placement, first_token=first_token, token_mask=token_mask, tables=tables)
 
 
 def _total(counts: list[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, counts)
 
 
-def _part(dense: tuple[Any, Any] | None, number: int, chunks: Chunks) -> tuple[Any, Any]:
-    """Those of a chunk among the rows of the shared expert and the logits of its gate."""
-    first = sum(len(x) for x, *_ in chunks[:number])
-    rows, gate = dense or (None, None)
-    if len(chunks) == 1:
-        return rows, gate
-    own = slice(first, first + len(chunks[number][0]))
-    return None if rows is None else rows[own], None if gate is None else gate[own]
+def _cut(arrays: tuple[Any, ...], bounds: list[int]) -> list[Any]:
+    """The rows of each chunk, from one bound to the next, of arrays by token, some of them None."""
+    if len(bounds) == 2:
+        # The gradient of a slice, though it be of all, is a copy.
+        return [arrays]
+    return [tuple(one if one is None else one[a:b] for one in arrays) for a, b in itertools.pairwise(bounds)]
 
 
 @functools.cache
@@ -333,12 +330,13 @@ def _in_chunks(
     Each stream waits for the others when the call begins and ends. In between, what one has used and another has made
     is let go of when the other was told to wait.
     """
-    source, sizes, spec = chunks[0][0], [len(x) for x, *_ in chunks], plan.spec
-    sets, in_lanes = (one(spec, training=plan.training) for one in (sets_of_buffers, runs_in_lanes))
+    source, bounds = chunks[0][0], [*itertools.accumulate((len(x) for x, *_ in chunks), initial=0)]
+    sets = sets_of_buffers(plan.spec, training=plan.training)
+    in_lanes = runs_in_lanes(plan.spec, training=plan.training)
     streams = _Streams(source.device)
     computes, copies, marked, wait = streams.computes, streams.copies, streams.marked, streams.wait
     stores = streams.stores if in_lanes else computes
-    output = source.new_empty((sum(sizes), source.shape[1]), dtype=dtype)
+    output = source.new_empty((bounds[-1], source.shape[1]), dtype=dtype)
     arrived: dict[int, tuple[Any, torch.cuda.Event | None]] = {}
     computed: list[torch.cuda.Event | None] = []
     kept: dict[int, tuple[Any, torch.cuda.Event | None]] = {}
@@ -369,11 +367,11 @@ def _in_chunks(
             return begun.finish(), begun
 
     dispatch(0)
-    dense = shared and shared()
+    dense = _cut(shared() if shared else (None, None), bounds)
     ahead = max(1, sets - 1)
     for number in range(1, ahead):
         dispatch(number)
-    for number, part in enumerate(output.split(sizes)):
+    for number, (part,) in enumerate(_cut((output,), bounds)):
         routes, event = arrived.pop(number)
         wait(computes, event)
         found, memory = compute(number, routes)
@@ -382,7 +380,7 @@ def _in_chunks(
         with streams.on(copies):
             wait(copies, computed[number])
             total = routes.start_total(None if routes.stores_results else found.output, "results")
-            _sum_into(part, total, *_part(dense, number, chunks))
+            _sum_into(part, total, *dense[number])
             kept[number] = (memory, found, routes), computed[number] if routes.stores_results else marked(copies)
         parts.append(_Part(found.tokens_per_expert, routes))
         if number:
