@@ -12,6 +12,7 @@ from moe_core.base.codec import plan_type
 from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.exchange.direct import TOLD
 from moe_core.parallel.bounds import (
     Bounds,
     bounds_of,
@@ -298,12 +299,12 @@ class _Planner:
         """Of one chunk with mode `peer`. What is stored in one stage is read behind the barrier that ends it."""
         if self.plan.direct:
             told = self._table("push", "header, ids and weights", "int32", self.tokens, 2 * self.top_k)
-            told = dataclasses.replace(told, bytes=told.bytes + 4 * (len(Header._fields) + 4))
+            told = dataclasses.replace(told, bytes=told.bytes + 4 * TOLD)
             first, results = [_BARRIER] * self.plan.training, self._results("results")
             return [*first, told, *self._rows("push"), _BARRIER, results, _BARRIER]
         groups, by_token = self.plan.placement.num_places, self.spec.rows == "tokens"
-        # Eight numbers of the header, the tokens in as much as is stored at once, and counts: of slots by place.
-        message = len(Header._fields) + 4 + groups + (self.ranks if by_token else 0)
+        # And counts: of slots by place.
+        message = TOLD + groups + (self.ranks if by_token else 0)
         found = [self._table("push", "header and counts", "int32", 1, message), _BARRIER]
         if by_token and self.spec.receive is not None:
             found += [self._table("push", "counts of what fits", "int32", 1, groups), _BARRIER]

@@ -18,17 +18,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from moe_core.ops.exchange.direct import TOLD
 from moe_core.ops.exchange.reference_direct import last_told
 from moe_core.parallel.bounds import tokens_at_once
-from moe_core.parallel.header import Header
 from moe_core.parallel.plan import ExchangePlan
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.parallel import exchange, peer_ops, symmetric
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.peer import Summing, scales_of
 from moe_torch.parallel.symmetric import Part, Region
-
-_TOLD = len(Header._fields) + 4
 
 
 class Memory(NamedTuple):
@@ -53,7 +51,7 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
     most, top_k, spec = _most(plan), plan.top_k, plan.spec
     rows, dtype, scales = ranks.size * most, TORCH_DTYPES[plan.dtype], scales_of(spec.format, plan.d_model)
     parts = (
-        Part((2 * ranks.size + 1, _TOLD), torch.int32),
+        Part((2 * ranks.size + 1, TOLD), torch.int32),
         Part((rows, plan.d_model), torch.float8_e4m3fn if scales else dtype),
         Part((rows * (scales > 0), scales), torch.float32),
         Part((rows, top_k), torch.int32),

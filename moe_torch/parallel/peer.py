@@ -17,6 +17,7 @@ import torch
 
 from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedSpec, quantized_shapes
+from moe_core.ops.exchange.direct import TOLD
 from moe_core.parallel.bounds import rows_received, slots_received, tokens_at_once
 from moe_core.parallel.header import Header
 from moe_core.parallel.plan import ExchangePlan
@@ -28,8 +29,6 @@ from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.symmetric import Part, Region
 
 _HEADER = len(Header._fields)
-#: Behind the header: the tokens of a rank, and what fills up 16 bytes.
-_TOKENS = 4
 #: `(shared=, shared_gate=, out_dtype=) -> y`, see `ops.reduce`.
 Summing = Callable[..., torch.Tensor]
 
@@ -91,7 +90,7 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
     scales = scales_of(spec.format, plan.d_model)
     incoming = torch.float8_e4m3fn if scales else dtype
     parts = (
-        Part((ranks.size, _HEADER + _TOKENS + groups), torch.int32),
+        Part((ranks.size, TOLD + groups), torch.int32),
         Part((ranks.size, placement.num_places * bounded), torch.int32),
         Part((sizes.rows, plan.d_model), incoming),
         Part((sizes.rows * (scales > 0), scales), torch.float32),
@@ -171,7 +170,7 @@ class PeerRoutes:
         self.group_tokens = self.ranks.size * self.tokens
         if device.type == "cpu":
             self.group_tokens = int(known[:, _HEADER].sum())
-        known = known[:, _HEADER + _TOKENS :]
+        known = known[:, TOLD:]
         # Where ranks disagree, what goes anywhere stays within the buffers, and the output is NaN.
         if visits is not None:
             self.back = self.sent = self._places(visits, sent, known[:, count:], self._bound(self.sizes.rows))
