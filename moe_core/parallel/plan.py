@@ -303,7 +303,7 @@ class _Planner:
             first, results = [_BARRIER] * self.plan.training, self._results("results")
             return [*first, told, *self._rows("push"), _BARRIER, results, _BARRIER]
         groups, by_token = self.plan.placement.num_places, self.spec.rows == "tokens"
-        # And counts: of slots by place.
+        # Beside what a rank tells of itself, counts: of slots by place.
         message = TOLD + groups + (self.ranks if by_token else 0)
         found = [self._table("push", "header and counts", "int32", 1, message), _BARRIER]
         if by_token and self.spec.receive is not None:

@@ -165,7 +165,7 @@ class PeerRoutes:
             visits = torch.where((self.owners[:, :, None] == everyone).any(dim=1), everyone, -1)
             sent = ops.make_layout(visits, placement.num_ranks)
             told.append(sent.group_sizes)
-        known = self._told_by_all(told)
+        known = self._told_by_all(torch.cat(told), self.memory.counts, "header and counts")
         self._agree = (known[:, :_HEADER] == self.header).all().view(1)
         self.group_tokens = self.ranks.size * self.tokens
         if device.type == "cpu":
@@ -174,11 +174,15 @@ class PeerRoutes:
         # Where ranks disagree, what goes anywhere stays within the buffers, and the output is NaN.
         if visits is not None:
             self.back = self.sent = self._places(visits, sent, known[:, count:], self._bound(self.sizes.rows))
-            self.overflow, reached = self.sent.overflow, self._rows_of_tokens()
+            self.overflow = self.sent.overflow
+            assert self.owners is not None
+            rows = self.sent.rows.gather(1, self.owners.clamp(min=0).long())
+            #: int32 `[T, K]`: the row that a slot's token has at the slot's owner, -1 = none.
+            self._of_tokens = torch.where(self.owners < 0, -1, rows)
             if plan.spec.receive is not None and slots is not None:
-                going = torch.where(reached < 0, -1, places)
+                going = torch.where(self._of_tokens < 0, -1, places)
                 slots = ops.make_layout(going, count)
-                known = self._fitting(slots.group_sizes)
+                known = self._told_by_all(slots.group_sizes, self.memory.fitting, "counts of what fits")
         if slots is not None:
             most = self.sizes.computed if self.by_token else self._bound(self.sizes.computed)
             self.back = self._places(going, slots, known[:, :count], most)
@@ -193,17 +197,11 @@ class PeerRoutes:
         #: What the sum is NaN without.
         self._wanted = None if drops else wanted
 
-    def _told_by_all(self, told: list[torch.Tensor]) -> torch.Tensor:
-        """int32 `[W, N]` of all ranks."""
-        peer_ops.push_counts(torch.cat(told), self.memory.counts.addresses, rank=self.ranks.rank)
-        self.arrive("header and counts")
-        return self.memory.counts.own
-
-    def _fitting(self, counts: torch.Tensor) -> torch.Tensor:
-        """int32 `[W, P]` of all ranks: slots whose tokens fit."""
-        peer_ops.push_counts(counts, self.memory.fitting.addresses, rank=self.ranks.rank)
-        self.arrive("counts of what fits")
-        return self.memory.fitting.own
+    def _told_by_all(self, counts: torch.Tensor, region: Region, what: str) -> torch.Tensor:
+        """int32 `[W, N]`: the counts int32 `[N]` of all ranks."""
+        peer_ops.push_counts(counts, region.addresses, rank=self.ranks.rank)
+        self.arrive(what)
+        return region.own
 
     def _bound(self, rows: int) -> int:
         """Rows that an owner takes at most, of so many that there is memory for."""
@@ -213,13 +211,6 @@ class PeerRoutes:
         self, ids: torch.Tensor, layout: RaggedLayout, counts: torch.Tensor, receive: int
     ) -> peer_ops.PeerPlaces:
         return peer_ops.peer_places(ids, layout, counts, rank=self.ranks.rank, receive=receive)
-
-    def _rows_of_tokens(self) -> torch.Tensor:
-        """int32 `[T, K]`: the row that a slot's token has at the slot's owner, -1 = none."""
-        assert self.owners is not None
-        rows = self.sent.rows.gather(1, self.owners.clamp(min=0).long())
-        self._of_tokens = torch.where(self.owners < 0, -1, rows)
-        return self._of_tokens
 
     def _push_routing(self, places: torch.Tensor, weights: torch.Tensor) -> None:
         """What an owner has to know of each row that it computes."""
