@@ -141,6 +141,25 @@ def test_reductions_with_any_combine_function(axis: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("flag", [0, 1])
+def test_operands_of_any_size_and_type(flag: int) -> None:
+    """Bytes beside numbers stay bytes, and zeros keep their signs, whichever was seen first."""
+    a, output, zeros = np.arange(200, 208).astype(np.uint8), np.zeros((4, 8), np.int64), np.ones(2, np.float32)
+    arrays = {"output": output, "zeros": zeros, "a": a, "flag": np.array([flag], np.int32)}
+    arguments = [(name, _pointer(array)) for name, array in arrays.items()]
+    interpreter.launch(interpreter_kernels.operands_kernel, (1,), arguments)
+    rows, columns = np.arange(4)[:, None], np.arange(8)[None, :]
+    assert (output == 300 - (columns - rows) * 2 + a + (a if flag else rows)).all()
+    assert np.signbit(zeros).tolist() == [False, True]
+
+
+@interpreted
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="incompatible dimensions at index 0: 4 and 8"):
+        interpreter.launch(interpreter_kernels.misfit_kernel, (1,), [])
+
+
+@interpreted
 def test_tensor_descriptors() -> None:
     source = np.arange(6 * 24, dtype=np.float32).reshape(6, 24)
     output = np.zeros((6, 24), np.float32)

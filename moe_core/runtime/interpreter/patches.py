@@ -20,44 +20,7 @@ from moe_core.base import dtypes
 from moe_core.errors import Unsupported
 from moe_core.runtime.interpreter.builder import Builder, numpy_dtype
 from moe_core.runtime.interpreter.reductions import Reduction, Scan
-
-
-class _Text(str):
-    """A string that is also a constant of the language."""
-
-    @property
-    def value(self) -> str:
-        return str(self)
-
-
-class Semantic(TritonSemantic):
-    """Triton's semantics with a short way to broadcast: most of what a small operation costs."""
-
-    def dot_scaled(
-        self, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, rhs_format: Any, *rest: Any
-    ) -> Any:
-        # Triton 3.6 wants the formats as constants, which a kernel run as Python cannot give.
-        formats = _Text(getattr(lhs_format, "value", lhs_format)), _Text(getattr(rhs_format, "value", rhs_format))
-        return super().dot_scaled(lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *rest)
-
-    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
-        left = lhs.type.shape.values if lhs.type.is_block() else []
-        right = rhs.type.shape.values if rhs.type.is_block() else []
-        if left == right:
-            return lhs, rhs
-        pairs = list(zip(left or right, right or left, strict=False))
-        fits = all(one == other or one == 1 or other == 1 for one, other in pairs)
-        if not fits or (left and right and len(left) != len(right)):
-            return super().broadcast_impl_value(lhs, rhs)
-        shape = [max(pair) for pair in pairs]
-        return self._broadcast(lhs, left, shape), self._broadcast(rhs, right, shape)
-
-    def _broadcast(self, value: Any, old: list[int], new: list[int]) -> Any:
-        if old == new:
-            return value
-        kind, handle = tl.block_type(value.dtype, new), value.handle
-        wide = self.builder.create_broadcast(handle, new) if old else self.builder.create_splat(kind, handle)
-        return tl.tensor(wide, kind)
+from moe_core.runtime.interpreter.semantic import Semantic, block_type_init, tensor_init, with_element_type
 
 
 class PatchedLanguage:
@@ -148,32 +111,8 @@ def _refuse_libdevice(name: str, function: Any) -> Any:
     return refuse
 
 
-_block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
 # Taken when this module is imported, so that `install` can run again where it was interrupted.
-_build_block_type, _patch_language = tl.block_type.__init__, interpreter._patch_lang
-_ONE = tl.constexpr(1)
-_NO_AXES = tl.tuple([])
-
-
-def _block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
-    """`tl.block_type(element_ty, shape)`, built once per element type and shape: else half of an operation's time."""
-    sizes = shape.values if isinstance(shape, tl.tuple) else shape
-    key = (element_ty.name, *[size.value if isinstance(size, tl.constexpr) else size for size in sizes])
-    fields = _block_types.get(key)
-    if fields is None:
-        _build_block_type(self, element_ty, list(sizes))
-        self.tensor_shape = tl.tuple([tl.constexpr(size) for size in self.shape])
-        self.tensor_numel = tl.constexpr(self.numel)
-        fields = _block_types[key] = dict(self.__dict__)
-    self.__dict__.update(fields)
-
-
-def _tensor_init(self: Any, handle: Any, type: Any) -> None:
-    """`tl.tensor(handle, type)` with the shape of its type instead of a new one."""
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    block = type.is_block()
-    self.shape = type.tensor_shape if block else _NO_AXES
-    self.numel = type.tensor_numel if block else _ONE
+_patch_language = interpreter._patch_lang
 
 
 def install() -> PatchedLanguage:
@@ -191,8 +130,9 @@ def install() -> PatchedLanguage:
         scope.set_attr(tl.core.tensor, "__index__", lambda self: int(self.handle.data.item()))
         # The builder's types are the language's own.
         scope.set_attr(tl.core.dtype, "to_ir", lambda self, builder: self)
-        scope.set_attr(tl.core.tensor, "__init__", _tensor_init)
-        scope.set_attr(tl.core.block_type, "__init__", _block_type_init)
+        scope.set_attr(tl.core.tensor, "__init__", tensor_init)
+        scope.set_attr(tl.core.block_type, "__init__", block_type_init)
+        scope.set_attr(tl.core.block_type, "with_element_ty", with_element_type)
         return scope
 
     language = PatchedLanguage(replace, interpreter.interpreter_semantic)

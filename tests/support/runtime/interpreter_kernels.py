@@ -145,3 +145,20 @@ def add_one_kernel(output):
     """Every program adds one to four elements of its own."""
     places = output + tl.program_id(0) * 4 + tl.arange(0, 4)
     tl.store(places, tl.load(places) + 1)
+
+
+@triton.jit
+def operands_kernel(output, zeros, a, flag):
+    """Every pair of a scalar, a row, a column, and a number; what comes first is now the narrower, now the wider."""
+    rows, columns = tl.arange(0, 4)[:, None], tl.arange(0, 8)[None, :]
+    offsets = rows * 8 + columns
+    small = tl.load(tl.arange(0, 8) + a)[None, :]
+    chosen = tl.where(tl.load(flag) != 0, small, rows.to(tl.uint8))
+    tl.store(output + offsets, 300 - (columns - rows) * 2 + small + chosen.to(tl.int64))
+    one = tl.load(flag).to(tl.float32)
+    tl.store(zeros + tl.arange(0, 2), tl.where(tl.arange(0, 2) == 0, one * 0.0, one * -0.0))
+
+
+@triton.jit
+def misfit_kernel():
+    tl.static_print(tl.arange(0, 4) + tl.arange(0, 8))

@@ -1,0 +1,158 @@
+"""What Triton's language checks and converts before an operation, found once per kind of operands. Imports Triton.
+
+Kernels run a few operations over and over. Triton works out the types and the shapes of every one anew, which takes
+several times as long as NumPy's part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+
+_ONE = tl.constexpr(1)
+_NO_AXES = tl.tuple([])
+_block_types: dict[tuple[Any, ...], Any] = {}
+_pairs: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+# Taken when this module is imported, so that `install` can run again where it was interrupted.
+_build_block_type = tl.block_type.__init__
+#: How many kinds of operands are kept; there are as many more as kernels have constants.
+_MOST = 4096
+
+
+class _Text(str):
+    """A string that is also a constant of the language."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+def _block_type(element_type: Any, sizes: tuple[int, ...]) -> Any:
+    """The one block type of an element type and sizes."""
+    key = (element_type.name, *sizes)
+    found = _block_types.get(key)
+    if found is None:
+        found: Any = tl.block_type.__new__(tl.block_type)
+        _build_block_type(found, element_type, list(sizes))
+        found.sizes = sizes
+        found.tensor_shape = tl.tuple([tl.constexpr(size) for size in sizes])
+        found.tensor_numel = tl.constexpr(found.numel)
+        _block_types[key] = found
+    return found
+
+
+def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
+    """`tl.block_type(element_ty, shape)`, built once per element type and shape."""
+    values = shape.values if isinstance(shape, tl.tuple) else shape
+    sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in values])
+    self.__dict__.update(_block_type(element_ty, sizes).__dict__)
+
+
+def with_element_type(self: Any, scalar_ty: Any) -> Any:
+    """`block_type.with_element_ty`."""
+    return _block_type(scalar_ty, self.sizes)
+
+
+def tensor_init(self: Any, handle: Any, type: Any) -> None:
+    """`tl.tensor(handle, type)` with the shape of its type instead of a new one."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    block = type.is_block()
+    self.shape = type.tensor_shape if block else _NO_AXES
+    self.numel = type.tensor_numel if block else _ONE
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    return value.type.sizes if value.type.is_block() else ()
+
+
+@functools.lru_cache(_MOST)
+def _common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The sizes that both are broadcast to; None where they do not fit."""
+    if left and right and len(left) != len(right):
+        return None
+    pairs = list(zip(left or right, right or left, strict=True))
+    fits = all(one == other or one == 1 or other == 1 for one, other in pairs)
+    return tuple(max(pair) for pair in pairs) if fits else None
+
+
+def _kind(operand: Any) -> Any:
+    """What the type of an operation depends on: a tensor's element type, or a number of Python, -0.0 unlike 0.0."""
+    kind = type(operand)
+    return operand.dtype.name if kind is tl.tensor else (kind, operand if kind is int else repr(operand))
+
+
+class Semantic(TritonSemantic):
+    """Triton's semantics with a short way to convert and broadcast operands: most of what a small operation costs."""
+
+    def binary_op_type_checking_impl(
+        self,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        """Operands of one element type, by Triton's rules; the type of the first has the sizes of the result.
+
+        NumPy broadcasts the data.
+        """
+        rules = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        key = (_kind(lhs), _kind(rhs), rules)
+        pair = _pairs.get(key)
+        if pair is None:
+            pair = super().binary_op_type_checking_impl(self._one(lhs), self._one(rhs), *rules)
+            if len(_pairs) >= _MOST:
+                _pairs.clear()
+            _pairs[key] = pair
+        left, right = pair
+        if type(lhs) is tl.tensor:
+            left = lhs if lhs.dtype is left.dtype else self.cast(lhs, left.dtype)
+        if type(rhs) is tl.tensor:
+            right = rhs if rhs.dtype is right.dtype else self.cast(rhs, right.dtype)
+        wide, other = _sizes(left), _sizes(right)
+        if right.dtype.is_ptr():
+            return self.broadcast_impl_value(left, right)
+        if wide == other or not other:
+            return left, right
+        sizes = _common_sizes(wide, other)
+        if sizes is None:
+            return self.broadcast_impl_value(left, right)
+        return left if sizes == wide else tl.tensor(left.handle, _block_type(left.dtype, sizes)), right
+
+    def _one(self, operand: Any) -> Any:
+        """An element of a tensor's type, or the number that the operand is."""
+        if type(operand) is not tl.tensor:
+            return operand
+        return tl.tensor(self.builder.get_null_value(operand.dtype), operand.dtype)
+
+    def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
+        if input.dtype.name == dst_ty.scalar.name:
+            return input
+        return super().cast(input, dst_ty, fp_downcast_rounding)
+
+    def dot_scaled(
+        self, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, rhs_format: Any, *rest: Any
+    ) -> Any:
+        # Triton 3.6 wants the formats as constants, which a kernel run as Python cannot give.
+        formats = _Text(getattr(lhs_format, "value", lhs_format)), _Text(getattr(rhs_format, "value", rhs_format))
+        return super().dot_scaled(lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *rest)
+
+    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
+        left, right = _sizes(lhs), _sizes(rhs)
+        if left == right:
+            return lhs, rhs
+        sizes = _common_sizes(left, right)
+        if sizes is None:
+            return super().broadcast_impl_value(lhs, rhs)
+        return self._broadcast(lhs, left, sizes), self._broadcast(rhs, right, sizes)
+
+    def _broadcast(self, value: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
+        if old == new:
+            return value
+        kind, handle = _block_type(value.dtype, new), value.handle
+        wide = self.builder.create_broadcast(handle, new) if old else self.builder.create_splat(kind, handle)
+        return tl.tensor(wide, kind)
