@@ -54,7 +54,7 @@ def interrupt_launches(trials: int) -> int:
         try:
             signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 1.1 * seconds))
             launch()
-            time.sleep(seconds)  # for an alarm that comes late
+            time.sleep(1.1 * seconds)  # for an alarm that comes late
         except KeyboardInterrupt:
             interrupted += 1
         launch_elsewhere()
