@@ -338,7 +338,6 @@ def _in_chunks(
     stores = streams.stores if in_lanes else computes
     output = source.new_empty((bounds[-1], source.shape[1]), dtype=dtype)
     arrived: dict[int, tuple[Any, torch.cuda.Event | None]] = {}
-    computed: list[torch.cuda.Event | None] = []
     kept: dict[int, tuple[Any, torch.cuda.Event | None]] = {}
     parts: list[_Part] = []
     wait(copies, marked(computes))
@@ -348,9 +347,7 @@ def _in_chunks(
             return
         x, _, *own = chunks[number]
         with streams.on(copies):
-            if number >= sets:
-                # Its buffers are read no more here and, behind the next barrier, by nobody.
-                wait(copies, computed[number - sets])
+            # The chunk that had its buffers has been added up here, so all owners have read them.
             routes = make(*own, number=number % sets, programs=_COPY_PROGRAMS)
             routes.send(x)
             routes.arrive("rows")
@@ -375,13 +372,13 @@ def _in_chunks(
         routes, event = arrived.pop(number)
         wait(computes, event)
         found, memory = compute(number, routes)
-        computed.append(marked(stores))
+        computed = marked(stores)
         dispatch(number + ahead)
         with streams.on(copies):
-            wait(copies, computed[number])
+            wait(copies, computed)
             total = routes.start_total(None if routes.stores_results else found.output, "results")
             _sum_into(part, total, *dense[number])
-            kept[number] = (memory, found, routes), computed[number] if routes.stores_results else marked(copies)
+            kept[number] = (memory, found, routes), computed if routes.stores_results else marked(copies)
         parts.append(_Part(found.tokens_per_expert, routes))
         if number:
             wait(computes, kept.pop(number - 1)[1])
