@@ -272,6 +272,12 @@ class _ParameterBlocks:
         self, plan: LaunchPlan, steps: Sequence[KernelLaunch], kernels: Sequence[Any], index: Mapping[str, int]
     ) -> None:
         self.addresses = (ctypes.c_uint64 * (1 + max(index.values(), default=0)))()
+        count = len(plan.inputs) + len(plan.outputs)
+        content = memoryview(self.addresses).cast("B")
+        #: The bytes of those that a run is given: of inputs and outputs, and of the arena if there is one.
+        self.given = content[: _POINTER_BYTES * (count + bool(plan.scratch_bytes))]
+        #: The bytes of those of scratch buffers.
+        self.scratch = content[_POINTER_BYTES * (count + 1) :]
         self.current = ctypes.c_void_p()
         self.current_reference = ctypes.byref(self.current)
         self.homes: int | tuple[int, ...] | None = None
@@ -330,13 +336,15 @@ class CudaPrepared(Prepared):
         self._kernels = [_load(compile_launch(plan, step, plan.target), device_index) for step in self._steps]
         self._local = threading.local()
         # Packing in one call is faster than assigning to a ctypes array, which converts item by item.
-        pack = struct.Struct(f"{self._count + bool(self._scratch_bytes)}Q")
-        self._pack = pack.pack_into
-        self._low_bits = int.from_bytes(pack.pack(*[ALIGNMENT - 1] * (pack.size // _POINTER_BYTES)), "little")
-        self._pack_scratch = struct.Struct(f"{len(self._places)}Q").pack_into
+        given = self._count + bool(self._scratch_bytes)
+        self._pack = struct.Struct(f"{given}Q").pack_into
+        self._low_bits = _in_lanes([ALIGNMENT - 1] * given)
         # What holds scratch: its address, or the addresses in a tuple.
-        homes = sorted({home for home, _ in self._places if home < self._count or self._scratch_bytes})
+        homes = sorted({home for home, _ in self._places if home < given})
         self._homes = operator.itemgetter(*homes) if homes else None
+        # Scratch addresses are one number: the offsets, and each home's address times ones at its buffers.
+        self._offsets = _in_lanes([offset for _, offset in self._places])
+        self._ones = [(home, _in_lanes([int(home == other) for other, _ in self._places])) for home in homes]
 
     def __call__(self, pointers: Sequence[int], stream: int = 0, steps: slice | None = None) -> None:
         try:
@@ -351,15 +359,17 @@ class CudaPrepared(Prepared):
         addresses = blocks.addresses
         self._pack(addresses, 0, *pointers)
         # The low bits of all of them in one number.
-        if int.from_bytes(addresses, "little") & self._low_bits:
+        if int.from_bytes(blocks.given, "little") & self._low_bits:
             self._refuse_misaligned(pointers)
         if 0 in pointers:
             self._refuse_missing(pointers)
         if self._homes is not None and (homes := self._homes(pointers)) != blocks.homes:
             # Forgotten first: interrupted half way, the next call writes the addresses again.
             blocks.homes = None
-            scratch = self._scratch_addresses([*pointers, 0])
-            self._pack_scratch(addresses, _POINTER_BYTES * (self._count + 1), *scratch)
+            scratch = self._offsets
+            for home, ones in self._ones:
+                scratch += pointers[home] * ones
+            blocks.scratch[:] = scratch.to_bytes(len(blocks.scratch), "little")
             blocks.homes = homes
         for tensor_map in blocks.maps:
             address = addresses[tensor_map.index]
@@ -373,6 +383,11 @@ class CudaPrepared(Prepared):
             if code:
                 step = self._steps[blocks.launches.index(arguments)]
                 self._driver.check(code, f"launching {step.kernel.name}")
+
+
+def _in_lanes(values: Sequence[int]) -> int:
+    """Numbers of 64 bits in one, the first one lowest."""
+    return int.from_bytes(struct.pack(f"{len(values)}Q", *values), "little")
 
 
 @functools.cache

@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import functools
 import itertools
-import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -165,6 +164,17 @@ def test_plans_without_scratch(fake: FakeDriver) -> None:
         assert fake.launches == [Seen(1, (X, y), ROWS, 1, 0, CONTEXT)]
 
 
+def test_scratch_buffers_in_several_homes(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lies in the output and one in the arena; each follows its home alone."""
+    monkeypatch.setattr(LaunchPlan, "scratch_places", ((1, 512), (2, 256)))
+    prepared = CudaPrepared(chain_plan(), 0)
+    for y, arena in [(Y, ARENA), (OTHER_Y, ARENA), (OTHER_Y, OTHER_ARENA), (Y, OTHER_ARENA), (2**64 - 1024, ARENA)]:
+        fake.launches.clear()
+        prepared([X, y, arena])
+        pointers = [launch.pointers for launch in fake.launches]
+        assert pointers == [(X, y + 512), (y + 512, arena + 256), (arena + 256, y)]
+
+
 def test_dependent_launches_alone_carry_the_attribute(fake: FakeDriver) -> None:
     """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION is 6 in cuda.h, where an attribute has 72 bytes."""
     plan = chain_plan()
@@ -303,7 +313,7 @@ TOO_HIGH = 2**64 - 256
 
 
 @pytest.mark.parametrize(
-    ("arena", "stream", "error"), [(TOO_HIGH, 4, struct.error), (OTHER_ARENA, "no stream", TypeError)]
+    ("arena", "stream", "error"), [(TOO_HIGH, 4, OverflowError), (OTHER_ARENA, "no stream", TypeError)]
 )
 def test_an_interrupted_call_leaves_nothing_half_written(
     arena: int, stream: Any, error: type[Exception], fake: FakeDriver
