@@ -1,6 +1,6 @@
 """Host time of eager torch calls of the whole MoE op; prints one JSON record.
 
-    python -m benchmarks.torch_host_time [--turns 100] [--output record.json]
+    python -m benchmarks.torch_host_time [--turns 100] [--driver none] [--output record.json]
 
 A layer with its router, small enough for the host, not the device, to be what takes time. `best_us` and `median_us`:
 one call, of turns of 30 calls one after another; a turn is too short to fill the device's queue, and the device is
@@ -8,11 +8,16 @@ waited for between turns. Calls: `moe` and `launcher` (of `prepare_moe`) from x,
 (`moe_torch.MoE`) with x `[T, D]` and `[B, S, D]`; `dispatcher/x`: `moe/x` through torch's dispatcher, which a plain
 eager call leaves out; `launches`: the part of `moe/x` that launches the plan. Nothing is timed unless the layer's and
 the launcher's results from x are those of `moe/x` bit by bit. Nothing else should run on the machine.
+
+`--driver none` needs no GPU: a driver that does nothing launches the same plan on CPU tensors, and no results are
+compared. What is left is the time of Python and torch. In its figures scratch memory moves now and then, as the CPU's
+allocator is another.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -24,6 +29,7 @@ from typing import Any
 import torch
 
 import moe_torch
+from benchmarks.no_driver import no_driver
 from benchmarks.provenance import provenance
 from moe_core.layers import HUGGING_FACE
 from moe_torch.bridge import eager
@@ -51,8 +57,11 @@ class Launches:
         self._prepared(self._pointers, self._stream)
 
 
-def calls(device: str) -> dict[str, Call]:
-    """name -> one call. Exits where two ways to compute the same disagree, or where `moe` is no plain eager call."""
+def calls(device: str, *, computes: bool = True) -> dict[str, Call]:
+    """name -> one call. Exits where two ways to compute the same disagree, or where `moe` is no plain eager call.
+
+    computes: whether launches compute anything that can be compared.
+    """
     layer = moe_torch.MoE(D_MODEL, D_FF, NUM_EXPERTS, TOP_K, device=device, dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(TOKENS, D_MODEL, device=device, dtype=torch.bfloat16)
     batched = x.view(2, TOKENS // 2, D_MODEL)
@@ -70,7 +79,7 @@ def calls(device: str) -> dict[str, Call]:
     if eager.plain_key(arguments) is None:
         raise SystemExit("moe is no plain eager call here; nothing was timed")
     for name, found in {"layer": layer(x), "layer of a batch": layer(batched), "launcher": from_x(x)}.items():
-        if not torch.equal(found.view_as(whole.output), whole.output):
+        if computes and not torch.equal(found.view_as(whole.output), whole.output):
             raise SystemExit(f"parity is red for {name}; nothing was timed")
     return {
         "moe/x": lambda: moe_torch.moe(x, experts, router, spec),
@@ -101,18 +110,22 @@ def measure(call: Call, turns: int, wait: Callable[[], None]) -> dict[str, float
     return {"best_us": round(min(times), 2), "median_us": round(statistics.median(times), 2)}
 
 
-def run(turns: int, device: str, wait: Callable[[], None]) -> dict[str, Any]:
-    """The record."""
-    figures = {name: measure(call, turns, wait) for name, call in calls(device).items()}
+def run(turns: int, device: str, wait: Callable[[], None], *, idle: bool = False) -> dict[str, Any]:
+    """The record. idle: with a driver that does nothing, on CPU tensors."""
+    with no_driver() if idle else contextlib.nullcontext():
+        figures = {name: measure(call, turns, wait) for name, call in calls(device, computes=not idle).items()}
     return {"provenance": provenance("benchmarks.torch_host_time"), "per_call": figures}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--turns", type=int, default=100)
+    parser.add_argument("--driver", choices=("cuda", "none"), default="cuda")
     parser.add_argument("--output", type=Path, help="write the record here, too")
     options = parser.parse_args()
-    text = json.dumps(run(options.turns, "cuda", torch.cuda.synchronize), indent=1)
+    idle = options.driver == "none"
+    device, wait = ("cpu", lambda: None) if idle else ("cuda", torch.cuda.synchronize)
+    text = json.dumps(run(options.turns, device, wait, idle=idle), indent=1)
     print(text)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)

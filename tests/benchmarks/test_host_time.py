@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import moe_torch
 from benchmarks import torch_host_time
+from moe_core.runtime import cuda
 
 README = pathlib.Path(torch_host_time.__file__).parent / "README.md"
 NAMES = ["moe/x", "moe/logits", "moe/ids", "layer/[T, D]", "layer/[B, S, D]", "launcher/x", "launcher/logits"]
@@ -39,6 +41,26 @@ def test_a_figure_is_of_one_call() -> None:
     calls: list[None] = []
     figures = torch_host_time.measure(lambda: calls.append(None), 4, lambda: None)
     assert len(calls) == 1 + 4 * 2 and set(figures) == {"best_us", "median_us"}
+
+
+def test_a_run_without_a_driver_leaves_nothing_behind() -> None:
+    layer = moe_torch.MoE(16, 8, 4, 2).requires_grad_(False)
+    x = torch.randn(4, 16)
+    expected = layer(x)
+    record = torch_host_time.run(2, "cpu", lambda: None, idle=True)
+    assert list(record["per_call"]) == NAMES
+    assert torch.equal(layer(x), expected)
+
+
+def test_without_a_driver_a_gpu_s_kernels_are_launched() -> None:
+    layer = moe_torch.MoE(16, 8, 4, 2).requires_grad_(False)
+    with torch_host_time.no_driver():
+        launched: list[int] = []
+        driver: Any = cuda.driver()
+        driver.launch = lambda *arguments: launched.append(len(arguments)) or 0
+        for _ in range(3):
+            layer(torch.randn(4, 16))
+    assert len(launched) >= 9 and set(launched) == {4}
 
 
 def test_the_launches_are_those_of_the_op() -> None:
@@ -71,13 +93,18 @@ def test_the_record_is_printed_and_written(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = {"per_call": {"moe/x": {"best_us": 1.0, "median_us": 2.0}}}
-    asked: list[tuple[int, str]] = []
-    monkeypatch.setattr(torch_host_time, "run", lambda turns, device, wait: asked.append((turns, device)) or record)
+    asked: list[tuple[int, str, bool]] = []
+    monkeypatch.setattr(
+        torch_host_time, "run", lambda turns, device, wait, idle: asked.append((turns, device, idle)) or record
+    )
     output = tmp_path / "records" / "host.json"
     monkeypatch.setattr("sys.argv", ["torch_host_time.py", "--turns", "7", "--output", str(output)])
     torch_host_time.main()
     assert json.loads(output.read_text()) == json.loads(capsys.readouterr().out) == record
-    assert asked == [(7, "cuda")]
+    assert asked == [(7, "cuda", False)]
+    monkeypatch.setattr("sys.argv", ["torch_host_time.py", "--driver", "none"])
+    torch_host_time.main()
+    assert asked[1:] == [(100, "cpu", True)]
 
 
 def test_the_page_names_the_command() -> None:
