@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -88,7 +89,7 @@ class MoELauncher:
         given = [name for name in names if name.startswith("routing.") and kind is not RouterWeights]
         self._given = tuple(names.index(name) for name in ("x", *given, "token_mask"))
         self._ready: Recent[Ready] = Recent()
-        #: Calls, with their arguments before the bound tensors.
+        #: Calls, with their arguments before the bound tensors, which must lie where they lay.
         self._seen = SeenCalls()
 
     def __call__(
@@ -110,11 +111,10 @@ class MoELauncher:
             )
         if torch.compiler.is_compiling():
             return call_first(self._operator, *self._arguments(self._arrays, given))
-        arguments: tuple[Any, ...] = (*given, *self._bound, self._options)
-        if eager.plain_thread() and list(map(_address_of, self._bound)) == self._addresses:
-            outputs = self._seen.run(arguments)
-            if outputs is not None:
-                return outputs[0]
+        arguments: tuple[Any, ...] = (*given, *self._bound)
+        outputs = self._seen.run(self._options, arguments)
+        if outputs is not None:
+            return outputs[0]
         key = eager.plain_key((*given, self._options))
         if key is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)):
             return call_first(self._operator, *self._arguments(self._arrays, given))
@@ -124,7 +124,7 @@ class MoELauncher:
         ready = self._ready.get(key) or self._remember(key, given)
         try:
             output = ready.run([arguments[index].data_ptr() for index in ready.selection])[0]
-            self._seen.remember(arguments, ready)
+            self._seen.remember(self._options, arguments, ready, self._addresses)
             return output
         except InvalidInput:
             # Where something of the call is misaligned, the operator copies it.
@@ -157,7 +157,7 @@ class MoELauncher:
             return known
         ready = self._operator.ready(self._arguments(self._kept, given), first=True)
         places = [*self._given, *[self._operator.names.index(name) for name in self._names]]
-        ready = ready._replace(selection=tuple(places.index(place) for place in ready.selection))
+        ready = dataclasses.replace(ready, selection=tuple(places.index(place) for place in ready.selection))
         self._ready.put(key, ready)
         return ready
 

@@ -335,7 +335,8 @@ def moe(
         Unsupported: `checked` in a traced or captured program, second derivatives, and a gradient that does not
             exist.
     """
-    _require_checkable(checked)
+    if checked is not False:
+        _require_checkable(checked)
     operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
     results = call(operator, *arrays, text)
     output, tokens_per_expert, invalid_ids = results[:3]

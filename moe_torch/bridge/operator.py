@@ -157,8 +157,9 @@ class Operator:
 
     def _run_plain(self, arguments: tuple[Any, ...], first: bool) -> list[torch.Tensor] | None:
         """The outputs of a plain call, or of these the first; None for another call, of which nothing has run."""
-        seen = self._seen[first]
-        if eager.plain_thread() and (outputs := seen.run(arguments)) is not None:
+        seen, tensors, options = self._seen[first], arguments[:-1], arguments[-1]
+        outputs = seen.run(options, tensors)
+        if outputs is not None:
             return outputs
         key = eager.plain_key(arguments)
         if key is None:
@@ -167,7 +168,7 @@ class Operator:
         ready = self._cache.get(key)
         outputs = self._run(key, arguments)
         if ready is not None and self._runs_plan_alone:
-            seen.remember(arguments, ready)
+            seen.remember(options, tensors, ready)
         return outputs
 
     def forget_plans(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import starmap
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ def dense(shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
     return shape, torch.empty(shape, device="meta").stride(), dtype
 
 
-class Ready(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ready:
     """A prepared plan: which arguments it reads, what to allocate, and where."""
 
     prepared: Prepared

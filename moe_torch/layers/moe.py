@@ -26,16 +26,16 @@ from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import encode, require_instance
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
 from moe_torch.layers.blocks import block_weights, without_input_ids
-from moe_torch.layers.calls import output_of, rows_of, seen_output
+from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output, tensors_of
 from moe_torch.layers.casts import autocast
 from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import (
     ExpertParameters,
-    ParameterGroup,
     PrepackedExperts,
     RouterParameters,
     SharedParameters,
+    has_own_call,
     own_part,
 )
 from moe_torch.layers.plans import PlannedLayer
@@ -197,6 +197,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         self._places = tuple(place for place in places if len(place) == 3)
         # Those of quantised matrices lie a module deeper.
         self._deep_places = tuple(place for place in places if len(place) == 4)
+        self._held, self._held_places = held_arrays(self._modules, places)
         # Where the operator takes the token mask, and what has the dtype that x must have.
         like = "experts.gate_up"
         if quantized is not None:
@@ -220,6 +221,10 @@ class MoE(PrepackedExperts, PlannedLayer):
             matrices = experts.gate_up, experts.down, experts.up
             formats = (tuple(None if matrix is None else matrix.spec for matrix in matrices),)
         self._options = encode(self.moe_spec, *formats)
+        # Layers with the same options may have other arrays.
+        key = f"{self._options} {self._held}"
+        # Autocast may cast the same tensors, which then are another call.
+        self._key, self._cast_key = key, f"autocast {key}"
         self._in_stages, self._rounds = self.spec.in_stages, self.spec.token_rounding is not None
 
     @property
@@ -260,23 +265,27 @@ class MoE(PrepackedExperts, PlannedLayer):
         Raises InvalidInput for wrong shapes, dtypes and devices, Unsupported for main_grad under autocast.
         """
         routed_by = gate_inputs is not None or expert_ids is not None or input_ids is not None
+        key, tensors = self._key, None
+        if token_mask is None and not (routed_by or return_aux) and self.output is None:
+            tensors = tensors_of(self, x)
+            if tensors is not None and (output := seen_output(key, tensors)) is not None:
+                return output
         shared_out = self._modules["experts"].__dict__.get("exchange") is not None
-        staged, operator = shared_out or routed_by or self._runs_stages(), self._operator
+        staged = shared_out or routed_by or self._runs_stages()
         arrays = self._arrays(self._parts() if staged else self._modules)
         if torch.is_autocast_enabled("cuda" if arrays[self._like_place].is_cuda else "cpu"):
-            x = self._autocast(x, arrays)
+            key, x = self._cast_key, self._autocast(x, arrays)
             gate_inputs = gate_inputs if gate_inputs is None else gate_inputs.to(x.dtype)
-        finish, plain = self.output, not (staged or return_aux)
-        if plain and finish is None and token_mask is None:
-            output = seen_output(x, arrays, self._options)
-            if output is not None:
-                return output
+            if tensors is not None:
+                tensors = [x, *[arrays[place] for place in self._held_places[1:]]]
+                if (output := seen_output(key, tensors)) is not None:
+                    return output
         like, d_model = arrays[self._like_place], self.spec.d_model
         arrays[0] = rows_of(x, d_model, like)
         if token_mask is not None:
             arrays[self._mask_place] = mask_of_tokens(x, token_mask)
-        if plain:
-            return output_of(operator, x, arrays, self._options, finish)
+        if not (staged or return_aux):
+            return output_of(self, x, arrays, key, tensors)
         if staged:
             scored = arrays[0] if gate_inputs is None else rows_of(like_x(gate_inputs, x), d_model, like)
             given = given_ids(self, x, expert_ids, input_ids)
@@ -284,8 +293,9 @@ class MoE(PrepackedExperts, PlannedLayer):
             output, ids, chosen, logits, counts, invalid, *_ = found
             overflow = getattr(found, "overflow", None)
         else:
-            (output, counts, invalid, ids, chosen, logits), overflow = call(operator, *arrays, self._options), None
-        output = output if finish is None else finish(output)
+            results, overflow = call(self._operator, *arrays, self._options), None
+            output, counts, invalid, ids, chosen, logits = results
+        output = output if self.output is None else self.output(output)
         y = output if x.dim() == 2 else output.view_as(x)
         if not return_aux:
             return y
@@ -307,14 +317,9 @@ class MoE(PrepackedExperts, PlannedLayer):
     def _runs_stages(self) -> bool:
         """Whether the operator's stages are called one by one: something lies between them, or a part has a call of its
         own."""
-        modules = self._modules
-        for name in self._part_names:  # `has_own_call`, at half the time: every forward asks.
-            part = modules[name]
-            own: Any = part.__dict__
-            if own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_hooks"]:
-                return True
-            if own["_backward_pre_hooks"] or "forward" in own or not isinstance(part, ParameterGroup):
-                return True
+        modules: Any = self._modules
+        if any([has_own_call(modules[name]) for name in self._part_names]):
+            return True
         return self._in_stages or (self._rounds and self.training)
 
     def _arrays(self, parts: Mapping[str, Any]) -> list[Any]:

@@ -101,9 +101,13 @@ def moe_request(
     x: Any, experts: Any, routing: Any, spec: Any, token_mask: Any, expert_map: Any, shared: Any
 ) -> Request:
     """What `moe` calls for such experts and routing. Raises InvalidInput for arguments of another type."""
-    require_instance("experts", experts, ExpertWeights)
-    require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
-    require_instance("spec", spec, MoESpec)
+    # In line: every eager call asks.
+    if type(experts) is not ExpertWeights:
+        require_instance("experts", experts, ExpertWeights)
+    if type(routing) is not RouterWeights:
+        require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
+    if type(spec) is not MoESpec:
+        require_instance("spec", spec, MoESpec)
     *own, scale_1, scale_2 = _expert_arrays(experts)
     arrays = [x, *own, *routing_arrays(routing), token_mask, expert_map, *_shared_arrays(shared)]
     # Scales beside plain experts are refused by the planner, which that operator reaches with them.

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import BaseTorchFunctionMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_torch
 from moe_core.runtime.prepared import HostPrepared
@@ -104,6 +111,83 @@ def test_rows_that_are_copied_are_copied_at_each_call() -> None:
         require_equal(layer(wide[:, :D_MODEL]), layer(number * X), "rows that lie apart")
 
 
+class Passing(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+#: In these something watches or changes operators.
+WATCHED: dict[str, Callable[[], Any]] = {
+    "dispatch mode": Passing,
+    "function mode": BaseTorchFunctionMode,
+    "profiler": lambda: profile(acc_events=True),
+    "forward-mode level": torch.autograd.forward_ad.dual_level,
+}
+#: Functions that call another as transforms and tracers do, with an x.
+TRANSFORMED: dict[str, Callable[..., Any]] = {
+    "vmap": lambda call: torch.func.vmap(call)(X[None])[0],
+    "functionalize": lambda call: torch.func.functionalize(lambda x: call(x))(X),
+    "make_fx": lambda call: make_fx(call)(X)(X),
+    "jit trace": lambda call: torch.jit.trace(lambda x: call(x), X, check_trace=False)(X),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("context", [*WATCHED, *TRANSFORMED])
+@pytest.mark.parametrize("name", ["moe", "layer", "launcher"])
+def test_watched_calls_are_not_like_those_seen(name: str, context: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = callers()[name]
+    for _ in range(3):
+        expected = call(X)
+    runs: list[Any] = []
+    run = seen._Seen.run
+    monkeypatch.setattr(seen._Seen, "run", lambda self, arguments: note(run(self, arguments)))
+
+    def note(outputs: Any) -> Any:
+        runs.append(outputs is not None)
+        return outputs
+
+    if context in WATCHED:
+        with WATCHED[context]():
+            found = call(X)
+    else:
+        found = TRANSFORMED[context](call)
+    assert True not in runs, "no call was taken for one seen"
+    require_equal(found, expected, context)
+    require_equal(call(X), expected, "afterwards")
+    assert runs[-1]
+
+
+def test_calls_of_many_shapes_are_all_seen(keys: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the last shape are recognised first, the others by theirs."""
+    layer, shapes = make_layer(), (9, 1, 5)
+    expected = {count: layer(X[:count].clone()) for count in shapes}
+    keys.clear()
+    compared: list[Any] = []
+    run = seen._Seen.run
+    monkeypatch.setattr(seen._Seen, "run", lambda self, given: compared.append(len(given[0])) or run(self, given))
+    for count in (5, 9, 9, 1, 5, 5, 5):
+        require_equal(layer(X[:count].clone()), expected[count], f"{count} tokens")
+    assert keys == [] and compared == [5, 9, 9, 9, 1, 1, 5, 5, 5, 5]
+
+
+def test_threads_with_other_shapes_do_not_disturb_each_other() -> None:
+    layer = make_layer()
+    counts = [1, 2, 4, 9]
+    expected = {count: layer(X[:count].clone()) for count in counts}
+
+    def work(count: int) -> bool:
+        x = X[:count].clone()
+        return all([torch.equal(layer(x), expected[count]) for _ in range(50)])
+
+    # The engine is a context's.
+    contexts = [contextvars.copy_context() for _ in counts]
+    with ThreadPoolExecutor(len(counts)) as threads:
+        assert all(threads.map(lambda context, count: context.run(work, count), contexts, counts))
+
+
 def odd(kind: str, tensor: Any) -> Any:
     """Another tensor of the same shape."""
     if kind == "another dtype":
@@ -184,6 +268,15 @@ def test_autocast_casts_after_calls_that_it_did_not_cast() -> None:
             assert layer(X).dtype == torch.bfloat16
         with torch.autocast("cpu", torch.float16):
             assert layer(X).dtype == torch.float16
+
+
+def test_autocast_casts_what_another_autocast_left_alone() -> None:
+    layer, x = make_layer().bfloat16(), X.bfloat16()
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.float16):
+            assert layer(x).dtype == torch.float16
 
 
 def test_hooks_are_called_after_calls_without() -> None:
