@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -270,8 +271,15 @@ class _OnCopies:
         for name in INTERPRETER:
             importlib.import_module(name)
         assert session.items, "no test was collected"
-        # The costliest, hundreds of experts, come last: few faults need them.
-        items = sorted(session.items, key=lambda item: "many_experts" in item.name)
+        # The first case of every test, then the second: most faults fail all cases of a test. The costliest, hundreds
+        # of experts, come last: few faults need them.
+        cases: Counter[str] = Counter()
+        ranked = []
+        for item in session.items:
+            test = item.nodeid.partition("[")[0]
+            ranked.append(("many_experts" in item.name, cases[test], item))
+            cases[test] += 1
+        items = [item for *_, item in sorted(ranked, key=lambda entry: entry[:2])]
         failed: set[str] = set()
         for folder in self._folders:
             # What has failed before finds the next fault soon, too.
