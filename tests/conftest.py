@@ -6,12 +6,16 @@ import contextlib
 import gc
 import os
 import platform
+import sys
+from collections.abc import Iterator
 from importlib import metadata
 
 # BLAS and OpenMP pools otherwise take every core in every test process.
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Programs do not record which lines their operations come from: a twelfth of the time of tests of gradients.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # The interpreter's dots are NumPy's. OpenBLAS kernels for newer processors add up a row in an order that depends on its
 # place in the tile, unlike any GPU; this one's order is the same for every row.
 if platform.machine() in ("x86_64", "AMD64"):
@@ -29,9 +33,11 @@ if not cuda_available():
         "xla_llvm_disable_expensive_passes": "true",
     }
     with contextlib.suppress(metadata.PackageNotFoundError):
-        # From 0.11 on jaxlib has no such option, and ends the process for it.
+        # From 0.11 on jaxlib has no option like the first, and ends the process for it.
         if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):
             _xla_flags["xla_cpu_use_fusion_emitters"] = "false"
+            # Threads do not pay for small programs.
+            _xla_flags["xla_cpu_parallel_codegen_split_count"] = "1"
 for _name, _value in _xla_flags.items():
     if _name not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()
@@ -68,3 +74,24 @@ def pytest_collection_finish() -> None:
     """No later collection of garbage looks at what imports made: half a second for every whole one."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """XLA compiles a program once per process, however many tests trace it anew.
+
+    Not through the environment: other processes, whose plans have other numbers in programs, keep to themselves.
+    """
+    if "jax" not in sys.modules or cuda_available():
+        yield
+        return
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
