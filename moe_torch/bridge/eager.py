@@ -49,17 +49,14 @@ _PLAIN_TENSORS = _key_sets(
 PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def unwatched() -> bool:
-    """Whether nothing on this thread watches or transforms calls of operators in a way that dispatch keys do not show.
-
-    No function mode, profiler or forward-mode level is active.
-    """
-    return not _function_modes() and not _profiling() and forward_ad._current_level < 0
-
-
 def plain_thread() -> bool:
     """Whether nothing on this thread watches or transforms calls of operators."""
-    return _active_keys().raw_repr() in _PLAIN_THREADS and unwatched()
+    return (
+        _active_keys().raw_repr() in _PLAIN_THREADS
+        and not _function_modes()
+        and not _profiling()
+        and forward_ad._current_level < 0
+    )
 
 
 def plain_tensor(tensor: Any) -> bool:

@@ -4,9 +4,7 @@ A key (`eager.plain_key`) reads metadata attribute by attribute, which takes the
 `TensorGuards` compares the metadata of all tensors in C++: class, dispatch keys, dtype, device, whether they ask for a
 gradient, shape and strides. A torch without it goes by keys alone.
 
-The dispatch keys that it compares are those that the dispatcher would go by: a tensor's own, with those that this
-thread includes and without those that it excludes. So a call is not like one seen where a dispatch mode, a transform, a
-tracer or autocast is active that was not active then.
+It leaves out the keys of dispatch modes that compiled programs ignore, so what is active on the thread is asked first.
 """
 
 from __future__ import annotations
@@ -89,13 +87,13 @@ class SeenCalls:
 
     def run(self, options: str, arguments: Sequence[Any]) -> list[torch.Tensor] | None:
         """The outputs of a call like one seen; None for another, of which nothing has run."""
-        if not eager.unwatched():
+        if not eager.plain_thread():
             return None
         last = self._calls.get(options)
         outputs = None if last is None else last.run(arguments)
         if outputs is not None:
             return outputs
-        if not eager.plain_thread() or not eager.plain_tensor(arguments[0]):
+        if not eager.plain_tensor(arguments[0]):
             return None
         seen = self._calls.get((options, arguments[0].shape))
         if seen is None or seen is last:

@@ -44,6 +44,7 @@ from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensor
 from moe_torch.operators import table as operators
 from moe_torch.operators.table import MOE_QUANTIZED
 
+_any_autocast = torch._C._is_any_autocast_enabled
 _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
 _OPERATOR, _QUANTIZED_OPERATOR = operators.MOE[RouterWeights], MOE_QUANTIZED[RouterWeights]
 _PARTS = {"router": RouterParameters, "experts": ExpertParameters, "shared_experts": SharedParameters}
@@ -268,8 +269,10 @@ class MoE(PrepackedExperts, PlannedLayer):
         key, tensors = self._key, None
         if token_mask is None and not (routed_by or return_aux) and self.output is None:
             tensors = tensors_of(self, x)
-            if tensors is not None and (output := seen_output(key, tensors)) is not None:
-                return output
+            if tensors is not None and not _any_autocast():
+                output = seen_output(key, tensors)
+                if output is not None:
+                    return output
         shared_out = self._modules["experts"].__dict__.get("exchange") is not None
         staged = shared_out or routed_by or self._runs_stages()
         arrays = self._arrays(self._parts() if staged else self._modules)

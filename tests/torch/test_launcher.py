@@ -179,7 +179,7 @@ def test_plain_calls_leave_the_operator_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert "moebius::moe" in {event.name for event in seen.events() or ()}
     monkeypatch.setattr(operators.Operator, "first", None)
     require_equal(launcher(X), expected, "plain")
-    monkeypatch.setattr(eager, "unwatched", lambda: False)
+    monkeypatch.setattr(eager, "plain_thread", lambda: False)
     with pytest.raises(TypeError):
         launcher(X)
 

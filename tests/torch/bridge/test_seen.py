@@ -118,9 +118,18 @@ class Passing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Unguarded(Passing):
+    """Compiled programs run inside of it, so that their guards do not see it."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 #: In these something watches or changes operators.
 WATCHED: dict[str, Callable[[], Any]] = {
     "dispatch mode": Passing,
+    "dispatch mode without guards": Unguarded,
     "function mode": BaseTorchFunctionMode,
     "profiler": lambda: profile(acc_events=True),
     "forward-mode level": torch.autograd.forward_ad.dual_level,
