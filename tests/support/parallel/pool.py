@@ -15,8 +15,8 @@ import pytest
 MOST_RANKS = 4
 #: What ranks that load models would import each for itself.
 _MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("mixtral", "gpt_oss")]
-#: Seconds until a call of the ranks counts as hanging, and until gloo gives up.
-TIMEOUT, GLOO_TIMEOUT = 60, 40
+#: Seconds until a call of the ranks counts as hanging, and until gloo gives up. Ranks on GPUs compile kernels first.
+TIMEOUT, GLOO_TIMEOUT, GPU_TIMEOUT = 60, 40, 120
 
 
 def _serve(rank: int, ranks: int, store: str, pipe: Any, backend: str, timeout: float) -> None:
@@ -50,9 +50,12 @@ class Failed(AssertionError):
 
 
 class Pool:
-    """Ranks that call functions. timeout: of messages, in seconds."""
+    """Ranks that call functions. timeout: of messages, in seconds; None = as the backend needs."""
 
-    def __init__(self, ranks: int = MOST_RANKS, timeout: float = GLOO_TIMEOUT, backend: str = "gloo") -> None:
+    def __init__(self, ranks: int = MOST_RANKS, timeout: float | None = None, backend: str = "gloo") -> None:
+        if timeout is None:
+            timeout = GLOO_TIMEOUT if backend == "gloo" else GPU_TIMEOUT
+        self.limit = max(TIMEOUT, timeout + TIMEOUT - GLOO_TIMEOUT)
         # Forks of a process that has imported everything and has run nothing; a GPU's driver survives no fork.
         context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
         if backend == "gloo":
@@ -75,9 +78,9 @@ class Pool:
         for rank, given in enumerate(arguments):
             self.pipes[rank].send((function, len(arguments), tuple(given)))
 
-    def result(self, rank: int, timeout: float = TIMEOUT) -> tuple[bool, Any]:
+    def result(self, rank: int, timeout: float | None = None) -> tuple[bool, Any]:
         """(whether it returned, what it returned or its error); a rank that is gone has raised `Gone`."""
-        pipe = self.pipes[rank]
+        pipe, timeout = self.pipes[rank], self.limit if timeout is None else timeout
         if not pipe.poll(timeout):
             self.close()
             raise AssertionError(f"rank {rank} hangs: nothing after {timeout} s")
