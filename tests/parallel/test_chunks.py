@@ -56,6 +56,13 @@ def test_chunks_are_chosen_as_measured(tokens: int) -> None:
     best, why = choose_chunks(QWEN3, tokens, 4, H200)
     assert best == min(measured, key=lambda chunks: measured[chunks])
     assert why.endswith(f"{best} chunks gain {15 if tokens == 16384 else 5} %")
+    one = predict(QWEN3, tokens, 4, H200, ExchangeSpec("peer"))
+    assert f"travel for {one.exchange_us:.0f} us and products take {dict(one.stages)['compute']:.0f} us" in why
+
+
+def test_more_chunks_than_were_measured_are_not_chosen() -> None:
+    more = [predict(QWEN3, 2**17, 4, H200, ExchangeSpec("peer", chunks=chunks)).us for chunks in (4, 5)]
+    assert more[1] < more[0] and choose_chunks(QWEN3, 2**17, 4, H200)[0] == 4
 
 
 def test_one_chunk_where_products_take_longer_than_rows_travel() -> None:

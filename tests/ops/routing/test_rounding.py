@@ -118,6 +118,15 @@ def test_equal_weights_keep_the_first_tokens(target: Target, mode: str) -> None:
 
 
 @on_engines
+@pytest.mark.parametrize("chosen, kept", [(8, 0), (24, 32), (40, 32), (56, 64), (41, 48), (39, 32)])
+def test_half_a_tile_goes_to_the_even_multiple(target: Target, chosen: int, kept: int) -> None:
+    first = (np.arange(80) >= chosen).astype(np.int32)
+    arrays = [np.stack([first, 1 - first], axis=1), np.ones((80, 2), np.float32)]
+    found = check_kept(arrays, 1, 2, TokenRounding(16, "nearest", 2), target)
+    assert (found["ids"] == 0).sum() == kept
+
+
+@on_engines
 def test_bits_of_every_digit_decide(target: Target) -> None:
     """Weights that differ in one byte of their bits alone, in either order, and NaN, which comes last."""
     rounding, tokens = TokenRounding(16, "down"), 24
@@ -293,6 +302,9 @@ def test_refusals() -> None:
         plan_route_rounded(logits, RouterSpec(2), TokenRounding(16, candidates=1), here)
     with pytest.raises(InvalidInput, match=r"tile must be at most num_tokens = 64, got 128: no expert could keep"):
         plan_route_rounded(logits, RouterSpec(2), TokenRounding(128), here)
+    for name, wrong in (("correction_bias", ArraySpec((7,), "float32")), ("token_mask", ArraySpec((63,), "bool"))):
+        with pytest.raises(InvalidInput, match=name):
+            plan_route_rounded(logits, RouterSpec(2, "sigmoid"), TokenRounding(16), here, **{name: wrong})
     with pytest.raises(InvalidInput, match=r"scale must be above 0 with token rounding, got -1.0"):
         plan_route_rounded(logits, RouterSpec(2, scale=-1.0), TokenRounding(16), here)
     with pytest.raises(Unsupported, match=r"token rounding keeps slots by score, got slot_order='expert'"):
