@@ -12,8 +12,8 @@ from moe_core.parallel.spec import ExchangeSpec
 
 #: More have not been measured.
 _MOST = 4
-#: Gains below this share of a forward are within the model's error.
-_LEAST_GAIN = 0.03
+#: Of a forward: predicted gains were up to as much too large, as tests/parallel/test_chunks.py compares them.
+_LEAST_GAIN = 0.05
 
 
 def choose_chunks(

@@ -7,7 +7,8 @@ they are below 2 % of the rows of real models. Products take the longer of two t
 
 Stages follow one another, with two exceptions. With mode `peer` and results by slot, the last product stores its rows
 at their homes: of the way back, what takes longer than that product is left. With chunks, the messages of all chunks
-but one run beside products; where product 2 of a chunk runs beside product 1 of the next, these slow each other down.
+but one run beside products. Where product 2 of a chunk runs beside product 1 of the next, these slow each other down,
+and every further chunk reads the experts' weights again.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ _DTYPE = "bfloat16"
 #: Tokens that are drawn from a law.
 _DRAWN = 8192
 #: What chunks cost where product 2 of one runs beside product 1 of the next: the share of their time that products
-#: lose, and us of each chunk but the first. Fitted to qwen3 on four H200, docs/notebook/2026-11-27-mode-peer.md.
-_SHARING, _CHUNK_US = 0.08, 60.0
+#: lose, and of each chunk but the first the share of its experts' weights, read again, that nothing hides. Fitted to
+#: five models on four H200, docs/notebook/2026-11-27-mode-peer.md.
+_SHARING, _READ_AGAIN = 0.05, 0.7
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,8 @@ def _price(
     waits = others / spec.chunks
     exposed = stored - hidden + waits + max(0.0, (others - share) * (1 - 1 / spec.chunks))
     if runs_in_lanes(spec, training=training):
-        exposed = _exposed_in_lanes(share, others, stored, hidden, spec.chunks)
+        weights = _read_bytes(layer, _most_slots(layer, tokens, traffic), per_rank, tensor) / machine.memory / 1e3
+        exposed = _exposed_in_lanes(share, others, stored, hidden, spec.chunks, weights)
     lost = share - share / uneven if uneven else 0.0
     parts = {"compute": share - lost, "exchange": exposed, "imbalance": lost}
     stages.insert(1 + [name for name, _ in stages].index("dispatch"), ("compute", share))
@@ -290,12 +293,14 @@ def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool
     return min(combine, each) + min(combine, (matrices - 1) * each)
 
 
-def _exposed_in_lanes(share: float, others: float, stored: float, hidden: float, chunks: int) -> float:
+def _exposed_in_lanes(share: float, others: float, stored: float, hidden: float, chunks: int, weights: float) -> float:
     """How much longer than its products a forward takes where several chunks are under way at once. share: us of the
-    products; others, stored: of what is sent before and by product 2, of which it hides `hidden`."""
+    products; others, stored: of what is sent before and by product 2, of which it hides `hidden`; weights: of reading
+    the experts' weights."""
     # The first chunk is awaited, and beside product 2 of the last one nothing is computed.
     ends = (others + stored - hidden) / chunks
-    return ends + max(0.0, others + stored - share) + _SHARING * share + _CHUNK_US * (chunks - 1)
+    again = _SHARING * share + _READ_AGAIN * weights * (chunks - 1)
+    return ends + max(0.0, others + stored - share) + again
 
 
 def _row_bytes(layer: MoELayerSpec, spec: ExchangeSpec) -> int:
@@ -365,8 +370,17 @@ def _share_us(
     layer: MoELayerSpec, tokens: int, machine: Machine, traffic: Traffic, per_rank: int, tensor: int
 ) -> float:
     """The rank that has most slots: with a tensor axis, slices of as many times more."""
-    slot, token, expert, others = _work(layer)
-    slots = float(traffic.slots.max()) * len(traffic.slots) * tokens * layer.top_k
-    return _roofline_us(
-        machine, slots * slot + tokens * token, min(per_rank, slots * tensor) * expert / tensor + others
-    )
+    slot, token, _, others = _work(layer)
+    slots = _most_slots(layer, tokens, traffic)
+    size = _read_bytes(layer, slots, per_rank, tensor) + others
+    return _roofline_us(machine, slots * slot + tokens * token, size)
+
+
+def _most_slots(layer: MoELayerSpec, tokens: int, traffic: Traffic) -> float:
+    """Of one rank, where every rank has so many tokens."""
+    return float(traffic.slots.max()) * len(traffic.slots) * tokens * layer.top_k
+
+
+def _read_bytes(layer: MoELayerSpec, slots: float, per_rank: int, tensor: int) -> float:
+    """Of the experts that so many slots touch on a rank."""
+    return min(per_rank, slots * tensor) * _work(layer)[2] / tensor

@@ -64,9 +64,22 @@ class Machine:
         return dict(self.measured).get(_KIND_OF_MODE.get(mode, mode), self.nvlink)
 
 
-#: Hosts of eight H200: 340 of nominally 450 GB/s over NVLink, 45 of 50 GB/s a GPU between hosts, and what products of
-#: bf16 layers reach in docs/user/performance.md. Latencies are assumed.
-H200 = Machine(Link(10.0, 340.0), Link(20.0, 45.0), 8, 620.0, 4500.0)
+#: Hosts of eight H200. Links within a host are those that four of them were measured to have,
+#: benchmarks/results/machine-4-h200.json; those between hosts, 45 of nominally 50 GB/s a GPU, are assumed. tflops and
+#: memory: what products of bf16 layers reach in docs/user/performance.md.
+H200 = Machine(
+    Link(23.2, 287.0),
+    Link(20.0, 45.0),
+    8,
+    620.0,
+    4500.0,
+    (
+        ("all_gather", Link(22.3, 275.0)),
+        ("all_to_all", Link(23.2, 287.0)),
+        ("peer", Link(7.1, 353.0)),
+        ("ragged_all_to_all", Link(85.4, 10.0)),
+    ),
+)
 
 
 @dataclass(frozen=True)

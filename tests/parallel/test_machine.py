@@ -32,6 +32,7 @@ from moe_core.parallel import (
     simulate,
 )
 from moe_core.parallel.machine import H200, VARIABLE
+from tests.support.paths import ROOT
 
 ORIGIN = {"gpu": "none", "driver": "none", "versions": {}, "commit": "abc", "command": "moebius-tune", "date": "today"}
 
@@ -90,7 +91,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
     assert machine.nvlink == machine.link("padded") == machine.link("all_to_all")
     for mode, link in (("all_gather", GATHER), ("peer", PEER)):
         np.testing.assert_allclose(dataclasses.astuple(machine.link(mode)), dataclasses.astuple(link), 1e-6)
-    assert H200.link("peer") == H200.nvlink
     assert round(record().timings[-1].gb_s) == round(record().timings[-1].bytes / record().timings[-1].us / 1e3)
 
 
@@ -215,6 +215,13 @@ def test_each_mode_has_the_link_of_its_messages() -> None:
     np.testing.assert_allclose(counts, PLAIN.latency_us, 1e-6)
 
 
+def test_links_of_h200_are_those_of_the_record() -> None:
+    found = MachineRecord.load(ROOT / "benchmarks" / "results" / "machine-4-h200.json").machine
+    assert [kind for kind, _ in H200.measured] == [kind for kind, _ in found.measured]
+    for one, link in ((H200.nvlink, found.nvlink), *((H200.link(kind), link) for kind, link in found.measured)):
+        np.testing.assert_allclose(dataclasses.astuple(one), dataclasses.astuple(link), 0.01)
+
+
 def test_a_mode_is_chosen_by_what_was_measured() -> None:
     placement, slow = Placement.linear(32, 4), Link(50.0, 100.0)
     plain, peer, bad = (record(*more).machine for more in ([], timings("peer", PEER), timings("peer", slow)))
@@ -231,7 +238,7 @@ def test_a_mode_is_chosen_by_what_was_measured() -> None:
     assert choose_mode(123, placement, bad, symmetric=True)[0] == "all_to_all", "peers were measured to be slower"
     assert choose_mode(123, placement, bad, symmetric=True, capturable=True)[0] == "padded"
     assert choose_mode(4096, Placement.linear(32, 8), peer, symmetric=True)[0] == "all_to_all", "a domain has 4 ranks"
-    assert choose_mode(64, placement, H200)[0] == "all_gather" and choose_mode(65, placement, H200)[0] == "all_to_all"
+    assert choose_mode(187, placement, H200)[0] == "all_gather" and choose_mode(188, placement, H200)[0] == "all_to_all"
     with pytest.raises(InvalidInput, match="row_bytes must be an integer of at least 1, got 0"):
         choose_mode(64, placement, H200, row_bytes=0)
 

@@ -180,8 +180,8 @@ def test_predicted_times_count_the_axis() -> None:
     assert (alone.ranks, split.ranks) == (4, 8)
     stages, before = dict(split.stages), dict(alone.stages)
     assert [name for name, _ in split.stages] == ["counts", "gather", "dispatch", "compute", "combine", "scatter"]
-    link = H200.nvlink
-    assert stages["gather"] == link.us(4096 * 4096 * 2) and stages["scatter"] == link.us(4096 * 4096 * 4)
+    link, axis = H200.link("all_to_all"), H200.link("all_gather")
+    assert stages["gather"] == axis.us(4096 * 4096 * 2) and stages["scatter"] == axis.us(4096 * 4096 * 4)
     assert stages["dispatch"] > 1.9 * (before["dispatch"] - link.latency_us) and stages["compute"] <= before["compute"]
     trained = dict(predict(layer, 4096, 4, H200, spec, tensor=2, training=True).stages)
     assert trained["gather"] == 2 * stages["gather"]
