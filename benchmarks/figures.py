@@ -22,7 +22,8 @@ BARS = ("forward-peers-h200.json", "forward-ratios-h200.json", "forward-ragged-h
 #: Figure -> the record of its loss curves.
 CURVES = {f"training-{place}.svg": f"training-curves-{place}.json" for place in ("h200", "cpu")}
 #: Of links, and of expert-parallel layers; later ones last.
-MACHINES, PARALLEL = (), ("parallel-4-h200.json", "parallel-peer-4-h200.json")
+MACHINES = ("machine-4-h200.json",)
+PARALLEL = tuple(f"parallel-{name}4-h200.json" for name in ("", "peer-", "shapes-", "qwen3-", "few-"))
 
 
 def draw(output: Path) -> list[Path]:

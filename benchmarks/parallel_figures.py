@@ -1,8 +1,8 @@
 """Figures of expert parallelism: links out of records of `moebius-tune --links`, the balance of ranks by Zipf's law,
-predicted beside measured times of records of benchmarks.parallel, and predictions for many GPUs.
+scaling and predicted beside measured times of records of benchmarks.parallel, and predictions for many GPUs.
 
-    python -m benchmarks.parallel_figures benchmarks/results/machine-4-h100.json \\
-        benchmarks/results/parallel-2-h100.json --output docs/figures/
+    python -m benchmarks.parallel_figures benchmarks/results/machine-4-h200.json \\
+        benchmarks/results/parallel-4-h200.json --output docs/figures/
 
 Files that show what nobody measured say "predicted" or "simulated" in their title.
 """
@@ -156,6 +156,37 @@ def latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found[::-1]
 
 
+def draw_scaling(records: Sequence[dict[str, Any]]) -> Any:
+    """Measured scaling against tokens of a GPU for every mode, a panel for each model. Later records come last."""
+    from matplotlib import pyplot
+
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for record in latest(records):
+        for row in record["rows"]:
+            if "error" not in row and row["what"] == "forward" and row["rows"] == "tokens":
+                own = found.setdefault(row["shape"], {}).setdefault(row["mode"], {})
+                own[row["tokens"]] = 100 * row.get("graph_scaling", row["scaling"])
+    names = [name for name in _SHAPES if name in found]
+    modes = [mode for mode in EXCHANGES if any(mode in found[name] for name in names)]
+    figure, panels = pyplot.subplots(2, 3, figsize=(10.4, 6.0))
+    for panel, name in zip(panels.flat, names, strict=False):
+        for number, mode in enumerate(modes):
+            look: dict[str, Any] = {"color": _COLORS[number % len(_COLORS)], "markersize": 4, "linewidth": 1.2}
+            own = sorted(found[name].get(mode, {}).items())
+            tokens, scaling = [one for one, _ in own], [one for _, one in own]
+            panel.plot(tokens, scaling, f"{_MARKERS[number % len(_MARKERS)]}-", label=mode, **look)
+        panel.axhline(100, color=theme.INK, linewidth=0.8, linestyle=":")
+        panel.set_title(name, fontsize=9)
+        panel.set(xscale="log", xlabel="tokens of a GPU", ylabel="scaling, %", ylim=(0, None))
+        panel.grid(True, alpha=0.3)
+    for panel in panels.flat[len(names) :]:
+        panel.axis("off")
+    panels.flat[-1].legend(*panels.flat[0].get_legend_handles_labels(), fontsize=8, loc="center")
+    source = "\n".join(dict.fromkeys(source_line([record]) for record in records))
+    title = "Forwards on several GPUs: the time of one GPU with as many tokens as each, over theirs"
+    return _finished(figure, title, source)
+
+
 def draw_predicted(records: Sequence[dict[str, Any]], machine: Any, about: str) -> Any:
     """Predicted against measured times, the diagonal being a perfect model. Later records come last."""
     from matplotlib import pyplot
@@ -232,13 +263,14 @@ def plot(machines: Sequence[Path], records: Sequence[Path], output: Path, kind: 
     known = [MachineRecord.load(path) for path in machines]
     measured = [json.loads(path.read_text()) for path in records]
     output.mkdir(parents=True, exist_ok=True)
-    machine, about = H200, "assumed, 340 GB/s and 10 us"
+    machine, about = H200, "moe_core.parallel.machine.H200"
     if known:
         machine, about = known[0].machine, f"measured, {machines[0].name}"
     written = []
     with theme.drawing(kind):
         figures = {"parallel-links": draw_links(known)} if known else {}
         figures |= {"parallel-balance": draw_balance(), "parallel-scale": draw_scale()}
+        figures["parallel-scaling"] = draw_scaling(measured)
         figures["parallel-predicted"] = draw_predicted(measured, machine, about)
         for name, figure in figures.items():
             written.append(output / f"{name}.{kind}")

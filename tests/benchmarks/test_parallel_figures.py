@@ -63,6 +63,19 @@ def test_predictions_lie_beside_what_was_measured() -> None:
     assert measured == 600.0 and 400 < predicted < 500 and found["padded, eager"] == [(900.0, predicted)]
 
 
+def test_scaling_is_that_of_the_latest_records() -> None:
+    """Of CUDA graphs where there are any; nothing of training, of slots, or of cells that failed."""
+    versions = dict.fromkeys(("torch", "jax", "triton"), "2")
+    origin = {"device": "GPU", "versions": versions, "commit": "0", "date": "today"}
+    other = row(rows="slots", scaling=9.0), row(what="training", scaling=9.0), row(error="no")
+    old = [row(scaling=0.5), row(scaling=0.25, tokens=8), row(scaling=0.5, mode="peer", graph_scaling=0.75), *other]
+    records = [{"ranks": 2, "provenance": origin, "rows": rows} for rows in (old, [row(scaling=0.125)])]
+    with theme.drawing():
+        panel = parallel_figures.draw_scaling(records).axes[0]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines[:-1]}
+    assert panel.get_title() == "qwen3" and lines == {"padded": [[8, 25], [64, 12.5]], "peer": [[64, 75]]}
+
+
 def test_predictions_for_many_gpus() -> None:
     found = dict(predictions("qwen3"))
     assert list(found) == [2**power for power in range(1, 12)] and found[8] > 2 * found[16] > 0
@@ -72,12 +85,12 @@ def test_files_by_the_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixt
     machine().save(tmp_path / "machine.json")
     given = [str(tmp_path / "machine.json"), *(str(figures.RESULTS / name) for name in figures.PARALLEL)]
     assert parallel_figures.main([*given, "--output", str(tmp_path / "figures")]) == 0
-    names = ["parallel-links", "parallel-balance", "parallel-scale", "parallel-predicted"]
+    kinds = ("links", "balance", "scale", "scaling", "predicted")
+    names = [f"parallel-{kind}" for kind in kinds]
     assert [pathlib.Path(line).stem for line in capsys.readouterr().out.split()] == names
     texts = {name: (tmp_path / "figures" / f"{name}.svg").read_text() for name in names}
     assert "Predicted, not measured" in texts["parallel-scale"] and "Simulated" in texts["parallel-balance"]
     assert "links of the prediction: measured, machine.json" in texts["parallel-predicted"]
-    assert "assumed, 340 GB/s" not in texts["parallel-predicted"]
     with pytest.raises(SystemExit):
         parallel_figures.main([given[0], "--output", str(tmp_path)])
     assert "a record of benchmarks.parallel must be named" in capsys.readouterr().err
