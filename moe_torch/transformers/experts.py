@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass, replace
 from importlib import util
@@ -13,11 +14,13 @@ from moe_core.base.arrays import ALIGNMENT
 from moe_core.base.checks import require_flags, require_kind
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs import MatmulSpec, MoESpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
+from moe_torch.bridge.operator import call_first
 from moe_torch.bridge.options import DTYPE_NAMES
+from moe_torch.operators.requests import moe_request
 
 try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
@@ -110,7 +113,7 @@ def experts_forward(
     x, weights, routing, spec = operands_of(experts, hidden_states, top_k_index, top_k_weights)
     run = _around_norm if getattr(experts, "has_post_expert_norm", False) else _whole
     output = run(experts, x, weights, routing, spec)
-    return output if torch.is_autocast_enabled(x.device.type) else output.to(hidden_states.dtype)
+    return output if torch.is_autocast_enabled(x.device.type) else _cast(output, hidden_states.dtype)
 
 
 def options_of(experts: Any) -> ExpertsOptions:
@@ -122,30 +125,42 @@ def operands_of(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> tuple[torch.Tensor, ExpertWeights, TopK, MoESpec]:
     """What `moe_torch.moe` takes, of what `experts_forward` is given."""
-    options = options_of(experts)
-    if not torch.compiler.is_compiling() and hidden_states.device.type == "cpu":
+    options, device = options_of(experts), hidden_states.device.type
+    if device == "cpu" and not torch.compiler.is_compiling():
         _align(experts)
-    dtype = _compute_dtype(experts, hidden_states)
-    spec = _spec(experts, options)
-    if _is_fp8(experts):
+    is_fp8 = _is_fp8(experts)
+    spec = _spec(experts, options, is_fp8)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if is_fp8:
         needs_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
         weights, activations = fp8_weights(experts)
         spec = replace(spec, activations=None if needs_gradient else activations)
+        dtype = dtype or hidden_states.dtype
     else:
         weights = _weights(experts, dtype, options.main_grad)
-    x = hidden_states.to(dtype).contiguous()
-    routing = TopK(top_k_index.to(torch.int32).contiguous(), top_k_weights.to(torch.float32).contiguous())
-    return x, weights, routing, spec
+        dtype = weights.down.dtype
+    routing = TopK(_dense(top_k_index, torch.int32), _dense(top_k_weights, torch.float32))
+    return _dense(hidden_states, dtype), weights, routing, spec
+
+
+def _dense(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _cast(array, dtype).contiguous()
+
+
+def _cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`array.to(dtype)`, which takes the host longer to find that there is nothing to do."""
+    return array if array.dtype == dtype else array.to(dtype)
 
 
 def why_unsupported(experts: torch.nn.Module, options: ExpertsOptions = _DEFAULTS) -> str | None:
     """Why the forward would raise Unsupported for these experts; None where it runs."""
     try:
-        _spec(experts, options)
-        if _is_fp8(experts):
+        is_fp8 = _is_fp8(experts)
+        _spec(experts, options, is_fp8)
+        if is_fp8:
             fp8_weights(experts)
         else:
-            _require_plain(experts)
+            _require_plain(experts, _first(experts))
     except Unsupported as error:
         return str(error)
     return None
@@ -159,30 +174,25 @@ def _first(experts: Any) -> torch.Tensor:
     return experts.gate_up_proj if experts.has_gate else experts.up_proj
 
 
-def _require_plain(experts: Any) -> None:
-    weight = _first(experts)
+def _require_plain(experts: Any, weight: torch.Tensor) -> None:
     if weight.dtype not in DTYPE_NAMES or DTYPE_NAMES[weight.dtype] not in MATMUL_DTYPES:
         raise unsupported(experts, f"has weights of {weight.dtype}, not of {', '.join(MATMUL_DTYPES)} (quantised)")
 
 
-def _compute_dtype(experts: Any, hidden_states: torch.Tensor) -> torch.dtype:
-    """The dtype of x and of plain weights in the products."""
-    device = hidden_states.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    if _is_fp8(experts):
-        return hidden_states.dtype
-    return _first(experts).dtype
-
-
-def _spec(experts: Any, options: ExpertsOptions) -> MoESpec:
+def _spec(experts: Any, options: ExpertsOptions, is_fp8: bool) -> MoESpec:
     if getattr(experts, "has_post_expert_norm", False) and (options.recompute or options.main_grad):
         raise unsupported(experts, "normalises what each expert returns, and has no recompute or main_grad")
-    if options.main_grad and _is_fp8(experts):
+    if options.main_grad and is_fp8:
         raise unsupported(experts, "has frozen fp8 weights, and no main_grad")
+    # A spec that is the same object as in the last call is recognised at once.
+    make = _new_spec if torch.compiler.is_compiling() else _known_spec
+    return make(activation_of(experts), "in_out" if experts.is_transposed else "out_in", options)
+
+
+def _new_spec(activation: Activation, weight_layout: str, options: ExpertsOptions) -> MoESpec:
     return MoESpec(
-        activation_of(experts),
-        weight_layout="in_out" if experts.is_transposed else "out_in",
+        activation,
+        weight_layout=weight_layout,
         recompute=options.recompute,
         tuning=options.tuning,
         allow_tf32=options.allow_tf32,
@@ -190,22 +200,30 @@ def _spec(experts: Any, options: ExpertsOptions) -> MoESpec:
     )
 
 
-def _weights(experts: Any, dtype: torch.dtype, main_grad: bool) -> ExpertWeights:
-    _require_plain(experts)
-    if main_grad and dtype != _first(experts).dtype:
+_known_spec = functools.lru_cache(maxsize=256)(_new_spec)
+
+
+def _weights(experts: Any, dtype: torch.dtype | None, main_grad: bool) -> ExpertWeights:
+    """dtype: autocast's, None = their own."""
+    first = _first(experts)
+    _require_plain(experts, first)
+    if dtype is None:
+        dtype = first.dtype
+    elif main_grad and dtype != first.dtype:
         raise InvalidInput(
-            f"main_grad must be False where autocast casts the weights from {_first(experts).dtype} to {dtype}, got "
+            f"main_grad must be False where autocast casts the weights from {first.dtype} to {dtype}, got "
             "True; turn autocast off, or leave main_grad out of use(model)"
         )
     biases: dict[str, torch.Tensor] = {}
     if experts.has_bias:
-        first = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
-        biases = {"gate_up_bias": first.to(dtype), "down_bias": experts.down_proj_bias.to(dtype)}
-    return ExpertWeights(_first(experts).to(dtype), experts.down_proj.to(dtype), **biases)
+        bias = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
+        biases = {"gate_up_bias": _cast(bias, dtype), "down_bias": _cast(experts.down_proj_bias, dtype)}
+    return ExpertWeights(_cast(first, dtype), _cast(experts.down_proj, dtype), **biases)
 
 
 def _whole(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
-    return ops.moe(x, weights, routing, spec).output
+    operator, arrays, text = moe_request(x, weights, routing, spec, None, None, None)
+    return call_first(operator, *arrays, text)
 
 
 def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:

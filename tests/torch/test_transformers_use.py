@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import moe_torch.transformers
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.tuning import Tuning
-from moe_torch import ops
+from moe_torch.transformers import experts
 from tests.support.torch import on_engines, require_equal, running_on
 from tools.sweep import models
 
@@ -67,13 +67,13 @@ def test_wrong_arguments() -> None:
 
 def test_options_reach_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    own = ops.moe
+    own = experts.moe_request
 
-    def spied(x: Any, weights: Any, routing: Any, spec: Any) -> Any:
+    def spied(x: Any, weights: Any, routing: Any, spec: Any, *others: Any) -> Any:
         seen.append(spec)
-        return own(x, weights, routing, spec)
+        return own(x, weights, routing, spec, *others)
 
-    monkeypatch.setattr(ops, "moe", spied)
+    monkeypatch.setattr(experts, "moe_request", spied)
     with running_on("reference"):
         model = build("mixtral").requires_grad_(False)
         plain = model(tokens()).logits
