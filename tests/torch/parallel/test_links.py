@@ -33,7 +33,7 @@ def measured(group: Any, domain: int) -> links.Found | str:
     """What a rank finds where hosts have so many ranks; group: all ranks, which is the default group here."""
     del group
     small = {"cpu": 8}
-    links._PRODUCT, links._COPY = small, {"cpu": 1024}
+    links._PRODUCT, links._SUM = small, {"cpu": 1024}
     try:
         return links._Bench(SETTING, torch.device("cpu"), domain).run()
     except InvalidInput as error:
