@@ -1,7 +1,7 @@
 """Bars out of records: how much longer each peer takes than Moebius, and what a training step keeps per token.
 
-    python -m benchmarks.bars benchmarks/results/forward-peers-h200.json benchmarks/results/forward-ratios-h200.json \\
-        benchmarks/results/forward-ragged-h200.json benchmarks/results/training-h200.json --output docs/figures/
+    python -m benchmarks.bars benchmarks/results/forward-turns-dsv3-h200.json \\
+        benchmarks/results/forward-peers-h200.json benchmarks/results/training-h200.json --output docs/figures/
 
 `speedup.svg` has a dot for every cell of a peer, that is a shape and a number of tokens, and a bar to their geometric
 mean; both times of a cell are of one run and one clock. `kept-bytes.svg` has a pair of bars for every shape.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import theme
+from benchmarks.libraries.recorded import read_recorded
 from benchmarks.plot import Row, source_line
 
 
@@ -30,7 +31,9 @@ class Peer(NamedTuple):
 
 
 def by_turns(row: Row) -> float | None:
-    """Of interleaved replays, so that the chip's temperature counts for both."""
+    """Of interleaved replays, so that the chip's temperature counts for both; with its better layout, if both ran."""
+    if "over_triton_kernels_best" in row:
+        return 1 / row["over_triton_kernels_best"]
     times = row.get("by_turns_us", {})
     return times["triton_kernels"] / times["ours"] if "triton_kernels" in times else None
 
@@ -53,20 +56,30 @@ def vllm(row: Row) -> float | None:
     return row["vllm_us"] / row["torch_us"]
 
 
-def sonicmoe(row: Row) -> float | None:
-    """Steps, each over the dense products of its own run."""
-    return row["sonicmoe_over_dense"] / row["over_dense"] if "sonicmoe_over_dense" in row else None
+def library(peer: str) -> Callable[[Row], float | None]:
+    """A library by turns with ours, in this run or in that of `recorded_h200.json`."""
+    recorded = read_recorded()
+
+    def ratio(row: Row) -> float | None:
+        if f"over_{peer}" in row:
+            return 1 / row[f"over_{peer}"]
+        cell = recorded[row["mode"]].get(peer, {}).get(row["shape"], {}).get(str(row["tokens"]))
+        return None if cell is None else 1 / cell["over"]
+
+    return ratio
 
 
 FORWARD = (
     Peer("triton_kernels", "interleaved replays", by_turns),
     Peer("vLLM", "its experts alone, separate run", vllm),
+    Peer("FlashInfer", "interleaved, separate run", library("flashinfer")),
+    Peer("SonicMoE", "interleaved, separate run", library("sonicmoe")),
     Peer("torch grouped_mm", "transformers' experts", grouped_mm),
     Peer("tokamax", "ragged product, JAX", device("tokamax_us")),
     Peer("jax.lax.ragged_dot", "JAX", device("ragged_dot_us")),
 )
 STEP = (
-    Peer("SonicMoE", "over dense products, separate run", sonicmoe),
+    Peer("SonicMoE", "interleaved, separate run", library("sonicmoe")),
     Peer("torch grouped_mm", "transformers' experts", grouped_mm),
 )
 PARTS = {"forward": FORWARD, "step": STEP}
@@ -151,9 +164,14 @@ def draw_kept(records: Sequence[dict[str, Any]], source: str) -> Any:
     panel.legend(loc="upper right", fontsize=8)
     height = figure.get_figheight()
     figure.text(0.5, 0.06 / height, source, ha="center", fontsize=6)
-    figure.tight_layout(rect=(0, 0.2 / height, 1, 1))
+    figure.tight_layout(rect=(0, (0.1 + 0.11 * source.count("\n") + 0.11) / height, 1, 1))
     pyplot.close(figure)
     return figure
+
+
+def sources(records: Sequence[dict[str, Any]]) -> str:
+    """A line for each of the records' origins."""
+    return "\n".join(dict.fromkeys(source_line([one]) for one in records))
 
 
 def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
@@ -163,9 +181,9 @@ def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
     kept = [record for record in records if any("kept_bytes_per_token" in row for row in record["rows"])]
     written = []
     with theme.drawing(kind):
-        figures = {"speedup": draw_speedups(records, "\n".join(dict.fromkeys(source_line([one]) for one in records)))}
+        figures = {"speedup": draw_speedups(records, sources(records))}
         if kept:
-            figures["kept-bytes"] = draw_kept(kept, source_line(kept))
+            figures["kept-bytes"] = draw_kept(kept, sources(kept))
         for name, figure in figures.items():
             written.append(output / f"{name}.{kind}")
             theme.save(figure, written[-1])

@@ -18,7 +18,19 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 #: Lines against tokens, and bars: the records that they show.
 LINES = ("forward-peers-h200.json",)
-BARS = ("forward-peers-h200.json", "forward-ratios-h200.json", "forward-ragged-h200.json", "training-h200.json")
+#: Of records that share a cell, the first that has a peer counts.
+BARS = tuple(
+    f"{name}-h200.json"
+    for name in (
+        *(f"forward-turns-{models}" for models in ("gptoss", "qwen3-mixtral", "dsv3", "models")),
+        *("forward-peers", "forward-ragged"),
+        *(
+            f"training-{cells}"
+            for cells in ("gptoss120b", "qwen3-silu", "mixtral-sonicmoe", "mixtral", "glm45air-olmoe")
+        ),
+        "training",
+    )
+)
 #: Figure -> the record of its loss curves.
 CURVES = {f"training-{place}.svg": f"training-curves-{place}.json" for place in ("h200", "cpu")}
 #: Of links, and of expert-parallel layers; later ones last.

@@ -43,7 +43,10 @@ def test_ratios_are_of_one_run_and_one_clock() -> None:
     assert ratios("jax.lax.ragged_dot", row(1, ragged_dot_us=30.0, jax_device_us=5.0)) == [6.0]
     experts = {"vllm_us": 12.0, "active_experts": 8}
     assert ratios("vLLM", row(1, **experts, vllm_active_experts=8), row(2, **experts, vllm_active_experts=7)) == [1.2]
-    assert ratios("SonicMoE", row(1, "step", sonicmoe_over_dense=3.0, over_dense=2.0), mode="step") == [1.5]
+    assert ratios("triton_kernels", row(1, over_triton_kernels_best=0.5, **turns)) == [2.0]
+    recorded = bars.read_recorded()["step"]["sonicmoe"]["qwen3"]["4096"]["over"]
+    steps = row(4096, "step"), row(1, "step", over_sonicmoe=0.5), row(2, "step")
+    assert ratios("SonicMoE", *steps, mode="step") == [1 / recorded, 2.0]
     # A cell of two records counts once, another routing not at all.
     again = row(1, grouped_mm_us=50.0)
     assert ratios("torch grouped_mm", row(1, grouped_mm_us=30.0), again, again | {"routing": "zipf"}) == [3.0]
@@ -52,7 +55,7 @@ def test_ratios_are_of_one_run_and_one_clock() -> None:
 
 def test_peers_without_a_cell_are_left_out() -> None:
     with theme.drawing():
-        figure = bars.draw_speedups([record(row(1, grouped_mm_us=30.0), row(2, grouped_mm_us=20.0))], "source")
+        figure = bars.draw_speedups([record(row(3, grouped_mm_us=30.0), row(2, grouped_mm_us=20.0))], "source")
     (panel,) = figure.axes
     assert [label.get_text().split("\n")[0] for label in panel.get_yticklabels()] == ["torch grouped_mm"]
     assert [text.get_text() for text in panel.texts] == ["2.45× (2.00 to 3.00), 2 cells"]
