@@ -23,6 +23,8 @@ from tools.fuzz.shrink import shrink
 FRONT_ENDS = {"torch": run_torch.run, "jax": run_jax.run}
 #: Seconds between two lines of progress.
 PROGRESS = 20.0
+#: Scales of experts are drawn around 1, and none is larger.
+_MOST_SCALE = 8.0
 
 
 def examine(case: Case, engine: str) -> Verdict:
@@ -60,12 +62,13 @@ def _differences(case: Case, arrays: Arrays, results: dict[str, Results]) -> lis
                 own.pop(name)
             if case.masked:  # the logits of masked tokens are anything
                 own["logits"] = own["logits"][arrays.plain["token_mask"].to(own["logits"].device)]
-    # XLA makes subnormal numbers 0 where a framework adds or scales. Of stages it adds up the gradients of x, and a
-    # subnormal one counts in sums up to their last bit.
+    # XLA makes subnormal numbers 0 where a framework adds or scales: a factor, too, whose product would be none. Of
+    # stages it adds up the gradients of x, and a subnormal one counts in sums up to their last bit.
     for own in (first, second):
         for name, part in own.items():
             if part.is_floating_point() and case.kind == "layer":
-                own[name] = torch.where(_is_subnormal(part), 0.0, part)
+                scales = case.expert_scale and name == "weights"
+                own[name] = torch.where(_is_subnormal(part, _MOST_SCALE if scales else 1), 0.0, part)
             elif name == "d x" and case.kind == "stages":
                 kind = torch.finfo(part.dtype)
                 least = 8 * min(kind.smallest_normal, torch.finfo(torch.float32).smallest_normal) / kind.eps
@@ -73,8 +76,9 @@ def _differences(case: Case, arrays: Arrays, results: dict[str, Results]) -> lis
     return same_bits(first, second, ("torch", "jax"))
 
 
-def _is_subnormal(part: torch.Tensor) -> torch.Tensor:
-    return part.abs() < torch.finfo(part.dtype).smallest_normal
+def _is_subnormal(part: torch.Tensor, scale: float = 1) -> torch.Tensor:
+    """scale: of what may have been subnormal before."""
+    return part.abs() < scale * torch.finfo(part.dtype).smallest_normal
 
 
 def _left_out(case: Case, first: Results, second: Results) -> set[str]:
@@ -86,9 +90,9 @@ def _left_out(case: Case, first: Results, second: Results) -> set[str]:
     # The gradients of losses are each framework's own, and so is what weighs results with a norm of each.
     if case.balance or case.z or case.out_norm == "experts":
         found |= gradients
-    # A weight that scaling made subnormal is 0 in XLA, and so is all that it multiplies.
+    # A weight that is subnormal before or after it is scaled is 0 in XLA, and so is all that it multiplies.
     if case.expert_scale and any(
-        bool((_is_subnormal(w) & (w != 0)).any()) for w in (first["weights"], second["weights"])
+        bool((_is_subnormal(w, _MOST_SCALE) & (w != 0)).any()) for w in (first["weights"], second["weights"])
     ):
         found |= {"output", *gradients}
     return found

@@ -371,5 +371,9 @@ def losses_gradient(given: LossInputs, choice: Choice, d_balance: float, d_z: fl
         result = log_slope(logits, choice) * result
     softmax = scores(logits, Choice(choice.top_k))
     lse = _logsumexp(logits).map(lambda part: part.unsqueeze(1).expand_as(P.value))
+    # Frameworks take exp(logit - lse), which has the errors of both.
+    exponent = lse.error + 2 * logits.unit * (lse.value.abs() + logits.value.abs())
+    exponent = exponent.masked_fill(softmax.value == 0, 0)
+    softmax = softmax.own(softmax.value, softmax.error + softmax.value * exponent, 4)
     result = result + (softmax * lse).scaled(2 * d_z / T)
     return _unscored(result, raw, choice).where(active.unsqueeze(1).expand_as(P.value))
