@@ -62,6 +62,23 @@ def test_messages_within_hosts_and_between_them(ranks: Pool) -> None:
     )
 
 
+def test_rates_of_products_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 2 us: two million operations are 1 TFLOP/s, and 4 KB are 2 GB/s."""
+    monkeypatch.setattr(links, "_PRODUCT", {"cpu": 100})
+    monkeypatch.setattr(links, "_SUM", {"cpu": 4000})
+    bench = object.__new__(links._Bench)
+    bench.device, added = torch.device(SETTING.device), []
+
+    def timed(call: Any, seconds: float) -> float:
+        added.append(call())
+        return 2.0
+
+    monkeypatch.setattr(bench, "_us", timed)
+    assert bench._products(0.1) == (1.0, 2.0)
+    assert added[0].shape == (100, 100) and added[1].shape == ()
+    assert links.Setting("nccl", None, (8,), 0.1).device == "cuda"
+
+
 def stored(group: Any, size: int) -> tuple[list[list[float]], int]:
     """What lies in a rank's memory, by the rank that stored it: the least and the largest number."""
     own = Ranks(group)
