@@ -11,8 +11,8 @@ from moe_core.base.checks import as_integer, finite_float, require_choice, set_i
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
 
-#: Messages that are measured. peer: stores to other ranks' memory; ragged_all_to_all: XLA's.
-KINDS = ("all_gather", "all_to_all", "peer", "ragged_all_to_all")
+#: Messages that are measured. peer: stores to other ranks' memory; peer_pull: loads from it; ragged_all_to_all: XLA's.
+KINDS = ("all_gather", "all_to_all", "peer", "peer_pull", "ragged_all_to_all")
 #: Between ranks of one domain, or of several, over the network.
 WHERE = ("domain", "network")
 #: Bytes of a message have to fit into 63 bits.

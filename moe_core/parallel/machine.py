@@ -37,8 +37,8 @@ class Machine:
 
     domain: ranks that nvlink connects, one after another; network: what connects others, None = there are none. tflops:
     10^12 operations per second of a layer's products. memory: its bandwidth in GB/s. measured: (kind, Link) of kinds of
-    messages within a domain that were measured apart (`all_gather`, `all_to_all`, `peer`, `ragged_all_to_all`); others
-    take nvlink. Raises InvalidInput.
+    messages within a domain that were measured apart (`all_gather`, `all_to_all`, `peer`, `peer_pull`,
+    `ragged_all_to_all`); others take nvlink. Raises InvalidInput.
     """
 
     nvlink: Link

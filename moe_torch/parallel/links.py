@@ -21,7 +21,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.links import LinkTiming
 from moe_torch.parallel import peer_ops
 from moe_torch.parallel.group import Ranks
-from moe_torch.parallel.symmetric import Part, symmetric
+from moe_torch.parallel.symmetric import Part, Symmetric, symmetric
 
 #: A message's batches of calls: their median counts.
 _BATCHES, _MOST_CALLS = 5, 50
@@ -145,7 +145,7 @@ class _Bench:
         timings: list[LinkTiming] = []
         missing: dict[str, str] = {}
         # Ranks of other hosts have no memory that can be stored to.
-        kinds = [(where, kind) for where in self.groups for kind in MESSAGES if (where, kind) != ("network", "peer")]
+        kinds = [(where, kind) for where in self.groups for kind in MESSAGES if where == "domain" or kind not in _PEERS]
         wanted = [(where, kind, size) for where, kind in kinds for size in self.setting.sizes]
         each = self.setting.seconds / max(1, len(wanted))
         for where, kind, size in wanted:
@@ -239,32 +239,66 @@ def _all_to_all(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable
 
 def _peer(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
     """Every rank stores other rows at each of the others, and waits until all have."""
-    if device.type != "cuda":
-        raise Unsupported("stores to peers are timed between GPUs alone: on a CPU they run in NumPy")
-    call, _, sent = peer_call(ranks, size, device)
+    call, _, sent = peer_call(ranks, size, _gpu(device))
     return call, sent
+
+
+def _peer_pull(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+    """Every rank waits until all have written, and loads other rows from each of the others."""
+    call, _, sent = pull_call(ranks, size, _gpu(device))
+    return call, sent
+
+
+def _gpu(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        raise Unsupported("stores to peers and loads are timed between GPUs alone: on a CPU they run in NumPy")
+    return device
 
 
 def peer_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
     """A call that stores rows of this rank's number + 1 at its peers; what they store here, bf16 `[W, R, columns]` by
     rank; the bytes that a rank sends."""
+    rows, memory, places, sent = _rows_of_peers(ranks, size, device)
+    x = torch.full((len(places.owners), rows.shape[-1]), ranks.rank + 1.0, dtype=torch.bfloat16, device=device)
+
+    def call() -> None:
+        region = memory.regions[0]
+        peer_ops.dispatch_push(x, places, region.addresses, num_rows=rows.shape[0] * rows.shape[1], memory=region.own)
+        memory.barrier(ranks, "bytes")
+
+    return call, rows, sent
+
+
+def pull_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
+    """A call that loads rows from its peers and returns them, bf16 `[(W - 1) * R, columns]`, the next peer's first and
+    so on by turns; what is loaded from here, bf16 `[W, R, columns]` by the rank that loads it; the bytes that a rank
+    loads."""
+    rows, memory, places, sent = _rows_of_peers(ranks, size, device)
+    options: Any = {"width": rows.shape[-1], "dtype": rows.dtype, "num_rows": rows.shape[0] * rows.shape[1]}
+
+    def call() -> torch.Tensor:
+        memory.barrier(ranks, "bytes")
+        region = memory.regions[0]
+        return peer_ops.combine_pull(places, region.addresses, **options, memory=region.own)
+
+    return call, rows, sent
+
+
+def _rows_of_peers(
+    ranks: Ranks, size: int, device: torch.device
+) -> tuple[torch.Tensor, Symmetric, peer_ops.PeerPlaces, int]:
+    """Rows `[W, R, columns]` that each rank has for each; the memory that they lie in; places of `(W - 1) * R` rows of
+    peers, those that they have for this rank; the bytes of those."""
     peers, each = ranks.size - 1, _aligned(size, ranks.size - 1)
     columns = min(each, _ROW_BYTES) // torch.bfloat16.itemsize
     count = -(-each // _ROW_BYTES)
-    x = torch.full((peers * count, columns), ranks.rank + 1.0, dtype=torch.bfloat16, device=device)
     memory = symmetric(ranks, (Part((ranks.size, count, columns), torch.bfloat16),), device)
-    region = memory.regions[0]
     number = torch.arange(peers * count, dtype=torch.int32, device=device)[:, None]
     # By turns to every peer, as tokens go.
     owners = (ranks.rank + 1 + number % peers) % ranks.size
     none = number[:1]
     places = peer_ops.PeerPlaces(owners.contiguous(), ranks.rank * count + number // peers, none, none)
-
-    def call() -> None:
-        peer_ops.dispatch_push(x, places, region.addresses, num_rows=ranks.size * count, memory=region.own)
-        memory.barrier(ranks, "bytes")
-
-    return call, region.own, peers * count * columns * torch.bfloat16.itemsize
+    return memory.regions[0].own, memory, places, peers * count * columns * torch.bfloat16.itemsize
 
 
 def _aligned(size: int, peers: int) -> int:
@@ -273,7 +307,14 @@ def _aligned(size: int, peers: int) -> int:
 
 
 #: By the kind that a record names.
-MESSAGES: dict[str, Message] = {"all_gather": _all_gather, "all_to_all": _all_to_all, "peer": _peer}
+MESSAGES: dict[str, Message] = {
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "peer": _peer,
+    "peer_pull": _peer_pull,
+}
+#: Those that need the other ranks' memory.
+_PEERS = {"peer", "peer_pull"}
 #: What `moebius-tune --links` takes by default.
 SIZES: dict[str, Sequence[int]] = {
     "nccl": tuple(4**power for power in range(5, 15)),

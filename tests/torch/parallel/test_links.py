@@ -100,6 +100,25 @@ def test_rows_are_stored_at_every_peer(ranks: Pool, size: int) -> None:
         assert size <= sent <= size + 2 * 8192
 
 
+def loaded(group: Any, size: int) -> tuple[list[float], int]:
+    """The rows that a rank loads, each of one number: 10 times the rank that has it, and the rank that loads it."""
+    own = Ranks(group)
+    with running_on("reference"):
+        call, here, size = links.pull_call(own, size, torch.device("cpu"))
+        here.copy_((10 * own.rank + torch.arange(own.size))[:, None, None].expand(here.shape))
+        rows = call()
+        own.all_gather(torch.zeros(1), "end")
+    assert (rows == rows[:, :1]).all()
+    return rows[:, 0].tolist(), size
+
+
+@pytest.mark.parametrize("size", [100, 50000])
+def test_rows_are_loaded_from_every_peer(ranks: Pool, size: int) -> None:
+    for rank, (found, sent) in enumerate(ranks.call(loaded, [(size,)] * 3)):
+        assert found == [10 * ((rank + 1 + row % 2) % 3) + rank for row in range(len(found))]
+        assert size <= sent <= size + 2 * 8192
+
+
 def test_a_record_is_written(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
     given = ["--links", "--backend", "gloo", "--bytes", "64,4096", "--link-seconds", "0.2", "--output", str(path)]
@@ -108,7 +127,7 @@ def test_a_record_is_written(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtu
     assert "set MOEBIUS_MACHINE to this path" in out and re.search(r"all_to_all +gloo +domain +2 +4096", out)
     record = MachineRecord.load(path)
     assert [own.bytes for own in record.timings] == [64, 4096] * 2 and record.machine.domain == 2
-    assert [kind for kind, _ in record.not_measured] == ["peer", "ragged_all_to_all"]
+    assert [kind for kind, _ in record.not_measured] == ["peer", "peer_pull", "ragged_all_to_all"]
     assert record.provenance["command"] == f"moebius-tune {' '.join(given)}" and "CPU" in record.provenance["gpu"]
 
 
@@ -133,8 +152,9 @@ def test_under_torchrun_the_first_rank_writes(tmp_path: pathlib.Path) -> None:
     assert done.stdout.count("set MOEBIUS_MACHINE to this path") == 1
     record = MachineRecord.load(path)
     assert [own.ranks for own in record.timings] == [3, 3]
-    assert record.not_measured[1:] == (("ragged_all_to_all", "--no-jax"),)
-    assert record.not_measured[0][1].startswith("stores to peers are timed between GPUs alone")
+    assert record.not_measured[2:] == (("ragged_all_to_all", "--no-jax"),)
+    for _, why in record.not_measured[:2]:
+        assert why.startswith("stores to peers and loads are timed between GPUs alone")
 
 
 @pytest.mark.parametrize(
