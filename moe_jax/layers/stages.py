@@ -242,7 +242,9 @@ def _normalised(x: Any, experts: Any, routing: TopK, spec: MoESpec, norm: tuple[
     hidden = ops.activation(multiply(x, "gate_up", into), spec.activation, up=up)
     out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
     slots = at_least_float32(ops.rms_norm(multiply(hidden, "down", out), *norm))
-    return ops.reduce(slots * routing.weights.reshape(-1, 1), layout, out_dtype=x.dtype)
+    # A slot without a row counts in no gradient, whatever its weight is.
+    factors = jnp.where(layout.row_of_slot[:, None] < 0, 0, routing.weights.reshape(-1, 1))
+    return ops.reduce(slots * factors, layout, out_dtype=x.dtype)
 
 
 def _shared(x: Any, shared: Any, spec: MoESpec, product: MatmulSpec, layer_index: Any) -> jax.Array:

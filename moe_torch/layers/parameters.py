@@ -264,7 +264,9 @@ class ExpertParameters(ParameterGroup):
         hidden = ops.activation(pre, spec.activation, up=up)
         out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
         slots = ops.matmul_ogs(MatmulOperands(hidden, own.down, bias=own.down_bias), layout, out)
-        weighted = at_least_float32(ops.rms_norm(slots, norm, norm_spec)) * weights.reshape(-1, 1)
+        # A slot without a row counts in no gradient, whatever its weight is.
+        factors = weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
+        weighted = at_least_float32(ops.rms_norm(slots, norm, norm_spec)) * factors
         return ops.reduce(weighted, layout, out_dtype=x.dtype)
 
 

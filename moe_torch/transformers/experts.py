@@ -235,5 +235,7 @@ def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing:
     second = MatmulOperands(hidden, weights.down, bias=weights.down_bias)
     out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
     slots = ops.matmul_ogs(second, layout, out)
-    weighted = experts.post_expert_norm(slots).float() * routing.weights.reshape(-1, 1)
+    # A slot without a row counts in no gradient, whatever its weight is.
+    factors = routing.weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
+    weighted = experts.post_expert_norm(slots).float() * factors
     return ops.reduce(weighted, layout, out_dtype=x.dtype)

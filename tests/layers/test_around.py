@@ -177,6 +177,26 @@ def test_rows_of_tokens_without_an_expert_are_not_projected() -> None:
     assert all(np.isfinite(one).all() and one.any() for one in (*found, flat[L, D], flat[L,]))
 
 
+def test_tokens_that_a_limit_drops_leave_the_norm_of_experts_alone() -> None:
+    """The last token goes to no expert, as all have three. Its weights are NaN, and no gradient of the norm is."""
+    nnx = pytest.importorskip("moe_jax.nnx")
+    spec = MoELayerSpec(D, 16, 2, 2, capacity_factor=0.75, output=OutputSpec(NormSpec(1e-5), "experts"))
+    x = np.random.default_rng(0).standard_normal((4, D)).astype(np.float32)
+    x[3] = np.nan
+    layer = MoE.from_spec(spec)
+    layer.load_weights(draw_weights(spec, 3))
+    y, aux = layer(torch.from_numpy(x), return_aux=True)
+    assert (aux.ids[3] == -1).all() and aux.weights[3].isnan().all() and y.isfinite().all()
+    y.sum().backward()
+    other = nnx.MoE.from_spec(spec.stored_as(HUGGING_FACE), rngs=nnx.nnx.Rngs(0))
+    other.load_weights(draw_weights(spec, 3))
+    by_jax = nnx.nnx.grad(lambda layer: layer(x).sum())(other)
+    flat = {leaf.shape: leaf for leaf in jax.tree.leaves(by_jax)}
+    found = layer.output.norm.grad.numpy()  # type: ignore[union-attr]
+    assert found.any() and np.isfinite(found).all()
+    np.testing.assert_array_equal(flat[D,], found)
+
+
 @pytest.mark.parametrize("fields", [{"output": OutputSpec(scale=0.3)}, {"latent": LATENT}], ids=["scaled", "latent"])
 def test_bf16_layers_round_their_sums_alike(fields: dict[str, Any]) -> None:
     nnx = pytest.importorskip("moe_jax.nnx")
