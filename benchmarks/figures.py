@@ -19,17 +19,19 @@ RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 #: Lines against tokens, and bars: the records that they show.
 LINES = ("forward-peers-h200.json",)
 #: Of records that share a cell, the first that has a peer counts.
-BARS = tuple(
-    f"{name}-h200.json"
-    for name in (
-        *(f"forward-turns-{models}" for models in ("gptoss", "qwen3-mixtral", "dsv3", "models")),
-        *("forward-peers", "forward-ragged"),
-        *(
-            f"training-{cells}"
-            for cells in ("gptoss120b", "qwen3-silu", "mixtral-sonicmoe", "mixtral", "glm45air-olmoe")
-        ),
-        "training",
-    )
+BARS = (
+    "forward-turns-gptoss-h200.json",
+    "forward-turns-qwen3-mixtral-h200.json",
+    "forward-turns-dsv3-h200.json",
+    "forward-turns-models-h200.json",
+    "forward-peers-h200.json",
+    "forward-ragged-h200.json",
+    "training-gptoss120b-h200.json",
+    "training-qwen3-silu-h200.json",
+    "training-mixtral-sonicmoe-h200.json",
+    "training-mixtral-h200.json",
+    "training-glm45air-olmoe-h200.json",
+    "training-h200.json",
 )
 #: Figure -> the record of its loss curves.
 CURVES = {f"training-{place}.svg": f"training-curves-{place}.json" for place in ("h200", "cpu")}

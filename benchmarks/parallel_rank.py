@@ -36,8 +36,7 @@ from moe_torch.parallel.chunks import owner_spec
 from moe_torch.parallel.forward import moe
 from moe_torch.parallel.peer import Sizes
 
-_FLUSH_BYTES = 256 * 2**20
-_FEWEST, _MOST = 5, 30
+_FLUSH_BYTES, _FEWEST, _MOST = 256 * 2**20, 5, 30
 #: Flushes of the cache before a call: while they run, the hosts of all ranks get ahead. Of few tokens a rank whose host
 #: is late would be measured as the exchange.
 _FLUSHES = 4

@@ -237,68 +237,57 @@ def _all_to_all(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable
     return lambda: ranks.all_to_all(rows, "bytes"), each * (ranks.size - 1)
 
 
-def _peer(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    """Every rank stores other rows at each of the others, and waits until all have."""
-    call, _, sent = peer_call(ranks, size, _gpu(device))
-    return call, sent
+def _between_gpus(make: Callable[[Ranks, int, torch.device], tuple[Callable[[], Any], torch.Tensor, int]]) -> Message:
+    def message(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+        if device.type != "cuda":
+            raise Unsupported("stores to peers and loads are timed between GPUs alone: on a CPU they run in NumPy")
+        call, _, sent = make(ranks, size, device)
+        return call, sent
 
-
-def _peer_pull(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    """Every rank waits until all have written, and loads other rows from each of the others."""
-    call, _, sent = pull_call(ranks, size, _gpu(device))
-    return call, sent
-
-
-def _gpu(device: torch.device) -> torch.device:
-    if device.type != "cuda":
-        raise Unsupported("stores to peers and loads are timed between GPUs alone: on a CPU they run in NumPy")
-    return device
+    return message
 
 
 def peer_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
-    """A call that stores rows of this rank's number + 1 at its peers; what they store here, bf16 `[W, R, columns]` by
-    rank; the bytes that a rank sends."""
-    rows, memory, places, sent = _rows_of_peers(ranks, size, device)
-    x = torch.full((len(places.owners), rows.shape[-1]), ranks.rank + 1.0, dtype=torch.bfloat16, device=device)
+    """A call that stores rows of this rank's number + 1 at its peers, and waits until all have; what they store here,
+    bf16 `[W, R, columns]` by rank; the bytes that a rank sends."""
+    memory, places = _rows_of_peers(ranks, size, device)
+    here, addresses = memory.regions[0]
+    world, count, columns = here.shape
+    x = torch.full((len(places.owners), columns), ranks.rank + 1.0, dtype=here.dtype, device=device)
 
     def call() -> None:
-        region = memory.regions[0]
-        peer_ops.dispatch_push(x, places, region.addresses, num_rows=rows.shape[0] * rows.shape[1], memory=region.own)
+        peer_ops.dispatch_push(x, places, addresses, num_rows=world * count, memory=here)
         memory.barrier(ranks, "bytes")
 
-    return call, rows, sent
+    return call, here, x.nbytes
 
 
 def pull_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
-    """A call that loads rows from its peers and returns them, bf16 `[(W - 1) * R, columns]`, the next peer's first and
-    so on by turns; what is loaded from here, bf16 `[W, R, columns]` by the rank that loads it; the bytes that a rank
-    loads."""
-    rows, memory, places, sent = _rows_of_peers(ranks, size, device)
-    options: Any = {"width": rows.shape[-1], "dtype": rows.dtype, "num_rows": rows.shape[0] * rows.shape[1]}
+    """A call that waits for its peers, loads rows from them by turns, and returns these, bf16 `[(W - 1) * R, columns]`;
+    what is loaded from here, bf16 `[W, R, columns]` by the rank that loads it; the bytes that a rank loads."""
+    memory, places = _rows_of_peers(ranks, size, device)
+    here, addresses = memory.regions[0]
+    world, count, columns = here.shape
+    options: Any = {"width": columns, "dtype": here.dtype, "num_rows": world * count, "memory": here}
 
     def call() -> torch.Tensor:
         memory.barrier(ranks, "bytes")
-        region = memory.regions[0]
-        return peer_ops.combine_pull(places, region.addresses, **options, memory=region.own)
+        return peer_ops.combine_pull(places, addresses, **options)
 
-    return call, rows, sent
+    return call, here, len(places.owners) * columns * here.itemsize
 
 
-def _rows_of_peers(
-    ranks: Ranks, size: int, device: torch.device
-) -> tuple[torch.Tensor, Symmetric, peer_ops.PeerPlaces, int]:
-    """Rows `[W, R, columns]` that each rank has for each; the memory that they lie in; places of `(W - 1) * R` rows of
-    peers, those that they have for this rank; the bytes of those."""
+def _rows_of_peers(ranks: Ranks, size: int, device: torch.device) -> tuple[Symmetric, peer_ops.PeerPlaces]:
+    """Memory `[W, R, columns]`, rows that each rank has for each; the places of those that peers have for this rank,
+    `(W - 1) * R`, by turns, as tokens go."""
     peers, each = ranks.size - 1, _aligned(size, ranks.size - 1)
     columns = min(each, _ROW_BYTES) // torch.bfloat16.itemsize
     count = -(-each // _ROW_BYTES)
     memory = symmetric(ranks, (Part((ranks.size, count, columns), torch.bfloat16),), device)
     number = torch.arange(peers * count, dtype=torch.int32, device=device)[:, None]
-    # By turns to every peer, as tokens go.
     owners = (ranks.rank + 1 + number % peers) % ranks.size
     none = number[:1]
-    places = peer_ops.PeerPlaces(owners.contiguous(), ranks.rank * count + number // peers, none, none)
-    return memory.regions[0].own, memory, places, peers * count * columns * torch.bfloat16.itemsize
+    return memory, peer_ops.PeerPlaces(owners.contiguous(), ranks.rank * count + number // peers, none, none)
 
 
 def _aligned(size: int, peers: int) -> int:
@@ -310,8 +299,8 @@ def _aligned(size: int, peers: int) -> int:
 MESSAGES: dict[str, Message] = {
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
-    "peer": _peer,
-    "peer_pull": _peer_pull,
+    "peer": _between_gpus(peer_call),
+    "peer_pull": _between_gpus(pull_call),
 }
 #: Those that need the other ranks' memory.
 _PEERS = {"peer", "peer_pull"}

@@ -14,6 +14,7 @@ from moe_core.base.arrays import ALIGNMENT
 from moe_core.base.checks import require_flags, require_kind
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format
 from moe_core.specs import Activation, MatmulSpec, MoESpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
 from moe_core.specs.tuning import Tuning
@@ -128,17 +129,20 @@ def operands_of(
     options, device = options_of(experts), hidden_states.device.type
     if device == "cpu" and not torch.compiler.is_compiling():
         _align(experts)
-    is_fp8 = _is_fp8(experts)
-    spec = _spec(experts, options, is_fp8)
+    is_fp8, activations = _is_fp8(experts), None
+    _require_options(experts, options, is_fp8)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if is_fp8:
-        needs_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
         weights, activations = fp8_weights(experts)
-        spec = replace(spec, activations=None if needs_gradient else activations)
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+            activations = None
         dtype = dtype or hidden_states.dtype
     else:
         weights = _weights(experts, dtype, options.main_grad)
         dtype = weights.down.dtype
+    # A spec that is the same object as in the last call is recognised at once.
+    make = _new_spec if torch.compiler.is_compiling() else _known_spec
+    spec = make(activation_of(experts), experts.is_transposed, options, activations)
     routing = TopK(_dense(top_k_index, torch.int32), _dense(top_k_weights, torch.float32))
     return _dense(hidden_states, dtype), weights, routing, spec
 
@@ -156,7 +160,8 @@ def why_unsupported(experts: torch.nn.Module, options: ExpertsOptions = _DEFAULT
     """Why the forward would raise Unsupported for these experts; None where it runs."""
     try:
         is_fp8 = _is_fp8(experts)
-        _spec(experts, options, is_fp8)
+        _require_options(experts, options, is_fp8)
+        activation_of(experts)
         if is_fp8:
             fp8_weights(experts)
         else:
@@ -179,20 +184,20 @@ def _require_plain(experts: Any, weight: torch.Tensor) -> None:
         raise unsupported(experts, f"has weights of {weight.dtype}, not of {', '.join(MATMUL_DTYPES)} (quantised)")
 
 
-def _spec(experts: Any, options: ExpertsOptions, is_fp8: bool) -> MoESpec:
+def _require_options(experts: Any, options: ExpertsOptions, is_fp8: bool) -> None:
     if getattr(experts, "has_post_expert_norm", False) and (options.recompute or options.main_grad):
         raise unsupported(experts, "normalises what each expert returns, and has no recompute or main_grad")
     if options.main_grad and is_fp8:
         raise unsupported(experts, "has frozen fp8 weights, and no main_grad")
-    # A spec that is the same object as in the last call is recognised at once.
-    make = _new_spec if torch.compiler.is_compiling() else _known_spec
-    return make(activation_of(experts), "in_out" if experts.is_transposed else "out_in", options)
 
 
-def _new_spec(activation: Activation, weight_layout: str, options: ExpertsOptions) -> MoESpec:
+def _new_spec(
+    activation: Activation, is_transposed: bool, options: ExpertsOptions, activations: Format | None
+) -> MoESpec:
     return MoESpec(
         activation,
-        weight_layout=weight_layout,
+        weight_layout="in_out" if is_transposed else "out_in",
+        activations=activations,
         recompute=options.recompute,
         tuning=options.tuning,
         allow_tf32=options.allow_tf32,

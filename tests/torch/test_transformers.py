@@ -313,6 +313,15 @@ def test_experts_of_other_processes_are_left_out() -> None:
         torch.testing.assert_close(marked, experts(x, ids, weights.masked_fill(elsewhere, 0)), rtol=1e-5, atol=1e-5)
 
 
+def test_a_slot_without_an_expert_counts_in_no_gradient_of_a_norm() -> None:
+    with running_on("reference"):
+        experts, (x, ids, weights) = build_experts("norm").requires_grad_(), routed("cpu")
+        ids[0], weights[0] = E, torch.nan
+        experts(x, ids, weights).sum().backward()
+        (found,) = [one.grad for name, one in experts.named_parameters() if "norm" in name]
+    assert found.any() and found.isfinite().all()
+
+
 def test_strided_arguments() -> None:
     with running_on("reference"):
         experts, inputs = build_experts("concatenated"), routed("cpu")
