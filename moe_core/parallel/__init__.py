@@ -3,7 +3,8 @@
 Nothing here imports a framework or needs a device.
 """
 
-from moe_core.parallel.chunks import choose_chunks as choose_chunks
+from moe_core.parallel.choices import choose_chunks as choose_chunks
+from moe_core.parallel.choices import choose_ranks as choose_ranks
 from moe_core.parallel.cost import Prediction as Prediction
 from moe_core.parallel.cost import Zipf as Zipf
 from moe_core.parallel.cost import predict as predict

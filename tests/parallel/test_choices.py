@@ -1,4 +1,4 @@
-"""Chunks of mode `peer`: how many, with which buffers, on how many multiprocessors."""
+"""Chunks of mode `peer`: how many, with which buffers, on how many multiprocessors; and how many ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from moe_core.errors import InvalidInput
 from moe_core.formats import format_named
 from moe_core.layers.spec import MoELayerSpec
-from moe_core.parallel import ExchangeSpec, Placement, choose_chunks, plan_exchange, predict
+from moe_core.parallel import ExchangeSpec, Placement, choose_chunks, choose_ranks, plan_exchange, predict
 from moe_core.parallel.bounds import runs_in_lanes, second_multiprocessors
 from moe_core.parallel.machine import H200
 from moe_core.specs.matmul import Activation
@@ -98,3 +98,32 @@ def test_one_chunk_where_products_take_longer_than_rows_travel() -> None:
     assert choose_chunks(QWEN3, 4096, 4, H200, format=FP8)[0] == 1, "rows of fp8 travel for less long"
     with pytest.raises(InvalidInput, match="tokens must be"):
         choose_chunks(QWEN3, -1, 4, H200)
+
+
+#: Tokens of all ranks -> (us on one H200, us on four), docs/user/parallel.md.
+FEW: dict[str, dict[int, tuple[float, float]]] = {
+    "qwen3": {1: (39.0, 45.5), 4: (90.7, 60.1), 64: (290.2, 111.2)},
+    "gptoss120b": {4: (217, 86), 16: (612, 214), 64: (1287, 375), 256: (1468, 418)},
+    "dsv3": {4: (629, 253), 16: (1919, 672), 64: (4159, 1196), 256: (5095, 1325)},
+}
+
+
+@pytest.mark.parametrize(("model", "tokens"), [(model, tokens) for model in FEW for tokens in FEW[model]])
+def test_ranks_are_chosen_as_measured(model: str, tokens: int) -> None:
+    one, four = FEW[model][tokens]
+    best, why = choose_ranks(LAYERS[model], tokens, 4, H200)
+    assert best == (1 if one < four else 4), why
+
+
+def test_fewest_ranks_that_are_hardly_slower() -> None:
+    assert choose_ranks(QWEN3, 0, 4, H200)[0] == 1 and choose_ranks(QWEN3, 16384, 1, H200)[0] == 1
+    # Two tokens need two ranks: four are no faster.
+    best, why = choose_ranks(QWEN3, 2, 4, H200)
+    assert best == 2 and why == "predicted us of 2 tokens by ranks that share the experts: 1: 34, 2: 26, 4: 26"
+    assert choose_ranks(QWEN3, 2**15, 6, H200)[0] == 6, "3 and 6 divide 6, 4 does not"
+    # Messages of another mode have other latencies.
+    assert choose_ranks(QWEN3, 4, 4, H200, ExchangeSpec("all_to_all"))[0] == 1
+    for wrong in ({"tokens": -1}, {"ranks": 0}):
+        arguments: dict[str, Any] = {"tokens": 4, "ranks": 4} | wrong
+        with pytest.raises(InvalidInput, match=f"{next(iter(wrong))} must be"):
+            choose_ranks(QWEN3, machine=H200, **arguments)
