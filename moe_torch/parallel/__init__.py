@@ -2,8 +2,7 @@
 
 from moe_core.parallel import ExchangeSpec, ParallelOutput, PeerFailed, Placement
 from moe_torch.parallel.forward import ExpertParallel, moe
-from moe_torch.parallel.layer import parallelize, total_over_ranks
-from moe_torch.parallel.losses import group_losses
+from moe_torch.parallel.layer import group_losses, parallelize, total_over_ranks
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.placed import PlacedTensor
 from moe_torch.parallel.rebalance import LayerMoves, Rebalancer

@@ -1,4 +1,4 @@
-"""Layers whose experts lie on several ranks."""
+"""Layers whose experts lie on several ranks, and losses that balance these."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
+from moe_core.layers.result import MoEAux
 from moe_core.parallel.placement import HOLE, Placement
 from moe_core.parallel.result import ParallelOutput
 from moe_core.parallel.tensor import cut_of, require_splittable
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, map_arrays
+from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.options import require_instance
+from moe_torch.layers.losses import router_losses
 from moe_torch.layers.shards import Own
 from moe_torch.parallel.forward import ExpertParallel, moe, tell_peers, tells_peers
 from moe_torch.parallel.moving import MovingPlacement
@@ -231,3 +234,34 @@ def total_over_ranks(counts: torch.Tensor, parallel: ExpertParallel) -> torch.Te
     if counts.is_floating_point():
         raise InvalidInput(f"counts must be integers, got {counts.dtype}: sums of others depend on the order")
     return total_of(parallel.ranks("counts"), parallel.tensor_ranks("counts"), counts.clone(), "counts")
+
+
+def group_losses(
+    aux: MoEAux, router: RouterSpec, parallel: ExpertParallel, *, token_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(load-balancing loss, z-loss) of the tokens of all ranks, where `MoEAux` has those of this rank's.
+
+    The mean over ranks of what is returned is the loss of one device with all tokens, and so are the gradients'. The
+    message, of counts, is exact in any order; gradients need none. A collective.
+
+    Args:
+        aux: what a layer returned with return_aux.
+        router: the layer's, `layer.spec.router`.
+        parallel: the ranks.
+        token_mask: bool `[T]`, the one that the layer got.
+
+    Returns:
+        fp32 scalars, differentiable by aux.logits.
+    """
+    require_instance("parallel", parallel, ExpertParallel)
+    logits, counts = aux.logits, aux.tokens_per_expert
+    tokens = torch.full((1,), len(logits), dtype=torch.int32, device=logits.device)
+    if token_mask is not None:
+        tokens = token_mask.sum().to(torch.int32).view(1)
+    ranks, tensor = parallel.ranks("losses"), parallel.tensor_ranks("losses")
+    total = total_of(ranks, tensor, torch.cat([counts, tokens]), "counts")
+    # Both losses are means over tokens, linear in this rank's part of them: its share of the tokens, times the ranks.
+    share = parallel.token_ranks * tokens.float() / total[-1:].clamp(min=1).float()
+    own = tokens.float().clamp(min=1)
+    balance, z = router_losses(logits, (total[:-1].float() * own / total[-1:].clamp(min=1).float()), token_mask, router)
+    return (balance * share).squeeze(0), (z * share).squeeze(0)
