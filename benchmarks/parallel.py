@@ -33,7 +33,7 @@ import torch.distributed as dist
 from benchmarks.draws import SEED
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.parallel_cell import EXCHANGES, Cell, Setting, fitting
-from benchmarks.parallel_rank import attempt, joined, serve
+from benchmarks.parallel_serve import attempt, joined, serve
 from benchmarks.provenance import provenance
 from benchmarks.record import table
 from benchmarks.shapes import ALL_SHAPES, Shape
@@ -83,6 +83,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--modes", default=",".join(MODES), help="(default: %(default)s)")
     parser.add_argument("--rows", default="tokens", help="what travels: tokens, slots (default: %(default)s)")
     parser.add_argument("--training", action="store_true", help="training steps instead of forwards")
+    parser.add_argument("--shared", action="store_true", help="with a shared expert, as large as another one")
     parser.add_argument("--ranks", type=int, help="(default: the GPUs, at most 4; on a CPU 2)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny layers, over gloo")
     parser.add_argument("--seconds", type=float, default=150.0, help="no cell starts later (default: %(default)s)")
@@ -102,7 +103,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     rows = chosen_names(parser, "--rows", found.rows, ("tokens", "slots"))
     memory = _MEMORY if on_cpu else torch.cuda.get_device_properties(0).total_memory
     cells = [
-        Cell(fitting(known[name], memory, found.training), count, mode, row, found.training)
+        Cell(fitting(known[name], memory, found.training), count, mode, row, found.training, found.shared)
         for name in names
         for count in tokens
         for mode in modes

@@ -36,16 +36,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured at once. tokens: of a rank. training: a step, forward and backward, instead of a forward."""
+    """What is measured at once. tokens: of a rank. training: a step, forward and backward, instead of a forward.
+    shared: with a shared expert, as large as another one."""
 
     shape: Shape
     tokens: int
     mode: str
     rows: str
     training: bool
+    shared: bool = False
 
     def __str__(self) -> str:
-        what = " training" if self.training else ""
+        what = " training" * self.training + " with a shared expert" * self.shared
         return f"{self.shape.name}, {self.tokens} tokens a rank, {self.mode} of {self.rows}{what}"
 
     @property
@@ -56,7 +58,8 @@ class Cell:
     def named(self) -> dict[str, Any]:
         """The fields of a row that say which one it is."""
         fields = {"shape": self.shape.name, "experts": self.shape.num_experts, "tokens": self.tokens}
-        return fields | {"mode": self.mode, "rows": self.rows, "what": "training" if self.training else "forward"}
+        fields |= {"mode": self.mode, "rows": self.rows, "what": "training" if self.training else "forward"}
+        return fields | ({"shared": True} if self.shared else {})
 
 
 def fitting(shape: Shape, memory: float, training: bool) -> Shape:

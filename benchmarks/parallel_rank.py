@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch.distributed as dist
 
 import moe_torch
 from benchmarks.draws import draw_logits
-from benchmarks.parallel_cell import Cell, Setting
+from benchmarks.parallel_cell import Cell
 from benchmarks.record import reason_of
 from benchmarks.shapes import Shape
 from benchmarks.weights import draw_weights
@@ -29,7 +27,15 @@ from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of
 from moe_core.runtime.warmup import warmup
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, RouterLogits, TopK, map_arrays
+from moe_core.specs.operands import (
+    ExpertWeights,
+    MoEOperands,
+    OutputGradients,
+    RouterLogits,
+    SharedExpert,
+    TopK,
+    map_arrays,
+)
 from moe_core.specs.tuning import Tuning
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel.chunks import owner_spec
@@ -40,8 +46,6 @@ _FLUSH_BYTES, _FEWEST, _MOST = 256 * 2**20, 5, 30
 #: Flushes of the cache before a call: while they run, the hosts of all ranks get ahead. Of few tokens a rank whose host
 #: is late would be measured as the exchange.
 _FLUSHES = 4
-
-
 #: How far an output that is not one device's may be from it, relative to its norm.
 _NEAR = 0.05
 
@@ -175,6 +179,8 @@ class _Problem:
         self.parallel = ExpertParallel(bench.group, self.exchange, max(1, cell.tokens))
         self.spec = MoESpec(shape.activation, shape.router, shape.weight_layout)
         first = bench.rank * self.placement.per_rank
+        first_expert = {"gate_up": bench.weights.gate_up[0], "down": bench.weights.down[0]}
+        self.shared = SharedExpert(**first_expert) if cell.shared else None
         self.own = map_arrays(bench.weights, lambda array: array[first : first + self.placement.per_rank])
         generator = torch.Generator(bench.device).manual_seed(bench.seed + 1 + bench.rank)
         size = (cell.tokens, shape.d_model)
@@ -191,7 +197,7 @@ class _Problem:
     def together(self) -> Any:
         """The expert-parallel forward."""
         given = self._leaves(self.own)
-        options: dict[str, Any] = {"parallel": self.parallel, "placement": self.placement}
+        options: dict[str, Any] = {"parallel": self.parallel, "placement": self.placement, "shared": given["shared"]}
         return moe(given["x"], given["experts"], RouterLogits(given["logits"]), self.spec, **options)
 
     def alone(self, *, as_in_a_group: bool = False) -> Any:
@@ -199,7 +205,7 @@ class _Problem:
         given, spec = self._leaves(self.bench.weights), self.spec
         if as_in_a_group:
             spec = self.group_spec
-        return moe_torch.moe(given["x"], given["experts"], RouterLogits(given["logits"]), spec)
+        return moe_torch.moe(given["x"], given["experts"], RouterLogits(given["logits"]), spec, shared=given["shared"])
 
     def agrees(self, output: torch.Tensor) -> bool:
         """Whether it is the output of one device, bit by bit where the plan promises that."""
@@ -237,7 +243,8 @@ class _Problem:
         def leaf(array: torch.Tensor) -> torch.Tensor:
             return array.detach().requires_grad_() if self.cell.training else array
 
-        return {"x": leaf(self.x), "logits": leaf(self.logits), "experts": map_arrays(experts, leaf)}
+        shared = self.shared and map_arrays(self.shared, leaf)
+        return {"x": leaf(self.x), "logits": leaf(self.logits), "experts": map_arrays(experts, leaf), "shared": shared}
 
     def step(self, forward: Callable[..., Any]) -> Callable[[], Any]:
         """What is timed: a forward, and its backward where a step is trained."""
@@ -365,35 +372,3 @@ class _Problem:
         if self.exchange.format is not None:
             sent = self.cell.shape.d_model + 4 * -(-self.cell.shape.d_model // 128)
         return int(out[rank, away].sum() * sent + back[away, rank].sum() * row)
-
-
-@contextlib.contextmanager
-def joined(setting: Setting, local_rank: int, **where: Any) -> Iterator[Bench]:
-    """A rank of a new group. where: of `init_process_group`."""
-    limit = datetime.timedelta(seconds=max(setting.limit, 10.0))
-    if setting.device == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=limit, device_id=device, **where)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=limit, **where)
-    with contextlib.nullcontext() if setting.device == "cuda" else moe_torch.cpu_engine("reference"):
-        yield Bench(device, setting.seed, setting.seconds)
-
-
-def attempt(measure: Callable[[Cell], dict[str, Any]], cell: Cell) -> dict[str, Any]:
-    """What a rank found of a cell, or why it found nothing."""
-    try:
-        return measure(cell)
-    except Exception as error:
-        return {"error": reason_of(error)}
-
-
-def serve(setting: Setting, rank: int, store: str, pipe: Any) -> None:
-    """A process that is a rank: it measures the cells that come."""
-    with joined(setting, rank, init_method=f"file://{store}", rank=rank, world_size=setting.ranks) as bench:
-        pipe.send({})
-        while True:
-            pipe.send(attempt(bench.measure, pipe.recv()))

@@ -6,7 +6,6 @@ Without gradients, and with results that product 2 stores at their homes, produc
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -27,11 +26,12 @@ from moe_torch import ops
 from moe_torch.parallel import peer_ops
 from moe_torch.parallel.direct import DirectRoutes
 from moe_torch.parallel.exchange import Places, constants, physical_ids
-from moe_torch.parallel.function import combine, dispatch
+from moe_torch.parallel.function import awaited, combine, dispatch
 from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.peer import PeerRoutes
 from moe_torch.parallel.routes import check_headers
+from moe_torch.parallel.streams import Beside, Streams
 
 #: Rows of the shared expert and the logits of its gate.
 Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -135,6 +135,9 @@ def run_chunks(
     beside = len(chunks) > 1 or (shared is not None and x.is_cuda)
     if beside and not torch.is_grad_enabled():
         output, parts = _in_chunks(chunks, make, experts, shared, dtype, plan)
+    elif len(chunks) == 1 and shared is not None:
+        output, part = _beside_shared(chunks[0], make, experts, shared, dtype)
+        parts = [part]
     else:
         dense = _cut(shared() if shared else (None, None), bounds)
         outputs, parts = [], []
@@ -152,6 +155,37 @@ def run_chunks(
         pushed = [part.routes.pushed for part in parts]
         counted = _total([one.tokens_per_expert for one in pushed]), _total([one.invalid_ids for one in pushed])
     return Found(output, received, overflow, *counted)
+
+
+def _beside_shared(
+    chunk: Sequence[Any], make: Callable[..., Any], experts: Owner, shared: Shared, dtype: torch.dtype
+) -> tuple[torch.Tensor, _Part]:
+    """The output, and all of a call, with gradients: on a GPU the shared expert runs while rows travel, and its
+    backward while the gradients of their results do.
+
+    Autograd runs a backward on the stream of its forward, and what was called last first: so the shared expert is
+    called behind the experts, on a stream that does not wait for their rows.
+    """
+    x, wide, *own = chunk
+    streams = Streams(x.device)
+    begun = streams.marked(streams.computes)
+    streams.wait(streams.copies, begun)
+    streams.wait(streams.stores, begun)
+    with streams.on(streams.copies):
+        routes = make(*own, number=0, programs=_COPY_PROGRAMS)
+        arrived = routes.start_push(x.detach(), "rows")()
+    streams.wait(streams.computes, streams.marked(streams.copies))
+    arriving = functools.partial(torch.Tensor.detach, arrived)
+    rows, row_weights = dispatch(routes, arriving, wide, own[1], stored=routes.stores_results)
+    found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
+    del rows, arrived, arriving
+    gradients = Beside(streams)
+    results = awaited(found.output, gradients)
+    with streams.on(streams.stores):
+        dense = shared()
+    streams.wait(streams.computes, streams.marked(streams.stores))
+    output = combine(routes, results, dense, dtype, stored=routes.stores_results, beside=gradients)
+    return output, _Part(found.tokens_per_expert, routes)
 
 
 class _Part(NamedTuple):
@@ -257,47 +291,6 @@ def _cut(arrays: tuple[Any, ...], bounds: list[int]) -> list[Any]:
     return [tuple(one if one is None else one[a:b] for one in arrays) for a, b in itertools.pairwise(bounds)]
 
 
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where rows are copied, ahead of what is computed."""
-    return torch.cuda.Stream(device, priority=-1)
-
-
-@functools.cache
-def _store_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where products 2 store rows while `copies` wait, and products 1 go on."""
-    return torch.cuda.Stream(device)
-
-
-class _Streams:
-    """Of a GPU: what runs in order, and what runs beside it. On a CPU there is one order."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self.computes = torch.cuda.current_stream(device) if on_gpu else None
-        self.copies = _copy_stream(device) if on_gpu else None
-        #: Of products 2 beside products 1.
-        self.stores = _store_stream(device) if on_gpu else None
-
-    @staticmethod
-    def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-    @staticmethod
-    def marked(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """What another stream can wait for."""
-        if stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
-
-    @staticmethod
-    def wait(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
-        if stream is not None and event is not None:
-            stream.wait_event(event)
-
-
 def _sum_into(part: torch.Tensor, total: Callable[..., torch.Tensor], shared: Any, gate: Any) -> None:
     """Write the sum to rows of the output."""
     if part.data_ptr() % ALIGNMENT:
@@ -333,7 +326,7 @@ def _in_chunks(
     source, bounds = chunks[0][0], [*itertools.accumulate((len(x) for x, *_ in chunks), initial=0)]
     sets = sets_of_buffers(plan.spec, training=plan.training)
     in_lanes = runs_in_lanes(plan.spec, training=plan.training)
-    streams = _Streams(source.device)
+    streams = Streams(source.device)
     computes, copies, marked, wait = streams.computes, streams.copies, streams.marked, streams.wait
     stores = streams.stores if in_lanes else computes
     output = source.new_empty((bounds[-1], source.shape[1]), dtype=dtype)

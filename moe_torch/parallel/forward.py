@@ -264,7 +264,8 @@ class Exchange:
 
     def _overlaps(self, x: torch.Tensor) -> bool:
         """Whether a shared expert runs while rows travel."""
-        return self.parallel.exchange.mode == "peer" and x.is_cuda and not torch.is_grad_enabled()
+        exchange = self.parallel.exchange
+        return exchange.mode == "peer" and x.is_cuda and (exchange.chunks == 1 or not torch.is_grad_enabled())
 
     def _check(self, x: Any, experts: Any, routing: Any, spec: Any) -> None:
         require_instance("x", x, torch.Tensor)

@@ -16,6 +16,7 @@ from moe_torch.parallel.direct import DirectRoutes
 from moe_torch.parallel.group import Arriving
 from moe_torch.parallel.peer import PeerRoutes
 from moe_torch.parallel.routes import Routes
+from moe_torch.parallel.streams import Beside
 
 AnyRoutes = Routes | PeerRoutes | DirectRoutes
 
@@ -53,15 +54,16 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """`(routes, rows, shared, gate, out_dtype, total) -> y [T, D]`: the sum of each token's slots, then shared
+    """`(routes, rows, shared, gate, out_dtype, total, beside) -> y [T, D]`: the sum of each token's slots, then shared
     `[T, D]`, if there is one, times the sigmoid of gate fp32 `[T, 1]`; see `dense.py` for their gradients.
 
-    total: `routes.start_total` of the same rows, None = they have not left.
+    total: `routes.start_total` of the same rows, None = they have not left. beside: what the gradient of rows, which
+    were `awaited`, travels with; None = the stream waits for it.
     """
 
     @staticmethod
     def forward(ctx: Any, routes: AnyRoutes, rows: torch.Tensor, *others: Any) -> torch.Tensor:
-        shared, gate, out_dtype, total = others
+        shared, gate, out_dtype, total, ctx.beside = others
         ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
         ctx.save_for_backward(routes.overflow)
         total = routes.start_total(rows.contiguous(), "results") if total is None else total
@@ -75,10 +77,38 @@ class Combine(torch.autograd.Function):
         # where the gradient's would lie.
         _ = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            rows = ctx.routes.start_push(d_y.to(ctx.dtype).contiguous(), "d_output")()
+            values = d_y.to(ctx.dtype).contiguous()
+
+            def push() -> torch.Tensor:
+                return ctx.routes.start_push(values, "d_output")()
+
+            rows = push() if ctx.beside is None else ctx.beside.start(push, values)
         if ctx.needs_input_grad[2]:
             shared = d_y.to(ctx.shared)
-        return None, rows, shared, None, None, None
+        return None, rows, shared, None, None, None, None
+
+
+class _Awaited(torch.autograd.Function):
+    """`(rows, beside) -> rows`, whose gradient is read when it has arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, beside: Beside) -> torch.Tensor:
+        ctx.beside = beside
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: torch.Tensor) -> Any:
+        ctx.beside.wait()
+        return d_rows, None
+
+
+def awaited(rows: torch.Tensor, beside: Beside) -> torch.Tensor:
+    """The same rows, between the experts and `combine`."""
+    if torch.is_grad_enabled() and rows.requires_grad:
+        found: Any = _Awaited.apply(rows, beside)
+        return found
+    return rows
 
 
 def _spoilt(routes: Any, y: torch.Tensor) -> torch.Tensor:
@@ -86,24 +116,31 @@ def _spoilt(routes: Any, y: torch.Tensor) -> torch.Tensor:
 
 
 def dispatch(
-    routes: Any, x: torch.Tensor, wide: torch.Tensor | None, weights: torch.Tensor, *, stored: bool = False
+    routes: Any, x: torch.Tensor | Arriving, wide: torch.Tensor | None, weights: torch.Tensor, *, stored: bool = False
 ) -> tuple[Any, Any]:
     """`Dispatch` where a gradient is asked for, else what it returns."""
     if torch.is_grad_enabled() and (wide is not None or weights.requires_grad):
-        found: Any = Dispatch.apply(routes, x.detach(), wide, weights, stored)
+        found: Any = Dispatch.apply(routes, x.detach() if isinstance(x, torch.Tensor) else x, wide, weights, stored)
         return found
-    return routes.start_push(x, "rows")(), routes.weights
+    arriving = routes.start_push(x, "rows") if isinstance(x, torch.Tensor) else x
+    return arriving(), routes.weights
 
 
 def combine(
-    routes: Any, rows: torch.Tensor, dense: tuple[Any, Any], out_dtype: torch.dtype, *, stored: bool = False
+    routes: Any,
+    rows: torch.Tensor,
+    dense: tuple[Any, Any],
+    out_dtype: torch.dtype,
+    *,
+    stored: bool = False,
+    beside: Beside | None = None,
 ) -> torch.Tensor:
     """`Combine` where a gradient is asked for, else what it returns; dense: shared and gate. stored: rows, which stand
     for what has been stored at `routes.results_at`, are not read."""
     shared, gate = dense
     total = routes.start_total(None, "results") if stored else None
     if torch.is_grad_enabled() and (rows.requires_grad or (shared is not None and shared.requires_grad)):
-        found: Any = Combine.apply(routes, rows, shared, gate, out_dtype, total)
+        found: Any = Combine.apply(routes, rows, shared, gate, out_dtype, total, beside)
         return found
     total = routes.start_total(rows, "results") if total is None else total
     return _spoilt(routes, total(shared=shared, shared_gate=gate, out_dtype=out_dtype))

@@ -21,7 +21,7 @@ pytest.importorskip("jax")
 
 import torch.distributed as dist
 
-from benchmarks import parallel, parallel_rank
+from benchmarks import parallel, parallel_rank, parallel_serve
 from benchmarks.parallel_cell import Cell, Setting, fitting
 from benchmarks.shapes import SHAPES
 
@@ -49,7 +49,7 @@ def bench() -> Iterator[parallel_rank.Bench]:
     # torch does not export all of what it documents.
     store: Any = importlib.import_module("torch.distributed").HashStore()
     threads, where = torch.get_num_threads(), {"store": store, "rank": 0, "world_size": 1}
-    with parallel_rank.joined(Setting(1, "cpu", 0, 0.01, 60.0), 0, **where) as found:
+    with parallel_serve.joined(Setting(1, "cpu", 0, 0.01, 60.0), 0, **where) as found:
         yield found
     dist.destroy_process_group()
     torch.set_num_threads(threads)
@@ -57,13 +57,14 @@ def bench() -> Iterator[parallel_rank.Bench]:
 
 def test_a_step_is_timed_and_red_parity_is_not(bench: parallel_rank.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     (cell,) = parallel.parse(
-        ["--device", "cpu", "--shapes", "tiny", "--tokens", "4", "--modes", "padded", "--training"]
+        ["--device", "cpu", "--shapes", "tiny", "--tokens", "4", "--modes", "padded", "--training", "--shared"]
     ).cells
     found = bench.measure(cell)
+    assert cell.named["shared"] and str(cell).endswith("training with a shared expert")
     assert len(found["us"]) >= 5 and found["link_bytes"] == 0 and "plan_bytes" not in found
     real = parallel_rank.moe
     monkeypatch.setattr(parallel_rank, "moe", lambda *given, **options: real(-given[0], *given[1:], **options))
-    assert "parity is red" in parallel_rank.attempt(bench.measure, cell)["error"]
+    assert "parity is red" in parallel_serve.attempt(bench.measure, cell)["error"]
 
 
 class Thread(threading.Thread):

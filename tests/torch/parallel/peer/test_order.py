@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.matmul import Activation
-from moe_torch.parallel import chunks
+from moe_torch.parallel import chunks, streams
 from tests.support.parallel.order import Recorder, Scratch, Stream
 
 RANKS, TOKENS, CALLS = 3, 4, 2
@@ -140,7 +140,7 @@ class Experts:
 
 
 def streams_of(rank: Rank, left_out: tuple[str, str] | None) -> Any:
-    """The place of `chunks._Streams`. left_out: names of a stream and of another for which it does not wait."""
+    """The place of `chunks.Streams`. left_out: names of a stream and of another for which it does not wait."""
 
     @contextlib.contextmanager
     def on(stream: Stream) -> Iterator[None]:
@@ -189,7 +189,7 @@ def unordered(
     recorder, orders = Recorder(), []
     for number in EVERY:
         rank = Rank(recorder, number, spec, counted)
-        with mock.patch.object(chunks, "_Streams", streams_of(rank, left_out)):
+        with mock.patch.object(chunks, "Streams", streams_of(rank, left_out)):
             for _ in range(CALLS):
                 forward(rank, sets)
         orders.append([name for name in recorder.names if f"of rank {number} on copies" in name])
@@ -222,3 +222,138 @@ def test_a_wait_that_is_left_out_is_found(left_out: tuple[str, str]) -> None:
 
 def test_too_few_buffers_are_found() -> None:
     assert unordered(dataclasses.replace(DIRECT, chunks=5), sets=2)
+
+
+class Trained:
+    """What `DirectRoutes` read and write with training: a backward reads what its forward has copied."""
+
+    group_tokens, stores_results, spoilt = 1, True, None
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.ids, self.weights, self.overflow = None, torch.zeros(1, 1), torch.zeros(1)
+        self.places = Scratch("places", rank.now)
+        self.kept: Scratch | None = None
+
+    def start_push(self, values: Any, what: str) -> Any:
+        rank, first = self.rank, self.kept is None
+        rank.barrier(0)
+        reads = [("x" if first else "d_y", rank.number), *([] if first else [self.places.key])]
+        rank.now.step(what, reads, rank.at_peers("rows", 0) + ([self.places.key] if first else []))
+
+        def arrived() -> Any:
+            rank.barrier(0)
+            if first:
+                self.kept = Scratch("kept rows", rank.now)
+                rank.now.step("kept rows", rank.at("rows", 0), [self.kept.key])
+            return torch.zeros(TOKENS, 16)
+
+        return arrived
+
+    def results_at(self) -> None:
+        return None
+
+    def start_total(self, rows: None, what: str) -> Any:
+        def total(**_: Any) -> Any:
+            rank = self.rank
+            rank.barrier(0)
+            reads = [*rank.at("returned", 0), self.places.key, ("dense", rank.number)]
+            rank.now.step("total", reads, [("y", rank.number)])
+            return torch.zeros(TOKENS, 16)
+
+        return total
+
+    def gradients(self, d_rows: Any, d_weights: Any, **_: Any) -> Any:
+        rank = self.rank
+        rank.barrier(0)
+        rank.now.step("d_x", [*rank.at("returned", 0), self.places.key], [("d_x", rank.number)])
+        return d_rows, None
+
+
+class Steps(torch.autograd.Function):
+    """A step of the forward, and one of the backward on the same stream, behind what the gradient comes from."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any, rank: Rank, name: str, ways: tuple[Any, Any]) -> Any:
+        ctx.rank, ctx.name, ctx.way, ctx.stream = rank, name, ways[1], rank.now
+        rank.now.step(name, *ways[0])
+        return rows + 1
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Any) -> Any:
+        rank, stream = ctx.rank, ctx.stream
+        if stream is not rank.streams["computes"]:
+            stream.wait(rank.streams["computes"].steps[-1])
+        stream.step(f"d {ctx.name}", *ctx.way)
+        return d_rows, None, None, None
+
+
+def trained(rank: Rank) -> list[str]:
+    """A step of training of a rank; the names of its steps."""
+    first, own = len(rank.recorder.names), ("x", rank.number)
+    rank.now.step("x", (), [own])
+    x = torch.zeros(TOKENS, 16)
+
+    def experts(rows: Any, *_: Any) -> SimpleNamespace:
+        kept = routes[-1].kept
+        assert kept is not None
+        ways = (
+            ([kept.key], rank.at_peers("returned", 0)),
+            ([*rank.at("rows", 0), kept.key], rank.at_peers("returned", 0)),
+        )
+        return SimpleNamespace(output=Steps.apply(rows, rank, "experts", ways), tokens_per_expert=None)
+
+    def shared() -> tuple[Any, None]:
+        ways = ([own], [("dense", rank.number)]), ([own, ("d_y", rank.number)], [("d_shared", rank.number)])
+        return Steps.apply(x.clone().requires_grad_(), rank, "shared", ways), None
+
+    routes: list[Trained] = []
+
+    def make(*_: Any, **__: Any) -> Trained:
+        routes.append(Trained(rank))
+        return routes[-1]
+
+    chunk: Any = [x, x.clone().requires_grad_(), None, torch.zeros(1, 1)]
+    arguments: Any = make, experts, shared, torch.float32
+    output, part = chunks._beside_shared(chunk, *arguments)
+    rank.now.step("loss", [("y", rank.number)], [("d_y", rank.number)])
+    output.backward(torch.ones_like(output))
+    # At its end a backward waits for all its streams.
+    rank.now.wait(rank.streams["stores"].steps[-1])
+    made = [(name, rank.number) for name in ("x", "dense", "y", "d_y", "d_x", "d_shared")]
+    rank.now.step("what follows", [], made)
+    del part, output
+    routes.clear()
+    return [name.split(" of rank")[0] for name in rank.recorder.names[first:]]
+
+
+def unordered_training(left_out: tuple[str, str] | None = None) -> list[str]:
+    """What nothing orders in some steps of all ranks."""
+    recorder = Recorder()
+    for number in EVERY:
+        rank = Rank(recorder, number, DIRECT, False)
+        with mock.patch.object(chunks, "Streams", streams_of(rank, left_out)):
+            for _ in range(CALLS):
+                names = trained(rank)
+                # What runs beside rows that travel is called before what waits for them.
+                assert names.index("d_output") < names.index("d shared") < names.index("d experts")
+    return recorder.unordered()
+
+
+def test_training_beside_a_shared_expert_is_in_order() -> None:
+    assert unordered_training() == []
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [("copies", "computes"), ("computes", "copies"), ("stores", "computes"), ("computes", "stores")],
+    ids=" waits not for ".join,
+)
+def test_a_wait_that_training_leaves_out_is_found(left_out: tuple[str, str]) -> None:
+    assert unordered_training(left_out)
+
+
+def test_a_gradient_that_is_read_too_early_is_found() -> None:
+    with mock.patch.object(streams.Beside, "wait", lambda _: None):
+        found = unordered_training()
+    assert any("('rows', 0" in one and "d experts" in one for one in found)
