@@ -26,6 +26,7 @@ import jax
 
 from moe_core.base.arrays import require_spec
 from moe_core.base.checks import as_integer, require_choice, require_flag
+from moe_core.base.dtypes import ID_DTYPES
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
 from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.matmul.forward import plan_matmul_ogs
@@ -158,7 +159,7 @@ def make_layout(
     """Group the slots of ids by expert. An expert's rows are in slot order.
 
     Args:
-        ids: int32 `[T, K]`. -1 means no expert, and such a slot has no row.
+        ids: int32 or int64 `[T, K]`. -1 means no expert, and such a slot has no row.
         num_experts: E, the local experts.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         token_mask: bool `[T]`. Tokens that are False have no rows.
@@ -174,7 +175,7 @@ def make_layout(
         Unsupported: `checked` in a traced or captured program.
     """
     call = OpCall("make_layout")
-    shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), "int32")
+    shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), ID_DTYPES)
     require_flag("checked", checked)
     layout = LayoutSpec(shape.shape[0], shape.shape[1], num_experts, alignment, max_rows, rows)
     own, mask = call.optional("expert_map", expert_map), call.optional("token_mask", token_mask)

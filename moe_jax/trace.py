@@ -38,6 +38,7 @@ from jax.extend.core import get_opaque_trace_state
 from moe_core.errors import InvalidInput
 from moe_core.specs.operands import MoEOutput, Routing
 from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, sizes_of
+from moe_jax.autodiff.moe import plain_top_k
 
 __all__ = ["LayerRouting", "RoutingTrace", "capture", "replay"]
 
@@ -56,7 +57,8 @@ def capture(function: Callable[..., Any]) -> Callable[..., tuple[Any, tuple[Laye
         def record(call: _Call) -> MoEOutput:
             result = call.run()
             _, num_experts = call.sizes
-            layers.append(LayerRouting(jnp.asarray(result.ids), jnp.asarray(result.weights), num_experts))
+            ids, weights = plain_top_k(jnp.asarray(result.ids), jnp.asarray(result.weights))
+            layers.append(LayerRouting(ids, weights, num_experts))
             return result
 
         with _watched(_Watch(record)):

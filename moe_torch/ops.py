@@ -147,7 +147,7 @@ def make_layout(
     """Group the slots of ids by expert. An expert's rows are in slot order.
 
     Args:
-        ids: int32 `[T, K]`. -1 means no expert, and such a slot has no row.
+        ids: int32 or int64 `[T, K]`. -1 means no expert, and such a slot has no row.
         num_experts: E, the local experts.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         token_mask: bool `[T]`. Tokens that are False have no rows.

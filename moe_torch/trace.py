@@ -41,6 +41,7 @@ from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, size
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode, encode
 from moe_torch.operators import table as operators
+from moe_torch.operators.kinds import as_float32, as_int32
 from moe_torch.operators.table import MOE_QUANTIZED, QUANTIZED_TRAINING, TRAINING
 
 __all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
@@ -80,7 +81,7 @@ def capture() -> Iterator[Recording]:
         ids, weights = (given["routing.ids"], given["routing.weights"]) if call.kind is TopK else results[3:5]
         _, num_experts = call.sizes
         # Copies: the model may reuse the memory, compiled code does.
-        recording._layers.append(LayerRouting(ids.clone(), weights.clone(), num_experts))
+        recording._layers.append(LayerRouting(as_int32(ids).clone(), as_float32(weights).clone(), num_experts))
         return results
 
     with _Observer(record):

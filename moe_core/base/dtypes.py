@@ -29,6 +29,8 @@ _NAMES: dict[str, tuple[Any, str]] = {
 }
 #: dtypes a matrix product takes and gives.
 MATMUL_DTYPES = ("bfloat16", "float16", "float32")
+#: dtypes of given ids and their weights.
+ID_DTYPES, ROUTER_WEIGHT_DTYPES = ("int32", "int64"), ("float32", "bfloat16", "float16")
 
 
 def canonical(dtype: Any) -> str:

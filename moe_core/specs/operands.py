@@ -199,7 +199,12 @@ class RouterLogits:
 
 @dataclass(frozen=True)
 class TopK:
-    """Routing already decided. ids int32 `[T, K]` (-1 = no expert), weights fp32 `[T, K]`."""
+    """Routing already decided.
+
+    ids: int32 or int64 `[T, K]`, -1 = no expert. Others that are no expert's count as invalid, however large.
+    weights: fp32, bf16 or fp16 `[T, K]`. They multiply in fp32, which holds every bf16 and fp16 number: results are
+    those of weights cast to fp32 first. So are gradients, which are then cast to the dtype of the weights.
+    """
 
     ids: Any
     weights: Any

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moe_core.base.dtypes import numpy_dtype
+from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
 from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
@@ -108,6 +109,9 @@ class MoERule(Rule):
             upstream = upstream | {"output": jnp.zeros(x.shape, numpy_dtype(self.spec.out_dtype or x.dtype))}
         bundle = OpCall("moe").bundle("gradients", bundles.OutputGradients(**upstream), "gradients.")
         given = self._as_used(arrays | saved) | {f"gradients.{name}": array for name, array in upstream.items()}
+        if isinstance(self.operands.routing, bundles.TopK):
+            names = ("routing.ids", "routing.weights")
+            given |= dict(zip(names, plain_top_k(*[given[name] for name in names]), strict=True))
         options: dict[str, Any] = {"wanted": tuple("d_x" if name == "wide" else f"d_{name}" for name in asked)}
         if "wide" in asked:
             options["wide"] = True
@@ -118,7 +122,9 @@ class MoERule(Rule):
             "moe_backward", plan_moe_backward, arguments, tuple(options.items()), tuple(given), self.targets
         )
         found = zip(asked, undifferentiable(request, *given.values()), strict=True)
-        return {name: gradient if name == "wide" else self._in_stack(name, gradient, given) for name, gradient in found}
+        return {
+            name: gradient if name == "wide" else self._in_stack(name, gradient, arrays) for name, gradient in found
+        }
 
     def execute(
         self, arrays: Mapping[str, Any], planner: Callable[..., LaunchPlan], *arguments: Any, **options: Any
@@ -135,16 +141,23 @@ class MoERule(Rule):
         return used | {name: arrays[given] for name, given in _REPLAYED.items() if given in arrays}
 
     def _in_stack(self, name: str, gradient: jax.Array, arrays: Mapping[str, Any]) -> jax.Array:
-        """The gradient of an array, of which one layer was used: zeros for the others.
+        """The gradient of an array in its dtype, and where one layer of it was used with zeros for the others.
 
         Written so that XLA, where it adds this to what other layers gave (in the backward of a scan), adds the one
         layer in place and makes no zeros.
         """
         shape = attrgetter(name)(self.operands).shape
         if gradient.shape == shape:
-            return gradient
+            return gradient.astype(arrays[name].dtype)
         zeros = jnp.zeros(shape, gradient.dtype)
         return jax.lax.dynamic_update_index_in_dim(zeros, gradient, arrays["experts.layer_index"][0], 0)
+
+
+def plain_top_k(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int64 ids as int32, those that it cannot hold as others that are out of range; bf16 and fp16 weights as fp32."""
+    if ids.dtype == jnp.int64:
+        ids = jnp.clip(ids, -2, INT32_LIMIT - 1).astype(jnp.int32)
+    return ids, weights.astype(jnp.float32) if weights.dtype in (jnp.bfloat16, jnp.float16) else weights
 
 
 def run_moe(

@@ -19,6 +19,7 @@ from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, 
 from moe_core.specs.tuning import Tuning
 from moe_jax import ops
 from moe_jax.autodiff.function import varying_alike
+from moe_jax.autodiff.moe import plain_top_k
 from moe_jax.bridge.calls import Array, require_array, require_type
 from moe_jax.parallel import exchange as arithmetic
 from moe_jax.parallel.collectives import varying_over
@@ -160,7 +161,8 @@ def _route(
 ) -> tuple[Any, Any, Any, jax.Array]:
     """ids, weights and logits as returned, and the weights that travel."""
     if isinstance(routing, TopK):
-        return routing.ids, routing.weights, None, jnp.asarray(routing.weights)
+        ids, weights = plain_top_k(jnp.asarray(routing.ids), jnp.asarray(routing.weights))
+        return ids, weights, None, weights
     if spec.router is None:
         raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
     if isinstance(routing, RouterWeights):

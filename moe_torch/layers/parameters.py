@@ -206,8 +206,8 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
 
 
 class ExpertParameters(ParameterGroup):
-    """`y = experts(x, ids, weights)`: `[T, D]` of x `[T, D]`, ids int32 `[T, K]` and weights `[T, K]`; with
-    `norm` `[D]` as a fourth argument, the factors of a norm of each expert's result.
+    """`y = experts(x, ids, weights)`: `[T, D]` of x `[T, D]`, ids and weights `[T, K]` in any dtype of `TopK`;
+    with `norm` `[D]` as a fourth argument, the factors of a norm of each expert's result.
 
     The fields of `moe_core.specs.operands.ExpertWeights`; quantised matrices are `QuantizedMatrix`.
     """
@@ -245,8 +245,6 @@ class ExpertParameters(ParameterGroup):
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor | None = None
     ) -> torch.Tensor:
         spec = dataclasses.replace(self.spec, router=None, shared_activation=None)
-        # What calls modules in a dtype of its own, such as fully_shard, casts the weights too.
-        weights = at_least_float32(weights)
         if norm is not None:
             return self._normalised(autocast(x), ids, weights, norm)
         return self.moe(autocast(x), self.operands(), TopK(ids, weights), spec).output

@@ -20,11 +20,11 @@ from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
 from moe_torch.bridge.options import encode
 from moe_torch.modular.into import result_in, write_into
+from moe_torch.operators.kinds import as_int32
 from moe_torch.operators.requests import matmul_request
 from moe_torch.operators.table import REDUCE
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-_INT32_MAX = 2**31 - 1
 
 
 def as_ids(topk_ids: torch.Tensor) -> torch.Tensor:
@@ -36,9 +36,7 @@ def as_ids(topk_ids: torch.Tensor) -> torch.Tensor:
             f"topk_ids must be integers [num_tokens, topk], got {topk_ids.dtype} {list(topk_ids.shape)}; pass the ids "
             "of a top-k"
         )
-    if topk_ids.dtype == torch.int64:
-        topk_ids = topk_ids.clamp(-2, _INT32_MAX)
-    return topk_ids.to(torch.int32).contiguous()
+    return as_int32(topk_ids).to(torch.int32).contiguous()
 
 
 def as_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:

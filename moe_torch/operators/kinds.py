@@ -20,8 +20,22 @@ def accumulated(wanted: tuple[str, ...], into: Mapping[str, Any] | None) -> tupl
     return tuple(name for name in wanted if into and into.get(name.removeprefix("d_")) is not None)
 
 
+_INT32_MAX = 2**31 - 1
+
+
+def as_int32(ids: torch.Tensor) -> torch.Tensor:
+    """int64 ids as int32, those that it cannot hold as others that are out of range; the same tensor otherwise."""
+    return ids.clamp(-2, _INT32_MAX).to(torch.int32) if ids.dtype == torch.int64 else ids
+
+
+def as_float32(weights: torch.Tensor) -> torch.Tensor:
+    """bf16 and fp16 weights as fp32; the same tensor otherwise."""
+    return weights.float() if weights.dtype in (torch.bfloat16, torch.float16) else weights
+
+
 class TrainingOperator(Operator):
-    """A forward that saves what its backward reads. Given ids and weights are copied: no operator returns an alias."""
+    """A forward that saves what its backward reads. Given ids and weights are copied, as int32 and fp32: no operator
+    returns an alias."""
 
     _runs_plan_alone = False
 
@@ -31,7 +45,9 @@ class TrainingOperator(Operator):
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
         outputs = super()._run(key, arguments)
-        outputs[3:3] = [arguments[place].clone() for place in self._copied]
+        given = [arguments[place] for place in self._copied]
+        used = [as_float32(one) if one.is_floating_point() else as_int32(one) for one in given]
+        outputs[3:3] = [one.clone() if one is own else one for one, own in zip(used, given, strict=True)]
         return outputs
 
 

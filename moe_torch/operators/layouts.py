@@ -8,6 +8,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.dtypes import ID_DTYPES
 from moe_core.base.target import Target
 from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.ops.reduction.reduce import plan_reduce
@@ -32,7 +33,7 @@ def layout_of(sizes: tuple[Any, ...], arrays: bundles.LayoutArrays) -> LayoutSpe
 def make_layout_plan(
     ids: ArraySpec, num_experts: int, alignment: int, max_rows: int | None, target: Target, **optional: Any
 ) -> LaunchPlan:
-    require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
+    require_spec("ids", ids, ("num_tokens", "top_k"), ID_DTYPES)
     layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows, optional.pop("rows", None))
     return plan_layout(ids, layout, target, **optional)
 

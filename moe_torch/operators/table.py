@@ -301,7 +301,7 @@ def moe_shapes(given: Any) -> Outputs:
 def training_shapes(given: Any) -> Outputs:
     """Of `result_names`, with the ids and weights used where they were given, then of `saved_names`."""
     x, spec, routing, shared = given.x, given.spec, given.routing, given.shared
-    outputs = moe_shapes(given) + (_like(routing.ids, routing.weights) if isinstance(routing, bundles.TopK) else [])
+    outputs = moe_shapes(given) + (_routed(x, routing.ids.shape[1]) if isinstance(routing, bundles.TopK) else [])
     slots = x.shape[0] * (routing.ids.shape[1] if isinstance(routing, bundles.TopK) else spec.router.top_k)
     rows, limit = slots, spec.row_limit
     if limit is not None:

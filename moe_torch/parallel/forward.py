@@ -32,6 +32,7 @@ from moe_core.specs.operands import (
 from moe_torch import ops
 from moe_torch.bridge.operator import array_spec
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
+from moe_torch.operators.kinds import as_float32, as_int32
 from moe_torch.parallel.chunks import Found, Given, Owner, run_chunks
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, uses_of
@@ -300,7 +301,7 @@ class Exchange:
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """ids, weights and logits."""
         if isinstance(routing, TopK):
-            return routing.ids, routing.weights, None
+            return as_int32(routing.ids), as_float32(routing.weights), None
         if spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
         if isinstance(routing, RouterWeights):

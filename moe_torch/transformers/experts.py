@@ -12,7 +12,7 @@ import torch
 
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.base.checks import require_flags, require_kind
-from moe_core.base.dtypes import MATMUL_DTYPES
+from moe_core.base.dtypes import ID_DTYPES, MATMUL_DTYPES, ROUTER_WEIGHT_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format
 from moe_core.specs import Activation, MatmulSpec, MoESpec
@@ -20,7 +20,7 @@ from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.bridge.operator import call_first
-from moe_torch.bridge.options import DTYPE_NAMES
+from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
 from moe_torch.operators.requests import moe_request
 
 try:
@@ -56,6 +56,8 @@ class ExpertsOptions:
 
 
 _DEFAULTS = ExpertsOptions()
+_ID_DTYPES = tuple(TORCH_DTYPES[name] for name in ID_DTYPES)
+_WEIGHT_DTYPES = tuple(TORCH_DTYPES[name] for name in ROUTER_WEIGHT_DTYPES)
 
 
 def register() -> None:
@@ -101,7 +103,8 @@ def experts_forward(
 
     experts: a class decorated with transformers' `use_experts_implementation`, whose flags say how its weights lie.
     hidden_states `[T, D]`, cast to the weights' dtype where it has another; top_k_index `[T, K]` integers, one outside
-    [0, E) is no expert (transformers' mark of another process's experts); top_k_weights `[T, K]`.
+    [0, E) is no expert (transformers' mark of another process's experts); top_k_weights `[T, K]`. Kernels read int64
+    ids and bf16 or fp16 weights as they are.
 
     Under `torch.autocast` hidden_states and the weights are cast to autocast's dtype, and the output has it, as
     `torch.nn.Linear` does; gradients arrive in the weights' own dtype. fp8 weights (`FP8Experts`) run in fp8, with
@@ -143,12 +146,17 @@ def operands_of(
     # A spec that is the same object as in the last call is recognised at once.
     make = _new_spec if torch.compiler.is_compiling() else _known_spec
     spec = make(activation_of(experts), experts.is_transposed, options, activations)
-    routing = TopK(_dense(top_k_index, torch.int32), _dense(top_k_weights, torch.float32))
-    return _dense(hidden_states, dtype), weights, routing, spec
+    return _dense(hidden_states, dtype), weights, given_routing(top_k_index, top_k_weights), spec
 
 
-def _dense(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _cast(array, dtype).contiguous()
+def given_routing(top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> TopK:
+    """A router's results as kernels read them: most routers' as they are."""
+    return TopK(_dense(top_k_index, *_ID_DTYPES), _dense(top_k_weights, *_WEIGHT_DTYPES))
+
+
+def _dense(array: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
+    """The array in a dtype among some, in the first of them unless it is."""
+    return (array if array.dtype in dtypes else array.to(dtypes[0])).contiguous()
 
 
 def _cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

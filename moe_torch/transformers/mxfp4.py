@@ -8,8 +8,9 @@ import torch
 
 from moe_core.formats import MXFP4, QuantizedSpec, QuantizedTensor
 from moe_core.specs import Activation, MoESpec
-from moe_core.specs.operands import ExpertWeights, TopK
+from moe_core.specs.operands import ExpertWeights
 from moe_torch import ops
+from moe_torch.transformers.experts import given_routing
 
 _GROUP = 32
 
@@ -55,7 +56,7 @@ class Mxfp4Experts(torch.nn.Module):
             gate_up_bias=self.gate_up_proj_bias.to(dtype),
             down_bias=self.down_proj_bias.to(dtype),
         )
-        routing = TopK(top_k_index.to(torch.int32).contiguous(), top_k_weights.to(torch.float32).contiguous())
+        routing = given_routing(top_k_index, top_k_weights)
         return ops.moe(hidden_states.to(dtype).contiguous(), weights, routing, spec).output
 
     def _matrix(self, name: str) -> QuantizedTensor:

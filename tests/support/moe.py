@@ -165,7 +165,9 @@ def layers(draw: st.DrawFn) -> Layer:
     else:
         kind = draw(st.sampled_from(ID_KINDS))
         ids = draw_ids(kind, num_tokens, router.require_top_k(), num_global, draw(st.integers(0, 9)))
-        routing = TopK(ids, random.random(ids.shape, np.float32))
+        kinds = draw(st.sampled_from(dtypes.ID_DTYPES)), draw(st.sampled_from(dtypes.ROUTER_WEIGHT_DTYPES))
+        given = ids, random.random(ids.shape, np.float32)
+        routing = TopK(*(one.astype(dtypes.numpy_dtype(kind)) for one, kind in zip(given, kinds, strict=True)))
     shared = None
     if draw(st.booleans()):
         gate = matrix(d_model, 1) if draw(st.booleans()) else None

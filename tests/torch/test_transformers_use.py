@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 import moe_torch.transformers
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.tuning import Tuning
@@ -133,3 +135,37 @@ def test_autocast_computes_in_its_dtype(family: str, dtype: Any, engine: str) ->
         require_equal(from_half.detach(), actual.detach(), "x in either dtype")
         with torch.no_grad():
             require_equal(actual.detach(), experts.to(dtype)(x.to(dtype), ids, weights), "autocast")
+
+
+class _Operations(TorchDispatchMode):
+    """The names of all operations, ours and torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@on_engines
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_are_one_operation_on_what_the_router_gives(engine: str, family: str) -> None:
+    """Its ids are int64 and its weights often bf16: casts would be operations of their own."""
+    with running_on(engine) as device, torch.no_grad():
+        model = build(family, device).bfloat16()
+        moe_torch.transformers.use(model)
+        given: list[Any] = []
+        own = next(module for module in model.modules() if hasattr(module, "is_transposed"))
+        hook = own.register_forward_pre_hook(lambda _, arguments: given.extend(arguments))
+        model(tokens(device))
+        hook.remove()
+        x, ids, weights = given
+        assert ids.dtype == torch.int64
+        with _Operations() as seen:
+            found = own(x, ids, weights)
+        assert seen.names == ["moebius.moe.top_k"]
+        require_equal(found, own(x, ids.int(), weights.float()), "cast first")
+        require_equal(own(x, ids, weights.bfloat16()), own(x, ids, weights.bfloat16().float()), "bf16 weights")
+        assert torch.equal(own(x, ids + 2**32, weights), torch.zeros_like(x))

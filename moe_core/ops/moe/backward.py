@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -151,12 +152,17 @@ def plan_moe_backward(
     results_at int64 `[T * K]`, an input where routing is a TopK: the last product stores the row of each slot that has
     an expert to the address there, a multiple of 16, 0 = nowhere. Nothing is summed, and d_x has no rows: `[0, D]`.
 
-    Inputs: `gradients.*`, those of the forward (without correction_bias), its outputs tokens_per_expert, [ids],
-    [weights], [logits] and `saved.*`, then `into.*`; with spec.recompute matmul 1 runs again for the pre-activation.
+    Inputs: `gradients.*`, those of the forward (without correction_bias; given ids as int32, given weights as fp32,
+    like their gradient), its outputs tokens_per_expert, [ids], [weights], [logits] and `saved.*`, then `into.*`; with
+    spec.recompute matmul 1 runs again for the pre-activation.
     Outputs: wanted, in that order, with the shape and dtype of what each is the gradient of; before they are written,
     those that accumulate nothing hold other buffers, so nothing may share their memory. Raises InvalidInput,
     Unsupported.
     """
+    if isinstance(operands.routing, TopK):
+        ids, weights = operands.routing.ids.shape, operands.routing.weights.shape
+        routing = TopK(ArraySpec(ids, "int32"), ArraySpec(weights, "float32"))
+        operands = dataclasses.replace(operands, routing=routing)
     forward = _forward(operands, spec, target)
     _validate(gradients, operands, forward, wanted, accumulate, one_layer)
     if wide and spec.apply_router_weight_on_input:

@@ -13,7 +13,8 @@ from moe_core.ops.matmul.forward import plan_product
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import choose_tile
 from moe_core.ops.moe.checks import shared_is_stacked
-from moe_core.ops.moe.forward import SAVED, saved_pre_activation
+from moe_core.ops.moe.forward import SAVED
+from moe_core.ops.moe.names import saved_pre_activation
 from moe_core.ops.reduction import rowwise
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.router.backward import add_router_input_gradient

@@ -25,6 +25,7 @@ from moe_core.ops.moe.checks import (
     why_no_moe_gradient,
 )
 from moe_core.ops.moe.fuse import fuse_launches, fusion_counters, join_twins, why_not_fused
+from moe_core.ops.moe.names import saved_pre_activation
 from moe_core.ops.moe.pdl import use_pdl
 from moe_core.ops.quantize.rows import chooses_one_scale, plan_quantize_rows
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
@@ -98,14 +99,6 @@ def launches_behind_hidden(results_at: object) -> int:
     """The launches of a plan that follow product 1 and what quantises its rows: product 2, and the sum of slots where
     there is one."""
     return 2 if results_at is None else 1
-
-
-def saved_pre_activation(
-    bundle: bundles.ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int
-) -> ArraySpec:
-    """What a product with gate_up (and up) gives for `rows` rows, in the dtype of x."""
-    width = bundle.down.shape[-2 if spec.weight_layout == "in_out" else -1]
-    return ArraySpec((rows, spec.activation.input_width(width)), x.dtype)
 
 
 @dataclass(frozen=True)
@@ -196,19 +189,21 @@ class _MoEPlanner:
             declare(f"{prefix}shared_gate", ArraySpec((self.tokens, 1), "float32"))
 
     def _route(self, num_local: int) -> tuple[str, str]:
-        """Names of the buffers with ids and weights, which `_layout` fills in where they are not given."""
+        """Names of the buffers with ids and fp32 weights, which `_layout` fills in where they are not given."""
         builder, routing, spec = self.builder, self.routing, self.spec
         if isinstance(routing, TopK):
             if spec.router is not None:
                 raise InvalidInput("spec.router must be None when ids and weights are given; remove one of the two")
-            require_spec("routing.ids", routing.ids, (self.tokens, "top_k"), "int32")
-            require_spec("routing.weights", routing.weights, routing.ids.shape, "float32")
+            require_spec("routing.ids", routing.ids, (self.tokens, "top_k"), dtypes.ID_DTYPES)
+            require_spec("routing.weights", routing.weights, routing.ids.shape, dtypes.ROUTER_WEIGHT_DTYPES)
             if spec.apply_router_weight_on_input and routing.ids.shape[1] != 1:
                 raise InvalidInput(
                     f"top_k must be 1 with apply_router_weight_on_input, got {routing.ids.shape[1]}; weight the output "
                     "instead"
                 )
-            return "routing.ids", "routing.weights"
+            if routing.weights.dtype == "float32":
+                return "routing.ids", "routing.weights"
+            return "routing.ids", builder.scratch("row_weight", ArraySpec(routing.weights.shape, "float32"))
         if spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec when routing from x or logits, got None; pass one")
         top_k = spec.router.require_top_k()
@@ -290,7 +285,7 @@ class _MoEPlanner:
         if on_input:
             x = builder.scratch("weighted_x", source, Role.ROWS)
             plan = plan_scale_rows(self.x, ArraySpec((self.tokens, 1), "float32"), target)
-            builder.call(plan, "scale_rows", {"x": "x", "y": x})
+            builder.call(plan, "scale_rows", {"x": "x", "weights": weights, "y": x})
         if isinstance(rows_1, QuantizedTensor):
             x = self._quantize("x", x, rows_1, "experts.gate_up_input_scale", "row_of_slot")
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
@@ -310,6 +305,7 @@ class _MoEPlanner:
             rows = layout.capacity if products[1].problem.spec.scatter == "row" else layout.num_slots
             slots = builder.scratch("slots", ArraySpec((rows, self.d_model), self.x.dtype), Role.ROWS)
         names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias"}
+        names |= {} if on_input else {"row_weight": weights}
         self._matmul(1, products[1], names | ({} if addressed else {"y": slots}))
         if pushes and not addressed:
             names = {"y": slots, "row_of_slot": self.arrays.row_of_slot, "results_at": "results_at"}
@@ -348,6 +344,9 @@ class _MoEPlanner:
         options["tile_counters"] = counters
         bindings = {"ids": ids, "invalid_ids": "invalid_ids"} | dict(named_arrays(self.arrays))
         if isinstance(routing, TopK):
+            if builder.has("row_weight"):
+                options["given_weights"] = routing.weights
+                bindings |= {"given_weights": "routing.weights", "row_weight": "row_weight"}
             plan = plan_layout(builder.spec(ids), layout, self.target, **options)
         else:
             logits, bias = "logits" if isinstance(routing, RouterWeights) else "routing.logits", routing.correction_bias

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from moe_core.base.arrays import ArraySpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import RouterWeights, SharedExpert, TopK
+from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK
 
 #: Arrays without a gradient.
 CONSTANTS = ("experts.layer_index", "routing.ids", "routing.correction_bias", "token_mask", "expert_map")
@@ -29,3 +30,9 @@ def saved_names(spec: MoESpec, shared: SharedExpert | None) -> tuple[str, ...]:
     if not spec.recompute:
         names = ("saved.pre_activation", *names, *(() if shared is None else ("saved.shared_pre_activation",)))
     return names if shared is None or shared.gate is None else (*names, "saved.shared_gate")
+
+
+def saved_pre_activation(bundle: ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int) -> ArraySpec:
+    """What a product with gate_up (and up) gives for `rows` rows, in the dtype of x."""
+    width = bundle.down.shape[-2 if spec.weight_layout == "in_out" else -1]
+    return ArraySpec((rows, spec.activation.input_width(width)), x.dtype)

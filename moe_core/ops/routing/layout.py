@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.checks import require_at_least
+from moe_core.base.dtypes import ID_DTYPES, ROUTER_WEIGHT_DTYPES
 from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Argument, Kernel, LaunchPlan, passed
-from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, named_arrays
+from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, Role, named_arrays
 from moe_core.specs.routing import LayoutSpec
 
 LAYOUT_AT_ONCE = Kernel("routing.kernels.layout:layout_at_once", pdl="start", writes_layout=True, counts_slots=True)
@@ -24,6 +25,8 @@ ZERO_COUNTERS = Kernel("routing.kernels.schedule:zero", writes_layout=True)
 
 #: What every layout has.
 _OUTPUTS = (*LAYOUT_INPUTS, "row_of_slot", "invalid_ids")
+#: What kernels that place given slots may read and write beside that.
+_PLACING = ("overflow", "given_weights", "row_weight")
 #: Experts that one program can hold a row of; far above any model.
 MAX_EXPERTS = 4096
 #: Elements of a tile that one program works on at once; the interpreter's cost does not depend on it.
@@ -84,28 +87,32 @@ def plan_layout(
     *,
     expert_map: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
+    given_weights: ArraySpec | None = None,
     block_ms: tuple[int, ...] = (),
     tile_counters: int = 0,
 ) -> LaunchPlan:
-    """Group the slots of ids int32 `[T, K]` by expert, stably: an expert's rows are in slot order.
+    """Group the slots of ids int32 or int64 `[T, K]` by expert, stably: an expert's rows are in slot order.
 
     expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here". token_mask bool `[T]`: a
     masked token's ids act as -1 and count nowhere. Ids outside [-1, E_global) act as -1 and are counted in invalid_ids,
     and so are slots past layout.limit.
+    given_weights bf16, fp16 or fp32 `[T, K]`: to be written as fp32, which holds every bf16 and fp16 number.
     block_ms: heights of the schedules to make. tile_counters: how many counters of products to clear, a power of two.
 
-    Inputs: ids, [expert_map], [token_mask]. Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`, slot_of_row
-    `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, with layout.rows overflow `[1]` (slots without a row because
-    of it), then `schedule_{block_m}` `[max_blocks, 2]` per block_m,
+    Inputs: ids, [expert_map], [token_mask], [given_weights]. Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`,
+    slot_of_row `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, with layout.rows overflow `[1]` (slots without a
+    row because of it), then `schedule_{block_m}` `[max_blocks, 2]` per block_m, [row_weight, fp32 `[T, K]`],
     [tile_counters, zeros]. Raises InvalidInput, Unsupported.
     """
-    require_spec("ids", ids, (layout.num_tokens, layout.top_k), "int32")
+    require_spec("ids", ids, (layout.num_tokens, layout.top_k), ID_DTYPES)
     if expert_map is not None:
         require_spec("expert_map", expert_map, ("num_global_experts",), "int32")
         if expert_map.size == 0:
             raise InvalidInput("expert_map must have an entry per global expert, got none; pass None for no map")
     if token_mask is not None:
         require_spec("token_mask", token_mask, (layout.num_tokens,), "bool")
+    if given_weights is not None:
+        require_spec("given_weights", given_weights, ids.shape, ROUTER_WEIGHT_DTYPES)
     for block_m in block_ms:
         require_at_least("block_ms", block_m, 1)
     if len(set(block_ms)) != len(block_ms):
@@ -114,10 +121,14 @@ def plan_layout(
     builder = PlanBuilder("layout", target)
     arrays = {"ids": ids, "expert_map": expert_map, "token_mask": token_mask}
     present = builder.inputs(arrays)
+    if given_weights is not None:
+        present["given_weights"] = builder.input("given_weights", given_weights, Role.ROW_WEIGHT)
     outputs = [builder.output(name, array) for name, array in named_arrays(LayoutArrays.specs(layout))]
     counters = ("invalid_ids", *(() if layout.rows is None else ("overflow",)))
     outputs += [builder.output(name, ArraySpec((1,), "int32")) for name in counters]
     outputs += [builder.output(f"schedule_{block_m}", _schedule_spec(layout, block_m)) for block_m in block_ms]
+    if given_weights is not None:
+        outputs.append(builder.output("row_weight", ArraySpec(ids.shape, "float32")))
     assert target.compiled or not tile_counters, "only kernels count tiles"
     if tile_counters:
         builder.output("tile_counters", ArraySpec((tile_counters,), "int32"))
@@ -202,7 +213,7 @@ class LayoutLauncher:
         layout, block_slots = self.layout, _BLOCK_SLOTS[self.target.engine]
         chunk = first_holding(_CHUNK_SLOTS[self.target.engine], layout.num_slots)
         num_warps = _expert_warps(self.experts, 4)
-        arguments = self.read | self.outputs("overflow", num_slots=layout.num_slots, capacity=layout.capacity)
+        arguments = self.read | self.outputs(*_PLACING, num_slots=layout.num_slots, capacity=layout.capacity)
         arguments |= passed(COUNT_LOST=layout.limit is not None) | self.sizes
         arguments |= self.tail(num_warps, BLOCK_S=block_slots, CHUNK=chunk)
         programs = max(-(-layout.num_slots // block_slots), self._sharing())
@@ -237,7 +248,7 @@ class LayoutLauncher:
         num_warps, placed, summed = self._placing_sizes(blocks, block_slots)
         arguments = self.read | passed(block_counts="block_counts", block_invalid=block_invalid)
         counts = {"num_slots": slots, "block_slots": block_slots, "num_blocks": blocks, "capacity": capacity}
-        arguments |= self.outputs("overflow", **counts)
+        arguments |= self.outputs(*_PLACING, **counts)
         arguments |= passed(COUNT_LOST=self.layout.limit is not None) | self.sizes
         arguments |= self.tail(num_warps, BLOCK_S=placed, BLOCK_B=summed)
         programs = blocks + max(_LEAST_SHARING, self._sharing())

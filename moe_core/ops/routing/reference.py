@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_core.ops.activation.reference import sigmoid
+from moe_core.ops.common.rounding import to_float32
 from moe_core.ops.routing.reference_bitmatrix import pack_bitmatrix
 from moe_core.ops.routing.reference_bounds import bounded
 from moe_core.specs.routing import LayoutSpec, RouterSpec
@@ -171,13 +172,14 @@ def layout(
     ids: np.ndarray,
     expert_map: np.ndarray | None = None,
     token_mask: np.ndarray | None = None,
+    given_weights: np.ndarray | None = None,
     *,
     layout: LayoutSpec,
     block_ms: tuple[int, ...] = (),
 ) -> tuple[np.ndarray, ...]:
     """The results of `moe_core.ops.routing.layout.plan_layout`: group_sizes, group_start, slot_of_row, row_of_slot,
-    invalid_ids, with layout.rows overflow, then a schedule per block_ms. Every start is a multiple of layout.alignment,
-    and group_start[E] the end of the last group with its padding.
+    invalid_ids, with layout.rows overflow, then a schedule per block_ms, with given_weights row_weight. Every start is
+    a multiple of layout.alignment, and group_start[E] the end of the last group with its padding.
     """
     local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
     # Slots without an expert lie behind all others.
@@ -211,7 +213,8 @@ def layout(
     invalid += lost if layout.limit is not None else 0
     counts = (invalid,) if layout.rows is None else (invalid, lost)
     counters = (np.array([count], np.int32) for count in counts)
-    return sizes.astype(np.int32), start.astype(np.int32), slot_of_row, row_of_slot, *counters, *schedules
+    weights = () if given_weights is None else (to_float32(given_weights),)
+    return sizes.astype(np.int32), start.astype(np.int32), slot_of_row, row_of_slot, *counters, *schedules, *weights
 
 
 def schedule(group_sizes: np.ndarray, *, layout: LayoutSpec, block_m: int) -> np.ndarray:

@@ -26,6 +26,7 @@ from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
+    LayoutArrays,
     MatmulOperands,
     MoEOperands,
     OutputGradients,
@@ -78,8 +79,8 @@ def call_id(call: Call) -> str:
 
 
 def layout(spec: LayoutSpec) -> RaggedLayout:
-    sizes = (spec.num_experts, spec.num_experts + 1, spec.capacity, spec.num_slots)
-    return RaggedLayout(spec, *(ids(size) for size in sizes), ids(1))
+    own = LayoutArrays.specs(spec)
+    return RaggedLayout(spec, own.group_sizes, own.group_start, own.slot_of_row, own.row_of_slot, ids(1))
 
 
 def named(value: Any, path: str = "") -> Iterator[tuple[str, ArraySpec]]:
@@ -262,6 +263,7 @@ CALLS = (
             "routing": TopK(ids(), array(T, K)),
             "spec": MoESpec(SILU),
         },
+        ("routing.weights",),
     ),
     Call(
         "moe",

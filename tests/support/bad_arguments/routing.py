@@ -174,8 +174,8 @@ CASES = (
         {"logits": array(2, MAX_EXPERTS + 1), "spec": RouterSpec(K)},
         Unsupported,
     ),
-    make_layout("ids", "dtype", r"ids must be int32, got float32; cast it to int32", ids=array(T, K)),
-    make_layout("long ids", "dtype", r"ids must be int32, got int64; cast it to int32", ids=ids(dtype="int64")),
+    make_layout("ids", "dtype", r"ids must be int32 or int64, got float32; cast it to int32", ids=array(T, K)),
+    make_layout("short ids", "dtype", r"ids must be int32 or int64, got int8; cast it to int32", ids=ids(dtype="int8")),
     make_layout(
         "ids, transposed",
         "strides",

@@ -62,6 +62,9 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
         yield plan_layout(ids, aligned, target, expert_map=expert_map, token_mask=ArraySpec((tokens,), "bool"))
         yield plan_layout(ids, dataclasses.replace(layout, max_rows=512), target)
         yield plan_layout(ids, dataclasses.replace(layout, rows=2 * tokens), target, block_ms=(64,))
+        for dtype in ("bfloat16", "float16"):
+            weights = ArraySpec((tokens, 8), dtype)
+            yield plan_layout(ArraySpec((tokens, 8), "int64"), layout, target, given_weights=weights, block_ms=(16,))
         slots = ArraySpec((layout.num_slots,), "int32")
         yield plan_gather_rows(ArraySpec((tokens, 2880), "bfloat16"), slots, slots, layout, target)
         yield plan_schedule(layout, 64, target)

@@ -1,5 +1,5 @@
-"""Faults planted in copies of the kernels of quantised operands; `tests.support.faults.backward` runs the tests on
-each."""
+"""Faults planted in copies of the kernels of quantised operands, and of what routers give in other dtypes;
+`tests.support.faults.backward` runs the tests on each."""
 
 from __future__ import annotations
 
@@ -36,5 +36,13 @@ FAULTS: dict[str, tuple[tuple[str, OpFault], ...]] = {
         ("quantize.kernels.rows", OpFault("- TOP_EXPONENT", "- TOP_EXPONENT + 1")),
         ("quantize.kernels.rows", OpFault("low | (high << 4)", "high | (low << 4)")),
         ("quantize.kernels.rows", OpFault("return last >= 0", "return exists")),
+    ),
+    "tests/ops/routing/test_given.py": (
+        (
+            "routing.kernels.layout",
+            OpFault("tl.minimum(tl.maximum(found, -2), NUM_GLOBAL).to(tl.int32)", "found.to(tl.int32)"),
+        ),
+        ("routing.kernels.layout", OpFault("tl.maximum(found, -2)", "tl.maximum(found, -1)")),
+        ("routing.kernels.layout", OpFault("weights.to(tl.float32)", "weights.to(tl.float32) * 1.001")),
     ),
 }

@@ -31,7 +31,7 @@ def routing_stages(
 ) -> dict[str, np.ndarray]:
     """logits (unless routing gives ids), ids and weights. given: ids in the place of the router's choice."""
     if isinstance(routing, TopK):
-        return {"ids": routing.ids, "weights": routing.weights}
+        return {"ids": routing.ids, "weights": to_float32(routing.weights)}
     from_x = isinstance(routing, RouterWeights)
     if isinstance(routing, LayerRouter) and routing.spec is not None:
         x = rms_norm(x, routing.norm, spec=routing.spec)

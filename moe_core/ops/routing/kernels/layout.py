@@ -29,9 +29,12 @@ def local_experts(
     ids, expert_map, token_mask, slots, num_slots,
     NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """`to_local` of the ids of slots; -1 past num_slots and for masked tokens."""
+    """`to_local` of the ids of slots, int32 or int64; -1 past num_slots and for masked tokens."""
     inside = slots < num_slots
     found = tl.load(ids + slots, mask=inside, other=-1)
+    if ids.dtype.element_ty == tl.int64:
+        # What int32 cannot hold becomes another invalid id, and no expert.
+        found = tl.minimum(tl.maximum(found, -2), NUM_GLOBAL).to(tl.int32)
     if token_mask is not None:
         kept = tl.load(token_mask + slots // TOP_K, mask=inside, other=0)
         found = tl.where(kept != 0, found, -1)
@@ -164,7 +167,8 @@ def place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, ma
 @triton.jit
 def layout_at_once(
     ids, expert_map, token_mask, group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, schedule_0,
-    schedule_1, tile_counters, overflow, num_slots, capacity, max_blocks_0, max_blocks_1, max_rows,
+    schedule_1, tile_counters, overflow, given_weights, row_weight, num_slots, capacity, max_blocks_0, max_blocks_1,
+    max_rows,
     COUNT_LOST: tl.constexpr, NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     ALIGNMENT: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
     BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
@@ -178,12 +182,16 @@ def layout_at_once(
     Example, local experts [2, 0, 0, -1], BLOCK_S 2: found [2, 0, 1]; second block: before [1, 0, 1], so slot 2 (e = 0,
     rank 0) goes to row 0 + 1 + 0 = 1; row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
     overflow: how many slots have no row because there are `capacity` alone, None = there are enough. COUNT_LOST: they
-    count as invalid ids, too.
+    count as invalid ids, too. given_weights, by slot: row_weight gets them in fp32; None = neither is there.
     PDL: see `kernels.pdl`.
     """
     if PDL is not None:
         join()
     block = tl.program_id(0) * BLOCK_S
+    if given_weights is not None:
+        # Asked for ahead of the ids, so that nothing waits for them in the end.
+        weighted = block + tl.arange(0, BLOCK_S)
+        weights = tl.load(given_weights + weighted, mask=weighted < num_slots, other=0.0)
     found = tl.zeros((EXPERTS,), dtype=tl.int32)
     before = tl.zeros((EXPERTS,), dtype=tl.int32)
     wrong = tl.zeros((CHUNK,), dtype=tl.int32)
@@ -218,6 +226,8 @@ def layout_at_once(
     rank, _ = rank_slots(local, before)
     inside = slots < num_slots
     place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, max_rows, overflow, capacity)
+    if given_weights is not None:
+        tl.store(row_weight + slots, weights.to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -264,8 +274,8 @@ def sum_blocks(
 @triton.jit
 def place_blocks(
     ids, expert_map, token_mask, block_counts, block_invalid, group_sizes, group_start, slot_of_row, row_of_slot,
-    invalid_ids, schedule_0, schedule_1, tile_counters, overflow, num_slots, block_slots, num_blocks, capacity,
-    max_blocks_0, max_blocks_1, max_rows,
+    invalid_ids, schedule_0, schedule_1, tile_counters, overflow, given_weights, row_weight, num_slots, block_slots,
+    num_blocks, capacity, max_blocks_0, max_blocks_1, max_rows,
     COUNT_LOST: tl.constexpr, NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     ALIGNMENT: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
@@ -274,7 +284,7 @@ def place_blocks(
     """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block; BLOCK_S slots at a time.
 
     The first num_blocks programs place a block each, the others share out what `write_groups` does and the totals.
-    block_invalid None: ids that `topk.route` made, all of them valid. PDL: see `kernels.pdl`.
+    block_invalid None: ids that `topk.route` made, all of them valid. The rest as in `layout_at_once`.
     """
     if PDL is not None:
         join()
@@ -316,7 +326,11 @@ def place_blocks(
             slots = first + tl.arange(0, BLOCK_S)
             # The next ids are on their way while these are ranked.
             ahead, _ = local_experts(ids, expert_map, token_mask, slots + BLOCK_S, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
+            if given_weights is not None:
+                weights = tl.load(given_weights + slots, mask=slots < last, other=0.0)
             rank, before = rank_slots(local, before)
             inside = slots < last
             place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, max_rows, overflow, capacity)
+            if given_weights is not None:
+                tl.store(row_weight + slots, weights.to(tl.float32), mask=inside)
             local = ahead
