@@ -82,6 +82,8 @@ def _of_jax(options: argparse.Namespace, sizes: Sequence[int]) -> tuple[Sequence
     kind = "ragged_all_to_all"
     if options.no_jax:
         return (), [(kind, "--no-jax")]
+    if options.backend == "gloo":
+        return (), [(kind, "--backend gloo is of CPUs, where XLA has none")]
     if importlib.util.find_spec("jax") is None:
         return (), [(kind, "jax is not installed")]
     timings, why = importlib.import_module(_JAX).measure(sizes)

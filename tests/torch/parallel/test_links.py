@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -129,6 +131,28 @@ def test_a_record_is_written(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtu
     assert [own.bytes for own in record.timings] == [64, 4096] * 2 and record.machine.domain == 2
     assert [kind for kind, _ in record.not_measured] == ["peer", "peer_pull", "ragged_all_to_all"]
     assert record.provenance["command"] == f"moebius-tune {' '.join(given)}" and "CPU" in record.provenance["gpu"]
+
+
+def test_xla_is_left_out_beside_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with GPUs would time XLA on these, though the record is of CPUs."""
+    parser, asked = argparse.ArgumentParser(), []
+    command.add_options(parser)
+
+    def measure(sizes: tuple[int, ...]) -> tuple[tuple[()], str]:
+        asked.append(sizes)
+        return (), "why not"
+
+    monkeypatch.setitem(sys.modules, command._JAX, types.SimpleNamespace(measure=measure))
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: name)
+
+    def missing(*given: str) -> str:
+        timings, ((kind, why),) = command._of_jax(parser.parse_args(["--links", *given]), (64,))
+        assert timings == () and kind == "ragged_all_to_all"
+        return why
+
+    assert missing("--backend", "gloo") == "--backend gloo is of CPUs, where XLA has none" and not asked
+    assert missing() == missing("--backend", "nccl") == "why not" and asked == [(64,)] * 2
+    assert missing("--no-jax") == "--no-jax" and len(asked) == 2
 
 
 def test_under_torchrun_the_first_rank_writes(tmp_path: pathlib.Path) -> None:
