@@ -42,7 +42,7 @@ _DRAWN = 8192
 #: What chunks cost where product 2 of one runs beside product 1 of the next: the share of their time that products
 #: lose, and of each chunk but the first the share of its experts' weights, read again, that nothing hides. Fitted to
 #: five models on four H200, docs/notebook/2026-11-27-mode-peer.md.
-_SHARING, _READ_AGAIN = 0.05, 0.7
+_SHARING, _READ_AGAIN = 0.06, 0.68
 
 
 @dataclass(frozen=True)

@@ -68,16 +68,17 @@ class Machine:
 #: benchmarks/results/machine-4-h200.json; those between hosts, 45 of nominally 50 GB/s a GPU, are assumed. tflops and
 #: memory: what products of bf16 layers reach in docs/user/performance.md.
 H200 = Machine(
-    Link(23.2, 287.0),
+    Link(20.6, 278.0),
     Link(20.0, 45.0),
     8,
     620.0,
     4500.0,
     (
-        ("all_gather", Link(22.3, 275.0)),
-        ("all_to_all", Link(23.2, 287.0)),
-        ("peer", Link(7.1, 353.0)),
-        ("ragged_all_to_all", Link(85.4, 10.0)),
+        ("all_gather", Link(23.7, 277.0)),
+        ("all_to_all", Link(20.6, 278.0)),
+        ("peer", Link(5.0, 356.0)),
+        ("peer_pull", Link(5.8, 307.0)),
+        ("ragged_all_to_all", Link(78.4, 9.9)),
     ),
 )
 

@@ -238,7 +238,7 @@ def test_a_mode_is_chosen_by_what_was_measured() -> None:
     assert choose_mode(123, placement, bad, symmetric=True)[0] == "all_to_all", "peers were measured to be slower"
     assert choose_mode(123, placement, bad, symmetric=True, capturable=True)[0] == "padded"
     assert choose_mode(4096, Placement.linear(32, 8), peer, symmetric=True)[0] == "all_to_all", "a domain has 4 ranks"
-    assert choose_mode(187, placement, H200)[0] == "all_gather" and choose_mode(188, placement, H200)[0] == "all_to_all"
+    assert choose_mode(200, placement, H200)[0] == "all_gather" and choose_mode(201, placement, H200)[0] == "all_to_all"
     with pytest.raises(InvalidInput, match="row_bytes must be an integer of at least 1, got 0"):
         choose_mode(64, placement, H200, row_bytes=0)
 
