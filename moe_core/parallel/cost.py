@@ -8,7 +8,7 @@ they are below 2 % of the rows of real models. Products take the longer of two t
 Stages follow one another, with two exceptions. With mode `peer` and results by slot, the last product stores its rows
 at their homes: of the way back, what takes longer than that product is left. With chunks, the messages of all chunks
 but one run beside products. Where product 2 of a chunk runs beside product 1 of the next, these slow each other down,
-and every further chunk reads the experts' weights again.
+and every further chunk reads the experts' weights again. In training, chunks run one after another.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ _DRAWN = 8192
 #: lose, and of each chunk but the first the share of its experts' weights, read again, that nothing hides. Fitted to
 #: five models on four H200, docs/notebook/2026-11-27-mode-peer.md.
 _SHARING, _READ_AGAIN = 0.06, 0.68
+
+#: Of each chunk but the first in training: its experts' weights are read twice, their gradients written, and added up.
+_TRAINED_AGAIN = 6
 
 
 @dataclass(frozen=True)
@@ -272,8 +275,10 @@ def _price(
     # Of n chunks the first is awaited and the last is sent back with nothing to compute beside it.
     waits = others / spec.chunks
     exposed = stored - hidden + waits + max(0.0, (others - share) * (1 - 1 / spec.chunks))
-    if runs_in_lanes(spec, training=training):
-        weights = _read_bytes(layer, _most_slots(layer, tokens, traffic), per_rank, tensor) / machine.memory / 1e3
+    weights = _read_bytes(layer, _most_slots(layer, tokens, traffic), per_rank, tensor) / machine.memory / 1e3
+    if training and spec.chunks > 1:
+        exposed = stored - hidden + others + _TRAINED_AGAIN * weights * (spec.chunks - 1)
+    elif runs_in_lanes(spec, training=training):
         exposed = _exposed_in_lanes(share, others, stored, hidden, spec.chunks, weights)
     lost = share - share / uneven if uneven else 0.0
     parts = {"compute": share - lost, "exchange": exposed, "imbalance": lost}

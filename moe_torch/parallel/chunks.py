@@ -39,6 +39,8 @@ Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
 Chunks = Sequence[Sequence[Any]]
 #: Programs of kernels that copy rows beside others that compute: enough for most of a link's bandwidth.
 _COPY_PROGRAMS = 32
+#: The same beside a shared expert in training, docs/notebook/2026-11-27-mode-peer.md.
+_FEW_COPY_PROGRAMS = 16
 #: Of each product, None = all.
 Multiprocessors = tuple[int | None, int | None]
 
@@ -172,7 +174,7 @@ def _beside_shared(
     streams.wait(streams.copies, begun)
     streams.wait(streams.stores, begun)
     with streams.on(streams.copies):
-        routes = make(*own, number=0, programs=_COPY_PROGRAMS)
+        routes = make(*own, number=0, programs=_FEW_COPY_PROGRAMS)
         arrived = routes.start_push(x.detach(), "rows")()
     streams.wait(streams.computes, streams.marked(streams.copies))
     arriving = functools.partial(torch.Tensor.detach, arrived)
