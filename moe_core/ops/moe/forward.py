@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 from moe_core.base import dtypes
@@ -14,9 +13,9 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.exchange.checks import require_width
-from moe_core.ops.matmul.forward import plan_matmul_ogs, plan_product
+from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.ops.matmul.tile_choice import TileChoice, choose_tile
+from moe_core.ops.matmul.tile_choice import choose_tile
 from moe_core.ops.moe.checks import (
     check_weights,
     quantized_rows,
@@ -27,7 +26,7 @@ from moe_core.ops.moe.checks import (
 from moe_core.ops.moe.fuse import fuse_launches, fusion_counters, join_twins, why_not_fused
 from moe_core.ops.moe.names import saved_pre_activation
 from moe_core.ops.moe.pdl import use_pdl
-from moe_core.ops.quantize.rows import chooses_one_scale, plan_quantize_rows
+from moe_core.ops.moe.rows import Product, RowStages
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.layout import plan_layout
@@ -99,14 +98,6 @@ def launches_behind_hidden(results_at: object) -> int:
     """The launches of a plan that follow product 1 and what quantises its rows: product 2, and the sum of slots where
     there is one."""
     return 2 if results_at is None else 1
-
-
-@dataclass(frozen=True)
-class _Product:
-    """One of the experts' products. tile: None where there are no tiles."""
-
-    problem: MatmulProblem
-    tile: TileChoice | None
 
 
 class _MoEPlanner:
@@ -259,14 +250,14 @@ class _MoEPlanner:
         # Tiles, and so bits, are those of a product that has all multiprocessors.
         limits = self.multiprocessors or (None, None)
         problems = tuple(dataclasses.replace(one, multiprocessors=n) for one, n in zip(problems, limits, strict=True))
-        products = [_Product(problem, tile) for problem, tile in zip(problems, tiles, strict=True)]
+        products = [Product(problem, tile) for problem, tile in zip(problems, tiles, strict=True)]
         addressed = self.results_at is not None and target.compiled
         if addressed:
-            products[1] = _Product(dataclasses.replace(problems[1], addressed=True), tiles[1])
+            products[1] = Product(dataclasses.replace(problems[1], addressed=True), tiles[1])
         elif spec.rows_in_order or (tiles[1] is not None and tiles[1].family.stores_rows):
             # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
             by_row = dataclasses.replace(matmul_2, scatter="row")
-            products[1] = _Product(dataclasses.replace(problems[1], spec=by_row), tiles[1])
+            products[1] = Product(dataclasses.replace(problems[1], spec=by_row), tiles[1])
         counters = 2 if any(tile is not None and tile.family.counts_tiles for tile in tiles) else 0
         block_ms = tuple(dict.fromkeys(tile.config.block_m for tile in tiles if tile is not None))
         whole = not spec.rows_in_order and spec.row_limit is None and self.multiprocessors is None
@@ -286,56 +277,23 @@ class _MoEPlanner:
             x = builder.scratch("weighted_x", source, Role.ROWS)
             plan = plan_scale_rows(self.x, ArraySpec((self.tokens, 1), "float32"), target)
             builder.call(plan, "scale_rows", {"x": "x", "weights": weights, "y": x})
-        if isinstance(rows_1, QuantizedTensor):
-            x = self._quantize("x", x, rows_1, "experts.gate_up_input_scale", "row_of_slot")
+        stages = RowStages(builder, self.arrays)
+        x = stages.quantized_x(x, rows_1)
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "pre": f"{SAVED}pre_activation"}
-        if (fused := self._quantizing(products[0], rows_2)) is not None:
-            hidden = "quantized_hidden"
-            for part, array in named_arrays(rows_2, f"{hidden}."):
-                builder.scratch(part, array, f"x.{part.rpartition('.')[2]}")
-            self._matmul(0, fused, names | {"y": hidden, "static_scale": "experts.down_input_scale"})
-        else:
-            hidden = builder.scratch("hidden", hidden_spec, Role.ROWS)
-            self._matmul(0, products[0], names | {"y": hidden})
-            if isinstance(rows_2, QuantizedTensor):
-                hidden = self._quantize("hidden", hidden, rows_2, "experts.down_input_scale", "slot_of_row")
+        hidden = stages.hidden_rows(products[0], names, hidden_spec, rows_2)
         slots, pushes = "output", self.results_at is not None
         if not addressed and (pushes or not spec.rows_in_order):
             rows = layout.capacity if products[1].problem.spec.scatter == "row" else layout.num_slots
             slots = builder.scratch("slots", ArraySpec((rows, self.d_model), self.x.dtype), Role.ROWS)
         names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias"}
         names |= {} if on_input else {"row_weight": weights}
-        self._matmul(1, products[1], names | ({} if addressed else {"y": slots}))
+        products[1].add(builder, 1, names | ({} if addressed else {"y": slots}))
         if pushes and not addressed:
             names = {"y": slots, "row_of_slot": self.arrays.row_of_slot, "results_at": "results_at"}
             builder.reference("exchange.reference:push_to_addresses", names, {}, ())
             slots = "output"
         return slots, products[1].problem.spec.scatter
-
-    def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str, users: str) -> str:
-        """Quantise the rows of the buffer `source`; the name that the arrays' buffers begin with. scale: the input with
-        the static scale, if it was given. users: the layout's array that tells which rows a slot reads."""
-        builder, quantized = self.builder, f"quantized_{name}"
-        given = {"static_scale": scale} if builder.has(scale) else {}
-        if users == "slot_of_row" or chooses_one_scale(rows.format, bool(given)):
-            # Nothing wrote hidden rows of no slot, and one scale is found from rows that something reads: those of
-            # masked tokens may hold anything.
-            given |= {"used_by": getattr(self.arrays, users)}
-        scales, used_by = (builder.spec(given[key]) if key in given else None for key in ("static_scale", "used_by"))
-        plan = plan_quantize_rows(builder.spec(source), rows.format, self.target, scales=scales, used_by=used_by)
-        made = {p: builder.scratch(f"{quantized}.{p}", array, f"x.{p}") for p, array in named_arrays(rows)}
-        builder.call(plan, f"quantize {name}", {"x": source} | given | made, {"used_by": users} if used_by else None)
-        return quantized
-
-    def _quantizing(self, product: _Product, rows: object) -> _Product | None:
-        """Product 1 with the quantisation of its result, the rows of product 2, where one launch does both."""
-        if product.tile is None or not isinstance(rows, QuantizedTensor):
-            return None
-        name = "experts.down_input_scale"
-        scale = self.builder.spec(name) if self.builder.has(name) else None
-        problem = dataclasses.replace(product.problem, out_format=rows.format, out_scale=scale)
-        return _Product(problem, product.tile) if product.tile.family.why_not_out_format(problem) is None else None
 
     def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counters: int) -> None:
         """The layout and, where ids are not given, the routing before it: one plan has fewer launches than two."""
@@ -357,10 +315,6 @@ class _MoEPlanner:
         for name in (*made, *(("tile_counters",) if counters else ())):
             bindings[name] = builder.scratch(name, plan.spec(name))
         builder.call(plan, "layout" if isinstance(routing, TopK) else "routing", bindings)
-
-    def _matmul(self, stage: int, product: _Product, names: dict[str, str]) -> None:
-        """Inline one product, whose schedule exists already."""
-        self.builder.call(plan_product(product.problem, product.tile, stage), f"matmul {stage + 1}", names)
 
     def _reduce(self, slots: str, order: str, layout: LayoutSpec) -> None:
         builder = self.builder

@@ -1,0 +1,86 @@
+"""The rows that a forward's products read, quantised where the experts say so, and by which launch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.formats import QuantizedTensor
+from moe_core.ops.matmul.forward import plan_product
+from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.tile_choice import TileChoice
+from moe_core.ops.quantize.rows import chooses_one_scale, plan_quantize_rows
+from moe_core.plan.builder import PlanBuilder
+from moe_core.specs.operands import LayoutArrays, Role, named_arrays
+
+_HIDDEN_SCALE = "experts.down_input_scale"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of the experts' products. tile: None where there are no tiles."""
+
+    problem: MatmulProblem
+    tile: TileChoice | None
+
+    def add(self, builder: PlanBuilder, stage: int, names: dict[str, str]) -> None:
+        """Inline it; its schedule exists already."""
+        builder.call(plan_product(self.problem, self.tile, stage), f"matmul {stage + 1}", names)
+
+
+@dataclass(frozen=True)
+class RowStages:
+    """Adds to a forward what makes quantised rows. arrays: names of the layout's buffers."""
+
+    builder: PlanBuilder
+    arrays: LayoutArrays
+
+    def quantized_x(self, source: str, rows: ArraySpec | QuantizedTensor) -> str:
+        """The name that the buffers of x begin with for product 1. source: x, or x times the weights."""
+        if not isinstance(rows, QuantizedTensor):
+            return source
+        return self._quantize("x", source, rows, "experts.gate_up_input_scale", "row_of_slot")
+
+    def hidden_rows(
+        self, product: Product, names: dict[str, str], hidden: ArraySpec, rows: ArraySpec | QuantizedTensor
+    ) -> str:
+        """Add product 1, and what quantises its result; the name that the buffers of product 2's rows begin with.
+
+        hidden: the result as it is; rows: as product 2 reads it.
+        """
+        builder = self.builder
+        if (fused := self._quantizing(product, rows)) is not None:
+            name = "quantized_hidden"
+            for part, array in named_arrays(rows, f"{name}."):
+                builder.scratch(part, array, f"x.{part.rpartition('.')[2]}")
+            fused.add(builder, 0, names | {"y": name, "static_scale": _HIDDEN_SCALE})
+            return name
+        name = builder.scratch("hidden", hidden, Role.ROWS)
+        product.add(builder, 0, names | {"y": name})
+        if isinstance(rows, QuantizedTensor):
+            return self._quantize("hidden", name, rows, _HIDDEN_SCALE, "slot_of_row")
+        return name
+
+    def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str, users: str) -> str:
+        """Quantise the rows of the buffer `source`; the name that the arrays' buffers begin with. scale: the input with
+        the static scale, if it was given. users: the layout's array that tells which rows a slot reads."""
+        builder, quantized = self.builder, f"quantized_{name}"
+        given = {"static_scale": scale} if builder.has(scale) else {}
+        if users == "slot_of_row" or chooses_one_scale(rows.format, bool(given)):
+            # Nothing wrote hidden rows of no slot, and one scale is found from rows that something reads: those of
+            # masked tokens may hold anything.
+            given |= {"used_by": getattr(self.arrays, users)}
+        scales, used_by = (builder.spec(given[key]) if key in given else None for key in ("static_scale", "used_by"))
+        plan = plan_quantize_rows(builder.spec(source), rows.format, builder.target, scales=scales, used_by=used_by)
+        made = {p: builder.scratch(f"{quantized}.{p}", array, f"x.{p}") for p, array in named_arrays(rows)}
+        builder.call(plan, f"quantize {name}", {"x": source} | given | made, {"used_by": users} if used_by else None)
+        return quantized
+
+    def _quantizing(self, product: Product, rows: object) -> Product | None:
+        """Product 1 with the quantisation of its result, the rows of product 2, where one launch does both."""
+        if product.tile is None or not isinstance(rows, QuantizedTensor):
+            return None
+        scale = self.builder.spec(_HIDDEN_SCALE) if self.builder.has(_HIDDEN_SCALE) else None
+        problem = dataclasses.replace(product.problem, out_format=rows.format, out_scale=scale)
+        return Product(problem, product.tile) if product.tile.family.why_not_out_format(problem) is None else None
