@@ -42,6 +42,7 @@ class Role(enum.Enum):
     RESULTS_AT = "results_at"
     SCHEDULE = "schedule"
     TILE_COUNTERS = "tile_counters"
+    MAXIMA = "maxima"
     #: Rows by token that a sum takes in beside others.
     ADDEND = "shared extra first second total"
     BIAS_PRODUCT = "bias_product products"

@@ -318,6 +318,7 @@ def test_call_reads_what_is_filled_and_writes_what_is_not() -> None:
         ("into.experts.gate_up", "into"),
         ("schedule_64", "schedule.64"),
         ("values", None),
+        ("hidden.maxima", "maxima"),
         ("partials", None),
     ],
 )

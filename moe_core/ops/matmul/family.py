@@ -17,6 +17,7 @@ class Family(abc.ABC):
     weights: PLAIN, QUANTISED or PREPACKED of `moe_core.ops.matmul.problem`.
     counts_tiles: its blocks take tiles from a counter, the int32 `[2]` buffer `tile_counters`, zeros before.
     stores_rows: it stores whole tiles to neighbouring rows, so that the last product of a forward scatters by row.
+    finds_maxima: its launch can find the largest magnitudes of y too (`MatmulProblem.finds_maxima`).
     shares_launches: few tokens' forwards have kernels made of its tiles (`moe_core.ops.moe.fuse`).
     """
 
@@ -24,6 +25,7 @@ class Family(abc.ABC):
     weights: str
     counts_tiles = False
     stores_rows = False
+    finds_maxima = False
     shares_launches = False
 
     @abc.abstractmethod

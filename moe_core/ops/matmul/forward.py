@@ -10,7 +10,7 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, quantized_specs
 from moe_core.ops.matmul.arguments import fill_absent, zero_counters
-from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.problem import MAXIMA, MatmulProblem
 from moe_core.ops.matmul.tile_choice import TileChoice, choose_tile, given_tile
 from moe_core.ops.routing.layout import add_schedule
 from moe_core.plan.builder import PlanBuilder
@@ -66,6 +66,9 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
     [static_scale] is another input then, and outputs are y.values e4m3 `[capacity, N]` and y.scales fp32 `[capacity,
     ceil(N / 128)]`, or `[1]` of a static scale, rows of no expert unwritten.
 
+    With problem.finds_maxima, as that product on a compiled target: maxima int32 `[64]` is another input, zeros, which
+    are raised to the bits of the largest magnitudes of the rows of y that it writes, as int32.
+
     With problem.addressed, as the last product of a composed plan on a compiled target: y is no output. results_at
     int64 `[T * K]` is an input, the address where each slot's row goes, a multiple of 16, 0 = it is not stored.
     """
@@ -82,7 +85,8 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
                 builder.input("tile_counters", ArraySpec((2,), "int32"))
             else:
                 zero_counters(builder)
-    builder.inputs({"static_scale": problem.out_scale})
+    maxima = ArraySpec((MAXIMA,), "int32") if problem.finds_maxima else None
+    builder.inputs({"static_scale": problem.out_scale, "maxima": maxima})
     _declare_outputs(builder, problem)
     if stage is None and layout is not None:
         fill_absent(builder, layout, spec)
@@ -91,6 +95,8 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
     builder.note(f"{tile.config} for {problem.rows} rows, {problem.expected_groups} experts{shape}; {tile}")
     if problem.out_format is not None:
         builder.note(f"rounded to {spec.out_dtype} and quantised to {problem.out_format} before it is stored")
+    if problem.finds_maxima:
+        builder.note("the largest magnitudes of what it stores are found too")
     return builder.build()
 
 

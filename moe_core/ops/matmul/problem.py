@@ -22,6 +22,8 @@ from moe_core.specs.tuning import MatmulTuning
 
 #: Kinds of weights, each with families of its own.
 PLAIN, QUANTISED, PREPACKED = "plain", "quantised", "prepacked"
+#: Largest magnitudes of a result, each of some of its elements: as many as the sm90 family's consumers have rows.
+MAXIMA = 64
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,11 @@ class MatmulProblem:
     """One product of `plan_matmul_ogs`, whose arguments these are; of ArraySpecs, checked when it is made.
 
     out_format: y is rounded to its dtype, then quantised to this format of rows before it is stored, in the first
-    product of a composed plan; out_scale: fp32 `[1]`, its static scale. addressed: slots go to addresses, in the
-    second product of a composed plan. expected_rows: what a tile is chosen for, None:
-    what spec.tuning expects, or all the rows that the layout has. multiprocessors: that kernels fill at most whose
-    blocks stay and take tile after tile, None = all; no bit depends on it. Raises InvalidInput, Unsupported.
+    product of a composed plan; out_scale: fp32 `[1]`, its static scale. finds_maxima: of what the first product of a
+    composed plan stores in y, the largest magnitudes are found too, for one scale of all. addressed: slots go to
+    addresses, in the second product of a composed plan. expected_rows: what a tile is chosen for, None: what
+    spec.tuning expects, or all the rows that the layout has. multiprocessors: that kernels fill at most whose blocks
+    stay and take tile after tile, None = all; no bit depends on it. Raises InvalidInput, Unsupported.
     """
 
     operands: MatmulOperands
@@ -43,6 +46,7 @@ class MatmulProblem:
     joined: bool = False
     out_format: Format | None = None
     out_scale: ArraySpec | None = None
+    finds_maxima: bool = False
     addressed: bool = False
     expected_rows: int | None = None
     multiprocessors: int | None = None

@@ -26,7 +26,7 @@ from moe_core.ops.moe.checks import (
 from moe_core.ops.moe.fuse import fuse_launches, fusion_counters, join_twins, why_not_fused
 from moe_core.ops.moe.names import saved_pre_activation
 from moe_core.ops.moe.pdl import use_pdl
-from moe_core.ops.moe.rows import Product, RowStages
+from moe_core.ops.moe.rows import Product, RowStages, with_scales
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.layout import plan_layout
@@ -277,11 +277,11 @@ class _MoEPlanner:
             x = builder.scratch("weighted_x", source, Role.ROWS)
             plan = plan_scale_rows(self.x, ArraySpec((self.tokens, 1), "float32"), target)
             builder.call(plan, "scale_rows", {"x": "x", "weights": weights, "y": x})
-        stages = RowStages(builder, self.arrays)
+        stages = RowStages(builder, self.arrays, with_scales(builder, products[0], rows_2))
         x = stages.quantized_x(x, rows_1)
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "pre": f"{SAVED}pre_activation"}
-        hidden = stages.hidden_rows(products[0], names, hidden_spec, rows_2)
+        hidden = stages.hidden_rows(names, hidden_spec, rows_2)
         slots, pushes = "output", self.results_at is not None
         if not addressed and (pushes or not spec.rows_in_order):
             rows = layout.capacity if products[1].problem.spec.scatter == "row" else layout.num_slots

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from moe_core.base.arrays import ArraySpec
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.matmul.forward import plan_product
-from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.problem import MAXIMA, MatmulProblem
 from moe_core.ops.matmul.tile_choice import TileChoice
 from moe_core.ops.quantize.rows import chooses_one_scale, plan_quantize_rows
 from moe_core.plan.builder import PlanBuilder
 from moe_core.specs.operands import LayoutArrays, Role, named_arrays
 
-_HIDDEN_SCALE = "experts.down_input_scale"
+_HIDDEN_SCALE, _HIDDEN_MAXIMA = "experts.down_input_scale", "hidden.maxima"
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,31 @@ class Product:
         builder.call(plan_product(self.problem, self.tile, stage), f"matmul {stage + 1}", names)
 
 
+def with_scales(builder: PlanBuilder, product: Product, rows: ArraySpec | QuantizedTensor) -> Product:
+    """Product 1 with what its launch does for rows, those of product 2: it quantises its result, or finds the largest
+    magnitudes that their one scale follows from, or neither."""
+    if product.tile is None or not isinstance(rows, QuantizedTensor):
+        return product
+    scale = builder.spec(_HIDDEN_SCALE) if builder.has(_HIDDEN_SCALE) else None
+    problem, family = product.problem, product.tile.family
+    quantising = dataclasses.replace(problem, out_format=rows.format, out_scale=scale)
+    if family.why_not_out_format(quantising) is None:
+        return Product(quantising, product.tile)
+    if not chooses_one_scale(rows.format, scale is not None):
+        return product
+    if not family.finds_maxima:
+        builder.note(f"the largest magnitudes of hidden rows are found by a launch: {family.name} products do not")
+        return product
+    return Product(dataclasses.replace(problem, finds_maxima=True), product.tile)
+
+
 @dataclass(frozen=True)
 class RowStages:
-    """Adds to a forward what makes quantised rows. arrays: names of the layout's buffers."""
+    """Adds to a forward what makes quantised rows. arrays: names of the layout's buffers; product: of `with_scales`."""
 
     builder: PlanBuilder
     arrays: LayoutArrays
+    product: Product
 
     def quantized_x(self, source: str, rows: ArraySpec | QuantizedTensor) -> str:
         """The name that the buffers of x begin with for product 1. source: x, or x times the weights."""
@@ -42,22 +61,20 @@ class RowStages:
             return source
         return self._quantize("x", source, rows, "experts.gate_up_input_scale", "row_of_slot")
 
-    def hidden_rows(
-        self, product: Product, names: dict[str, str], hidden: ArraySpec, rows: ArraySpec | QuantizedTensor
-    ) -> str:
+    def hidden_rows(self, names: dict[str, str], hidden: ArraySpec, rows: ArraySpec | QuantizedTensor) -> str:
         """Add product 1, and what quantises its result; the name that the buffers of product 2's rows begin with.
 
         hidden: the result as it is; rows: as product 2 reads it.
         """
-        builder = self.builder
-        if (fused := self._quantizing(product, rows)) is not None:
+        builder, product = self.builder, self.product
+        if product.problem.out_format is not None:
             name = "quantized_hidden"
             for part, array in named_arrays(rows, f"{name}."):
                 builder.scratch(part, array, f"x.{part.rpartition('.')[2]}")
-            fused.add(builder, 0, names | {"y": name, "static_scale": _HIDDEN_SCALE})
+            product.add(builder, 0, names | {"y": name, "static_scale": _HIDDEN_SCALE})
             return name
         name = builder.scratch("hidden", hidden, Role.ROWS)
-        product.add(builder, 0, names | {"y": name})
+        product.add(builder, 0, names | {"y": name, "maxima": _HIDDEN_MAXIMA})
         if isinstance(rows, QuantizedTensor):
             return self._quantize("hidden", name, rows, _HIDDEN_SCALE, "slot_of_row")
         return name
@@ -71,16 +88,17 @@ class RowStages:
             # Nothing wrote hidden rows of no slot, and one scale is found from rows that something reads: those of
             # masked tokens may hold anything.
             given |= {"used_by": getattr(self.arrays, users)}
-        scales, used_by = (builder.spec(given[key]) if key in given else None for key in ("static_scale", "used_by"))
-        plan = plan_quantize_rows(builder.spec(source), rows.format, builder.target, scales=scales, used_by=used_by)
         made = {p: builder.scratch(f"{quantized}.{p}", array, f"x.{p}") for p, array in named_arrays(rows)}
-        builder.call(plan, f"quantize {name}", {"x": source} | given | made, {"used_by": users} if used_by else None)
+        zeros = 0
+        if self.product.problem.finds_maxima and name == "x":
+            # This launch is ahead of product 1, and no other is added for a few zeros.
+            zeros, made["zeros"] = MAXIMA, builder.scratch(_HIDDEN_MAXIMA, ArraySpec((MAXIMA,), "int32"))
+        elif self.product.problem.finds_maxima:
+            given |= {"maxima": _HIDDEN_MAXIMA}
+        options = {key: builder.spec(given[key]) for key in ("used_by", "maxima") if key in given}
+        if "static_scale" in given:
+            options["scales"] = builder.spec(scale)
+        plan = plan_quantize_rows(builder.spec(source), rows.format, builder.target, zeros=zeros, **options)
+        roles = {"used_by": users} if "used_by" in given else None
+        builder.call(plan, f"quantize {name}", {"x": source} | given | made, roles)
         return quantized
-
-    def _quantizing(self, product: Product, rows: object) -> Product | None:
-        """Product 1 with the quantisation of its result, the rows of product 2, where one launch does both."""
-        if product.tile is None or not isinstance(rows, QuantizedTensor):
-            return None
-        scale = self.builder.spec(_HIDDEN_SCALE) if self.builder.has(_HIDDEN_SCALE) else None
-        problem = dataclasses.replace(product.problem, out_format=rows.format, out_scale=scale)
-        return Product(problem, product.tile) if product.tile.family.why_not_out_format(problem) is None else None

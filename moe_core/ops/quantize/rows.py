@@ -15,6 +15,7 @@ from moe_core.formats import Format, QuantizedSpec, quantized_shapes
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Argument, Kernel, LaunchPlan, passed
+from moe_core.specs.operands import Role
 
 QUANTIZE_GROUPS = Kernel("quantize.kernels.rows:quantize_groups", pdl="start")
 PARTIAL_MAXIMA = Kernel("quantize.kernels.rows:partial_maxima", pdl="start")
@@ -37,7 +38,14 @@ _WIDEST_GROUP = 16384
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_quantize_rows(
-    x: ArraySpec, format: Format, target: Target, *, scales: ArraySpec | None = None, used_by: ArraySpec | None = None
+    x: ArraySpec,
+    format: Format,
+    target: Target,
+    *,
+    scales: ArraySpec | None = None,
+    used_by: ArraySpec | None = None,
+    maxima: ArraySpec | None = None,
+    zeros: int = 0,
 ) -> LaunchPlan:
     """values and scales of x `[R, D]` in a format, laid out as a `QuantizedTensor` `[R, D]` of layout `out_in`.
 
@@ -45,9 +53,13 @@ def plan_quantize_rows(
     its columns, or of all. scales: fp32 `[1]`, a static scale for all elements, of formats with one scale per tensor;
     None = chosen from x. used_by: int32 `[R * n]`: a row all of whose n entries are negative is not read, and is
     quantised as zeros (row_of_slot of a layout for tokens, slot_of_row for its rows); None = every row counts. Inputs:
-    x, [static_scale], [used_by]; outputs: values, scales. Bit by bit what
+    x, [static_scale], [used_by], [maxima]; outputs: values, scales, [zeros]. Bit by bit what
     `moe_core.ops.quantize.reference.quantize_rows` gives. Raises InvalidInput, and Unsupported for other formats and,
     on compiled targets, groups of more than 16384 columns.
+
+    In composed plans on compiled targets, of whole rows: maxima int32 `[n]`, n a power of two: the bits of the largest
+    magnitudes of rows that count, where what wrote x has found them (`MatmulProblem.finds_maxima`). zeros: as many
+    int32 zeros, a power of two, are written too.
     """
     require_kind("format", format, Format)
     require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False)
@@ -72,9 +84,13 @@ def plan_quantize_rows(
     if used_by is not None:
         _require_users(used_by, x)
     builder = PlanBuilder("quantize_rows", target)
-    inputs = builder.inputs({"x": x, "static_scale": scales, "used_by": used_by})
+    inputs = builder.inputs({"x": x, "static_scale": scales, "used_by": used_by, "maxima": maxima})
     values = builder.output("values", ArraySpec(shapes.values, format.own_element.dtype), "x.values")
     found = builder.output("scales", ArraySpec(shapes.scales, format.scale_dtypes[0]), "x.scales")
+    composed = maxima is not None or zeros > 0
+    assert not composed or (target.compiled and format.group_columns is None), "of whole rows, by kernels"
+    if zeros:
+        builder.output("zeros", ArraySpec((zeros,), "int32"), Role.MAXIMA)
     if not target.compiled:
         return builder.reference("quantize.reference:quantize_rows", inputs, {"format": format}, (values, found))
     add = _add_whole_rows if format.group_columns is None else _add_groups
@@ -151,15 +167,19 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     rows, width = builder.spec("x").shape
     whole = format.group_rows is None
     block_m, block_k, num_warps = _whole_rows_tile(width, rows, builder.target)
-    partials = 1 if builder.target.interpreted else _MAXIMA
+    partials, found = 1 if builder.target.interpreted else _MAXIMA, "partials"
     shape = passed(num_rows=rows, WIDTH=width, STRIDE=stride, USERS=_users(builder))
     tile = passed(BLOCK_M=block_m, BLOCK_K=block_k, PDL=None)
-    if chooses_one_scale(format, builder.has("static_scale")):
+    if builder.has("maxima"):
+        (partials,), found = builder.spec("maxima").shape, "maxima"
+    elif chooses_one_scale(format, builder.has("static_scale")):
         builder.scratch("partials", ArraySpec((partials,), "int32"))
         arguments = builder.pointers("x", "used_by", "partials") | shape | tile
         builder.launch(PARTIAL_MAXIMA, (partials,), arguments, num_warps, 1)
-    arguments = builder.pointers("x", "used_by", "partials") | {"given": builder.optional("static_scale")}
-    arguments |= builder.pointers("values", "scales") | shape | passed(PARTIALS=partials)
+    zeros = builder.spec("zeros").size if builder.has("zeros") else 0
+    arguments = builder.pointers("x", "used_by") | {"partials": builder.optional(found)}
+    arguments |= {"given": builder.optional("static_scale")} | builder.pointers("values", "scales", "zeros")
+    arguments |= shape | passed(PARTIALS=partials, ZEROS=zeros)
     # One scale of all rows is written even where there are none.
     programs = max(-(-rows // block_m), 1 if whole else 0)
     arguments |= rule_of(format, builder.target) | tile

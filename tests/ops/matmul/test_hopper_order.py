@@ -65,6 +65,7 @@ def codes(**options: Any) -> dict[str, Any]:
     scales = {"X_SCALE_STRIDE": 2, "X_GROUP": 128, "SCALE_ROWS": 2, "SCALE_COLUMNS": 2, "GROUP_ROWS": 128, "GROUP": 128}
     chosen = {"FAST": False, "GATHER": "row", "GATE_LAYOUT": "halves", "STAGES": 3, "HIDDEN": "bfloat16", **options}
     registers = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88, "RULE": None, "y_scales": None, "given": None}
+    registers["maxima"] = None
     plain = {name: value for name, value in PLAIN.items() if name != "PDL"}
     return {**plain, **layout(128), "WEIGHT_N": 256, "D": 384, **scales, **registers, **chosen}
 
@@ -112,6 +113,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "fp8, gathered": (matmul_fp8, codes(GATHER="token", STAGES=2)),
     "fp8, fast": (matmul_fp8, codes(FAST=True, GROUP=0, X_GROUP=0, GROUP_ROWS=0)),
     "fp8 to codes": (matmul_fp8, codes(y_scales=OPAQUE, RULE="block")),
+    "fp8 with maxima": (matmul_fp8, codes(maxima=OPAQUE, N=136)),
     "gradient": (weight_gradient, gradient()),
     "gradient, left gathered": (weight_gradient, gradient(LEFT_GATHER="token", STAGES=2)),
     "gradient, right gathered": (weight_gradient, gradient(RIGHT_GATHER="token")),

@@ -32,8 +32,9 @@ def assert_same_bits(
     plan = plan_quantize_rows(described, format, engine_target(), scales=scales)
     if converts is not None:
         chosen = {"CONVERTS": Constant(converts)}
-        given_to = [[(name, chosen.get(name, value)) for name, value in step.arguments] for step in plan.steps]
-        steps = [replace(step, arguments=tuple(made)) for step, made in zip(plan.steps, given_to, strict=True)]
+        launches = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+        given_to = [[(name, chosen.get(name, value)) for name, value in step.arguments] for step in launches]
+        steps = [replace(step, arguments=tuple(made)) for step, made in zip(launches, given_to, strict=True)]
         plan = replace(plan, steps=tuple(steps))
     found = run_plan(plan, {"x": x} | given)
     expected = quantize_rows(x, static_scale, format=format)
@@ -97,6 +98,23 @@ def test_rows_that_nothing_reads_become_zeros(name: str, users: int, static: flo
         of_reference = quantize_rows(x, scale, used_by.reshape(-1), format=format)
         for part, wanted, other in zip(("values", "scales"), expected, of_reference, strict=True):
             assert found[part].tobytes() == wanted.tobytes() == other.tobytes(), part
+
+
+@pytest.mark.parametrize("rows", [20, 0])
+def test_largest_magnitudes_may_be_found_before(rows: int) -> None:
+    """And zeros be written for others, that are found later."""
+    x = hard_rows(rows, 160, "bfloat16", whole=True)
+    maxima = np.zeros(64, np.int32)
+    maxima[37] = np.abs(x.astype(np.float32)).max(initial=0).view(np.int32)
+    plan = plan_quantize_rows(
+        ArraySpec(x.shape, "bfloat16"), FP8_TENSOR, engine_target(), maxima=ArraySpec((64,), "int32"), zeros=16
+    )
+    found, expected = run_plan(plan, {"x": x, "maxima": maxima}), quantize_rows(x, format=FP8_TENSOR)
+    assert len(plan.steps) == 1 and found["zeros"].tobytes() == bytes(64)
+    assert (found["values"].tobytes(), found["scales"].tobytes()) == tuple(array.tobytes() for array in expected)
+    maxima[5] = 0x7F800000
+    found = run_plan(plan, {"x": x, "maxima": maxima})
+    assert np.isnan(found["scales"]).all() and not found["values"].view(np.uint8).any()
 
 
 @pytest.mark.parametrize("entries", [6, 0])

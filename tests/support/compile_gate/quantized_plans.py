@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from benchmarks.shapes import SHAPES
@@ -84,6 +85,11 @@ def _every_scheme(target: Target, layout: str, rows: int) -> Iterator[LaunchPlan
     activation = Activation("swiglu_oai", gate_layout="interleaved" if layout == "out_in" else "halves")
     for name in scheme_names():
         yield from _pair(scheme_named(name), (8, 512, 256), rows, activation, target, layout)
+    # Where the largest magnitudes of one scale are found too.
+    places, scheme = LayoutSpec(rows * 4, 2, 8), scheme_named("fp8_tensor")
+    operands = _operands(scheme, (8, 512, 512), places.num_tokens, layout, bias=True)
+    spec = MatmulSpec(layout, "token", "row", activation, "bfloat16")
+    yield sm90_fp8_cases.plan_finding(operands, places, spec, target)
 
 
 def few_rows(target: Target) -> Iterator[LaunchPlan]:
@@ -112,19 +118,23 @@ def _quantises_rows(format: Format) -> bool:
 
 
 def sm90(target: Target) -> Iterator[LaunchPlan]:
-    """The sm90 family's products of fp8 with fp8, sm_90 only: of layouts that are not ours, and results as codes."""
+    """The sm90 family's products of fp8 with fp8, sm_90 only: of layouts that are not ours, with results as codes, or
+    with their largest magnitudes."""
     for case in sm90_fp8_cases.CASES.values():
         operands, layout = map_arrays(case.operands(8), spec_of), case.layout(8)
         yield plan_matmul_ogs(operands, layout, case.tuned, target)
     for case in (sm90_fp8_cases.CODES, sm90_fp8_cases.CASES["halves"]):
         operands, layout = map_arrays(case.operands(8), spec_of), case.layout(8)
         yield sm90_fp8_cases.plan_quantizing(operands, layout, case.tuned, FP8_GROUP, target)
-    fast = sm90_fp8_cases.CASES["halves"]
-    for spec in (fast.spec, dataclasses.replace(fast.spec, fast_accumulate=True)):
-        case = dataclasses.replace(fast, spec=spec, scheme=scheme_named("fp8_tensor"))
+    for name, fast in itertools.product(("halves", "interleaved"), (False, True)):
+        case = sm90_fp8_cases.CASES[name]
+        spec = dataclasses.replace(case.spec, fast_accumulate=fast)
+        case = dataclasses.replace(case, spec=spec, scheme=scheme_named("fp8_tensor"))
         operands, layout = map_arrays(case.operands(8), spec_of), case.layout(8)
         scale = ArraySpec((1,), "float32")
-        yield sm90_fp8_cases.plan_quantizing(operands, layout, case.tuned, FP8_TENSOR, target, scale)
+        if name == "halves":
+            yield sm90_fp8_cases.plan_quantizing(operands, layout, case.tuned, FP8_TENSOR, target, scale)
+        yield sm90_fp8_cases.plan_finding(operands, layout, case.tuned, target)
 
 
 #: Groups of the compile gate.

@@ -22,25 +22,24 @@ import numpy as np
 from moe_core.base.target import Target
 from moe_core.formats import MXFP4, Format, format_named
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.matmul.sm90.fp8_plan import MATMUL_FP8
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS
 from moe_core.ops.matmul.sm90.weight_gradient_plan import SM90_WEIGHT_GRADIENT
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS, few_rows_config
 from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT, mixed_input_config
 from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
-from moe_core.parity.tolerance import EXACT, Tolerance, assert_close, matmul_tolerance, quantized_matmul_tolerance
+from moe_core.parity.tolerance import Tolerance, assert_close, matmul_tolerance, quantized_matmul_tolerance
 from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
 from moe_core.specs.matmul import Activation, MatmulSpec, WeightGradientSpec
-from moe_core.specs.operands import map_arrays, named_arrays
+from moe_core.specs.operands import map_arrays
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import MatmulTuning
 from tests.support.faults.instructions import INSTRUCTIONS, TARGET
 from tests.support.faults.kernel_copies import COMPILER, NO_FAULT, OpFault, plant, run_on_copy
-from tests.support.harness import engine_target, run_plan, spec_of
+from tests.support.harness import engine_target, spec_of
 from tests.support.matmul.cases import Case, build, expected_matmul, run_matmul
 from tests.support.matmul.composed import expected_composed, filled_rows, plan_composed, run_composed
-from tests.support.matmul.sm90_fp8_cases import CASES, CODES, plan_codes
+from tests.support.matmul.sm90_fp8_cases import Fp8Product
 from tests.support.matmul.sm90_packed import draw_product, prepacked, run_product
 from tests.support.matmul.weight_gradient import Ragged, expected_of, many_rows, run_op
 from tests.support.paths import ROOT
@@ -107,6 +106,12 @@ FAULTS: Planted = {
     "codes": {
         "matmul.sm90.kernels.quantize_epilogue": (
             OpFault("((N + WIDTH - 1) // WIDTH) + tile", "((N + WIDTH - 1) // WIDTH) + tile // 2"),
+        ),
+    },
+    "found": {
+        "matmul.sm90.kernels.quantize_epilogue": (
+            OpFault("(always | (column + WIDTH <= N))", "(always | (column >= 0))"),
+            OpFault("bits = gl.max(bits, axis=1)\n    within", "bits = gl.min(bits, axis=1)\n    within"),
         ),
     },
     "prepacked": {
@@ -244,43 +249,6 @@ class Gradient:
         return run_op(*request), expected_of(*request)
 
 
-class Fp8:
-    """A product of fp8 with fp8, or with codes for its result one against that of two launches."""
-
-    kernel = MATMUL_FP8
-
-    def __init__(self, codes: bool) -> None:
-        self.case, self.codes = CODES if codes else CASES["halves"], codes
-        self.outputs = ("values", "scales") if codes else ("y",)
-        self.operands, self.layout = self.case.operands(300), self.case.layout(300)
-        self.arrays = layout_arrays(draw_ids("uniform", 300, 2, 4, 0), self.layout)
-        scheme = self.case.scheme
-        tolerance = quantized_matmul_tolerance(
-            "bfloat16", self.case.d, scheme.weights, self.case.spec, rows=scheme.activations
-        )
-        self.tolerance = EXACT if codes else tolerance
-
-    def plan(self, target: Target) -> LaunchPlan:
-        if self.codes:
-            return plan_codes(self.operands, self.case, 300, target, static=False, fused=True)
-        return plan_matmul_ogs(map_arrays(self.operands, spec_of), self.layout, self.case.tuned, target)
-
-    def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        given = dict(named_arrays(self.operands)) | self.arrays
-
-        def run(plan: LaunchPlan) -> dict[str, np.ndarray]:
-            found = run_plan(plan, {buffer.name: given[buffer.name] for buffer in plan.inputs})
-            return {name: array.astype(np.float32) for name, array in found.items()}
-
-        found, filled = run(self.plan(engine_target())), filled_rows(self.layout, self.arrays)
-        if not self.codes:
-            operands = map_arrays(self.operands, spec_of)
-            return found, run(plan_matmul_ogs(operands, self.layout, self.case.spec, Target("reference")))
-        apart = plan_codes(self.operands, self.case, 300, engine_target(), static=False, fused=False)
-        expected = run(apart)
-        return {name: found[name][filled] for name in found}, {name: expected[name][filled] for name in expected}
-
-
 class Prepared:
     """A product with prepacked weights, gated, by token and with biases; experts with several tiles of rows, or with
     one that is tall."""
@@ -328,8 +296,9 @@ PRODUCTS = {
     "halves and their result": Product(_case("row", Activation("silu")), ("y", "pre")),
     "pairs and their result": Product(_case("row", Activation("silu", gate_layout="interleaved")), ("y", "pre")),
     "gradient": Gradient(),
-    "fp8": Fp8(codes=False),
-    "codes": Fp8(codes=True),
+    "fp8": Fp8Product(None),
+    "codes": Fp8Product("groups"),
+    "found": Fp8Product("found"),
     "prepacked": Prepared(streamed=False),
     "prepacked, tall": Prepared(streamed=False, tall=True),
     "streamed": Prepared(streamed=True),
@@ -344,14 +313,14 @@ PRODUCTS = {
 }
 
 
-def _compile(product: Product | Gradient | Fp8 | Prepared, folder: Path, action: str) -> int:
+def _compile(product: Product | Gradient | Fp8Product | Prepared, folder: Path, action: str) -> int:
     plan = product.plan(TARGET)
     (launch,) = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == product.kernel]
     (folder / "instructions").write_text(INSTRUCTIONS[action](plan, launch))
     return 0
 
 
-def _run(product: Product | Gradient | Fp8 | Prepared, folder: Path) -> int:
+def _run(product: Product | Gradient | Fp8Product | Prepared, folder: Path) -> int:
     # Outside of the comparison: a write out of bounds is an error of its own.
     found, expected = product.results()
     try:

@@ -1,9 +1,10 @@
-"""Products of the Hopper kernel for fp8 with fp8: drawn operands, and plans that store their results as codes."""
+"""Products of the Hopper kernel for fp8 with fp8: drawn operands, and plans that make codes of their results."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -12,22 +13,26 @@ from moe_core.base.target import Target
 from moe_core.formats import FP8_GROUP, FP8_TENSOR, Format, QuantizedSpec, Scheme, quantized_specs, scheme_named
 from moe_core.ops.matmul.arguments import zero_counters
 from moe_core.ops.matmul.forward import plan_matmul_ogs, plan_product
-from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.ops.matmul.sm90.fp8_plan import sm90_fp8_config
+from moe_core.ops.matmul.problem import MAXIMA, MatmulProblem
+from moe_core.ops.matmul.sm90.fp8_plan import MATMUL_FP8, sm90_fp8_config
 from moe_core.ops.matmul.tile_choice import choose_tile
 from moe_core.ops.quantize.reference import quantize
 from moe_core.ops.quantize.rows import plan_quantize_rows
-from moe_core.ops.routing.layout import add_schedule
+from moe_core.ops.routing.layout import ZERO_COUNTERS, add_schedule
+from moe_core.parity.tolerance import EXACT, quantized_matmul_tolerance
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan
+from moe_core.plan.steps import LaunchPlan, passed
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, Role, map_arrays, named_arrays
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tuning import MatmulTuning
-from tests.support.harness import spec_of
+from tests.support.harness import engine_target, run_plan, spec_of
+from tests.support.matmul.composed import filled_rows
 from tests.support.quantized.operands import draw_weight
-from tests.support.strategies import draw_array
+from tests.support.strategies import draw_array, draw_ids, layout_arrays
 
+#: Where the scales of results that are codes come from.
+Scales = Literal["groups", "given", "found"]
 #: Scales of some rows of x, so that their results are zeros, numbers of every size, infinities and NaN.
 SPECIAL = (0.0, np.nan, 1e38, 1e-30, 1e-12, 1e-6, 1e4)
 
@@ -133,15 +138,27 @@ def plan_quantizing(
     return plan_product(problem, choose_tile(problem), 0)
 
 
-def plan_codes(
-    operands: MatmulOperands, case: Fp8Case, num_tokens: int, target: Target, *, static: bool, fused: bool
-) -> LaunchPlan:
-    """values and scales of a composed product's result, in one launch or by a product, then its quantisation.
+def plan_finding(operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, target: Target) -> LaunchPlan:
+    """The first product of a composed plan, which finds its result's largest magnitudes. operands: of ArraySpecs."""
+    problem = MatmulProblem(operands, layout, spec, target, finds_maxima=True)
+    return plan_product(problem, choose_tile(problem), 0)
 
-    operands: arrays. static: with one scale for all, the input `static_scale`."""
+
+def plan_codes(
+    operands: MatmulOperands, case: Fp8Case, num_tokens: int, target: Target, *, scales: Scales, fused: bool
+) -> LaunchPlan:
+    """values and scales of a composed product's result, fused or by a product, then its quantisation.
+
+    operands: arrays. scales: of groups; one, the input `static_scale`; or one that is found, which is fused where the
+    product finds the largest magnitudes."""
     layout, spec, arrays = case.layout(num_tokens), case.tuned, map_arrays(operands, spec_of)
-    format, scale = (FP8_TENSOR, ArraySpec((1,), "float32")) if static else (FP8_GROUP, None)
-    if fused:
+    format, scale = FP8_GROUP if scales == "groups" else FP8_TENSOR, None
+    if scales == "given":
+        scale = ArraySpec((1,), "float32")
+    finds, fused = fused and scales == "found", fused and scales != "found"
+    if finds:
+        plan = plan_finding(arrays, layout, spec, target)
+    elif fused:
         plan = plan_quantizing(arrays, layout, spec, format, target, scale)
     else:
         plan = plan_matmul_ogs(arrays, layout, spec, target, stage=0)
@@ -153,11 +170,60 @@ def plan_codes(
     made = {part: builder.output(part, array, f"x.{part}") for part, array in named_arrays(codes)}
     add_schedule(builder, layout, sm90_fp8_config(spec).block_m)
     bindings["tile_counters"] = zero_counters(builder)
+    options = {}
+    if finds:
+        options["maxima"] = builder.scratch("maxima", plan.spec("maxima"), Role.MAXIMA)
+        builder.launch(ZERO_COUNTERS, (1,), passed(counters="maxima", COUNT=MAXIMA), 1, 1)
+    if scales == "found":
+        options["used_by"] = "slot_of_row"
     if fused:
         builder.call(plan, "matmul", bindings | given | {f"y.{part}": name for part, name in made.items()})
         return builder.build()
     hidden = builder.scratch("hidden", ArraySpec((layout.capacity, case.n), "bfloat16"), Role.ROWS)
-    builder.call(plan, "matmul", bindings | {"y": hidden})
-    plan = plan_quantize_rows(builder.spec(hidden), format, target, scales=scale)
-    builder.call(plan, "quantize", {"x": hidden} | given | made)
+    found = {"maxima": "maxima"} if finds else {}
+    builder.call(plan, "matmul", bindings | {"y": hidden} | found)
+    specs = {name: builder.spec(buffer) for name, buffer in options.items()}
+    plan = plan_quantize_rows(builder.spec(hidden), format, target, scales=scale, **specs)
+    roles = {"used_by": "slot_of_row"} if "used_by" in options else None
+    builder.call(plan, "quantize", {"x": hidden} | given | options | made, roles)
     return builder.build()
+
+
+class Fp8Product:
+    """A product of fp8 with fp8, or with codes for its result one against that of launches apart."""
+
+    kernel = MATMUL_FP8
+
+    def __init__(self, codes: Scales | None) -> None:
+        self.case = case = CODES if codes else CASES["halves"]
+        self.codes: Scales | None = codes
+        self.outputs = ("values", "scales") if codes else ("y",)
+        self.operands, self.layout = case.operands(300), case.layout(300)
+        if codes == "found":
+            # Results are small, but not behind the last column, which has no bias.
+            self.operands.bias[:, ::2] = -20
+        self.arrays = layout_arrays(draw_ids("uniform", 300, 2, 4, 0), self.layout)
+        weights, rows = case.scheme.weights, case.scheme.activations
+        self.tolerance = (
+            EXACT if codes else quantized_matmul_tolerance("bfloat16", case.d, weights, case.spec, rows=rows)
+        )
+
+    def plan(self, target: Target) -> LaunchPlan:
+        if self.codes is not None:
+            return plan_codes(self.operands, self.case, 300, target, scales=self.codes, fused=True)
+        return plan_matmul_ogs(map_arrays(self.operands, spec_of), self.layout, self.case.tuned, target)
+
+    def results(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        given = dict(named_arrays(self.operands)) | self.arrays
+
+        def run(plan: LaunchPlan) -> dict[str, np.ndarray]:
+            found = run_plan(plan, {buffer.name: given[buffer.name] for buffer in plan.inputs})
+            return {name: array.astype(np.float32) for name, array in found.items()}
+
+        found, filled = run(self.plan(engine_target())), filled_rows(self.layout, self.arrays)
+        if self.codes is None:
+            operands = map_arrays(self.operands, spec_of)
+            return found, run(plan_matmul_ogs(operands, self.layout, self.case.spec, Target("reference")))
+        expected = run(plan_codes(self.operands, self.case, 300, engine_target(), scales=self.codes, fused=False))
+        rows = {"values": filled, "scales": filled if self.codes == "groups" else slice(None)}
+        return {name: found[name][rows[name]] for name in rows}, {name: expected[name][rows[name]] for name in rows}

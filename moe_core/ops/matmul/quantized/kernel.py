@@ -29,6 +29,7 @@ from moe_core.ops.quantize.kernels.decode import (
     weight_tile,
     zero_point,
 )
+from moe_core.ops.quantize.kernels.rows import magnitude_bits
 
 
 @triton.jit
@@ -137,11 +138,13 @@ def scale_pointers(
 
 @triton.jit
 def store_result(
-    y, total, row_weight, slot_of_row, schedule, rows, exists, slots, tile, layer_exists, num_slots,
+    y, maxima, total, row_weight, slot_of_row, schedule, rows, exists, slots, tile, layer_exists, num_slots,
     N: tl.constexpr, SCATTER: tl.constexpr, PAIRED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, STACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIMIT: tl.constexpr, STACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
-    """Activation, row weight, cast and scatter of sums [weight rows, tokens]; PAIRED: 8 of the gate, 8 of up, .."""
+    """Activation, row weight, cast and scatter of sums [weight rows, tokens]; PAIRED: 8 of the gate, 8 of up, ..
+
+    maxima: as in `matmul_quantized`."""
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if PAIRED:
         by_turns = tl.permute(tl.reshape(total, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1))
@@ -165,13 +168,18 @@ def store_result(
         there, exists = slots_at(y, slots, exists, SCATTER)
         pointers = there[None, :] + columns[:, None]
     mask = exists[None, :] & (columns < N)[:, None]
-    tl.store(pointers, result.to(pointers.dtype.element_ty), mask=mask)
+    result = result.to(pointers.dtype.element_ty)
+    tl.store(pointers, result, mask=mask)
+    if maxima is not None:
+        bits = tl.where(mask, magnitude_bits(result.to(tl.float32)), 0)
+        largest = tl.max(tl.reshape(bits, (BLOCK_M * BLOCK_N,)), axis=0)
+        tl.atomic_max(maxima + tl.program_id(0) % MAXIMA, largest, sem="relaxed")
 
 
 @triton.jit
 def matmul_quantized(
     x, x_scales, weight, scales, zero_points, up, up_scales, up_zero_points, bias, up_bias, row_weight, layer_index,
-    group_sizes, group_start, slot_of_row, schedule, y, pre, num_blocks, num_rows, num_slots,
+    group_sizes, group_start, slot_of_row, schedule, y, pre, maxima, num_blocks, num_rows, num_slots,
     D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_LAYERS: tl.constexpr,
     X_ELEMENT: tl.constexpr, X_COLUMNS: tl.constexpr, X_STRIDE: tl.constexpr, X_SCALE_STRIDE: tl.constexpr,
     X_GROUP: tl.constexpr, X_ORDER: tl.constexpr,
@@ -184,7 +192,7 @@ def matmul_quantized(
     GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     DOT: tl.constexpr, SCALING: tl.constexpr, UNIFORM: tl.constexpr, ORDER: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, FAST_ACCUMULATE: tl.constexpr, TOKENS_FIRST: tl.constexpr, DRAINED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    MAXIMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of y. N: output columns; WEIGHT_N: rows of one weight matrix (2N when it holds gate and up).
@@ -196,7 +204,8 @@ def matmul_quantized(
     DOT: what is multiplied, `e4m3` or `int8` codes as they are, else `bfloat16`, `float16` or `float32` numbers.
     pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
     UNIFORM: the weight rows of a tile, of one side, share their scales. TOKENS_FIRST: rows of x are the left operand.
-    DRAINED: products end before the next step, see `drained`.
+    DRAINED: products end before the next step, see `drained`. maxima int32 `[MAXIMA]`, if not None: zeros, or more,
+    that are raised to the bits of the largest magnitudes of y, a place for every so many programs.
     PDL: see `kernels.pdl`.
     """
     if PDL == "start":
@@ -317,8 +326,8 @@ def matmul_quantized(
         tl.store(pre + rows[None, :] * pre_width + pre_columns[:, None], total.to(pre.dtype.element_ty), mask=pre_mask)
     if y is not None:
         store_result(
-            y, total, row_weight, slot_of_row, schedule, rows, exists, slots, tile, layer_exists, num_slots, N, SCATTER,
-            PAIRED, ACTIVATION, ALPHA, LIMIT, layer_index is not None, BLOCK_M, BLOCK_N,
+            y, maxima, total, row_weight, slot_of_row, schedule, rows, exists, slots, tile, layer_exists, num_slots, N,
+            SCATTER, PAIRED, ACTIVATION, ALPHA, LIMIT, layer_index is not None, BLOCK_M, BLOCK_N, MAXIMA,
         )  # fmt: skip
 
 

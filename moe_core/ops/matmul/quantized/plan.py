@@ -14,7 +14,7 @@ from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.family import Family
-from moe_core.ops.matmul.problem import QUANTISED, MatmulProblem
+from moe_core.ops.matmul.problem import MAXIMA, QUANTISED, MatmulProblem
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Argument, Kernel, Pointer, passed
 from moe_core.specs.operands import MatmulOperands
@@ -81,7 +81,7 @@ def _finest(*groups: int | None) -> int:
 class _Quantized(Family):
     """Quantised weights, and rows where asked, on every compiled target."""
 
-    name, weights = "quantized", QUANTISED
+    name, weights, finds_maxima = "quantized", QUANTISED, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:
         method = product_method(problem.operands, problem.target)
@@ -236,7 +236,8 @@ def _arguments(
     return {
         **(passed(x=x_side["x"], x_scales=x_side["x_scales"]) | common.quantized_pointers(builder)),
         **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *common.SCHEDULED_INPUTS, "y", "pre"),
-        **(passed(y=common.result(builder)) | common.row_counts(problem, config) | common.size_constants(problem)),
+        **(passed(y=common.result(builder)) | builder.pointers("maxima")),
+        **(common.row_counts(problem, config) | common.size_constants(problem)),
         **passed(X_ELEMENT=x_side["ELEMENT"], X_COLUMNS=columns, X_STRIDE=x_side["STRIDE"]),
         **passed(X_SCALE_STRIDE=x_side["SCALE_STRIDE"], X_GROUP=x_side["GROUP"], X_ORDER=None if ordered else order),
         **(common.format_constants(weight) | common.quantized_strides(weight)),
@@ -244,5 +245,6 @@ def _arguments(
         **passed(DOT=method.dot, SCALING=method.scaling, UNIFORM=_is_uniform(problem, config, method)),
         **passed(ORDER=order, INPUT_PRECISION="tf32" if spec.allow_tf32 and method.dot == "float32" else "ieee"),
         **passed(FAST_ACCUMULATE=spec.fast_accumulate, TOKENS_FIRST=tokens_first, DRAINED=drained),
+        **passed(MAXIMA=MAXIMA if problem.finds_maxima else 0),
         **(common.block_constants(config) | passed(PDL=None)),
     }

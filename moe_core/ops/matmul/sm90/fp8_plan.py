@@ -37,7 +37,7 @@ _REGISTERS = passed(CONSUMER_REGISTERS=216, PRODUCER_REGISTERS=72)
 class _Sm90Fp8(sm90.Sm90Family):
     """fp8 rows with fp8 weights on sm_90: of the sm90 family too, which these operands take another kernel of."""
 
-    weights = QUANTISED
+    weights, finds_maxima = QUANTISED, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:
         return sm90.why_not_target(problem.target) or _why_not_operands(problem)
@@ -164,7 +164,8 @@ def _arguments(
         **passed(up_scales=builder.optional("up.scales")),
         **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
         **passed(counters="tile_counters", y=result(builder, y), y_scales=builder.optional("y.scales"), y_map=y_map),
-        **(passed(given=builder.optional("static_scale")) | row_counts(problem, config) | size_constants(problem)),
+        **(passed(given=builder.optional("static_scale")) | builder.pointers("maxima")),
+        **(row_counts(problem, config) | size_constants(problem)),
         **passed(X_STRIDE=stride, X_SCALE_STRIDE=x.scales.shape[1] if x.format.group_rows else 0),
         **passed(X_GROUP=x.format.group_columns or 0, SCALE_ROWS=weight.scales.shape[-2]),
         **passed(SCALE_COLUMNS=weight.scales.shape[-1], GROUP_ROWS=weight.format.group_rows or 0),

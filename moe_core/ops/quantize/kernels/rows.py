@@ -241,16 +241,20 @@ def partial_maxima(
 
 @triton.jit
 def quantize_whole_rows(
-    x, used_by, partials, given, values, scales, num_rows,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr, PARTIALS: tl.constexpr, ELEMENT: tl.constexpr,
-    CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr, TOP_EXPONENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, used_by, partials, given, values, scales, zeros, num_rows,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr, PARTIALS: tl.constexpr, ZEROS: tl.constexpr,
+    ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
+    TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows with a scale each; or all with the one that follows from PARTIALS maxima (a power of two), or is `given`.
 
-    Rows that are not used (`used_rows`) are not read: they are quantised as zeros. PDL: see `kernels.pdl`."""
+    Rows that are not used (`used_rows`) are not read: they are quantised as zeros. zeros int32 `[ZEROS]`, if not None:
+    set to 0 besides. PDL: see `kernels.pdl`."""
     if PDL is not None:
         join()
+    if zeros is not None:
+        if tl.program_id(0) == 0:
+            tl.store(zeros + tl.arange(0, ZEROS), tl.zeros((ZEROS,), dtype=tl.int32))
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < num_rows
     used = used_rows(used_by, rows, num_rows, USERS)

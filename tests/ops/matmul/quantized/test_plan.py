@@ -187,7 +187,7 @@ def test_which_rows_count_is_read_off_the_layout():
         ]
         return [getattr(user, "buffer", None) for user in users]
 
-    assert readers(layer.experts) == ["row_of_slot", "row_of_slot", "slot_of_row", "slot_of_row"]
+    assert readers(layer.experts) == ["row_of_slot", "row_of_slot", "slot_of_row"]
     static = {"gate_up_input_scale": np.array([1], np.float32), "down_input_scale": np.array([1], np.float32)}
     assert readers(dataclasses.replace(layer.experts, **static)) == [None, "slot_of_row"]
 

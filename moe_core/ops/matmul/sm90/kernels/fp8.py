@@ -172,7 +172,7 @@ def scale_sums(sums, x_scale, scales, GROUP_ROWS: gl.constexpr):
 @gluon.jit
 def consumer(
     WHICH: gl.constexpr, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty,
-    x_scales, scales, up_scales, y, y_scales, y_map, given, row_weight, layer_index, slot_of_row, num_slots,
+    x_scales, scales, up_scales, y, y_scales, y_map, given, maxima, row_weight, layer_index, slot_of_row, num_slots,
     D: gl.constexpr, N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
     X_SCALE_STRIDE: gl.constexpr, X_GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
     GROUP_ROWS: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
@@ -231,6 +231,7 @@ def consumer(
                 first, last, bias_row, scale, layer_exists, out_tiles.index(WHICH), y, y_map, None, None, None,
                 slot_of_row, start, rows, num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
                 TRUSTED, layer_index is not None, y_scales if given is None else given, DTYPE, RULE,
+                tile >> 31 if maxima is not None else 0, maxima,
             )  # fmt: skip
         elif expert >= 0:
             stage, phase = skip_tile(full, empty, stage, phase, D, DEPTH, STAGES)
@@ -242,7 +243,7 @@ def consumer(
 @gluon.jit
 def matmul_fp8(
     x, x_map, x_scales, weight_map, up_map, scales, up_scales, bias, up_bias, row_weight, layer_index, group_sizes,
-    group_start, slot_of_row, schedule, counters, y, y_scales, y_map, given, num_blocks, num_rows, num_slots,
+    group_start, slot_of_row, schedule, counters, y, y_scales, y_map, given, maxima, num_blocks, num_rows, num_slots,
     D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
     X_STRIDE: gl.constexpr, X_SCALE_STRIDE: gl.constexpr, X_GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr, GROUP_ROWS: gl.constexpr, GROUP: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
@@ -259,6 +260,7 @@ def matmul_fp8(
     or 128) to each; X_GROUP only beside GROUP, and GROUP only with more than one row. FAST: no sums but those of the
     tensor cores; GROUP is 0. y_scales, if not None: y is codes too, as bytes, of the result in the 16-bit dtype HIDDEN,
     quantised by RULE; given: the scale fp32 `[1]` of all of them, of RULE `given`.
+    maxima int32 `[64]`, if not None: zeros, or more; see `raise_maxima`.
     """
     BIASED: gl.constexpr = (bias is not None) or (up_bias is not None)
     x_codes = x.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
@@ -281,14 +283,14 @@ def matmul_fp8(
         [
             (consumer, (
                 0, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, x_scales, scales,
-                up_scales, y_out, y_scales, y_map, given, row_weight, layer_index, slot_of_row, num_slots, D, N,
+                up_scales, y_out, y_scales, y_map, given, maxima, row_weight, layer_index, slot_of_row, num_slots, D, N,
                 NUM_EXPERTS, NUM_LAYERS, X_SCALE_STRIDE, X_GROUP, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GROUP, TOP_K,
                 GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, FAST, TRUSTED, STAGES,
                 DTYPE, RULE,
             )),
             (consumer, (
                 1, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, x_scales, scales,
-                up_scales, y_out, y_scales, y_map, given, row_weight, layer_index, slot_of_row, num_slots, D, N,
+                up_scales, y_out, y_scales, y_map, given, maxima, row_weight, layer_index, slot_of_row, num_slots, D, N,
                 NUM_EXPERTS, NUM_LAYERS, X_SCALE_STRIDE, X_GROUP, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GROUP, TOP_K,
                 GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, FAST, TRUSTED, STAGES,
                 DTYPE, RULE,

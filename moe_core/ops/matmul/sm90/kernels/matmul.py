@@ -38,7 +38,7 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     skip_tile,
     tma_store,
 )
-from moe_core.ops.matmul.sm90.kernels.quantize_epilogue import quantize_by, quantize_tile
+from moe_core.ops.matmul.sm90.kernels.quantize_epilogue import quantize_by, quantize_tile, raise_maxima
 
 
 @gluon.jit
@@ -186,12 +186,12 @@ def finish(
     first, last, bias_row, scale, layer_exists, buffer, y, y_map, pre, pre_map, gate_map, slot_of_row, start, rows,
     num_slots, tile, FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
-    y_scales=None, DTYPE: gl.constexpr = None, RULE: gl.constexpr = None, zero=0,
+    y_scales=None, DTYPE: gl.constexpr = None, RULE: gl.constexpr = None, zero=0, maxima=None,
 ):  # fmt: skip
     """Bias, [pre-activation cast and stored], activation, row weight, cast, store.
 
     y_scales, if not None: of gated activations' results, which are cast to DTYPE and quantised by RULE (`given`: to the
-    scale in y_scales); y: their codes.
+    scale in y_scales); y: their codes. maxima, if not None: see `raise_maxima`; of results cast to DTYPE.
     """
     if GATE_LAYOUT is not None:
         first = add_bias(first, bias_row, 0)
@@ -212,6 +212,9 @@ def finish(
                 result = quantize_by(result.to(DTYPE).to(gl.float32), y_scales)
             elif y_scales is not None:
                 result = quantize_tile(result.to(DTYPE).to(gl.float32), y_scales, start, rows, tile, FIRST, N, RULE)
+            elif maxima is not None:
+                result = result.to(DTYPE)
+                raise_maxima(result, maxima, rows, tile * PIECE, FIRST, N, zero)
         if pre is not None:
             store_pre(last, buffer, pre, pre_map, gate_map, start, rows, tile, 1, FIRST, N, GATE_LAYOUT)
         if y is not None:
@@ -230,6 +233,9 @@ def finish(
                 if ACTIVATION is not None:
                     result = activate(result, ACTIVATION)
                 result = weigh(result, scale, layer_exists, STACKED)
+                if maxima is not None:
+                    result = result.to(DTYPE)
+                    raise_maxima(result, maxima, rows, column, FIRST, N, zero)
                 store_piece(
                     result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER,
                     TRUSTED, zero,

@@ -1,4 +1,4 @@
-"""Results of the Hopper matmuls as e4m3 codes: what the next product reads."""
+"""Results of the Hopper matmuls as e4m3 codes, which the next product reads, and what a scale of all is found from."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,3 +49,19 @@ def quantize_by(values, given):
     factor, divisor = comfortable_divisor(gl.where(positive, scale, 1.0))
     reciprocal = gl.div_rn(gl.to_tensor(1.0), divisor)
     return e4m3_quotient(gl.where(positive, values, 0.0), factor, divisor, reciprocal)
+
+
+@gluon.jit
+def raise_maxima(values, maxima, rows, column, FIRST: gl.constexpr, N: gl.constexpr, zero=0):
+    """Raise maxima int32 `[64]`, a place for each row of a consumer's tiles, to the bits of the largest magnitudes of
+    rows times 128 columns, from `column` on, of a result of 16 bits. zero: as of `store_piece`."""
+    ROWS: gl.constexpr = values.shape[0]
+    WIDTH: gl.constexpr = values.shape[1]
+    bits = magnitude_bits(values.to(gl.float32))
+    if N % WIDTH != 0:
+        # Of most registers the compiler then knows that their columns exist, which takes no comparison.
+        always = gl.arange(0, WIDTH, gl.SliceLayout(0, values.type.layout)) < N % WIDTH
+        bits = gl.where((always | (column + WIDTH <= N))[None, :], bits, 0)
+    bits = gl.max(bits, axis=1)
+    within = zero + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
+    gl.atomic_max(maxima + within, bits, mask=within < rows - FIRST, sem="relaxed")
