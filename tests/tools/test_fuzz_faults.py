@@ -19,6 +19,7 @@ import moe_torch.layers.routing as torch_routing
 from moe_core.ops.routing import reference, reference_rounding
 from moe_jax.layers import functional
 from moe_torch.autograd import moe as autograd_moe
+from moe_torch.operators import kinds
 from moe_torch.operators import routes as operators
 from moe_torch.parallel import peer_ops
 from tools.fuzz import __main__ as command
@@ -91,6 +92,11 @@ def _one_row_beyond_the_bound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(peer_ops, "peer_places", lambda *given, rank, receive: plain(*given, rank=rank, receive=receive + 1))
 
 
+def _wrapped_ids(patch: pytest.MonkeyPatch) -> None:
+    plain = reference._local_ids
+    patch.setattr(reference, "_local_ids", lambda ids, *given: plain(ids.astype("int32"), *given))
+
+
 def _is_plain_with_bias(case: Case) -> bool:
     return case.kind == "moe" and case.bias and not (case.weights or case.gradient or case.shared)
 
@@ -111,6 +117,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Case], b
         lambda case: case.kind == "layer" and case.balance > 0 and not (case.between or case.weights),
         "balance",
     ),
+    "ids wrapped to int32": (_wrapped_ids, lambda case: case.kind in ("moe", "layout"), "ids_dtype"),
     "one row beyond the bound": (
         _one_row_beyond_the_bound,
         lambda case: case.mode == "peer" and case.bound != "",
@@ -193,6 +200,10 @@ def _rows_swapped_by_prepacking(patch: pytest.MonkeyPatch) -> None:
 def _another_layer_of_the_stack(patch: pytest.MonkeyPatch) -> None:
     plain = functional._one_layer
     patch.setattr(functional, "_one_layer", lambda arrays, dtype, index, axes: plain(arrays, dtype, 1 - index, axes))
+
+
+def _kept_in_bf16(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kinds, "as_float32", lambda weights: weights.bfloat16().float())
 
 
 def _sums_in_another_order(patch: pytest.MonkeyPatch) -> None:
@@ -289,6 +300,7 @@ STATED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
         _rounded_without("rounded_rows", lambda rows, chosen, *_: rows.clip(max=chosen // 16 * 16)), "torch",
         f"{ROUNDED} rounding=up candidates=6",
     ),
+    "a backward's weights in bf16": (_kept_in_bf16, "torch", f"{MOE} router_weight_dtype=float16 gradient=True"),
     "another layer of the stack": (_another_layer_of_the_stack, "jax", f"{LAYER} stack=2"),
 }  # fmt: skip
 

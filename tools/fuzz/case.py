@@ -8,6 +8,8 @@ from typing import Any
 
 KINDS = ("moe", "layer", "route", "layout", "stages", "norm", "exchange")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+#: dtypes of given ids, and of the weights that come with them.
+ID_DTYPES, ROUTER_WEIGHT_DTYPES = ("int32", "int64"), ("float32", "bfloat16", "float16")
 #: What x holds; drawn anew for every set of values, as the kinds of logits and ids are.
 X_KINDS = ("normal", "nan", "inf", "zeros", "large", "tiny", "one_hot")
 LOGIT_KINDS = ("normal", "ties", "all_equal", "signed_zeros", "some_nan", "infinite", "spread")
@@ -49,19 +51,20 @@ class Case:
 
     kind: `moe` (the composed op), `layer` (torch's and Flax's), `route`, `layout` (with the bitmatrix), `stages`
     (router, matmul_ogs, activation, matmul_ogs, reduce one by one), `norm` or `exchange` (between ranks). T K E D F:
-    tokens, choices, local experts, widths. gate_inputs, given_ids: of a layer. row_order: rows, not slots, are what
-    stages reduce. packs: so many independent problems of T tokens and E experts each in one call. source: what routes,
-    `ids`, `logits` or `x`. mapped: number of global experts, 0 = no map. stack: number of stacked layers, 0 = none.
-    shared: width of the shared expert, 0 = none. alpha, limit: 0 = the default. weights, activations: formats, "" =
-    plain. balance, z: factors of the losses in the objective of a layer's gradient. router_norm: the norm's constant
-    factor, 0 = no norm. norm_epsilon, centred, weight_first: of every norm. latent: width between projections, 0 =
-    none. out_norm: `sum`, `experts` or none. table: rows of a token table. mixer: SparseMixer's epsilon, 0 = none.
-    static_scales: activations have a scale each that the caller gives. alignment, max_rows: of a layout. Of an exchange
-    ranks: how many; spare: places of each beyond ceil(E / ranks), with replicas: of experts that are elsewhere; mode:
-    how rows travel, `peer` and `direct`, where each token has its place, by stores and loads, else the tables that they
-    go by; by_token: a token goes to a rank once; bound: of the rows that a rank takes, one less than there are or all,
-    "" = none; programs: of a launch, 0 = as many as wanted; rows_format: of rows that travel; D: their width, in pieces
-    of 16 bytes. tile: of token rounding in a route, 0 = none; rounding: its mode; candidates: 0 = the default.
+    tokens, choices, local experts, widths. ids_dtype, router_weight_dtype: of given ids and their weights. gate_inputs,
+    given_ids: of a layer. row_order: rows, not slots, are what stages reduce. packs: so many independent problems of T
+    tokens and E experts each in one call. source: what routes, `ids`, `logits` or `x`. mapped: number of global
+    experts, 0 = no map. stack: number of stacked layers, 0 = none. shared: width of the shared expert, 0 = none. alpha,
+    limit: 0 = the default. weights, activations: formats, "" = plain. balance, z: factors of the losses in the
+    objective of a layer's gradient. router_norm: the norm's constant factor, 0 = no norm. norm_epsilon, centred,
+    weight_first: of every norm. latent: width between projections, 0 = none. out_norm: `sum`, `experts` or none. table:
+    rows of a token table. mixer: SparseMixer's epsilon, 0 = none. static_scales: activations have a scale each that the
+    caller gives. alignment, max_rows: of a layout. Of an exchange ranks: how many; spare: places of each beyond ceil(E
+    / ranks), with replicas: of experts that are elsewhere; mode: how rows travel, `peer` and `direct`, where each token
+    has its place, by stores and loads, else the tables that they go by; by_token: a token goes to a rank once; bound:
+    of the rows that a rank takes, one less than there are or all, "" = none; programs: of a launch, 0 = as many as
+    wanted; rows_format: of rows that travel; D: their width, in pieces of 16 bytes. tile: of token rounding in a route,
+    0 = none; rounding: its mode; candidates: 0 = the default.
     """
 
     kind: str = "moe"
@@ -74,6 +77,8 @@ class Case:
     dtype: str = "float32"
     out_dtype: str = ""
     source: str = "ids"
+    ids_dtype: str = "int32"
+    router_weight_dtype: str = "float32"
     scoring: str = "softmax"
     order: str = ""
     renormalize: bool = False
@@ -263,6 +268,14 @@ def why_illegal(case: Case) -> str | None:
         "nothing weighs what is between": case.between and (case.on_input or case.main_grad),
         "a norm of each result": case.out_norm == "experts" and (case.recompute or bool(case.activations)),
         "each framework has its own sigmoid": case.between and case.shared_gate,
+        "int64 ids are given ones": case.ids_dtype != "int32"
+        and (case.kind not in ("moe", "layout") or case.source != "ids" or case.ids_dtype not in ID_DTYPES),
+        "16-bit weights are given ones": case.router_weight_dtype != "float32"
+        and (
+            (case.kind, case.source) != ("moe", "ids")
+            or case.dtype == "float64"
+            or case.router_weight_dtype not in ROUTER_WEIGHT_DTYPES
+        ),
         "ids come from one place": case.given_ids and case.table > 0,
         "a mixer chooses two by logits alone": case.mixer != 0
         and (

@@ -13,8 +13,9 @@ from tools.fuzz.oracle.formats import Quantized, quantize
 
 Tensor = torch.Tensor
 TORCH = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-#: Ids that no expert has.
+#: Ids that no expert has, and those that int32 cannot hold: cut to it, most would be an expert's, one -1.
 _INVALID = (-2, 2**31 - 1, -(2**31), 1000)
+_FAR = (2**32 + 3, 2**32 - 1, 2**33, -(2**40))  # an expert's id is added to 2**33
 
 
 @dataclass
@@ -129,7 +130,8 @@ def _draw_routing(draw: Draw, case: Case, plain: dict[str, Tensor], single: str)
     if case.source == "ids" or case.given_ids:
         plain["ids"] = draw_ids(draw, case, T, K, routed)
         if case.kind == "moe":
-            plain["weights"] = (draw.uniform(T, K).to(TORCH[single]) + 0.05).contiguous()
+            dtype = TORCH[single if single == "float64" else case.router_weight_dtype]
+            plain["weights"] = (draw.uniform(T, K).to(dtype) + 0.05).contiguous()
     if case.packs > 1 and "ids" in plain:
         plain["ids"] = offset_ids(plain["ids"], case)
 
@@ -144,7 +146,8 @@ def offset_ids(ids: Tensor, case: Case) -> Tensor:
     """Ids within packs as ids of all packs' experts; what names no expert still names none."""
     first = _pack_start(case, str(ids.device))
     moved = torch.where((ids >= 0) & (ids < case.E), ids + first, ids)
-    return torch.where(ids >= case.E, 2**31 - 1, moved).to(torch.int32)
+    others = (ids >= case.E) & (ids < case.num_ids)
+    return torch.where(others, 2**31 - 1, moved).to(ids.dtype)
 
 
 def _logits(draw: Draw, case: Case, T: int, E: int, single: str) -> Tensor:
@@ -178,9 +181,12 @@ def draw_ids(draw: Draw, case: Case, T: int, K: int, E: int) -> Tensor:
     elif kind == "all_missing":
         ids = torch.full_like(ids, -1)
     elif kind == "invalid":
-        known = torch.tensor((*_INVALID, E, -1), device=draw.device)
-        ids = torch.where(where < 0.3, known[draw.integers(0, len(known), T, K)], ids)
-    return ids.to(torch.int32)
+        far = _FAR if case.ids_dtype == "int64" else ()
+        known = torch.tensor((*_INVALID, E, -1, *far), device=draw.device)
+        invalid = known[draw.integers(0, len(known), T, K)]
+        invalid = torch.where(invalid == 2**33, invalid + distinct, invalid)
+        ids = torch.where(where < 0.3, invalid, ids)
+    return ids.to(getattr(torch, case.ids_dtype)).contiguous()
 
 
 def _draw_experts(draw: Draw, case: Case, arrays: Arrays) -> None:

@@ -66,7 +66,9 @@ def _packed(rng: random.Random, gradient: bool, engine: str) -> Case:
         choice |= {"shared": 0, "shared_gate": False, "shared_activation": "", "router_layout": "in_out"}
         choice |= {"masked": rng.random() < 0.3, "on_input": K == 1 and rng.random() < 0.4, "gradient": gradient}
         choice["source"] = rng.choice(("ids", "logits", "logits"))
-        if choice["source"] == "logits":
+        if choice["source"] == "ids":
+            choice |= _given(rng, choice)
+        else:
             choice |= _rules(rng, E) | {"correction_bias": False, "router_bias": False, "bias_on": "scores"}
         if choice.get("weights", "") and not choice["weights"].startswith("fp8"):
             choice |= {"D": 32, "F": 32}
@@ -133,9 +135,11 @@ def _attempt(rng: random.Random, engine: str) -> Case:
         choice["mapped"] = E + rng.choice((0, 1, 5)) if rng.random() < 0.3 else 0
         choice["stack"] = 2 if rng.random() < 0.2 else 0
         choice["out_dtype"] = rng.choice(("", "", "float32"))
+        choice |= _given(rng, choice) if choice["source"] == "ids" else {}
     elif kind == "route":
         choice["source"] = rng.choice(("logits", "logits", "ids"))
     elif kind == "layout":
+        choice["ids_dtype"] = rng.choice(cases.ID_DTYPES)
         choice["mapped"] = E + rng.choice((0, 3)) if rng.random() < 0.3 else 0
     if kind in ("layout", "stages"):
         choice["alignment"] = rng.choice((1, 1, 4, 128))
@@ -166,6 +170,12 @@ def _attempt(rng: random.Random, engine: str) -> Case:
         if kind == "layer":
             case = dataclasses.replace(case, balance=rng.choice((0.0, 0.5)), z=rng.choice((0.0, 0.25)))
     return case
+
+
+def _given(rng: random.Random, choice: dict[str, Any]) -> dict[str, Any]:
+    """The dtypes of given ids and weights."""
+    weights = "float32" if choice["dtype"] == "float64" else rng.choice(cases.ROUTER_WEIGHT_DTYPES)
+    return {"ids_dtype": rng.choice(cases.ID_DTYPES), "router_weight_dtype": weights}
 
 
 def _rounding(rng: random.Random, choice: dict[str, Any]) -> dict[str, Any]:

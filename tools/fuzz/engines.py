@@ -239,8 +239,10 @@ def run_layout(case: Case, ops: Any, arrays: Mapping[str, Any]) -> dict[str, Any
     options |= {"alignment": case.alignment, "max_rows": case.max_rows or None}
     layout = ops.make_layout(ids, E, **options)
     names = ("group_sizes", "group_start", "slot_of_row", "row_of_slot", "invalid_ids")
-    packed = ops.pack_bitmatrix(ids, case.num_ids)
     found = {name: getattr(layout, name) for name in names}
+    if case.ids_dtype != "int32":  # which bitmatrices take alone
+        return found
+    packed = ops.pack_bitmatrix(ids, case.num_ids)
     return found | {"bitmatrix": packed, "unpacked": ops.unpack_bitmatrix(packed, case.num_ids, case.K)}
 
 

@@ -293,7 +293,8 @@ class _Judge:
             else:
                 backward.add_router(d_logits)
         else:
-            backward.found["weights"] = d_weights
+            narrow = case.router_weight_dtype != "float32"
+            backward.found["weights"] = d_weights.cast(case.router_weight_dtype) if narrow else d_weights
         for name, expected in backward.finish().items():
             if f"d {name}" in self.results:
                 self.verdict.compare(f"d {name}", self.results[f"d {name}"], expected)

@@ -30,7 +30,8 @@ from tools.fuzz.engines import (
 def run(case: Case, arrays: Mapping[str, torch.Tensor], engine: str) -> Results:
     """The outputs by name, and the gradients as `d name`."""
     device = jax.devices("cuda" if engine == "cuda" else "cpu")[0]
-    with running_on(engine), jax.enable_x64(case.dtype == "float64"), jax.default_device(device):
+    wide = case.dtype == "float64" or case.ids_dtype == "int64"
+    with running_on(engine), jax.enable_x64(wide), jax.default_device(device):
         found = program(case.static, engine)({name: _to_jax(array) for name, array in arrays.items()})
         return {name: _to_torch(array, device_of(engine)) for name, array in found.items() if array is not None}
 

@@ -10,7 +10,7 @@ from tools.fuzz.oracle.layer import Given
 
 
 def layout_of(case: Any, given: Given) -> dict[str, Any]:
-    """Every array of the layout of ids, the bitmatrix of the ids and the ids that it unpacks to, as lists."""
+    """Every array of the layout of ids, of int32 ids also the bitmatrix and what it unpacks to, as lists."""
     ids = given["ids"].tolist()
     mask = given["token_mask"].tolist() if "token_mask" in given else [True] * len(ids)
     table = given["expert_map"].tolist() if "expert_map" in given else list(range(case.E))
@@ -35,7 +35,8 @@ def layout_of(case: Any, given: Given) -> dict[str, Any]:
         seen[expert] += 1
     kept = [min(size, case.max_rows) for size in sizes] if case.max_rows else sizes
     found: dict[str, Any] = {"group_sizes": kept, "group_start": start, "slot_of_row": slot_of_row}
-    return found | {"row_of_slot": row_of_slot, "invalid_ids": [invalid]} | _bitmatrix(case, ids)
+    found |= {"row_of_slot": row_of_slot, "invalid_ids": [invalid]}
+    return found | (_bitmatrix(case, ids) if case.ids_dtype == "int32" else {})
 
 
 def _bitmatrix(case: Any, ids: list[list[int]]) -> dict[str, Any]:
