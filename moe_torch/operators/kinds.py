@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moe_core.base.sizes import INT32_LIMIT
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode
 
@@ -20,12 +21,9 @@ def accumulated(wanted: tuple[str, ...], into: Mapping[str, Any] | None) -> tupl
     return tuple(name for name in wanted if into and into.get(name.removeprefix("d_")) is not None)
 
 
-_INT32_MAX = 2**31 - 1
-
-
 def as_int32(ids: torch.Tensor) -> torch.Tensor:
     """int64 ids as int32, those that it cannot hold as others that are out of range; the same tensor otherwise."""
-    return ids.clamp(-2, _INT32_MAX).to(torch.int32) if ids.dtype == torch.int64 else ids
+    return ids.clamp(-2, INT32_LIMIT - 1).to(torch.int32) if ids.dtype == torch.int64 else ids
 
 
 def as_float32(weights: torch.Tensor) -> torch.Tensor:
