@@ -344,6 +344,15 @@ def test_training_beside_a_shared_expert_is_in_order() -> None:
     assert unordered_training() == []
 
 
+def test_a_search_for_nan_finds_rows_that_have_arrived() -> None:
+    """It reads them before the experts' backward waits for them."""
+    early = mock.patch.object(streams.Beside, "start", side_effect=AssertionError)
+    with torch.autograd.set_detect_anomaly(True), early:
+        assert unordered_training() == []
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), early, pytest.raises(AssertionError):
+        unordered_training()
+
+
 @pytest.mark.parametrize(
     "left_out",
     [("copies", "computes"), ("computes", "copies"), ("stores", "computes"), ("computes", "stores")],
