@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.base.arrays import ALIGNMENT
-from moe_core.errors import InvalidInput
 from moe_core.parallel.bounds import runs_in_lanes, second_multiprocessors, sets_of_buffers
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan
@@ -98,21 +97,6 @@ class Given(NamedTuple):
     weights: torch.Tensor
     token_mask: torch.Tensor | None
     moving: MovingPlacement | None
-
-    def require_valid(self) -> Given:
-        """The same; raises InvalidInput before other ranks wait for this one."""
-        shapes = {
-            "routing.ids": (self.ids, tuple(self.ids.shape), torch.int32),
-            "routing.weights": (self.weights, tuple(self.ids.shape), torch.float32),
-            "token_mask": (self.token_mask, (len(self.x),), torch.bool),
-        }
-        for name, (array, shape, dtype) in shapes.items():
-            if array is not None and (tuple(array.shape) != shape or array.dtype != dtype):
-                raise InvalidInput(
-                    f"{name} must be {dtype} {list(shape)}, got {array.dtype} {list(array.shape)}; pass an array of "
-                    "that kind"
-                )
-        return self
 
 
 class Found(NamedTuple):

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from moe_core.base.arrays import require_spec
 from moe_core.base.checks import finite_float, require_choice, set_integer
+from moe_core.base.dtypes import ID_DTYPES, ROUTER_WEIGHT_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.operands import experts_digest
 from moe_core.parallel.placement import Placement
@@ -214,7 +216,7 @@ class Exchange:
         placement = self.placement
         experts, routing, mask, shared = operands.experts, operands.routing, operands.token_mask, operands.shared
         try:
-            self._check(x, experts, routing, spec)
+            self._check(x, experts, routing, spec, mask)
             digest = experts_digest(x, experts, shared, spec, array_spec)
             uses = 1 + (shared is not None) + isinstance(routing, RouterWeights)
             wide = uses_of(x, uses, summed=self.tensor is not None)
@@ -225,8 +227,6 @@ class Exchange:
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]), digest)
             brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
-            if plan.spec.mode == "peer" or tensor is not None:
-                Given(*brought, self.moving).require_valid()
             if tensor is not None:
                 brought = tensor.gather(plan, self.ranks.rank, brought)
                 experts = bias_once(experts, tensor.split)
@@ -268,7 +268,7 @@ class Exchange:
         exchange = self.parallel.exchange
         return exchange.mode == "peer" and x.is_cuda and (exchange.chunks == 1 or not torch.is_grad_enabled())
 
-    def _check(self, x: Any, experts: Any, routing: Any, spec: Any) -> None:
+    def _check(self, x: Any, experts: Any, routing: Any, spec: Any, mask: Any) -> None:
         require_instance("x", x, torch.Tensor)
         require_instance("experts", experts, ExpertWeights)
         require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
@@ -277,6 +277,8 @@ class Exchange:
             raise InvalidInput(
                 f"x must be bf16, fp16 or fp32 [T, D], got {x.dtype} {list(x.shape)}; flatten the batch axes first"
             )
+        if mask is not None:
+            require_spec("token_mask", array_spec("token_mask", mask), (len(x),), "bool", contiguous=False)
         most = self.parallel.max_tokens
         if most is not None and len(x) > most:
             raise InvalidInput(f"x must have at most max_tokens = {most} tokens, got {len(x)}; raise max_tokens")
@@ -301,7 +303,7 @@ class Exchange:
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """ids, weights and logits."""
         if isinstance(routing, TopK):
-            return as_int32(routing.ids), as_float32(routing.weights), None
+            return *_given(routing, len(x)), None
         if spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
         if isinstance(routing, RouterWeights):
@@ -318,11 +320,14 @@ class Exchange:
         else:
             logits = routing.logits
         ids, weights = ops.route(logits, spec.router, correction_bias=routing.correction_bias, token_mask=mask)
+        if tuple(logits.shape) != (wanted := (len(x), self.placement.num_experts)):
+            raise InvalidInput(
+                f"routing must score the tokens of x for all experts of placement, {list(wanted)}, got "
+                f"{list(logits.shape)}; pass what was made for these"
+            )
         return ids, weights, logits
 
     def _plan(self, x: torch.Tensor, ids: torch.Tensor, arrays: tuple[Any, ...], experts: int) -> ExchangePlan:
-        if ids.dim() != 2 or len(ids) != len(x):
-            raise InvalidInput(f"routing.ids must be int32 [{len(x)}, top_k], got {list(ids.shape)}; one row per token")
         asked = torch.is_grad_enabled() and any(
             isinstance(array, torch.Tensor) and array.requires_grad for array in arrays
         )
@@ -333,6 +338,14 @@ class Exchange:
                 "exchange.sums must be 'slots' where gradients are wanted, got 'ranks'; call under torch.no_grad()"
             )
         return plan_of(self.parallel, self.placement, x, ids.shape[1], training=asked, experts=experts)
+
+
+def _given(routing: TopK, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Given ids as int32 and their weights as fp32. Raises InvalidInput before other ranks wait for this one."""
+    ids, weights = array_spec("routing.ids", routing.ids), array_spec("routing.weights", routing.weights)
+    require_spec("routing.ids", ids, (tokens, "top_k"), ID_DTYPES, contiguous=False)
+    require_spec("routing.weights", weights, ids.shape, ROUTER_WEIGHT_DTYPES, contiguous=False)
+    return as_int32(routing.ids), as_float32(routing.weights)
 
 
 def _shared(own: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:

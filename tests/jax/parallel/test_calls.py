@@ -18,7 +18,7 @@ import moe_jax
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangeSpec, Placement, plan_exchange
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import TopK
+from moe_core.specs.operands import RouterLogits, TopK
 from moe_core.specs.routing import RouterSpec
 from moe_core.specs.tuning import Tuning
 from moe_jax import parallel
@@ -144,6 +144,64 @@ def test_calls_outside_shard_map_and_of_wrong_arrays_are_refused() -> None:
     )
     with running_on("reference"), pytest.raises(InvalidInput, match=r"experts must be the 3 places .*, got down \[3, "):
         jax.eval_shape(call, x, experts, ids, weights)
+
+
+WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "long ids of NumPy": (
+        lambda ids, weights: TopK(np.full(ids.shape, 2**32), weights),
+        r"routing\.ids must have a dtype that JAX keeps, got int64",
+    ),
+    "ids": (lambda ids, weights: TopK(weights, weights), r"routing\.ids must be int32 or int64, got float32"),
+    "weights": (
+        lambda ids, weights: TopK(ids, ids),
+        r"routing\.weights must be float32 or bfloat16 or float16, got int32",
+    ),
+    "columns": (lambda ids, weights: TopK(ids, weights[:, 1:]), r"routing\.weights must be \[4, 2\], got \(4, 1\)"),
+    "tokens": (lambda ids, weights: TopK(ids[1:], weights[1:]), r"routing\.ids must be \[4, top_k\], got \(3, 2\)"),
+    "logits": (
+        lambda ids, weights: RouterLogits(jnp.zeros((4, 7), jnp.float32)),
+        r"routing must score the tokens of x for all experts of placement, \[4, 6\], got \[4, 7\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_routings_are_refused(name: str) -> None:
+    make, message = WRONG[name]
+    spec = MoESpec(PLAIN.activation, RouterSpec(2)) if name == "logits" else PLAIN
+
+    def call(x: Any, experts: Any, *given: Any) -> Any:
+        return parallel.moe(x, experts, make(*given), spec, placement=PLACEMENT, exchange=PADDED)
+
+    with running_on("reference"), pytest.raises(InvalidInput, match=message):
+        jax.eval_shape(shard(call), *arrays_of(problem_of()))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_int64_ids_and_weights_of_16_bits(x64: bool) -> None:
+    """Results and gradients are those of casting both first."""
+    with jax.enable_x64(x64), running_on("reference"):
+        x, experts, ids, weights = arrays_of(problem_of())
+        weights = weights.astype(jnp.bfloat16)
+        own, cast = (ids, ids)
+        if x64:
+            own, cast = ids.astype(jnp.int64).at[0, 0].set(2**32 + 1), ids.at[0, 0].set(99)
+
+        def step(ids: Any, convert: Callable[[Any], Any]) -> Any:
+            def loss(x: Any, weights: Any) -> Any:
+                found = shard(rank_forward)(x, experts, ids, convert(weights))
+                return jnp.sin(found.output).sum(), found
+
+            return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(x, weights)
+
+        (gradients, found), (wanted, plain) = (
+            step(own, lambda weights: weights),
+            step(cast, lambda weights: weights.astype(jnp.float32)),
+        )
+    assert gradients[1].dtype == jnp.bfloat16 and int(plain.invalid_ids.sum()) == x64
+    results = ((*gradients, found.output, found.invalid_ids), (*wanted, plain.output, plain.invalid_ids))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 def test_replicas_are_not_trained() -> None:

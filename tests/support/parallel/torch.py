@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -150,14 +150,18 @@ def run_rank(
         return results | {f"d_{name}": to_numpy(array.grad) for name, array in leaves.items()}
 
 
-def parallel_call(ranks: Any, options: dict[str, Any], problem: Problem) -> tuple[str, str]:
-    """What a call with other options of ExpertParallel, or another placement, raises: its class and text."""
+def parallel_call(
+    ranks: Any, options: dict[str, Any], problem: Problem, changes: Mapping[str, Any] | None = None
+) -> tuple[str, str]:
+    """What a call with other options of ExpertParallel, another placement or changed fields of a rank's routing raises:
+    its class and text."""
     options = dict(options)
     own = problem.ranks()[torch.distributed.get_rank(ranks)]
     placement = options.pop("placement", problem.placement)
     try:
         parallel = ExpertParallel(ranks, **options)
-        x, experts, routing = to_torch((own.x, own.experts, own.routing))
+        routing = dataclasses.replace(own.routing, **(changes or {}))
+        x, experts, routing = to_torch((own.x, own.experts, routing))
         parallel_moe(x, experts, routing, problem.spec, parallel=parallel, placement=placement)
     except Exception as error:
         return type(error).__name__, str(error)

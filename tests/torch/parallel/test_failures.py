@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.specs.matmul import Activation
-from moe_core.specs.operands import TopK
+from moe_core.specs.operands import RouterLogits, TopK
+from moe_core.specs.routing import RouterSpec
 from moe_torch.parallel import ExpertParallel, moe, symmetric
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Failed, Pool, ranks
@@ -169,6 +170,34 @@ def test_wrong_arguments_are_named(ranks: Pool) -> None:
     assert kind == "InvalidInput" and "max_tokens must be given with mode 'peer'" in message
     kind, message = ranks.call(parallel_call, [({"timeout": 0}, problem)])[0]
     assert kind == "InvalidInput" and "timeout must be above 0" in message
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "ids": ({"ids": np.zeros((4, 2), np.int8)}, "routing.ids must be int32 or int64, got int8; cast it to int32"),
+    "weights": (
+        {"weights": np.zeros((4, 2))},
+        "routing.weights must be float32 or bfloat16 or float16, got float64; cast it to float32",
+    ),
+    "tokens": ({"ids": np.zeros((3, 2), np.int32)}, "routing.ids must be [4, top_k], got (3, 2); pass an array of"),
+    "nothing": ({"ids": None}, "routing.ids must be a torch.Tensor, got NoneType; convert it"),
+    "logits": (
+        {"logits": np.zeros((4, 7), np.float32)},
+        "routing must score the tokens of x for all experts of placement, [4, 6], got [4, 7]; pass what was made for",
+    ),
+}
+
+
+@every_way
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_routings_are_named(ranks: Pool, way: ExchangeSpec, what: str) -> None:
+    changes, text = WRONG[what]
+    problem = problem_of()
+    if what == "logits":
+        spec = dataclasses.replace(PLAIN, router=RouterSpec(2))
+        problem = dataclasses.replace(problem, routing=RouterLogits(np.zeros((8, 6), np.float32)), spec=spec)
+    options = {"exchange": way, "max_tokens": 4}
+    for kind, message in ranks.call(parallel_call, [(options, problem, changes)] * 2):
+        assert kind == "InvalidInput" and message.startswith(text)
 
 
 def outside(group: Any) -> list[str]:

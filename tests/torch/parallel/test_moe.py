@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 import moe_torch
+from moe_core.base.dtypes import numpy_dtype
 from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.matmul import Activation
@@ -267,6 +268,22 @@ def test_repeated_ids_beyond_the_worst_case_are_counted(ranks: Pool) -> None:
         assert found["overflow"].tolist() == [2] and np.isnan(found["output"]).all(axis=1).tolist() == [False] * 3 + [
             True
         ]
+
+
+@over(TORCH_WAYS)
+def test_int64_ids_and_weights_of_16_bits(ranks: Pool, way: ExchangeSpec) -> None:
+    """Results and gradients are those of casting both first."""
+    placement, sizes = placement_of("round_robin", 6, 2), sizes_of(way)
+    problem = draw_problem(0, placement, (4, 4), 2, "random", "float32", PLAIN, sizes=sizes)
+    ids, weights = problem.routing.ids.astype(np.int64), problem.routing.weights.astype(numpy_dtype("bfloat16"))
+    ids[0, 0], ids[-1, 0] = 2**32 + 1, -(2**40)
+    own = TopK(ids, weights)
+    cast = TopK(np.clip(ids, -2, 2**31 - 1).astype(np.int32), weights.astype(np.float32))
+    found, wanted = (run_group(ranks, dataclasses.replace(problem, routing=one), way) for one in (own, cast))
+    assert int(wanted["invalid_ids"].sum()) == 2
+    wanted["d_routing.weights"] = wanted["d_routing.weights"].astype(weights.dtype)
+    for name, array in wanted.items():
+        require_same(found[name], array, name)
 
 
 @pytest.mark.parametrize("number, dtype", [(1, "bfloat16"), (3, "float32")])
