@@ -15,6 +15,7 @@ import moe_jax
 from moe_core.base.dtypes import numpy_dtype
 from moe_core.specs.operands import TopK
 from moe_jax import trace
+from moe_jax.autodiff.moe import plain_top_k
 from tests.support.jax import Layer, on_engines, running_on, small_layer, to_jax, to_numpy
 
 FAR = [2**32 + 3, -(2**40), 2**31, -1, 5]
@@ -51,6 +52,13 @@ def test_results_are_those_of_casting_first(engine: str, dtype: str, x64: bool) 
         require_equal([found.output, found.invalid_ids, found.tokens_per_expert], [*wanted[:1], *wanted[5:], wanted[4]])
         assert int(wanted.invalid_ids[0]) == (4 if x64 else 0)
         require_equal(*(moe_jax.make_layout(one.ids, 5) for one in (own, cast)))
+
+
+def test_ids_that_int32_cannot_hold_stay_out_of_range() -> None:
+    """None becomes -1, which marks a slot without an expert."""
+    with jax.enable_x64(True):
+        ids, _ = plain_top_k(jnp.asarray(FAR), jnp.ones(len(FAR)))
+    assert ids.dtype == jnp.int32 and ids.tolist() == [2**31 - 1, -2, 2**31 - 1, -1, 5]
 
 
 @on_engines

@@ -117,6 +117,15 @@ def test_largest_magnitudes_may_be_found_before(rows: int) -> None:
     assert np.isnan(found["scales"]).all() and not found["values"].view(np.uint8).any()
 
 
+def test_only_kernels_of_whole_rows_read_maxima_and_write_zeros() -> None:
+    x, maxima = ArraySpec((4, 128), "bfloat16"), ArraySpec((64,), "int32")
+    for format, target in ((FP8_TENSOR, Target("reference")), (format_named("fp8_group"), engine_target())):
+        with pytest.raises(AssertionError, match="of whole rows, by kernels"):
+            plan_quantize_rows(x, format, target, maxima=maxima)
+        with pytest.raises(AssertionError, match="of whole rows, by kernels"):
+            plan_quantize_rows(x, format, target, zeros=1)
+
+
 @pytest.mark.parametrize("entries", [6, 0])
 @pytest.mark.parametrize("format", [FP8_TENSOR, FP8_TOKEN], ids=str)
 def test_users_that_do_not_fit(format: Format, entries: int) -> None:

@@ -152,6 +152,18 @@ def test_shared_experts(ranks: Pool, number: int) -> None:
         compare_with_one_device(ranks, problem, chunked, "chunks", engine="interpreter", differentiated=False)
 
 
+def test_shared_experts_with_another_order_of_sums(ranks: Pool) -> None:
+    """Gradients of experts are added chunk by chunk, and sums at ranks leave no rows of results in place."""
+    spec, placement = SPECS[0], placement_of("linear", 4, 2)
+    problem = draw_problem(3, placement, (3, 3), 2, "random", "float32", spec, extras=True, sizes=sizes_of(PEER[1]))
+    alone = run_alone(problem, "reference")
+    found = run_group(ranks, problem, dataclasses.replace(PEER[1], chunks=2))
+    at_ranks = run_group(ranks, problem, ExchangeSpec("peer", sums="ranks"), differentiated=False)
+    for name, expected in alone.items():
+        np.testing.assert_allclose(found[name], expected, 1e-4, 1e-5, err_msg=name)
+    np.testing.assert_allclose(at_ranks["output"], alone["output"], 1e-4, 1e-5)
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_sums_at_ranks_are_the_twins(ranks: Pool, chunks: int) -> None:
     """In the order of ranks; without gradients."""
