@@ -43,7 +43,6 @@ _DRAWN = 8192
 #: lose, and of each chunk but the first the share of its experts' weights, read again, that nothing hides. Fitted to
 #: five models on four H200, docs/notebook/2026-11-27-mode-peer.md.
 _SHARING, _READ_AGAIN = 0.06, 0.68
-
 #: Of each chunk but the first in training: its experts' weights are read twice, their gradients written, and added up.
 _TRAINED_AGAIN = 6
 
@@ -272,14 +271,15 @@ def _price(
     # What the last product stores is not sent behind it, and what is left of its way back runs beside nothing.
     stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
     others = sum(us for _, us in stages) - stored
-    # Of n chunks the first is awaited and the last is sent back with nothing to compute beside it.
-    waits = others / spec.chunks
-    exposed = stored - hidden + waits + max(0.0, (others - share) * (1 - 1 / spec.chunks))
     weights = _read_bytes(layer, _most_slots(layer, tokens, traffic), per_rank, tensor) / machine.memory / 1e3
     if training and spec.chunks > 1:
         exposed = stored - hidden + others + _TRAINED_AGAIN * weights * (spec.chunks - 1)
     elif runs_in_lanes(spec, training=training):
         exposed = _exposed_in_lanes(share, others, stored, hidden, spec.chunks, weights)
+    else:
+        # Of n chunks the first is awaited and the last is sent back with nothing to compute beside it.
+        beside = max(0.0, (others - share) * (1 - 1 / spec.chunks))
+        exposed = stored - hidden + others / spec.chunks + beside
     lost = share - share / uneven if uneven else 0.0
     parts = {"compute": share - lost, "exchange": exposed, "imbalance": lost}
     stages.insert(1 + [name for name, _ in stages].index("dispatch"), ("compute", share))
