@@ -1,14 +1,17 @@
-"""What an owner computes with, checked before anything travels, and what of it all ranks must have in common."""
+"""Routings and what an owner computes with, checked before anything travels, and what all ranks must have in common."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from moe_core.base.arrays import ArraySpec
+from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base.dtypes import ID_DTYPES, ROUTER_WEIGHT_DTYPES
 from moe_core.base.recent import Recent
+from moe_core.errors import InvalidInput
 from moe_core.ops.moe.checks import check_weights
+from moe_core.parallel.placement import Placement
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, SharedExpert, map_arrays, named_arrays, named_fields
 
@@ -47,3 +50,19 @@ def experts_digest(
         found = zlib.crc32(repr(common).encode()) | 1
         _known.put(key, found)
     return found
+
+
+def require_given(ids: ArraySpec, weights: ArraySpec, tokens: int) -> None:
+    """Raise InvalidInput unless these are ids and weights of so many tokens, as a `TopK` has them."""
+    require_spec("routing.ids", ids, (tokens, "top_k"), ID_DTYPES, contiguous=False)
+    require_spec("routing.weights", weights, ids.shape, ROUTER_WEIGHT_DTYPES, contiguous=False)
+
+
+def require_scores(shape: Sequence[int], tokens: int, placement: Placement) -> None:
+    """Raise InvalidInput unless logits of this shape are of so many tokens and all experts of placement."""
+    wanted = [tokens, placement.num_experts]
+    if list(shape) != wanted:
+        raise InvalidInput(
+            f"routing must score the tokens of x for all experts of placement, {wanted}, got {list(shape)}; pass what "
+            "was made for these"
+        )

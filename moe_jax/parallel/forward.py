@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_core.base.arrays import require_spec
-from moe_core.base.dtypes import ID_DTYPES, ROUTER_WEIGHT_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel.operands import require_given, require_scores
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import plan_exchange
 from moe_core.parallel.result import ParallelOutput
@@ -127,11 +126,8 @@ def run(
     scored = isinstance(routing, RouterWeights)
     *others, wide = used(x, 1 + (shared is not None) + scored, jnp.float32)
     ids, weights, logits, traveling = _route(x, others[-1] if scored else x, routing, group.whole(spec, tokens), mask)
-    if logits is not None and logits.shape != (wanted := (x.shape[0], placement.num_experts)):
-        raise InvalidInput(
-            f"routing must score the tokens of x for all experts of placement, {list(wanted)}, got "
-            f"{list(logits.shape)}; pass what was made for these"
-        )
+    if logits is not None:
+        require_scores(logits.shape, x.shape[0], placement)
     plan_exchange(tokens, ids.shape[1], x.shape[1], x.dtype.name, placement, group.exchange)
     brought = Brought(jax.lax.stop_gradient(x), wide, ids, traveling, mask)
     if tensor is not None:
@@ -168,10 +164,8 @@ def _route(
 ) -> tuple[Any, Any, Any, jax.Array]:
     """ids, weights and logits as returned, and the weights that travel."""
     if isinstance(routing, TopK):
-        call = OpCall("moe")
-        given = call.bundle("routing", routing, "routing.")
-        require_spec("routing.ids", given.ids, (x.shape[0], "top_k"), ID_DTYPES)
-        require_spec("routing.weights", given.weights, given.ids.shape, ROUTER_WEIGHT_DTYPES)
+        given = OpCall("moe").bundle("routing", routing, "routing.")
+        require_given(given.ids, given.weights, x.shape[0])
         ids, weights = plain_top_k(jnp.asarray(routing.ids), jnp.asarray(routing.weights))
         return ids, weights, None, weights
     if spec.router is None:

@@ -13,9 +13,8 @@ import torch
 
 from moe_core.base.arrays import require_spec
 from moe_core.base.checks import finite_float, require_choice, set_integer
-from moe_core.base.dtypes import ID_DTYPES, ROUTER_WEIGHT_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.parallel.operands import experts_digest
+from moe_core.parallel.operands import experts_digest, require_given, require_scores
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan, plan_exchange
 from moe_core.parallel.result import ParallelOutput
@@ -303,7 +302,9 @@ class Exchange:
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """ids, weights and logits."""
         if isinstance(routing, TopK):
-            return *_given(routing, len(x)), None
+            ids, weights = array_spec("routing.ids", routing.ids), array_spec("routing.weights", routing.weights)
+            require_given(ids, weights, len(x))
+            return as_int32(routing.ids), as_float32(routing.weights), None
         if spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
         if isinstance(routing, RouterWeights):
@@ -320,11 +321,7 @@ class Exchange:
         else:
             logits = routing.logits
         ids, weights = ops.route(logits, spec.router, correction_bias=routing.correction_bias, token_mask=mask)
-        if tuple(logits.shape) != (wanted := (len(x), self.placement.num_experts)):
-            raise InvalidInput(
-                f"routing must score the tokens of x for all experts of placement, {list(wanted)}, got "
-                f"{list(logits.shape)}; pass what was made for these"
-            )
+        require_scores(logits.shape, len(x), self.placement)
         return ids, weights, logits
 
     def _plan(self, x: torch.Tensor, ids: torch.Tensor, arrays: tuple[Any, ...], experts: int) -> ExchangePlan:
@@ -338,14 +335,6 @@ class Exchange:
                 "exchange.sums must be 'slots' where gradients are wanted, got 'ranks'; call under torch.no_grad()"
             )
         return plan_of(self.parallel, self.placement, x, ids.shape[1], training=asked, experts=experts)
-
-
-def _given(routing: TopK, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Given ids as int32 and their weights as fp32. Raises InvalidInput before other ranks wait for this one."""
-    ids, weights = array_spec("routing.ids", routing.ids), array_spec("routing.weights", routing.weights)
-    require_spec("routing.ids", ids, (tokens, "top_k"), ID_DTYPES, contiguous=False)
-    require_spec("routing.weights", weights, ids.shape, ROUTER_WEIGHT_DTYPES, contiguous=False)
-    return as_int32(routing.ids), as_float32(routing.weights)
 
 
 def _shared(own: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
