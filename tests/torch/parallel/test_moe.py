@@ -135,10 +135,10 @@ def test_routers_and_biases(ranks: Pool, number: int) -> None:
 
 
 @pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="gloo ranks run kernels in the interpreter alone")
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_shared_experts(ranks: Pool, number: int) -> None:
     """In bf16, where the gradient of x is rounded once for experts, shared expert and router together."""
-    spec, way = SPECS[number % 3], (*WAYS[:3], PEER[1])[number]
+    spec, way = SPECS[number % 3], (*WAYS[:3], *reversed(PEER))[number]
     assert spec.router is not None
     placement = placement_of("linear", 4, 2)
     top_k, sizes = spec.router.require_top_k(), sizes_of(way)
