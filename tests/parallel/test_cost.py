@@ -119,6 +119,9 @@ def test_links_that_take_longer_than_products() -> None:
     ends = (2 * 1003 - 300.2 / 3) / 4
     again = 0.06 * 300.2 + 0.68 * 9
     assert found.us == pytest.approx(300.2 + ends + (2 * 1003 - 300.2) + again) and found.bound == "exchange"
+    # Where products do not run side by side, what they do not cover is seen of all chunks but one.
+    at_ranks = predict(layer, 50, 2, machine, ExchangeSpec("peer", sums="ranks", chunks=4)).us
+    assert at_ranks == pytest.approx(300.2 + 2 * 1003 / 4 + (2 * 1003 - 300.2) * 3 / 4)
 
 
 def test_the_busiest_of_uneven_domains_by_hand() -> None:
