@@ -16,7 +16,7 @@ import moe_jax
 import moe_torch
 from moe_core.parity.builtin_cases import BUILT_IN, Draw, built_in_case
 from moe_core.parity.devices import use_gpu
-from moe_core.specs.operands import map_arrays
+from moe_core.specs.operands import TopK, map_arrays
 from moe_jax.parity import JaxEngine
 from moe_torch.layers.weights import to_numpy
 from moe_torch.parity.torch import TorchEngine, to_torch
@@ -44,8 +44,10 @@ def run_jax(layer: Layer) -> Any:
 
     extras = {"token_mask": put(layer.token_mask), "expert_map": put(layer.expert_map)}
     shared = None if layer.shared is None else map_arrays(layer.shared, put)
-    bundles = map_arrays(layer.experts, put), map_arrays(layer.routing, put)
-    with jax.default_device(device):
+    # JAX has ids int64 with x64 alone.
+    wide = isinstance(layer.routing, TopK) and layer.routing.ids.dtype == np.int64
+    with jax.default_device(device), jax.enable_x64(wide):
+        bundles = map_arrays(layer.experts, put), map_arrays(layer.routing, put)
         return moe_jax.moe(put(layer.x), *bundles, layer.spec, **extras, shared=shared)
 
 
