@@ -245,7 +245,7 @@ class AcrossRanks(InHalves):
 
         def receiver() -> None:
             if asked:
-                sums: Any = Combine.apply(routes, rows, None, None, output.dtype, total)
+                sums: Any = Combine.apply(routes, rows, None, None, output.dtype, total, None)
                 output.copy_(sums)
                 return
             if isinstance(routes, PeerRoutes):
