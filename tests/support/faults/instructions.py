@@ -23,12 +23,15 @@ class _ReachedError(Exception):
 
 
 def _given_to(stage: str, plan: LaunchPlan, launch: KernelLaunch) -> str:
+    from triton import knobs
     from triton.backends.nvidia.compiler import CUDABackend
 
     def reached(_: object, source: object, *__: Any) -> NoReturn:
         raise _ReachedError(source)
 
-    with mock.patch.object(CUDABackend, stage, reached):
+    with mock.patch.object(CUDABackend, stage, reached), knobs.compilation.scope():
+        # What is in Triton's cache would reach no stage.
+        knobs.compilation.always_compile = True
         try:
             compile_launch(plan, launch, TARGET)
         except _ReachedError as end:
