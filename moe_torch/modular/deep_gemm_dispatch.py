@@ -33,7 +33,7 @@ class TritonOrDeepGemmExperts(StandardExperts):
     `is_blackwell_deep_gemm_e8m0_used`. `explain` says which and why.
 
     The first seven parameters are those of `FusedMoEQuantConfig.make`, arrays (scales, zero points, biases) its others.
-    e8m0 and use_deep_gemm_package: of `deep_gemm_expert`, see `DeepGemmContractExperts`. Chunks of a batch all run on
+    e8m0: of `deep_gemm_expert`, see `DeepGemmContractExperts`. Chunks of a batch all run on
     the member of the whole batch. Raises InvalidInput, and Unsupported for what a member does not support.
     """
 
@@ -54,7 +54,6 @@ class TritonOrDeepGemmExperts(StandardExperts):
         *,
         tuning: Tuning | None = None,
         e8m0: bool = False,
-        use_deep_gemm_package: bool = False,
         **arrays: Any,
     ) -> None:
         config = FusedMoEQuantConfig.make(
@@ -72,13 +71,11 @@ class TritonOrDeepGemmExperts(StandardExperts):
         self.triton_expert = TritonExperts(config, tuning=tuning)
         self.deep_gemm_expert: DeepGemmExperts | None = None
         if self.allow_deep_gemm:
-            self.deep_gemm_expert = DeepGemmExperts(
-                config, tuning=tuning, e8m0=e8m0, use_deep_gemm_package=use_deep_gemm_package
-            )
-        elif e8m0 or use_deep_gemm_package:
+            self.deep_gemm_expert = DeepGemmExperts(config, tuning=tuning, e8m0=e8m0)
+        elif e8m0:
             raise InvalidInput(
-                f"e8m0 and use_deep_gemm_package must be False where DeepGEMM is not allowed, got {e8m0} and "
-                f"{use_deep_gemm_package}, and {self._not_allowed}; leave them out, or allow it"
+                f"e8m0 must be False where DeepGEMM is not allowed, got True, and {self._not_allowed}; leave it out, "
+                "or allow DeepGEMM"
             )
 
     @property

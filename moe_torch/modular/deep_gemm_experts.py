@@ -17,10 +17,8 @@ from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
-from moe_torch.modular.deep_gemm import Quantized
-from moe_torch.modular.deep_gemm_package import DeepGemmPackage
 from moe_torch.modular.experts import WorkspaceShapes
-from moe_torch.modular.stages import batched_layout, sum_by_token, weight_of_row, weighted_rows
+from moe_torch.modular.stages import batched_layout, sum_by_token
 from moe_torch.modular.standard_experts import ExpertsCall
 from moe_torch.modular.triton_experts import BatchedExperts, GroupedExperts, view_as, weights_left
 
@@ -34,8 +32,7 @@ class DeepGemmContractExperts(GroupedExperts):
     quant_config: fp8_w8a8 with block_shape [128, 128]; w1_scale fp32 `[E, N / 128, K / 128]` and w2_scale `[E, K / 128,
     F / 128]` may come with the call. Hidden states are bf16, fp16 or fp32 and quantised here, or e4m3 with a1q_scale
     fp32 `[.., K / 128]`; N, K and F are multiples of 128. e8m0: activations get power-of-two scales.
-    use_deep_gemm_package: the products are those of the `deep_gemm` package, see `DeepGemmPackage`.
-    Raises InvalidInput, and Unsupported for other configurations, layouts and where the package cannot do it.
+    Raises InvalidInput, and Unsupported for other configurations and layouts.
     """
 
     default_weight_layout = "out_in"
@@ -48,25 +45,20 @@ class DeepGemmContractExperts(GroupedExperts):
         weight_layout: str | None = None,
         tuning: Tuning | None = None,
         e8m0: bool = False,
-        use_deep_gemm_package: bool = False,
     ) -> None:
         super().__init__(quant_config, weight_layout=weight_layout, tuning=tuning)
         require_flag("e8m0", e8m0)
-        require_flag("use_deep_gemm_package", use_deep_gemm_package)
         if self.weight_layout != "out_in":
             raise Unsupported(
                 f"weight_layout must be 'out_in', as DeepGEMM has it, got {weight_layout!r}; leave it out"
             )
         self.e8m0 = e8m0
-        self.package = DeepGemmPackage(e8m0) if use_deep_gemm_package else None
         self._require_config(quant_config)
 
     def _require_config(self, quant_config: FusedMoEQuantConfig) -> None:
         reason = contract.why_not_deep_gemm(quant_config)
         if reason is not None:
             raise Unsupported(reason)
-        if self.package is not None and (quant_config.w1_bias is not None or quant_config.w2_bias is not None):
-            raise Unsupported("the package deep_gemm adds no bias; leave use_deep_gemm_package out")
 
     def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
         self._require_config(quant_config)
@@ -138,11 +130,6 @@ class DeepGemmExperts(DeepGemmContractExperts):
         layout = ops.make_layout(call.topk_ids, E, expert_map=call.expert_map, alignment=ALIGNMENT)
         F, count = self.adjust_N_for_activation(N, call.activation), layout.slot_of_row.shape[0]
         workspace13, workspace2 = call.workspace13, call.workspace2
-        if self.package is not None:
-            count = count // ALIGNMENT * ALIGNMENT
-            memory = view_as(workspace13, count, N), view_as(workspace2, count, F), view_as(workspace13, count, K)
-            self._run_package(self.package, call, rows, weights, layout, left, memory)
-            return
         stages = self.stages(weights)
         before = stages.product(1, {"y": view_as(workspace13, count, N)}, rows, layout, self.places[0])
         hidden = view_as(workspace2, count, F)
@@ -152,33 +139,6 @@ class DeepGemmExperts(DeepGemmContractExperts):
         memory = {"y": view_as(workspace13, M * topk, K)}
         slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=left.reshape(-1))
         sum_by_token(call.output, slots, layout.row_of_slot, topk, "slot")
-
-    def _run_package(
-        self,
-        package: DeepGemmPackage,
-        call: ExpertsCall,
-        tokens: QuantizedTensor,
-        weights: ExpertWeights,
-        layout: ops.RaggedLayout,
-        topk_weights: torch.Tensor,
-        memory: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> None:
-        """The same stages around the package's products, which gather nothing and weight nothing."""
-        before, hidden, after = memory
-        count, topk = before.shape[0], topk_weights.shape[1]
-        slots = layout.slot_of_row[:count]
-        token = slots.clamp(min=0).long() // topk
-        # Bytes, since not every device indexes e4m3.
-        values = tokens.values.view(torch.uint8)[token].view(torch.float8_e4m3fn)
-        places = torch.arange(count, dtype=torch.int32, device=slots.device)
-        group = torch.bucketize(places, layout.group_start[1:], right=True, out_int32=True)
-        m_indices = torch.where(slots >= 0, group, -1)
-        package.contiguous((values, tokens.scales[token]), _arrays(weights.gate_up), before, m_indices)
-        self.activation(call.activation, hidden, before)
-        rows = ops.quantize_rows(hidden, self.activations)
-        package.contiguous(_arrays(rows), _arrays(weights.down), after, m_indices)
-        rows = weighted_rows(after, weight_of_row(topk_weights, slots)[:, None])
-        sum_by_token(call.output, rows, layout.row_of_slot, topk, "row")
 
 
 class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
@@ -190,26 +150,13 @@ class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
         return (size.E, rows, size.N), *super().shapes(size, F)[1:]
 
     def run(self, call: ExpertsCall) -> None:
-        (E, R, N, K, topk), meta = self.require_blocks(call)
+        (E, R, N, K, _), meta = self.require_blocks(call)
         weights, rows = self.operands_of(call)
         layout = batched_layout(E, R, meta.expert_num_tokens.clamp(0, R))
         before, after = view_as(call.workspace13, E * R, N), call.output.view(E * R, K)
         hidden = view_as(call.workspace2, E * R, self.adjust_N_for_activation(N, call.activation))
-        expected_m = min(R, -(-call.topk_ids.shape[0] * topk // max(call.global_num_experts, E)) or 1)
-        for number, place in ((1, before), (2, after)):
-            weight = weights.gate_up if number == 1 else weights.down
-            if self.package is not None:
-                blocks = rows.values.view(E, R, -1), rows.scales.view(E, R, -1)
-                self.package.masked(blocks, _arrays(weight), place.view(E, R, -1), layout.group_sizes, expected_m)
-                found = torch.where((layout.slot_of_row >= 0)[:, None], place, 0)
-            else:
-                found = self.stages(weights).product(number, {"y": place}, rows, layout, ("row", "row"))
+        for number, weight_output in ((1, before), (2, after)):
+            result = self.stages(weights).product(number, {"y": weight_output}, rows, layout, ("row", "row"))
             if number == 1:
-                self.activation(call.activation, hidden, found)
+                self.activation(call.activation, hidden, result)
                 rows = ops.quantize_rows(hidden, self.activations)
-            elif found is not place:
-                place.copy_(found)
-
-
-def _arrays(tensor: QuantizedTensor) -> Quantized:
-    return tensor.values, tensor.scales

@@ -1,10 +1,7 @@
-"""The choice between Triton's experts and DeepGEMM's, and DeepGEMM's own package where somebody asks for it."""
+"""The choice between Triton's experts and DeepGEMM's."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-import types
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +16,6 @@ from moe_core.modular.deep_gemm import DEEP_GEMM, TRITON, DispatchCase, choose_e
 from moe_torch import format_named, modular, quantize_rows
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, TritonOrDeepGemmExperts
 from moe_torch.modular import deep_gemm as products
-from moe_torch.modular import deep_gemm_package as package
 from tests.support.modular.deep_gemm import BLOCK, config_of, draw_experts, tensors
 from tests.support.modular.problems import E
 from tests.support.modular.quantized import CONFIGURATIONS, converted, draw, with_arrays
@@ -192,11 +188,8 @@ def test_the_mode_of_scales_belongs_to_the_chip(monkeypatch: pytest.MonkeyPatch)
         )
         assert allowed(e8m0=True, **scales).explain(x, w1, w2).startswith(DEEP_GEMM if used else TRITON)
         assert allowed(**scales).explain(x, w1, w2).startswith(TRITON), "nobody asked for the mode"
-    for options in ({"e8m0": True}, {"use_deep_gemm_package": True}):
-        with pytest.raises(
-            InvalidInput, match=r"must be False where DeepGEMM is not allowed.*allow_deep_gemm is False"
-        ):
-            TritonOrDeepGemmExperts(True, block_shape=BLOCK, **options)
+    with pytest.raises(InvalidInput, match=r"must be False where DeepGEMM is not allowed.*allow_deep_gemm is False"):
+        TritonOrDeepGemmExperts(True, block_shape=BLOCK, e8m0=True)
     with pytest.raises(Unsupported, match="must not override activation alone"):
         type("Mine", (TritonOrDeepGemmExperts,), {"activation": lambda self, activation, output, input: None})
 
@@ -275,114 +268,3 @@ def test_jax_chooses_alike(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises((InvalidInput, Unsupported), match=message):
                 call()
     np.testing.assert_array_equal(np.asarray(found), expected)
-
-
-class Package(types.ModuleType):
-    """A `deep_gemm` that computes like ours and counts; factor: what it multiplies results with."""
-
-    def __init__(self, factor: float = 1.0) -> None:
-        super().__init__("deep_gemm")
-        self.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
-        self.calls, self.factor = [], factor
-
-    def m_grouped_fp8_gemm_nt_contiguous(self, a: Any, b: Any, d: Any, m_indices: Any) -> None:
-        assert m_indices.shape[0] % 128 == 0
-        for block in m_indices.view(-1, 128):
-            assert block.unique().numel() <= 2, "a group in a block, or padding"
-        self.calls.append("contiguous")
-        modular.m_grouped_fp8_gemm_nt_contiguous(a, b, d, m_indices)
-        d.mul_(self.factor)
-        # Upstream leaves anything where there is no group.
-        d[m_indices < 0] = float("nan")
-
-    def fp8_m_grouped_gemm_nt_masked(self, a: Any, b: Any, d: Any, masked_m: Any, expected_m: int) -> None:
-        self.calls.append("masked")
-        modular.m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m)
-        d.mul_(self.factor)
-        d[torch.arange(d.shape[1]) >= masked_m[:, None]] = float("nan")
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Package:
-    """The package, on a chip that it has kernels for."""
-    found = Package()
-    monkeypatch.setitem(sys.modules, "deep_gemm", found)
-    monkeypatch.setattr(package, "target_of_device", lambda device: Target("cuda", 90, 132))
-    return found
-
-
-def test_the_package_computes_what_ours_does(installed: Package) -> None:
-    """The first product of each size is compared; then it is the package's alone. Weighting rounds once more."""
-    case = draw_experts("bfloat16", tokens=20)
-    with running_on("reference") as device, torch.no_grad():
-        arguments, scales = tensors(case, device)
-        batched = modular.BatchedDeepGemmExperts(20, use_deep_gemm_package=True)
-        for prepare, experts, ours in (
-            (
-                MoEPrepareAndFinalizeNoEP(),
-                modular.DeepGemmExperts(use_deep_gemm_package=True),
-                modular.DeepGemmExperts(),
-            ),
-            (modular.BatchedPrepareAndFinalize(20, 3), batched, modular.BatchedDeepGemmExperts(20)),
-        ):
-            expected = FusedMoEModularKernel(prepare, ours)(*arguments, **scales)
-            kernel = FusedMoEModularKernel(prepare, experts)
-            installed.calls.clear()
-            for _ in range(2):
-                found = kernel(*arguments, **scales)
-                # bf16 has 8 bits: a rounding of each slot, and what that flips in the sum.
-                assert (found.float() - expected.float()).norm() <= 2**-8 * expected.float().norm()
-            assert len(installed.calls) == 4
-            assert experts.package is not None and len(experts.package._compared) == 2
-        # Compared before, so that what is wrong from now on shows in the result.
-        installed.factor = 2.0
-        assert not torch.allclose(kernel(*arguments, **scales), expected, rtol=0.1, atol=0.1)
-        require_equal(
-            kernel_of(modular.DeepGemmExperts())(*arguments, **scales),
-            kernel_of(allowed().deep_gemm_expert)(*arguments, **scales),
-            "ours",
-        )
-
-
-def test_the_package_is_refused_with_a_reason(installed: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = draw_experts("bfloat16", tokens=20)
-    with running_on("reference") as device, torch.no_grad():
-        arguments, scales = tensors(case, device)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            return kernel_of(modular.DeepGemmExperts(use_deep_gemm_package=True, **options))(*arguments, **scales)
-
-        installed.factor = 1.05
-        with pytest.raises(Unsupported, match=r"contiguous product of deep_gemm differs from ours: worst element"):
-            call(*arguments)
-        installed.factor = 1.0
-        x, *others = arguments
-        with pytest.raises(Unsupported, match=r"writes bf16, got torch\.float32"):
-            call(x.float(), *others)
-        ours = modular.DeepGemmExperts(use_deep_gemm_package=True).package
-        assert ours is not None
-        with monkeypatch.context() as patch, pytest.raises(Unsupported, match=r"not traced by torch\.compile"):
-            patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            ours.contiguous((x, x), (x, x), x, others[3])
-        for target, reason in (
-            (Target("reference"), "has kernels for sm_90 and sm_100, got reference"),
-            (Target("cuda", 100, 148), "takes power-of-two scales alone"),
-        ):
-            monkeypatch.setattr(package, "target_of_device", lambda device, target=target: target)
-            with pytest.raises(Unsupported, match=reason):
-                call(*arguments)
-        assert call(*arguments, e8m0=True).isfinite().all()
-        with pytest.raises(Unsupported, match="adds no bias"):
-            config = config_of(scales | {"w1_bias": x})
-            modular.DeepGemmExperts(config, use_deep_gemm_package=True)
-        monkeypatch.setattr(package, "_NAMES", {"contiguous": ("a_newer_name",)})
-        with pytest.raises(Unsupported, match="must have a_newer_name"):
-            call(*arguments, e8m0=True)
-        monkeypatch.setitem(sys.modules, "deep_gemm", None)
-        with pytest.raises(Unsupported, match="cannot be imported"):
-            package._product_named("contiguous")
-    monkeypatch.delitem(sys.modules, "deep_gemm")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for experts in (modular.DeepGemmExperts, allowed):
-        with pytest.raises(Unsupported, match=r"deep_gemm is not installed; install it from .* or leave"):
-            experts(use_deep_gemm_package=True)
