@@ -28,6 +28,15 @@ MODULES = {
 SHARED = "api/shared.md"
 
 
+def shown_first(path: str) -> tuple[int, str]:
+    """Sort key of an object: layers, then ops, then everything else."""
+    _, *inside, name = path.split(".")
+    if name in ("MoE", "moe"):
+        return 2 * (name == "moe"), name
+    rank = 1 if "layers" in inside else 3 if {"ops", "rows", "rounding", "norm"} & set(inside[:1]) else 4
+    return rank, name.lower()
+
+
 def exported(module: griffe.Module) -> list[str]:
     """The public names of a module: its `__all__`, or what it imports as the same name."""
     if module.exports is not None:
@@ -47,7 +56,8 @@ def pages(root: Path) -> dict[str, str]:
     for name in sorted(MODULES, key=lambda name: not name.startswith("moe_core")):
         package, _, inside = name.partition(".")
         module = packages[package][inside] if inside else packages[package]
-        own, others, constants = [], [], []
+        own: dict[str, str] = {}
+        others, constants = [], []
         for member in exported(module):
             target = module[member]
             try:
@@ -62,7 +72,7 @@ def pages(root: Path) -> dict[str, str]:
                 others.append(f"[{member}][{path}]")
             else:
                 seen.add(path)
-                own.append(f"::: {name}.{member}\n    options: {{heading_level: 3}}\n")
+                own[path] = f"::: {name}.{member}\n    options: {{heading_level: 3}}\n"
         text = [
             f"# {name}",
             f"{MODULES[name]}.",
@@ -70,8 +80,10 @@ def pages(root: Path) -> dict[str, str]:
         ]
         text += [f"Shared with the other front-end, or of the core: {', '.join(others)}."] if others else []
         text += [f"Constants: {', '.join(constants)}."] if constants else []
-        found[f"api/{name}.md"] = "\n\n".join([*text, "## Members", *own])
-    blocks = [f"::: {public}\n" for public in sorted(shared.values(), key=lambda path: path.split(".")[-1].lower())]
+        found[f"api/{name}.md"] = "\n\n".join(
+            [*text, "## Members", *(own[path] for path in sorted(own, key=shown_first))]
+        )
+    blocks = [f"::: {public}\n" for _, public in sorted(shared.items(), key=lambda entry: shown_first(entry[0]))]
     intro = "What both front-ends take and return: import these names from `moe_torch`, `moe_jax` or their modules."
     found[SHARED] = "\n\n".join(["# Shared specs and data", intro, *blocks])
     rows = [f"| [{name}]({name}.md) | {title} |" for name, title in MODULES.items()]
