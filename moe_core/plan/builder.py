@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_core.base.arrays import ArraySpec
@@ -19,6 +19,7 @@ from moe_core.plan.steps import (
     Pointer,
     ReferenceCall,
     TensorMap,
+    function_name,
 )
 from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, Role, role_of
 from moe_core.specs.routing import LayoutSpec
@@ -124,14 +125,22 @@ class PlanBuilder:
             self._steps.append(step)
 
     def reference(
-        self, function: str, inputs: Mapping[str, str], constants: Mapping[str, Any], outputs: Sequence[str]
+        self,
+        function: Callable[..., Any],
+        inputs: Mapping[str, str],
+        constants: Mapping[str, Any],
+        outputs: Sequence[str],
     ) -> LaunchPlan:
-        """Add a call of a NumPy twin; the plan with it."""
-        for name in (*inputs.values(), *outputs):
-            assert self.has(name), f"unknown buffer {name}"
-        self._filled.update(outputs)
-        self._steps.append(ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), tuple(outputs)))
+        """Add a call of a NumPy twin and return the plan with it."""
+        arguments = tuple(inputs.items()), tuple(constants.items())
+        self.add_reference(ReferenceCall(function_name(function), *arguments, tuple(outputs)))
         return self.build()
+
+    def add_reference(self, step: ReferenceCall) -> None:
+        for name in (*(buffer for _, buffer in step.inputs), *step.outputs):
+            assert self.has(name), f"unknown buffer {name}"
+        self._filled.update(step.outputs)
+        self._steps.append(step)
 
     def call(
         self,

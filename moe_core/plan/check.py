@@ -19,7 +19,7 @@ from typing import Any
 
 from moe_core.errors import InvalidInput
 from moe_core.plan.builder import GRID_LIMITS
-from moe_core.plan.steps import KernelLaunch, LaunchPlan, Pointer, ReferenceCall, TensorMap
+from moe_core.plan.steps import KernelLaunch, LaunchPlan, Pointer, ReferenceCall, TensorMap, declared_kernels
 
 #: Bytes of a buffer, more than any machine has: sums of so many stay far below 64 bits.
 _MOST_BYTES = 2**48
@@ -84,7 +84,12 @@ def _check_launch(step: KernelLaunch, plan: LaunchPlan) -> set[str]:
     """The buffers of a launch."""
     if not plan.target.compiled:
         raise _wrong(f"step {step.kernel.name}", "a NumPy twin, as its target is the reference", "a kernel")
-    parameters = _parameters(step.kernel.name)
+    name = step.kernel.name
+    if (declared := declared_kernels().get(name)) is None:
+        raise InvalidInput(f"kernel must exist, got {name}, which moe_core.ops does not define; correct its name")
+    if step.kernel != declared:
+        raise _wrong(f"step {name}", f"the kernel {declared}", step.kernel)
+    parameters = _parameters(name)
     _require_names(step, [name for name, _ in step.arguments], parameters, parameters)
     if not all(0 < size < limit for size, limit in zip(step.grid, GRID_LIMITS, strict=True)):
         raise _wrong(f"step {step.kernel.name}", f"a grid from 1 to below {GRID_LIMITS}", step.grid)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import importlib
 import pathlib
 import re
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.arena import aligned, lend_memory, place_buffers
 
 _INT32_LIMIT = 2**31
+_OPS = pathlib.Path(__file__).parent.parent / "ops"
 #: Raised when the meaning of plan data changes.
 FORMAT_VERSION = 5
 
@@ -106,7 +108,7 @@ def _argument(name: str, value: Argument | int | float | str | bool | None) -> A
 @plan_type
 @dataclass(frozen=True)
 class Kernel:
-    """A Triton kernel, with the facts that planning and compiling go by. Planners declare theirs as module constants.
+    """A Triton kernel, with the facts that planning and compiling need; made by `declare_kernel`.
 
     name: `"module:function"` under `moe_core.ops`.
     pdl: when the kernel waits for the launch ahead of it under PDL (`moe_core.ops.moe.pdl`). `"start"`: before it reads
@@ -140,14 +142,39 @@ class Kernel:
         return self.name.partition(":")[2]
 
 
+#: Kernels by name, as their planners declare them.
+_declared: dict[str, Kernel] = {}
+
+
+def function_name(function: Any) -> str:
+    """`"module:function"` under `moe_core.ops` of a function, a loaded kernel or an `UnloadedFunction`."""
+    function = getattr(function, "fn", function)
+    return f"{function.__module__.removeprefix('moe_core.ops.')}:{function.__name__}"
+
+
+def declare_kernel(
+    function: Any,
+    *,
+    pdl: Literal["start", "layout"] | None = None,
+    writes_layout: bool = False,
+    whole_multiprocessor: bool = False,
+    counts_slots: bool = False,
+    prepacked_weight: str | None = None,
+) -> Kernel:
+    """Declare the kernel that is a function of a kernel module, loaded or not; see `Kernel` for its facts."""
+    name = function_name(function)
+    kernel = Kernel(name, pdl, writes_layout, whole_multiprocessor, counts_slots, prepacked_weight)
+    assert _declared.setdefault(name, kernel) == kernel, f"{name} is declared twice"
+    return kernel
+
+
 @functools.cache
-def _is_defined(name: str) -> bool:
-    """Whether a kernel of this name exists. Its source is read, because importing it would need Triton."""
-    module, _, function = name.partition(":")
-    if (loaded := sys.modules.get(f"moe_core.ops.{module}")) is not None:
-        return hasattr(loaded, function)
-    path = pathlib.Path(__file__).parent.parent.joinpath("ops", *module.split(".")).with_suffix(".py")
-    return path.is_file() and re.search(rf"^def {function}\(", path.read_text(), re.MULTILINE) is not None
+def declared_kernels() -> Mapping[str, Kernel]:
+    """Every kernel by its name. All planners are imported."""
+    for path in sorted(_OPS.rglob("*.py")):
+        if path.parent.name != "kernels" and not path.stem.endswith("kernel"):
+            importlib.import_module(".".join(("moe_core.ops", *path.relative_to(_OPS).with_suffix("").parts)))
+    return _declared
 
 
 @plan_type
@@ -170,8 +197,6 @@ class KernelLaunch:
         if not isinstance(self.kernel, Kernel):
             raise InvalidInput(f"kernel must be a Kernel, got {self.kernel!r}; declare one beside its planner")
         name, given = self.kernel.name, {name for name, _ in self.arguments}
-        if not _is_defined(name):
-            raise InvalidInput(f"kernel must exist, got {name}, which moe_core.ops does not define; correct its name")
         if ("PDL" in given) != (self.kernel.pdl is not None):
             raise InvalidInput(
                 f"arguments of {name} must have PDL exactly if its Kernel says when it waits, got pdl="

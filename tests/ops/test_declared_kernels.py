@@ -68,7 +68,7 @@ def _declared_names(path: pathlib.Path) -> list[str]:
 
 
 def _makes_kernel(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Kernel"
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "declare_kernel"
 
 
 DECLARED = _declared()
@@ -105,7 +105,7 @@ def test_every_kernel_is_declared_once_as_a_constant_beside_its_planner() -> Non
     names = [kernel.name for _, kernel in DECLARED]
     assert len(names) > 30 and len(set(names)) == len(names)
     made = sum(_makes_kernel(node) for path in PLANNERS for node in ast.walk(ast.parse(path.read_text())))
-    assert made == len(DECLARED), "a Kernel is made elsewhere than as a module constant"
+    assert made == len(DECLARED), "a kernel is declared elsewhere than as a module constant"
     launches = [
         f"{path.name}:{node.lineno}"
         for path in PLANNERS

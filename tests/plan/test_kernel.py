@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.reduction.rowwise import CAST_ROWS
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.check import check_plan
 from moe_core.plan.steps import Argument, Constant, Kernel, KernelLaunch
+from tests.support.runtime.isolation import run_blocked
 
 
 def launch(kernel: Any, grid: tuple[int, ...] = (1,), **arguments: Argument) -> None:
@@ -31,8 +35,38 @@ def test_undeclared_kernels_are_refused(grid: tuple[int, ...]) -> None:
     "name", ["reduction.kernels.rowwise:cast_row", "reduction.kernels.row:cast_rows", "reduction:cast_rows"]
 )
 def test_kernels_that_do_not_exist_are_refused(name: str) -> None:
+    builder = PlanBuilder("test", Target("cuda", 90, 132))
+    builder.launch(Kernel(name), (1,), {})
     with pytest.raises(InvalidInput, match=f"kernel must exist, got {name}, which moe_core.ops does not define"):
-        launch(Kernel(name))
+        check_plan(builder.build())
+
+
+def test_kernels_with_other_facts_are_refused() -> None:
+    builder = PlanBuilder("test", Target("cuda", 90, 132))
+    builder.launch(dataclasses.replace(CAST_ROWS, writes_layout=True), (1,), {})
+    with pytest.raises(InvalidInput, match=r"cast_rows of a plan must have the kernel .*writes_layout=False.*, got"):
+        check_plan(builder.build())
+
+
+def test_kernels_are_named_as_they_are_loaded() -> None:
+    """Names of unloaded functions equal those of loaded ones; packages give modules that are loaded."""
+    run_blocked(
+        (),
+        "from moe_core.plan.steps import declared_kernels, function_name\n"
+        "from moe_core.runtime.compiler import load_kernel\n"
+        "names = list(declared_kernels())\n"
+        "assert len(names) > 60 and 'triton' not in sys.modules\n"
+        "assert [function_name(load_kernel(name)) for name in names] == names\n"
+        "from moe_core.ops.reduction.kernels import rowwise\n"
+        "assert rowwise is sys.modules['moe_core.ops.reduction.kernels.rowwise']\n",
+    )
+
+
+def test_modules_that_do_not_exist_cannot_be_imported_unloaded() -> None:
+    for name in ("moe_core.ops.reduction.kernels", "moe_core.ops.matmul.portable"):
+        package = importlib.import_module(name)
+        for missing in ("row_wise", "plans", "__all__"):
+            assert not hasattr(package, missing), (name, missing)
 
 
 def test_launches_have_four_warps_and_three_stages_unless_they_say_so() -> None:

@@ -12,7 +12,7 @@ import pytest
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Constant, Kernel, LaunchPlan, Pointer, Scalar
+from moe_core.plan.steps import Constant, Kernel, LaunchPlan, Pointer, ReferenceCall, Scalar
 from tests.support import harness_faults
 from tests.support.harness import engine_target, run_plan, span_bytes
 
@@ -106,6 +106,6 @@ def test_reference_plans_run_too() -> None:
     builder.input("x", ArraySpec((3, 0), "float32"))
     builder.input("z", ArraySpec((4,), "float32"))
     builder.output("y", ArraySpec((4,), "float32"))
-    builder.reference("harness_faults:negate", {"x": "z"}, {"offset": 2}, ["y"])
+    builder.add_reference(ReferenceCall("harness_faults:negate", (("x", "z"),), (("offset", 2),), ("y",)))
     outputs = run_plan(builder.build(), {"x": np.zeros((3, 0), np.float32), "z": np.arange(4, dtype=np.float32)})
     assert outputs["y"].tolist() == [2, 1, 0, -1]

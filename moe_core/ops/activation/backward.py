@@ -13,14 +13,15 @@ from moe_core.base.sizes import elementwise_tile
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.activation.forward import check_input, function_constants, input_constants
+from moe_core.ops.activation.kernels import backward as kernels
 from moe_core.ops.common.zero_rows import launch_zero_rows
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertActivationOperands, Role, named_arrays
 
-ACTIVATION_BACKWARD = Kernel("activation.kernels.backward:activation_backward")
-EXPERT_ACTIVATION_BACKWARD = Kernel("activation.kernels.backward:expert_activation_backward")
+ACTIVATION_BACKWARD = declare_kernel(kernels.activation_backward)
+EXPERT_ACTIVATION_BACKWARD = declare_kernel(kernels.expert_activation_backward)
 
 #: What the backward between the matmuls can compute; a plan leaves out what nobody needs.
 EXPERT_GRADIENTS = ("d_pre", "weighted_hidden", "d_weight")
@@ -50,8 +51,10 @@ def plan_activation_backward(
     if up is not None:
         outputs.append(builder.output("d_up", ArraySpec((rows, width), x.dtype)))
     if not target.compiled:
+        from moe_core.ops.activation import reference as twins
+
         constants = {"activation": activation}
-        return builder.reference("activation.reference:activation_backward", inputs, constants, outputs)
+        return builder.reference(twins.activation_backward, inputs, constants, outputs)
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("d_y", "x", "up", "d_x", "d_up")
     arguments |= passed(num_rows=rows, WIDTH=width, D_Y_STRIDE=d_y_stride)
@@ -140,9 +143,11 @@ def plan_expert_activation_backward(
     for name in outputs:
         builder.output(name, shapes[name], roles.get(name))
     if not target.compiled:
+        from moe_core.ops.activation import reference as twins
+
         builder.sums("d_weight: NumPy's pairwise sum over d_ff, fp32")
         options = {"activation": activation, "order": order, "outputs": outputs}
-        return builder.reference("activation.reference:expert_activation_backward", present, options, outputs)
+        return builder.reference(twins.expert_activation_backward, present, options, outputs)
     block_m, block_n = _row_tile(width, target)
     builder.sums(
         f"d_weight: d_ff in {block_n} partial sums in order, then a tree over them, fp32; then the bias product"

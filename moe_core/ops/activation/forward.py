@@ -11,11 +11,12 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
+from moe_core.ops.activation.kernels import forward as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, LaunchPlan, passed
+from moe_core.plan.steps import Argument, LaunchPlan, declare_kernel, passed
 from moe_core.specs.matmul import Activation
 
-ACTIVATION = Kernel("activation.kernels.forward:activation")
+ACTIVATION = declare_kernel(kernels.activation)
 
 
 def check_input(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> int:
@@ -63,8 +64,10 @@ def plan_activation(
     inputs = builder.inputs({"x": x, "up": up})
     builder.output("y", ArraySpec((rows, width), out_dtype))
     if not target.compiled:
+        from moe_core.ops.activation import reference as twins
+
         constants = {"activation": activation, "out_dtype": out_dtype}
-        return builder.reference("activation.reference:activation", inputs, constants, ("y",))
+        return builder.reference(twins.activation, inputs, constants, ("y",))
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("x", "up", "y") | passed(num_rows=rows, WIDTH=width)
     arguments |= input_constants(x, up, activation) | passed(BLOCK_M=block_m, BLOCK_N=block_n)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from moe_core.base.lazy import UnloadedFunction
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, passed
+from moe_core.plan.steps import declare_kernel, passed
 
-ZERO_ROWS = Kernel("reduction.kernels.reduce:zero_rows")
+ZERO_ROWS = declare_kernel(UnloadedFunction("moe_core.ops.reduction.kernels.reduce", "zero_rows"))
 
 
 def launch_zero_rows(builder: PlanBuilder, markers: str, y: str, tile: tuple[int, int]) -> None:

@@ -16,14 +16,15 @@ from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.checks import copy_tile, require_programs, require_table, require_width
+from moe_core.ops.exchange.kernels import direct as kernels
 from moe_core.ops.exchange.send_tables import HEADER, columns_of
 from moe_core.ops.reduction.reduce import reduce_tile, require_beside, unrolled
 from moe_core.ops.routing.layout import require_experts
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 
-PUSH_TOKENS_ONCE = Kernel("exchange.kernels.direct:push_tokens_once", counts_slots=True)
-SUM_RESULTS = Kernel("exchange.kernels.direct:sum_results")
+PUSH_TOKENS_ONCE = declare_kernel(kernels.push_tokens_once, counts_slots=True)
+SUM_RESULTS = declare_kernel(kernels.sum_results)
 
 #: What a rank tells: its header, its tokens, and what fills up 16 bytes.
 TOLD = HEADER + 4
@@ -119,8 +120,10 @@ def plan_push_tokens_once(
         outputs += [builder.output(name, ArraySpec((tokens, num_ranks), "int32")) for name in ("owners", "rows")]
     sizes = {"rank": rank, "most": most}
     if not target.compiled:
+        from moe_core.ops.exchange import reference_direct as twins
+
         constants = sizes | {"per_rank": per_rank, "num_experts": num_experts}
-        return builder.reference("exchange.reference_direct:push_tokens_once", present, constants, outputs)
+        return builder.reference(twins.push_tokens_once, present, constants, outputs)
     require_experts(num_experts)
     if x is None:
         block_t, block_n, warps = _TOKENS[target.engine], 1, _WARPS
@@ -191,7 +194,9 @@ def plan_sum_results(
     builder.output("out", ArraySpec((tokens, width), out_dtype))
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
     if not target.compiled:
-        return builder.reference("exchange.reference_direct:sum_results", present, {"out_dtype": out_dtype}, ("out",))
+        from moe_core.ops.exchange import reference_direct as twins
+
+        return builder.reference(twins.sum_results, present, {"out_dtype": out_dtype}, ("out",))
     block_t, block_n, warps = reduce_tile(tokens, width, target)
     arguments = builder.pointers(*arrays, "out")
     arguments |= passed(num_tokens=tokens, num_rows=rows, num_ranks=num_ranks, TOP_K=top_k, COLUMNS=columns_of(top_k))

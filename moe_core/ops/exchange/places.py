@@ -11,11 +11,12 @@ from moe_core.base.sizes import INT32_LIMIT, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.checks import require_places, slots_block
+from moe_core.ops.exchange.kernels import places as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 
-RUN_STARTS = Kernel("exchange.kernels.places:run_starts")
-SLOT_PLACES = Kernel("exchange.kernels.places:slot_places")
+RUN_STARTS = declare_kernel(kernels.run_starts)
+SLOT_PLACES = declare_kernel(kernels.slot_places)
 
 #: Counts for one owner that one program holds.
 MAX_COUNTS = 8192
@@ -63,8 +64,10 @@ def plan_peer_places(
     outputs.append(builder.output("received", ArraySpec((1, per_rank), "int32")))
     outputs.append(builder.output("overflow", ArraySpec((1,), "int32")))
     if not target.compiled:
+        from moe_core.ops.exchange import reference as twins
+
         constants = {"rank": rank, "receive": receive}
-        return builder.reference("exchange.reference:peer_places", present, constants, outputs)
+        return builder.reference(twins.peer_places, present, constants, outputs)
     ranks, experts = padded(num_ranks, 1), padded(per_rank, 1)
     if ranks * experts > MAX_COUNTS:
         raise Unsupported(

@@ -21,11 +21,12 @@ from moe_core.ops.exchange.checks import (
     require_width,
     slots_block,
 )
+from moe_core.ops.exchange.kernels import pull as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 
-PULL_ROWS = Kernel("exchange.kernels.pull:pull_rows")
-PULL_WEIGHTS = Kernel("exchange.kernels.pull:pull_weights")
+PULL_ROWS = declare_kernel(kernels.pull_rows)
+PULL_WEIGHTS = declare_kernel(kernels.pull_weights)
 
 
 @functools.lru_cache(PLANS_KEPT)
@@ -74,8 +75,10 @@ def plan_combine_pull(
     builder.output("out", ArraySpec((tokens, width), out_dtype))
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
     if not target.compiled:
+        from moe_core.ops.exchange import reference as twins
+
         constants = {"num_rows": num_rows, "width": width, "dtype": dtype, "out_dtype": out_dtype}
-        return builder.reference("exchange.reference:pull_rows", present, constants, ("out",))
+        return builder.reference(twins.pull_rows, present, constants, ("out",))
     together = at_once(top_k)
     tile = copy_tile(tokens, width, dtypes.itemsize(dtype), programs, target, each=together)
     block_t, block_n, warps = tile
@@ -102,7 +105,9 @@ def plan_combine_pull_weights(
     present = builder.inputs({"owners": owners, "rows": rows, "weights_at": weights_at})
     builder.output("out", ArraySpec(rows.shape, "float32"))
     if not target.compiled:
-        return builder.reference("exchange.reference:pull_weights", present, {"num_rows": num_rows}, ("out",))
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.pull_weights, present, {"num_rows": num_rows}, ("out",))
     block = slots_block(target)
     arguments = builder.pointers("owners", "rows", "weights_at", "out")
     arguments |= passed(num_slots=rows.size, num_ranks=num_ranks, num_rows=num_rows, BLOCK=block)

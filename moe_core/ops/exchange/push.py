@@ -23,15 +23,16 @@ from moe_core.ops.exchange.checks import (
     require_width,
     slots_block,
 )
+from moe_core.ops.exchange.kernels import push as kernels
 from moe_core.ops.quantize.rows import rule_of
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 
-PUSH_ROWS = Kernel("exchange.kernels.push:push_rows")
-PUSH_QUANTIZED_ROWS = Kernel("exchange.kernels.push:push_quantized_rows")
-PUSH_SLOTS = Kernel("exchange.kernels.push:push_slots")
-PUSH_COUNTS = Kernel("exchange.kernels.push:push_counts")
-PUSH_RESULTS = Kernel("exchange.kernels.push:push_results")
+PUSH_ROWS = declare_kernel(kernels.push_rows)
+PUSH_QUANTIZED_ROWS = declare_kernel(kernels.push_quantized_rows)
+PUSH_SLOTS = declare_kernel(kernels.push_slots)
+PUSH_COUNTS = declare_kernel(kernels.push_counts)
+PUSH_RESULTS = declare_kernel(kernels.push_results)
 
 #: Parts of the rows that results leave from by turns: a prime, so that few numbers of experts begin all parts alike.
 _SECTIONS = 13
@@ -75,8 +76,10 @@ def plan_dispatch_push(
     arrays = {"x": x, "owners": owners, "rows": rows, "rows_at": rows_at, "scales_at": scales_at}
     present = builder.inputs(arrays)
     if not target.compiled:
+        from moe_core.ops.exchange import reference as twins
+
         constants = {"num_rows": num_rows, "format": format}
-        return builder.reference("exchange.reference:push_rows", present, constants, ())
+        return builder.reference(twins.push_rows, present, constants, ())
     sizes = passed(num_tokens=tokens, num_ranks=num_ranks, num_rows=num_rows)
     sizes |= passed(TOP_K=top_k, AT_ONCE=at_once(top_k), WIDTH=width, X_STRIDE=stride)
     if format is None:
@@ -152,8 +155,10 @@ def plan_push_slots(
     builder = PlanBuilder("push_slots", target)
     present = builder.inputs({"weights": weights, "owners": owners, "rows": rows, **tables})
     if not target.compiled:
+        from moe_core.ops.exchange import reference as twins
+
         constants = {"rank": rank, "num_rows": num_rows}
-        return builder.reference("exchange.reference:push_slots", present, constants, ())
+        return builder.reference(twins.push_slots, present, constants, ())
     block = slots_block(target)
     arguments = builder.pointers("weights", "owners", "rows", "weights_at", "sources_at")
     arguments |= passed(num_slots=rows.size, num_ranks=min(num_ranks), num_rows=num_rows, rank=rank, BLOCK=block)
@@ -173,7 +178,9 @@ def plan_push_counts(counts: ArraySpec, counts_at: ArraySpec, target: Target, *,
     builder = PlanBuilder("push_counts", target)
     present = builder.inputs({"counts": counts, "counts_at": counts_at})
     if not target.compiled:
-        return builder.reference("exchange.reference:push_counts", present, {"rank": rank}, ())
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.push_counts, present, {"rank": rank}, ())
     block, size = slots_block(target), counts.shape[0]
     arguments = builder.pointers("counts", "counts_at") | passed(size=size, rank=rank, BLOCK=block)
     builder.launch(PUSH_COUNTS, (num_ranks, -(-size // block)), arguments)
@@ -211,7 +218,9 @@ def plan_combine_push(
     builder = PlanBuilder("combine_push", target)
     present = builder.inputs({"y": y, "sources": sources, "group_start": group_start, "slots_at": slots_at})
     if not target.compiled:
-        return builder.reference("exchange.reference:push_results", present, {"num_slots": num_slots}, ())
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.push_results, present, {"num_slots": num_slots}, ())
     rows, width = y.shape
     block_m, block_n, warps = copy_tile(rows, width, dtypes.itemsize(y.dtype), programs, target)
     arguments = builder.pointers("y", "sources", "group_start", "slots_at")

@@ -10,14 +10,15 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
+from moe_core.ops.exchange.kernels import receive_tables as kernels
 from moe_core.ops.exchange.send_tables import HEADER, LANES, blocks_of, columns_of
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.exchange import TableSpec
 
-RECEIVE_SLOTS = Kernel("exchange.kernels.receive_tables:receive_slots")
-COUNT_RECEIVED = Kernel("exchange.kernels.receive_tables:count_received", writes_layout=True)
-PLACE_RECEIVED = Kernel("exchange.kernels.receive_tables:place_received", writes_layout=True)
+RECEIVE_SLOTS = declare_kernel(kernels.receive_slots)
+COUNT_RECEIVED = declare_kernel(kernels.count_received, writes_layout=True)
+PLACE_RECEIVED = declare_kernel(kernels.place_received, writes_layout=True)
 
 #: Rows of slots per program; and tokens and rows that one step fills.
 _BLOCK = {"gpu": 512, "interpreter": 32}
@@ -83,8 +84,10 @@ def plan_receive_tables(
         for name, shape, dtype in receive_shapes(num_rows, num_tokens, spec)
     ]
     if not target.compiled:
+        from moe_core.ops.exchange import reference_tables as twins
+
         constants = {"spec": spec, "rank": rank, "top_k": top_k, "num_rows": num_rows, "num_tokens": num_tokens}
-        return builder.reference("exchange.reference_tables:receive_tables", present, constants, outputs)
+        return builder.reference(twins.receive_tables, present, constants, outputs)
     head, padded_sources, block = HEADER if header is not None else 0, padded(sources, 1), _BLOCK[target.engine]
     if spec.by_slot:
         arguments = builder.pointers("came", "header", "lost", "ids", "weights", "spoilt")

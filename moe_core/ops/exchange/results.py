@@ -11,10 +11,11 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
 from moe_core.ops.exchange.checks import require_table, require_width, slots_block
+from moe_core.ops.exchange.kernels import results as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 
-RESULT_ADDRESSES = Kernel("exchange.kernels.results:result_addresses")
+RESULT_ADDRESSES = declare_kernel(kernels.result_addresses)
 
 
 @functools.lru_cache(PLANS_KEPT)
@@ -49,8 +50,10 @@ def plan_result_addresses(
     rows, row_bytes = sources.shape[0], width * dtypes.itemsize(dtype)
     builder.output("results_at", ArraySpec((rows,), "int64"))
     if not target.compiled:
+        from moe_core.ops.exchange import reference as twins
+
         constants = {"num_slots": num_slots, "row_bytes": row_bytes}
-        return builder.reference("exchange.reference:result_addresses", present, constants, ("results_at",))
+        return builder.reference(twins.result_addresses, present, constants, ("results_at",))
     block = slots_block(target)
     arguments = builder.pointers("sources", "group_start", "slots_at", "results_at")
     arguments |= passed(num_ranks=num_ranks, num_rows=rows, num_slots=num_slots)

@@ -10,14 +10,15 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
+from moe_core.ops.exchange.kernels import send_tables as kernels
 from moe_core.ops.routing.layout import require_experts
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.exchange import TableSpec
 from moe_core.specs.routing import LayoutSpec
 
-COUNT_SENDS = Kernel("exchange.kernels.send_tables:count_sends", writes_layout=True, counts_slots=True)
-PLACE_SENDS = Kernel("exchange.kernels.send_tables:place_sends", writes_layout=True, counts_slots=True)
+COUNT_SENDS = declare_kernel(kernels.count_sends, writes_layout=True, counts_slots=True)
+PLACE_SENDS = declare_kernel(kernels.place_sends, writes_layout=True, counts_slots=True)
 
 #: Numbers that ranks compare.
 HEADER = 8
@@ -108,8 +109,9 @@ def plan_send_tables(
         builder.output(name, ArraySpec(shape, dtype)) for name, shape, dtype in send_shapes(num_tokens, top_k, spec)
     ]
     if not target.compiled:
-        function = "exchange.reference_tables:send_tables"
-        return builder.reference(function, present, {"spec": spec, "rank": rank}, outputs)
+        from moe_core.ops.exchange import reference_tables as twins
+
+        return builder.reference(twins.send_tables, present, {"spec": spec, "rank": rank}, outputs)
     for size in (spec.num_experts, spec.num_places):
         require_experts(size)
     columns = columns_of(top_k)

@@ -12,10 +12,11 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats.fp8 import BLOCK
 from moe_core.ops.exchange.checks import copy_grid, copy_tile, most_programs, require_programs, require_width
+from moe_core.ops.exchange.kernels import take as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 
-TAKE_ROWS = Kernel("exchange.kernels.take:take_rows")
+TAKE_ROWS = declare_kernel(kernels.take_rows)
 
 #: Columns that share a scale.
 _GROUP = BLOCK
@@ -58,7 +59,9 @@ def plan_take_rows(
     present = builder.inputs({"x": x, "scales": scales, "rows": rows, "group_start": group_start})
     builder.output("y", ArraySpec((rows.shape[0], width), dtype or x.dtype))
     if not target.compiled:
-        return builder.reference("exchange.reference:take_rows", present, {}, ("y",))
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.take_rows, present, {}, ("y",))
     itemsize = dtypes.itemsize(builder.spec("y").dtype)
     block_m, block_n, warps = copy_tile(rows.shape[0], width, itemsize, programs, target)
     arguments = builder.pointers("x", "scales", "rows", "group_start", "y")

@@ -105,11 +105,13 @@ def plan_matmul_ogs_backward(
         array = getattr(operands, name.removeprefix("d_"))
         builder.output(name, ArraySpec(array.shape, array.dtype))
     if not target.compiled:
+        from moe_core.ops.matmul.reference import backward as twins
+
         builder.sums("products and sums: the order of NumPy, fp32")
         constants = {"layout": layout, "spec": spec, "wanted": wanted}
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
         constants |= {"tensors": tensors} if tensors else {}
-        return builder.reference("matmul.reference.backward:matmul_ogs_backward", present, constants, wanted)
+        return builder.reference(twins.matmul_ogs_backward, present, constants, wanted)
     gradient = cast_gradient(builder, "cast", "d_y", operands.x.dtype)
     if "d_row_weight" in wanted:
         assert layout is not None

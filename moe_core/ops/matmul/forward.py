@@ -122,14 +122,17 @@ def _declare_outputs(builder: PlanBuilder, problem: MatmulProblem) -> None:
 
 
 def _reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProblem) -> LaunchPlan:
+    from moe_core.ops.matmul.reference import forward as twins
+
     """The plan with the NumPy twin in the place of launches."""
+
     outputs, constants = problem.outputs, {"layout": problem.layout, "spec": problem.spec}
     keeping = {} if outputs == ("y",) else {"outputs": outputs}
-    function, axis = "matmul_ogs_keeping" if keeping else "matmul_ogs", "the whole reduction axis"
+    function, axis = twins.matmul_ogs_keeping if keeping else twins.matmul_ogs, "the whole reduction axis"
     if problem.quantized:
         constants |= {"tensors": tuple((name, tensor.spec) for name, tensor in problem.quantized.items())}
-        function, axis = "matmul_ogs_quantized", "every group of the reduction axis, in order"
+        function, axis = twins.matmul_ogs_quantized, "every group of the reduction axis, in order"
         builder.note(", ".join(f"{name} {tensor}" for name, tensor in problem.quantized.items()))
     by_row = ", one row at a time" if problem.batch_invariant else ""
     builder.sums(f"reference: float32 BLAS over {axis}{by_row}")
-    return builder.reference(f"matmul.reference.forward:{function}", inputs, constants | keeping, outputs)
+    return builder.reference(function, inputs, constants | keeping, outputs)

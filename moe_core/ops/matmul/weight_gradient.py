@@ -13,20 +13,21 @@ from moe_core.base.sizes import INT32_LIMIT, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.common.drain import must_drain
+from moe_core.ops.matmul.portable import weight_gradient_kernel as kernels
 from moe_core.ops.matmul.sm90.weight_gradient_plan import (
     SM90_GRADIENT_TILE,
     launch_sm90_gradient,
     why_not_sm90_gradient,
 )
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.matmul import WeightGradientSpec
 from moe_core.specs.operands import LAYOUT_INPUTS, WeightGradientOperands, named_arrays
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 
-WEIGHT_GRADIENT = Kernel("matmul.portable.weight_gradient_kernel:weight_gradient")
-SUM_PARTS = Kernel("matmul.portable.weight_gradient_kernel:sum_parts")
+WEIGHT_GRADIENT = declare_kernel(kernels.weight_gradient)
+SUM_PARTS = declare_kernel(kernels.sum_parts)
 
 #: Steps along the rows that a part of a dense product has at least: fewer would only move work into the sum of parts.
 _STEPS_PER_PART = 8

@@ -182,6 +182,8 @@ def plan_moe_backward(
         is_wide = name in accumulate or (wide and name == "d_x")
         builder.output(name, ArraySpec(shape, "float32" if is_wide else dtype))
     if not target.compiled:
+        from moe_core.ops.moe.reference import backward as twins
+
         constants = {"spec": spec, "wanted": wanted, "accumulate": accumulate, "one_layer": one_layer}
         tensors = tuple((name, matrix.spec) for name, matrix in quantized_experts(operands.experts).items())
         constants |= ({"tensors": tensors} if tensors else {}) | ({"wide": True} if wide else {})
@@ -193,11 +195,14 @@ def plan_moe_backward(
             builder.scratch("rows of d_x", rows, Role.D_ROWS)
             constants |= {"by_slot": True}
         made = tuple("rows of d_x" if pushes and name == "d_x" else name for name in wanted)
-        plan = builder.reference("moe.reference.backward:moe_backward", present, constants, made)
+
+        plan = builder.reference(twins.moe_backward, present, constants, made)
         if not pushes:
             return plan
         names = {"y": "rows of d_x", "row_of_slot": f"{SAVED}row_of_slot", "results_at": "results_at"}
-        return builder.reference("exchange.reference:push_to_addresses", names, {}, ())
+        from moe_core.ops.exchange import reference as exchange
+
+        return builder.reference(exchange.push_to_addresses, names, {}, ())
     builder.lend(*(name for name in wanted if name not in accumulate))
     overwrites = overwrite and builder.has(f"{SAVED}pre_activation")
     BackwardPlanner(builder, operands, gradients, spec, overwrites).plan()

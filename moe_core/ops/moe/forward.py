@@ -290,8 +290,10 @@ class _MoEPlanner:
         names |= {} if on_input else {"row_weight": weights}
         products[1].add(builder, 1, names | ({} if addressed else {"y": slots}))
         if pushes and not addressed:
+            from moe_core.ops.exchange import reference as twins
+
             names = {"y": slots, "row_of_slot": self.arrays.row_of_slot, "results_at": "results_at"}
-            builder.reference("exchange.reference:push_to_addresses", names, {}, ())
+            builder.reference(twins.push_to_addresses, names, {}, ())
             slots = "output"
         return slots, products[1].problem.spec.scatter
 

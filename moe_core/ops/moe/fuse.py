@@ -20,13 +20,25 @@ from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.base.target import Target
 from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.tile_choice import TileChoice
+from moe_core.ops.moe.kernels import chained as chained_kernels
+from moe_core.ops.moe.kernels import one_token as one_token_kernels
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.routing.topk import ROUTE_AND_LAYOUT
-from moe_core.plan.steps import Argument, Constant, Kernel, KernelLaunch, LaunchPlan, ReferenceCall, Scalar, passed
+from moe_core.plan.steps import (
+    Argument,
+    Constant,
+    KernelLaunch,
+    LaunchPlan,
+    ReferenceCall,
+    Scalar,
+    declare_kernel,
+    function_name,
+    passed,
+)
 
-CHAINED = Kernel("moe.kernels.chained:chained", pdl="start")
-ROUTE_AND_MULTIPLY = Kernel("moe.kernels.one_token:route_and_multiply", writes_layout=True, counts_slots=True)
-MULTIPLY_AND_REDUCE = Kernel("moe.kernels.one_token:multiply_and_reduce")
+CHAINED = declare_kernel(chained_kernels.chained, pdl="start")
+ROUTE_AND_MULTIPLY = declare_kernel(one_token_kernels.route_and_multiply, writes_layout=True, counts_slots=True)
+MULTIPLY_AND_REDUCE = declare_kernel(one_token_kernels.multiply_and_reduce)
 
 #: Plans of more tokens launch their stages one by one, and of fewer too, but one: with 2 to 4 a chain was up to 15 %
 #: slower, with 8 and more up to 8 % faster.
@@ -190,7 +202,6 @@ def _multiply_and_reduce(product: KernelLaunch, reduction: KernelLaunch) -> Kern
     return KernelLaunch(MULTIPLY_AND_REDUCE, product.grid, arguments, product.num_warps, product.num_stages)
 
 
-_TWIN = "matmul.reference.forward:"
 #: Inputs that both products of a layout have.
 _COMMON = ("group_sizes", "group_start", "slot_of_row", "layer_index")
 
@@ -207,13 +218,17 @@ def join_twins(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | ReferenceCall) -> ReferenceCall | None:
+    from moe_core.ops.matmul.reference import forward as twins
+
     """Both steps in one, where they are two such products of plain arrays."""
     if not (isinstance(first, ReferenceCall) and isinstance(second, ReferenceCall)):
         return None
-    if first.function not in (f"{_TWIN}matmul_ogs", f"{_TWIN}matmul_ogs_keeping"):
+    from moe_core.ops.moe.reference import experts
+
+    if first.function not in (function_name(twins.matmul_ogs), function_name(twins.matmul_ogs_keeping)):
         return None
     options, others = dict(first.constants), dict(second.constants)
-    if second.function != f"{_TWIN}matmul_ogs" or options["layout"] != others["layout"]:
+    if second.function != function_name(twins.matmul_ogs) or options["layout"] != others["layout"]:
         return None
     outputs = options.get("outputs", ("y",))
     if dict(zip(outputs, first.outputs, strict=True)).get("y") != dict(second.inputs)["x"]:
@@ -226,4 +241,5 @@ def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | Referenc
         inputs |= {name if name in _COMMON else f"{prefix}.{name}": buffer for name, buffer in own.items()}
     constants = {"layout": options["layout"], "first": options["spec"], "second": others["spec"], "outputs": outputs}
     made = (*first.outputs, *second.outputs)
-    return ReferenceCall("moe.reference.experts:both_products", tuple(inputs.items()), tuple(constants.items()), made)
+    function = function_name(experts.both_products)
+    return ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), made)

@@ -11,13 +11,14 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.target import Target
 from moe_core.ops.matmul.backward import Side, add_weight_gradient
 from moe_core.ops.norm.forward import check_norm, norm_launch, order_of_sums
+from moe_core.ops.norm.kernels import norm as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan
+from moe_core.plan.steps import LaunchPlan, declare_kernel
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import Role
 
-RMS_NORM_BACKWARD = Kernel("norm.kernels.norm:rms_norm_backward")
+RMS_NORM_BACKWARD = declare_kernel(kernels.rms_norm_backward)
 NORM_GRADIENTS = ("d_x", "d_weight")
 
 
@@ -39,9 +40,11 @@ def plan_rms_norm_backward(
     for name in wanted:
         builder.output(name, made[name], Role.D_BIAS if name == "d_weight" else None)
     if not target.compiled:
+        from moe_core.ops.norm import reference as twins
+
         builder.sums("means over d_model and sums over rows: NumPy's pairwise sums, fp32")
         constants = {"spec": spec, "wanted": wanted}
-        return builder.reference("norm.reference:rms_norm_backward", present, constants, wanted)
+        return builder.reference(twins.rms_norm_backward, present, constants, wanted)
     if "d_weight" in wanted:
         builder.scratch("products", ArraySpec(x.shape, "float32"), Role.D_ROWS)
     builder.sums(order_of_sums(x, target))

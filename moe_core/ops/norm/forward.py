@@ -9,11 +9,12 @@ from moe_core.base.arrays import ArraySpec, require_spec, row_stride
 from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
+from moe_core.ops.norm.kernels import norm as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, LaunchPlan, passed
+from moe_core.plan.steps import Argument, LaunchPlan, declare_kernel, passed
 from moe_core.specs.norm import NormSpec
 
-RMS_NORM = Kernel("norm.kernels.norm:rms_norm")
+RMS_NORM = declare_kernel(kernels.rms_norm)
 
 #: Rows and columns that a program takes at once.
 _TILE = {"gpu": (1, 2048), "interpreter": (16, 256)}
@@ -53,8 +54,10 @@ def plan_rms_norm(x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Targe
     present = builder.inputs({"x": x, "weight": weight})
     builder.output("y", ArraySpec(x.shape, x.dtype))
     if not target.compiled:
+        from moe_core.ops.norm import reference as twins
+
         builder.sums("means over d_model: NumPy's pairwise sums, fp32")
-        return builder.reference("norm.reference:rms_norm", present, {"spec": spec}, ("y",))
+        return builder.reference(twins.rms_norm, present, {"spec": spec}, ("y",))
     builder.sums(order_of_sums(x, target))
     grid, arguments, num_warps = norm_launch(x, spec, target)
     builder.launch(RMS_NORM, grid, builder.pointers("x", "weight", "y") | arguments, num_warps)

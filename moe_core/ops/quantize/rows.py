@@ -12,14 +12,15 @@ from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, quantized_shapes
+from moe_core.ops.quantize.kernels import rows as kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, LaunchPlan, passed
+from moe_core.plan.steps import Argument, LaunchPlan, declare_kernel, passed
 from moe_core.specs.operands import Role
 
-QUANTIZE_GROUPS = Kernel("quantize.kernels.rows:quantize_groups", pdl="start")
-PARTIAL_MAXIMA = Kernel("quantize.kernels.rows:partial_maxima", pdl="start")
-QUANTIZE_WHOLE_ROWS = Kernel("quantize.kernels.rows:quantize_whole_rows", pdl="start")
+QUANTIZE_GROUPS = declare_kernel(kernels.quantize_groups, pdl="start")
+PARTIAL_MAXIMA = declare_kernel(kernels.partial_maxima, pdl="start")
+QUANTIZE_WHOLE_ROWS = declare_kernel(kernels.quantize_whole_rows, pdl="start")
 
 #: Elements that activations have.
 _ELEMENTS = ("e4m3", "e2m1", "int8")
@@ -92,7 +93,9 @@ def plan_quantize_rows(
     if zeros:
         builder.output("zeros", ArraySpec((zeros,), "int32"), Role.MAXIMA)
     if not target.compiled:
-        return builder.reference("quantize.reference:quantize_rows", inputs, {"format": format}, (values, found))
+        from moe_core.ops.quantize import reference as twins
+
+        return builder.reference(twins.quantize_rows, inputs, {"format": format}, (values, found))
     add = _add_whole_rows if format.group_columns is None else _add_groups
     add(builder, format, stride)
     return builder.build()

@@ -9,11 +9,12 @@ from moe_core.base.arrays import ArraySpec, require_spec, row_stride
 from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile
 from moe_core.base.target import Target
+from moe_core.ops.reduction.kernels import rowwise as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.routing import LayoutSpec
 
-GATHER_ROWS = Kernel("reduction.kernels.rowwise:gather_rows")
+GATHER_ROWS = declare_kernel(kernels.gather_rows)
 
 
 @functools.lru_cache(PLANS_KEPT)
@@ -40,7 +41,9 @@ def plan_gather_rows(
     present = builder.inputs({"x": x, "slot_of_row": slot_of_row})
     builder.output("y", ArraySpec((rows, width), x.dtype))
     if not target.compiled:
-        return builder.reference("reduction.reference:gather_rows", present, {"top_k": layout.top_k}, ("y",))
+        from moe_core.ops.reduction import reference as twins
+
+        return builder.reference(twins.gather_rows, present, {"top_k": layout.top_k}, ("y",))
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("x", "slot_of_row", "y") | passed(num_rows=rows, num_tokens=layout.num_tokens)
     arguments |= passed(TOP_K=layout.top_k, WIDTH=width, X_STRIDE=row_stride("x", x))

@@ -11,12 +11,13 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
+from moe_core.ops.reduction.kernels import reduce as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.routing import LayoutSpec
 
-REDUCE = Kernel("reduction.kernels.reduce:reduce", pdl="layout")
-SCALE_ROWS = Kernel("reduction.kernels.reduce:scale_rows", pdl="start")
+REDUCE = declare_kernel(kernels.reduce, pdl="layout")
+SCALE_ROWS = declare_kernel(kernels.scale_rows, pdl="start")
 
 #: Up to this K the loop over slots is unrolled, so that all its loads are in flight at once.
 _UNROLL_LIMIT = 16
@@ -90,8 +91,10 @@ def plan_reduce(
     builder.output("out", ArraySpec((tokens, width), out_dtype))
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
     if not target.compiled:
+        from moe_core.ops.reduction import reference as twins
+
         options = {"top_k": top_k, "order": order, "out_dtype": out_dtype}
-        return builder.reference("reduction.reference:reduce", present, options, ("out",))
+        return builder.reference(twins.reduce, present, options, ("out",))
     block_t, block_n, num_warps = reduce_tile(tokens, width, target)
     stride = row_stride("shared", shared) if shared is not None else 0
     arguments = builder.pointers("y", "row_of_slot", "shared", "shared_gate", "out")
@@ -112,7 +115,9 @@ def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchP
     present = builder.inputs({"x": x, "weights": weights})
     builder.output("y", ArraySpec((rows, width), x.dtype))
     if not target.compiled:
-        return builder.reference("reduction.reference:scale_rows", present, {}, ("y",))
+        from moe_core.ops.reduction import reference as twins
+
+        return builder.reference(twins.scale_rows, present, {}, ("y",))
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("x", "weights", "y") | passed(num_rows=rows, WIDTH=width, X_STRIDE=row_stride("x", x))
     arguments |= passed(BLOCK_M=block_m, BLOCK_N=block_n, PDL=None)

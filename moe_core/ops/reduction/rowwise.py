@@ -8,17 +8,18 @@ from moe_core.base.arrays import ArraySpec, row_stride
 from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.base.target import Target
+from moe_core.ops.reduction.kernels import rowwise as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, passed
+from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, declare_kernel, passed
 from moe_core.specs.operands import Role
 from moe_core.specs.routing import LayoutSpec
 
-BIAS_PRODUCT = Kernel("reduction.kernels.rowwise:bias_product")
-GATE_WEIGHT = Kernel("reduction.kernels.rowwise:gate_weight")
-GATE_GRADIENT = Kernel("reduction.kernels.rowwise:gate_gradient")
-ADD = Kernel("reduction.kernels.rowwise:add")
-CAST_ROWS = Kernel("reduction.kernels.rowwise:cast_rows")
-WEIGHTED_INPUT = Kernel("reduction.kernels.rowwise:weighted_input")
+BIAS_PRODUCT = declare_kernel(kernels.bias_product)
+GATE_WEIGHT = declare_kernel(kernels.gate_weight)
+GATE_GRADIENT = declare_kernel(kernels.gate_gradient)
+ADD = declare_kernel(kernels.add)
+CAST_ROWS = declare_kernel(kernels.cast_rows)
+WEIGHTED_INPUT = declare_kernel(kernels.weighted_input)
 
 #: Elements of one program of an elementwise kernel.
 _ELEMENTS = {"gpu": 1024, "interpreter": 65536}

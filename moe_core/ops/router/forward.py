@@ -12,12 +12,13 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.common.drain import must_drain
 from moe_core.ops.reduction.gather import require_wide
+from moe_core.ops.router.kernels import router as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.routing import LogitsSpec
 from moe_core.specs.tile import TileConfig
 
-ROUTER = Kernel("router.kernels.router:router", pdl="start")
+ROUTER = declare_kernel(kernels.router, pdl="start")
 
 #: Tiles of the router product, largest first, by kind of dot: sides, warps, stages. Steps along d are long where tiles
 #: are small, because few loads are in flight. Two warps for 32 x 32: with four, ptxas aims at too few registers and
@@ -92,9 +93,11 @@ def plan_router(
     present = builder.inputs({"x": x, "weight": weight, "bias": bias})
     builder.output("logits", ArraySpec((num_tokens, num_experts), "float32"))
     if not target.compiled:
+        from moe_core.ops.router import reference as twins
+
         by_row = ", one row at a time" if spec.batch_invariant else ""
         builder.sums(f"logits: d_model in the order of NumPy's matmul, fp32{by_row}")
-        return builder.reference("router.reference:router", present, {"spec": spec}, ("logits",))
+        return builder.reference(twins.router, present, {"spec": spec}, ("logits",))
     widened = x.dtype != weight.dtype
     is_fp32 = widened or x.dtype == "float32"
     precision = "tf32" if is_fp32 and spec.allow_tf32 else "ieee"

@@ -10,14 +10,15 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
+from moe_core.ops.routing.kernels import backward as kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.operands import RoutingGradients, named_arrays
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 
-COUNT_TOKENS = Kernel("routing.kernels.backward:count_tokens")
-ROUTING_BACKWARD = Kernel("routing.kernels.backward:routing_backward")
+COUNT_TOKENS = declare_kernel(kernels.count_tokens)
+ROUTING_BACKWARD = declare_kernel(kernels.routing_backward)
 
 #: Programs of one warp that an SM holds at most (CUDA: 32 blocks per SM); more tokens are looped over.
 _PROGRAMS_PER_SM = 32
@@ -89,10 +90,12 @@ def plan_routing_backward(
     present = builder.inputs(arrays)
     builder.output("d_logits", ArraySpec((num_tokens, num_experts), "float32"))
     if not target.compiled:
+        from moe_core.ops.routing import reference_backward as twins
+
         keywords = {f"gradients.{name}": f"d_{name}" for name in gradient_shapes(0, 0, 0)}
         inputs = {keywords.get(name, name.removeprefix("gradients.")): name for name in present}
         builder.sums("softmax and sums over experts and slots: NumPy's pairwise sums, fp32")
-        return builder.reference("routing.reference_backward:routing_backward", inputs, {"spec": spec}, ("d_logits",))
+        return builder.reference(twins.routing_backward, inputs, {"spec": spec}, ("d_logits",))
     require_experts(num_experts)
     top_k = spec.require_top_k()
     columns, slots = padded(num_experts, 1), padded(top_k, 1)

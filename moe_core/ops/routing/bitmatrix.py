@@ -9,14 +9,15 @@ from moe_core.base.checks import as_integer
 from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
+from moe_core.ops.routing.kernels import bitmatrix as kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.routing import LayoutSpec
 
-PACK = Kernel("routing.kernels.bitmatrix:pack")
-SUM_COUNTS = Kernel("routing.kernels.bitmatrix:sum_counts")
-UNPACK = Kernel("routing.kernels.bitmatrix:unpack")
+PACK = declare_kernel(kernels.pack)
+SUM_COUNTS = declare_kernel(kernels.sum_counts)
+UNPACK = declare_kernel(kernels.unpack)
 
 #: Elements of a tile of a bitmatrix kernel, and its tokens at most.
 _ELEMENTS, _MOST_TOKENS = {"gpu": 2048, "interpreter": BLOCK_ELEMENTS["interpreter"]}, 128
@@ -45,9 +46,11 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
     builder.output("bitmatrix", ArraySpec((num_tokens, words), "uint32"))
     counters = [builder.output(name, ArraySpec((1,), "int32")) for name in ("duplicates", "invalid_ids")]
     if not target.compiled:
+        from moe_core.ops.routing import reference_bitmatrix as twins
+
         outputs = ("bitmatrix", *counters)
         constants = {"num_experts": num_experts}
-        return builder.reference("routing.reference_bitmatrix:pack_bitmatrix", {"ids": "ids"}, constants, outputs)
+        return builder.reference(twins.pack_bitmatrix, {"ids": "ids"}, constants, outputs)
     require_experts(num_experts)
     block_t = _block_tokens(num_tokens, padded(words, 1), target)
     # Without tokens one program still writes the counters.
@@ -79,9 +82,11 @@ def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, ta
     builder.input("bitmatrix", bitmatrix)
     builder.output("ids", ArraySpec((num_tokens, top_k), "int32"))
     if not target.compiled:
+        from moe_core.ops.routing import reference_bitmatrix as twins
+
         constants = {"num_experts": num_experts, "top_k": top_k}
         inputs = {"bitmatrix": "bitmatrix"}
-        return builder.reference("routing.reference_bitmatrix:unpack_bitmatrix", inputs, constants, ("ids",))
+        return builder.reference(twins.unpack_bitmatrix, inputs, constants, ("ids",))
     require_experts(max(num_experts, top_k))
     experts, slots = padded(num_experts, 1), padded(top_k, 1)
     block_t = _block_tokens(num_tokens, max(experts, slots), target)

@@ -12,16 +12,18 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.routing.kernels import layout as layout_kernels
+from moe_core.ops.routing.kernels import schedule as schedule_kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, LaunchPlan, passed
+from moe_core.plan.steps import Argument, LaunchPlan, declare_kernel, passed
 from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, Role, named_arrays
 from moe_core.specs.routing import LayoutSpec
 
-LAYOUT_AT_ONCE = Kernel("routing.kernels.layout:layout_at_once", pdl="start", writes_layout=True, counts_slots=True)
-COUNT_BLOCKS = Kernel("routing.kernels.layout:count_blocks", writes_layout=True, counts_slots=True)
-PLACE_BLOCKS = Kernel("routing.kernels.layout:place_blocks", pdl="start", writes_layout=True, counts_slots=True)
-SCHEDULE = Kernel("routing.kernels.schedule:schedule", writes_layout=True)
-ZERO_COUNTERS = Kernel("routing.kernels.schedule:zero", writes_layout=True)
+LAYOUT_AT_ONCE = declare_kernel(layout_kernels.layout_at_once, pdl="start", writes_layout=True, counts_slots=True)
+COUNT_BLOCKS = declare_kernel(layout_kernels.count_blocks, writes_layout=True, counts_slots=True)
+PLACE_BLOCKS = declare_kernel(layout_kernels.place_blocks, pdl="start", writes_layout=True, counts_slots=True)
+SCHEDULE = declare_kernel(schedule_kernels.schedule, writes_layout=True)
+ZERO_COUNTERS = declare_kernel(schedule_kernels.zero, writes_layout=True)
 
 #: What every layout has.
 _OUTPUTS = (*LAYOUT_INPUTS, "row_of_slot", "invalid_ids")
@@ -133,8 +135,10 @@ def plan_layout(
     if tile_counters:
         builder.output("tile_counters", ArraySpec((tile_counters,), "int32"))
     if not target.compiled:
+        from moe_core.ops.routing import reference as twins
+
         constants = {"layout": layout, "block_ms": block_ms}
-        return builder.reference("routing.reference:layout", present, constants, outputs)
+        return builder.reference(twins.layout, present, constants, outputs)
     require_experts(layout.num_experts)
     num_global = layout.num_experts if expert_map is None else expert_map.size
     read = builder.pointers(*arrays)
@@ -287,9 +291,11 @@ def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPla
     builder.input("group_sizes", ArraySpec((layout.num_experts,), "int32"))
     builder.output("schedule", _schedule_spec(layout, block_m), f"schedule_{block_m}")
     if not target.compiled:
+        from moe_core.ops.routing import reference as twins
+
         constants = {"layout": layout, "block_m": block_m}
         inputs = {"group_sizes": "group_sizes"}
-        return builder.reference("routing.reference:schedule", inputs, constants, ("schedule",))
+        return builder.reference(twins.schedule, inputs, constants, ("schedule",))
     require_experts(layout.num_experts)
     _launch_schedule(builder, layout, block_m, "schedule")
     return builder.build()

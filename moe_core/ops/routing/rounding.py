@@ -18,15 +18,16 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.backward import plan_routing_backward
+from moe_core.ops.routing.kernels import rounding as kernels
 from moe_core.ops.routing.layout import plan_layout, require_experts
 from moe_core.ops.routing.topk import describe_selection, launch_routing, require_routing
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.operands import RoutingGradients
 from moe_core.specs.routing import LayoutSpec, RouterSpec, TokenRounding
 
-KEEP_CANDIDATES = Kernel("routing.kernels.rounding:keep_candidates", counts_slots=True)
-SPLIT_GRADIENTS = Kernel("routing.kernels.rounding:split_gradients")
+KEEP_CANDIDATES = declare_kernel(kernels.keep_candidates, counts_slots=True)
+SPLIT_GRADIENTS = declare_kernel(kernels.split_gradients)
 
 #: Candidates that an expert's program takes at once, and its warps.
 _BLOCK, _WARPS = {"gpu": 1024, "interpreter": 64}, 8
@@ -42,6 +43,8 @@ def plan_candidates(
     correction_bias: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
 ) -> LaunchPlan:
+    from moe_core.ops.routing import reference_rounding as twins
+
     """ids int32 and weights fp32 `[T, W]` of the W best experts of logits fp32 `[T, E]`, the best first.
 
     The first K columns are those of `plan_routing`. The weights from K on are scores (of a softmax: among all experts)
@@ -58,7 +61,7 @@ def plan_candidates(
     describe_selection(builder, spec, correction_bias is not None)
     builder.sums("softmax and renormalisation: NumPy's pairwise sums, fp32")
     constants = {"spec": spec, "wide": wide}
-    return builder.reference("routing.reference_rounding:route_candidates", inputs, constants, outputs)
+    return builder.reference(twins.route_candidates, inputs, constants, outputs)
 
 
 @functools.lru_cache(PLANS_KEPT)
@@ -89,9 +92,11 @@ def plan_keep_candidates(
         f"counts of tokens are rounded to multiples of {rounding.tile} ({rounding.mode}), among {width} candidates each"
     )
     if not target.compiled:
+        from moe_core.ops.routing import reference_rounding as twins
+
         inputs = {name: name for name in ("candidates", "candidate_weights")}
         constants = {"top_k": top_k, "rounding": rounding, "num_experts": num_experts}
-        return builder.reference("routing.reference_rounding:keep_candidates", inputs, constants, outputs)
+        return builder.reference(twins.keep_candidates, inputs, constants, outputs)
     require_experts(num_experts)
     layout = LayoutSpec(num_tokens, width, num_experts)
     plan = plan_layout(candidates, layout, target)
@@ -192,8 +197,10 @@ def plan_route_rounded_backward(
         split.append(builder.scratch(name, ArraySpec((num_tokens, columns), "int32"), "ids"))
         split.append(builder.scratch(f"d_{name}", ArraySpec((num_tokens, columns), "float32"), "d_weights"))
     if not target.compiled:
+        from moe_core.ops.routing import reference_rounding as twins
+
         inputs = {name: name for name in ("d_weights", "ids", "candidates")}
-        builder.reference("routing.reference_rounding:split_gradients", inputs, {"top_k": top_k}, split)
+        builder.reference(twins.split_gradients, inputs, {"top_k": top_k}, split)
     else:
         arguments = builder.pointers("d_weights", "ids", "candidates", "chosen", "d_chosen", "extra", "d_extra")
         slots, block = num_tokens * width, _BLOCK[target.engine]

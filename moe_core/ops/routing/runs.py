@@ -10,12 +10,13 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.routing.kernels import runs as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.operands import LayoutArrays, named_arrays
 from moe_core.specs.routing import LayoutSpec
 
-LAYOUT_OF_RUNS = Kernel("routing.kernels.runs:layout_of_runs", writes_layout=True)
+LAYOUT_OF_RUNS = declare_kernel(kernels.layout_of_runs, writes_layout=True)
 
 #: Counts that one program holds.
 MAX_COUNTS = 8192
@@ -59,8 +60,10 @@ def plan_layout_of_runs(counts: ArraySpec, num_rows: int, target: Target, *, str
     outputs += [builder.output(name, array) for name, array in named_arrays(LayoutArrays.specs(layout))]
     outputs.append(builder.output("overflow", ArraySpec((1,), "int32")))
     if not target.compiled:
+        from moe_core.ops.routing import reference_runs as twins
+
         constants = {"num_rows": num_rows, "stride": stride}
-        return builder.reference("routing.reference_runs:layout_of_runs", present, constants, outputs)
+        return builder.reference(twins.layout_of_runs, present, constants, outputs)
     sources, experts = padded(num_sources, 1), padded(num_experts, 1)
     if sources * experts > MAX_COUNTS:
         raise Unsupported(

@@ -15,14 +15,16 @@ from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import first_holding, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
+from moe_core.ops.routing.kernels import route_and_layout as route_and_layout_kernels
+from moe_core.ops.routing.kernels import topk as topk_kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, LayoutLauncher, most_blocks, plan_layout, require_experts
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, LaunchPlan, ReferenceCall, passed
+from moe_core.plan.steps import Argument, LaunchPlan, ReferenceCall, declare_kernel, passed
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 
-ROUTE = Kernel("routing.kernels.topk:route", pdl="start", writes_layout=True, counts_slots=True)
-ROUTE_AND_LAYOUT = Kernel(
-    "routing.kernels.route_and_layout:route_and_layout", pdl="start", writes_layout=True, counts_slots=True
+ROUTE = declare_kernel(topk_kernels.route, pdl="start", writes_layout=True, counts_slots=True)
+ROUTE_AND_LAYOUT = declare_kernel(
+    route_and_layout_kernels.route_and_layout, pdl="start", writes_layout=True, counts_slots=True
 )
 
 #: What kernels read to choose experts.
@@ -156,10 +158,12 @@ def plan_routing(
     if with_bitmatrix:
         outputs.append(builder.output("bitmatrix", ArraySpec((num_tokens, -(-num_experts // 32)), "uint32")))
     if not target.compiled:
+        from moe_core.ops.routing import reference as twins
+
         describe_selection(builder, spec, correction_bias is not None)
         builder.sums("softmax and renormalisation: NumPy's pairwise sums, fp32")
         constants = {"spec": spec, "with_bitmatrix": with_bitmatrix}
-        return builder.reference("routing.reference:route", present, constants, outputs)
+        return builder.reference(twins.route, present, constants, outputs)
     return launch_routing(builder, spec, spec.require_top_k())
 
 
@@ -235,7 +239,7 @@ def plan_route_and_layout(
     if not target.compiled:
         for step in (*routing.steps, *placing.steps):
             assert isinstance(step, ReferenceCall)
-            builder.reference(step.function, dict(step.inputs), dict(step.constants), step.outputs)
+            builder.add_reference(step)
         for line in routing.summation:
             builder.sums(line)
         return builder.build()

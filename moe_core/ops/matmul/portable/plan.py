@@ -19,12 +19,13 @@ from moe_core.ops.matmul.arguments import (
     row_counts,
 )
 from moe_core.ops.matmul.family import Family
+from moe_core.ops.matmul.portable import kernel as kernels
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, passed
+from moe_core.plan.steps import Argument, declare_kernel, passed
 from moe_core.specs.tile import TileConfig
 
-MATMUL_OGS = Kernel("matmul.portable.kernel:matmul_ogs", pdl="layout")
+MATMUL_OGS = declare_kernel(kernels.matmul_ogs, pdl="layout")
 
 #: Values worth measuring of every field, in order; a step is to a value's neighbour.
 CHOICES: Mapping[str, tuple[int, ...]] = {

@@ -15,13 +15,14 @@ from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import MAXIMA, QUANTISED, MatmulProblem
+from moe_core.ops.matmul.quantized import kernel as kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, Pointer, passed
+from moe_core.plan.steps import Argument, Pointer, declare_kernel, passed
 from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.tile import TileConfig
 
-ORDER_COLUMNS = Kernel("matmul.quantized.kernel:order_columns")
-MATMUL_QUANTIZED = Kernel("matmul.quantized.kernel:matmul_quantized", pdl="layout")
+ORDER_COLUMNS = declare_kernel(kernels.order_columns)
+MATMUL_QUANTIZED = declare_kernel(kernels.matmul_quantized, pdl="layout")
 
 #: Columns of which a thread reads its share of decoded weights at once, by elements per byte; see `weight_tile`.
 _ORDERS = {2: ("words", 128), 1: ("bytes", 64)}

@@ -17,17 +17,18 @@ from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.operands import quantized_operands, require_like, require_weight, why_prepacked
 from moe_core.ops.matmul.problem import MatmulProblem
+from moe_core.ops.matmul.quantized import transposed_kernel as kernels
 from moe_core.ops.matmul.quantized.plan import QUANTIZED
 from moe_core.ops.matmul.tile_choice import TileChoice, TileSource
 from moe_core.ops.routing.layout import add_schedule
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, LaunchPlan, passed
+from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import MatmulOperands, named_arrays
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig, shared_limit
 
-MATMUL_QUANTIZED_TRANSPOSED = Kernel("matmul.quantized.transposed_kernel:matmul_quantized_transposed")
+MATMUL_QUANTIZED_TRANSPOSED = declare_kernel(kernels.matmul_quantized_transposed)
 
 
 @functools.lru_cache(PLANS_KEPT)
@@ -59,11 +60,13 @@ def plan_matmul_quantized_transposed(
     inputs = builder.inputs(dict(named_arrays(operands))) | builder.layout_inputs(layout)
     y = ArraySpec((problem.sizes.out_rows, problem.n), spec.out_dtype or problem.dtype)
     if (tile := tile or _choose(problem, operands.weight.format)) is None:
+        from moe_core.ops.matmul.reference import backward as twins
+
         builder.output("y", y)
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
         constants: dict[str, Any] = {"layout": layout, "spec": spec, "tensors": tensors}
         builder.sums("reference: float32 BLAS over the whole reduction axis of dequantised weights")
-        return builder.reference("matmul.reference.backward:quantized_input_gradient", inputs, constants, ("y",))
+        return builder.reference(twins.quantized_input_gradient, inputs, constants, ("y",))
     if layout is not None:
         add_schedule(builder, layout, tile.config.block_m, given=composed)
     if addressed:

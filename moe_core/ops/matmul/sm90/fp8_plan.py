@@ -15,13 +15,14 @@ from moe_core.ops.matmul.arguments import (
 )
 from moe_core.ops.matmul.problem import QUANTISED, MatmulProblem
 from moe_core.ops.matmul.sm90 import plan as sm90
+from moe_core.ops.matmul.sm90.kernels import fp8 as kernels
 from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_M, SM90_STAGES, SM90_WIDTH
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Kernel, TensorMap, passed
+from moe_core.plan.steps import Argument, Constant, TensorMap, declare_kernel, passed
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.tile import TileConfig
 
-MATMUL_FP8 = Kernel("matmul.sm90.kernels.fp8:matmul_fp8")
+MATMUL_FP8 = declare_kernel(kernels.matmul_fp8)
 
 #: Columns of the reduction in a stage.
 _BLOCK_K = 128

@@ -20,13 +20,15 @@ from moe_core.ops.matmul.arguments import (
 )
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
+from moe_core.ops.matmul.sm90.kernels import matmul as matmul_kernels
+from moe_core.ops.matmul.sm90.kernels import tall as tall_kernels
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, TensorMap, passed
+from moe_core.plan.steps import Argument, TensorMap, declare_kernel, passed
 from moe_core.specs.tile import TileConfig
 
-SM90_MATMUL_OGS = Kernel("matmul.sm90.kernels.matmul:matmul_ogs", pdl="start", whole_multiprocessor=True)
+SM90_MATMUL_OGS = declare_kernel(matmul_kernels.matmul_ogs, pdl="start", whole_multiprocessor=True)
 #: Its blocks take a multiprocessor each, too; PDL at any number of tokens has not been measured for it.
-SM90_TALL_MATMUL_OGS = Kernel("matmul.sm90.kernels.tall:matmul_ogs", pdl="start")
+SM90_TALL_MATMUL_OGS = declare_kernel(tall_kernels.matmul_ogs, pdl="start")
 
 _CONSUMER_ROWS, _PIECE, _PANEL = 64, 128, 64
 

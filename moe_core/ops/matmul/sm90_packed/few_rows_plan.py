@@ -7,13 +7,14 @@ from moe_core.formats.tiling import TiledBlock, block_of
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, result, row_counts
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
+from moe_core.ops.matmul.sm90_packed.kernels import few_rows as kernels
 from moe_core.ops.matmul.sm90_packed.plan import block_width, tiled_constants, why_not
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Kernel, passed
+from moe_core.plan.steps import declare_kernel, passed
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.tile import TileConfig
 
-MATMUL_FEW_ROWS = Kernel("matmul.sm90_packed.kernels.few_rows:matmul_few_rows", pdl="layout", prepacked_weight="weight")
+MATMUL_FEW_ROWS = declare_kernel(kernels.matmul_few_rows, pdl="layout", prepacked_weight="weight")
 
 FEW_ROWS_NAME = "few_rows"
 #: Mean rows per expert up to which weights stream into registers: measured with mxfp4 up to 4, where it is up to 1.1

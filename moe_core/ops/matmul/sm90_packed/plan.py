@@ -14,15 +14,14 @@ from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, SIDE_ROWS, block_o
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, result, row_counts
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
+from moe_core.ops.matmul.sm90_packed.kernels import matmul as kernels
 from moe_core.ops.matmul.tile_rules import INVARIANT_ROWS
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Kernel, TensorMap, passed
+from moe_core.plan.steps import Argument, TensorMap, declare_kernel, passed
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.tile import TileConfig, shared_limit
 
-MATMUL_MIXED_INPUT = Kernel(
-    "matmul.sm90_packed.kernels.matmul:matmul_mixed_input", pdl="start", prepacked_weight="weight_map"
-)
+MATMUL_MIXED_INPUT = declare_kernel(kernels.matmul_mixed_input, pdl="start", prepacked_weight="weight_map")
 
 #: Columns of x that lie together in shared memory.
 _DEPTH = 64

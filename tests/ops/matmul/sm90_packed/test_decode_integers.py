@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+import moe_core.ops.matmul.sm90_packed.kernels.decode_integers as decode_integers
 from moe_core.base import dtypes
 from moe_core.formats import QuantizedSpec, QuantizedTensor, format_named, quantized_specs
 from moe_core.formats.tiling import block_of
 from moe_core.ops.common.rounding import round_to
-from moe_core.ops.matmul.sm90_packed.kernels import decode_integers
 from moe_core.ops.prepack.prepack import tile
 from moe_core.ops.quantize.reference import dequantize
 from moe_core.specs.operands import map_arrays

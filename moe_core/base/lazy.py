@@ -1,0 +1,38 @@
+"""Modules that are imported by name and not loaded, so that planners can name kernels without Triton.
+
+After `keep_unloaded(__name__)` in a package, `from package import module` gives an `UnloadedModule`, where editors and
+type checkers see the module itself. After `import package.module`, which loads it, the package gives the module.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+
+class UnloadedFunction:
+    """A function of an unloaded module: its `__module__` and `__name__`, as a loaded function has them."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.__module__, self.__name__ = module, name
+
+
+class UnloadedModule:
+    """A module that exists and is not loaded; its attributes are `UnloadedFunction`s."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __getattr__(self, name: str) -> UnloadedFunction:
+        return UnloadedFunction(self.__name__, name)
+
+
+def keep_unloaded(package: str, suffix: str = "") -> None:
+    """Let a package give the modules whose names end in `suffix` as `UnloadedModule`s until they are loaded."""
+
+    def attribute(name: str) -> UnloadedModule:
+        if name.startswith("_") or not name.endswith(suffix) or not importlib.util.find_spec(f"{package}.{name}"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return UnloadedModule(f"{package}.{name}")
+
+    vars(sys.modules[package])["__getattr__"] = attribute
