@@ -17,6 +17,7 @@ from moe_core.modular.types import (
     SlotContext,
 )
 from moe_core.modular.weights import activation_of
+from moe_torch.modular.calls import PreparedTokens
 from moe_torch.modular.deep_gemm import (
     is_blackwell_deep_gemm_e8m0_used,
     m_grouped_fp8_gemm_nt_contiguous,
@@ -41,7 +42,6 @@ from moe_torch.modular.prepare_finalize import (
     BatchedPrepareAndFinalize,
     FusedMoEPrepareAndFinalize,
     MoEPrepareAndFinalizeNoEP,
-    PreparedTokens,
 )
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize as FusedMoEPrepareAndFinalizeModular
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig

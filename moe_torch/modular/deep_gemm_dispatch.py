@@ -14,10 +14,11 @@ from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import FusedMoEActivationFormat, ProblemSize
 from moe_core.specs.matmul import Activation
 from moe_core.specs.tuning import Tuning
+from moe_torch.modular.calls import ExpertsCall
 from moe_torch.modular.deep_gemm import is_blackwell_deep_gemm_e8m0_used
 from moe_torch.modular.deep_gemm_experts import DeepGemmExperts
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute, WorkspaceShapes
-from moe_torch.modular.standard_experts import ExpertsCall, StandardExperts
+from moe_torch.modular.standard_experts import StandardExperts
 from moe_torch.modular.triton_experts import TritonExperts
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
 

@@ -17,9 +17,9 @@ from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
+from moe_torch.modular.calls import ExpertsCall
 from moe_torch.modular.experts import WorkspaceShapes
 from moe_torch.modular.stages import batched_layout, sum_by_token
-from moe_torch.modular.standard_experts import ExpertsCall
 from moe_torch.modular.triton_experts import BatchedExperts, GroupedExperts, view_as, weights_left
 
 Self = TypeVar("Self", bound="DeepGemmContractExperts")

@@ -19,12 +19,12 @@ from moe_core.specs.operands import RouterLogits
 from moe_core.specs.routing import RouterSpec
 from moe_torch import ops
 from moe_torch.bridge.options import require_instance
+from moe_torch.modular.calls import ExpertsCall
 from moe_torch.modular.experts import WorkspaceShapes
 from moe_torch.modular.prepare_finalize import weighted_input
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_torch.modular.routing_data import GatherIndx, RoutingData, ScatterIndx, layout_and_weights, make_routing_data
 from moe_torch.modular.stages import Stages, local_ids, sum_by_token
-from moe_torch.modular.standard_experts import ExpertsCall
 from moe_torch.modular.stored import Stored, as_stored
 from moe_torch.modular.triton_experts import GroupedExperts, view_as, weights_left
 from moe_torch.ops import RaggedLayout, make_layout

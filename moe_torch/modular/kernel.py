@@ -16,8 +16,9 @@ from moe_core.modular.types import ExpertTokensMetadata, ProblemSize
 from moe_core.specs.matmul import Activation
 from moe_torch.bridge.operator import target_of_device
 from moe_torch.bridge.options import require_instance
+from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
-from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens
+from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, finished
 from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.workspaces import Scratch, Workspaces
 
@@ -33,28 +34,38 @@ class _Chunks(NamedTuple):
     on_input: bool
 
 
-_PREPARE = (
+#: The parameters of the first published `prepare`, in its order.
+_FIRST_PREPARE = (
     *("a1", "a1_scale", "a2_scale", "topk_weights", "topk_ids", "num_experts", "expert_map"),
-    *("apply_router_weight_on_input", "quant_config", "defer_input_quant", "num_local_experts"),
+    "apply_router_weight_on_input",
 )
-#: As many of them does our own `prepare` take.
-_OURS = 8
-_FINALIZE = (
-    *("output", "fused_expert_output", "topk_weights", "topk_ids", "apply_router_weight_on_input"),
-    *("weight_and_reduce_impl", "prepared"),
-)
+#: Fields of PrepareCall and FinalizeCall that a method takes by position.
+_BY_POSITION = {PrepareCall: _FIRST_PREPARE, FinalizeCall: FinalizeCall._fields}
 
 
-def _taken(method: Callable[..., Any], known: tuple[str, ...], count: int) -> tuple[tuple[str, int], ...] | None:
-    """The known arguments that a method takes, with their places; None: the first `count`, by place.
+class _Taken(NamedTuple):
+    """The fields of a record that a method takes: their names and indices. by_name: False passes them in order."""
 
-    The lists of the published generations differ: a method gets what its parameters name. Raises InvalidInput for a
-    parameter that nobody knows.
+    fields: tuple[tuple[str, int], ...]
+    by_name: bool
+
+    def pass_to(self, method: Callable[..., Any], call: PrepareCall | FinalizeCall) -> Any:
+        """Call a method with these fields."""
+        if self.by_name:
+            return method(**{name: call[index] for name, index in self.fields})
+        return method(*[call[index] for _, index in self.fields])
+
+
+def _taken(method: Callable[..., Any], record: type[PrepareCall] | type[FinalizeCall]) -> _Taken:
+    """Find the fields of a record that a method takes.
+
+    The parameter lists of the published generations differ. Raises InvalidInput for a parameter that no field fills.
     """
+    known, in_order = record._fields, _BY_POSITION[record]
     parameters = inspect.signature(method).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
-    if tuple(parameters) == known[:count] or inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None
+    if tuple(parameters) == in_order or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return _Taken(tuple((name, known.index(name)) for name in in_order), by_name=False)
     for name, parameter in parameters.items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if name not in known and parameter.default is parameter.empty and named:
@@ -62,17 +73,18 @@ def _taken(method: Callable[..., Any], known: tuple[str, ...], count: int) -> tu
                 f"{method.__qualname__} must take some of {', '.join(known)}, got a parameter {name!r}; rename it"
             )
     every = inspect.Parameter.VAR_KEYWORD in kinds
-    return tuple((name, place) for place, name in enumerate(known) if every or name in parameters)
+    fields = tuple((name, index) for index, name in enumerate(known) if every or name in parameters)
+    return _Taken(fields, by_name=True)
 
 
 class _Parts(NamedTuple):
-    """What a kernel has to know of its prepare_finalize, found once. prepare, finalize: see `_taken`."""
+    """Facts about a prepare_finalize, read once."""
 
     of: FusedMoEPrepareAndFinalize
     asynchronous: bool
     ids_dtype: torch.dtype | None
-    prepare: tuple[tuple[str, int], ...] | None
-    finalize: tuple[tuple[str, int], ...] | None
+    prepare: _Taken
+    finalize: _Taken
 
 
 def _parts_of(part: FusedMoEPrepareAndFinalize) -> _Parts:
@@ -80,16 +92,8 @@ def _parts_of(part: FusedMoEPrepareAndFinalize) -> _Parts:
     prepare, finalize = part.prepare, part.finalize
     if asynchronous:
         prepare, finalize = part.prepare_async, part.finalize_async
-    taken = _taken(prepare, _PREPARE, _OURS), _taken(finalize, _FINALIZE, len(_FINALIZE))
+    taken = _taken(prepare, PrepareCall), _taken(finalize, FinalizeCall)
     return _Parts(part, asynchronous, part.topk_indices_dtype(), *taken)
-
-
-def _received(found: Any) -> Any:
-    """What an asynchronous method has begun: (hook, receiver), or the receiver alone."""
-    hook, receiver = found if isinstance(found, tuple) else (None, found)
-    if hook is not None:
-        hook()
-    return receiver()
 
 
 class FusedMoEModularKernel(torch.nn.Module):
@@ -188,15 +192,12 @@ class FusedMoEModularKernel(torch.nn.Module):
         finalize: Callable[..., Any] = part.finalize_async if parts.asynchronous else part.finalize
         prepared: Any
         given_ids = ids if parts.ids_dtype is None else ids.to(parts.ids_dtype)
-        tokens = (hidden_states, a1_scale, a2_scale, weights, given_ids, global_num_experts, expert_map, on_input)
-        if parts.prepare is None:
-            prepared = prepare(*tokens)
-        else:
-            values: tuple[Any, ...] = (*tokens, experts.quant_config, experts.expects_unquantized_inputs, size.E)
-            prepared = prepare(**{name: values[place] for name, place in parts.prepare})
+        tokens = (hidden_states, weights, given_ids, global_num_experts, expert_map, on_input)
+        options = (experts.quant_config, experts.expects_unquantized_inputs, size.E, a1_scale, a2_scale)
+        prepared = parts.prepare.pass_to(prepare, PrepareCall(*tokens, *options))
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
         if parts.asynchronous:
-            prepared = _received(prepared)
+            prepared = finished(prepared)
         if not isinstance(prepared, PreparedTokens):
             prepared = PreparedTokens(*prepared)
         mapped = expert_map
@@ -214,13 +215,11 @@ class FusedMoEModularKernel(torch.nn.Module):
         options = (activation, global_num_experts, mapped, prepared.a1q_scale, a2_scale)
         call = _Chunks(experts, scratch, size, (w1, w2), options, on_input)
         result = self._run(call, prepared, routing, place)
-        results: tuple[Any, ...] = (output, result, weights, ids, on_input, impl, prepared)
-        if parts.finalize is None:
-            found = finalize(*results)
-        else:
-            found = finalize(**{name: results[place] for name, place in parts.finalize})
+        finalizing = parts.finalize.pass_to(
+            finalize, FinalizeCall(output, result, weights, ids, on_input, impl, prepared)
+        )
         if parts.asynchronous:
-            _received(found)
+            finished(finalizing)
         return output if self.shared_experts is None else (shared, output)
 
     def _check(

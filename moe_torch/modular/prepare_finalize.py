@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,32 +11,11 @@ from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch.modular import weight_and_reduce as reductions
+from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
 from moe_torch.modular.stages import as_ids, as_weights, batches_of, weighted_rows
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 _DELEGATE = TopKWeightAndReduceDelegate()
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedTokens:
-    """What `prepare` gives; unpacks to `(a1q, a1q_scale, expert_num_tokens)`.
-
-    a1q: the activations in the class's format. expert_num_tokens: int32 `[E]`, of the batched format. topk_ids,
-    topk_weights `[M', topk]`: of the tokens in a1q where these are others than the caller's, as after a dispatch to
-    other ranks; None = the caller's. handle: whatever `finalize` of the same class wants to know. batch: the slots and
-    the experts of all ranks, where the experts' sums are to have the order that these have on one device.
-    """
-
-    a1q: torch.Tensor
-    a1q_scale: torch.Tensor | None = None
-    expert_num_tokens: torch.Tensor | None = None
-    topk_ids: torch.Tensor | None = None
-    topk_weights: torch.Tensor | None = None
-    handle: Any = None
-    batch: tuple[int, int] | None = None
-
-    def __iter__(self) -> Iterator[torch.Tensor | None]:
-        return iter((self.a1q, self.a1q_scale, self.expert_num_tokens))
 
 
 class FusedMoEPrepareAndFinalize(abc.ABC):
@@ -144,23 +121,33 @@ def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, apply_router_we
     return weighted_rows(a1, as_weights(topk_weights, topk_weights))
 
 
-class _OneDevice(FusedMoEPrepareAndFinalize):
-    """What both formats of one device share: `finalize`."""
+def finished(halves: Any) -> Any:
+    """Wait for an asynchronous method: call its hook, if it has one, and then its receiver."""
+    hook, receiver = halves if isinstance(halves, tuple) else (None, halves)
+    if hook is not None:
+        hook()
+    return receiver()
 
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
-        prepared: PreparedTokens | None = None,
-    ) -> None:
-        chosen = weight_and_reduce_impl
-        if isinstance(chosen, TopKWeightAndReduceDelegate):
-            chosen = self.reduction(prepared)
-        chosen.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+
+class _OneDevice(FusedMoEPrepareAndFinalize):
+    """The base of both formats of one device."""
+
+    def prepare(
+        self, a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
+    ) -> PreparedTokens:
+        call = PrepareCall(a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input)
+        return self.prepared(call)
+
+    @taking(FinalizeCall)
+    def finalize(self, call: FinalizeCall) -> None:
+        reduction = call.weight_and_reduce_impl
+        if isinstance(reduction, TopKWeightAndReduceDelegate):
+            reduction = self.reduction(call.prepared)
+        reduction.apply(*call[:5])
+
+    @abc.abstractmethod
+    def prepared(self, call: PrepareCall) -> PreparedTokens:
+        """Prepare tokens; the experts' configuration has the scales."""
 
     @abc.abstractmethod
     def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
@@ -172,10 +159,8 @@ class MoEPrepareAndFinalizeNoEP(_OneDevice):
 
     activation_format = property(lambda self: FusedMoEActivationFormat.Standard)
 
-    def prepare(
-        self, a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
-    ) -> PreparedTokens:
-        return PreparedTokens(weighted_input(a1, topk_weights, apply_router_weight_on_input))
+    def prepared(self, call: PrepareCall) -> PreparedTokens:
+        return PreparedTokens(weighted_input(call.a1, call.topk_weights, call.apply_router_weight_on_input))
 
     def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
         return reductions.TopKWeightAndReduceContiguous()
@@ -210,9 +195,8 @@ class BatchedPrepareAndFinalize(_OneDevice):
             )
         self.max_num_tokens, self.num_local_experts, self.rank = max_num_tokens, num_local_experts, rank
 
-    def prepare(
-        self, a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
-    ) -> PreparedTokens:
+    def prepared(self, call: PrepareCall) -> PreparedTokens:
+        a1, num_experts, expert_map = call.a1, call.num_experts, call.expert_map
         if a1.shape[0] > self.max_num_tokens:
             raise InvalidInput(
                 f"a1 must have at most max_num_tokens = {self.max_num_tokens} rows, got {a1.shape[0]}; raise "
@@ -224,19 +208,19 @@ class BatchedPrepareAndFinalize(_OneDevice):
                 f"num_experts must be at least {last}, the end of the experts of rank {self.rank}, got {num_experts}; "
                 "pass global_num_experts"
             )
-        ids = as_ids(topk_ids)
+        ids = as_ids(call.topk_ids)
         if ids.shape[0] != a1.shape[0]:
             raise InvalidInput(
                 f"topk_ids must have a row for each of the {a1.shape[0]} tokens of a1, got {list(ids.shape)}; route "
                 "the same tokens"
             )
-        a1 = weighted_input(a1, topk_weights, apply_router_weight_on_input)
+        a1 = weighted_input(a1, call.topk_weights, call.apply_router_weight_on_input)
         if expert_map is None:
             ids = reductions.ids_of_rank(ids, self.rank, self.num_local_experts)
         layout = batches_of(ids, self.num_local_experts, self.max_num_tokens, expert_map)
         slots = layout.slot_of_row
         source = a1 if a1.shape[0] else a1.new_zeros(1, a1.shape[1])
-        rows = source[(slots.clamp(min=0) // topk_ids.shape[1]).long()]
+        rows = source[(slots.clamp(min=0) // ids.shape[1]).long()]
         rows = torch.where((slots >= 0)[:, None], rows, 0)
         blocks = rows.view(self.num_local_experts, self.max_num_tokens, a1.shape[1])
         return PreparedTokens(blocks, None, layout.group_sizes, handle=layout)

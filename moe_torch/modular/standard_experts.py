@@ -1,39 +1,17 @@
-"""Experts of this library: the arguments of `apply` as one, and what all of them share."""
+"""The base class of this library's experts."""
 
 from __future__ import annotations
 
 import abc
 import copy
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationFormat, ProblemSize
-from moe_core.specs.matmul import Activation
+from moe_core.modular.types import FusedMoEActivationFormat, ProblemSize
+from moe_torch.modular.calls import ExpertsCall
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute, WorkspaceShapes
 from moe_torch.modular.stored import as_stored, is_plain
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
-
-
-class ExpertsCall(NamedTuple):
-    """The arguments of `FusedMoEPermuteExpertsUnpermute.apply`."""
-
-    output: torch.Tensor
-    hidden_states: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-    activation: str | Activation
-    global_num_experts: int
-    expert_map: torch.Tensor | None
-    a1q_scale: torch.Tensor | None
-    a2_scale: torch.Tensor | None
-    workspace13: torch.Tensor
-    workspace2: torch.Tensor
-    expert_tokens_meta: ExpertTokensMetadata | None
-    apply_router_weight_on_input: bool
 
 
 class StandardExperts(FusedMoEPermuteExpertsUnpermute):

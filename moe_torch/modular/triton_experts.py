@@ -21,10 +21,11 @@ from moe_core.specs.tuning import tunings_of
 from moe_torch import ops
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import array_spec, target_of_device
+from moe_torch.modular.calls import ExpertsCall
 from moe_torch.modular.experts import WorkspaceShapes
 from moe_torch.modular.into import KnownRun, known_run, write_into
 from moe_torch.modular.stages import Stages, batched_layout
-from moe_torch.modular.standard_experts import ExpertsCall, StandardExperts
+from moe_torch.modular.standard_experts import StandardExperts
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -11,20 +11,17 @@ import torch
 from moe_core.base.checks import require_at_least, require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats.fp8 import FP8_GROUP
-from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch import ops
+from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
 from moe_torch.modular.parallel.exchange import Halves, InHalves, require_lone_rows
-from moe_torch.modular.prepare_finalize import PreparedTokens, weighted_input
-from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
+from moe_torch.modular.prepare_finalize import weighted_input
 from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.weight_and_reduce import (
-    TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
 
-_DELEGATE = TopKWeightAndReduceDelegate()
 #: Ranks of a node; more exchange in messages of 512 bytes.
 _NODE = 8
 
@@ -78,22 +75,13 @@ class _OnBuffer(InHalves):
         """`deep_ep.topk_idx_t`, int64 unless the package was built otherwise."""
         return getattr(sys.modules.get("deep_ep"), "topk_idx_t", torch.int64)
 
-    def prepare_async(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None = None,
-        apply_router_weight_on_input: bool = False,
-        quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG,
-        defer_input_quant: bool = True,
-        num_local_experts: int | None = None,
-    ) -> Halves:
+    @taking(PrepareCall)
+    def prepare_async(self, call: PrepareCall) -> Halves:
         """(hook, receiver). a1 bf16 `[M, K]`; topk_weights and topk_ids `[M, topk]`, ids of all ranks' experts; ids
         outside count as -1. expert_map, which the order of experts implies, is not read. defer_input_quant is not
         asked: use_fp8_dispatch says how rows travel."""
         # A number that is this rank's own is what the kernel says where the caller has said nothing.
+        num_experts, num_local_experts = call.num_experts, call.num_local_experts
         if num_experts in (-1, num_local_experts) and num_local_experts is not None:
             num_experts = num_local_experts * self.ranks
         if num_experts % self.ranks or num_local_experts not in (None, num_experts // self.ranks):
@@ -101,10 +89,10 @@ class _OnBuffer(InHalves):
                 f"num_experts must be {self.ranks} times those of w1, {num_local_experts}, got {num_experts}; pad the "
                 "experts, or use MoEPrepareAndFinalizeAllToAll"
             )
-        require_lone_rows(quant_config)
-        ids = as_ids(topk_ids)
-        weights = as_weights(topk_weights, ids)
-        x = weighted_input(a1, weights, apply_router_weight_on_input)
+        require_lone_rows(call.quant_config)
+        ids = as_ids(call.topk_ids)
+        weights = as_weights(call.topk_weights, ids)
+        x = weighted_input(call.a1, weights, call.apply_router_weight_on_input)
         self._check_rows(x, ids, weights)
         self.check_sizes(x, num_experts)
         ids = torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(self.topk_indices_dtype())
@@ -213,28 +201,21 @@ class DeepEPHTPrepareAndFinalize(_OnBuffer):
 
         return _nothing, receiver
 
-    def finalize_async(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
-        prepared: PreparedTokens | None = None,
-    ) -> Halves:
+    @taking(FinalizeCall)
+    def finalize_async(self, call: FinalizeCall) -> Halves:
         """(hook, receiver): DeepEP's combine, into output `[M, K]`."""
-        sent, impl = self.sent_of(prepared), weight_and_reduce_impl
+        prepared, impl = call.prepared, call.weight_and_reduce_impl
+        sent = self.sent_of(prepared)
         assert prepared is not None and prepared.topk_weights is not None and prepared.topk_ids is not None
         if isinstance(impl, TopKWeightAndReduceDelegate):
             impl = TopKWeightAndReduceContiguous()
-        own = prepared.topk_weights, prepared.topk_ids
-        rows = impl.apply(None, fused_expert_output, *own, apply_router_weight_on_input)
-        found, _, event = self.buffer.combine(rows.contiguous(), sent.handle, async_finish=True)
+        routing = prepared.topk_weights, prepared.topk_ids
+        rows = impl.apply(None, call.fused_expert_output, *routing, call.apply_router_weight_on_input)
+        sums, _, event = self.buffer.combine(rows.contiguous(), sent.handle, async_finish=True)
 
         def receiver() -> None:
             event.current_stream_wait()
-            output.copy_(found)
+            call.output.copy_(sums)
 
         return _nothing, receiver
 
@@ -295,29 +276,21 @@ class DeepEPLLPrepareAndFinalize(_OnBuffer):
 
         return hook, receiver
 
-    def finalize_async(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
-        prepared: PreparedTokens | None = None,
-    ) -> Halves:
+    @taking(FinalizeCall)
+    def finalize_async(self, call: FinalizeCall) -> Halves:
         """(hook, receiver): DeepEP's combine, weighted unless the weight was on the input, into output `[M, K]`."""
-        sent = self.sent_of(prepared)
-        if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+        sent = self.sent_of(call.prepared)
+        if not isinstance(call.weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             raise InvalidInput(
                 f"weight_and_reduce_impl must be TopKWeightAndReduceDelegate, as DeepEP weights and adds, got "
-                f"{weight_and_reduce_impl}; choose batched experts that leave both to finalize"
+                f"{call.weight_and_reduce_impl}; choose batched experts that leave both to finalize"
             )
-        weights = as_weights(topk_weights, sent.ids)
-        if apply_router_weight_on_input:
+        weights = as_weights(call.topk_weights, sent.ids)
+        if call.apply_router_weight_on_input:
             weights = torch.ones_like(weights)
-        rows = fused_expert_output.contiguous()
+        rows = call.fused_expert_output.contiguous()
         _, _, hook = self.buffer.low_latency_combine(
-            rows, sent.ids, weights, sent.handle, return_recv_hook=True, out=output
+            rows, sent.ids, weights, sent.handle, return_recv_hook=True, out=call.output
         )
         return hook, _nothing
 

@@ -18,11 +18,10 @@ from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan
 from moe_core.parallel.spec import ExchangeSpec
 from moe_torch.bridge.options import require_instance
-from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, PreparedTokens, weighted_input
-from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
+from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
+from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, finished, weighted_input
 from moe_torch.modular.stages import as_ids, as_weights, sum_by_token
 from moe_torch.modular.weight_and_reduce import (
-    TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
@@ -31,7 +30,6 @@ from moe_torch.parallel.function import Combine, Dispatch, uses_of
 from moe_torch.parallel.peer import PeerRoutes
 from moe_torch.parallel.routes import Routes, plan_routes
 
-_DELEGATE = TopKWeightAndReduceDelegate()
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Two halves: what is called while messages travel, and what waits for them and returns.
 Halves = tuple[Callable[[], None], Callable[[], Any]]
@@ -155,18 +153,8 @@ class AcrossRanks(InHalves):
         tell_peers(self.parallel, self.placement, device)
 
     @_eager
-    def prepare_async(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None = None,
-        apply_router_weight_on_input: bool = False,
-        quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG,
-        defer_input_quant: bool = True,
-        num_local_experts: int | None = None,
-    ) -> Halves:
+    @taking(PrepareCall)
+    def prepare_async(self, call: PrepareCall) -> Halves:
         """(hook, receiver): the hook sends rows once the counts are known, the receiver waits for those that come. What
         the caller does before either of them runs while messages travel.
 
@@ -175,20 +163,20 @@ class AcrossRanks(InHalves):
         """
         try:
             # A number that is this rank's own is what the kernel says where the caller has said nothing.
-            if num_experts not in (self.placement.num_experts, num_local_experts, -1):
+            if call.num_experts not in (self.placement.num_experts, call.num_local_experts, -1):
                 raise InvalidInput(
-                    f"num_experts must be {self.placement.num_experts}, those of {self.placement}, got {num_experts}; "
-                    "pass global_num_experts"
+                    f"num_experts must be {self.placement.num_experts}, those of {self.placement}, got "
+                    f"{call.num_experts}; pass global_num_experts"
                 )
-            self._check_experts(expert_map, num_local_experts, quant_config)
-            ids = as_ids(topk_ids)
-            weights = as_weights(topk_weights, ids)
-            x = weighted_input(a1, weights, apply_router_weight_on_input)
+            self._check_experts(call.expert_map, call.num_local_experts, call.quant_config)
+            ids = as_ids(call.topk_ids)
+            weights = as_weights(call.topk_weights, ids)
+            x = weighted_input(call.a1, weights, call.apply_router_weight_on_input)
             plan = self._plan(x, ids)
             wide = uses_of(x, 1)[0]
             begin = self._begin(plan, ids, weights)
         except Exception:
-            self.tell_failure(a1.device)
+            self.tell_failure(call.a1.device)
             raise
         found = begin()
         begun: list[Any] = []
@@ -211,29 +199,21 @@ class AcrossRanks(InHalves):
         return _eager(hook), _eager(receiver)
 
     @_eager
-    def finalize_async(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
-        prepared: PreparedTokens | None = None,
-    ) -> Callable[[], None]:
+    @taking(FinalizeCall)
+    def finalize_async(self, call: FinalizeCall) -> Callable[[], None]:
         """The receiver: it waits for the rows that come home, and adds them up into output `[M, K]`."""
+        prepared, output, impl = call.prepared, call.output, call.weight_and_reduce_impl
         routes = None if prepared is None else prepared.handle
         if prepared is None or not isinstance(routes, (Routes, PeerRoutes)):
             raise InvalidInput(
                 f"prepared must be what prepare of {type(self).__name__} gave for the same tokens, got "
                 f"{type(prepared).__name__}; pass it on, as FusedMoEModularKernel does"
             )
-        impl = weight_and_reduce_impl
         if isinstance(impl, TopKWeightAndReduceDelegate):
             impl = TopKWeightAndReduceContiguous()
         weights, ids = prepared.topk_weights, prepared.topk_ids
         assert weights is not None and ids is not None
-        rows = impl.apply(None, fused_expert_output, weights, ids, apply_router_weight_on_input)
+        rows = impl.apply(None, call.fused_expert_output, weights, ids, call.apply_router_weight_on_input)
         if torch.is_grad_enabled() and prepared.a1q.requires_grad and not rows.requires_grad:
             # Experts that touch nothing where no row has come; other ranks wait for this one's backward all the same.
             rows = cast(torch.Tensor, _Attached.apply(rows, prepared.a1q))
@@ -300,14 +280,6 @@ class AcrossRanks(InHalves):
                 f"{list(x.shape)}; prepare tokens as they are"
             )
         return plan_of(self.parallel, self.placement, x, ids.shape[1], training=torch.is_grad_enabled())
-
-
-def finished(halves: Any) -> Any:
-    """What the halves of an asynchronous method have begun, waited for."""
-    hook, receiver = halves if isinstance(halves, tuple) else (None, halves)
-    if hook is not None:
-        hook()
-    return receiver()
 
 
 class MoEPrepareAndFinalizeNaiveEP(AcrossRanks):

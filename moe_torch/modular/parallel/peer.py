@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,13 +13,11 @@ from moe_core.parallel.plan import ExchangePlan
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
+from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
 from moe_torch.modular.parallel.exchange import AcrossRanks, Halves
-from moe_torch.modular.prepare_finalize import PreparedTokens
-from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduceDelegate
 from moe_torch.parallel.chunks import routes_at_once
 from moe_torch.parallel.peer import PeerRoutes
-
-_DELEGATE = TopKWeightAndReduceDelegate()
 
 
 class PeerPrepareAndFinalize(AcrossRanks):
@@ -65,10 +62,9 @@ class PeerBatchedPrepareAndFinalize(PeerPrepareAndFinalize):
 
     activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)
 
-    # The kernel passes what parameters name.
-    @functools.wraps(AcrossRanks.prepare_async)
-    def prepare_async(self, *arguments: Any, **named: Any) -> Halves:
-        hook, receiver = super().prepare_async(*arguments, **named)
+    @taking(PrepareCall)
+    def prepare_async(self, call: PrepareCall) -> Halves:
+        hook, receiver = super().prepare_async(*call)
         return hook, lambda: self._in_blocks(receiver())
 
     def _in_blocks(self, prepared: PreparedTokens) -> PreparedTokens:
@@ -87,28 +83,20 @@ class PeerBatchedPrepareAndFinalize(PeerPrepareAndFinalize):
         blocks = ops.gather_rows(prepared.a1q, layout).view(len(experts), most, -1)
         return PreparedTokens(blocks, None, counts, handle=_Blocks(prepared, layout), batch=prepared.batch)
 
-    def finalize_async(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
-        prepared: PreparedTokens | None = None,
-    ) -> Callable[[], None]:
+    @taking(FinalizeCall)
+    def finalize_async(self, call: FinalizeCall) -> Callable[[], None]:
         """The receiver, as of `PeerPrepareAndFinalize`."""
-        blocks = None if prepared is None else prepared.handle
-        if prepared is None or not isinstance(blocks, _Blocks):
+        blocks = None if call.prepared is None else call.prepared.handle
+        if not isinstance(blocks, _Blocks):
             raise InvalidInput(
                 f"prepared must be what prepare of {type(self).__name__} gave for the same tokens, got "
-                f"{type(prepared).__name__}; pass it on, as FusedMoEModularKernel does"
+                f"{type(call.prepared).__name__}; pass it on, as FusedMoEModularKernel does"
             )
-        if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+        if not isinstance(call.weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             raise InvalidInput(
-                f"weight_and_reduce_impl must be TopKWeightAndReduceDelegate, got {weight_and_reduce_impl}; choose "
-                "batched experts that leave both to finalize"
+                f"weight_and_reduce_impl must be TopKWeightAndReduceDelegate, got {call.weight_and_reduce_impl}; "
+                "choose batched experts that leave both to finalize"
             )
-        rows = ops.reduce(fused_expert_output.flatten(0, 1).contiguous(), blocks.layout, order="row")
-        arguments = output, rows[:, None], topk_weights, topk_ids, apply_router_weight_on_input
-        return super().finalize_async(*arguments, _DELEGATE, blocks.prepared)
+        rows = ops.reduce(call.fused_expert_output.flatten(0, 1).contiguous(), blocks.layout, order="row")
+        call = call._replace(fused_expert_output=rows[:, None], prepared=blocks.prepared)
+        return super().finalize_async(*call)

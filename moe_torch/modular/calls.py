@@ -1,0 +1,111 @@
+"""Records of the published methods: the arguments of prepare, finalize and apply, and the result of prepare."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_core.modular.types import ExpertTokensMetadata
+from moe_core.specs.matmul import Activation
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedTokens:
+    """What `prepare` gives; unpacks to `(a1q, a1q_scale, expert_num_tokens)`.
+
+    a1q: the activations in the class's format. expert_num_tokens: int32 `[E]`, of the batched format. topk_ids,
+    topk_weights `[M', topk]`: of the tokens in a1q where these are others than the caller's, as after a dispatch to
+    other ranks; None = the caller's. handle: whatever `finalize` of the same class wants to know. batch: the slots and
+    the experts of all ranks, where the experts' sums are to have the order that these have on one device.
+    """
+
+    a1q: torch.Tensor
+    a1q_scale: torch.Tensor | None = None
+    expert_num_tokens: torch.Tensor | None = None
+    topk_ids: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    handle: Any = None
+    batch: tuple[int, int] | None = None
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        return iter((self.a1q, self.a1q_scale, self.expert_num_tokens))
+
+
+class PrepareCall(NamedTuple):
+    """The arguments of `prepare` and `prepare_async` in all published generations, in the order of the newest.
+
+    a1 `[M, K]`; topk_weights and topk_ids `[M, topk]`. num_experts: of all ranks. num_local_experts: of w1. a1_scale,
+    a2_scale: static scales of the activations before each product.
+    """
+
+    a1: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    num_experts: int
+    expert_map: torch.Tensor | None = None
+    apply_router_weight_on_input: bool = False
+    quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG
+    defer_input_quant: bool = True
+    num_local_experts: int | None = None
+    a1_scale: torch.Tensor | None = None
+    a2_scale: torch.Tensor | None = None
+
+
+class FinalizeCall(NamedTuple):
+    """The arguments of `finalize` and `finalize_async`; output is `[M, K]`."""
+
+    output: torch.Tensor
+    fused_expert_output: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    apply_router_weight_on_input: bool
+    weight_and_reduce_impl: TopKWeightAndReduce = TopKWeightAndReduceDelegate()
+    prepared: PreparedTokens | None = None
+
+
+class ExpertsCall(NamedTuple):
+    """The arguments of `FusedMoEPermuteExpertsUnpermute.apply`."""
+
+    output: torch.Tensor
+    hidden_states: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    activation: str | Activation
+    global_num_experts: int
+    expert_map: torch.Tensor | None
+    a1q_scale: torch.Tensor | None
+    a2_scale: torch.Tensor | None
+    workspace13: torch.Tensor
+    workspace2: torch.Tensor
+    expert_tokens_meta: ExpertTokensMetadata | None
+    apply_router_weight_on_input: bool
+
+
+def taking(record: Any) -> Callable[[Callable[[Any, Any], Any]], Callable[..., Any]]:
+    """Turn a method of one record into a method with the record's fields as parameters.
+
+    The modular kernel reads its signature, which lists the fields.
+    """
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for name in record._fields:
+        default = record._field_defaults.get(name, inspect.Parameter.empty)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default))
+
+    def decorate(method: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def published(self: Any, *arguments: Any, **named: Any) -> Any:
+            return method(self, record(*arguments, **named))
+
+        published.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return published
+
+    return decorate
