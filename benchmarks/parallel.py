@@ -3,9 +3,9 @@
     python -m benchmarks.parallel --output record.json                       # starts a process for each GPU
     torchrun --nproc-per-node 2 -m benchmarks.parallel --output record.json
 
-Parity comes first: a cell whose output is not that of one device, bit by bit, is not timed; with sums at ranks and rows
-in fp8 it has to be close. A cell that fails has its
-error in the record. Started by itself, the benchmark also ends ranks that hang, and goes on with new ones.
+Parity comes first: a cell whose output is not that of one device, bit by bit, is not timed; with rows in fp8 it has to
+be close. A cell that fails has its error in the record. Started by itself, the benchmark also ends ranks that hang, and
+goes on with new ones.
 benchmarks/README.md describes the record.
 """
 
@@ -108,9 +108,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
         for count in tokens
         for mode in modes
         for row in rows
-        if row == "tokens" or EXCHANGES[mode].get("sums") != "ranks"
         if mode != "all_gather" or (row == "tokens" and count <= _FEW_TOKENS)
-        if not (found.training and mode.startswith("peer_fp8"))
+        if not (found.training and {"chunks", "format"} & set(EXCHANGES[mode]))
     ]
     if not cells:
         parser.error(f"there is nothing to run; all_gather has rows of tokens, up to {_FEW_TOKENS} of them")

@@ -12,14 +12,11 @@ from moe_core.parallel import ExchangeSpec
 
 #: The share of a GPU's memory that weights may take, with their gradients where there are any.
 _FOR_WEIGHTS = 0.6
-#: Sums at ranks, of rows in fp8.
-_FP8 = {"mode": "peer", "sums": "ranks", "format": format_named("fp8_group")}
 #: What is measured, by the name of a mode: fields of ExchangeSpec.
 EXCHANGES: dict[str, dict[str, Any]] = {
     **{mode: {"mode": mode} for mode in ("all_gather", "all_to_all", "padded", "peer")},
     **{f"peer_{chunks}_chunks": {"mode": "peer", "chunks": chunks} for chunks in (2, 4)},
-    "peer_fp8": _FP8,
-    "peer_fp8_2_chunks": _FP8 | {"chunks": 2},
+    "peer_fp8_rows": {"mode": "peer", "format": format_named("fp8_group")},
 }
 
 

@@ -134,7 +134,7 @@ def pairs(record: dict[str, Any], machine: Any) -> dict[str, list[tuple[float, f
     measured, of all experts and of a rank's, and what is predicted is the exchange."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in record["rows"]:
-        if "error" in row or row["what"] != "forward" or row["shape"] not in _SHAPES:
+        if "error" in row or row["what"] != "forward" or row["shape"] not in _SHAPES or row["mode"] not in EXCHANGES:
             continue
         layer = layer_of(_SHAPES[row["shape"]], row["experts"])
         given = (row["alone_us"], row["experts_us"])

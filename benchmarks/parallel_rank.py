@@ -345,14 +345,12 @@ class _Problem:
             slots = self.bench.size * exchange.bounds.back
         if self.exchange.mode == "peer":
             slots = Sizes.of(exchange).computed
-        if self.exchange.sums == "ranks":
-            width = self.cell.shape.top_k
         if exchange.direct:
             slots, width = self.bench.size * self.cell.tokens, self.cell.shape.top_k
             tuning = dataclasses.replace(spec.tuning or Tuning(), expected_tokens=slots)
             spec = dataclasses.replace(spec, tuning=tuning)
         options: dict[str, Any] = {}
-        if self.exchange.mode == "peer" and self.exchange.sums == "slots":
+        if self.exchange.mode == "peer":
             # Results are stored at their homes.
             options = {"results_at": ArraySpec((slots * width,), "int64")}
         routing = TopK(ArraySpec((slots, width), "int32"), ArraySpec((slots, width), "float32"))
@@ -367,8 +365,7 @@ class _Problem:
         if bounds.block is not None and bounds.back is not None:
             return (size - 1) * (bounds.block + bounds.back) * row
         out = self.slots if self.cell.rows == "slots" else self.tokens
-        back = self.tokens if self.exchange.sums == "ranks" else self.slots
         away, sent = np.arange(size) != rank, row
         if self.exchange.format is not None:
             sent = self.cell.shape.d_model + 4 * -(-self.cell.shape.d_model // 128)
-        return int(out[rank, away].sum() * sent + back[away, rank].sum() * row)
+        return int(out[rank, away].sum() * sent + self.slots[away, rank].sum() * row)

@@ -22,13 +22,13 @@ def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement)
     """Those of ranks that have `tokens` tokens each. Blocks are as large as distinct ids of a token need."""
     nearest = min(top_k, placement.per_rank)
     if spec.mode == "all_gather":
-        return Bounds(tokens, tokens * (nearest if spec.sums == "slots" else 1), placement.num_ranks * tokens)
+        return Bounds(tokens, tokens * nearest, placement.num_ranks * tokens)
     if spec.mode != "padded":
         return Bounds(None, None, spec.receive)
     block = tokens * (nearest if spec.rows == "slots" else 1)
     if spec.receive is not None:
         block = min(block, spec.receive // placement.num_ranks)
-    back = block * nearest if (spec.rows, spec.sums) == ("tokens", "slots") else block
+    back = block * nearest if spec.rows == "tokens" else block
     return Bounds(block, min(back, tokens * top_k), placement.num_ranks * block)
 
 
@@ -40,21 +40,21 @@ def is_direct(spec: ExchangeSpec) -> bool:
     return (spec.mode, spec.rows, spec.receive) == ("peer", "tokens", None)
 
 
-def runs_in_lanes(spec: ExchangeSpec, *, training: bool) -> bool:
+def runs_in_lanes(spec: ExchangeSpec) -> bool:
     """Whether product 2 of a chunk runs beside product 1 of the next, on multiprocessors of its own.
 
     With mode `peer`, where product 2 stores its rows at their homes: the link then works all the time. Measured on four
     H200, docs/notebook/2026-11-27-mode-peer.md.
     """
-    return (spec.mode, spec.sums) == ("peer", "slots") and spec.chunks > 1 and not training
+    return spec.mode == "peer" and spec.chunks > 1
 
 
-def sets_of_buffers(spec: ExchangeSpec, *, training: bool) -> int:
+def sets_of_buffers(spec: ExchangeSpec) -> int:
     """Sets of buffers, which chunks use by turns. In lanes two chunks are computed while others travel.
 
     No more than there are chunks: then all sets are together as large as one without chunks.
     """
-    return min(spec.chunks, 4 if runs_in_lanes(spec, training=training) else 2)
+    return min(spec.chunks, 4 if runs_in_lanes(spec) else 2)
 
 
 def second_multiprocessors(most: int, activation: Activation) -> int:

@@ -8,7 +8,7 @@ they are below 2 % of the rows of real models. Products take the longer of two t
 Stages follow one another, with two exceptions. With mode `peer` and results by slot, the last product stores its rows
 at their homes: of the way back, what takes longer than that product is left. With chunks, the messages of all chunks
 but one run beside products. Where product 2 of a chunk runs beside product 1 of the next, these slow each other down,
-and every further chunk reads the experts' weights again. In training, chunks run one after another.
+and every further chunk reads the experts' weights again. Chunks are for forwards alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moe_core.parallel.exchange import owners_of, physical_ids
 from moe_core.parallel.links import Link
 from moe_core.parallel.machine import Machine, machine_of
 from moe_core.parallel.placement import Placement
-from moe_core.parallel.spec import ExchangeSpec
+from moe_core.parallel.spec import ExchangeSpec, refuse_chunks
 from moe_core.trace import RoutingTrace
 
 #: Of x and of weights that are not quantised.
@@ -43,8 +43,6 @@ _DRAWN = 8192
 #: lose, and of each chunk but the first the share of its experts' weights, read again, that nothing hides. Fitted to
 #: five models on four H200, docs/notebook/2026-11-27-mode-peer.md.
 _SHARING, _READ_AGAIN = 0.06, 0.68
-#: Of each chunk but the first in training: its experts' weights are read twice, their gradients written, and added up.
-_TRAINED_AGAIN = 6
 
 
 @dataclass(frozen=True)
@@ -233,6 +231,8 @@ def _price(
     machine = machine_of(machine)
     require_kind("spec", spec, ExchangeSpec)
     require_flag("training", training)
+    if training:
+        refuse_chunks(spec)
     ranks = len(traffic.slots)
     if tensor > machine.domain:
         raise InvalidInput(
@@ -263,7 +263,7 @@ def _price(
         stages = [(name, us + more.get(name, us)) for name, us in stages]
         alone, share = 3 * alone, 3 * share
     hidden = 0.0
-    if spec.mode == "peer" and spec.sums == "slots":
+    if spec.mode == "peer":
         hidden = _hidden_us(layer, share, _push_us(back, plain, machine, near), training)
     if spec.mode == "all_to_all" and ranks > 1:
         far = machine.network if machine.network is not None and ranks > machine.domain else near
@@ -272,9 +272,7 @@ def _price(
     stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
     others = sum(us for _, us in stages) - stored
     weights = _read_bytes(layer, _most_slots(layer, tokens, traffic), per_rank, tensor) / machine.memory / 1e3
-    if training and spec.chunks > 1:
-        exposed = stored - hidden + others + _TRAINED_AGAIN * weights * (spec.chunks - 1)
-    elif runs_in_lanes(spec, training=training):
+    if runs_in_lanes(spec):
         exposed = _exposed_in_lanes(share, others, stored, hidden, spec.chunks, weights)
     else:
         # Of n chunks the first is awaited and the last is sent back with nothing to compute beside it.
@@ -329,7 +327,7 @@ def _rows(
         bounds = bounds_of(spec, tokens, layer.top_k, places)
         assert bounds.block is not None and bounds.back is not None
         return np.full(ranks, float(bounds.block)), np.full(ranks, float(bounds.back))
-    return (slots if spec.rows == "slots" else visits), (visits if spec.sums == "ranks" else slots)
+    return (slots if spec.rows == "slots" else visits), slots
 
 
 def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float:

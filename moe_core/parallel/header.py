@@ -17,7 +17,7 @@ from moe_core.parallel.tensor import TOKENS, TensorSplit
 
 #: Changes when the meaning of a header does; 1 to 15, above the bits of `TensorSplit.digest`. With it, no header is
 #: all zeros, which is the one of a rank that failed.
-_VERSION, _ABOVE = 3, 27
+_VERSION, _ABOVE = 4, 27
 #: The bits of options that are a digest.
 _DIGEST = 0x1FFFF
 #: Modes whose messages or buffers have one size on all ranks, which follows from the number of tokens; with mode `peer`
@@ -47,12 +47,12 @@ class Header(NamedTuple):
         """The numbers as errors show them."""
         bits = self.options >> 2
         dtype = MATMUL_DTYPES[bits & 3]
-        rows, sums = ("slots" if bits & 4 else "tokens"), ("ranks" if bits & 8 else "slots")
-        overflow, pass_ = ("drop" if bits & 16 else "error"), ("training" if bits & 32 else "inference")
+        rows = "slots" if bits & 4 else "tokens"
+        overflow, pass_ = ("drop" if bits & 8 else "error"), ("training" if bits & 16 else "inference")
         receive = "the worst case" if self.receive < 0 else self.receive
         size, index = self.tensor >> 1 & 0x1FFF, self.tensor >> 14 & 0x1FFF
         return (
-            f"mode {self.mode}, {dtype}, rows {rows}, sums {sums}, on_overflow {overflow}, {pass_}, chunks "
+            f"mode {self.mode}, {dtype}, rows {rows}, on_overflow {overflow}, {pass_}, chunks "
             f"{bits >> 6 & 63}, format and experts {bits >> 12:#x}, receive {receive}, {self.tokens} tokens, top_k "
             f"{self.top_k}, d_model {self.d_model}, tensor of {size} ranks, tokens {TOKENS[self.tensor & 1]}, rank "
             f"{index} of the other axis, placement {self.placement:#x} version {self.version}"
@@ -94,7 +94,7 @@ def header_of(
 ) -> Header:
     """The header of a call; arguments as in `plan_exchange`."""
     format_digest = 0 if spec.format is None else zlib.crc32(codec.dumps(spec.format).encode()) & _DIGEST
-    flags = spec.rows == "slots", spec.sums == "ranks", spec.on_overflow == "drop", training
+    flags = spec.rows == "slots", spec.on_overflow == "drop", training
     options = MODES.index(spec.mode) | MATMUL_DTYPES.index(dtype) << 2
     options |= sum(flag << 4 + place for place, flag in enumerate(flags))
     options |= spec.chunks << 8 | format_digest << 14

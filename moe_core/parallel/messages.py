@@ -15,7 +15,7 @@ from moe_core.parallel.tensor import TensorSplit
 @plan_type
 @dataclass(frozen=True)
 class Collective:
-    """One message of a rank. kind: `all_gather`, `all_to_all`, `reduce_scatter`, `all_reduce`, `barrier`, or `push`:
+    """One message of a rank. kind: `all_gather`, `all_to_all`, `all_reduce`, `barrier`, or `push`:
     stores to peers. what: the array. rows, bytes: of what the rank hands in, at most, its own part included. axis:
     `experts` or `tensor`, whose ranks take part."""
 

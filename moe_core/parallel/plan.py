@@ -26,7 +26,7 @@ from moe_core.parallel.bounds import (
 from moe_core.parallel.header import Header, header_of
 from moe_core.parallel.messages import Collective, ExchangeBuffer, TensorMessages, quantized_bytes
 from moe_core.parallel.placement import Placement
-from moe_core.parallel.spec import ExchangeSpec, why_not_exact
+from moe_core.parallel.spec import ExchangeSpec, refuse_chunks, why_not_exact
 from moe_core.parallel.tensor import WHOLE, TensorSplit
 from moe_core.specs.exchange import TableSpec
 
@@ -161,7 +161,7 @@ def plan_exchange(
 
     training: a backward follows. group_tokens: of all ranks together, None = as many on every rank. tensor: the place
     of the rank on an axis that splits each expert. experts: of `experts_digest`, 0 = ranks do not compare it. Raises
-    InvalidInput, and Unsupported for training with replicas: their gradients would be parts of one.
+    InvalidInput, and Unsupported for training with replicas, whose gradients would be parts of one, a format or chunks.
     """
     sizes = tokens, top_k, d_model, dtype, placement, spec, training
     draft = ExchangePlan(*sizes, (), (), (), 0, (), 0, 0, 0, tensor, experts)
@@ -180,6 +180,8 @@ def plan_exchange(
         )
     if training and spec.format is not None:
         raise Unsupported(f"training moves rows as they are, got format={spec.format}: rounding has no gradient")
+    if training:
+        refuse_chunks(spec)
     group = placement.num_ranks * draft.brought if group_tokens is None else group_tokens
     if group < draft.brought:
         raise InvalidInput(
@@ -195,7 +197,7 @@ def plan_exchange(
         backward=backward if over is None or not training else over.backward(backward),
         buffers=planner.worst_buffers(),
         host_reads=int(spec.mode == "all_to_all") * (1 if over is None else 2),
-        why_not_exact=why_not_exact(spec, training, tensor.size),
+        why_not_exact=why_not_exact(spec, tensor.size),
         # At an owner a row of a slot is a token with one expert.
         expected_tokens=max(1, group * (draft.top_k if spec.rows == "slots" else 1)),
         expected_experts=placement.num_experts,
@@ -235,7 +237,7 @@ class _Planner:
         """Rows of results that come home at most."""
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
-        return self.tokens * (self.top_k if self.spec.sums == "slots" else min(self.top_k, self.ranks))
+        return self.tokens * self.top_k
 
     def _rows(self, kind: str) -> list[Collective]:
         """The rows of x, as they are or quantised."""
@@ -251,9 +253,6 @@ class _Planner:
 
     def _results(self, what: str) -> Collective:
         """The results, home."""
-        if self.spec.mode == "all_gather" and self.spec.sums == "ranks":
-            rows = self.ranks * self.tokens
-            return Collective("reduce_scatter", what, self.plan.dtype, rows, rows * self.row_bytes)
         kind, rows = "push" if self.spec.mode == "peer" else "all_to_all", self.given
         return Collective(kind, what, self.plan.dtype, rows, rows * self.row_bytes)
 
@@ -263,13 +262,9 @@ class _Planner:
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
         if self.plan.direct:
-            return self.ranks * self.tokens * (self.top_k if self.spec.sums == "slots" else 1)
+            return self.ranks * self.tokens * self.top_k
         received = rows_received(self.spec, self.tokens, self.top_k, self.plan.placement)
-        return (
-            received
-            if self.spec.sums == "ranks"
-            else slots_received(self.spec, received, self.top_k, self.plan.placement)
-        )
+        return slots_received(self.spec, received, self.top_k, self.plan.placement)
 
     def forward(self) -> tuple[Collective, ...]:
         """All messages of a forward, in order."""
@@ -322,10 +317,9 @@ class _Planner:
         barrier = [_BARRIER] * (self.spec.mode == "peer")
         rows = [dataclasses.replace(message, what="d_output") for message in self._rows(self._rows_kind)]
         results = self._results("d_x")
-        per_row = 1 if self.spec.sums == "slots" else self.top_k
         kind = "push" if self.spec.mode == "peer" else "all_to_all"
-        weights = self._table(kind, "d_weights", "float32", self.given, per_row)
-        return (*barrier, *rows, *barrier, results, weights, *barrier) * self.spec.chunks
+        weights = self._table(kind, "d_weights", "float32", self.given, 1)
+        return (*barrier, *rows, *barrier, results, weights, *barrier)
 
     @property
     def _rows_kind(self) -> str:
@@ -341,7 +335,7 @@ class _Planner:
         if self.spec.format is not None:
             incoming = sum(size for *_, size in quantized_bytes(self.spec, self.plan.d_model))
         found = [ExchangeBuffer("received rows", received * incoming, symmetric)]
-        by_slot = self.spec.rows == "tokens" and self.spec.sums == "slots" and not self.plan.direct
+        by_slot = self.spec.rows == "tokens" and not self.plan.direct
         if self.plan.direct:
             numbers = (2 + self.plan.training) * self.top_k  # with gradients of weights
             found.append(ExchangeBuffer("received ids and weights", received * numbers * 4, True))
@@ -360,11 +354,11 @@ class _Planner:
         if by_slot:
             # The owner's op has a row for each slot; what it keeps for a backward must not be stored over.
             found.append(ExchangeBuffer("rows by slot", given * self.row_bytes, False))
-        if not symmetric or self.spec.sums == "ranks":
+        if not symmetric:
             # Else the owner's op stores each at its home.
             found.append(ExchangeBuffer("results", given * self.row_bytes, False))
         found.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
-        lent = sets_of_buffers(self.spec, training=self.plan.training)
+        lent = sets_of_buffers(self.spec)
         over = _over_tensor(self.plan).buffers() if self.plan.tensor.size > 1 else ()
         sets = {True: lent, False: min(lent, 2)}
         return (*(dataclasses.replace(one, bytes=sets[one.symmetric] * one.bytes) for one in found), *over)
@@ -381,9 +375,9 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
     ends = parts + size.get("returned parts", 0) + output + kept
     if symmetric:
         # Chunks are of gathered rows, which stay until the last has gone. In lanes two of them are computed at once.
-        scratch *= 1 + runs_in_lanes(plan.spec, training=plan.training)
+        scratch *= 1 + runs_in_lanes(plan.spec)
         behind = parts or output
-        if plan.spec.chunks > 1 and not plan.training:
+        if plan.spec.chunks > 1:
             # It is made first, as each chunk writes its rows.
             gathered, behind = gathered + behind, 0
         held = gathered + max(given, results + given + scratch, results + kept + behind)

@@ -24,8 +24,8 @@ from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import MoEOperands, MoEOutput, OutputGradients, TopK
 
-#: What an owner runs: a forward's stages, of which output, matmul2 and tokens_per_expert are read; and a backward's
-#: d_x, d_slots, `d_routing.weights` and `d_experts.*`, from the forward's stages.
+#: What an owner runs: a forward's stages, of which matmul2 and tokens_per_expert are read; and a backward's
+#: d_slots, `d_routing.weights` and `d_experts.*`, from the forward's stages.
 Forward = Callable[[MoEOperands, MoESpec], dict[str, np.ndarray]]
 Backward = Callable[[OutputGradients, MoEOperands, MoESpec, dict[str, np.ndarray]], dict[str, np.ndarray]]
 
@@ -98,7 +98,7 @@ def moe(
         routing = TopK(routes.ids[number], routes.push_weights(number, weights))
         operands = MoEOperands(routes.push(number, sources), rank.experts, routing)
         owners.append(Owner(operands, run(operands, _at_owner(spec))))
-    slots = [owner.stages["output" if exchange.sums == "ranks" else "matmul2"] for owner in owners]
+    slots = [owner.stages["matmul2"] for owner in owners]
     outputs = []
     for number, (rank, own) in enumerate(zip(ranks, stages, strict=True)):
         layer_index = rank.experts.layer_index
@@ -178,14 +178,14 @@ def moe_backward(
     of a router's and a shared expert's parameters are this rank's addends. Losses are of a rank's own tokens. request:
     of what is computed at home.
     """
-    routes, sums = forward.routes, forward.routes.spec.sums
+    routes = forward.routes
     d_out = [round_to(given.output, rank.x.dtype) for given, rank in zip(gradients, ranks, strict=True)]
     found, d_slots, d_weights = [], [], []
     for number, owner in enumerate(forward.owners):
         operands = owner.operands
         flowing = OutputGradients(routes.push(number, d_out))
         own = run(flowing, operands, _at_owner(spec), owner.stages)
-        d_slots.append(own["d_x" if sums == "ranks" else "d_slots"])
+        d_slots.append(own["d_slots"])
         d_weights.append(own["d_routing.weights"])
         found.append({name: value for name, value in own.items() if name.startswith("d_experts.")})
     results = []

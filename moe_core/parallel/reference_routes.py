@@ -45,9 +45,9 @@ class Arrivals(NamedTuple):
 class Home(NamedTuple):
     """Where a rank's rows go, and what comes back.
 
-    places `[T, K]`. arrivals: what it sends. back `[T, K]`: the row that a slot's result arrives at, of back_rows; with
-    sums `ranks` `[T, W]`, an owner's result. begins `[W]`: where the rows of each owner begin there. lost bool
-    `[T, K]`: slots that did not fit. overflow: rows that did not.
+    places `[T, K]`. arrivals: what it sends. back `[T, K]`: the row that a slot's result arrives at, of back_rows.
+    begins `[W]`: where the rows of each owner begin there. lost bool `[T, K]`: slots that did not fit. overflow: rows
+    that did not.
     """
 
     places: np.ndarray
@@ -118,22 +118,15 @@ def _coming_back(
     lost = (places >= 0) & (kept < 0)
     arrived = np.where(kept < 0, -1, places)
     owners = owners_of(arrived, placement.per_rank)
-    # Slots come back as they went, (place, slot); those of tokens by (owner, slot), and sums by (owner, token).
+    # Slots come back as they went, (place, slot); those of tokens by (owner, slot).
     groups = arrived if by_slot else owners
-    if spec.sums == "ranks":
-        groups = first_owners(arrived, placement.per_rank)
     sent = sends(groups, placement.num_places if by_slot else num_ranks)
     found = returned_rows(sent, groups, num_ranks, bounds.back)
     begins, rows, back = sent.group_start[:-1].reshape(num_ranks, -1)[:, 0], int(sent.group_start[-1]), found.row
     if bounds.back is not None:
         begins, rows = bounds.back * np.arange(num_ranks), bounds.back * num_ranks
-    if spec.sums == "slots":
-        lost |= (arrived >= 0) & (back < 0)
-        return Home(places, arrivals, back, rows, begins, lost, overflow + int(found.overflow[0]))
-    if spec.mode == "all_gather":
-        # Every owner gives back a row for every token, whether it has a slot of it or not.
-        back = np.where(groups < 0, -1, begins[np.maximum(groups, 0)] + np.arange(len(groups))[:, None])
-    return Home(places, arrivals, token_rows(back, owners, num_ranks), rows, begins, lost, overflow)
+    lost |= (arrived >= 0) & (back < 0)
+    return Home(places, arrivals, back, rows, begins, lost, overflow + int(found.overflow[0]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +190,7 @@ class Routes:
         return found
 
     def pull(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
-        """What comes back to a rank, `[*, N]`, of every owner's results by slot (sums `ranks`: by row) `[*, N]`."""
+        """What comes back to a rank, `[*, N]`, of every owner's results by slot `[*, N]`."""
         own = self.homes[home]
         buffer = np.full((own.back_rows, results[0].shape[1]), np.nan, results[0].dtype)
         for owner, values in enumerate(results):
@@ -207,22 +200,14 @@ class Routes:
 
     def pull_weights(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
         """fp32 `[T, K]` at home, of every owner's gradients of weights by its rows' ids; 0 where there is none."""
-        own = self.homes[home]
-        rows = own.back
-        if self.spec.sums == "slots":
-            came = self.pull(home, [values.reshape(-1, 1) for values in results])
-        else:
-            rows = slot_rows(rows, owners_of(np.where(own.lost, -1, own.places), self.placement.per_rank))
-            came = self.pull(home, results)
+        rows = self.homes[home].back
+        came = self.pull(home, [values.reshape(-1, 1) for values in results])
         found = np.zeros(rows.shape, came.dtype)
-        token, k = np.nonzero(rows >= 0)
-        found[token, k] = came[rows[token, k], 0 if came.shape[1] == 1 else k]
+        found[rows >= 0] = came[rows[rows >= 0], 0]
         return found
 
     def _returned(self, owner: int, home: int) -> np.ndarray:
         """The results that an owner gives back to a home, in order."""
         mine = self.sources[owner] == home
         valid = (self.ids[owner] >= 0) & mine[:, None]
-        if self.spec.sums == "slots":
-            return np.flatnonzero(valid.reshape(-1))[: self.bounds.back]
-        return np.flatnonzero(mine if self.spec.mode == "all_gather" else valid.any(axis=1))[: self.bounds.back]
+        return np.flatnonzero(valid.reshape(-1))[: self.bounds.back]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_core.base.checks import require_choice, require_kind, set_integer
 from moe_core.base.codec import plan_type
 from moe_core.base.sizes import INT32_LIMIT
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format
 
 MODES = ("all_gather", "all_to_all", "padded", "peer")
@@ -23,19 +23,17 @@ class ExchangeSpec:
     mode: `all_gather`: every rank gets all tokens; for few. `all_to_all`: exact counts, which the host reads once.
     `padded`: blocks of one size between every two ranks, and no host read. `peer`: rows are stored at peers' addresses.
     rows: what goes to an owner: `tokens`, once however many of their K experts it has, or `slots`, once per expert.
-    sums: `slots`: the results of slots come home, where K rows are added in the order of k, as on one device. `ranks`:
-    an owner adds the slots it has of a token before they travel, which moves fewer rows and gives other bits.
     receive: rows that a rank takes at most, None = the worst case; `padded` shares them out among sources. Rows beyond
     are counted. on_overflow: what that means: `error`, or `drop`: they contribute nothing.
     format: what the rows of tokens are quantised to before they travel, None = they are not. chunks: pieces of the
     tokens that travel one after another, so that one is computed while the next travels; `choose_chunks` says how many.
+    Without gradients only.
 
     Raises InvalidInput.
     """
 
     mode: str = "all_to_all"
     rows: str = "tokens"
-    sums: str = "slots"
     receive: int | None = None
     on_overflow: str = "error"
     format: Format | None = None
@@ -44,22 +42,29 @@ class ExchangeSpec:
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
         require_choice("rows", self.rows, ("tokens", "slots"))
-        require_choice("sums", self.sums, ("slots", "ranks"))
         require_choice("on_overflow", self.on_overflow, ("error", "drop"))
         require_kind("format", self.format, Format, optional=True)
         set_integer(self, "chunks", 1, _MOST_CHUNKS)
         if self.receive is not None:
             set_integer(self, "receive", 0, INT32_LIMIT)
-        if self.rows == "slots" and (self.mode == "all_gather" or self.sums == "ranks"):
-            what = "mode='all_gather'" if self.mode == "all_gather" else "sums='ranks'"
-            raise InvalidInput(f"rows must be 'tokens' with {what}, got 'slots'; leave it out")
+        if self.rows == "slots" and self.mode == "all_gather":
+            raise InvalidInput("rows must be 'tokens' with mode='all_gather', got 'slots'; leave it out")
         if self.receive is not None and self.mode == "all_gather":
             raise InvalidInput(
                 f"receive must be None with mode='all_gather', which takes all tokens, got {self.receive}; leave it out"
             )
 
 
-def why_not_exact(spec: ExchangeSpec, training: bool, slices: int) -> tuple[str, ...]:
+def refuse_chunks(spec: ExchangeSpec) -> None:
+    """Raise Unsupported for chunks where a gradient is asked for."""
+    if spec.chunks > 1:
+        raise Unsupported(
+            f"training moves all tokens at once, got chunks={spec.chunks}, which make a step 11 to 16 % slower; pass "
+            "chunks=1 and split the batch into micro-batches, or call under torch.no_grad()"
+        )
+
+
+def why_not_exact(spec: ExchangeSpec, slices: int) -> tuple[str, ...]:
     """Why the bits are not those of one device; empty: they are. slices: ranks that split each expert."""
     reasons = []
     if slices > 1:
@@ -67,12 +72,8 @@ def why_not_exact(spec: ExchangeSpec, training: bool, slices: int) -> tuple[str,
             f"tensor={slices}: each rank adds up its part of F and rounds it as a slot; parts are added in the "
             "order of ranks, in fp32"
         )
-    if spec.sums == "ranks":
-        reasons.append("sums='ranks': an owner adds the slots it has of a token, and rounds, before they travel")
     if spec.format is not None:
         reasons.append(f"format={spec.format}: rows are rounded before they travel")
-    if spec.chunks > 1 and training:
-        reasons.append(f"chunks={spec.chunks}: gradients of the experts' matrices are added chunk by chunk")
     if spec.receive is not None and spec.on_overflow == "drop":
         reasons.append(f"receive={spec.receive}: rows beyond it are dropped")
     return tuple(reasons)

@@ -201,7 +201,6 @@ def require_ranks(group: Group, spec: MoESpec | None = None) -> None:
         )
     refused = (
         ("exchange.mode", exchange.mode, exchange.mode == "peer", "all_to_all"),
-        ("exchange.sums", exchange.sums, exchange.sums != "slots", "slots"),
         ("exchange.format", exchange.format, exchange.format is not None, None),
         ("exchange.chunks", exchange.chunks, exchange.chunks != 1, 1),
         ("spec.apply_router_weight_on_input", True, spec is not None and spec.apply_router_weight_on_input, False),

@@ -98,19 +98,19 @@ COMBINE_PUSH = _operator(
 def _once_shapes(given: Any) -> Outputs:
     (tokens, top_k), ranks = given.ids.shape, given.ids_at.shape[0]
     sizes = (tokens, top_k), (given.num_experts,), (1,), (1,)
-    if given.numbers_at is not None:
+    if given.visits:
         sizes += ((tokens, ranks), (tokens, ranks))
     return [(size, torch.int32) for size in sizes]
 
 
-#: Returns places, tokens_per_expert, invalid_ids, overflow, with numbers_at also owners and rows.
+#: Returns places, tokens_per_expert, invalid_ids, overflow, with visits also owners and rows.
 PUSH_TOKENS_ONCE = _operator(
     "push_tokens_once",
     (
         "x?", "ids", "weights", "header", "places_of_experts?", "given?", "token_mask?", "rows_at?", "ids_at",
-        "weights_at", "headers_at", "numbers_at?",
+        "weights_at", "headers_at",
     ),
-    ("rank", "per_rank", "num_experts", "most", "programs"),
+    ("rank", "per_rank", "num_experts", "most", "programs", "visits"),
     plan_push_tokens_once,
     _once_shapes,
     None,

@@ -118,24 +118,21 @@ def run_chunks(
     x, size = given.x, -(-len(given.x) // plan.spec.chunks)
     bounds = [min(number * size, len(x)) for number in range(plan.spec.chunks + 1)]
     chunks = _cut((x, given.wide, *arrays), bounds)
-    beside = len(chunks) > 1 or (shared is not None and x.is_cuda)
-    if beside and not torch.is_grad_enabled():
-        output, parts = _in_chunks(chunks, make, experts, shared, dtype, plan)
-    elif len(chunks) == 1 and shared is not None:
+    if len(chunks) > 1 or (shared is not None and x.is_cuda and not torch.is_grad_enabled()):
+        with torch.no_grad():
+            output, parts = _in_chunks(chunks, make, experts, shared, dtype, plan)
+    elif shared is not None:
         output, part = _beside_shared(chunks[0], make, experts, shared, dtype)
         parts = [part]
     else:
-        dense = _cut(shared() if shared else (None, None), bounds)
-        outputs, parts = [], []
-        for number, (rows, wide, *own) in enumerate(chunks):
-            routes = make(*own, number=number % sets_of_buffers(plan.spec, training=plan.training))
-            rows, row_weights = dispatch(routes, rows, wide, own[1], stored=routes.stores_results)
-            found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
-            # Training keeps them; else their memory is for the rows that come home.
-            del rows
-            outputs.append(combine(routes, found.output, dense[number], dtype, stored=routes.stores_results))
-            parts.append(_Part(found.tokens_per_expert, routes))
-        output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        ((rows, wide, *own),) = chunks
+        routes = make(*own, number=0)
+        rows, row_weights = dispatch(routes, rows, wide, own[1], stored=True)
+        found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
+        # Training keeps them; else their memory is for the rows that come home.
+        del rows
+        output = combine(routes, found.output, (None, None), dtype, stored=True)
+        parts = [_Part(found.tokens_per_expert, routes)]
     received, overflow = _total([part.received for part in parts]), _total([part.routes.overflow for part in parts])
     if counted is None:
         pushed = [part.routes.pushed for part in parts]
@@ -162,7 +159,7 @@ def _beside_shared(
         arrived = routes.start_push(x.detach(), "rows")()
     streams.wait(streams.computes, streams.marked(streams.copies))
     arriving = functools.partial(torch.Tensor.detach, arrived)
-    rows, row_weights = dispatch(routes, arriving, wide, own[1], stored=routes.stores_results)
+    rows, row_weights = dispatch(routes, arriving, wide, own[1], stored=True)
     found = experts(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
     del rows, arrived, arriving
     gradients = Beside(streams)
@@ -170,7 +167,7 @@ def _beside_shared(
     with streams.on(streams.stores):
         dense = shared()
     streams.wait(streams.computes, streams.marked(streams.stores))
-    output = combine(routes, results, dense, dtype, stored=routes.stores_results, beside=gradients)
+    output = combine(routes, results, dense, dtype, stored=True, beside=gradients)
     return output, _Part(found.tokens_per_expert, routes)
 
 
@@ -310,8 +307,7 @@ def _in_chunks(
     is let go of when the other was told to wait.
     """
     source, bounds = chunks[0][0], [*itertools.accumulate((len(x) for x, *_ in chunks), initial=0)]
-    sets = sets_of_buffers(plan.spec, training=plan.training)
-    in_lanes = runs_in_lanes(plan.spec, training=plan.training)
+    sets, in_lanes = sets_of_buffers(plan.spec), runs_in_lanes(plan.spec)
     streams = Streams(source.device)
     computes, copies, marked, wait = streams.computes, streams.copies, streams.marked, streams.wait
     stores = streams.stores if in_lanes else computes
@@ -355,9 +351,9 @@ def _in_chunks(
         dispatch(number + ahead)
         with streams.on(copies):
             wait(copies, computed)
-            total = routes.start_total(None if routes.stores_results else found.output, "results")
+            total = routes.start_total(None, "results")
             _sum_into(part, total, *dense[number])
-            kept[number] = (memory, found, routes), computed if routes.stores_results else marked(copies)
+            kept[number] = (memory, found, routes), computed
         parts.append(_Part(found.tokens_per_expert, routes))
         if number:
             wait(computes, kept.pop(number - 1)[1])

@@ -31,9 +31,8 @@ from moe_torch.parallel.symmetric import Part, Region
 
 class Memory(NamedTuple):
     """What others store at a rank, M tokens of each of W: headers int32 `[2 * W + 1, 12]`; rows `[W * M, D]`, and their
-    scales where they are quantised; ids int32 and weights fp32 `[W * M, K]`; numbers int32 `[W * M]`, of sums that go
-    home; returned `[M * K, D]` or `[M * W, D]`, results that come home; d_weights fp32 `[W * M, K]`: what others load,
-    with training alone."""
+    scales where they are quantised; ids int32 and weights fp32 `[W * M, K]`; returned `[M * K, D]`, results that come
+    home; d_weights fp32 `[W * M, K]`: what others load, with training alone."""
 
     memory: symmetric.Symmetric
     headers: Region
@@ -41,7 +40,6 @@ class Memory(NamedTuple):
     scales: Region
     ids: Region
     weights: Region
-    numbers: Region
     returned: Region
     d_weights: Region
 
@@ -56,8 +54,7 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
         Part((rows * (scales > 0), scales), torch.float32),
         Part((rows, top_k), torch.int32),
         Part((rows, top_k), torch.float32),
-        Part((rows,), torch.int32),
-        Part((most * (ranks.size if spec.sums == "ranks" else top_k), plan.d_model), dtype),
+        Part((most * top_k, plan.d_model), dtype),
         Part((rows * plan.training, top_k), torch.float32),
     )
     found = symmetric.symmetric(ranks, parts, device, number)
@@ -127,9 +124,7 @@ class DirectRoutes:
         tokens: int,
     ) -> None:
         self.ranks, self.plan, self.programs, self.tokens = ranks, plan, programs, tokens
-        self.format, self.at_ranks = plan.spec.format, plan.spec.sums == "ranks"
-        #: Whether experts store their results at their homes.
-        self.stores_results = not self.at_ranks
+        self.format = plan.spec.format
         self.memory = memory_of(ranks, plan, weights.device, number)
         self._constants = _constants_of(self.memory, ranks.rank)
         if header is None:
@@ -153,12 +148,11 @@ class DirectRoutes:
         """Rows of tokens at home, `[T, D]`, set off, with all that goes beside them."""
         memory, sizes = self.memory, {"rank": self.ranks.rank, "most": _most(self.plan), "programs": self.programs}
         quantised, (ids, own_weights) = self.format is not None, (memory.ids.addresses, memory.weights.addresses)
-        # With them come the rows of a token at its owners, where its gradient goes, too.
-        tells = quantised or self.at_ranks or self.plan.training
-        numbers = memory.numbers.addresses if tells else None
         rows = None if quantised else memory.rows.addresses
-        at = peer_ops.TokensAt(rows, ids, own_weights, memory.headers.addresses, numbers)
-        options: Any = {**self._beside, **sizes, "placement": self.plan.placement}
+        at = peer_ops.TokensAt(rows, ids, own_weights, memory.headers.addresses)
+        # The rows of a token at its owners, where quantised rows and its gradient go.
+        visits = quantised or self.plan.training
+        options: Any = {**self._beside, **sizes, "placement": self.plan.placement, "visits": visits}
         self.pushed = peer_ops.push_tokens_once(values, *self._own, at, **options)
         if quantised:
             self._send_rows(values, format=self.format, scales_at=memory.scales.addresses)
@@ -200,19 +194,15 @@ class DirectRoutes:
 
         return arrived
 
-    def results_at(self) -> torch.Tensor | None:
-        """Of `peer_ops.experts_push`: the place of every slot's result at its home; None where sums are returned."""
-        return self._constants.results_at if self.stores_results else None
+    def results_at(self) -> torch.Tensor:
+        """Of `peer_ops.experts_push`: the place of every slot's result at its home."""
+        return self._constants.results_at
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Summing:
-        """What sums each token's results, `[T, D]`, with the options of `ops.reduce`. rows: sums of owners,
-        `[W * M, D]`, which set off; None: results have been stored at `results_at`."""
+        """What sums each token's results, `[T, D]`, with the options of `ops.reduce`. rows: None; results have been
+        stored at `results_at`."""
         memory, places = self.memory, self.pushed.places
-        assert (rows is None) == self.stores_results, "experts store their results at their homes, or give sums back"
-        if rows is not None:
-            assert self.pushed.rows is not None
-            places, sizes = self.pushed.rows, {"num_slots": len(memory.returned.own), "programs": self.programs}
-            peer_ops.combine_push(rows, memory.numbers.own, self._constants.start, memory.returned.addresses, **sizes)
+        assert rows is None, "experts store their results at their homes"
 
         def total(**options: Any) -> torch.Tensor:
             self.arrive(what)

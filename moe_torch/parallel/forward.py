@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from moe_core.parallel.operands import experts_digest, require_given, require_sc
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan, plan_exchange
 from moe_core.parallel.result import ParallelOutput
-from moe_core.parallel.spec import ExchangeSpec
+from moe_core.parallel.spec import ExchangeSpec, refuse_chunks
 from moe_core.parallel.tensor import TOKENS, WHOLE, TensorSplit
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
@@ -62,7 +62,7 @@ class ExpertParallel:
 
     Raises:
         InvalidInput: a mesh of several axes, axes that overlap, wrong numbers, mode `peer` without max_tokens.
-        Unsupported: `sums="ranks"`, a format and chunks with other modes.
+        Unsupported: a format and chunks with other modes.
     """
 
     mesh: Any
@@ -94,7 +94,6 @@ class ExpertParallel:
         if peer:
             require_peer_format(exchange.format)
         for name, refused, instead in (
-            ("sums", exchange.sums != "slots" and not peer, "slots"),
             ("format", exchange.format is not None and not peer, None),
             ("chunks", exchange.chunks != 1 and not peer, 1),
         ):
@@ -223,6 +222,8 @@ class Exchange:
             if shared is not None:
                 own = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.token_ranks
                 dense = _shared(own, later=self._overlaps(x))
+                if _asks_gradients([array for _, array in named_arrays(shared)]):
+                    refuse_chunks(self.parallel.exchange)
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]), digest)
             brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
@@ -264,8 +265,7 @@ class Exchange:
 
     def _overlaps(self, x: torch.Tensor) -> bool:
         """Whether a shared expert runs while rows travel."""
-        exchange = self.parallel.exchange
-        return exchange.mode == "peer" and x.is_cuda and (exchange.chunks == 1 or not torch.is_grad_enabled())
+        return self.parallel.exchange.mode == "peer" and x.is_cuda
 
     def _check(self, x: Any, experts: Any, routing: Any, spec: Any, mask: Any) -> None:
         require_instance("x", x, torch.Tensor)
@@ -325,16 +325,14 @@ class Exchange:
         return ids, weights, logits
 
     def _plan(self, x: torch.Tensor, ids: torch.Tensor, arrays: tuple[Any, ...], experts: int) -> ExchangePlan:
-        asked = torch.is_grad_enabled() and any(
-            isinstance(array, torch.Tensor) and array.requires_grad for array in arrays
-        )
+        asked = _asks_gradients(arrays)
         if self.moving is not None:
             self.moving.require_usable(asked)
-        if asked and self.parallel.exchange.sums == "ranks":
-            raise Unsupported(
-                "exchange.sums must be 'slots' where gradients are wanted, got 'ranks'; call under torch.no_grad()"
-            )
         return plan_of(self.parallel, self.placement, x, ids.shape[1], training=asked, experts=experts)
+
+
+def _asks_gradients(arrays: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(array, torch.Tensor) and array.requires_grad for array in arrays)
 
 
 def _shared(own: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:

@@ -35,14 +35,11 @@ Summing = Callable[..., torch.Tensor]
 
 class Sizes(NamedTuple):
     """Rows that there is memory for: of what travels, and of what an owner computes, slots or tokens; of results at
-    home, and how many a token has of them there. beside: fp32 numbers beside each computed row: its weight; of a token,
-    ids and weights, in whole 16 bytes."""
+    home."""
 
     rows: int
     computed: int
     returned: int
-    places: int
-    beside: int
 
     @classmethod
     def of(cls, plan: ExchangePlan) -> Sizes:
@@ -50,17 +47,14 @@ class Sizes(NamedTuple):
         spec, placement, top_k = plan.spec, plan.placement, plan.top_k
         tokens = tokens_at_once(plan.brought, spec)
         rows = rows_received(spec, tokens, top_k, placement)
-        if spec.sums == "ranks":
-            ranks = placement.num_ranks
-            return cls(max(1, rows), max(1, rows), max(1, tokens * ranks), ranks, -(-2 * top_k // 4) * 4)
         computed = slots_received(spec, rows, top_k, placement)
-        return cls(max(1, rows), max(1, computed), max(1, tokens * top_k), top_k, 1)
+        return cls(max(1, rows), max(1, computed), max(1, tokens * top_k))
 
 
 class Memory(NamedTuple):
     """What others store at a rank. counts int32 `[W, N]`: a row from every rank. fitting int32 `[W, P]`: the same of
     slots whose token fits, where tokens have a bound. rows `[*, D]` that come, and their scales where they are
-    quantised. By computed row: beside fp32 `[R, *]`; tokens int32 `[R, 1]`, the row of a slot's token; sources int32
+    quantised. By computed row: weights fp32 `[R, 1]`; tokens int32 `[R, 1]`, the row of a slot's token; sources int32
     `[R, 2]`, its home and number there. returned `[*, D]`: results that come home. d_weights fp32 `[R]`: what others
     load."""
 
@@ -69,7 +63,7 @@ class Memory(NamedTuple):
     fitting: Region
     rows: Region
     scales: Region
-    beside: Region
+    weights: Region
     tokens: Region
     sources: Region
     returned: Region
@@ -84,9 +78,9 @@ def scales_of(format: Format | None, d_model: int) -> int:
 def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
     """The buffers of a plan, made by its first call. number: of the set of buffers."""
     sizes, placement, dtype, spec = Sizes.of(plan), plan.placement, TORCH_DTYPES[plan.dtype], plan.spec
-    by_token, at_ranks = spec.rows == "tokens", spec.sums == "ranks"
-    groups = placement.num_places * (not at_ranks) + placement.num_ranks * by_token
-    bounded = by_token and not at_ranks and spec.receive is not None
+    by_token = spec.rows == "tokens"
+    groups = placement.num_places + placement.num_ranks * by_token
+    bounded = by_token and spec.receive is not None
     scales = scales_of(spec.format, plan.d_model)
     incoming = torch.float8_e4m3fn if scales else dtype
     parts = (
@@ -94,8 +88,8 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
         Part((ranks.size, placement.num_places * bounded), torch.int32),
         Part((sizes.rows, plan.d_model), incoming),
         Part((sizes.rows * (scales > 0), scales), torch.float32),
-        Part((sizes.computed, sizes.beside), torch.float32),
-        Part((sizes.computed * (by_token and not at_ranks), 1), torch.int32),
+        Part((sizes.computed, 1), torch.float32),
+        Part((sizes.computed * by_token, 1), torch.int32),
         Part((sizes.computed, 2), torch.int32),
         Part((sizes.returned, plan.d_model), dtype),
         Part((sizes.computed * plan.training,), torch.float32),
@@ -120,8 +114,8 @@ class PeerRoutes:
 
     Making them stores all but rows. tokens: of this rank in all chunks. header int32 `[8]` on the device, None = the
     plan's. number: of the set of buffers. programs: of kernels that copy rows. sent, back: the row at its owner of what
-    travels, by (token, owner) or slot, and of the result that comes back: by slot, or with sums at ranks as sent. ids
-    and weights, once rows have come: of each row that is computed, of one slot, or with sums at ranks of all K.
+    travels, by (token, owner) or slot, and of the result that comes back, by slot. ids
+    and weights, once rows have come: of the slot of each row that is computed.
     """
 
     def __init__(
@@ -137,7 +131,7 @@ class PeerRoutes:
         programs: int | None = None,
     ) -> None:
         self.ranks, self.plan, self.tokens, self.programs = ranks, plan, tokens, programs
-        self.by_token, self.at_ranks = plan.spec.rows == "tokens", plan.spec.sums == "ranks"
+        self.by_token = plan.spec.rows == "tokens"
         self.sizes, self.memory = Sizes.of(plan), memory_of(ranks, plan, weights.device, number)
         if header is None:
             (header,) = exchange.constants((tuple(plan.header),), weights.device)
@@ -148,17 +142,15 @@ class PeerRoutes:
         #: Of rows of tokens, the rank of every slot.
         self.owners = exchange.owners_of(places, plan.placement.per_rank) if self.by_token else None
         self._count(places)
-        self._push_routing(places, weights.detach())
+        self._push_routing(weights.detach())
 
     def _count(self, places: torch.Tensor) -> None:
         """Tell all ranks how many rows go where; from what they tell, where they go."""
         plan, placement, device = self.plan, self.plan.placement, places.device
         told = [self.header, *exchange.constants(((self.tokens, 0, 0, 0),), device)]
-        slots = visits = None
-        count, going = 0, places
-        if not self.at_ranks:
-            count, slots = placement.num_places, ops.make_layout(places, placement.num_places)
-            told.append(slots.group_sizes)
+        count, going = placement.num_places, places
+        slots = ops.make_layout(places, count)
+        told.append(slots.group_sizes)
         if self.by_token:
             (everyone,) = exchange.constants((tuple(range(placement.num_ranks)),), device)
             assert self.owners is not None
@@ -172,30 +164,27 @@ class PeerRoutes:
             self.group_tokens = int(known[:, _HEADER].sum())
         known = known[:, TOLD:]
         # Where ranks disagree, what goes anywhere stays within the buffers, and the output is NaN.
-        if visits is not None:
-            self.back = self.sent = self._places(visits, sent, known[:, count:], self._bound(self.sizes.rows))
-            self.overflow = self.sent.overflow
+        if self.by_token:
+            self.sent = self._places(visits, sent, known[:, count:], self._bound(self.sizes.rows))
             assert self.owners is not None
             rows = self.sent.rows.gather(1, self.owners.clamp(min=0).long())
             #: int32 `[T, K]`: the row that a slot's token has at the slot's owner, -1 = none.
             self._of_tokens = torch.where(self.owners < 0, -1, rows)
-            if plan.spec.receive is not None and slots is not None:
+            if plan.spec.receive is not None:
                 going = torch.where(self._of_tokens < 0, -1, places)
                 slots = ops.make_layout(going, count)
                 known = self._told_by_all(slots.group_sizes, self.memory.fitting, "counts of what fits")
-        if slots is not None:
-            most = self.sizes.computed if self.by_token else self._bound(self.sizes.computed)
-            self.back = self._places(going, slots, known[:, :count], most)
-            self.overflow = self.back.overflow + self.overflow if self.by_token else self.back.overflow
+        most = self.sizes.computed if self.by_token else self._bound(self.sizes.computed)
+        self.back = self._places(going, slots, known[:, :count], most)
+        self.overflow = self.back.overflow + self.sent.overflow if self.by_token else self.back.overflow
         if not self.by_token:
             self.sent = self.back
         received = self.back.received
         if plan.spec.receive == 0:
             received = torch.zeros_like(received)
         self._local, self._received = ops.layout_of_runs(received, self.sizes.computed)
-        drops, wanted = plan.spec.on_overflow == "drop", places if slots is not None else visits
         #: What the sum is NaN without.
-        self._wanted = None if drops else wanted
+        self._wanted = None if plan.spec.on_overflow == "drop" else places
 
     def _told_by_all(self, counts: torch.Tensor, region: Region, what: str) -> torch.Tensor:
         """int32 `[W, N]`: the counts int32 `[N]` of all ranks."""
@@ -212,19 +201,11 @@ class PeerRoutes:
     ) -> peer_ops.PeerPlaces:
         return peer_ops.peer_places(ids, layout, counts, rank=self.ranks.rank, receive=receive)
 
-    def _push_routing(self, places: torch.Tensor, weights: torch.Tensor) -> None:
+    def _push_routing(self, weights: torch.Tensor) -> None:
         """What an owner has to know of each row that it computes."""
         memory = self.memory
         options: Any = {"rank": self.ranks.rank, "num_rows": self.sizes.computed}
-        beside, sources = memory.beside.addresses, memory.sources.addresses
-        if self.at_ranks:
-            # As many rows of a token at home as there are ranks.
-            peer_ops.push_routing(weights.new_empty(self.sent.rows.shape), self.sent, None, sources, **options)
-            unused = self.sizes.beside - 2 * self.plan.top_k
-            table = torch.cat([places.view(torch.float32), weights, weights.new_zeros((len(weights), unused))], dim=1)
-            peer_ops.dispatch_push(table, self.sent, beside, num_rows=self.sizes.computed)
-            return
-        peer_ops.push_routing(weights, self.back, beside, sources, **options)
+        peer_ops.push_routing(weights, self.back, memory.weights.addresses, memory.sources.addresses, **options)
         if self.by_token:
             bits = self._of_tokens.view(torch.float32)
             peer_ops.push_routing(bits, self.back, memory.tokens.addresses, None, **options)
@@ -264,30 +245,17 @@ class PeerRoutes:
 
     def _take_routing(self) -> None:
         """Copies of what was stored here and a backward needs."""
-        memory, training, top_k = self.memory, self.plan.training, self.plan.top_k
+        memory, training = self.memory, self.plan.training
         kept = torch.Tensor.clone if training else torch.Tensor.detach
-        self._sources, self.ids, self.weights = kept(memory.sources.own), self._local, memory.beside.own
-        if self.by_token and not self.at_ranks:
+        self._sources, self.ids, self.weights = kept(memory.sources.own), self._local, memory.weights.own
+        if self.by_token:
             self._rows = kept(memory.tokens.own)
         elif training or self.plan.spec.format is not None:
             # The op keeps its input, and rows in a format are given back theirs.
             self._rows = self._received.slot_of_row.view(-1, 1)
-        if self.at_ranks:
-            places = memory.beside.own[:, :top_k].view(torch.int32)
-            local = places - self.ranks.rank * self.plan.placement.per_rank
-            here = (self._local >= 0) & (places >= 0) & (local >= 0) & (local < self.plan.placement.per_rank)
-            self.ids = torch.where(here, local, -1)
-            self.weights = torch.where(here, memory.beside.own[:, top_k : 2 * top_k], 0.0)
 
-    @property
-    def stores_results(self) -> bool:
-        """Whether experts store their results at their homes: there is one for each row, and no sum before."""
-        return not self.at_ranks
-
-    def results_at(self) -> torch.Tensor | None:
-        """Of `peer_ops.experts_push`, once rows have come; None where results are returned."""
-        if not self.stores_results:
-            return None
+    def results_at(self) -> torch.Tensor:
+        """Of `peer_ops.experts_push`, once rows have come."""
         sizes: Any = {"num_slots": self.sizes.returned, "width": self.plan.d_model}
         found = self._sources, self._received.group_start, self.memory.returned.addresses
         return peer_ops.result_addresses(*found, **sizes, dtype=TORCH_DTYPES[self.plan.dtype])

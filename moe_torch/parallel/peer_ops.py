@@ -242,7 +242,7 @@ def combine_push(
 
     Args:
         y: bf16, fp16 or fp32 `[R, D]`. A row has a multiple of 16 bytes.
-        sources: int32 `[R, 2]`, of `push_routing`: (home, slot) of every row; or `[R]`, each `home * num_slots + slot`.
+        sources: int32 `[R, 2]`, of `push_routing`: (home, slot) of every row.
         group_start: int32 `[L + 1]`. Its last entry is the number of rows that have a source.
         slots_at: the table of the arrays `[num_slots, D]`.
         num_slots: slots that every home has memory for.
@@ -257,8 +257,8 @@ class PushedTokens(NamedTuple):
     """What `push_tokens_once` knows of this rank's tokens, int32.
 
     places `[T, K]`: of slots, -1 = none. tokens_per_expert `[E]`. invalid_ids `[1]`: ids outside [-1, E). overflow
-    `[1]`: 0, since every token has its place. owners, rows `[T, W]`, where numbers go: the ranks that a token visits
-    and its rows there, -1 = none.
+    `[1]`: 0, since every token has its place. owners, rows `[T, W]`, with visits: the ranks that a token visits and its
+    rows there, -1 = none.
     """
 
     places: torch.Tensor
@@ -272,14 +272,12 @@ class PushedTokens(NamedTuple):
 class TokensAt(NamedTuple):
     """Tables of the arrays that `push_tokens_once` stores to, M tokens of every rank: rows `[W * M, D]`, None = they go
     by themselves; ids int32 and weights fp32 `[W * M, K]`; headers int32 `[2 * W + 1, 12]`, the turns of the rank in
-    its last row, which all ranks begin with the same number; numbers int32 `[W * M]`: where the sum of a row's slots
-    goes, None = slots go."""
+    its last row, which all ranks begin with the same number."""
 
     rows: torch.Tensor | None
     ids: torch.Tensor
     weights: torch.Tensor
     headers: torch.Tensor
-    numbers: torch.Tensor | None = None
 
 
 def push_tokens_once(
@@ -296,6 +294,7 @@ def push_tokens_once(
     given: torch.Tensor | None = None,
     token_mask: torch.Tensor | None = None,
     programs: int | None = None,
+    visits: bool = False,
     memory: torch.Tensor | None = None,
 ) -> PushedTokens:
     """Store a rank's tokens, and all that owners need to know of them, in row `rank * most + t` of every array.
@@ -315,10 +314,12 @@ def push_tokens_once(
         given: int32 `[T, K]`. The places of slots, where an expert has several.
         token_mask: bool `[T]`. A token that is False has no experts.
         programs, memory: as of `dispatch_push`.
+        visits: return owners and rows too.
 
     Raises Unsupported for 2**31 slots or more, and on a GPU for more experts or top_k than kernels take.
     """
-    text = encode(as_integer("rank", rank, 0), placement.per_rank, placement.num_experts, _rows(most, "most"), programs)
+    sizes = placement.per_rank, placement.num_experts, _rows(most, "most")
+    text = encode(as_integer("rank", rank, 0), *sizes, programs, visits)
     values = None if at.rows is None else x
     arrays = values, ids, weights, header, places_of_experts, given, token_mask, *at, memory
     return PushedTokens(*call(operators.PUSH_TOKENS_ONCE, *arrays, text))

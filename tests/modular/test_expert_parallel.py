@@ -150,7 +150,6 @@ WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"part": {"placement": 3}}, "InvalidInput", "placement must be a Placement"),
     ({"part": {"exchange": ExchangeSpec("padded")}}, "InvalidInput", "exchange.mode must be 'all_to_all'"),
     ({"part": {"exchange": ExchangeSpec(on_overflow="drop")}}, "Unsupported", "on_overflow must be 'error'"),
-    ({"part": {"exchange": ExchangeSpec(sums="ranks")}}, "Unsupported", "exchange.sums must not be 'ranks'"),
     ({"part": {"max_tokens": 3}}, "InvalidInput", "a1 must have at most max_tokens = 3 rows, got 4"),
     ({"call": {"global_num_experts": 7}}, "InvalidInput", "num_experts must be 6, those of 6 experts on 1 rank"),
     ({"call": {"expert_map": MAP}}, "InvalidInput", "expert_map must be [0, 1, 2, 3, 4, 5], as"),

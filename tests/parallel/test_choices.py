@@ -31,17 +31,14 @@ SIZES = 4, 64, "bfloat16", Placement.linear(8, 4)
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
 def test_buffers_of_chunks_whose_products_run_side_by_side(chunks: int) -> None:
-    """Four sets of what peers store into, and scratch for two chunks; with sums at owners two sets and one."""
-    for sums, most in (("slots", 4), ("ranks", 2)):
-        options: dict[str, Any] = {"sums": sums}
-        found = plan_exchange(16, *SIZES, ExchangeSpec("peer", chunks=chunks, **options))
-        alone = plan_exchange(-(-16 // chunks), *SIZES, ExchangeSpec("peer", **options))
-        sets = {True: min(chunks, most), False: min(chunks, 2)}
-        wanted = [(buffer.name, sets[buffer.symmetric] * buffer.bytes) for buffer in alone.buffers]
-        assert [(buffer.name, buffer.bytes) for buffer in found.buffers] == wanted
-        lanes = sums == "slots" and chunks > 1
-        assert runs_in_lanes(found.spec, training=False) == lanes and not runs_in_lanes(found.spec, training=True)
-        assert found.peak(scratch=2**20) - found.peak(scratch=2**19) == 2**19 * (1 + lanes)
+    """Four sets of what peers store into, and scratch for two chunks."""
+    found = plan_exchange(16, *SIZES, ExchangeSpec("peer", chunks=chunks))
+    alone = plan_exchange(-(-16 // chunks), *SIZES, ExchangeSpec("peer"))
+    sets = {True: min(chunks, 4), False: min(chunks, 2)}
+    wanted = [(buffer.name, sets[buffer.symmetric] * buffer.bytes) for buffer in alone.buffers]
+    assert [(buffer.name, buffer.bytes) for buffer in found.buffers] == wanted
+    assert runs_in_lanes(found.spec) == (chunks > 1)
+    assert found.peak(scratch=2**20) - found.peak(scratch=2**19) == 2**19 * (1 + (chunks > 1))
 
 
 def test_multiprocessors_of_products_side_by_side() -> None:

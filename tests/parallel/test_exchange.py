@@ -159,14 +159,12 @@ def test_splits_say_what_destinations_say(seed: int, ranks: int, each: int, rece
     [
         ({"mode": "nccl"}, "mode must be one of all_gather, all_to_all, padded, peer, got 'nccl'"),
         ({"rows": "bytes"}, "rows must be one of tokens, slots, got 'bytes'"),
-        ({"sums": "all"}, "sums must be one of slots, ranks, got 'all'"),
         ({"on_overflow": "nan"}, "on_overflow must be one of error, drop, got 'nan'"),
         ({"receive": -1}, "receive must be an integer of at least 0, got -1"),
         ({"chunks": 0}, "chunks must be an integer of at least 1, got 0"),
         ({"chunks": 64}, "chunks must be below 64, got 64"),
         ({"format": "fp8"}, "format must be a Format or None, got str"),
         ({"mode": "all_gather", "rows": "slots"}, "rows must be 'tokens' with mode='all_gather', got 'slots'"),
-        ({"sums": "ranks", "rows": "slots"}, "rows must be 'tokens' with sums='ranks', got 'slots'"),
         ({"mode": "all_gather", "receive": 9}, "receive must be None with mode='all_gather', which takes all"),
     ],
 )

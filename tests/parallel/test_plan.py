@@ -47,8 +47,8 @@ def kinds(plan: ExchangePlan) -> list[str]:
 
 
 def test_rows_of_messages_and_buffers_by_hand() -> None:
-    """16 tokens of 4 slots on each of two ranks: a token goes to both at most, and comes back once from each, or once
-    for every slot; an owner hands in what both ranks get."""
+    """16 tokens of 4 slots on each of two ranks: a token goes to both at most, and comes back once for every slot; an
+    owner hands in what both ranks get."""
 
     def rows(spec: ExchangeSpec) -> list[int]:
         plan = plan_of(spec, TWO)
@@ -57,10 +57,8 @@ def test_rows_of_messages_and_buffers_by_hand() -> None:
         return [*sent, sizes["sent rows"], sizes["received rows"], sizes["results"], sizes["returned results"]]
 
     assert rows(ExchangeSpec()) == [32, 128, 32, 32, 128, 64]
-    assert rows(ExchangeSpec(sums="ranks")) == [32, 32, 32, 32, 32, 32]
     assert rows(ExchangeSpec(rows="slots")) == [64, 128, 64, 128, 128, 64]
     assert rows(ExchangeSpec("padded")) == [32, 128, 32, 32, 128, 128]
-    assert rows(ExchangeSpec("padded", sums="ranks")) == [32, 32, 32, 32, 32, 32]
 
 
 def test_modes_are_chosen_for_placements_and_machines_alone() -> None:
@@ -87,8 +85,8 @@ def test_messages_of_each_mode_in_order() -> None:
     assert kinds(plan_of(ExchangeSpec("padded"))) == [
         *("all_to_all header, ids and weights", "all_to_all rows", "all_to_all results", "all_reduce overflow")
     ]
-    assert kinds(plan_of(ExchangeSpec("all_gather", sums="ranks"))) == [
-        *("all_gather header, ids and weights", "all_gather rows", "reduce_scatter results", "all_reduce overflow")
+    assert kinds(plan_of(ExchangeSpec("all_gather"))) == [
+        *("all_gather header, ids and weights", "all_gather rows", "all_to_all results", "all_reduce overflow")
     ]
     assert kinds(plan_of(ExchangeSpec("peer"))) == [
         *("push header, ids and weights", "push rows", "barrier arrival", "push results", "barrier arrival")
@@ -116,15 +114,11 @@ SIZES: list[tuple[ExchangeSpec, list[tuple[int, int]]]] = [
         ExchangeSpec(rows="slots"),
         [(1, 64), (64, 8192), (64, 256), (128, 16384), (64, 8192), (128, 16384), (128, 512)],
     ),
-    (ExchangeSpec(receive=20, sums="ranks"), [(1, 64), (64, 8192), (64, 2048), (20, 2560), (1, 4)]),
+    (ExchangeSpec(receive=20), [(1, 64), (64, 8192), (64, 2048), (40, 5120), (1, 4)]),
     (ExchangeSpec("padded"), [(64, 2176), (64, 8192), (128, 16384), (1, 4), (64, 8192), (128, 16384), (128, 512)]),
     (ExchangeSpec("padded", "slots", receive=67), [(64, 640), (64, 8192), (64, 8192), (1, 4)]),
     (ExchangeSpec("padded", receive=8), [(8, 384), (8, 1024), (16, 2048), (1, 4)]),
     (ExchangeSpec("all_gather"), [(16, 544), (16, 2048), (128, 16384), (1, 4)]),
-    (
-        ExchangeSpec("all_gather", sums="ranks"),
-        [(16, 544), (16, 2048), (64, 8192), (1, 4), (16, 2048), (64, 8192), (64, 1024)],
-    ),
     (ExchangeSpec("peer", "slots"), [(1, 80), (0, 0), (64, 768), (64, 8192), (0, 0), (128, 16384), (0, 0)]),
     (ExchangeSpec("peer", receive=64), [(1, 96), (0, 0), (1, 32), (0, 0), (64, 1024), (64, 8192), (0, 0)]),
     (ExchangeSpec("peer"), [(0, 0), (16, 560), (64, 8192), (0, 0), (256, 32768), (0, 0), (0, 0), (64, 8192)]),
@@ -183,10 +177,13 @@ def test_sizes_of_buffers() -> None:
 
 def test_chunks_travel_one_after_another() -> None:
     for mode in ("all_gather", "all_to_all", "padded", "peer"):
-        once, thrice = (plan_of(ExchangeSpec(mode, chunks=chunks), training=True) for chunks in (1, 3))
-        sixth = plan_exchange(6, 4, 64, "bfloat16", LINEAR, ExchangeSpec(mode), training=True)
-        assert thrice.host_reads == once.host_reads and thrice.backward == 3 * sixth.backward
-        assert [2 * buffer.bytes for buffer in sixth.buffers] == [buffer.bytes for buffer in thrice.buffers]
+        once, thrice = (plan_of(ExchangeSpec(mode, chunks=chunks)) for chunks in (1, 3))
+        sixth = plan_exchange(6, 4, 64, "bfloat16", LINEAR, ExchangeSpec(mode))
+        assert thrice.host_reads == once.host_reads
+        sets = [3 if buffer.symmetric else 2 for buffer in sixth.buffers]
+        assert [number * buffer.bytes for number, buffer in zip(sets, sixth.buffers, strict=True)] == [
+            buffer.bytes for buffer in thrice.buffers
+        ]
         assert thrice.bounds == sixth.bounds and thrice.expected_tokens == once.expected_tokens
         if mode in ("all_gather", "padded"):
             assert thrice.forward == 3 * sixth.forward[:-1] + sixth.forward[-1:]
@@ -194,6 +191,8 @@ def test_chunks_travel_one_after_another() -> None:
             assert thrice.forward == 3 * sixth.forward
         else:
             assert thrice.forward[1:] == 3 * sixth.forward[1:] and thrice.forward[0].bytes > sixth.forward[0].bytes
+        with pytest.raises(Unsupported, match=r"training moves all tokens at once, got chunks=3.*micro-batches"):
+            plan_of(ExchangeSpec(mode, chunks=3), training=True)
 
 
 def test_a_plan_is_frozen_cached_written_and_explained() -> None:
@@ -220,8 +219,6 @@ def test_a_plan_is_frozen_cached_written_and_explained() -> None:
         (ExchangeSpec(), True, None),
         (ExchangeSpec("padded", receive=8), True, None),
         (ExchangeSpec(chunks=2), False, None),
-        (ExchangeSpec(chunks=2), True, "chunks=2: gradients of the experts' matrices are added chunk by chunk"),
-        (ExchangeSpec(sums="ranks"), False, "sums='ranks': an owner adds the slots it has of a token"),
         (ExchangeSpec(format=format_named("fp8_group")), False, "format=fp8_group: rows are rounded"),
         (ExchangeSpec(receive=8, on_overflow="drop"), False, "receive=8: rows beyond it are dropped"),
     ],
@@ -247,17 +244,16 @@ def test_tiles_are_chosen_for_the_whole_batch() -> None:
     tokens=st.integers(0, 7),
     mode=st.sampled_from(("all_gather", "all_to_all", "padded", "peer")),
     by_slot=st.booleans(),
-    at_ranks=st.booleans(),
     receive=st.sampled_from((None, 0, 1, 9, 100)),
 )
 def test_rows_of_a_plan_are_those_of_the_twin(
-    placement: Placement, seed: int, tokens: int, mode: str, by_slot: bool, at_ranks: bool, receive: int | None
+    placement: Placement, seed: int, tokens: int, mode: str, by_slot: bool, receive: int | None
 ) -> None:
     random = np.random.default_rng(seed)
     top_k = min(3, placement.num_experts)
-    rows = "slots" if by_slot and mode != "all_gather" and not at_ranks else "tokens"
+    rows = "slots" if by_slot and mode != "all_gather" else "tokens"
     bound = None if mode == "all_gather" else receive
-    spec = ExchangeSpec(mode, rows, "ranks" if at_ranks else "slots", bound)
+    spec = ExchangeSpec(mode, rows, bound)
     plan = plan_exchange(tokens, top_k, 8, "float32", placement, spec)
     ids = [draw_ids_of("hot_rank", random, tokens, top_k, placement) for _ in range(placement.num_ranks)]
     places = [physical_ids(own, placement, first_token=rank * tokens).places for rank, own in enumerate(ids)]
@@ -270,7 +266,7 @@ def test_rows_of_a_plan_are_those_of_the_twin(
         most = received["received rows"]
         assert len(source) == most if plan.bounds.block is not None else len(source) <= most
         assert routes.homes[rank].back_rows <= received["returned results"]
-        back = int((routes.ids[rank] >= 0).sum()) if not at_ranks else len(source)
+        back = int((routes.ids[rank] >= 0).sum())
         exact = {buffer.name: buffer.bytes // 32 for buffer in plan.buffers_of(len(source), back)}
         assert exact["received rows"] == len(source) and exact.get("results", back) == back
         assert back <= received.get("results", back)
@@ -296,7 +292,6 @@ def headers(*changes: dict[str, Any]) -> np.ndarray:
         ({"dtype": "bfloat16"}, "got another options on rank 2: rank 2 has mode padded, bfloat16, .* float32, "),
         ({"training": True}, "got another options on rank 2: .* training, .* inference"),
         ({"spec": ExchangeSpec("padded", "slots")}, "another options on rank 2: .* rows slots, .* rows tokens"),
-        ({"spec": ExchangeSpec("padded", sums="ranks")}, "another options on rank 2: .* sums ranks, .* sums slots"),
         ({"spec": ExchangeSpec("padded", on_overflow="drop")}, "on rank 2: .* on_overflow drop, .* on_overflow error"),
         ({"spec": ExchangeSpec("padded", chunks=63)}, "another options on rank 2: .* chunks 63, .* chunks 1"),
         (

@@ -23,12 +23,10 @@ LINEAR = Placement.linear(8, 4)
         (ExchangeSpec(receive=30), Bounds(None, None, 30), 30, 60),
         (ExchangeSpec(rows="slots"), Bounds(None, None, None), 80, 80),
         (ExchangeSpec("padded"), Bounds(10, 20, 40), 40, 80),
-        (ExchangeSpec("padded", sums="ranks"), Bounds(10, 10, 40), 40, 80),
         (ExchangeSpec("padded", "slots"), Bounds(20, 20, 80), 80, 80),
         (ExchangeSpec("padded", receive=27), Bounds(6, 12, 24), 24, 48),
         (ExchangeSpec("padded", "slots", receive=27), Bounds(6, 6, 24), 24, 24),
         (ExchangeSpec("all_gather"), Bounds(10, 20, 40), 40, 80),
-        (ExchangeSpec("all_gather", sums="ranks"), Bounds(10, 10, 40), 40, 80),
     ],
     ids=str,
 )

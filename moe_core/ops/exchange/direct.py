@@ -10,7 +10,7 @@ import functools
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec, row_stride
-from moe_core.base.checks import as_integer, require_at_least, require_choice
+from moe_core.base.checks import as_integer, require_at_least, require_choice, require_flag
 from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
 from moe_core.base.target import Target
@@ -54,11 +54,11 @@ def plan_push_tokens_once(
     most: int,
     x: ArraySpec | None = None,
     rows_at: ArraySpec | None = None,
-    numbers_at: ArraySpec | None = None,
     places_of_experts: ArraySpec | None = None,
     given: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
     programs: int | None = None,
+    visits: bool = False,
 ) -> LaunchPlan:
     """Store this rank's tokens, with all that owners need to know of them, at every owner of one of their experts.
 
@@ -72,13 +72,11 @@ def plan_push_tokens_once(
     and of int32 ids and fp32 weights `[W * M, K]` at ids_at and weights_at, stored at all ranks: an id is the number of
     a place among the owner's, -1 = none of these, as behind a rank's last token. headers_at: of int32
     `[2 * W + 1, 12]`: row h, and in every other turn row W + h, is the header of h, its tokens, and zeros. The last row
-    begins with the turns of its rank, as many before the first one at all ranks. numbers_at: of int32 `[W * M]`, where
-    owners sum a token's slots: the number of the sum among those of all homes, row * W + owner; -1 where a token does
-    not visit. Tables are int64 `[W]`.
+    begins with the turns of its rank, as many before the first one at all ranks. Tables are int64 `[W]`.
 
     Inputs: [x], ids, weights, header, [places_of_experts], [given], [token_mask], [rows_at], ids_at, weights_at,
-    headers_at, [numbers_at]. Outputs, int32: places `[T, K]`, -1 = none; tokens_per_expert `[E]`; invalid_ids `[1]`,
-    ids outside [-1, E); overflow `[1]`, which is 0; with numbers_at owners and rows `[T, W]`: the ranks that a token
+    headers_at. Outputs, int32: places `[T, K]`, -1 = none; tokens_per_expert `[E]`; invalid_ids `[1]`,
+    ids outside [-1, E); overflow `[1]`, which is 0; with visits owners and rows `[T, W]`: the ranks that a token
     visits and its rows there, as of `plan_peer_places`. Raises InvalidInput, Unsupported.
     """
     require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
@@ -88,7 +86,6 @@ def plan_push_tokens_once(
     require_spec("header", header, (HEADER,), "int32")
     num_ranks = require_table("ids_at", ids_at)
     tables = {"rows_at": rows_at, "ids_at": ids_at, "weights_at": weights_at, "headers_at": headers_at}
-    tables |= {"numbers_at": numbers_at}
     for name, table in tables.items():
         if table is not None:
             require_table(name, table, num_ranks)
@@ -111,18 +108,19 @@ def plan_push_tokens_once(
     if places_of_experts is not None and given is not None:
         raise InvalidInput("places_of_experts must be None where places are given, got both; leave one out")
     require_programs(programs)
+    require_flag("visits", visits)
     builder = PlanBuilder("push_tokens_once", target)
     arrays = {"x": x, "ids": ids, "weights": weights, "header": header, **optional}
     present = builder.inputs(arrays | tables)
     outputs = [builder.output("places", ids), builder.output("tokens_per_expert", ArraySpec((num_experts,), "int32"))]
     outputs += [builder.output(name, ArraySpec((1,), "int32")) for name in ("invalid_ids", "overflow")]
-    if numbers_at is not None:
+    if visits:
         outputs += [builder.output(name, ArraySpec((tokens, num_ranks), "int32")) for name in ("owners", "rows")]
     sizes = {"rank": rank, "most": most}
     if not target.compiled:
         from moe_core.ops.exchange import reference_direct as twins
 
-        constants = sizes | {"per_rank": per_rank, "num_experts": num_experts}
+        constants = sizes | {"per_rank": per_rank, "num_experts": num_experts, "visits": visits}
         return builder.reference(twins.push_tokens_once, present, constants, outputs)
     require_experts(num_experts)
     if x is None:

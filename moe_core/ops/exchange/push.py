@@ -200,16 +200,15 @@ def plan_combine_push(
 ) -> LaunchPlan:
     """Store row r of y `[R, D]` to the slot that it is of: row slot of an array `[num_slots, D]` of peer home.
 
-    (home, slot) = sources[r], int32 `[R, 2]`, as `plan_push_slots` stores them; or sources int32 `[R]`, each home *
-    num_slots + slot. group_start int32 `[L + 1]`: its last entry is the number of rows that have one. slots_at int64
-    `[W]`: addresses of the peers' arrays. programs: as of `plan_dispatch_push`.
+    (home, slot) = sources[r], int32 `[R, 2]`, as `plan_push_slots` stores them. group_start int32 `[L + 1]`: its last
+    entry is the number of rows that have one. slots_at int64 `[W]`: addresses of the peers' arrays. programs: as of
+    `plan_dispatch_push`.
 
     Inputs: y, sources, group_start, slots_at; no outputs. Raises InvalidInput.
     """
     require_spec("y", y, ("num_rows", "d_model"), dtypes.MATMUL_DTYPES)
     require_width("y", y.shape[1], y.dtype)
-    pairs = len(sources.shape) == 2
-    require_spec("sources", sources, (y.shape[0], 2) if pairs else (y.shape[0],), "int32")
+    require_spec("sources", sources, (y.shape[0], 2), "int32")
     require_spec("group_start", group_start, ("num_experts + 1",), "int32")
     require_at_least("length of group_start", group_start.shape[0], 2)
     num_ranks = require_table("slots_at", slots_at)
@@ -225,7 +224,7 @@ def plan_combine_push(
     block_m, block_n, warps = copy_tile(rows, width, dtypes.itemsize(y.dtype), programs, target)
     arguments = builder.pointers("y", "sources", "group_start", "slots_at")
     arguments |= passed(num_ranks=num_ranks, num_rows=rows, num_slots=num_slots)
-    arguments |= passed(NUM_EXPERTS=group_start.shape[0] - 1, PAIRS=pairs, WIDTH=width, DTYPE=y.dtype)
+    arguments |= passed(NUM_EXPERTS=group_start.shape[0] - 1, WIDTH=width, DTYPE=y.dtype)
     arguments |= passed(SECTIONS=_SECTIONS, BLOCK_M=block_m, BLOCK_N=block_n)
     grid = copy_grid(rows, -(-width // block_n), block_m, most_programs(programs, target))
     builder.launch(PUSH_RESULTS, grid, arguments, warps, 1)

@@ -108,8 +108,7 @@ def push_results(
     y: np.ndarray, sources: np.ndarray, group_start: np.ndarray, slots_at: np.ndarray, *, num_slots: int
 ) -> tuple[()]:
     """What `moe_core.ops.exchange.push.plan_combine_push` stores."""
-    own = sources[: max(0, group_start[-1])]
-    homes, slots = own.T if own.ndim == 2 else np.where(own < 0, -1, np.divmod(own, num_slots))
+    homes, slots = sources[: max(0, group_start[-1])].T
     peers = _peers(slots_at, (num_slots, y.shape[1]), y.dtype.name)
     for home, own, slot in _slots_by_owner(homes, slots, len(peers), num_slots):
         peers[home][slot] = y[own]

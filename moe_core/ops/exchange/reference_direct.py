@@ -19,7 +19,6 @@ def push_tokens_once(
     headers_at: np.ndarray,
     x: np.ndarray | None = None,
     rows_at: np.ndarray | None = None,
-    numbers_at: np.ndarray | None = None,
     places_of_experts: np.ndarray | None = None,
     given: np.ndarray | None = None,
     token_mask: np.ndarray | None = None,
@@ -28,6 +27,7 @@ def push_tokens_once(
     per_rank: int,
     num_experts: int,
     most: int,
+    visits: bool,
 ) -> tuple[np.ndarray, ...]:
     """What `moe_core.ops.exchange.direct.plan_push_tokens_once` stores, and its results."""
     num_ranks, (tokens, top_k) = len(ids_at), ids.shape
@@ -45,14 +45,12 @@ def push_tokens_once(
         local = host_array(int(ids_at[peer]), ArraySpec(of_ids, "int32"))
         beside = host_array(int(weights_at[peer]), ArraySpec(of_ids, "float32"))
         here = (places >= 0) & (places // per_rank == peer)
-        visits = here.any(axis=1)
-        rows[visits, peer] = np.arange(own.start, own.stop)[visits]
+        visiting = here.any(axis=1)
+        rows[visiting, peer] = np.arange(own.start, own.stop)[visiting]
         if x is not None and rows_at is not None:
-            host_array(int(rows_at[peer]), ArraySpec((of_ids[0], x.shape[1]), x.dtype.name))[own][visits] = x[visits]
-        if numbers_at is not None:
-            numbers = host_array(int(numbers_at[peer]), ArraySpec(of_ids[:1], "int32"))
-            numbers[whole] = -1
-            numbers[own] = np.where(visits, rows[:, peer] * num_ranks + peer, -1)
+            host_array(int(rows_at[peer]), ArraySpec((of_ids[0], x.shape[1]), x.dtype.name))[own][visiting] = x[
+                visiting
+            ]
         local[whole] = -1
         local[own], beside[own] = np.where(here, places % per_rank, -1), weights
         host_array(int(headers_at[peer]), of_headers)[own_row] = [*header, tokens, 0, 0, 0]
@@ -60,7 +58,7 @@ def push_tokens_once(
     counts = np.bincount(known[valid], minlength=num_experts).astype(np.int32)
     invalid = np.array([((known < -1) | (known >= num_experts)).sum()], np.int32)
     found = places, counts, invalid, np.zeros(1, np.int32)
-    if numbers_at is None:
+    if not visits:
         return found
     return *found, np.where(rows < 0, -1, np.arange(num_ranks, dtype=np.int32)).astype(np.int32), rows
 

@@ -32,12 +32,9 @@ class PeerPrepareAndFinalize(AcrossRanks):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        exchange = self.parallel.exchange
-        for name, default in (("sums", "slots"), ("chunks", 1)):
-            if (value := getattr(exchange, name)) != default:
-                raise Unsupported(
-                    f"exchange.{name} must be {default!r} for {type(self).__name__}, got {value!r}; leave it out"
-                )
+        chunks = self.parallel.exchange.chunks
+        if chunks != 1:
+            raise Unsupported(f"exchange.chunks must be 1 for {type(self).__name__}, got {chunks!r}; leave it out")
 
     def _begin(
         self, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor

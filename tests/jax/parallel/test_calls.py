@@ -116,7 +116,6 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "ranks": (InvalidInput, {"placement": Placement.linear(6, 3)}, "placement must be of the 2 ranks of the axis 'ep'"),
     "places": (InvalidInput, {"placement": Placement.linear(9, 2)}, "experts must be the 5 places of this rank, got"),
     "peer": (Unsupported, {"exchange": ExchangeSpec("peer")}, "exchange.mode must not be 'peer' in moe_jax.parallel"),
-    "sums": (Unsupported, {"exchange": ExchangeSpec(sums="ranks")}, "exchange.sums must not be 'ranks'.*pass 'slots'"),
     "chunks": (Unsupported, {"exchange": ExchangeSpec(chunks=2)}, "exchange.chunks must not be 2 .*pass 1"),
 }
 

@@ -13,7 +13,6 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.direct import TOLD, plan_push_tokens_once, plan_sum_results
-from moe_core.ops.exchange.push import plan_combine_push
 from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.parallel import Placement
 from moe_core.parallel.exchange import physical_ids
@@ -47,7 +46,7 @@ def pushed(
     turn: int,
     programs: int | None,
     *,
-    numbered: bool,
+    visits: bool,
 ) -> tuple[Peers, list[dict[str, np.ndarray]], list[np.ndarray]]:
     """The memory behind the stores of all ranks, what each call returned, and the places of all slots."""
     ranks, per_rank, top_k = placement.num_ranks, placement.per_rank, homes[0]["ids"].shape[1]
@@ -56,12 +55,11 @@ def pushed(
     peers.make("ids", (ranks * most, top_k), "int32")
     peers.make("weights", (ranks * most, top_k), "float32")
     peers.make("headers", (2 * ranks + 1, TOLD), "int32")
-    peers.make("numbers", (ranks * most,), "int32")
     for rank in range(ranks):
         peers.of("headers", rank)[-1, 0] = turn
         # Not what means none: it has to be stored.
-        peers.of("ids", rank)[...] = peers.of("numbers", rank)[...] = 7
-    names = ("rows", "ids", "weights", "headers", *(("numbers",) if numbered else ()))
+        peers.of("ids", rank)[...] = 7
+    names = ("rows", "ids", "weights", "headers")
     tables = {f"{name}_at": peers.at(name) for name in names if way != "apart" or name != "rows"}
     found, places, first = [], [], 0
     for rank, home in enumerate(homes):
@@ -74,7 +72,7 @@ def pushed(
         sizes = {"rank": rank, "per_rank": per_rank, "num_experts": placement.num_experts, "most": most}
         arrays |= tables | ({"x": None} if way == "apart" else {})
         specs = {name: spec_of(array) for name, array in arrays.items()}
-        plan = plan_push_tokens_once(**specs, target=target, **sizes, programs=programs)
+        plan = plan_push_tokens_once(**specs, target=target, **sizes, programs=programs, visits=visits)
         found.append(peers.run(plan, arrays))
         places.append(of_slots)
     return peers, found, places
@@ -94,8 +92,8 @@ def test_owners_know_all(target: Target, seed: int, way: str) -> None:
     most = int(tokens.max()) + seed % 3
     masked, programs = seed % 5 < 3, (None, 1, 3)[seed % 3]
     homes = [Home(random, int(count), top_k, experts, dtype, masked=masked) for count in tokens]
-    turn, numbered = (0, 7, -1)[seed % 3], seed % 7 < 4
-    peers, found, places = pushed(target, homes, placement, most, way, turn, programs, numbered=numbered)
+    turn, visits = (0, 7, -1)[seed % 3], seed % 7 < 4
+    peers, found, places = pushed(target, homes, placement, most, way, turn, programs, visits=visits)
     for owner in range(ranks):
         rows, ids, weights, told = (peers.of(name, owner) for name in ("rows", "ids", "weights", "headers"))
         assert told[-1, 0] == turn + 1
@@ -108,10 +106,7 @@ def test_owners_know_all(target: Target, seed: int, way: str) -> None:
             np.testing.assert_array_equal(ids[mine], np.where(here, own % placement.per_rank, -1))
             np.testing.assert_array_equal(weights[mine], home["weights"])
             row = np.arange(mine.start, mine.stop)
-            if numbered:
-                expected = np.full(most, -1)
-                expected[:count] = np.where(here.any(axis=1), row * ranks + owner, -1)
-                np.testing.assert_array_equal(peers.of("numbers", owner)[rank * most : (rank + 1) * most], expected)
+            if visits:
                 np.testing.assert_array_equal(found[rank]["owners"][:, owner], np.where(here.any(axis=1), owner, -1))
                 np.testing.assert_array_equal(found[rank]["rows"][:, owner], np.where(here.any(axis=1), row, -1))
             if way != "apart":
@@ -179,32 +174,6 @@ def test_tokens_that_lost_a_slot_are_not_numbers(target: Target) -> None:
     np.testing.assert_array_equal(found[0], found[1])
 
 
-@on_engines
-def test_results_go_to_numbered_slots(target: Target) -> None:
-    """As by pairs of home and slot; numbers that are no slot of any home are left out."""
-    random, num_slots = np.random.default_rng(0), 6
-    numbers = random.permutation(3 * num_slots)[:14].astype(np.int32)
-    numbers[[2, 5]] = -1, 3 * num_slots
-    pairs = np.stack(np.divmod(numbers, num_slots), axis=1).astype(np.int32)
-    results, start = draw_array(random, (16, D), "float32"), np.array([0, 9, 12], np.int32)
-    found = []
-    for sources in (numbers, pairs):
-        peers = Peers(3, target)
-        peers.make("slots", (num_slots, D), "float32")
-        behind = np.zeros((2, *sources.shape[1:]), np.int32)
-        arrays = {"y": results, "sources": np.concatenate([sources, behind]), "group_start": start}
-        arrays |= {"slots_at": peers.at("slots")}
-        specs = [spec_of(array) for array in arrays.values()]
-        peers.run(plan_combine_push(*specs, target, num_slots=num_slots), arrays)
-        found.append(np.concatenate([peers.of("slots", rank) for rank in range(3)]))
-    expected = np.full_like(found[0].view(np.uint8), 0xFF).view(np.float32)
-    for row, number in enumerate(numbers[: start[-1]]):
-        if 0 <= number < len(expected):
-            expected[number] = results[row]
-    for one in found:
-        np.testing.assert_array_equal(one.view(np.int32), expected.view(np.int32))
-
-
 def test_wrong_arguments() -> None:
     arrays = {"x": ArraySpec((4, D), "bfloat16"), "ids": ArraySpec((4, 2), "int32")}
     arrays |= {"weights": ArraySpec((4, 2), "float32"), "header": ArraySpec((8,), "int32")}
@@ -223,6 +192,7 @@ def test_wrong_arguments() -> None:
         ({"places_of_experts": ArraySpec((4,), "int32")}, InvalidInput, r"places_of_experts must be \[5\], got"),
         ({"token_mask": ArraySpec((4,), "int32")}, InvalidInput, "token_mask must be bool"),
         ({"programs": 0}, InvalidInput, "programs must be"),
+        ({"visits": 1}, InvalidInput, "visits must be"),
     ):
         with pytest.raises(error, match=message):
             plan_push_tokens_once(**(arrays | sizes | changed))

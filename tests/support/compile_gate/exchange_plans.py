@@ -51,8 +51,6 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
             yield plan_combine_pull(places, places, table, target, **options, shared=x, shared_gate=gate)
             sources, start = ArraySpec((tokens, 2), "int32"), ArraySpec((33,), "int32")
             yield plan_combine_push(x, sources, start, table, target, num_slots=tokens, programs=programs)
-            numbers = ArraySpec((tokens,), "int32")
-            yield plan_combine_push(x, numbers, start, table, target, num_slots=tokens, programs=programs)
             rows, source = ArraySpec((tokens, 1), "int32"), ArraySpec((99, width), dtype)
             yield plan_take_rows(source, rows, start, target, programs=programs)
             if width % 16 == 0:
@@ -87,9 +85,9 @@ def _direct(x: ArraySpec, ids: ArraySpec, table: ArraySpec, target: Target) -> I
     yield plan_push_tokens_once(*arrays, target, **sizes, **rows)
     by_table = {"places_of_experts": ArraySpec((experts,), "int32"), "token_mask": mask}
     yield plan_push_tokens_once(*arrays, target, **sizes, **rows, **by_table, programs=PROGRAMS)
-    yield plan_push_tokens_once(*arrays, target, **sizes, **rows, given=ids, numbers_at=table)
+    yield plan_push_tokens_once(*arrays, target, **sizes, **rows, given=ids, visits=True)
     if tokens > 1:
-        yield plan_push_tokens_once(*arrays, target, **sizes, numbers_at=table)
+        yield plan_push_tokens_once(*arrays, target, **sizes, visits=True)
     results, told = ArraySpec((ids.size, width), x.dtype), ArraySpec((2 * RANKS + 1, TOLD), "int32")
     gate = ArraySpec((tokens, 1), "float32")
     yield plan_sum_results(results, ids, target, headers=told)

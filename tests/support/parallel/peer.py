@@ -51,7 +51,7 @@ def poisoned_peer() -> Iterator[None]:
     def filled(*arguments: Any) -> peer.Memory:
         found = counted(*arguments)
         # Before this rank says how many rows it sends, no peer stores here, and nothing is read.
-        _poison(found.rows, found.scales, found.beside, found.tokens, found.sources)
+        _poison(found.rows, found.scales, found.weights, found.tokens, found.sources)
         return found
 
     def noticed(*arguments: Any) -> direct.Memory:

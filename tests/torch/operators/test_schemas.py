@@ -162,7 +162,7 @@ push_counts(Tensor counts, Tensor counts_at, Tensor(a!)? memory, str options) ->
 push_slots(Tensor weights, Tensor owners, Tensor rows, Tensor? weights_at, Tensor? sources_at, Tensor(a!)? memory,
     str options) -> ()
 push_tokens_once(Tensor? x, Tensor ids, Tensor weights, Tensor header, Tensor? places_of_experts, Tensor? given,
-    Tensor? token_mask, Tensor? rows_at, Tensor ids_at, Tensor weights_at, Tensor headers_at, Tensor? numbers_at,
+    Tensor? token_mask, Tensor? rows_at, Tensor ids_at, Tensor weights_at, Tensor headers_at,
     Tensor(a!)? memory, str options) -> Tensor[]
 result_addresses(Tensor sources, Tensor group_start, Tensor slots_at, str options) -> Tensor
 quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)

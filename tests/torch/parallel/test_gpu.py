@@ -207,17 +207,13 @@ def test_a_graph_stays_valid_while_experts_move(gpus: Pool, way: ExchangeSpec) -
         assert peak <= 2 * 17 * 2 * 192 * 256 * 2 + 2**20
 
 
-def test_chunks_sums_at_ranks_and_quantised_rows(gpus: Pool) -> None:
+def test_chunks_and_quantised_rows(gpus: Pool) -> None:
     """Rows that travel in fp8 are those of x rounded beforehand."""
     problem = problem_of(gpus, 1, 700)
     chunked = dataclasses.replace(PEER[1], chunks=4)
     compare_with_one_device(gpus, problem, chunked, "chunks", engine="cuda", differentiated=False)
-    exact = run_group(gpus, problem, PEER[1], "cuda", differentiated=False)["output"].astype(np.float32)
-    at_ranks = dataclasses.replace(PEER[1], sums="ranks")
-    found = run_group(gpus, problem, at_ranks, "cuda", differentiated=False)["output"].astype(np.float32)
-    assert np.linalg.norm(found - exact) < 0.01 * np.linalg.norm(exact)
     rounded = dataclasses.replace(problem, x=rounded_to_fp8(problem.x))
-    for way in (*PEER, at_ranks, dataclasses.replace(at_ranks, chunks=2)):
+    for way in (*PEER, dataclasses.replace(PEER[1], chunks=2)):
         given = dataclasses.replace(way, format=format_named("fp8_group"))
         found, alone = (
             run_group(gpus, *one, "cuda", differentiated=False) for one in ((problem, given), (rounded, way))

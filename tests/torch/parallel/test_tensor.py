@@ -146,8 +146,8 @@ def test_overflow_is_that_of_the_twin(ranks: Pool, way: ExchangeSpec) -> None:
 
 
 @pytest.mark.parametrize("tokens", KINDS)
-def test_chunks_sums_at_ranks_and_quantised_rows(ranks: Pool, tokens: str) -> None:
-    """Of mode `peer` alone: chunks change no bit, rows in fp8 are those of rounded x, sums at ranks are close."""
+def test_chunks_and_quantised_rows(ranks: Pool, tokens: str) -> None:
+    """Of mode `peer` alone: chunks change no bit, rows in fp8 are those of rounded x."""
     # BLAS adds up few rows in another order than many.
     spec = dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
     grid = grid_of((2, 2), tokens, 1, "random", "float32", spec, each=7, width=16)
@@ -161,8 +161,6 @@ def test_chunks_sums_at_ranks_and_quantised_rows(ranks: Pool, tokens: str) -> No
         exact = output(way)
         np.testing.assert_array_equal(output(dataclasses.replace(way, chunks=3)), exact)
         np.testing.assert_array_equal(output(dataclasses.replace(way, format=fp8)), output(way, rounded))
-    at_ranks = output(ExchangeSpec("peer", sums="ranks", chunks=2))
-    np.testing.assert_allclose(at_ranks, exact, 0, 1e-5 * np.abs(exact).max())
 
 
 def allocated_on_a_grid(group: Any, grid: Grid, way: ExchangeSpec) -> Allocated | None:

@@ -11,7 +11,7 @@ from moe_core.ops.routing.kernels.schedule import fill
 
 @triton.jit
 def push_tokens_once(
-    x, ids, weights, header, places_of_experts, given, token_mask, rows_at, ids_at, weights_at, headers_at, numbers_at,
+    x, ids, weights, header, places_of_experts, given, token_mask, rows_at, ids_at, weights_at, headers_at,
     places, tokens_per_expert, invalid_ids, overflow, owners, rows, num_tokens, num_ranks, rank, most,
     PER_RANK: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
     X_STRIDE: tl.constexpr, DTYPE: tl.constexpr, HEADER: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
@@ -22,8 +22,7 @@ def push_tokens_once(
     ids_at[owner][row, k] = the place among the owner's, -1 where another rank has the expert, and behind the last token
     headers_at[owner][turn % 2, rank] = header, num_tokens, 0, 0, 0
 
-    numbers_at[owner][row] = row * W + owner, the number of its sum among those that come home, -1 = no visit
-    owners[t, owner] = owner, rows[t, owner] = row, the same at home
+    owners[t, owner] = owner, rows[t, owner] = row, -1 = no visit
 
     x None: rows go by themselves.
 
@@ -75,13 +74,11 @@ def push_tokens_once(
                 if x is not None:
                     there = pointer_to(tl.load(rows_at + peer), DTYPE) + row * WIDTH
                     tl.store(there + columns[None, :], value, mask=visits & exists)
-                if numbers_at is not None:
+                if owners is not None:
                     once = inside[:, None] & (tile % blocks == 0)
                     at_home = tokens[:, None] * num_ranks + peer
                     tl.store(owners + at_home, tl.where(visits, peer, -1), mask=once)
                     tl.store(rows + at_home, tl.where(visits, row, -1).to(tl.int32), mask=once)
-                    number = tl.where(visits, row * num_ranks + peer, -1).to(tl.int32)
-                    tl.store(pointer_to(tl.load(numbers_at + peer), "int32") + row, number, mask=once)
                 local = tl.where(owner == peer, place - peer * PER_RANK, -1)
                 tl.store(pointer_to(tl.load(ids_at + peer), "int32") + row * TOP_K + k, local, mask=beside)
                 tl.store(pointer_to(tl.load(weights_at + peer), "float32") + row * TOP_K + k, weight, mask=beside)
@@ -90,8 +87,6 @@ def push_tokens_once(
         for peer in range(num_ranks):
             unused = pointer_to(tl.load(ids_at + peer), "int32") + rank * end * TOP_K
             fill(unused, begin * TOP_K + first, end * TOP_K, step, BLOCK_FILL)
-            if numbers_at is not None:
-                fill(pointer_to(tl.load(numbers_at + peer), "int32") + rank * end, begin + first, end, step, BLOCK_FILL)
 
 
 @triton.jit

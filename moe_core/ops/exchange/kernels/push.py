@@ -101,12 +101,10 @@ def push_counts(counts, counts_at, size, rank, BLOCK: tl.constexpr):
 @triton.jit
 def push_results(
     y, sources, group_start, slots_at, num_ranks, num_rows, num_slots,
-    NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, SECTIONS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, SECTIONS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """slots_at[home][slot] = y[row] for (home, slot) = sources[row], of the rows that have one. Programs take turns.
-
-    PAIRS: sources are pairs; else each is home * num_slots + slot.
 
     Rows lie by (expert, home, slot) at every owner. If all stored them in that order, they would crowd at one home
     after another. So blocks of rows come from SECTIONS parts of the rows by turns.
@@ -121,13 +119,8 @@ def push_results(
         columns = (tile % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside, exists = row < filled, (columns < WIDTH)[None, :]
         value = tl.load(y + row[:, None] * WIDTH + columns[None, :], mask=inside[:, None] & exists, other=0.0)
-        if PAIRS:
-            home = tl.load(sources + 2 * row, mask=inside, other=-1)
-            slot = tl.load(sources + 2 * row + 1, mask=inside, other=-1).to(tl.int64)
-        else:
-            number = tl.load(sources + row, mask=inside, other=-1)
-            home = tl.where(number < 0, -1, number // num_slots)
-            slot = (number - home * num_slots).to(tl.int64)
+        home = tl.load(sources + 2 * row, mask=inside, other=-1)
+        slot = tl.load(sources + 2 * row + 1, mask=inside, other=-1).to(tl.int64)
         present = inside & (home >= 0) & (home < num_ranks) & (slot >= 0) & (slot < num_slots)
         pointers = peer_rows(slots_at, home, slot, present, WIDTH, DTYPE)[:, None] + columns[None, :]
         tl.store(pointers, value, mask=present[:, None] & exists)

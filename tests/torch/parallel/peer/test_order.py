@@ -20,7 +20,7 @@ from tests.support.parallel.order import Recorder, Scratch, Stream
 
 RANKS, TOKENS, CALLS = 3, 4, 2
 EVERY = range(RANKS)
-DIRECT, SUMS = ExchangeSpec("peer"), ExchangeSpec("peer", sums="ranks")
+DIRECT = ExchangeSpec("peer")
 
 
 class Rank:
@@ -52,7 +52,7 @@ class Routes:
     group_tokens, ids, weights = 1, None, None
 
     def __init__(self, rank: Rank, memory: int) -> None:
-        self.rank, self.memory, self.stores_results = rank, memory, rank.spec.sums == "slots"
+        self.rank, self.memory = rank, memory
         self.overflow = Scratch("places", rank.now)
         if rank.counted:
             rank.now.step("counts", (), rank.at_peers("counts", memory))
@@ -75,18 +75,13 @@ class Routes:
     def rows(self) -> Routes:
         return self
 
-    def results_at(self) -> Scratch | None:
-        if not self.stores_results:
-            return None
+    def results_at(self) -> Scratch:
         found = Scratch("addresses", self.rank.now)
         self.rank.now.step("addresses", [*self.rank.at("routing", self.memory), self.overflow.key], [found.key])
         return found
 
-    def start_total(self, rows: Scratch | None, what: str) -> Any:
+    def start_total(self, rows: None, what: str) -> Any:
         rank, memory = self.rank, self.memory
-        if rows is not None:
-            reads = [rows.key, self.overflow.key, *rank.at("routing", memory)]
-            rank.now.step("sums", reads, rank.at_peers("returned", memory))
 
         def total(*, out: Any, shared: Any, **_: Any) -> None:
             rank.barrier(memory)
@@ -107,19 +102,15 @@ class Begun:
     """Product 1 of some rows is under way."""
 
     routes: Routes
-    results_at: Scratch | None
+    results_at: Scratch
     hidden: Scratch
     counts: Scratch
 
     def finish(self) -> SimpleNamespace:
-        rank, memory, output = self.routes.rank, self.routes.memory, None
-        reads = [self.hidden.key, *rank.at("routing", memory)]
-        if self.results_at is None:
-            output = Scratch("results", rank.now)
-            rank.now.step("product 2", reads, [output.key])
-        else:
-            rank.now.step("product 2", [*reads, self.results_at.key], rank.at_peers("returned", memory))
-        return SimpleNamespace(output=output, tokens_per_expert=self.counts)
+        rank, memory = self.routes.rank, self.routes.memory
+        reads = [self.hidden.key, *rank.at("routing", memory), self.results_at.key]
+        rank.now.step("product 2", reads, rank.at_peers("returned", memory))
+        return SimpleNamespace(output=None, tokens_per_expert=self.counts)
 
 
 class Experts:
@@ -127,7 +118,7 @@ class Experts:
 
     spec = SimpleNamespace(activation=Activation("silu"))
 
-    def begin(self, routes: Routes, routing: Any, tokens: int, results_at: Scratch | None, limits: Any) -> Begun:
+    def begin(self, routes: Routes, routing: Any, tokens: int, results_at: Scratch, limits: Any) -> Begun:
         rank = routes.rank
         hidden, counts = Scratch("hidden", rank.now), Scratch("counts of rows", rank.now)
         reads = [*rank.at("rows", routes.memory), *rank.at("routing", routes.memory)]
@@ -199,10 +190,9 @@ def unordered(
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["direct", "counted"])
-@pytest.mark.parametrize("way", [DIRECT, SUMS], ids=["slots", "ranks"])
-def test_everything_is_in_order(way: ExchangeSpec, counted: bool) -> None:
+def test_everything_is_in_order(counted: bool) -> None:
     for count in (1, 2, 3, 4, 5, 7):
-        assert unordered(dataclasses.replace(way, chunks=count), counted=counted) == []
+        assert unordered(dataclasses.replace(DIRECT, chunks=count), counted=counted) == []
 
 
 @pytest.mark.parametrize(
@@ -227,7 +217,7 @@ def test_too_few_buffers_are_found() -> None:
 class Trained:
     """What `DirectRoutes` read and write with training: a backward reads what its forward has copied."""
 
-    group_tokens, stores_results, spoilt = 1, True, None
+    group_tokens, spoilt = 1, None
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
