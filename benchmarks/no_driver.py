@@ -16,7 +16,7 @@ from moe_core.base.recent import Recent
 from moe_core.base.target import Target
 from moe_core.runtime import cuda, devices, prepare
 from moe_core.runtime.cuda import CudaPrepared, Driver
-from moe_torch.bridge import eager, operator, seen
+from moe_torch.bridge import operator, private, seen
 from moe_torch.layers import calls
 from moe_torch.operators.table import MOE, MOE_QUANTIZED
 
@@ -51,7 +51,7 @@ def no_driver() -> Iterator[None]:
         mock.patch.dict(devices.BACKENDS, cpu=devices.Backend(lambda index: _TARGET, CudaPrepared)),
         mock.patch.multiple(cuda, driver=lambda: driver, cuda_target=lambda index: _TARGET),
         mock.patch.multiple(cuda, compile_launch=lambda *_: compiled, _load=lambda *_: (ctypes.c_void_p(), 0, 4)),
-        mock.patch.multiple(eager, _empty_cuda=eager._empty_cpu, _current_device=int, current_stream=(0).__and__),
+        mock.patch.multiple(private, _empty_cuda=private._empty_cpu, _current_device=int, current_stream=(0).__and__),
         mock.patch.object(operator, "Ready", ready_on_gpu),
         # CPU tensors have an engine, which a GPU's have not.
         mock.patch.object(seen, "cpu_target", lambda: None),

@@ -32,12 +32,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.operands import RouterWeights, TopK
 from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, sizes_of
+from moe_torch.bridge import private
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode, encode
 from moe_torch.operators import table as operators
@@ -149,7 +148,7 @@ class _Call:
         return [*routed, *kept] if kept else routed
 
 
-class _Observer(TorchDispatchMode):
+class _Observer(private.TorchDispatchMode):
     """Hands every whole MoE forward to `visit`, which returns its results; everything else passes."""
 
     supports_higher_order_operators = True
@@ -167,7 +166,7 @@ class _Observer(TorchDispatchMode):
         if func not in _FORWARDS:
             return func(*args, **(kwargs or {}))
         x = args[0]
-        if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if private.is_fake(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise Unsupported(
                 "capture() and replay() see layers that run, got one that is being exported or captured into a CUDA "
                 "graph, whose later runs they could not see; do that outside of the block"

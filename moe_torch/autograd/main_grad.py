@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.errors import InvalidInput, Unsupported
+from moe_torch.bridge import private
 
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
@@ -49,17 +49,18 @@ def destination(node: Any) -> str:
     others, as in `autograd.grad(y, x)` or `backward(inputs=[x])`.
     """
     try:
-        return "weight" if torch._C._will_engine_execute_node(node) else "nowhere"
+        return "weight" if private.executes(node) else "nowhere"
     except RuntimeError:  # So it answers for a leaf that autograd.grad captures.
         return "caller"
 
 
 def require_eager(tensors: Sequence[Any]) -> None:
     """Raise Unsupported for tensors of compiled programs and transforms, which have no attributes."""
+    private.require_destinations()
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             continue
-        wrapped = is_functorch_wrapped_tensor(tensor)
+        wrapped = private.is_wrapped(tensor)
         if wrapped or type(tensor) not in _ORDINARY:
             raise Unsupported(
                 "main_grad=True adds to buffers in place, which no compiled or transformed training step can, got a "

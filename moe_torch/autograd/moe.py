@@ -18,21 +18,17 @@ from moe_core.ops.moe.names import CONSTANTS, FLOWING, result_names, saved_names
 from moe_core.specs.operands import SharedExpert, TopK
 from moe_torch.autograd.function import Rule, define_gradient
 from moe_torch.autograd.main_grad import destination, main_grads, require_eager
-from moe_torch.bridge import eager
+from moe_torch.bridge import eager, private
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import TORCH_DTYPES, decode, encode
 from moe_torch.operators import pushed, table
 from moe_torch.operators.kinds import MATRICES
 
-#: Of the backward that runs on this thread; whether a functional transform is active there.
-_C: Any = torch._C
-_keeps_graph, _transforming = _C._autograd._get_current_graph_task_keep_graph, _C._are_functorch_transforms_active
-
 
 def _read_last() -> bool:
     """Whether this backward is the last that reads what its forward saved: eager code that does not keep its graph."""
-    traced = torch.compiler.is_compiling() or _transforming()
-    return not traced and not torch.is_grad_enabled() and not _keeps_graph()
+    traced = torch.compiler.is_compiling() or private.transforming() is not False
+    return not traced and not torch.is_grad_enabled() and not private.keeps_graph()
 
 
 class _MoE(Rule):

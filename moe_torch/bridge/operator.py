@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from torch._C import _AutoDispatchBelowAutograd  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
 from moe_core.base.arrays import ALIGNMENT, ArraySpec
@@ -29,7 +28,7 @@ from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of
 from moe_core.runtime.prepare import prepare
 from moe_core.specs.operands import role_of
-from moe_torch.bridge import eager
+from moe_torch.bridge import eager, private
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, decode
 from moe_torch.bridge.ready import Begun, Ready, dense
 from moe_torch.bridge.seen import SeenCalls
@@ -97,10 +96,6 @@ def target_of_device(device: torch.device) -> Target:
     return target_of((device.type, device.index or 0))
 
 
-#: Whether a functional transform is active on this thread.
-_transforming = torch._C._are_functorch_transforms_active
-
-
 class Operator:
     """One operator of the namespace `moebius`.
 
@@ -141,7 +136,7 @@ class Operator:
         self._seen = SeenCalls(), SeenCalls()
         LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, cpu_target()), "CPU")
         LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, None), "CUDA")
-        LIBRARY.impl(self.name, self._run_autograd, "Autograd")
+        LIBRARY.impl(self.name, self._run_autograd, "Autograd", with_keyset=private.BelowAutograd is None)
         LIBRARY.impl(self.name, self._refuse_backend, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moebius::{self.name}", self._infer, lib=LIBRARY)
 
@@ -183,7 +178,7 @@ class Operator:
 
     def _dispatch(self, arguments: tuple[Any, ...]) -> Any:
         # Functional transforms know gradients that are defined in Python only if they meet them above the dispatcher.
-        if self._gradient is not None and _transforming() and self._asks_for_gradient(arguments):
+        if self._gradient is not None and private.transforming() is not False and self._asks_for_gradient(arguments):
             return self._gradient(*arguments)
         try:
             return self.overload(*arguments)
@@ -329,16 +324,19 @@ class Operator:
 
     def _run_autograd(self, *arguments: Any) -> Any:
         """The autograd layer: the gradient where a tensor asks for one, refused if none is defined; else the layer
-        below."""
+        below. The dispatch keys come first where torch has no guard that leads below."""
+        keys, arguments = (None, arguments) if private.BelowAutograd else (arguments[0], arguments[1:])
         if self._asks_for_gradient(arguments):
-            if _transforming():
+            if private.transforming():
                 raise Unsupported(
                     f"{self._packet} has no gradient inside of torch.func.vmap or of a compiled transform; take the "
                     "gradient of the whole batch, and compile without the transform"
                 )
             assert self._gradient is not None
             return self._gradient(*arguments)
-        with _AutoDispatchBelowAutograd():
+        if keys is not None:
+            return private.redispatch_below_autograd(self.overload, keys, arguments)
+        with private.BelowAutograd():
             return self.overload(*arguments)
 
     def _asks_for_gradient(self, arguments: Sequence[Any]) -> bool:
@@ -347,7 +345,7 @@ class Operator:
         for name, tensor in self.present(arguments[:-1]):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            if private.in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None:
                 raise Unsupported(
                     f"{name} has a tangent, and moe_torch defines no forward-mode derivatives; use reverse mode "
                     f"(backward, torch.func.grad or torch.func.vjp) or pass {name}.detach()"

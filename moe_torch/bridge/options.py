@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,18 +16,7 @@ from moe_core import formats, specs
 from moe_core.base import codec, dtypes
 from moe_core.base.checks import is_derived, shown
 from moe_core.errors import InvalidInput
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def constant_result(function: _Function) -> _Function:
-    """`torch.compiler.assume_constant_result`: the results of `function` are constants of compiled programs.
-
-    torch's own sets the same mark and imports Dynamo for it, which would take longer than `import moe_torch` does.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
+from moe_torch.bridge.private import constant_result
 
 _NAMES = "float32 float16 bfloat16 float64 float8_e4m3fn int64 int32 int8 uint32 uint8 bool"
 #: torch dtypes by canonical name, and the reverse.

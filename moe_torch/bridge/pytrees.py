@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from moe_core.base import codec
 from moe_core.formats import QuantizedTensor
@@ -18,12 +17,13 @@ from moe_core.specs.operands import (
     TopK,
     array_fields,
 )
+from moe_torch.bridge import private
 
 
 def register_pytrees() -> None:
     for bundle in (ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK):
         torch.export.register_dataclass(bundle)
-    pytree.register_pytree_node(
+    private.register_pytree(
         QuantizedTensor,
         lambda tensor: ([array for _, array in _keyed(tensor)], tensor.spec),
         # Transformations put what is no array in the place of the arrays; ops check the tensors they take.
@@ -37,4 +37,4 @@ def register_pytrees() -> None:
 
 def _keyed(tensor: QuantizedTensor) -> list[tuple[Any, Any]]:
     """The leaves of a quantised tensor, in order; its spec is no leaf."""
-    return [(pytree.GetAttrKey(name), getattr(tensor, name)) for name, _ in array_fields(QuantizedTensor)]
+    return [(private.attribute_key(name), getattr(tensor, name)) for name, _ in array_fields(QuantizedTensor)]

@@ -11,7 +11,7 @@ import torch
 
 from moe_core.base import threads
 from moe_core.runtime.prepared import Prepared
-from moe_torch.bridge import eager
+from moe_torch.bridge import private
 
 _address_of = torch.Tensor.data_ptr
 
@@ -54,7 +54,7 @@ class Ready:
         self, pointers: list[int], places: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """The outputs, and scratch memory; their addresses go behind the others."""
-        empty, scratch = eager.allocator(self.device), None
+        empty, scratch = private.allocator(self.device), None
         try:
             if places:
                 given = zip(places, self.outputs, strict=True)
@@ -74,7 +74,7 @@ class Ready:
     def _launch(self, pointers: list[int], steps: slice | None = None) -> None:
         index = self.device.index
         if index is not None:
-            self.prepared(pointers, eager.current_stream(index), steps)
+            self.prepared(pointers, private.current_stream(index), steps)
         else:
             with threads.use(torch.get_num_threads()):
                 self.prepared(pointers, 0, steps)

@@ -18,11 +18,10 @@ import torch
 from moe_core.base.recent import Recent
 from moe_core.base.target import cpu_target
 from moe_core.errors import InvalidInput
-from moe_torch.bridge import eager
+from moe_torch.bridge import eager, private
 from moe_torch.bridge.ready import Ready
 
-_C: Any = torch._C
-_Guards: Any = getattr(_C._dynamo.guards, "TensorGuards", None)
+_Guards: Any = private.TensorGuards
 _address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _is_nested = attrgetter("is_nested")
 _are_plain, _are_absent = eager.PLAIN_CLASSES.issuperset, frozenset((None,)).issuperset

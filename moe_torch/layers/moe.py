@@ -24,6 +24,7 @@ from moe_core.specs.operands import RouterWeights
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import encode, require_instance
+from moe_torch.bridge.private import any_autocast
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
 from moe_torch.layers.blocks import block_weights, without_input_ids
 from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output, tensors_of
@@ -44,7 +45,6 @@ from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensor
 from moe_torch.operators import table as operators
 from moe_torch.operators.table import MOE_QUANTIZED
 
-_any_autocast = torch._C._is_any_autocast_enabled
 _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
 _OPERATOR, _QUANTIZED_OPERATOR = operators.MOE[RouterWeights], MOE_QUANTIZED[RouterWeights]
 _PARTS = {"router": RouterParameters, "experts": ExpertParameters, "shared_experts": SharedParameters}
@@ -269,7 +269,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         key, tensors = self._key, None
         if token_mask is None and not (routed_by or return_aux) and self.output is None:
             tensors = tensors_of(self, x)
-            if tensors is not None and not _any_autocast():
+            if tensors is not None and not any_autocast():
                 output = seen_output(key, tensors)
                 if output is not None:
                     return output

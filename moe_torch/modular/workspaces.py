@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_torch.bridge import eager
+from moe_torch.bridge import eager, private
 
 
 class _Local(threading.local):
@@ -48,7 +48,7 @@ class Workspaces:
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return Scratch(device, owned=None)
-            key = (*key, eager.current_stream(device.index or 0))
+            key = (*key, private.current_stream(device.index or 0))
         found = self._local.known.get(key)
         if found is None:
             found = self._local.known[key] = Scratch(device, owned={})
@@ -97,7 +97,7 @@ class Scratch:
     def new(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """A dense tensor `[rows, columns]` that the caller keeps, its values anything."""
         if self._plain:
-            return eager.allocator(self._device)((rows, columns), (columns, 1), dtype)
+            return private.allocator(self._device)((rows, columns), (columns, 1), dtype)
         return torch.empty((rows, columns), dtype=dtype, device=self._device)
 
     @property

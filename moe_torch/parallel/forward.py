@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +32,7 @@ from moe_core.specs.operands import (
 from moe_torch import ops
 from moe_torch.bridge.operator import array_spec
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
+from moe_torch.bridge.private import graph_break, uncompiled
 from moe_torch.operators.kinds import as_float32, as_int32
 from moe_torch.parallel.chunks import Found, Given, Owner, run_chunks
 from moe_torch.parallel.dense import shared_output
@@ -135,6 +135,7 @@ class ExpertParallel:
         return ranks_of(self.mesh, self.timeout, f"mode {self.exchange.mode}{where and f', {where}'}")
 
 
+@graph_break
 def moe(
     x: torch.Tensor,
     experts: ExpertWeights,
@@ -190,15 +191,8 @@ def moe(
             f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"
         )
     operands = MoEOperands(x, experts, routing, token_mask, None, shared)
-    run: Any = Exchange(parallel, placement, ranks, moving).run
-    if "torch._dynamo" in sys.modules:
-        # Called from compiled code, it compiles nothing itself.
-        run = torch.compiler.disable(run)
-    return run(x, operands, spec)
-
-
-# What `torch.compiler.disable`, which imports Dynamo, marks: in compiled programs a call is a graph break.
-moe._torchdynamo_disable = True  # type: ignore[attr-defined]
+    # Called from compiled code, it compiles nothing itself.
+    return uncompiled(Exchange(parallel, placement, ranks, moving).run)(x, operands, spec)
 
 
 class Exchange:

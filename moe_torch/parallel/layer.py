@@ -20,6 +20,7 @@ from moe_core.parallel.tensor import cut_of, require_splittable
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, map_arrays
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.options import require_instance
+from moe_torch.bridge.private import root_mesh
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.shards import Own
 from moe_torch.parallel.forward import ExpertParallel, moe, tell_peers, tells_peers
@@ -215,7 +216,7 @@ def mesh_of_both(mesh: Any, tensor: Any) -> Any:
     """The DeviceMesh of two axes, experts first. Raises InvalidInput where they are none of one mesh, in that order."""
     names = tuple(getattr(one, "mesh_dim_names", None) or ("",) for one in (mesh, tensor))
     try:
-        return mesh._get_root_mesh()[names[0] + names[1]]
+        return root_mesh(mesh)[names[0] + names[1]]
     except (AttributeError, KeyError, ValueError, RuntimeError) as error:
         raise InvalidInput(
             f"parallel.mesh and parallel.tensor must be axes of one DeviceMesh, experts first, got axes {names[0]} and "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.placement import HOLE, Placement
 from moe_core.parallel.tensor import Cut, TensorSplit
+from moe_torch.bridge.private import is_mutable, to_copy, tree_leaves, tree_map, wrapper_subclass
 from moe_torch.layers.shards import Own
 from moe_torch.parallel.group import ranks_of
 
@@ -20,7 +20,7 @@ _ALIKE = frozenset(
         aten.detach.default,
         aten.alias.default,
         aten.clone.default,
-        aten._to_copy.default,
+        to_copy,
         aten.copy_.default,
         aten.empty_like.default,
         aten.zeros_like.default,
@@ -60,11 +60,10 @@ class PlacedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, where: tuple[Any, int, Placement], part: Slice | None = None) -> PlacedTensor:
-        own: Any = torch.Tensor
         shape = [where[2].num_experts, *local.shape[1:]]
         if part is not None and part.cut is not None:
             shape[part.cut.axis] *= part.split.size
-        made = own._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made = wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         made._local, made._where, made.part = local, where, part
         return made
 
@@ -137,7 +136,7 @@ class PlacedTensor(torch.Tensor):
 
         given, named = tree_map(local, (args, kwargs or {}))
         found = func(*given, **named)
-        if func._schema.is_mutable:
+        if is_mutable(func):
             return (kwargs or {}).get("out", args[0])
         return tree_map(first.of_local, found)
 

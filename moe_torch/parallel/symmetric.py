@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_torch.bridge.private import group_timeout, symmetric_memory
 from moe_torch.parallel.group import Ranks
 
 #: Where each part begins; what kernels store at once is a divisor of it.
@@ -79,8 +80,7 @@ def _milliseconds(ranks: Ranks, device: torch.device) -> int:
     """How long a barrier on a GPU waits."""
     seconds = ranks.timeout
     if seconds is None:
-        options = getattr(ranks.group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
+        timeout = group_timeout(ranks.group, device)
         seconds = _BARRIER_SECONDS if timeout is None else timeout.total_seconds()
     return max(1, int(seconds * 1000))
 
@@ -174,8 +174,7 @@ def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
 
 def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
     """Memory that torch maps into every rank, and torch's handle of it."""
-    import torch.distributed._symmetric_memory as memory
-
+    memory = symmetric_memory()
     told, problem = _told(ranks, (_host(), device.index)), None
     for rank, (host, index) in enumerate(told):
         if host != told[ranks.rank][0]:

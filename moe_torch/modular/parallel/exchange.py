@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
@@ -18,6 +17,7 @@ from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import ExchangePlan
 from moe_core.parallel.spec import ExchangeSpec
 from moe_torch.bridge.options import require_instance
+from moe_torch.bridge.private import graph_break, uncompiled
 from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, finished, weighted_input
 from moe_torch.modular.stages import as_ids, as_weights, sum_by_token
@@ -41,12 +41,9 @@ def _eager(function: Function) -> Function:
 
     @functools.wraps(function)
     def run(*arguments: Any, **named: Any) -> Any:
-        # `torch.compiler.disable` imports Dynamo, which takes a second.
-        called = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
-        return called(*arguments, **named)
+        return uncompiled(function)(*arguments, **named)
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return cast(Function, run)
+    return cast(Function, graph_break(run))
 
 
 class _Attached(torch.autograd.Function):

@@ -22,7 +22,7 @@ import moe_torch
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_core.specs.routing import LogitsSpec
 from moe_core.tools.doctor.poison import poisoned
-from moe_torch.bridge import eager
+from moe_torch.bridge import eager, private
 from moe_torch.bridge.options import encode
 from moe_torch.operators import requests
 from moe_torch.operators import table as operators
@@ -232,7 +232,7 @@ def test_a_layer_without_aux_gives_the_same_output(engine: str, masked: bool) ->
 
 def test_what_is_not_wanted_is_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    allocator = eager.allocator
+    allocator = private.allocator
 
     def noted(device: Any) -> Any:
         allocate = allocator(device)
@@ -240,7 +240,7 @@ def test_what_is_not_wanted_is_not_allocated(monkeypatch: pytest.MonkeyPatch) ->
 
     layer = moe_torch.MoE(D_MODEL, 32, NUM_EXPERTS, 2).requires_grad_(False)
     layer(X)
-    monkeypatch.setattr(eager, "allocator", noted)
+    monkeypatch.setattr(private, "allocator", noted)
     layer(X)
     assert len(made) == 2 and made[0] == X.shape
     moe_torch.moe(X, EXPERTS, ROUTING, SPEC)
@@ -262,14 +262,14 @@ def test_allocation_follows_torch() -> None:
     """Shape, strides and dtype; inference tensors in inference mode; filled where deterministic mode asks for it."""
     device = torch.device("cpu")
     request = ((3, 5), (5, 1), torch.bfloat16)
-    made = eager.allocator(device)(*request)
+    made = private.allocator(device)(*request)
     assert (made.shape, made.stride(), made.dtype, made.device) == (torch.Size((3, 5)), (5, 1), torch.bfloat16, device)
-    assert eager.allocator(device)((0, 5), (5, 1), torch.int32).shape == (0, 5)
+    assert private.allocator(device)((0, 5), (5, 1), torch.int32).shape == (0, 5)
     with torch.inference_mode():
-        assert eager.allocator(device)(*request).is_inference()
+        assert private.allocator(device)(*request).is_inference()
     torch.use_deterministic_algorithms(True)
     try:
-        assert eager.allocator(device)(*request).isnan().all()
+        assert private.allocator(device)(*request).isnan().all()
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -344,10 +344,10 @@ def test_allocation_follows_torch_on_a_gpu() -> None:
     request = ((3, 5), (5, 1), torch.bfloat16)
     for current in {0, device.index}:
         with torch.cuda.device(current):
-            made = eager.allocator(device)(*request)
+            made = private.allocator(device)(*request)
             assert (made.shape, made.stride(), made.dtype, made.device) == (*request, device)
     torch.use_deterministic_algorithms(True)
     try:
-        assert eager.allocator(device)(*request).isnan().all()
+        assert private.allocator(device)(*request).isnan().all()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -1,0 +1,309 @@
+"""The private names of torch that the package uses. No other file has any.
+
+Torch may rename or drop them in any release. Without one of them the package still imports and computes the same:
+calls then pass torch's dispatcher, or take torch's public function. Two things are lost with their names: `main_grad`
+(`_will_engine_execute_node`), and `capture` and `replay` (`TorchDispatchMode`). They raise Unsupported.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+from moe_core.errors import Unsupported
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: What `_named` was asked for: the tests take each of these away.
+NAMES: list[str] = []
+
+
+def _named(path: str, absent: Any = None) -> Any:
+    """The object at a dotted path under torch; `absent` where a name of the path is missing."""
+    NAMES.append(path)
+    value: Any = torch
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return absent if value is None else value
+
+
+# What says that nothing watches or transforms a call.
+keys_of = _named("_C._dispatch_keys")
+_active_keys = _named("_C._dispatch_tls_local_include_set")
+_function_modes, _profiling = _named("_C._len_torch_function_stack"), _named("_C._autograd._profiler_enabled")
+_level = _named("autograd.forward_ad._current_level")
+_KeySet, _Key = _named("_C.DispatchKeySet"), _named("_C.DispatchKey")
+
+
+def _key_sets(*choices: str) -> frozenset[int]:
+    """The number of each set of dispatch keys; `"CPU AutocastCPU"` names one. Empty if torch has no such keys."""
+    numbers = []
+    try:
+        for names in choices:
+            first, *rest = [_KeySet(getattr(_Key, name)) for name in names.split()]
+            for key in rest:
+                first = first | key
+            numbers.append(first.raw_repr())
+    except (AttributeError, TypeError):
+        return frozenset()
+    return frozenset(numbers)
+
+
+#: Dispatch keys that are active outside and inside of `torch.inference_mode()`; modes and transforms add theirs.
+_PLAIN_THREADS = _key_sets("BackendSelect ADInplaceOrView", "BackendSelect")
+#: Keys of an ordinary tensor, and of one made in inference mode. Lazily negated, functional, batched, sparse, nested,
+#: quantised and meta tensors have others, and so have subclasses with a `__torch_dispatch__`.
+PLAIN_TENSORS = _key_sets(
+    *(f"{kind} ADInplaceOrView Autograd{kind} Autocast{kind}" for kind in ("CPU", "CUDA")),
+    *(f"{kind} Autocast{kind}" for kind in ("CPU", "CUDA")),
+)
+#: Other classes may have a `__torch_function__`.
+PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def plain_thread() -> bool:
+    """Return True if nothing on this thread watches or transforms calls of operators."""
+    return (
+        _active_keys().raw_repr() in _PLAIN_THREADS
+        and not _function_modes()
+        and not _profiling()
+        and forward_ad._current_level < 0
+    )
+
+
+def plain_tensor(tensor: Any) -> bool:
+    """Return True for an ordinary strided CPU or CUDA tensor. It may ask for a gradient."""
+    return type(tensor) in PLAIN_CLASSES and keys_of(tensor).raw_repr() in PLAIN_TENSORS
+
+
+def _never_plain() -> bool:
+    return False
+
+
+def _looks_plain(tensor: Any) -> bool:
+    """`plain_tensor` by public attributes."""
+    if type(tensor) not in PLAIN_CLASSES or tensor.is_nested or tensor.layout != torch.strided:
+        return False
+    if tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized or tensor.is_neg() or tensor.is_conj():
+        return False
+    try:
+        return tensor.data_ptr() >= 0
+    except RuntimeError:  # A wrapper of a transformation.
+        return False
+
+
+if not PLAIN_TENSORS or keys_of is None:
+    plain_tensor = _looks_plain
+if plain_tensor is _looks_plain or None in (_active_keys, _function_modes, _profiling, _level):
+    plain_thread = _never_plain
+
+
+def in_forward_mode() -> bool:
+    """Return True if tensors may have tangents."""
+    return _level is None or forward_ad._current_level >= 0
+
+
+# Transforms and autograd.
+_transforming = _named("_C._are_functorch_transforms_active")
+_is_wrapped = _named("_C._functorch.is_functorch_wrapped_tensor")
+BelowAutograd = _named("_C._AutoDispatchBelowAutograd")
+_keeps_graph = _named("_C._autograd._get_current_graph_task_keep_graph")
+#: Whether some autocast is on, for any device. Without it autocast is looked up device by device.
+any_autocast: Callable[[], bool] = _named("_C._is_any_autocast_enabled", lambda: True)
+_executes = _named("_C._will_engine_execute_node")
+
+
+#: `transforming()`: whether a functional transform is active on this thread; None where torch does not say.
+transforming: Callable[[], bool | None] = _transforming or (lambda: None)
+#: `keeps_graph()`: whether the backward that runs may run again; True where torch does not say.
+keeps_graph: Callable[[], bool] = _keeps_graph or (lambda: True)
+#: `is_wrapped(tensor)`: whether it belongs to a functional transform.
+is_wrapped: Callable[[torch.Tensor], bool] = _is_wrapped or (lambda tensor: bool(transforming()))
+
+
+def require_destinations() -> None:
+    """Raise Unsupported if torch does not say where the gradient of a backward goes."""
+    if _executes is None:
+        raise Unsupported(
+            f"main_grad=True needs torch._C._will_engine_execute_node, which torch {torch.__version__} has not; leave "
+            "main_grad out"
+        )
+
+
+def executes(node: Any) -> bool:
+    """Return True if the backward that runs executes a node. Raises RuntimeError for a leaf that a caller captures."""
+    return _executes(node)
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`, or where that asks for a name which is gone, the `apply` below it, without transforms."""
+    name = "_are_functorch_transforms_active"
+    if _transforming is not None or hasattr(torch._C, name):
+        return function.apply
+    below: Any = super(torch.autograd.Function, function)
+    return below.apply if name in torch.autograd.Function.apply.__code__.co_names else function.apply
+
+
+def redispatch_below_autograd(overload: Any, keys: Any, arguments: tuple[Any, ...]) -> Any:
+    """Call an operator's next layer below autograd, for dispatch keys that its kernel was called with."""
+    highest = None
+    while "Autograd" not in str(highest):
+        highest = keys.highestPriorityTypeId()
+        keys = keys.remove(highest)
+    return overload.redispatch(keys, *arguments)
+
+
+# Memory, streams and recognised calls.
+_empty_cpu = _named("_C._dynamo.guards._empty_strided_cpu")
+_empty_cuda = _named("_C._dynamo.guards._empty_strided_cuda")
+_deterministic = _named("_C._get_deterministic_algorithms")
+_current_device = _named("_C._cuda_getDevice", torch.cuda.current_device)
+#: `current_stream(device index)`: the address of the current stream.
+current_stream: Callable[[int], int] = _named(
+    "_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+TensorGuards = _named("_C._dynamo.guards.TensorGuards")
+
+#: Makes an output of a shape, strides and dtype; its memory is not initialised.
+Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def allocator(device: torch.device) -> Allocator:
+    """Return inductor's allocation function for a device: it takes a third of the time of `torch.empty`.
+
+    It takes the current device, and leaves memory as it is where deterministic mode wants it filled. There, and for
+    another device, this is `torch.empty_strided`.
+    """
+    if not _deterministic():
+        index = device.index
+        if index is None:
+            return _empty_cpu
+        if index == _current_device():
+            return _empty_cuda
+    return _public_allocator(device)
+
+
+def _public_allocator(device: torch.device) -> Allocator:
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+if None in (_empty_cpu, _empty_cuda, _deterministic):
+    allocator = _public_allocator
+
+
+# Programs: compiled, exported, and seen by modes.
+def constant_result(function: _Function) -> _Function:
+    """`torch.compiler.assume_constant_result`: the results of `function` are constants of compiled programs.
+
+    torch's own sets the same mark and imports Dynamo for it, which would take longer than `import moe_torch` does.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def graph_break(function: _Function) -> _Function:
+    """Mark a function as `torch.compiler.disable` does, which imports Dynamo: in compiled programs a call is a graph
+    break. It may still have to call `uncompiled` functions."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def uncompiled(function: _Function) -> _Function:
+    """`torch.compiler.disable(function)` once Dynamo is imported, before that the function itself."""
+    disable: Any = torch.compiler.disable
+    return disable(function) if "torch._dynamo" in sys.modules else function
+
+
+def is_fake(tensor: Any) -> bool:
+    """Return True for a tensor of `FakeTensorMode`."""
+    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
+    return isinstance(tensor, kind)
+
+
+class _NoMode:
+    """The base class where torch has no modes."""
+
+    def __init__(self) -> None:
+        raise Unsupported(
+            f"capture() and replay() need torch.utils._python_dispatch, which torch {torch.__version__} has not"
+        )
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+TorchDispatchMode: Any = _named("utils._python_dispatch.TorchDispatchMode", _NoMode)
+
+
+def is_mutable(overload: Any) -> bool:
+    """Return True for an operator that writes to an argument."""
+    schema = getattr(overload, "_schema", None)
+    return "_." in str(overload) if schema is None else schema.is_mutable
+
+
+def symmetric_memory() -> Any:
+    """The module of torch's symmetric memory. Raises Unsupported where torch has none."""
+    try:
+        return importlib.import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        raise Unsupported(f"GPUs share no memory: torch {torch.__version__} has no symmetric memory") from error
+
+
+def group_timeout(group: Any, device: torch.device) -> datetime.timedelta | None:
+    """How long collectives of a process group wait; None where torch does not say."""
+    backend = getattr(group, "_get_backend", lambda _: None)(device)
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The DeviceMesh that a mesh is an axis of. Raises AttributeError where torch does not say."""
+    return mesh._get_root_mesh()
+
+
+#: Makes tensors of a subclass that hold other tensors.
+wrapper_subclass = _named("Tensor._make_wrapper_subclass")
+#: What `Tensor.to` runs.
+to_copy = _named("ops.aten._to_copy.default")
+
+
+# Trees.
+_pytree = _named("utils._pytree")
+
+
+def register_pytree(kind: type, flatten: Any, unflatten: Any, **options: Any) -> None:
+    """`register_pytree_node`. Where torch has none, exported programs take no arguments of that class."""
+    if _pytree is not None:
+        _pytree.register_pytree_node(kind, flatten, unflatten, **options)
+
+
+def attribute_key(name: str) -> Any:
+    """The key of an attribute in a path of leaves."""
+    return _pytree.GetAttrKey(name)
+
+
+def _tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree_map` through lists, tuples and dicts."""
+    if isinstance(tree, dict):
+        return {key: _tree_map(function, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([_tree_map(function, value) for value in tree])
+    return function(tree)
+
+
+tree_map: Callable[..., Any] = _tree_map if _pytree is None else _pytree.tree_map
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree in order."""
+    leaves: list[Any] = []
+    tree_map(leaves.append, tree)
+    return leaves
