@@ -63,7 +63,7 @@ def forward(
     on a CPU, raises. With a capacity limit the slots past it are dropped. The op runs in stages then,
     for a router with a norm or expert scales, and where routed_by says what the router goes by.
 
-    expert_axis: the mesh axis over which experts are split (docs/user/parallel.md). Inside a `jax.shard_map` over it, x
+    expert_axis: the mesh axis that splits the experts (docs/user/parallel-jax.md). Inside a `jax.shard_map` over it, x
     and parameters are local parts, the losses' mean over ranks is that of all tokens, and the rest of MoEAux is of the
     local ones. Outside, with a mesh set that has the axis, they are the whole, and the layer runs in a shard_map of its
     own. With neither it is a layer like any other. Raises InvalidInput, Unsupported.

@@ -69,7 +69,7 @@ class MoE(PrepackedExperts, PlannedLayer):
     (its top_k may be left out). experts: activation, biases and storage. shared_experts: None = none. device, dtype: of
     the parameters, `meta` included (then `to_empty`, and `load_state_dict`, `load_weights` or `reset_parameters`);
     bfloat16, float16 or float32, and on a CPU float64, to check gradients. expert_parallel: a DeviceMesh of one axis,
-    or a `moe_torch.parallel.ExpertParallel`, whose ranks share the experts from the start (docs/user/parallel.md).
+    or a `moe_torch.parallel.ExpertParallel`, whose ranks share the experts (docs/user/parallel-training.md).
     Everything else a layer can have (router bias, correction bias, capacity limit, ...) is said with a MoELayerSpec:
     `MoE.from_spec(spec)`, or `MoE.from_spec(layer_spec_from_config(hugging_face_config))`.
 
