@@ -156,3 +156,15 @@ def test_figures_beside_peers_are_those_of_the_records() -> None:
 
 
 SCATTERMOE = column("docs/user/training.md", "ScatterMoE")
+
+
+def test_kept_bytes_are_those_of_the_formulas() -> None:
+    sizes = ((2048, 768, 128, 8), (2880, 2880, 128, 4), (4096, 14336, 8, 2))
+    routing = [4 * e + 16 * k for _, _, e, k in sizes]
+    x, pre = [2 * d for d, *_ in sizes], [4 * k * f for _, f, _, k in sizes]
+    columns = {"its routing": routing, "with `recompute`": [sum(kept) for kept in zip(x, routing, strict=True)]}
+    columns["Moebius"] = [sum(kept) for kept in zip(x, pre, routing, strict=True)]
+    columns["SonicMoE"] = [sum(kept) for kept in zip(x, pre, strict=True)]
+    columns["ScatterMoE"] = [2 * d + 8 * k * f + 2 * k * d for d, f, _, k in sizes]
+    for heading, kept in columns.items():
+        assert column("docs/user/training.md", heading) == kept, heading
