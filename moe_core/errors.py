@@ -1,6 +1,6 @@
 """The two exceptions a caller can meet."""
 
-#: Messages show values of others, of any length. Of a longer message the beginning stays, and the fix at its end.
+#: The most characters of a message, and of its end. A longer message keeps its beginning, and the fix at its end.
 _MOST_CHARACTERS, _END = 4000, 800
 
 
@@ -10,7 +10,7 @@ def _shortened(message: str) -> str:
     return f"{message[: _MOST_CHARACTERS - _END - 5]} ... {message[-_END:]}"
 
 
-# Shortened when they are read: Dynamo traces no constructor of an exception that calls that of its base.
+# Messages are shortened when they are read: Dynamo cannot trace an exception's constructor that calls its base's.
 class InvalidInput(ValueError):
     """The caller is wrong. The message names the argument, the expectation, the value and the fix."""
 

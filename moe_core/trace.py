@@ -1,7 +1,7 @@
-"""Routing traces: which experts every token visited, layer by layer, apart from any framework.
+"""Routing traces: the experts that every token visited, layer by layer, for any framework.
 
-`moe_torch.trace` and `moe_jax.trace` record them and play them back, each also what the other recorded, so that two
-implementations of one model can be compared although a rounding difference would send tokens to other experts.
+`moe_torch.trace` and `moe_jax.trace` record them and replay them, also each other's. Then two implementations of one
+model can be compared although a rounding difference would send tokens to other experts.
 
 Letters: L layers, T tokens, K top-k, E experts.
 """
@@ -29,10 +29,10 @@ _ARRAYS = ("ids", "weights")
 
 @dataclass(frozen=True, eq=False)
 class LayerRouting:
-    """Where one layer sent its tokens: ids int32 `[T, K]` (-1 = no expert), weights fp32 `[T, K]`, of any framework.
+    """The routing of one layer: ids int32 `[T, K]` (-1 = no expert), weights fp32 `[T, K]`, of any framework.
 
-    num_experts: E, the experts the ids are counted in (all of them where the layer holds some). A scan over layers
-    stacks them to `[L, T, K]`.
+    num_experts: E, all experts, even if the layer holds only some of them. A scan over layers stacks arrays to `[L, T,
+    K]`.
     """
 
     ids: Any
@@ -56,10 +56,10 @@ class LayerRouting:
 
 @dataclass(frozen=True, eq=False)
 class RoutingTrace:
-    """The routing of every MoE layer that ran, in the order in which they ran, as NumPy arrays of its own.
+    """The routing of every MoE layer that ran, in order, as its own NumPy arrays.
 
-    layers: LayerRouting with arrays NumPy can read. A layer that ran several times, as in text generation, is there
-    several times. Raises InvalidInput for other shapes or dtypes, ids outside [-1, num_experts), and for no layers.
+    layers: LayerRouting with arrays NumPy can read. A layer that ran several times, as in text generation, has several
+    entries. Raises InvalidInput for other shapes or dtypes, ids outside [-1, num_experts), and for no layers.
     """
 
     layers: tuple[LayerRouting, ...]
@@ -81,7 +81,7 @@ class RoutingTrace:
 
     @classmethod
     def from_scan(cls, layers: LayerRouting | Sequence[LayerRouting]) -> RoutingTrace:
-        """The trace of a scan whose steps each ran these layers: arrays `[steps, T, K]`, put in the order they ran."""
+        """The trace of a scan with these layers in each step: arrays `[steps, T, K]`, put in the order they ran."""
         stacks = [(np.asarray(layer.ids), np.asarray(layer.weights), layer.num_experts) for layer in layers_of(layers)]
         shapes = [array.shape for ids, weights, _ in stacks for array in (ids, weights)]
         if any(len(shape) != 3 or shape[0] != shapes[0][0] for shape in shapes):
@@ -95,7 +95,7 @@ class RoutingTrace:
     def for_scan(self, layers_per_step: int = 1) -> tuple[LayerRouting, ...]:
         """The inverse of `from_scan`: one LayerRouting of `[steps, T, K]` for each layer of a step.
 
-        Raises InvalidInput unless the trace is a whole number of steps that are alike.
+        Raises InvalidInput unless the trace is a whole number of equal steps.
         """
         require_at_least("layers_per_step", layers_per_step, 1)
         groups = [self.layers[first::layers_per_step] for first in range(layers_per_step)]
@@ -113,7 +113,7 @@ class RoutingTrace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file: `layers.0.ids`, `layers.0.weights`, ... and E of each layer in its metadata.
 
-        Raises Unsupported where the package safetensors is not installed.
+        Raises Unsupported if safetensors is not installed.
         """
         save_file = file_writer("a routing trace")
         layers = enumerate(self.layers)
@@ -123,10 +123,9 @@ class RoutingTrace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingTrace:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
-        Raises InvalidInput for a file that is missing, damaged or holds something else; Unsupported where the package
-        safetensors is not installed.
+        Raises InvalidInput for a missing, damaged or other file, Unsupported if safetensors is not installed.
         """
         with open_file(Path(path)) as file:
             metadata = file.metadata()
@@ -136,7 +135,7 @@ class RoutingTrace:
                     "save it with RoutingTrace.save"
                 )
             sizes = _sizes(metadata.get("num_experts", ""))
-            # A file with fewer tensors than layers need is not asked for each of them.
+            # Do not ask a file with too few tensors for each layer.
             numbers = range(min(len(sizes), 1 + len(file.entries)))
             names = [[f"layers.{number}.{name}" for name in _ARRAYS] for number in numbers]
             missing = {name for pair in names for name in pair} - set(file.entries)
@@ -152,7 +151,7 @@ class RoutingTrace:
 def sizes_of(
     experts: ExpertWeights, routing: RouterWeights | RouterLogits | TopK, spec: MoESpec, expert_map: Any
 ) -> tuple[int, int]:
-    """(K, E) of a whole MoE forward; E counts all experts, also where the process holds some of them."""
+    """(K, E) of a whole MoE forward. E counts all experts, even if the process holds only some of them."""
     if isinstance(routing, TopK):
         if expert_map is not None:
             return routing.ids.shape[1], expert_map.shape[0]
@@ -165,13 +164,13 @@ def sizes_of(
 
 
 class Playback:
-    """Hands out a trace's layers one by one; one per replay."""
+    """Hand out a trace's layers one by one. Make one object per replay."""
 
     def __init__(self, layers: Sequence[LayerRouting]) -> None:
         self._layers, self._next = layers, 0
 
     def next(self, num_tokens: int, top_k: int, num_experts: int) -> LayerRouting:
-        """The routing for the next layer that runs; InvalidInput if there is none or it does not fit."""
+        """The routing for the next layer that runs. Raises InvalidInput if there is none or it does not fit."""
         number = self._next
         if number >= len(self._layers):
             raise InvalidInput(
@@ -192,7 +191,7 @@ class Playback:
 
 
 def layers_of(trace: Any) -> tuple[LayerRouting, ...]:
-    """The layers of a RoutingTrace, or of a LayerRouting or a sequence of them; InvalidInput for anything else."""
+    """The layers of a RoutingTrace, or of a LayerRouting or a sequence of them. Raises InvalidInput."""
     if isinstance(trace, RoutingTrace):
         return trace.layers
     layers = tuple(trace) if isinstance(trace, (tuple, list)) else (trace,)
@@ -205,7 +204,7 @@ def layers_of(trace: Any) -> tuple[LayerRouting, ...]:
 
 
 def _sizes(text: str) -> list[int]:
-    """The numbers of experts in a file's metadata; none where it holds something else."""
+    """The numbers of experts in a file's metadata, or none if it holds something else."""
     try:
         sizes = json.loads(text)
     except (ValueError, RecursionError):
@@ -214,7 +213,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _in_numpy(number: int, layer: LayerRouting) -> LayerRouting:
-    """A layer, checked, with NumPy copies of its arrays."""
+    """A checked layer with NumPy copies of its arrays."""
     require_at_least(f"num_experts of layer {number}", layer.num_experts, 1)
     ids, weights = np.array(layer.ids), np.array(layer.weights)
     for name, array, dtype in (("ids", ids, "int32"), ("weights", weights, "float32")):

@@ -20,7 +20,7 @@ from moe_core.errors import InvalidInput, Unsupported
 ALIGNMENT = 16
 #: The last two axes of a weight: `[inputs, outputs]` or `[outputs, inputs]`.
 WEIGHT_LAYOUTS = ("in_out", "out_in")
-#: A weight layout read the other way round: the product with the transposed matrix.
+#: The layout of the transposed matrix.
 TRANSPOSED = {"in_out": "out_in", "out_in": "in_out"}
 
 
@@ -43,10 +43,9 @@ def _integers(name: str, values: Any) -> tuple[int, ...]:
 @plan_type
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape, canonical dtype name and strides (in elements; None = row-major) of an array.
+    """Shape, canonical dtype name and strides (in elements; None: row-major) of an array.
 
-    Strides of axes of size 1 are normalised to what a row-major array would have, because libraries disagree about them
-    and nothing depends on them.
+    Strides of axes of size 1 are normalised to row-major, because libraries disagree about them.
     """
 
     shape: tuple[int, ...]
@@ -90,7 +89,7 @@ class ArraySpec:
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """The strides, never None (elements)."""
+        """The strides in elements, never None."""
         assert self.strides is not None
         return self.strides
 
@@ -102,10 +101,10 @@ class ArraySpec:
 def require_spec(
     name: str, spec: ArraySpec | None, shape: Sequence[int | str], dtype: str | Sequence[str], contiguous: bool = True
 ) -> ArraySpec:
-    """Check one argument against an expectation and return it.
+    """Check one argument and return it.
 
-    shape: an int must match, a string names a free dimension (`("num_tokens", 64)`). dtype: one name or several.
-    Raises InvalidInput with the argument's name, the expectation, the value and the fix.
+    shape: an int must match, a string names a free dimension (`("num_tokens", 64)`). dtype: one name or several. Raises
+    InvalidInput.
     """
     wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     allowed = (dtype,) if isinstance(dtype, str) else tuple(dict.fromkeys(dtype))
@@ -125,7 +124,7 @@ def require_spec(
 
 
 class _Borrowed:
-    """What NumPy needs to view memory that it does not own; `owner` lives as long as the view."""
+    """Describe memory that NumPy does not own; `owner` lives as long as the view."""
 
     def __init__(self, interface: dict[str, Any], owner: Any) -> None:
         self.__array_interface__ = interface
@@ -133,7 +132,7 @@ class _Borrowed:
 
 
 def host_array(pointer: int, spec: ArraySpec, *, owner: Any = None, writable: bool = True) -> np.ndarray:
-    """Host memory at address `pointer` as a NumPy array of `spec` (ml_dtypes for bfloat16 and fp8); nothing is copied.
+    """Host memory at address `pointer` as a NumPy array of `spec` (ml_dtypes for bfloat16 and fp8), without a copy.
 
     The array keeps `owner` alive. An array without elements never touches the address.
     """
@@ -144,8 +143,7 @@ def host_array(pointer: int, spec: ArraySpec, *, owner: Any = None, writable: bo
 
 
 def host_view(spec: ArraySpec) -> Callable[[int], np.ndarray]:
-    """`host_array` of addresses that are given later: made once for many calls, each of them takes a quarter of the
-    time."""
+    """`host_array` for many addresses: made once, each call takes a quarter of the time."""
     if not spec.is_contiguous or spec.size == 0:
         return lambda pointer: host_array(pointer, spec)
     shape, dtype = spec.shape, dtypes.numpy_dtype(spec.dtype)
@@ -155,12 +153,11 @@ def host_view(spec: ArraySpec) -> Callable[[int], np.ndarray]:
 
 @functools.lru_cache(maxsize=1024)
 def _interface(spec: ArraySpec) -> tuple[np.dtype, dict[str, Any]]:
-    """The dtype and NumPy's array interface, but for the address, of an array of `spec`."""
     dtype = dtypes.numpy_dtype(spec.dtype)
     return dtype, {
         "shape": spec.shape,
         "strides": tuple(step * dtype.itemsize for step in spec.stride),
-        # NumPy's interface does not know the ml_dtypes: borrow bytes of that size, then reinterpret them.
+        # NumPy's interface lacks the ml_dtypes: borrow bytes of that size, then reinterpret them.
         "typestr": dtype.str if dtype.isbuiltin == 1 else f"<u{dtype.itemsize}",
         "version": 3,
     }
@@ -168,10 +165,10 @@ def _interface(spec: ArraySpec) -> tuple[np.dtype, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A borrowed array: address, spec and device; `owner` keeps the memory alive while the view lives.
+    """A borrowed array: address, spec and device. `owner` keeps the memory alive while the view lives.
 
-    device: `("cpu", 0)` or `("cuda", index)`. `data_ptr()` is the address in bytes of the first element. read_only: the
-    exporter forbids writing.
+    device: `("cpu", 0)` or `("cuda", index)`. `data_ptr()` is the address of the first element. read_only: the exporter
+    forbids writing.
     """
 
     pointer: int
@@ -185,12 +182,17 @@ class TensorView:
 
     @classmethod
     def from_dlpack(cls, exporter: Any, *, stream: int | None = None) -> TensorView:
-        """View an array of any library that speaks DLPack (NumPy, torch, JAX, ...); nothing is copied.
+        """View an array of any library that speaks DLPack (NumPy, torch, JAX, ...), without a copy.
 
-        stream: for CUDA arrays, the handle of the stream that will use the view (None or 0 = the legacy default stream,
-        -1 = the caller orders the work): the exporter makes it wait for pending work on the array. Raises InvalidInput
-        for an object without DLPack, one its library cannot export (a torch tensor that requires grad, a NumPy array of
-        ml_dtypes: see `from_numpy`) or a dtype plans do not have; Unsupported for devices other than CPU and CUDA.
+        Args:
+            exporter: the array.
+            stream: for CUDA arrays, the stream that will use the view (None or 0: the legacy default stream; -1: the
+                caller orders the work). The exporter makes it wait for pending work on the array.
+
+        Raises:
+            InvalidInput: an object without DLPack, one its library cannot export (a torch tensor that requires grad, a
+                NumPy array of ml_dtypes: see `from_numpy`) or a dtype plans do not have.
+            Unsupported: devices other than CPU and CUDA.
         """
         found = dlpack.import_array(exporter, stream)
         spec = ArraySpec(found.shape, found.dtype, found.strides)
@@ -198,7 +200,7 @@ class TensorView:
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorView:
-        """View a NumPy array, ml_dtypes included (which NumPy cannot export through DLPack); nothing is copied.
+        """View a NumPy array without a copy, ml_dtypes included (which NumPy cannot export through DLPack).
 
         Raises InvalidInput for anything else, a dtype plans do not have, foreign byte order, or strides that are no
         multiple of the element size.
@@ -217,14 +219,14 @@ class TensorView:
         return cls(array.ctypes.data, spec, ("cpu", 0), array, not array.flags.writeable)
 
     def numpy(self) -> np.ndarray:
-        """The same memory as a NumPy array (ml_dtypes for bfloat16 and fp8); Unsupported for arrays on a GPU."""
+        """The same memory as a NumPy array (ml_dtypes for bfloat16 and fp8). Raises Unsupported for arrays on a GPU."""
         if self.device[0] != "cpu":
             raise Unsupported(f"numpy() needs an array on the CPU, got device {self.device}; copy it to the CPU first")
         return host_array(self.pointer, self.spec, owner=self, writable=not self.read_only)
 
 
 def row_stride(name: str, spec: ArraySpec) -> int:
-    """The row stride of a rank-2 array whose rows are dense; other strides raise InvalidInput."""
+    """The row stride of a rank-2 array with dense rows. Raises InvalidInput for other strides."""
     if spec.shape[1] > 1 and spec.stride[1] != 1:
         raise InvalidInput(
             f"{name} must have dense rows (last stride 1), got strides {spec.strides}; make it contiguous"

@@ -1,4 +1,4 @@
-"""Checks of single options, which raise InvalidInput with the name, the expectation, the value and the fix."""
+"""Checks of single options. They raise InvalidInput with the name, the expectation, the value and the fix."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moe_core.errors import InvalidInput
 
 _NO_NUMBERS = (bool, str, bytes, list, tuple, dict, type(None), np.ndarray)
 _CLOSED = ("moe_core.specs", "moe_core.formats")
-#: The largest fp32 number: what kernels get is fp32, and a larger one would be infinite there.
+#: The largest fp32 number. Kernels take fp32, and a larger number would be infinite there.
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: arrays by type alone, as their numbers fill pages and may be nowhere to be read."""
+    """The text of a value for messages. Arrays show only their type: their numbers fill pages and may be unreadable."""
     if hasattr(value, "shape") and not isinstance(value, np.generic):
         return f"an array ({type(value).__name__})"
     return repr(value)
@@ -31,7 +31,7 @@ def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def require_wanted(wanted: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Raise InvalidInput unless the gradients asked for, `wanted`, are some of those there are, each once."""
+    """Raise InvalidInput unless the `wanted` gradients are some of `names`, each once."""
     if not wanted or not set(wanted) <= set(names) or len(set(wanted)) != len(wanted):
         raise InvalidInput(f"wanted must name at least one of {', '.join(names)}, each once, got {wanted}; correct it")
 
@@ -43,8 +43,8 @@ def require_at_least(name: str, value: object, least: int) -> None:
 
 
 def as_integer(name: str, value: object, least: int, below: int | None = None) -> int:
-    """`value`, also one of NumPy's, as an int of at least `least` and less than `below`; else raises InvalidInput."""
-    # One of NumPy's, or of an enumeration, becomes a plain one, which plans can hold and write.
+    """`value`, also one of NumPy's, as an int from `least` up to but excluding `below`. Raises InvalidInput."""
+    # Plans hold and write plain integers, not NumPy's or an enumeration's.
     number: Any = int(value) if isinstance(value, (np.integer, enum.IntEnum)) else value
     require_at_least(name, number, least)
     if below is not None and number >= below:
@@ -53,7 +53,7 @@ def as_integer(name: str, value: object, least: int, below: int | None = None) -
 
 
 def set_integer(options: object, name: str, least: int, below: int | None = None) -> None:
-    """`as_integer` of a dataclass field, which becomes an int."""
+    """Turn a dataclass field into an int by `as_integer`."""
     object.__setattr__(options, name, as_integer(name, getattr(options, name), least, below))
 
 
@@ -77,8 +77,10 @@ def set_matmul_dtype(options: object, name: str, optional: bool = False) -> None
 
 
 def is_derived(value: object, kinds: tuple[type, ...]) -> bool:
-    """Whether `value` is of a class derived from one of `kinds`, and may be: not from a spec, a format or a bundle of
-    arrays, of which only the fields are read that they have here."""
+    """Return True for an allowed subclass of one of `kinds`.
+
+    Specs, formats and bundles of arrays allow none, because only the fields that they have here are read.
+    """
     return isinstance(value, kinds) and not any(kind.__module__.startswith(_CLOSED) for kind in kinds)
 
 
@@ -91,9 +93,9 @@ def require_kind(name: str, value: object, kind: type, optional: bool = False) -
 
 
 def finite_float(name: str, value: object) -> float:
-    """`value` as a float, -0.0 as 0.0; raises InvalidInput unless it is a finite number."""
+    """`value` as a float, -0.0 as 0.0. Raises InvalidInput unless it is a finite number."""
     number: Any = value
-    # Kinds that are refused, not those that are taken: a compiler's symbolic number is none of Python's.
+    # List refused kinds rather than accepted ones: a compiler's symbolic number has no Python type.
     try:
         is_finite = not isinstance(value, _NO_NUMBERS) and -math.inf < number < math.inf
     except (TypeError, ValueError, RuntimeError):  # complex numbers, and arrays of several libraries

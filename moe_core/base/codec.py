@@ -1,4 +1,4 @@
-"""Frozen dataclasses to canonical JSON and back; the ground under plan keys, exported plans and torch op schemas."""
+"""Convert frozen dataclasses to canonical JSON and back, for plan keys, exported plans and torch op schemas."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T", bound=type)
 
 
 def plan_type(cls: T) -> T:
-    """Register a frozen dataclass (apply above `@dataclass(frozen=True)`) so that plans can carry and export it."""
+    """Register a frozen dataclass (apply above `@dataclass(frozen=True)`) so that plans can hold and export it."""
     assert cls.__name__ not in _TYPES, f"{cls.__name__} is registered twice"
     _TYPES[cls.__name__] = cls
     return cls
 
 
 def _data(cls: type) -> tuple[str, ...]:
-    """The fields that are written: those that make two values differ."""
+    """The fields to write: fields that take part in comparisons."""
     return tuple(field.name for field in dataclasses.fields(cls) if field.compare)
 
 
@@ -38,9 +38,9 @@ def _encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Parsed JSON of `dumps`, or a part of it, as the values it was made from; lists come back as tuples.
+    """The values of parsed JSON of `dumps`, or of a part of it. Lists become tuples.
 
-    Raises InvalidInput for a type, or a field of one, that this version does not know.
+    Raises InvalidInput for an unknown type or field.
     """
     if isinstance(value, dict):
         return float.fromhex(value["float"]) if "float" in value else _decode_dataclass(value)
@@ -54,7 +54,7 @@ def _decode_dataclass(value: dict[str, Any]) -> Any:
     name = fields.pop("type", None)
     if name not in _TYPES:
         raise InvalidInput(f"plan data must use known types, got {name!r}; load it with the version that wrote it")
-    # A field that is missing would get its default, which may not be what its writer meant.
+    # A missing field would get its default, which may not be what its writer meant.
     known = set(_data(_TYPES[name]))
     if fields.keys() != known:
         raise InvalidInput(

@@ -1,6 +1,6 @@
-"""Reads DLPack capsules with ctypes: the address, layout, dtype and device of any library's array, without a copy.
+"""Read DLPack capsules with ctypes: the address, layout, dtype and device of any library's array, without a copy.
 
-Layouts and codes are those of dlpack.h (versions 0.x, "dltensor", and 1.x, "dltensor_versioned").
+Layouts and codes are those in dlpack.h (versions 0.x, "dltensor", and 1.x, "dltensor_versioned").
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_cha
 
 
 class Imported(NamedTuple):
-    """What a capsule says. strides in elements, None = row-major; `capsule` keeps the memory alive."""
+    """The facts in a capsule. strides in elements, None: row-major. `capsule` keeps the memory alive."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -84,12 +84,7 @@ class Imported(NamedTuple):
 
 
 def import_array(exporter: Any, stream: int | None) -> Imported:
-    """Read the DLPack capsule of an array of any library; nothing is copied.
-
-    stream: for CUDA arrays, the handle of the stream that will use the memory (None or 0 = the legacy default stream,
-    -1 = no ordering); the exporter makes that stream wait for its own work. Raises InvalidInput for an object without
-    DLPack or that its library cannot export, or a dtype plans do not have; Unsupported for another device.
-    """
+    """Read the DLPack capsule of an array, without a copy. Arguments and errors: see `TensorView.from_dlpack`."""
     if not hasattr(exporter, "__dlpack__") or not hasattr(exporter, "__dlpack_device__"):
         raise InvalidInput(
             f"exporter must have __dlpack__ and __dlpack_device__, got {type(exporter).__name__}; pass an array of "
@@ -101,7 +96,7 @@ def import_array(exporter: Any, stream: int | None) -> Imported:
 
 
 def _guarded(exporter: Any, call: Any) -> Any:
-    """Call into the exporter; what it cannot export becomes InvalidInput with its reason."""
+    """Call the exporter, and turn its refusal into InvalidInput with the reason."""
     try:
         return call()
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
@@ -116,7 +111,7 @@ def _capsule(exporter: Any, stream: int | None) -> Any:
     try:
         return exporter.__dlpack__(stream=stream, max_version=_NEWEST_VERSION, copy=False)
     except TypeError:
-        # Exporters of the first protocol do not know max_version and copy (they never copy).
+        # Exporters of the first protocol take neither max_version nor copy (they never copy).
         return exporter.__dlpack__(stream=stream)
 
 

@@ -1,4 +1,4 @@
-"""Canonical dtype names and what each system calls them.
+"""Canonical dtype names and each system's names for them.
 
 A dtype is a plain string everywhere in the core (`"bfloat16"`), so that specs hash and print alike in every framework.
 """
@@ -27,7 +27,7 @@ _NAMES: dict[str, tuple[Any, str]] = {
     "uint8": (np.uint8, "u8"),
     "bool": (np.bool_, "u8"),
 }
-#: dtypes a matrix product takes and gives.
+#: dtypes that a matrix product takes and gives.
 MATMUL_DTYPES = ("bfloat16", "float16", "float32")
 #: dtypes of given ids and their weights.
 ID_DTYPES, ROUTER_WEIGHT_DTYPES = ("int32", "int64"), ("float32", "bfloat16", "float16")
@@ -61,6 +61,6 @@ def numpy_dtype(dtype: str) -> np.dtype:
 def triton_name(dtype: str) -> str:
     """Triton's name of a canonical dtype (`"bfloat16"` -> `"bf16"`).
 
-    Booleans are bytes, so kernels see `"u8"`, and fp8 too, which older architectures do not have: kernels cast the
-    pointer where they want the type."""
+    Booleans and fp8 are `"u8"`: older architectures lack fp8, and kernels cast the pointer.
+    """
     return _NAMES[dtype][1]

@@ -1,7 +1,7 @@
-"""Files of others, opened with care, and files of ours, written whole.
+"""Open untrusted files safely, and write our own files whole.
 
-What a stranger wrote may be a pipe, hold JSON of any depth, or give a header of any length. Whatever it is, reading it
-ends in InvalidInput, soon and in little memory.
+A stranger's file may be a pipe, hold JSON of any depth, or declare a header of any length. Reading it then raises
+InvalidInput, soon and in little memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 
 from moe_core.errors import InvalidInput, Unsupported
 
-#: Bytes that a JSON file may have: an index of 200,000 names has 25 MB. Beyond the second number it must be flat, as an
-#: index is, with at most so many objects, lists and commas: 60 MB of `[],` would take 1.8 GB and 8 seconds.
+#: The most bytes of a JSON file: an index of 200,000 names has 25 MB. Beyond the second number it must be flat, with at
+#: most this many objects, lists and commas: 60 MB of `[],` would take 1.8 GB and 8 seconds.
 MOST_JSON_BYTES, _MOST_NESTED_BYTES, _MOST_CONTAINERS, _MOST_COMMAS = 40 * 2**20, 4 * 2**20, 1000, 400_000
-#: Bytes and tensors of a header of a safetensors file: an int4 model of 30 B parameters in one file has 74,000 tensors.
+#: The most bytes and tensors of a safetensors header: an int4 model of 30 B parameters in one file has 74,000 tensors.
 MOST_HEADER_BYTES, MOST_TENSORS = 16 * 2**20, 80_000
-#: How deep JSON may be nested, and how large its integers may be.
+#: The deepest nesting and the largest integers of JSON.
 _MOST_LEVELS, _MOST_INTEGER = 64, 2**63
 #: A safetensors file begins with the length of its JSON header, a little-endian uint64.
 _LENGTH_BYTES = 8
@@ -31,8 +31,11 @@ _LENGTH_BYTES = 8
 
 @contextlib.contextmanager
 def open_regular(path: str | os.PathLike[str], what: str = "file") -> Iterator[Any]:
-    """A file opened for unbuffered reading. InvalidInput for everything else: pipes and devices, which would wait or
-    never end, directories, and what cannot be opened."""
+    """Open a file for unbuffered reading.
+
+    Raises InvalidInput for everything else: pipes and devices, which would block or never end, directories, and files
+    that cannot be opened.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
@@ -45,8 +48,11 @@ def open_regular(path: str | os.PathLike[str], what: str = "file") -> Iterator[A
 
 
 def load_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The content of a JSON file. InvalidInput names the file where it is too large, is nested too deeply, or holds
-    text that is no Unicode or integers beyond 64 bits."""
+    """The content of a JSON file.
+
+    Raises InvalidInput, naming the file, if it is too large, nested too deeply, not Unicode or has integers beyond 64
+    bits.
+    """
     with open_regular(path, "JSON file") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -70,7 +76,7 @@ def load_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -
 
 
 def _require_plain(content: Any) -> None:
-    """Raise ValueError for what nobody writes, and what would be a foreign error later."""
+    """Raise ValueError for content that nobody writes and that would fail later."""
     level, found = 0, [content]
     while found:
         below: list[Any] = []
@@ -91,7 +97,7 @@ def _require_plain(content: Any) -> None:
 
 
 class Entry(NamedTuple):
-    """A tensor of a safetensors file. start: of its bytes in the file."""
+    """A tensor of a safetensors file. start: the offset of its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,10 +105,10 @@ class Entry(NamedTuple):
 
 
 class TensorFile:
-    """An open safetensors file: its header, and its bytes.
+    """An open safetensors file: its header and its bytes.
 
-    The header is read anew whenever a file is opened, and each read makes sure that the file is the one it describes:
-    a file that another one took the place of, under any time stamp, is never read with the wrong header.
+    Opening reads the header, and each read checks that the file is still the same, so that a replaced file is never
+    read with the wrong header.
     """
 
     def __init__(self, path: Path, handle: Any, raw: Any, entries: Mapping[str, Entry]) -> None:
@@ -113,13 +119,13 @@ class TensorFile:
         return self._handle.metadata() or {}
 
     def entry(self, name: str) -> Entry:
-        """InvalidInput if the file does not hold the tensor."""
+        """The entry of a tensor. Raises InvalidInput if the file does not hold it."""
         if name not in self.entries:
             raise InvalidInput(f"{self.path} must hold the tensor {name}, got a file without it; download it again")
         return self.entries[name]
 
     def get_tensor(self, name: str) -> np.ndarray:
-        """A tensor of a dtype that NumPy has, as safetensors reads it."""
+        """A tensor in a NumPy dtype, read by safetensors."""
         dtype = self.entry(name).dtype
         try:
             return self._handle.get_tensor(name)
@@ -127,7 +133,7 @@ class TensorFile:
             raise Unsupported(f"{name} in {self.path} has the dtype {dtype}, which cannot be read: {error}") from error
 
     def read_into(self, start: int, target: np.ndarray) -> None:
-        """Fill a contiguous array of bytes from a place in the file."""
+        """Fill a contiguous array of bytes from an offset in the file."""
         left = target
         # A system call reads less than 2 GiB.
         while len(left):
@@ -147,7 +153,7 @@ class TensorFile:
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[TensorFile]:
-    """A safetensors file; a missing package, file or header is explained."""
+    """Open a safetensors file. Raises an explained error for a missing package, file or header."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -182,8 +188,7 @@ def _state(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _entries(header: str, data: int) -> dict[str, Entry]:
-    """The tensors of a header that safetensors has validated. Raises ValueError for a name given twice: which one
-    safetensors took is not known."""
+    """The tensors of a header that safetensors has validated. Raises ValueError for a duplicate name."""
 
     def pairs(found: list[tuple[str, Any]]) -> Any:
         fields = dict(found)
@@ -199,8 +204,10 @@ def _entries(header: str, data: int) -> dict[str, Entry]:
 
 
 def file_writer(what: str) -> Callable[..., None]:
-    """A function that writes a safetensors file, whole or not at all, as safetensors' `save_file` for NumPy does; a
-    missing package is explained. what: is to be written."""
+    """A function that writes a safetensors file, whole or not at all, like safetensors' `save_file` for NumPy.
+
+    what: names the file in the error about a missing package.
+    """
     try:
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
@@ -219,8 +226,8 @@ def file_writer(what: str) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A name to write a file under. It gets its own name when all of it is on the disk; where anything goes wrong,
-    nothing is left and an earlier file stays as it was."""
+    """A temporary name to write a file under. It is renamed when everything is on the disk. After an error nothing is
+    left, and an earlier file stays as it was."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:

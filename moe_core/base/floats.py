@@ -15,7 +15,6 @@ _ENVIRONMENT_BYTES = 64
 
 @functools.cache
 def _library() -> tuple[Any, Any]:
-    """(the C library with fesetenv, its FE_DFL_ENV)."""
     library = ctypes.CDLL(None if sys.platform == "darwin" else "libm.so.6")
     if sys.platform == "darwin":
         return library, ctypes.byref(ctypes.c_byte.in_dll(library, "_FE_DFL_ENV"))
@@ -30,10 +29,10 @@ def set_default_environment() -> None:
 
 @contextlib.contextmanager
 def exact_denormals() -> Iterator[None]:
-    """The thread's default environment inside the block, and behind it what was there.
+    """Use the default environment inside the block, and restore the thread's afterwards.
 
-    XLA's CPU threads flush denormal numbers to zero, and torch's may. NumPy and Triton's interpreter, which run in
-    them, would differ from what they compute elsewhere, and lose codes: e2m1's 0.5 lies in a denormal.
+    XLA's CPU threads flush denormal numbers to zero, and torch's may. NumPy and Triton's interpreter run in these
+    threads and would lose codes: e2m1's 0.5 uses a denormal.
     """
     library, default = _library()
     saved = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)

@@ -1,4 +1,4 @@
-"""Large memory of the host that is about to be written."""
+"""Huge pages for large host memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import os
 import sys
 from collections.abc import Callable
 
-#: Smaller arrays get no huge pages; NumPy draws the same line for its own.
+#: Smaller arrays get no huge pages. NumPy has the same limit for its own.
 LEAST_BYTES = 1 << 22
 _MADV_HUGEPAGE = 14
 
 
 def prefer_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to back memory that nothing was written to yet with huge pages; elsewhere nothing happens.
+    """Ask Linux to back fresh memory with huge pages; elsewhere nothing happens.
 
-    Gradients are new memory in every step, and the kernel clears its pages one after another, when each is first
-    written. Four kilobytes at a time, that can take as long as the product. NUMPY_MADVISE_HUGEPAGE=0 turns it off, as
-    it does for NumPy's own arrays.
+    Gradients are new memory in every step, and the kernel clears each page at its first write. With pages of four
+    kilobytes, that can take as long as the product. NUMPY_MADVISE_HUGEPAGE=0 turns it off, as for NumPy's own arrays.
     """
     if num_bytes >= LEAST_BYTES and (advise := _advise()) is not None:
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE

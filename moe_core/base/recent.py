@@ -1,4 +1,4 @@
-"""Bounded caches that cost the most frequent case, a hit, nothing more than a dictionary does."""
+"""Bounded caches, as cheap as a dictionary for a hit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
-#: Plans, and what is made of them, that one cache keeps: the last used of them, and at most twice as many.
+#: Plans that one cache keeps: the last used, and at most twice this number.
 PLANS_KEPT = 512
 
 
 def process_lock() -> Any:
-    """A lock, for the life of the process, that a child process finds free; its thread may take it again.
+    """A reentrant lock, for the life of the process, that a child process finds free.
 
-    A fork copies a lock as it is, and not the thread that would release it.
+    A fork copies a lock's state without the thread that would release it.
     """
     lock = threading.RLock()
     if hasattr(os, "register_at_fork"):
@@ -24,11 +24,10 @@ def process_lock() -> Any:
 
 
 class Recent(Generic[V]):
-    """Values by key, of which the `kept` last used are never forgotten; it holds at most twice as many.
+    """Values by key. The `kept` last used are never forgotten, and it holds at most twice this number.
 
-    They lie in two dictionaries. When the first has `kept` values it becomes the second, whose values are forgotten; a
-    value of the second that is used moves to the first. So a hit in the first, `get`, changes nothing and takes no
-    lock. Values count as true.
+    It has two dictionaries. When the first has `kept` values it replaces the second. A value of the second that is used
+    moves to the first. So a hit in the first, `get`, changes nothing and takes no lock. Values count as true.
     """
 
     __slots__ = ("_earlier", "_kept", "_latest", "get")
@@ -41,11 +40,11 @@ class Recent(Generic[V]):
         """Forget everything."""
         self._latest: dict[Any, V] = {}
         self._earlier: dict[Any, V] = {}
-        #: The value of a key if it was among the last used, else None: ask `find` then.
+        #: The value of a key among the last used, else None: then call `find`.
         self.get: Callable[[Any], V | None] = self._latest.get
 
     def find(self, key: Any) -> V | None:
-        """The value of a key, which counts as used; None for one that is not known."""
+        """The value of a key, which counts as used, or None."""
         value = self._latest.get(key) or self._earlier.get(key)
         if value is not None:
             self.put(key, value)
@@ -55,7 +54,7 @@ class Recent(Generic[V]):
         """Remember a value, which counts as used."""
         latest = self._latest
         if len(latest) >= self._kept and key not in latest:
-            # Threads that do this at a time forget too much, and an interrupt in between nothing that matters.
+            # Concurrent threads may forget too much here, and an interrupt loses nothing that matters.
             self._earlier, self._latest = latest, {}
         self._latest[key] = value
         self.get = self._latest.get

@@ -1,4 +1,4 @@
-"""Sizes of tiles: powers of two, and what holds a number of elements."""
+"""Sizes of tiles, in powers of two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def padded(size: int, least: int = 16) -> int:
 
 
 def first_holding(sizes: tuple[int, ...], count: int) -> int:
-    """The first of some ascending sizes that holds count, else the last."""
+    """The first of some ascending sizes that is at least count, else the last."""
     return next((size for size in sizes if size >= count), sizes[-1])
 
 

@@ -1,7 +1,7 @@
 """Where a plan runs: a GPU, Triton's interpreter on a CPU, or the NumPy reference on a CPU.
 
-Planners ask a `Target` for facts (`is_sm90`, `has_pdl`, `on_gpu`) and never for its kind, so that a further kind of GPU
-changes this file, its driver below `moe_core.runtime`, and the kernel families that are written for it.
+Planners ask a `Target` for facts (`is_sm90`, `has_pdl`, `on_gpu`) and never for its kind. A new kind of GPU then
+changes this file, its driver in `moe_core.runtime`, and the kernel families written for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from moe_core.errors import InvalidInput
 
 
 class _Gpus(NamedTuple):
-    """A kind of GPU target. architecture: how one is written, given its number; first_arch: the first that kernels
-    support; example: the constructor of a target and the device it is for."""
+    """A kind of GPU target.
+
+    architecture: its name, given its number. first_arch: the first supported one. example: the constructor of a target
+    and its device.
+    """
 
     vendor: str
     architecture: str
@@ -39,12 +42,14 @@ _cpu_engine: contextvars.ContextVar[str | None] = contextvars.ContextVar("moe_co
 @plan_type
 @dataclass(frozen=True)
 class Target:
-    """What a plan is made for.
+    """The target of a plan.
 
-    kind: `cuda` or `hip` (compiled Triton kernels), `interpreter` (the same kernels in Triton's interpreter on a CPU)
-    or `reference` (the NumPy twins on a CPU). arch: on `cuda` the compute capability, major * 10 + minor (90 = Hopper);
-    on `hip` the number in the architecture's name (942 = gfx942). num_sms: multiprocessors (AMD: compute units) of the
-    device. Both are 0 off the GPU.
+    Args:
+        kind: `cuda` or `hip` (compiled Triton kernels), `interpreter` (the same kernels in Triton's interpreter on a
+            CPU) or `reference` (the NumPy twins on a CPU).
+        arch: on `cuda` the compute capability, major * 10 + minor (90 = Hopper); on `hip` the number in the
+            architecture's name (942 = gfx942); else 0.
+        num_sms: multiprocessors (AMD: compute units) of the device; off the GPU 0.
     """
 
     kind: str
@@ -74,27 +79,27 @@ class Target:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether steps are kernels compiled for a GPU."""
+        """True if steps are kernels compiled for a GPU."""
         return self.kind in _GPUS
 
     @property
     def interpreted(self) -> bool:
-        """Whether steps are kernels that Triton's interpreter runs on a CPU."""
+        """True if steps are kernels that Triton's interpreter runs on a CPU."""
         return self.kind == "interpreter"
 
     @property
     def compiled(self) -> bool:
-        """Whether steps are Triton kernels (compiled or interpreted) rather than reference calls."""
+        """True if steps are Triton kernels (compiled or interpreted), not reference calls."""
         return self.kind != "reference"
 
     @property
     def engine(self) -> str:
-        """`gpu`, `interpreter` or `reference`: the key of tables that depend on nothing else of a target."""
+        """`gpu`, `interpreter` or `reference`: the key of tables that depend on no other fact of a target."""
         return "gpu" if self.on_gpu else self.kind
 
     @property
     def device_kind(self) -> str:
-        """The kind of device its arrays are on: `cpu`, or the kind of GPU."""
+        """The kind of device that holds its arrays: `cpu`, or the kind of GPU."""
         return self.kind if self.on_gpu else "cpu"
 
     @property
@@ -104,34 +109,34 @@ class Target:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether it is a GPU whose tensor cores multiply e4m3 and whose instructions convert to it."""
+        """True for a GPU with tensor cores for e4m3 and instructions that convert to it."""
         return self.vendor == "nvidia" and self.arch >= 89
 
     @property
     def is_sm90(self) -> bool:
-        """Whether it has sm_90's instructions (Hopper): wgmma and TMA."""
+        """True for sm_90 (Hopper): wgmma and TMA."""
         return self.vendor == "nvidia" and self.arch == 90
 
     @property
     def is_sm100(self) -> bool:
-        """Whether it is a data-centre Blackwell GPU, sm_100 or sm_103."""
+        """True for a data-centre Blackwell GPU, sm_100 or sm_103."""
         return self.vendor == "nvidia" and self.arch // 10 == 10
 
     @property
     def has_pdl(self) -> bool:
-        """Whether a launch may begin before the one ahead of it ends (programmatic dependent launch)."""
+        """True if a launch may begin before the previous one ends (programmatic dependent launch)."""
         return self.vendor == "nvidia" and self.arch >= 90
 
     def __str__(self) -> str:
         return f"{self.kind} {self.architecture} ({self.num_sms} SMs)" if self.on_gpu else self.kind
 
 
-#: Made once: every eager call asks for one.
+#: Made once, because every eager call needs one.
 _CPU_TARGETS = {kind: Target(kind) for kind in ("interpreter", "reference")}
 
 
 def cpu_target() -> Target:
-    """The target for arrays on a CPU: `interpreter` under TRITON_INTERPRET=1, else `reference`; see `cpu_engine`."""
+    """The target for arrays on a CPU: `interpreter` under TRITON_INTERPRET=1, else `reference`. See `cpu_engine`."""
     chosen = _cpu_engine.get()
     if chosen is None:
         chosen = "interpreter" if os.environ.get("TRITON_INTERPRET", "0") == "1" else "reference"

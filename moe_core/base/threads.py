@@ -1,10 +1,9 @@
-"""Threads of the NumPy engine: as many as the caller's framework uses, and one BLAS thread in each.
+"""Threads of the NumPy engine: the number of the caller's framework, with one BLAS thread in each.
 
-BLAS libraries keep pools of threads that wait busily for each other. Beside the pools of torch and XLA, or on a busy
-machine, such a product takes ten to thirty times as long. So a product runs in one thread, and `spread` hands out
-independent pieces of work (experts, blocks of rows) to threads that take the next piece when they are done. Results are
-the same bits for every number of threads: the pieces of a product depend on shapes only, and arithmetic on elements has
-the same result in any pieces.
+Threads of BLAS libraries busy-wait for each other. With the pools of torch or XLA, or on a busy machine, such a product
+takes ten to thirty times as long. So a product runs in one thread, and `spread` gives independent pieces of work
+(experts, blocks of rows) to threads. The pieces of a product depend on shapes only, so results have the same bits for
+every number of threads.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from moe_core.base.floats import set_default_environment
 T = TypeVar("T")
 #: Rows and columns of a piece of a product, elements of a piece of other work.
 BLOCK_ROWS, BLOCK_COLUMNS, _BLOCK_ELEMENTS = 256, 512, 32768
-#: Half the nanoseconds that pass from the beginning of one thread to that of the next, because both wait for Python's
-#: lock: so much longer all takes on average with one more.
+#: Half the nanoseconds between the starts of two threads, which both wait for Python's lock. This is the average cost
+#: of one more thread.
 _WAKE_NANOSECONDS = 20_000
-#: OpenBLAS has memory for about so many threads that compute at a time.
+#: OpenBLAS has memory for about this many concurrent threads.
 _MOST = 64
 
 _limit: contextvars.ContextVar[int | None] = contextvars.ContextVar("moebius_threads", default=None)
 _lock = threading.Lock()
-#: Threads that wait for work, the last to fall idle first, and the number of all.
+#: Idle threads, the last to fall idle first, and the number of all threads.
 _idle: list[_Helper] = []
 _hired = 0
 #: Names of the functions that read and set the number of threads: OpenBLAS in NumPy's wheels and elsewhere, MKL, BLIS.
@@ -48,15 +47,15 @@ _CONTROLS = (
     ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
     ("bli_thread_get_num_threads", "bli_thread_set_num_threads"),
 )
-#: Stands for a BLAS that has none of them: it counts as one thread, and stays as it is.
+#: Stands for a BLAS without such functions: it counts as one thread.
 _UNKNOWN: tuple[Callable[[], int], Callable[[int], Any]] = (lambda: 1), (lambda threads: None)
 #: Runs inside `one_blas_thread`, and the number of threads that the last of them restores.
 _runs, _before = 0, 1
 
 
 def count() -> int:
-    """Threads that `spread` uses: the framework's where one is running a plan, else one per core of this process, at
-    most OMP_NUM_THREADS."""
+    """Threads that `spread` uses: the framework's during a plan, else one per core of this process, at most
+    OMP_NUM_THREADS."""
     limit = _limit.get()
     return _default_count() if limit is None else limit
 
@@ -70,7 +69,7 @@ def _default_count() -> int:
 
 @contextlib.contextmanager
 def use(threads: int) -> Iterator[None]:
-    """Let `spread` use so many threads inside the block."""
+    """Set the number of threads of `spread` inside the block."""
     token = _limit.set(max(1, min(threads, _MOST)))
     try:
         yield
@@ -80,13 +79,13 @@ def use(threads: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """NumPy's BLAS computes in one thread inside the block, for the whole process; blocks may overlap.
+    """Limit NumPy's BLAS to one thread inside the block, for the whole process. Blocks may overlap.
 
-    A BLAS without a known way to tell it so is left alone: see `why_blas_is_free`.
+    A BLAS without a known control stays as it is: see `why_blas_is_free`.
     """
     global _runs, _before
     read, write = _blas()
-    # An interrupt falls behind a call, so a run is counted before the first one, and what is counted ends.
+    # Count the run before the first call, so that an interrupt between calls cannot lose it.
     try:
         with _lock:
             _runs += 1
@@ -104,7 +103,7 @@ def one_blas_thread() -> Iterator[None]:
 
 
 def why_blas_is_free() -> str | None:
-    """Why `one_blas_thread` does not reach NumPy's BLAS; None where it does."""
+    """The reason `one_blas_thread` does not reach NumPy's BLAS, or None if it does."""
     if _blas() is not _UNKNOWN:
         return None
     name = np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name", "unknown")  # type: ignore[index]
@@ -113,11 +112,10 @@ def why_blas_is_free() -> str | None:
 
 @functools.cache
 def _blas() -> tuple[Callable[[], int], Callable[[int], Any]]:
-    """What reads and what sets the number of threads of the BLAS that NumPy is linked to; where there is no such thing
-    (Apple's Accelerate), _UNKNOWN.
+    """The functions that read and set the number of threads of NumPy's BLAS, or _UNKNOWN (Apple's Accelerate).
 
-    Found through NumPy's own library, whose dependencies the dynamic linker searches too. threadpoolctl finds the same
-    functions, but from version 3.8 on lets only one thread of a process call them.
+    They are found through NumPy's own library. threadpoolctl finds the same functions, but from version 3.8 on only one
+    thread of a process may call them.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = _blas_library()
@@ -133,7 +131,7 @@ def _blas_library() -> ctypes.CDLL:
 
 @functools.cache
 def blas_kernels() -> str:
-    """The machine that OpenBLAS has chosen its kernels for, as `SkylakeX` or `Haswell`; of other libraries none, ""."""
+    """The machine that OpenBLAS has chosen its kernels for, such as `SkylakeX`, or "" for other libraries."""
     with contextlib.suppress(OSError, AttributeError):
         library = _blas_library()
         for read, _ in _CONTROLS:
@@ -146,23 +144,27 @@ def blas_kernels() -> str:
 
 
 def products(rows: int, depth: int, columns: int) -> float:
-    """Nanoseconds that a matrix product of these sizes takes in one thread, roughly."""
+    """Rough nanoseconds of a matrix product of these sizes in one thread."""
     return rows * depth * columns * 0.02
 
 
 def elements(*shape: int) -> float:
-    """What `products` means for an activation or a sum over an array of this shape: a third of the nanoseconds that it
-    takes in one thread, because between any two operations of NumPy several threads wait for Python's lock."""
+    """The cost of an activation or a sum over an array, for comparison with `products`.
+
+    It is a third of the nanoseconds in one thread, because threads wait for Python's lock between NumPy operations.
+    """
     return math.prod(shape) * 0.3
 
 
 def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: float = math.inf) -> None:
-    """`function(piece)` for every piece, on up to `count()` threads, this one among them; the order is not defined.
+    """Call `function(piece)` for every piece, in any order, on up to `count()` threads, including this one.
 
-    pieces: a deque is emptied; function may put more pieces into it.
-    nanoseconds: what all pieces take in one thread, by `products` and `elements`; little work wakes few threads.
-    Returns when no piece is running any more, also where one raised or this thread is interrupted: the first exception
-    is raised then, and pieces not begun are left out.
+    Args:
+        pieces: a deque is emptied, and function may add to it.
+        nanoseconds: the cost of all pieces in one thread, by `products` and `elements`. Little work wakes few threads.
+
+    Returns when no piece is running, also after an exception or an interrupt. Then it raises the first exception and
+    drops the pieces that have not begun.
     """
     waiting = pieces if isinstance(pieces, deque) else deque(pieces)
     wanted = min(threads_for(nanoseconds), len(waiting)) - 1
@@ -195,8 +197,8 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
             helper.wake()
 
     def help_out(helper: _Helper, number: int) -> None:
-        # Counted before it looks for a piece: whoever clears `waiting` and then sees nobody running is alone. No
-        # interrupt comes to these threads.
+        # Count this thread before it looks for a piece: a thread that clears `waiting` and sees nobody running is then
+        # the last. No interrupt reaches these threads.
         running.append(None)
         if waiting:
             wake(2 * number + 2)
@@ -207,18 +209,18 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
 
     try:
         while len(given) < wanted and (helper := _hire()) is not None:
-            # NumPy's error state is the context's.
+            # NumPy's error state belongs to the context.
             given.append((helper, (contextvars.copy_context(), help_out, len(given))))
-        # Only now: a thread that is still awake begins at once, and wakes two of those that are given.
+        # Send tasks only now: a thread that is still awake begins at once and wakes two others.
         for helper, task in given:
             handed += 1
             helper.box.append(task)
-        # Each wakes two others: one thread that wakes all keeps Python's lock from those that are awake.
+        # Each wakes two others. One thread that wakes all would keep Python's lock from the others.
         wake(0)
         work()
     finally:
-        # Whatever interrupts the waiting: pieces write to memory that is not ours. A queue of C code has no lock that
-        # an interrupt can leave taken.
+        # Wait through interrupts, because pieces write to borrowed memory. A C queue has no lock that an interrupt can
+        # leave taken.
         alone = False
         while not alone:
             try:
@@ -239,7 +241,7 @@ _Work = tuple[Callable[[Any], None], tuple[int, ...], Any]
 
 
 class Later:
-    """Work of several products, done at once by `run`: what is `first` of an expert, and what follows from that."""
+    """Work of several products, done at once by `run`: each expert's first pieces, then the pieces that follow them."""
 
     def __init__(self) -> None:
         self._first: list[_Work] = []
@@ -249,12 +251,12 @@ class Later:
     def first(
         self, function: Callable[[T], None], pieces: Iterable[tuple[tuple[int, ...], T]], nanoseconds: float
     ) -> None:
-        """`function(piece)` for every (experts, piece)."""
+        """Add `function(piece)` for every (experts, piece)."""
         self._first += [(function, experts, piece) for experts, piece in pieces]
         self._nanoseconds += nanoseconds
 
     def add(self, function: Callable[[T], None], pieces: Iterable[tuple[int, T]], nanoseconds: float) -> None:
-        """`function(piece)` for every (expert, piece), when all that is first of the expert is done."""
+        """Add `function(piece)` for every (expert, piece), to run after the expert's first pieces."""
         for expert, piece in pieces:
             self._after.setdefault(expert, []).append((function, (), piece))
         self._nanoseconds += nanoseconds
@@ -274,7 +276,7 @@ class Later:
             function, experts, part = piece
             function(part)
             for expert in experts:
-                # Whoever takes the last number is the last to end.
+                # The thread that takes the last number ends last.
                 if left[expert].pop() == 0:
                     pieces.extend(self._after.get(expert, ()))
 
@@ -285,9 +287,9 @@ _Task = tuple[contextvars.Context, Callable[["_Helper", int], None], int]
 
 
 class _Helper(threading.Thread):
-    """A thread that sleeps until `wake`. A task lies in its box, from which it, or who put it there, takes it.
+    """A thread that sleeps until `wake`. Its box holds a task, which it or the sender takes out.
 
-    A lock of its own wakes it in a third of the time that an executor's queue and futures take.
+    A lock of its own wakes it in a third of the time of an executor's queue and futures.
     """
 
     def __init__(self) -> None:
@@ -301,7 +303,7 @@ class _Helper(threading.Thread):
             self._wake.release()
 
     def take_back(self, task: _Task) -> None:
-        """If it has not begun, it never will, and is idle."""
+        """Cancel a task that has not begun; the thread is then idle."""
         with contextlib.suppress(ValueError):
             self.box.remove(task)
             _idle.append(self)
@@ -319,7 +321,7 @@ class _Helper(threading.Thread):
 
 
 def _hire() -> _Helper | None:
-    """An idle thread, or a new one; None where there are too many."""
+    """An idle thread, a new one, or None at the limit."""
     global _hired
     with contextlib.suppress(IndexError):
         return _idle.pop()
@@ -338,15 +340,15 @@ def column_blocks(width: int) -> list[slice]:
 
 
 def threads_for(nanoseconds: float) -> int:
-    """Threads for so much work: as many as make `nanoseconds / threads + _WAKE_NANOSECONDS * threads` smallest."""
+    """The number of threads that minimises `nanoseconds / threads + _WAKE_NANOSECONDS * threads`."""
     return int(min(count(), max(1, math.sqrt(nanoseconds / _WAKE_NANOSECONDS))))
 
 
 def row_blocks(num_rows: int, width: int | None = None) -> list[slice]:
-    """Pieces of an array of so many rows: for products, or, of rows of this width, for arithmetic on elements.
+    """Pieces of the rows of an array: for products, or, given their width, for arithmetic on elements.
 
-    One thread does the latter in pieces whose temporaries stay in its cache. Several get one piece each: between any
-    two operations of NumPy they wait for Python's lock, so they should be few.
+    One thread does arithmetic in pieces that fit its cache. Several threads get one piece each, because they wait for
+    Python's lock between NumPy operations.
     """
     step = BLOCK_ROWS
     if width is not None:
@@ -356,7 +358,6 @@ def row_blocks(num_rows: int, width: int | None = None) -> list[slice]:
 
 
 def _forget_threads() -> None:
-    """A child process has none of its parent's threads."""
     global _lock, _runs, _hired
     _lock, _runs, _hired = threading.Lock(), 0, 0
     _idle.clear()

@@ -1,4 +1,4 @@
-"""What a quantised format is: elements, groups that share a scale, and how scales are chosen.
+"""Quantised formats: elements, groups that share a scale, and the choice of scales.
 
 A matrix is seen as rows x columns: rows are output channels (weights) or tokens (activations), columns the axis a
 matrix product sums over. A scale, and a zero point where the format has them, belongs to a group of rows x columns.
@@ -19,10 +19,13 @@ from moe_core.errors import InvalidInput
 class Element:
     """One stored number.
 
-    dtype: canonical dtype of the array that carries it; per_byte: how many share one element of that array (2: the
-    even index in the low nibble). largest: the magnitude that amax is scaled to. top_exponent: floor(log2(largest)),
-    for formats whose scales are powers of two by exponent. zero_point: the code that stands for 0 where a format
-    stores no zero points; max_code: the largest code of unsigned integers.
+    Args:
+        dtype: canonical dtype of the array that holds it.
+        per_byte: elements in one element of that array (2: the even index in the low nibble).
+        largest: the magnitude that amax is scaled to.
+        top_exponent: floor(log2(largest)), for formats with powers of two as scales.
+        zero_point: the code for 0 where a format stores no zero points.
+        max_code: the largest code of unsigned integers.
     """
 
     name: str
@@ -34,7 +37,7 @@ class Element:
     max_code: int | None = None
 
 
-#: e2m1 and the 4-bit integers travel packed in uint8, because frameworks disagree about 4-bit dtypes.
+#: e2m1 and the 4-bit integers are packed in uint8, because frameworks disagree about 4-bit dtypes.
 ELEMENTS = {
     element.name: element
     for element in (
@@ -49,23 +52,26 @@ ELEMENTS = {
 #: floor: 2^(floor(log2 amax) - top_exponent). ceil: the smallest power of two with amax / scale <= largest. Both e8m0.
 SCALE_RULES = ("amax", "power_of_two", "floor", "ceil")
 _E8M0_RULES = ("floor", "ceil")
-#: Scales of grouped integers come from checkpoints in any of these and are widened, exactly, when they are used.
+#: Checkpoints have scales of grouped integers in any of these. Kernels widen them exactly.
 _INTEGER_SCALES = ("float32", "bfloat16", "float16")
 
 
 @plan_type
 @dataclass(frozen=True)
 class Format:
-    """How one tensor is quantised; frozen, hashable, part of plans.
+    """How one tensor is quantised. Frozen, hashable, part of plans.
 
-    name: unique among registered formats. element: a name of ELEMENTS. group_rows, group_columns: extent of the group
-    that shares a scale, None = the whole axis of the matrix. scale_rule: one of SCALE_RULES, what a quantiser does;
-    reading a tensor depends only on whether scales are e8m0 bytes (`floor`, `ceil`) or numbers. zero_points: the
-    tensor carries one per group (unsigned elements only).
+    Args:
+        name: unique among registered formats.
+        element: a name of ELEMENTS.
+        group_rows, group_columns: size of the group that shares a scale. None: the whole axis of the matrix.
+        scale_rule: one of SCALE_RULES, for quantisers. Reading a tensor depends only on the kind of scales: e8m0 bytes
+            (`floor`, `ceil`) or numbers.
+        zero_points: the tensor has one per group (unsigned elements only).
 
-    Padding. Groups of e4m3 with numbers for scales may be cut short at the end of either axis: there are
-    ceil(size / group) of them, as DeepSeek's checkpoints have it, and the missing elements count as zeros. Every
-    other format needs columns that are a multiple of group_columns, and two elements in each byte.
+    Groups of e4m3 with numbers as scales may be cut short at the end of either axis, as in DeepSeek's checkpoints:
+    there are ceil(size / group) groups, and missing elements count as zeros. Every other format needs a multiple of
+    group_columns columns, and two elements in each byte.
     """
 
     name: str
@@ -111,19 +117,19 @@ class Format:
 
     @property
     def has_e8m0_scales(self) -> bool:
-        """Whether scales are uint8 exponents: 2^(b - 127), 255 = NaN."""
+        """True if scales are uint8 exponents: 2^(b - 127), 255 = NaN."""
         return self.scale_rule in _E8M0_RULES
 
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
-        """Canonical dtypes scales may have; a quantiser writes the first."""
+        """Canonical dtypes of scales. A quantiser writes the first."""
         if self.has_e8m0_scales:
             return ("uint8",)
         return _INTEGER_SCALES if self.own_element.max_code is not None else ("float32",)
 
     @property
     def allows_partial_groups(self) -> bool:
-        """Whether the last group of an axis may be cut short."""
+        """True if the last group of an axis may be cut short."""
         return self.element == "e4m3" and not self.has_e8m0_scales
 
     @property
@@ -132,7 +138,7 @@ class Format:
         return 8 * dtypes.itemsize(self.own_element.dtype) // self.own_element.per_byte
 
     def splits_rows(self, rows: int) -> bool:
-        """Whether a tensor whose first `rows` rows are another tensor can be made by putting the two together.
+        """True if a tensor can be put together from its first `rows` rows and the rest.
 
         False where a group, or a byte of packed zero points, would hold rows of both.
         """
@@ -147,10 +153,10 @@ class Format:
 @plan_type
 @dataclass(frozen=True)
 class Scheme:
-    """What a quantised layer computes with: the format of its weights, and of activations before each product.
+    """The formats of a quantised layer's weights, and of its activations before each product.
 
-    activations: None = as they are (w4a16, w8a16). Their groups along the axis that is summed over are the weights' or
-    the whole axis.
+    activations: None: not quantised (w4a16, w8a16). Their groups along the summed axis are the weights' or the whole
+    axis.
     """
 
     name: str
@@ -176,12 +182,12 @@ _SCHEMES: dict[str, Scheme] = {}
 
 
 def register_format(format: Format) -> Format:
-    """Make a format known by its name; returns it. InvalidInput where another one has the name."""
+    """Register a format by its name and return it. Raises InvalidInput if another one has the name."""
     return _register("format", format, Format, _FORMATS)
 
 
 def register_scheme(scheme: Scheme) -> Scheme:
-    """Make a scheme known by its name; returns it. InvalidInput where another one has the name."""
+    """Register a scheme by its name and return it. Raises InvalidInput if another one has the name."""
     return _register("scheme", scheme, Scheme, _SCHEMES)
 
 
@@ -203,18 +209,18 @@ def scheme_names() -> tuple[str, ...]:
 
 
 def format_named(name: str) -> Format:
-    """The registered format of that name; InvalidInput for others."""
+    """The registered format of that name. Raises InvalidInput."""
     require_choice("format", name, format_names())
     return _FORMATS[name]
 
 
 def scheme_named(name: str) -> Scheme:
-    """The registered scheme of that name; InvalidInput for others."""
+    """The registered scheme of that name. Raises InvalidInput."""
     require_choice("scheme", name, scheme_names())
     return _SCHEMES[name]
 
 
 def known_scheme(weights: Format, activations: Format | None) -> Scheme | None:
-    """The registered scheme of these formats, None if there is none."""
+    """The registered scheme of these formats, or None."""
     found = (scheme for scheme in _SCHEMES.values() if (scheme.weights, scheme.activations) == (weights, activations))
     return next(found, None)

@@ -1,7 +1,7 @@
 """OCP microscaling formats: 32 elements along the input axis share an e8m0 scale, a uint8 b that means 2^(b - 127).
 
 b = 0 is 2^-127 and b = 255 is NaN (OCP Microscaling Formats (MX) Specification 1.0). The `_ceil` variants differ only
-in how a quantiser chooses b.
+in a quantiser's choice of b.
 """
 
 from __future__ import annotations

@@ -19,12 +19,14 @@ from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, Tiling, block_of, 
 @plan_type
 @dataclass(frozen=True)
 class QuantizedSpec:
-    """What the arrays of a quantised tensor mean: its format, layout and tiling, all static.
+    """The format, layout and tiling of a quantised tensor, all static.
 
-    layout: `out_in` = the last axis is the one a product sums over (weights `[E, N, D]`, and activations `[T, D]`);
-    `in_out` = the axis before it is (weights `[E, D, N]`). Packed bytes and groups run along that axis in both.
-    tiling: of prepacked weights, whose arrays lie in the order of a kernel: see `Tiling`. The logical tensor stays
-    `out_in`. None = the arrays lie as `QuantizedTensor` says. Raises InvalidInput.
+    Args:
+        layout: the axis that a product sums over. `out_in`: the last (weights `[E, N, D]`, activations `[T, D]`).
+            `in_out`: the one before it (weights `[E, D, N]`). Packed bytes and groups run along that axis in both.
+        tiling: the order of prepacked weights, see `Tiling`; the logical tensor stays `out_in`. None: not prepacked.
+
+    Raises InvalidInput.
     """
 
     format: Format
@@ -45,7 +47,7 @@ class QuantizedSpec:
 
 
 class QuantizedShapes(NamedTuple):
-    """Shapes of the arrays of a quantised tensor; zero_points is None for formats without them."""
+    """Shapes of the arrays of a quantised tensor. zero_points is None for formats without them."""
 
     values: tuple[int, ...]
     scales: tuple[int, ...]
@@ -113,19 +115,21 @@ def _count(size: int, group: int | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A tensor in a quantised format. Arrays are of any library (NumPy, torch, JAX), or `ArraySpec`s of them.
+    """A tensor in a quantised format. Arrays are of any library (NumPy, torch, JAX), or `ArraySpec`s.
 
-    Of a logical tensor `[..., N, D]` (spec.layout `out_in`; `in_out` swaps the last two axes of every array):
-    values `[..., N, D / elements per byte]`; scales `[..., N groups, D groups]`, 1 for a whole axis; zero_points uint8
-    of unsigned elements, 4-bit ones packed in pairs along the output axis: `[..., ceil(N / 2), D groups]`, where the
-    last high nibble of an odd N is unused and 0. Examples: per tensor fp8 weights of E experts have scales `[E, 1, 1]`,
-    per token activations `[T, 1]`. dtypes: see `Format`. With spec.tiling they are the arrays that
-    `moe_core.formats.tiling` describes, values `[..., blocks, steps, 4096]` and so on, of the same logical tensor.
+    Shapes for a logical tensor `[..., N, D]` in layout `out_in` (`in_out` swaps the last two axes of every array):
+
+    - values `[..., N, D / elements per byte]`
+    - scales `[..., N groups, D groups]`, 1 for a whole axis
+    - zero_points uint8, for unsigned elements; 4-bit ones in pairs along the output axis, `[..., ceil(N / 2), D
+      groups]`, where the last high nibble of an odd N is 0
+
+    Per tensor fp8 weights of E experts have scales `[E, 1, 1]`, per token activations `[T, 1]`. For dtypes see
+    `Format`. With spec.tiling, `moe_core.formats.tiling` describes the arrays.
 
     The fields work with `moe_core.specs.operands.named_arrays` and `map_arrays`. Tensors of `ArraySpec`s compare and
-    hash by their fields, as plans need it, all others by identity. Raises InvalidInput where the arrays disagree with
-    the format. A transformation that fills the fields with something else than arrays of this tensor (tangents, axis
-    numbers) uses `unchecked`.
+    hash by their fields, all others by identity. Raises InvalidInput if the arrays disagree with the format. A
+    transformation that fills the fields with other values (tangents, axis numbers) uses `unchecked`.
     """
 
     spec: QuantizedSpec
@@ -154,7 +158,7 @@ class QuantizedTensor:
 
     @classmethod
     def unchecked(cls, spec: QuantizedSpec, values: Any, scales: Any, zero_points: Any = None) -> QuantizedTensor:
-        """The same bundle around anything: what a pytree library rebuilds with its own leaves."""
+        """The same bundle around anything, such as the leaves of a pytree library."""
         tensor = object.__new__(cls)
         for name, value in (("spec", spec), ("values", values), ("scales", scales), ("zero_points", zero_points)):
             object.__setattr__(tensor, name, value)
@@ -162,7 +166,7 @@ class QuantizedTensor:
 
     @property
     def _described(self) -> tuple[Any, ...] | None:
-        """The fields, where they are `ArraySpec`s: arrays of the libraries neither hash nor compare to one truth."""
+        """The fields, if they are `ArraySpec`s, because other arrays do not hash or compare."""
         return (self.spec, self.values, self.scales, self.zero_points) if isinstance(self.values, ArraySpec) else None
 
     def __eq__(self, other: object) -> bool:
@@ -183,14 +187,14 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape: what `dequantize` gives."""
+        """The logical shape, which `dequantize` gives."""
         if (tiling := self.spec.tiling) is not None:
             if len(self.values.shape) < 3:
                 raise InvalidInput(
                     f"values of a tiled tensor must have at least 3 axes (blocks, steps, {BLOCK_VALUES}), got "
                     f"{tuple(self.values.shape)}; pass what prepack_weights gives"
                 )
-            # Sizes of leading axes may be symbols of a compiler, which stay so.
+            # Leading axes may be symbols of a compiler. Keep them.
             return (*tuple(self.values.shape)[:-3], tiling.rows, tiling.columns)
         sizes = [int(size) for size in self.values.shape]
         if len(sizes) < 2:
@@ -209,14 +213,14 @@ class QuantizedTensor:
     def __str__(self) -> str:
         sizes, tiling = getattr(self.values, "shape", None), self.spec.tiling
         if not isinstance(sizes, tuple) or len(sizes) < (2 if tiling is None else 3):
-            # A transformation's own leaves (`unchecked`) need not have the axes of an array.
+            # Leaves of a transformation (`unchecked`) need not have the axes of an array.
             return f"{self.format.name} {self.layout} of {type(self.values).__name__}"
         tiled = "" if tiling is None else f" tiled in order {tiling.order}"
         return f"{self.format.name}{list(self.shape)} {self.layout}{tiled}"
 
 
 def quantized_specs(spec: QuantizedSpec, shape: Sequence[int], scale_dtype: str | None = None) -> QuantizedTensor:
-    """A quantised tensor of logical `shape` made of `ArraySpec`s; scale_dtype: None = what quantisers write."""
+    """A quantised tensor of logical `shape` made of `ArraySpec`s. scale_dtype: None: the quantisers' choice."""
     values, scales, points = quantized_shapes(spec, shape)
     dtype, scales = spec.format.own_element.dtype, ArraySpec(scales, scale_dtype or spec.format.scale_dtypes[0])
     return QuantizedTensor(spec, ArraySpec(values, dtype), scales, points and ArraySpec(points, dtype))

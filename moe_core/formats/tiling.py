@@ -42,12 +42,12 @@ from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
 
-#: Rows of a block, the bytes of its codes, and those of one row.
+#: Rows of a block, the bytes of its codes, and the bytes of one row.
 BLOCK_ROWS, BLOCK_VALUES = 64, 4096
 ROW_BYTES = BLOCK_VALUES // BLOCK_ROWS
 #: Rows of one side of a block: all gate or all up where a matrix holds both.
 SIDE_ROWS = BLOCK_ROWS // 2
-#: Columns of the smallest group, which the columns of a tiled matrix are a multiple of.
+#: Columns of the smallest group. The columns of a tiled matrix are a multiple of it.
 LEAST_COLUMNS = 32
 ORDERS = ("rows", "interleaved", "halves")
 
@@ -55,16 +55,17 @@ ORDERS = ("rows", "interleaved", "halves")
 @plan_type
 @dataclass(frozen=True)
 class Tiling:
-    """How a prepacked weight is cut into blocks; the module says what lies where in a block.
+    """How a prepacked weight is cut into blocks. The module describes a block.
 
-    rows: N, the outputs; columns: D, the inputs; both of the logical matrix. order, which rows block b has:
+    rows: N, the outputs; columns: D, the inputs; both of the logical matrix. order: the rows of block b:
 
     - `rows`: 64b, 64b + 1, ..., 64b + 63, the matrix as it is;
-    - `interleaved`, of gate and up rows by turns: 64b, 64b + 2, ..., 64b + 62 (gate), then 64b + 1, ..., 64b + 63 (up);
-    - `halves`, of gate rows before up rows: 32b, ..., 32b + 31 (gate), then N/2 + 32b, ..., N/2 + 32b + 31 (up).
+    - `interleaved`, for alternating gate and up rows: 64b, 64b + 2, ..., 64b + 62 (gate), then 64b + 1, ..., 64b + 63
+      (up);
+    - `halves`, for gate rows before up rows: 32b, ..., 32b + 31 (gate), then N/2 + 32b, ..., N/2 + 32b + 31 (up).
 
-    Rows are padded to a multiple of 64 and columns to one of a block's, codes, scales and zero points with zeros. D
-    must be a multiple of 32, N even for `interleaved` and a multiple of 64 for `halves`. Raises InvalidInput.
+    Rows are padded to a multiple of 64 and columns to a block's multiple, with zeros for codes, scales and zero points.
+    D must be a multiple of 32, N even for `interleaved` and a multiple of 64 for `halves`. Raises InvalidInput.
     """
 
     rows: int
@@ -95,9 +96,9 @@ class Tiling:
 
 
 class TiledBlock(NamedTuple):
-    """What one block of a format's prepacked weights holds beside its 64 rows.
+    """One block of a format's prepacked weights, 64 rows high.
 
-    columns: of it; groups: scales of a row; repeat: blocks along the columns that share their scales, None = all.
+    columns: its columns. groups: scales of a row. repeat: blocks along the columns that share their scales, None: all.
     """
 
     columns: int
@@ -105,16 +106,16 @@ class TiledBlock(NamedTuple):
     repeat: int | None
 
     def steps(self, columns: int) -> int:
-        """Blocks along so many columns."""
+        """Blocks along this number of columns."""
         return -(-columns // self.columns)
 
     def records(self, columns: int) -> int:
-        """Blocks of scales along so many columns."""
+        """Blocks of scales along this number of columns."""
         return 1 if self.repeat is None else -(-self.steps(columns) // self.repeat)
 
 
 def block_of(format: Format) -> TiledBlock:
-    """The block of a format of which `why_not_tileable` gives no reason."""
+    """The block of a format that `why_not_tileable` accepts."""
     columns, group = 8 * ROW_BYTES // format.bits_per_element, format.group_columns
     if group is None:
         return TiledBlock(columns, 1, None)
@@ -122,7 +123,7 @@ def block_of(format: Format) -> TiledBlock:
 
 
 def why_not_tileable(format: Format) -> str | None:
-    """The reason weights in a format cannot be tiled; None where they can."""
+    """The reason weights in a format cannot be tiled, or None."""
     group = format.group_columns
     if format.element == "e2m1" and format.has_e8m0_scales and (format.group_rows, group) == (1, LEAST_COLUMNS):
         return None

@@ -1,4 +1,4 @@
-"""The sizes of the tables that an exchange between ranks goes by."""
+"""Sizes of the tables of an exchange between ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from moe_core.errors import InvalidInput
 @plan_type
 @dataclass(frozen=True)
 class TableSpec:
-    """What rows travel, and how many ranks, places and experts there are.
+    """The kind and sizes of an exchange.
 
-    mode: `all_to_all`, `padded` or `all_gather`. rows: `tokens` or `slots`. num_ranks, per_rank, num_experts: W, L and
-    E. block, back: the rows that a rank sends to another one at most, and the results that come back; None with
-    `all_to_all`, which sends as many as there are. `all_gather` sends all tokens, whatever block says.
+    mode: `all_to_all`, `padded` or `all_gather`. rows: `tokens` or `slots`, the rows that travel. num_ranks, per_rank,
+    num_experts: W, L and E. block, back: the most rows that a rank sends to another rank, and the most results that
+    return. They are None with `all_to_all`, which sends the exact number. `all_gather` sends all tokens and ignores
+    block.
 
     Raises InvalidInput.
     """
@@ -49,7 +50,7 @@ class TableSpec:
 
     @property
     def by_slot(self) -> bool:
-        """Whether rows of slots travel."""
+        """True if rows of slots travel."""
         return self.rows == "slots"
 
     @property
@@ -59,7 +60,7 @@ class TableSpec:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a block's memory: one at least, so that no array is empty."""
+        """Rows of a block's memory, at least one, so that no array is empty."""
         return max(1, self.block or 0)
 
     @property
@@ -68,7 +69,7 @@ class TableSpec:
         return max(1, self.back or 0)
 
     def width(self, top_k: int) -> int:
-        """Numbers beside a row that travels: places, and weights as their bits; weights alone where counts say the
+        """Numbers that travel with a row: places, and weights as their bits. Only weights where counts imply the
         places."""
         if not self.by_slot:
             return 2 * top_k
@@ -76,5 +77,5 @@ class TableSpec:
 
     @property
     def counts(self) -> int:
-        """Counts behind the header of mode `all_to_all`: of slots by place; of tokens, then of their slots, by rank."""
+        """Counts after the header of mode `all_to_all`: slots by place, or tokens and then their slots by rank."""
         return self.num_places if self.by_slot else 2 * self.num_ranks

@@ -26,11 +26,14 @@ _GATHERS = ("row", "slot", "token")
 class WeightGradientSpec:
     """Options of one gradient of weights.
 
-    gather: how left and right are indexed: by layout `row`, `slot` or `token`. left_columns, right_columns: (first,
-    number) of the columns taken, None = all. out_dtype: of d_weight, None = none is wanted. bias_side: `left` or
-    `right`, whose column sums make d_bias in bias_dtype; None = none. num_layers: of the result, where layer is given.
-    family: of the kernels, `portable` or `sm90` (sm_90), None = the faster one of those that can run it.
-    expected_tokens, expected_experts: that one is found for so many, None = those of the call.
+    Args:
+        gather: the index of left and right: layout `row`, `slot` or `token`.
+        left_columns, right_columns: (first, number) of the columns to take, or None for all.
+        out_dtype: the dtype of d_weight, or None if it is not wanted.
+        bias_side: `left` or `right`: its column sums are d_bias, in bias_dtype. None: no d_bias.
+        num_layers: layers of the result, where a layer index is given.
+        family: kernels to use, `portable` or `sm90`. None: the faster one that can run.
+        expected_tokens, expected_experts: sizes that choose the family. None: those of the call.
     """
 
     out_dtype: str | None
@@ -58,7 +61,7 @@ class WeightGradientSpec:
         set_matmul_dtype(self, "bias_dtype", optional=True)
 
 
-#: Names of activations -> the default of (alpha, limit); alpha None: the activation has none.
+#: Names of activations -> the default of (alpha, limit). alpha None: the activation has none.
 _CONSTANTS: dict[str, tuple[float | None, float | None]] = {
     "silu": (None, None),
     "gelu": (None, None),
@@ -69,10 +72,10 @@ _CONSTANTS: dict[str, tuple[float | None, float | None]] = {
     "softcapped_silu": (4.0, 25.0),
 }
 ACTIVATIONS = tuple(_CONSTANTS)
-#: Those that have no ungated form.
+#: Activations without an ungated form.
 ALWAYS_GATED = ("swiglu_oai", "clamped_silu", "softcapped_silu")
 GATE_LAYOUTS = ("halves", "interleaved", "separate")
-#: What stands for a constant that the caller has not stated, where None is a value. torch.compile traces a string.
+#: Stands for a constant that the caller has not stated, where None is a value. torch.compile traces a string.
 _DEFAULT: Any = "default"
 
 
@@ -81,18 +84,18 @@ _DEFAULT: Any = "default"
 class Activation:
     """An activation in fp32. gated: `act(gate) * up`, input 2F wide; else `act(x)`, input F wide.
 
-    gate_layout: `halves` (gate columns first), `interleaved` (gate even columns, up odd) or `separate` (two buffers);
-    an ungated activation has none (the default counts as not stated).
+    gate_layout: `halves` (gate columns first), `interleaved` (gate even columns, up odd) or `separate` (two buffers).
+    An ungated activation has none and ignores the default.
 
-    limit, of gated activations, bounds both factors; None = no bound. The default is 7.0 for swiglu_oai and
-    clamped_silu, 25.0 for softcapped_silu and None for the others. With `u = clamp(up, -limit, limit)`:
+    limit bounds both factors of a gated activation; None: no bound. Its default is 7.0 for swiglu_oai and clamped_silu,
+    25.0 for softcapped_silu and None for the others. With `u = clamp(up, -limit, limit)`:
 
     - silu, gelu, gelu_tanh, relu2: `act(min(gate, limit)) * u`
     - clamped_silu: `min(silu(gate), limit) * u`
     - swiglu_oai: `g = min(gate, limit); g * sigmoid(alpha * g) * (u + 1)`, alpha 1.702 by default
     - softcapped_silu: `alpha * tanh(gate / alpha) * sigmoid(gate) * limit * tanh(up / limit)`, alpha 4.0 by default
 
-    The last three are always gated, clamped_silu and softcapped_silu always limited. The others have no alpha.
+    The last three are always gated, and clamped_silu and softcapped_silu always limited. The others have no alpha.
     """
 
     name: str
@@ -117,7 +120,7 @@ class Activation:
             raise InvalidInput(f"gate_layout must be None where gated=False, got {self.gate_layout!r}; leave it out")
 
     def _set_constants(self) -> None:
-        """alpha and limit: the defaults where they are not stated; what is stated is honoured or refused."""
+        """Set the defaults of alpha and limit, and check stated values."""
         for field, default in zip(("alpha", "limit"), _CONSTANTS[self.name], strict=True):
             value = getattr(self, field)
             if isinstance(value, str) and value == _DEFAULT:
@@ -147,12 +150,15 @@ class Activation:
 class MatmulSpec:
     """Options of one ragged grouped matmul, `y[row] = epilogue(x[row] @ w[expert of row])`.
 
-    weight_layout: `in_out` `[E, D, N]` or `out_in` `[E, N, D]`.
-    gather: which row of x feeds a layout row: `row` (x is in layout order), `token` (slot // K) or `slot`.
-    scatter: where a layout row is written: `row` (layout order) or `slot`.
-    activation: fused after the bias, or None. out_dtype: None = the dtype of x (which a quantised x does not name).
-    allow_tf32: fp32 inputs may use TF32 (else IEEE fp32). tuning: how tiles are chosen, None = by the defaults.
-    fast_accumulate: products of fp8 with fp8 may add up in the tensor cores over more than 128 columns.
+    Args:
+        weight_layout: `in_out` `[E, D, N]` or `out_in` `[E, N, D]`.
+        gather: the row of x for a layout row: `row` (x is in layout order), `token` (slot // K) or `slot`.
+        scatter: the destination of a layout row: `row` (layout order) or `slot`.
+        activation: fused after the bias, or None.
+        out_dtype: None: the dtype of x, which must then not be quantised.
+        allow_tf32: fp32 inputs may use TF32 (else IEEE fp32).
+        tuning: the choice of tiles. None: the defaults.
+        fast_accumulate: fp8 products may accumulate in the tensor cores over more than 128 columns.
     """
 
     weight_layout: str

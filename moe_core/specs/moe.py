@@ -20,27 +20,28 @@ from moe_core.specs.tuning import MatmulTuning, Tuning
 class MoESpec:
     """Options of one whole MoE forward.
 
-    router: how logits become ids and weights; None when ids and weights are given. weight_layout of the experts;
-    router_weight_layout of the router matrix (`in_out` `[D, E]` or `out_in` `[E, D]`).
-    apply_router_weight_on_input: weight x (in fp32, cast back) before matmul 1 instead of the slots after matmul 2;
-    K must be 1. out_dtype: None = the dtype of x. logits_dtype rounds the logits (then kept as fp32), to reproduce
-    checkpoints whose router does. tuning: how tiles are chosen, None = by the defaults. shared_activation: that of the
-    shared expert, gated and laid out as `activation` is; None = the same.
-
-    Of quantised experts (docs/user/quantization.md). activations: the format that x and the hidden rows are quantised
-    to before each product, None = as they are. fast_accumulate: see `MatmulSpec`; of fp8 activations.
-
-    Of training (docs/user/training.md). recompute: the forward keeps no pre-activation, and the backward runs matmul 1
-    again for it, to the same bits. main_grad (torch only): the backward adds the gradients of the matrices of experts
-    and shared expert, in fp32, to the tensors that these hold as their attribute `main_grad`, and returns none for
-    them.
-
-    rows_in_order: each token has one expert, given by ids that ascend, with -1 behind them all, as those of
-    `layout_of_runs` do. The output is then product 2's as it lies: no pass copies it, and rows of no expert hold
-    anything.
-
-    row_limit: of given ids of which many are -1, as `route_rounded` makes them: memory and tiles follow it. Slots past
-    it contribute zeros; invalid_ids counts them.
+    Args:
+        activation: of the experts.
+        router: how logits become ids and weights. None: ids and weights are given.
+        weight_layout: of the experts.
+        router_weight_layout: of the router matrix, `in_out` `[D, E]` or `out_in` `[E, D]`.
+        apply_router_weight_on_input: weight x (in fp32, cast back) before matmul 1 instead of the slots after matmul 2.
+            K must be 1.
+        out_dtype: None: the dtype of x.
+        logits_dtype: rounds the logits, which stay fp32 arrays, to reproduce checkpoints that round them.
+        tuning: the choice of tiles. None: the defaults.
+        shared_activation: of the shared expert, gated and laid out as `activation`. None: the same.
+        activations: the format that x and the hidden rows are quantised to before each product, or None
+            (docs/user/quantization.md).
+        fast_accumulate: see `MatmulSpec`; for fp8 activations.
+        recompute: the forward keeps no pre-activation, and the backward repeats matmul 1 with the same bits
+            (docs/user/training.md).
+        main_grad: torch only. The backward adds gradients of the matrices of experts and shared expert, in fp32, to
+            their attribute `main_grad` and returns none for them.
+        rows_in_order: each token has one expert, given by ascending ids with -1 after them, as `layout_of_runs` gives.
+            The output is product 2's rows without a copy, and rows without an expert hold anything.
+        row_limit: a limit of the rows of given ids with many -1, as `route_rounded` makes them. Memory and tiles follow
+            it. Slots past it contribute zeros and count in invalid_ids.
     """
 
     activation: Activation
@@ -103,7 +104,7 @@ class MoESpec:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether every sum has one order for every number of tokens."""
+        """True if every sum has one order for every number of tokens."""
         return self.tuning is not None and self.tuning.batch_invariant
 
     def of_shared(self) -> MoESpec:
@@ -122,14 +123,14 @@ class MoESpec:
         )
 
     def logits_spec(self) -> LogitsSpec:
-        """The router product's options."""
+        """Options of the router product."""
         tokens = None if self.tuning is None else self.tuning.expected_tokens
         return LogitsSpec(self.router_weight_layout, self.logits_dtype, self.allow_tf32, self.batch_invariant, tokens)
 
     def shared_gate_spec(self) -> LogitsSpec:
-        """Those of the product with the shared expert's gate."""
+        """Options of the product with the shared expert's gate."""
         return dataclasses.replace(self.logits_spec(), weight_layout=self.weight_layout, logits_dtype="float32")
 
     def matmul_tuning(self, number: int | None = None) -> MatmulTuning | None:
-        """That of the experts' product 1 or 2, or (None) of the shared expert's products."""
+        """The tuning of the experts' product 1 or 2, or (None) of the shared expert's products."""
         return None if self.tuning is None else self.tuning.of_product(number)

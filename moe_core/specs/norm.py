@@ -14,8 +14,8 @@ from moe_core.errors import InvalidInput
 class NormSpec:
     """RMS normalisation: y = x * (mean(x ** 2) + epsilon) ** -0.5 * factor * scale, in fp32, one cast.
 
-    The mean is over the columns of a row; nothing is subtracted. factor: weight, a parameter of each column, or
-    1 + weight where centred. weight_first: x is multiplied by factor before it is normalised, and y is not.
+    The mean is over the columns of a row. factor is weight, one parameter per column, or 1 + weight if centred.
+    weight_first: multiply x by factor before the normalisation instead of y after it.
     """
 
     epsilon: float = 1e-6

@@ -88,7 +88,7 @@ _OPTIONS = ("spec", "sparse_mixer")
 
 
 def named_fields(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
-    """(name, value) of every array field that is not None, in field order; a quantised tensor is one value."""
+    """(name, value) of every array field that is not None, in field order. A quantised tensor is one value."""
     return tuple(
         (prefix + field.name, getattr(bundle, field.name))
         for field in dataclasses.fields(bundle)
@@ -97,10 +97,10 @@ def named_fields(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
 
 
 def named_arrays(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
-    """(name, array) of every array of a bundle, in field order; the order of a plan's inputs.
+    """(name, array) of every array of a bundle, in the order of a plan's inputs.
 
-    `named_arrays(ExpertWeights(a, b), "experts.")` -> `(("experts.gate_up", a), ("experts.down", b))`; of a quantised
-    b instead of `experts.down`: `experts.down.values`, `experts.down.scales`[, `experts.down.zero_points`].
+    `named_arrays(ExpertWeights(a, b), "experts.")` -> `(("experts.gate_up", a), ("experts.down", b))`. A quantised b
+    gives `experts.down.values`, `experts.down.scales`[, `experts.down.zero_points`].
     """
     arrays: list[tuple[str, Any]] = []
     for name, value in named_fields(bundle, prefix):
@@ -109,13 +109,13 @@ def named_arrays(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
 
 
 def array_fields(kind: type) -> tuple[tuple[str, bool], ...]:
-    """(name, whether it must be given) of every array field of a bundle's class, in field order."""
+    """(name, required) of every array field of a bundle's class, in field order."""
     fields = (field for field in dataclasses.fields(kind) if field.name not in _OPTIONS)
     return tuple((field.name, field.default is dataclasses.MISSING) for field in fields)
 
 
 def map_arrays(bundle: Any, function: Any) -> Any:
-    """The same bundle with `function` applied to every array, those of quantised tensors one by one."""
+    """The same bundle with `function` applied to every array, including the arrays of quantised tensors."""
     changed = {
         name: map_arrays(value, function) if isinstance(value, QuantizedTensor) else function(value)
         for name, value in named_fields(bundle)
@@ -125,14 +125,16 @@ def map_arrays(bundle: Any, function: Any) -> Any:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of E experts; `in_out` shapes shown, `out_in` swaps the last two axes.
+    """The weights of E experts. Shapes are `in_out`; `out_in` swaps the last two axes.
 
-    gate_up: `[E, D, 2F]` (gated, halves or interleaved), `[E, D, F]` (ungated, or the gate alone when `up` is given).
-    up: `[E, D, F]` for gate_layout `separate`. down: `[E, F, D]`. Biases `[E, 2F]` or `[E, F]`, `[E, F]`, `[E, D]`.
-    layer_index: int32 `[1]` on the device: every weight and bias then has a leading layer axis; it picks one.
-    gate_up (with up, in its format) and down may be `QuantizedTensor`s. gate_up_input_scale, down_input_scale: fp32
-    `[1]` on the device, the scales of x and of the hidden rows where `MoESpec.activations` has one per tensor; None =
-    found from the rows.
+    Args:
+        gate_up: `[E, D, 2F]` (gated, halves or interleaved) or `[E, D, F]` (ungated, or the gate if `up` is given).
+        up: `[E, D, F]` for gate_layout `separate`.
+        down: `[E, F, D]`. gate_up (with up, in one format) and down may be `QuantizedTensor`s.
+        gate_up_bias, up_bias, down_bias: `[E, 2F]` or `[E, F]`, `[E, F]`, `[E, D]`.
+        layer_index: int32 `[1]` on the device. Every weight and bias then has a leading layer axis, and it picks one.
+        gate_up_input_scale, down_input_scale: fp32 `[1]` on the device, the scales of x and of the hidden rows where
+            `MoESpec.activations` has one per tensor. None: computed from the rows.
     """
 
     gate_up: Any
@@ -148,15 +150,18 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class MatmulOperands:
-    """What one grouped matmul reads; `in_out` shapes shown, `out_in` swaps the last two axes.
+    """The operands of one grouped matmul. Shapes are `in_out`; `out_in` swaps the last two axes.
 
-    x: `[T, D]` (gather `token`), `[T * K, D]` (`slot`) or `[capacity, D]` (`row`). weight `[E, D, N]`, N = 2F when a
-    gated activation with one buffer is fused. up: `[E, D, N]`, the second buffer of gate_layout `separate`.
-    bias `[E, N]` and up_bias `[E, N]`: fp32 or the dtype of x. row_weight: fp32 `[T * K]` or `[T, K]`, by slot, applied
-    after the activation. layer_index: int32 `[1]`: weights and biases then have a leading layer axis.
+    Args:
+        x: `[T, D]` (gather `token`), `[T * K, D]` (`slot`) or `[capacity, D]` (`row`).
+        weight: `[E, D, N]`, N = 2F when a gated activation with one buffer is fused.
+        up: `[E, D, N]`, the second buffer of gate_layout `separate`.
+        bias, up_bias: `[E, N]`, fp32 or the dtype of x.
+        row_weight: fp32 `[T * K]` or `[T, K]`, by slot, applied after the activation.
+        layer_index: int32 `[1]`. Weights and biases then have a leading layer axis.
 
-    weight and up may be `QuantizedTensor`s of one format, whose layout is the spec's weight_layout; x too where they
-    are: `out_in`, groups of one row or of all, no zero points, and along D the weight's groups or all of it.
+    weight and up may be `QuantizedTensor`s of one format in the spec's weight_layout. Then x may be quantised too:
+    `out_in`, groups of one row or of all, no zero points, and along D the weight's groups or all of it.
     """
 
     x: Any
@@ -179,9 +184,11 @@ class RouterWeights:
 
 @dataclass(frozen=True)
 class LayerRouter(RouterWeights):
-    """The router of a layer that has more than the op's. norm `[D]`: the factors of x, normalised as `spec` says, which
-    it scores instead of x. table int32 `[V, K]`: the experts of each token id. expert_scale `[E]`: multiplies an
-    expert's weights, behind everything else. sparse_mixer: see `MoELayerSpec`."""
+    """The router of a layer, with more than the op's.
+
+    norm `[D]`: factors of x, which the router scores normalised as `spec` says. table int32 `[V, K]`: the experts of
+    each token id. expert_scale `[E]`: multiplies an expert's weights last. sparse_mixer: see `MoELayerSpec`.
+    """
 
     norm: Any = None
     table: Any = None
@@ -202,9 +209,8 @@ class RouterLogits:
 class TopK:
     """Routing already decided.
 
-    ids: int32 or int64 `[T, K]`, -1 = no expert. Others that are no expert's count as invalid, however large.
-    weights: fp32, bf16 or fp16 `[T, K]`. They multiply in fp32, which holds every bf16 and fp16 number: results are
-    those of weights cast to fp32 first. So are gradients, which are then cast to the dtype of the weights.
+    ids: int32 or int64 `[T, K]`, -1 = no expert. Other ids outside the experts count as invalid. weights: fp32, bf16 or
+    fp16 `[T, K]`, multiplied in fp32. Their gradients are cast to the dtype of the weights.
     """
 
     ids: Any
@@ -215,8 +221,8 @@ class TopK:
 class SharedExpert:
     """A dense expert every token visits. gate_up `[D, 2F]`, down `[F, D]` (up `[D, F]` for `separate`), as `in_out`.
 
-    gate: None, or `[D, 1]` (`in_out`) / `[1, D]` (`out_in`): its sigmoid scales the shared output per token.
-    Beside experts with a layer index gate_up, up and down may have the same leading layer axis: `[L, D, 2F]`, ...
+    gate: None, or `[D, 1]` (`in_out`) / `[1, D]` (`out_in`): its sigmoid scales the shared output per token. With
+    experts that have a layer index, gate_up, up and down may have the same leading layer axis: `[L, D, 2F]`, ...
     """
 
     gate_up: Any
@@ -227,7 +233,7 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class MoEOperands:
-    """Everything one MoE reads: the arguments of `moe_core.ops.moe.forward.plan_moe`, without its options.
+    """The arrays of one MoE: the arguments of `moe_core.ops.moe.forward.plan_moe`, without its options.
 
     x `[T, D]`; routing: RouterWeights, RouterLogits or TopK; token_mask bool `[T]`; expert_map int32 `[E_global]`.
     """
@@ -242,11 +248,12 @@ class MoEOperands:
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """What flows back into one MoE. output `[T, D]`: bf16, fp16 or fp32; None = nothing for the rest.
+    """Gradients of the results of one MoE. None: no gradient.
 
-    weights fp32 `[T, K]` and logits fp32 `[T, E]`: gradients of these outputs of the forward, added to those that come
-    through the experts. load_balance and z: fp32 `[1]`, of the losses of
-    `moe_core.ops.routing.reference_backward.router_losses`.
+    Args:
+        output: `[T, D]` in bf16, fp16 or fp32.
+        weights, logits: fp32 `[T, K]` and `[T, E]`, added to the gradients that come through the experts.
+        load_balance, z: fp32 `[1]`, of the losses of `moe_core.ops.routing.reference_backward.router_losses`.
     """
 
     output: Any
@@ -258,11 +265,13 @@ class OutputGradients:
 
 @dataclass(frozen=True)
 class RoutingGradients:
-    """What flows back into the logits of one routing; None = nothing, and at least one is given.
+    """Gradients of the results of one routing. At least one is given.
 
-    weights fp32 `[T, K]`: of the routing's weights. logits fp32 `[T, E]`: added as they are. load_balance and z: fp32
-    `[1]`, of the router losses; load_balance needs tokens_per_expert int32 `[E]`, the slots every expert got from the
-    unmasked tokens.
+    Args:
+        weights: fp32 `[T, K]`, of the routing's weights.
+        logits: fp32 `[T, E]`, added as they are.
+        load_balance, z: fp32 `[1]`, of the router losses.
+        tokens_per_expert: int32 `[E]`, slots of every expert from the unmasked tokens. load_balance needs it.
     """
 
     weights: Any = None
@@ -274,11 +283,14 @@ class RoutingGradients:
 
 @dataclass(frozen=True)
 class ExpertActivationOperands:
-    """What the backward between the two matmuls reads; R rows, in layout order or by slot.
+    """The operands of the backward between the two matmuls; R rows, in layout order or by slot.
 
-    d_hidden `[R, F]`: the gradient of matmul 2's result pulled back through its weight, before the row weight; bf16,
-    fp16 or fp32. pre `[R, 2F]` (ungated `[R, F]`): the stored pre-activation. row_weight fp32 `[T * K]` or `[T, K]` and
-    bias_product fp32 `[T * K]` by slot. row_of_slot int32 `[T * K]`, -1 = no row (None: every row is a slot's).
+    Args:
+        d_hidden: `[R, F]`, the gradient of matmul 2's result pulled back through its weight, before the row weight, in
+            bf16, fp16 or fp32.
+        pre: `[R, 2F]` (ungated `[R, F]`), the stored pre-activation.
+        row_weight, bias_product: fp32 `[T * K]`, by slot. row_weight may be `[T, K]`.
+        row_of_slot: int32 `[T * K]`, -1 = no row. None: every row is a slot's.
     """
 
     d_hidden: Any
@@ -368,12 +380,15 @@ class MoEOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightGradientOperands:
-    """What one gradient of weights reads; R rows.
+    """The operands of one gradient of weights; R rows.
 
-    left `[*, M]`, right `[*, N]`: for `in_out` weights the product's input and the gradient of its output, for `out_in`
-    the other way round; rows may be strided. row_weight fp32 `[T * K]` or `[T, K]` by slot: of the column sums only.
-    row_mask bool `[R]` (dense): rows to read. layer_index int32 `[1]`: the result then has a leading layer axis. into
-    fp32, of the result's shape: added to the product.
+    Args:
+        left, right: `[*, M]` and `[*, N]`. For `in_out` weights left is the product's input and right the gradient of
+            its output; for `out_in` the other way round. Rows may be strided.
+        row_weight: fp32 `[T * K]` or `[T, K]` by slot, for the column sums only.
+        row_mask: bool `[R]` (dense), the rows to read.
+        layer_index: int32 `[1]`. The result then has a leading layer axis.
+        into: fp32, of the result's shape, added to the product.
     """
 
     left: Any

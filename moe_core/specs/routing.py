@@ -21,7 +21,7 @@ SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
 ORDERS = ("softmax_then_topk", "topk_then_softmax")
 SLOT_ORDERS = ("score", "expert")
 ROUNDING_MODES = ("nearest", "up", "down")
-#: Tiles of every product's kernels have a multiple of so many rows.
+#: Tiles of every product's kernels have a multiple of this many rows.
 _ROWS_OF_TILES = 16
 
 
@@ -30,9 +30,9 @@ _ROWS_OF_TILES = 16
 class LogitsSpec:
     """Options of the router product `x [T, D] @ weight -> logits fp32 [T, E]`.
 
-    weight_layout: `in_out` `[D, E]` or `out_in` `[E, D]`. logits_dtype: rounds the logits (which stay fp32 arrays).
-    batch_invariant: one summation order for every T. expected_tokens: the order of a batch of so many tokens, None = of
-    the call's; for parts of a batch, as `Tuning.expected_tokens`.
+    weight_layout: `in_out` `[D, E]` or `out_in` `[E, D]`. logits_dtype: rounds the logits, which stay fp32 arrays.
+    batch_invariant: one summation order for every T. expected_tokens: use the order of a batch of this size, for parts
+    of a batch, as `Tuning.expected_tokens`.
     """
 
     weight_layout: str = "in_out"
@@ -54,16 +54,19 @@ class LogitsSpec:
 class RouterSpec:
     """How logits `[T, E]` become ids and weights `[T, K]`.
 
-    top_k: K; None = the layer's that is given this spec (ops need the number). scoring: `softmax`, `sigmoid` or
-    `sqrt_softplus` (sqrt(log(1 + exp(x)))).
-    order: for softmax, `softmax_then_topk` (the default) or `topk_then_softmax`; the others act per expert and take
-    None. renormalize: divide by the sum of the chosen weights (a zero sum gives zeros). scale multiplies last.
-    num_groups, topk_group: grouped top-k (1 and 1 = off): E splits into num_groups equal groups, the topk_group best
-    survive. slot_order: `score` (descending selection score, ties to the lower id) or `expert` (ascending ids).
-    epsilon: what renormalize adds to the sum; of sigmoid and sqrt_softplus. logit_scale, softcap: scored are logits *
-    logit_scale, or softcap * tanh(logits * logit_scale / softcap). bias_on: a correction bias is added to `scores` or
-    to those `logits`. group_score: a group's is its `best`, or the sum of its two best (`pair`); None = `pair` with a
-    correction bias, else `best`.
+    Args:
+        top_k: K. None: the layer's. Ops need the number.
+        scoring: `softmax`, `sigmoid` or `sqrt_softplus` (sqrt(log(1 + exp(x)))).
+        order: for softmax, `softmax_then_topk` (the default) or `topk_then_softmax`. The others take None.
+        renormalize: divide by the sum of the chosen weights (a zero sum gives zeros).
+        scale: multiplies the weights last.
+        num_groups, topk_group: grouped top-k (1 and 1 = off): the topk_group best of num_groups equal groups survive.
+        slot_order: `score` (descending selection score, ties to the lower id) or `expert` (ascending ids).
+        epsilon: added to the sum of renormalize, for sigmoid and sqrt_softplus.
+        logit_scale, softcap: score logits * logit_scale, or softcap * tanh(logits * logit_scale / softcap).
+        bias_on: add the correction bias to `scores` or to those `logits`.
+        group_score: a group's `best` score, or the sum of its two best (`pair`). None: `pair` with a correction bias,
+            else `best`.
     """
 
     top_k: int | None = None
@@ -120,7 +123,7 @@ class RouterSpec:
             require_choice("group_score", self.group_score, ("best", "pair"))
 
     def require_top_k(self) -> int:
-        """K; InvalidInput where it was left to a layer."""
+        """Return K. Raises InvalidInput if it was left to a layer."""
         if self.top_k is None:
             raise InvalidInput(
                 "top_k must be an integer of at least 1, got None (a layer's own); pass RouterSpec(top_k=...)"
@@ -156,11 +159,11 @@ class RouterSpec:
 @plan_type
 @dataclass(frozen=True)
 class RowLimit:
-    """What is known of ids of which many are -1: of T tokens and E experts, at most per_token * T + per_expert * E are
-    experts. Memory and the choice of tiles follow it. Slots past it have no row and count as invalid ids.
+    """A bound on the experts in ids with many -1: at most per_token * T + per_expert * E, with T tokens and E experts.
 
-    per_token: also the mean that tiles are chosen for. multiple: each expert has a multiple of so many rows, as after
-    token rounding, and tiles that divide it are preferred.
+    Memory and the choice of tiles follow it. Slots past it have no row and count as invalid ids. per_token: also the
+    mean that tiles are chosen for. multiple: each expert has a multiple of this many rows, as after token rounding, and
+    tiles that divide it are preferred.
     """
 
     per_token: int
@@ -178,11 +181,16 @@ class TokenRounding:
     """Token rounding: the number of tokens of each expert becomes a multiple of `tile`. It changes the model.
 
     After top-K, an expert with n tokens keeps or gets n rounded to a multiple of tile: `nearest` (a half goes to the
-    even multiple), `up` or `down`. It drops the tokens with the lowest weights, or adds those with the highest scores
-    that did not choose it. tile: a multiple of 16. candidates: an expert adds only tokens that rank it among their
-    `candidates` best experts, which is also the number of columns of the ids; None = 2 K, at most E (for `down` K).
-    Where they do not suffice it rounds down. With candidates = E it is the token rounding of SonicMoE (Guo et al. 2025,
-    arXiv 2512.14080). For training: validation and inference take plain top-K.
+    even multiple), `up` or `down`. It drops the tokens with the lowest weights, or adds tokens with the highest scores
+    that did not choose it. If too few tokens qualify, it rounds down.
+
+    Args:
+        tile: a multiple of 16.
+        candidates: an expert adds only tokens that rank it among their `candidates` best experts. This is also the
+            number of columns of the ids. None: 2 K, at most E (for `down` K).
+
+    With candidates = E it is the token rounding of SonicMoE (Guo et al. 2025, arXiv 2512.14080). For training:
+    validation and inference take plain top-K.
     """
 
     tile: int = 128
@@ -206,7 +214,7 @@ class TokenRounding:
                 )
 
     def width(self, top_k: int, num_experts: int) -> int:
-        """W, the columns of the ids: the experts of a token that may add it, the K chosen included."""
+        """W, the columns of the ids: experts that may add a token, including its K chosen ones."""
         if self.candidates is None:
             return top_k if self.mode == "down" else min(2 * top_k, num_experts)
         if not top_k <= self.candidates <= num_experts:
@@ -217,7 +225,7 @@ class TokenRounding:
         return self.candidates
 
     def row_limit(self, top_k: int) -> RowLimit:
-        """The rows that all experts have together at most."""
+        """The most rows that all experts have together."""
         more = {"down": 0, "nearest": self.tile // 2, "up": self.tile - 1}[self.mode]
         return RowLimit(top_k, more, self.tile)
 
@@ -252,11 +260,13 @@ class TokenRounding:
 class LayoutSpec:
     """Sizes of a ragged layout: rows grouped by expert, capacity static.
 
-    num_experts: local groups. alignment: every expert's rows start at a multiple of it (1 = contiguous).
-    max_rows: None, or the rows every expert owns (`[E, max_rows, D]`, the batched form); rows past it are dropped.
-    rows: None, or the most rows that all experts have together, for ids of which many are -1; scratch memory follows
-    it. Slots past it, counted in the order of rows, have none; the layout's `overflow` says how many they are.
-    limit: None, or what rows are made of.
+    Args:
+        num_experts: local groups.
+        alignment: every expert's rows start at a multiple of it (1 = contiguous).
+        max_rows: rows of every expert (`[E, max_rows, D]`, the batched form), or None. Rows past it are dropped.
+        rows: the most rows of all experts together, for ids with many -1, or None. Scratch memory follows it. Slots
+            past it, in the order of rows, have no row, and the layout's `overflow` counts them.
+        limit: the limit that made rows, or None.
     """
 
     num_tokens: int
@@ -316,7 +326,7 @@ class LayoutSpec:
         return self.num_slots + (self.num_experts * (self.alignment - 1) if self.num_slots else 0)
 
     def max_blocks(self, block_m: int) -> int:
-        """Row blocks of height block_m that any routing can need: of the batched form (max_rows), all there are.
+        """The most row blocks of height block_m that any routing needs. The batched form (max_rows) has all of them.
 
         n nonempty experts sharing S slots need sum(ceil(size / block_m)) <= n + (S - n) // block_m blocks, and n <=
         min(E, S). Example: 10 slots, 4 experts, block_m 4: 4 + 6 // 4 = 5.

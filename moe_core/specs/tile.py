@@ -1,7 +1,6 @@
 """Tile configurations of the grouped matmul.
 
-Which are legal, and which is chosen, is the families' business (`moe_core.ops.matmul.families`);
-`moe_core.ops.matmul.tile_choice` adds what a caller may ask for and what was measured.
+The families decide which are legal and which is chosen (`moe_core.ops.matmul.families`).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _SHARED_BYTES_DEFAULT = 227 * 1024
 @plan_type
 @dataclass(frozen=True)
 class TileConfig:
-    """One configuration: tile sides in elements (block_n counts output columns), warps, pipeline stages, and how many
-    row blocks share a column tile before the next (group_m).
+    """One configuration: tile sides in elements (block_n counts output columns), warps, pipeline stages, and the number
+    of row blocks that share a column tile before the next (group_m).
 
     family: `portable` runs everywhere; `sm90` is warp-specialised with TMA for sm_90: block_m 128 or 192, block_k 64,
-    block_n 256 accumulator columns (128 of a gated product), num_warps those of one consumer. With quantised weights
-    `quantized` takes the place of `portable`; `mixed_input`, and `few_rows` with few rows, are for tiled ones on sm_90.
+    block_n 256 accumulator columns (128 of a gated product), num_warps per consumer. For quantised weights, `quantized`
+    replaces `portable`, and `mixed_input` and `few_rows` (few rows) take tiled weights on sm_90.
     """
 
     block_m: int

@@ -1,7 +1,7 @@
-"""Measured tile configurations: what `moebius-tune` writes, and what a plan looks up before the heuristics.
+"""Measured tile configurations: `moebius-tune` writes them, and plans look them up before the heuristics.
 
-A file is JSON for people: provenance, and one record per product and number of rows with what was timed. What a plan
-needs of it is a `TileTable`: configurations by architecture and problem, without figures, as part of a spec.
+A file is JSON for people: provenance, and one record per product and number of rows with its timings. A `TileTable` has
+the configurations without figures, as part of a spec.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from moe_core.base.files import load_json, whole_file
 from moe_core.errors import InvalidInput
 from moe_core.specs.tile import TileConfig
 
-#: Raised when the meaning of a file changes.
+#: Increased when the meaning of a file changes.
 FORMAT_VERSION = 1
 _SHIPPED = pathlib.Path(__file__).parent / "tables"
-#: What an entry says in place of one product's reason not to run in the sm90 family.
+#: Replaces one product's reason not to run in the sm90 family.
 _NOT_SM90 = "the product that was measured cannot run in it"
-#: What a file's provenance must say.
+#: Required fields of a file's provenance.
 PROVENANCE_FIELDS = ("gpu", "driver", "versions", "commit", "command", "date")
 
 _SCALARS: Mapping[str, type] = {"int": int, "str": str, "bool": bool}
@@ -35,19 +35,18 @@ T = TypeVar("T")
 
 
 def rows_bucket(rows: int) -> int:
-    """The power of two that stands for a number of rows: the next one at or above it; 0 for 0.
-
-    With the number of groups this is a bucket of rows per group. Example: 100 and 128 rows are bucket 128.
-    """
+    """The next power of two at or above a number of rows; 0 for 0. Example: 100 and 128 rows are bucket 128."""
     return 1 << (rows - 1).bit_length() if rows > 0 else 0
 
 
 @plan_type
 @dataclass(frozen=True)
 class TileKey:
-    """The product that an entry is for. rows: layout rows; groups: experts; n: output columns; buffers: weight tiles
-    per step (2 for fused gate and up); weight_layout: `in_out` or `out_in`. not_sm90: why the `sm90` family cannot
-    multiply the operands, empty if it can."""
+    """The product of an entry.
+
+    rows: layout rows. groups: experts. n: output columns. buffers: weight tiles per step (2 for fused gate and up).
+    weight_layout: `in_out` or `out_in`. not_sm90: why the `sm90` family cannot multiply the operands, or empty.
+    """
 
     rows: int
     groups: int
@@ -60,15 +59,14 @@ class TileKey:
 
 
 def entry_key(key: TileKey) -> TileKey:
-    """What an entry for a product holds of it: the bucket of its rows, and whether, but not why, sm90 cannot run it."""
+    """The key of an entry for a product: the bucket of its rows, and one common text instead of its not_sm90."""
     return dataclasses.replace(key, not_sm90=_NOT_SM90 if key.not_sm90 else "", rows=rows_bucket(key.rows))
 
 
 @plan_type
 @dataclass(frozen=True)
 class TileEntry:
-    """One configuration for one product on one architecture. problem.rows is a bucket of `rows_bucket`, and
-    problem.not_sm90 becomes a text that all entries share (`entry_key`)."""
+    """One configuration for one product, by `entry_key`, on one architecture."""
 
     arch: int
     problem: TileKey
@@ -82,10 +80,10 @@ class TileEntry:
 @plan_type
 @dataclass(frozen=True)
 class TileTable:
-    """Configurations by architecture and problem; make one with `TileTable.of` or `TileTable.load`.
+    """Configurations by architecture and problem. Make one with `TileTable.of` or `TileTable.load`.
 
-    text: the entries as canonical JSON. Specs are hashed, compared and sent as text on every call, and one string costs
-    that once, however many entries it holds. Raises InvalidInput for any other text.
+    text: the entries as canonical JSON, because specs are hashed, compared and sent as text on every call. Raises
+    InvalidInput for any other text.
     """
 
     text: str
@@ -124,9 +122,9 @@ class TileTable:
     def find(self, key: TileKey, arch: int) -> TileConfig | None:
         """The configuration measured for the product's bucket of rows on the architecture, or None.
 
-        Of two entries that differ in whether the sm90 family can run the product, the product's own kind goes first.
-        The other one counts, too, for the sizes are the same: so a layer with gelu finds what was measured with silu. A
-        configuration of the sm90 family is never found for a product that the family cannot run.
+        Two entries may differ only in not_sm90. The product's own kind goes first, but the other one counts too,
+        because the sizes are equal: a layer with gelu uses measurements with silu. The result never names the sm90
+        family for a product that it cannot run.
         """
         own, index = entry_key(key), _index(self.text)
         other = dataclasses.replace(own, not_sm90="" if own.not_sm90 else _NOT_SM90)
@@ -152,15 +150,14 @@ def _index(text: str) -> Mapping[tuple[int, TileKey], TileConfig]:
 
 @functools.cache
 def shipped_table(arch: int) -> TileTable:
-    """The table that comes with the package for an architecture; without entries where nothing was measured."""
+    """The table that comes with the package for an architecture, without entries where nothing was measured."""
     path = _SHIPPED / f"sm_{arch}.json"
     return TileTable.load(path) if path.is_file() else TileTable.of(())
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """An entry and the figures behind it, in microseconds: its own, and what the heuristics' configuration took in the
-    same run."""
+    """An entry and its microseconds, with the microseconds of the heuristics' configuration in the same run."""
 
     entry: TileEntry
     microseconds: float
@@ -170,8 +167,8 @@ class Measurement:
 def write_measurements(
     path: str | pathlib.Path, provenance: Mapping[str, Any], measurements: Sequence[Measurement]
 ) -> None:
-    """Write a table's file. provenance: PROVENANCE_FIELDS and whatever else helps. Raises InvalidInput where one of
-    them is missing, or entries contradict each other."""
+    """Write a table's file. provenance: PROVENANCE_FIELDS and more. Raises InvalidInput if one is missing, or if
+    entries contradict each other."""
     _require_provenance(provenance, "provenance")
     TileTable.of(measurement.entry for measurement in measurements)
     ordered = sorted(measurements, key=lambda measurement: _reading_order(measurement.entry))
@@ -204,7 +201,6 @@ def read_measurements(path: str | pathlib.Path) -> tuple[Mapping[str, Any], tupl
 
 
 def _reading_order(entry: TileEntry) -> tuple[Any, ...]:
-    """By architecture and product, then by rows."""
     rows, *product = dataclasses.astuple(entry.problem)
     return entry.arch, *product, rows
 
@@ -237,8 +233,7 @@ def _measurement(record: Any, name: str) -> Measurement:
 
 
 def _from_fields(kind: type[T], fields: Any, name: str) -> T:
-    """A dataclass of JSON fields. A field that the file lacks has its default, which is what it meant before it had a
-    name; a field that is unknown here may change the meaning of the rest, and is refused."""
+    """A dataclass of JSON fields. Missing fields get their defaults; unknown fields raise an error."""
     declared = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     required = {key for key, field in declared.items() if field.default is dataclasses.MISSING}
     if not isinstance(fields, dict) or not required <= set(fields) <= set(declared):

@@ -1,4 +1,4 @@
-"""What a caller may ask of the tiles: a configuration, a table, one order for every batch."""
+"""Requests about tiles: a configuration, a table, one order for every batch."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ def _require_tunable(tuning: MatmulTuning | Tuning) -> None:
 class MatmulTuning:
     """How the tile configuration of one grouped matmul is chosen.
 
-    config: this one, None = chosen. table: looked up before the one that is shipped, and that before the heuristics.
-    batch_invariant: choose without looking at the number of rows, so that a row's result does not depend on the others.
-    expected_tokens, expected_experts: choose as for so many tokens and experts, whatever the call has; see `Tuning`.
+    Args:
+        config: use this one. None: choose.
+        table: looked up before the shipped table and the heuristics.
+        batch_invariant: choose without the number of rows, so that a row's result does not depend on the others.
+        expected_tokens, expected_experts: choose as for these numbers, whatever the call has. See `Tuning`.
     """
 
     config: TileConfig | None = None
@@ -50,7 +52,7 @@ class MatmulTuning:
         _require_tunable(self)
 
     def of_gradient(self) -> MatmulTuning:
-        """That of the gradients of a product with this one."""
+        """The tuning of the gradients of a product with this one."""
         return MatmulTuning(expected_tokens=self.expected_tokens, expected_experts=self.expected_experts)
 
 
@@ -59,12 +61,14 @@ class MatmulTuning:
 class Tuning:
     """How the tile configurations of a whole forward are chosen.
 
-    matmul_1, matmul_2: those of the experts' products, None = chosen. table: looked up before the one that is shipped.
-    batch_invariant: one summation order for every number of tokens, so that a token's result is the same, bit by bit,
-    alone, in any batch and in chunks of it; it costs speed (docs/developer/tuning.md).
-    expected_tokens, expected_experts: choose every tile of the forward and of the backward as for a batch of so many
-    tokens and for so many experts, None = those of the call. For a part of a batch, such as the rows that a rank of
-    expert parallelism receives: all parts then add up in the order of the whole, however many rows each has.
+    Args:
+        matmul_1, matmul_2: of the experts' products. None: choose.
+        table: looked up before the shipped table.
+        batch_invariant: one summation order for every number of tokens. A token's result is then bitwise the same in
+            any batch, at a cost of speed (docs/developer/tuning.md).
+        expected_tokens, expected_experts: choose every tile of forward and backward as for this batch. None: the
+            call's. For parts of a batch, such as the rows that a rank of expert parallelism receives: all parts then
+            sum in the order of the whole.
     """
 
     matmul_1: TileConfig | None = None
@@ -80,11 +84,11 @@ class Tuning:
         _require_tunable(self)
 
     def of_product(self, number: int | None = None) -> MatmulTuning:
-        """That of the experts' product 1 or 2; None: of the shared expert's products."""
+        """The tuning of the experts' product 1 or 2. None: of the shared expert's products."""
         config = {1: self.matmul_1, 2: self.matmul_2, None: None}[number]
         return MatmulTuning(config, self.table, self.batch_invariant, self.expected_tokens, self.expected_experts)
 
 
 def tunings_of(tuning: Tuning | None) -> tuple[MatmulTuning | None, MatmulTuning | None]:
-    """Those of products 1 and 2."""
+    """The tunings of products 1 and 2."""
     return (None, None) if tuning is None else (tuning.of_product(1), tuning.of_product(2))
