@@ -1,39 +1,52 @@
-"""Figures of the documents: bars out of records, drawings, light and dark, and that they are those of the records."""
+"""Figures of the documents: what is read from records, what is refused, and that stored figures show the records."""
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import bars, figures, theme
+from benchmarks import bars, figures, parallel_figures, theme
+from benchmarks.parallel_figures import pairs
+from benchmarks.plot import SERIES, main, plot, points, roofline_points
+from benchmarks.record import SCHEMA
+from moe_core.parallel.machine import H200
 from tests.support.paths import ROOT
 from tools import drawings
 
 TEXT = re.compile(r"<text [^>]*>([^<]*)</text>")
 PROVENANCE = {
-    "device": "H200",
-    "versions": {"torch": "1", "jax": "2", "triton": "3"},
-    "commit": "0123",
-    "date": "today",
+    "device": "NVIDIA H200",
+    "versions": {"torch": "2.11.0", "jax": "0.11.2", "triton": "3.6.0"},
+    "commit": "0123456789abcdef",
+    "date": "2026-11-21",
 }
 
 
-def record(*rows: dict[str, Any]) -> dict[str, Any]:
-    return {"provenance": PROVENANCE, "rows": list(rows)}
+def row(tokens: int, mode: str = "forward", **fields: Any) -> dict[str, Any]:
+    cell = {"shape": "qwen3", "routing": "balanced", "tokens": tokens, "mode": mode}
+    return cell | {"torch_us": 10.0, "bound_us": 5.0} | fields
 
 
-def row(tokens: int, mode: str = "forward", **figures: Any) -> dict[str, Any]:
-    return {"shape": "qwen3", "routing": "balanced", "tokens": tokens, "mode": mode, "torch_us": 10.0, **figures}
+def record(*rows: dict[str, Any], schema: int | None = SCHEMA) -> dict[str, Any]:
+    return {"schema": schema, "provenance": PROVENANCE, "partial": False, "rows": list(rows)}
+
+
+def written(path: pathlib.Path, content: dict[str, Any]) -> pathlib.Path:
+    path.write_text(json.dumps(content))
+    return path
 
 
 def ratios(peer: str, *rows: dict[str, Any], mode: str = "forward") -> list[float]:
-    found = next(one for one in bars.PARTS[mode] if one.name == peer)
-    return bars.ratios([record(one) for one in rows], mode, found)
+    part = next(one for one in bars.PARTS[mode] if one.name == peer)
+    return bars.ratios([record(one) for one in rows], mode, part)
 
 
 def test_ratios_are_of_one_run_and_one_clock() -> None:
@@ -50,15 +63,73 @@ def test_ratios_are_of_one_run_and_one_clock() -> None:
     # A cell of two records counts once, another routing not at all.
     again = row(1, grouped_mm_us=50.0)
     assert ratios("torch grouped_mm", row(1, grouped_mm_us=30.0), again, again | {"routing": "zipf"}) == [3.0]
-    assert bars.mean([2.0, 8.0]) == pytest.approx(4.0)
-
-
-def test_peers_without_a_cell_are_left_out() -> None:
     with theme.drawing():
         figure = bars.draw_speedups([record(row(3, grouped_mm_us=30.0), row(2, grouped_mm_us=20.0))], "source")
-    (panel,) = figure.axes
-    assert [label.get_text().split("\n")[0] for label in panel.get_yticklabels()] == ["torch grouped_mm"]
-    assert [text.get_text() for text in panel.texts] == ["2.45× (2.00 to 3.00), 2 cells"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["2.45× (2.00 to 3.00), 2 cells"]
+
+
+def test_points_of_a_record() -> None:
+    rows = [row(64, torch_us=80.0, ragged_dot_us=5000.0), row(1, torch_us=60.0)]
+    series = {one.field: one for one in SERIES}
+    assert points(rows, series["torch_us"], "time") == ([1, 64], [60.0, 80.0])
+    assert points(rows, series["torch_us"], "fraction") == ([1, 64], [5 / 60, 5 / 80])
+    assert points(rows, series["ragged_dot_us"], "time") == ([64], [5000.0])
+    intensity, ours, dense = roofline_points([row(1, torch_us=60.0, active_experts=8, dense_us=40.0)])["qwen3"]
+    # Of a token, 8 slots of 3 * 2048 * 768 weights: 2 FLOPs for each, which is 2 bytes.
+    assert intensity == [1.0] and ours[0] == pytest.approx(8 * 6 * 2048 * 768 / 60.0 / 1e6)
+    assert dense[0] == pytest.approx(8 * 6 * 2048 * 768 / 40.0 / 1e6)
+
+
+def test_figures_name_their_records_and_need_no_framework(tmp_path: pathlib.Path) -> None:
+    path = written(tmp_path / "a.json", record(row(1), row(64), row(64, routing="zipf")))
+    code = "import sys; sys.modules.update(torch=None, jax=None, triton=None); import benchmarks.plot as p; p.main()"
+    command = [sys.executable, "-c", code, str(path), "--output", str(tmp_path / "figures")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    names = ["time-balanced", "fraction-balanced", "time-zipf", "fraction-zipf"]
+    assert [pathlib.Path(line).stem for line in done.stdout.splitlines()] == names
+    text = (tmp_path / "figures" / "time-balanced.svg").read_text()
+    assert "NVIDIA H200, torch 2.11.0, jax 0.11.2, triton 3.6.0, commit 0123456789, 2026-11-21" in text
+    again = plot([path], tmp_path / "again")
+    assert [file.read_bytes() for file in again] == [(tmp_path / "figures" / file.name).read_bytes() for file in again]
+
+
+@pytest.mark.parametrize(
+    ("schemas", "message"),
+    [
+        ((SCHEMA, SCHEMA), "('qwen3', 'balanced', 64) must be in one record"),
+        ((None,), f"must be a record of schema 2 or 3 or {SCHEMA}, got None; run benchmarks.forward again"),
+    ],
+)
+def test_refused_records(schemas: Any, message: str, tmp_path: pathlib.Path, capsys: Any) -> None:
+    paths = [written(tmp_path / f"{n}.json", record(row(64), schema=schema)) for n, schema in enumerate(schemas)]
+    with pytest.raises(SystemExit) as refused:
+        main([*map(str, paths), "--output", str(tmp_path / "figures")])
+    assert refused.value.code == 2 and message in capsys.readouterr().err and not (tmp_path / "figures").exists()
+
+
+def cell(**fields: Any) -> dict[str, Any]:
+    row = {"shape": "qwen3", "experts": 128, "tokens": 64, "mode": "padded", "rows": "tokens", "what": "forward"}
+    return row | {"us": 900.0, "alone_us": 500.0, "experts_us": 400.0} | fields
+
+
+def test_predictions_lie_beside_what_was_measured() -> None:
+    other = cell(what="training"), cell(error="no"), cell(shape="tiny")
+    found = pairs({"ranks": 2, "rows": [cell(), cell(graph_us=600.0), *other, cell(mode="all_to_all")]}, H200)
+    assert list(found) == ["padded, eager", "padded, CUDA graph", "all_to_all, eager"]
+    ((measured, predicted),) = found["padded, CUDA graph"]
+    assert measured == 600.0 and 400 < predicted < 500 and found["padded, eager"] == [(900.0, predicted)]
+
+
+def test_scaling_is_that_of_the_latest_records() -> None:
+    """Of CUDA graphs where there are any; nothing of training, of slots, or of cells that failed."""
+    other = cell(rows="slots", scaling=9.0), cell(what="training", scaling=9.0), cell(error="no")
+    old = [cell(scaling=0.5), cell(scaling=0.25, tokens=8), cell(scaling=0.5, mode="peer", graph_scaling=0.75), *other]
+    records = [{"ranks": 2, "provenance": PROVENANCE, "rows": rows} for rows in (old, [cell(scaling=0.125)])]
+    with theme.drawing():
+        panel = parallel_figures.draw_scaling(records).axes[0]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines[:-1]}
+    assert panel.get_title() == "qwen3" and lines == {"padded": [[8, 25], [64, 12.5]], "peer": [[64, 75]]}
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +142,12 @@ def test_figures_of_the_documents_show_the_records(drawn: list[pathlib.Path]) ->
     for path in drawn:
         stored = figures.FIGURES / path.name
         assert TEXT.findall(stored.read_text()) == TEXT.findall(path.read_text()), f"{path.name}: run `make figures`"
+        text = path.read_text()
+        assert "prefers-color-scheme:dark" in text and "currentColor" in text, "follows light and dark"
+        assert theme.INK not in text and "#12ab34" not in text and "#ffffff" not in text.lower()
     pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     unused = [path.name for path in drawn if f"figures/{path.name}" not in pages]
     assert not unused, f"{unused} are in no page"
-
-
-def test_figures_follow_light_and_dark(drawn: list[pathlib.Path]) -> None:
-    for path in drawn:
-        text = path.read_text()
-        assert "prefers-color-scheme:dark" in text and "currentColor" in text
-        assert theme.INK not in text and "#12ab34" not in text and "#ffffff" not in text.lower()
 
 
 def test_the_drawing_of_routing_is_the_worked_example() -> None:
