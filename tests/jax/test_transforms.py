@@ -157,6 +157,9 @@ def test_second_derivatives_are_refused(jitted: bool) -> None:
             moe_jax.Unsupported, match=r"moe has no second derivative.*at jax.lax.stop_gradient of every"
         ):
             jax.grad(jax.jit(slope) if jitted else slope)(x)
+        layout = moe_jax.make_layout(jnp.zeros((9, 1), jnp.int32), 1)
+        with pytest.raises(moe_jax.Unsupported, match="gather_rows has no second derivative"):
+            jax.hessian(lambda x: (moe_jax.gather_rows(x, layout) ** 3).sum())(x)
 
 
 @pytest.mark.parametrize("jitted", [False, True])

@@ -16,17 +16,21 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import moe_jax
-from moe_core.base.dtypes import numpy_dtype
 from moe_core.errors import InvalidInput
-from moe_core.runtime.cuda import cuda_available
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, RouterWeights, named_arrays
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs.operands import named_arrays
+from tests.support.frontends.small import (
+    D_FF,
+    D_MODEL,
+    ENGINES,
+    NUM_EXPERTS,
+    REAL_KERNELS,
+    Layer,
+    draw,
+    on_engines,
+    small_layer,
+)
 
-REAL_KERNELS = "cuda" if cuda_available() and os.environ.get("TRITON_INTERPRET", "0") != "1" else "interpreter"
-ENGINES = (REAL_KERNELS, "reference")
-on_engines = pytest.mark.parametrize("engine", ENGINES)
+__all__ = ["D_FF", "D_MODEL", "ENGINES", "NUM_EXPERTS", "REAL_KERNELS", "Layer", "draw", "on_engines", "small_layer"]
 
 
 @contextlib.contextmanager
@@ -55,35 +59,6 @@ def to_jax(tree: Any) -> Any:
 def to_numpy(tree: Any) -> Any:
     """JAX arrays in any bundle as NumPy arrays."""
     return jax.tree.map(np.asarray, tree)
-
-
-class Layer(NamedTuple):
-    """The arguments of a whole MoE forward, in NumPy."""
-
-    x: np.ndarray
-    experts: ExpertWeights
-    routing: Any
-    spec: MoESpec
-
-
-def draw(random: np.random.Generator, *shape: int, dtype: str = "float32") -> np.ndarray:
-    """Normal numbers whose products over the second to last axis keep an rms of about 1."""
-    scale = 1.0 if len(shape) < 2 else shape[-2] ** -0.5
-    return (random.standard_normal(shape) * scale).astype(np.float32).astype(numpy_dtype(dtype))
-
-
-def small_layer(
-    dtype: str = "float32", *, num_tokens: int = 9, num_experts: int = 5, top_k: int = 2, seed: int = 0
-) -> Layer:
-    """A gated layer with d_model 48 and d_ff 32, routed from x."""
-    random = np.random.default_rng(seed)
-    d_model, d_ff = 48, 32
-    x = random.standard_normal((num_tokens, d_model)).astype(np.float32).astype(numpy_dtype(dtype))
-    experts = ExpertWeights(
-        draw(random, num_experts, d_model, 2 * d_ff, dtype=dtype), draw(random, num_experts, d_ff, d_model, dtype=dtype)
-    )
-    routing = RouterWeights(draw(random, d_model, num_experts))
-    return Layer(x, experts, routing, MoESpec(Activation("silu"), RouterSpec(top_k)))
 
 
 #: Sizes of the wrong calls: tokens, choices, experts, d_model, d_ff.

@@ -1,0 +1,1 @@
+"""Behaviour that the torch and the JAX front-end share, once for both."""
