@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face files read and written, MaxText parameter trees in and out.
+"""Checkpoints: read and write Hugging Face files, convert MaxText parameter trees.
 
 Reading gives one MoE layer at a time, as NumPy arrays and the spec that computes with them:
 
@@ -6,13 +6,12 @@ Reading gives one MoE layer at a time, as NumPy arrays and the spec that compute
     layer = checkpoint.layer(checkpoint.moe_layers[0])  # reads this layer's tensors, nothing else
     moe_torch.ops.moe(x, layer.experts, layer.router, layer.spec, shared=layer.shared)  # after moving the arrays
 
-Families: those of `moe_core.checkpoint.families`, in bfloat16, float16 or float32, one file or shards, per-expert or
-fused storage; quantised as gpt-oss is (mxfp4), as DeepSeek is (fp8 in blocks) or by compressed-tensors: their layers
+Families are listed in `moe_core.checkpoint.families`: bfloat16, float16 or float32, one file or shards, per-expert or
+fused storage. Quantised storage is gpt-oss's (mxfp4), DeepSeek's (fp8 in blocks) or compressed-tensors: these layers
 hold `QuantizedTensor`s, and `MoELayer.dequantized` makes plain ones. `convert_checkpoint` quantises experts.
-`save_checkpoint` writes what is read (see `moe_core.checkpoint.write`) from `moe_core.layers.LayerWeights`, which the
-layers of both frameworks export, whatever their storage; `from_maxtext` and `to_maxtext` are the way between
-`LayerWeights` and the parameters of a MaxText block. Hugging Face files need the package safetensors
-(`pip install 'moebius[checkpoint]'`); nothing here needs torch or jax.
+`save_checkpoint` writes the same files from `moe_core.layers.LayerWeights`, which layers of both frameworks export.
+`from_maxtext` and `to_maxtext` convert between `LayerWeights` and the parameters of a MaxText block. Hugging Face files
+need the package safetensors (`pip install 'moebius[checkpoint]'`). Nothing here needs torch or jax.
 """
 
 from moe_core.checkpoint.convert import ConversionProgress as ConversionProgress

@@ -1,4 +1,4 @@
-"""config.json of a checkpoint, with typed look-ups that name what is missing or wrong."""
+"""config.json of a checkpoint, with typed look-ups and errors that name the setting."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from moe_core.base.files import MOST_JSON_BYTES, load_json
 from moe_core.checkpoint.inside import inside
 from moe_core.errors import InvalidInput, Unsupported
 
-#: Settings come from files of others: what is made of them stays this small, and the files have at most so many bytes.
+#: Limits for untrusted settings and files.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_CONFIG_BYTES = 10_000, 100_000, 4 * 2**20
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The settings of a text model. model_type: the family name they declare; quantization: `quantization_config`,
-    which multimodal models may give outside of the text model's settings, or None. nested: where the settings are in
-    those of a multimodal model: `("text_config",)`."""
+    """The settings of a text model.
+
+    model_type: the declared family name. quantization: `quantization_config` or None; multimodal models may keep it
+    outside the text model's settings. nested: the path to the settings in a multimodal model's, such as
+    `("text_config",)`.
+    """
 
     model_type: str
     settings: Mapping[str, Any]
@@ -31,7 +34,7 @@ class ModelConfig:
     def find(self, *keys: str) -> Any:
         """The value of the first of `keys` that is present (a setting has several names across releases).
 
-        InvalidInput where none is, or where another one has another value.
+        Raises InvalidInput if none is, or if another one has another value.
         """
         found = [(key, self.settings[key]) for key in keys if key in self.settings]
         for key, value in found[1:]:
@@ -49,11 +52,11 @@ class ModelConfig:
         )
 
     def num_layers(self, *keys: str) -> int:
-        """A number of layers, small enough to be that of a model."""
+        """A number of layers within the limit."""
         return self.integer(*(keys or ("num_hidden_layers",)), most=_MOST_LAYERS)
 
     def num_experts(self, *keys: str) -> int:
-        """A number of experts, small enough to be that of a model."""
+        """A number of experts within the limit."""
         return self.integer(*keys, most=_MOST_EXPERTS)
 
     def integer(
@@ -61,7 +64,7 @@ class ModelConfig:
     ) -> int:
         """An integer from `least` to `most`, required unless a default is given.
 
-        null: what a JSON null stands for, where null is legal. A list gives one number per layer: all must be alike.
+        null: the meaning of a JSON null, where it is legal. A list gives one number per layer, and all must be equal.
         """
         value = self._given(keys, default)
         if value is None and null is not None:
@@ -98,15 +101,15 @@ class ModelConfig:
         return self.find(*keys) if present else default
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of integers; absent or null is the empty list."""
+        """A list of integers, empty if absent or null."""
         return self._listed(key, lambda item: isinstance(item, int) and not isinstance(item, bool), "integers")
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """A list of strings; absent or null is the empty list."""
+        """A list of strings, empty if absent or null."""
         return self._listed(key, lambda item: isinstance(item, str), "strings")
 
     def limits(self, key: str) -> tuple[float | None, ...]:
-        """A list of numbers of at least 0 and nulls; absent or null is the empty list."""
+        """A list of nulls and numbers of at least 0, empty if absent or null."""
         return self._listed(key, _is_limit, "numbers of at least 0")
 
     def _listed(self, key: str, fits: Callable[[Any], bool], what: str) -> tuple[Any, ...]:
@@ -118,14 +121,14 @@ class ModelConfig:
         return tuple(value)
 
     def with_part(self, key: str) -> ModelConfig:
-        """These settings and those of the object that a setting holds, which hide settings of the same names."""
+        """These settings and the settings in the object under `key`, which take precedence."""
         part = self.find(key)
         if not isinstance(part, Mapping):
             raise _wrong(key, "an object", part)
         return replace(self, settings={**self.settings, **part})
 
     def require(self, key: str, supported: object, operation: str, *, given: bool = False) -> None:
-        """Refuse a setting that asks for an operation we do not have; an absent or null one is fine, unless `given`."""
+        """Refuse a setting for an operation that we do not have. An absent or null one is fine, unless `given`."""
         value = self.settings.get(key)
         if (value is not None or given) and value != supported:
             raise Unsupported(
@@ -135,7 +138,7 @@ class ModelConfig:
 
 
 def _of_all_layers(value: Any) -> Any:
-    """A list that gives every layer the same as what it gives them; other values as they are."""
+    """The common value of a list with equal entries; other values as they are."""
     alike = isinstance(value, list) and len(value) > 0 and all(item == value[0] for item in value)
     return value[0] if alike else value
 
@@ -152,7 +155,7 @@ def _wrong(key: str, expected: str, value: object) -> InvalidInput:
 
 
 def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
-    """A JSON file that holds an object; InvalidInput names the file otherwise. See `load_json` for its limits."""
+    """The object in a JSON file. Raises InvalidInput. See `load_json` for limits."""
     content = load_json(path, most_bytes)
     if not isinstance(content, dict):
         raise InvalidInput(f"{path} must hold a JSON object, got a {type(content).__name__}; download it again")

@@ -1,13 +1,13 @@
-"""Quantises the experts of a plain checkpoint, tensor by tensor, and says how much each layer lost.
+"""Quantise the experts of a plain checkpoint, tensor by tensor, and report each layer's error.
 
     report = convert_checkpoint("Qwen3-30B-A3B", "Qwen3-30B-A3B-int4", format_named("int4_g128"))
     print(report)                                     # relative Frobenius error of every layer
     open_checkpoint("Qwen3-30B-A3B-int4").layer(0)    # QuantizedTensors
 
-Routed experts are quantised; routers, shared experts, biases and everything else are copied bit by bit. The stored
-layouts are the published ones (`moe_core.checkpoint.packing`): gpt-oss's own for mxfp4 of gpt_oss, DeepSeek's for
+Routed experts are quantised. Routers, shared experts, biases and everything else are copied bit by bit. The stored
+layouts are published ones (`moe_core.checkpoint.packing`): gpt-oss's own for mxfp4 of gpt_oss, DeepSeek's for
 fp8_block, compressed-tensors for the others. Experts of fused storage are written one by one where the family has such
-names. Of gpt_oss in other formats than mxfp4 there is no published layout: those only this library reads.
+names. gpt_oss in other formats than mxfp4 has no published layout: only this library reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_s
 from moe_core.ops.quantize.reference import ErrorSum, dequantize, quantize
 from moe_core.specs.operands import named_fields
 
-#: Files beside the weights that belong to a model: tokenizers, templates, generation settings.
+#: Accompanying files of a model: tokenizers, templates, generation settings.
 _SIDE_FILES = (".json", ".txt", ".jinja", ".model")
 _OWN_FILES = ("config.json", "model.safetensors.index.json")
 #: The weights of experts.
@@ -42,7 +42,7 @@ _FIELDS = ("gate_up", "down")
 
 
 class ConversionProgress(NamedTuple):
-    """A tensor has been converted or copied. tensors: how many so far, of tensors_total."""
+    """One more tensor is converted or copied. tensors: the number so far, out of tensors_total."""
 
     tensor: str
     tensors: int
@@ -59,8 +59,10 @@ class LayerError(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did. bytes_before and bytes_after: of the experts' weights, scales included. not_finite: the
-    tensors that hold NaN or infinities."""
+    """The result of a conversion.
+
+    bytes_before, bytes_after: of the experts' weights, with scales. not_finite: tensors that hold NaN or infinities.
+    """
 
     format: Format
     layers: tuple[LayerError, ...]
@@ -78,7 +80,7 @@ class ConversionReport:
         return "\n".join([head, *rows])
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN and no infinity: an error that is one is None."""
+        """For JSON, where NaN and infinite errors become None."""
         layers = [
             {name: value if math.isfinite(value) else None for name, value in error._asdict().items()}
             for error in self.layers
@@ -98,13 +100,18 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Write `source`, a plain checkpoint directory, to `destination` with its experts quantised in `format`.
 
-    destination: a new or empty directory. One tensor (of fused storage: one expert's part, and the packed result) is in
-    memory beside the current shard. If anything is wrong, no file is left behind. Files beside the weights (tokenizers,
-    templates) are copied. allow_not_finite: tensors may hold NaN and infinities, and the report names them; NaN and
-    infinite weights of experts become whatever their format makes of them. Raises what `open_checkpoint` raises;
-    InvalidInput for a source that is quantised already or has links that lead out of it, a destination with content,
-    sizes that the format's padding rule refuses, and NaN or infinity, naming the tensor; Unsupported for formats that
-    no checkpoint stores weights in; OSError where the disk is full.
+    One tensor at a time (of fused storage: one expert's part and the packed result) is in memory beyond the current
+    shard. After an error no file is left. Files that accompany the weights (tokenizers, templates) are copied.
+
+    Args:
+        destination: a new or empty directory.
+        allow_not_finite: allow NaN and infinities. The report names their tensors, and the format decides the result.
+
+    Raises:
+        InvalidInput: the errors of `open_checkpoint`, a source that is quantised already or has links that lead out of
+            it, a destination with content, sizes that the format's padding rule refuses, NaN or infinity.
+        Unsupported: a format that no checkpoint stores weights in.
+        OSError: the disk is full.
     """
     require_kind("format", format, Format)
     require_flag("allow_not_finite", allow_not_finite)
@@ -126,13 +133,14 @@ def convert_checkpoint(
 
 
 def _side_files(directory: Path) -> list[Path]:
-    """The files to copy. A link that leads out of the checkpoint raises InvalidInput: its target would be published."""
+    """The files to copy. Raises InvalidInput for a link that leads out of the checkpoint, because its target would be
+    published."""
     named = [path for path in directory.iterdir() if path.suffix in _SIDE_FILES and path.name not in _OWN_FILES]
     return [path for path in named if inside(directory, path.name).is_file()]
 
 
 class _Conversion:
-    """The tensors of a converted checkpoint, and what is learnt while they are made."""
+    """The tensors of a converted checkpoint, and statistics collected while they are made."""
 
     def __init__(
         self,
@@ -143,12 +151,12 @@ class _Conversion:
     ) -> None:
         self._checkpoint, self._packing, self._progress = checkpoint, packing, progress
         self._allow_not_finite = allow_not_finite
-        #: Names of tensors with NaN or infinities, in the order they were found.
+        #: Names of tensors with NaN or infinities, in order.
         self._not_finite: dict[str, None] = {}
         self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in _FIELDS}
-        #: (layer, field) of every tensor that holds weights of experts.
+        #: (layer, field) of every tensor with weights of experts.
         self._weights: dict[str, tuple[int, str]] = {}
-        #: Tensors of all experts that hold their inputs before their outputs: `[E, D, N]`.
+        #: Tensors of all experts with inputs before outputs: `[E, D, N]`.
         self._turned: set[str] = set()
         in_out = checkpoint.architecture.spec.weight_layout == "in_out"
         self._kept: list[str] = []
@@ -167,7 +175,7 @@ class _Conversion:
                 self._turned |= {part.tensor for part in parts if len(part.shape) == 3 and part.is_turned != in_out}
 
     def require_sizes(self) -> None:
-        """Raise InvalidInput, naming the tensor, where the format's padding rule refuses its sizes."""
+        """Raise InvalidInput, naming the tensor, if the format's padding rule refuses its sizes."""
         sizes = self._checkpoint.architecture
         shapes = {"gate_up": (sizes.d_ff, sizes.expert_width), "down": (sizes.expert_width, sizes.d_ff)}
         for name, (_, field) in self._weights.items():
@@ -195,7 +203,7 @@ class _Conversion:
                 self._progress(ConversionProgress(name, done, len(index.files)))
 
     def _note_finite(self, name: str, array: np.ndarray) -> None:
-        """Remember a tensor with NaN or infinities; InvalidInput unless they are allowed."""
+        """Remember a tensor with NaN or infinities. Raises InvalidInput unless they are allowed."""
         if array.dtype.kind not in "fcV" or bool(np.isfinite(array).all()):
             return
         if not self._allow_not_finite:
@@ -206,7 +214,7 @@ class _Conversion:
         self._not_finite[name] = None
 
     def _quantized(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, np.ndarray]]:
-        """The tensors that take the place of one that holds weights."""
+        """The tensors that replace a tensor of weights."""
         if tensor.get_dtype() not in FLOATING:
             raise Unsupported(f"{name} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; cast it first")
         weight, per_expert = self._weights[name], self._checkpoint.architecture.naming.per_expert
@@ -227,7 +235,7 @@ class _Conversion:
                 yield from self._packing.tensors(f"{experts}.{expert}.{part}", self._matrix(name, rows), fused=False)
 
     def _matrix(self, name: str, matrix: np.ndarray) -> QuantizedTensor:
-        """A matrix `[N, D]` of a tensor quantised and its error counted."""
+        """Quantise a matrix `[N, D]` and add up its error."""
         self._note_finite(name, matrix)
         quantized = quantize(matrix, self._packing.format)
         self._errors[self._weights[name]].add(matrix, dequantize(quantized))
@@ -236,7 +244,7 @@ class _Conversion:
         return quantized
 
     def settings(self) -> dict[str, Any]:
-        """config.json of the converted checkpoint; to be asked for when every tensor has been made."""
+        """config.json of the converted checkpoint. Call it after every tensor has been made."""
         settings = read_json(self._checkpoint.path / "config.json")
         ignored = "ignore" if self._packing.method == "compressed-tensors" else "modules_to_not_convert"
         return settings | {"quantization_config": {**self._packing.settings, ignored: self._kept}}

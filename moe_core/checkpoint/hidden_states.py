@@ -1,4 +1,4 @@
-"""Hidden states `[T, D]` from a file: what a MoE layer saw in a real model."""
+"""Hidden states `[T, D]` from a file: the input of a MoE layer in a real model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moe_core.errors import InvalidInput
 def load_hidden_states(path: str | os.PathLike[str], d_model: int | None = None) -> np.ndarray:
     """Load `[num_tokens, d_model]` in bfloat16, float16 or float32 from a .npy file or a .safetensors file.
 
-    A .safetensors file must hold exactly one tensor; bfloat16 needs .safetensors, because .npy has no name for it.
-    d_model: the expected width; None takes any. The array is row-major and owned.
-    Raises InvalidInput for a missing or unreadable file and for a wrong rank, width or dtype; Unsupported where
-    safetensors is not installed or a tensor is quantised.
+    A .safetensors file must hold exactly one tensor. bfloat16 needs .safetensors, because .npy has no name for it.
+    d_model: the expected width, or None for any. The array is row-major and owned. Raises InvalidInput for a missing or
+    unreadable file and for a wrong rank, width or dtype; Unsupported if safetensors is not installed or a tensor is
+    quantised.
     """
     file = Path(path)
     if not file.is_file():
@@ -79,7 +79,7 @@ def _load_safetensors(file: Path, d_model: int | None) -> np.ndarray:
         shape = tensors.entry(names[0]).shape
     _require_shape(file, shape, d_model)
     stacks = {"hidden_states": Stack.whole(names[0], shape)}
-    # The caller names the file: it may be a link to anywhere.
+    # The caller names the file, so it may be a link to anywhere.
     file = file.resolve()
     with StackReader(TensorIndex(file.parent, {names[0]: file.name})) as reader:
         return reader.read(stacks, reader.check(stacks))["hidden_states"]

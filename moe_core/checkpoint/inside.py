@@ -1,8 +1,8 @@
-"""Which files a checkpoint may consist of: those in its directory, and those that a link of its cache leads to.
+"""The files that a checkpoint may consist of: those in its directory, and targets of links in Hugging Face's cache.
 
 A checkpoint from a stranger may name any file of the machine: by a link, by `../`, by an absolute name. Reading one
-would copy it into what is written next. So all files lie in the directory itself, links resolved. Hugging Face's cache
-is the exception, for it consists of links: `models--x/snapshots/<revision>/` leads to `models--x/blobs/`.
+would copy it into the next output. So all files must be in the directory, with links resolved. Hugging Face's cache is
+the exception: `models--x/snapshots/<revision>/` links to `models--x/blobs/`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def require_relative(name: str, index: Path) -> None:
 
 
 def inside(directory: Path, name: str) -> Path:
-    """`directory`/`name`; InvalidInput if it is a link that leads out of the checkpoint."""
+    """`directory`/`name`. Raises InvalidInput for a link that leads out of the checkpoint."""
     path = directory / name
     try:
         root, target = directory.resolve(), path.resolve()
         if any(target.is_relative_to(allowed) for allowed in (root, *_blobs(root))):
             return path
     except (OSError, RuntimeError) as error:
-        # Names that are too long, and links that lead to each other.
+        # Names that are too long, and circular links.
         raise InvalidInput(f"{path!s:.400} must be a readable file, got: {error!s:.400}; correct the name") from error
     raise InvalidInput(
         f"{path} must lie in the checkpoint's directory, or in the blobs of Hugging Face's cache, got a link to "
@@ -39,6 +39,6 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def _blobs(root: Path) -> list[Path]:
-    """The blobs of the repository that `root` is a snapshot of, or a folder in a snapshot of."""
+    """The blobs of the repository that has `root`, or a folder around it, as a snapshot."""
     folders = (root, *root.parents)
     return [folder.parent.parent / "blobs" for folder in folders if folder.parent.name == "snapshots"]

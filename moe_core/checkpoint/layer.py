@@ -24,7 +24,7 @@ from moe_core.layers.weights import layer_parts, layer_router
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, named_fields
 
-#: Tensor name endings that only quantised storage has.
+#: Endings of tensor names in quantised storage only.
 _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "weight_packed", "qweight")
 
 
@@ -32,15 +32,15 @@ _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "weight_
 class MoELayer:
     """One MoE layer. spec computes with experts, router and shared (NumPy arrays) as they are.
 
-    Weights are `[E, 2F, D]`, `[E, D, F]` with gate_layout `halves` (weight_layout `out_in`: most families) or `[E, D,
-    2F]`, `[E, F, D]` (`in_out`: gpt_oss, interleaved, aria, llama4): the fused storage of the family.
-    Per-expert storage is stacked into the same form, so that both storages give one plan and equal bits. The router
-    weight is `[E, D]` (`out_in`). spec keeps fp32 logits; to reproduce models that round them, replace logits_dtype.
+    Weights are in the family's fused storage: `[E, 2F, D]`, `[E, D, F]` with gate_layout `halves` (weight_layout
+    `out_in`: most families) or `[E, D, 2F]`, `[E, F, D]` (`in_out`: gpt_oss, interleaved, aria, llama4). Per-expert
+    storage is stacked into the same form, so that both storages give one plan and equal bits. The router weight is `[E,
+    D]` (`out_in`). spec keeps fp32 logits; replace logits_dtype to reproduce models that round them.
 
-    Of a quantised checkpoint weights are `QuantizedTensor`s, bit by bit as stored, and all `out_in` (gpt_oss too, still
-    interleaved); gate and up are apart (`separate`) where one group of the format would hold rows of both. scheme: the
-    formats config.json names, None for a plain layer. `dequantized` makes a plain one. before, after, output: as in
-    `LayerWeights`; experts are wider or narrower than d_model between before and after.
+    Weights of a quantised checkpoint are `QuantizedTensor`s with the stored bits, all `out_in` (gpt_oss still
+    interleaved). gate and up are apart (`separate`) if one group of the format would hold rows of both. scheme: the
+    formats in config.json, None for a plain layer. before, after, output: as in `LayerWeights`. Experts are wider or
+    narrower than d_model between before and after.
     """
 
     layer: int
@@ -59,14 +59,14 @@ class MoELayer:
 
     @property
     def dtype(self) -> str:
-        """Canonical dtype of the experts' weights; of quantised ones, that of the router's weight."""
+        """Canonical dtype of the experts' weights, or of the router's weight if they are quantised."""
         weight = self.experts.gate_up
         return dtypes.canonical((self.router.weight if isinstance(weight, QuantizedTensor) else weight).dtype)
 
     def dequantized(self, dtype: str = "bfloat16") -> MoELayer:
         """The layer with plain weights in `dtype`: each is code x scale in fp32, cast once.
 
-        The router and fp32 biases are kept, other plain weights and biases are cast; a plain layer is only cast.
+        The router and fp32 biases are kept; other plain weights and biases are cast.
         """
 
         def bundle(weights: Any) -> Any:
@@ -84,11 +84,10 @@ class MoELayer:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A checkpoint directory: what config.json says, and where the tensors are.
+    """A checkpoint directory: the facts in config.json, and the places of the tensors.
 
-    config: the text model's settings as config.json gives them. moe_layers: the layers `layer` can read. packing: how
-    quantised weights are stored, None for a plain checkpoint. nested: where config is in the
-    config.json of a multimodal model.
+    config: the text model's settings. moe_layers: the layers `layer` can read. packing: the storage of quantised
+    weights, None for a plain checkpoint. nested: the path to config in the config.json of a multimodal model.
     """
 
     path: Path
@@ -113,12 +112,12 @@ class Checkpoint:
         return self.architecture.moe_layers
 
     def layer(self, layer: int, progress: Callable[[ReadProgress], object] | None = None) -> MoELayer:
-        """Read one MoE layer (its tensors and no others); progress is called as bytes arrive.
+        """Read the tensors of one MoE layer; progress is called as bytes arrive.
 
-        Quantised weights are read as they are, with no plain copy: see `MoELayer`. Everything is checked against
-        config.json before the first weight is read. Raises InvalidInput for a layer out of range or without experts,
-        for missing tensors and for shapes or dtypes that disagree; Unsupported for quantised tensors that config.json
-        does not describe.
+        Quantised weights are read without a plain copy: see `MoELayer`. Everything is checked against config.json
+        before the first weight is read. Raises InvalidInput for a layer out of range or without experts, for missing
+        tensors and for shapes or dtypes that disagree; Unsupported for quantised tensors that config.json does not
+        describe.
         """
         self._require_moe_layer(layer)
         names = self._names(layer)
@@ -145,15 +144,15 @@ class Checkpoint:
         return MoELayer(layer, self.family, spec, experts, router, shared, *sizes, scheme, **around)
 
     def stacks(self, layer: int) -> dict[str, Stack]:
-        """The arrays of a layer by field name, and the tensors of the files each is put together from."""
+        """The arrays of a layer by field name, and the file tensors of each."""
         with StackReader(self.index) as reader:
             return self._layout(self._names(layer), reader)[1]
 
     def _layout(self, names: LayerNames, reader: StackReader) -> tuple[Architecture, dict[str, Stack]]:
-        """What to read of a layer, and the architecture with the layouts it then has."""
+        """The architecture with the layouts of a layer, and the stacks to read."""
         packing, architecture = self.packing, self.architecture
         if architecture.naming.turned and names.fused is not None and names.fused[0] in self.index.files:
-            # Files of either orientation exist; transformers goes by the shape too, and prefers its own.
+            # Files of either orientation exist. transformers decides by the shape too, and prefers its own.
             own = layer_stacks(architecture, names)["experts.gate_up"].shape
             stored = reader.stored_shape(names.fused[0])
             names = dataclasses.replace(names, turned=stored != own and stored == (own[0], own[2], own[1]))
@@ -182,12 +181,10 @@ class Checkpoint:
             )
 
     def block(self, layer: int) -> str:
-        """The name before the layer's router and experts: `model.layers.3.mlp.`."""
+        """The prefix of the layer's router and experts: `model.layers.3.mlp.`."""
         return self._names(layer).block
 
     def _names(self, layer: int) -> LayerNames:
-        """The names of the layer's tensors."""
-
         def holds(weight: str) -> bool:
             packed = self.packing is not None and quantized.is_quantized(weight, self.packing, self.index)
             return packed or weight in self.index.files
@@ -196,11 +193,11 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a Hugging Face checkpoint directory (config.json and safetensors); reads no weights.
+    """Open a Hugging Face checkpoint directory (config.json and safetensors) without reading weights.
 
     Raises InvalidInput for a missing directory, config.json or tensor index and for settings that are missing or
-    disagree, Unsupported for an unknown model_type, a quantization_config that cannot be read, or where safetensors is
-    not installed.
+    disagree; Unsupported for an unknown model_type, a quantization_config that cannot be read, or if safetensors is not
+    installed.
     """
     directory = Path(path)
     config = text_model(read_config(directory))
@@ -211,7 +208,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> None:
-    """Raise Unsupported if the layer's tensors come with packed blocks or scales that config.json says nothing of."""
+    """Raise Unsupported if the layer has packed blocks or scales that config.json does not mention."""
     for name in index.below(block):
         if name.endswith(_QUANTISED):
             raise Unsupported(
@@ -221,7 +218,7 @@ def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> No
 
 
 def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, Stack], reader: StackReader) -> None:
-    """Raise Unsupported if the layer has biases or shared experts that config.json says nothing of."""
+    """Raise Unsupported if the layer has biases or shared experts that config.json does not mention."""
     read = {part.tensor for stack in stacks.values() for part in stack.parts}
     modules = sorted({name.removesuffix("weight") for name in read if name.endswith(".weight")})
     held = [(module, name) for module in modules for name in index.below(module)]
@@ -236,7 +233,7 @@ def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, S
 
 
 def _require_one_dtype(stored: Mapping[str, str]) -> None:
-    """Experts and shared experts multiply one x, so their weights have one dtype; biases may be fp32."""
+    """Experts and shared experts multiply one x, so their weights have one dtype. Biases may be fp32."""
     free = ("router.", "output.", "before.norm")
     plain = [name for name in stored if not name.startswith(free) and not name.endswith(quantized.ARRAYS)]
     weights = {name: stored[name] for name in plain}

@@ -1,12 +1,12 @@
 """MaxText parameter trees of a MoE block, to and from the canonical weights.
 
 Names and layouts are MaxText's: `gate/kernel` `[D, E]`, `gate/bias` `[E]`, `wi_0` (gate) and `wi_1` (up) `[E, D, F]`,
-`wo` `[E, F, D]`, biases `wi_0_bias`, `wi_1_bias`, `wo_bias`, and `shared_experts/{wi_0,wi_1,wo}/kernel`; ungated
-experts have one `wi`, and so have gated ones with `prefuse_moe_weights`, gate in front. MaxText keeps the correction
-bias of DeepSeek-V3 under `gate/bias`, the layers of moe_jax under `gate/correction_bias`: both are read.
+`wo` `[E, F, D]`, biases `wi_0_bias`, `wi_1_bias`, `wo_bias`, and `shared_experts/{wi_0,wi_1,wo}/kernel`. Ungated
+experts have one `wi`, and so have gated ones with `prefuse_moe_weights`, gate in front. The correction bias of
+DeepSeek-V3 is read from `gate/bias` (MaxText) and `gate/correction_bias` (moe_jax).
 
-Arrays may be in what Flax puts around them: boxes of Linen (`nn.LogicallyPartitioned`), variables of NNX, and the
-`{"value": array}` that checkpoints make of either.
+Arrays may be in Flax's containers: boxes of Linen (`nn.LogicallyPartitioned`), variables of NNX, and the `{"value":
+array}` that checkpoints make of either.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _FUSED = {
     "wi_bias": ("wi_0_bias", "wi_1_bias"),
     "shared_experts/wi/kernel": ("shared_experts/wi_0/kernel", "shared_experts/wi_1/kernel"),
 }
-#: The routed experts' part of a block that has shared experts beside it.
+#: The routed experts' part of a block with shared experts.
 _ROUTED_BLOCK = "MoeBlock_0"
 #: MaxText stacks the layers of a scan along this axis (`param_scan_axis`).
 SCAN_AXIS = 1
 
 
 def to_maxtext(weights: LayerWeights, *, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Nested dicts of NumPy arrays named and laid out as MaxText has them.
+    """Nested dicts of NumPy arrays in MaxText's names and layouts.
 
-    like: a block's tree, as `from_maxtext` reads them, to have the form of: its nesting, boxes, variables, `value` keys
-    and fused `wi`. Its leaves may be abstract. Arrays whose layout does not change are shared with `weights`, the
-    others are new; dtypes are kept. Raises InvalidInput for another block's tree, and Unsupported for a router with a
-    bias and a correction bias, for which MaxText has one name.
+    like: a block's tree, as `from_maxtext` reads it. The result has its nesting, boxes, variables, `value` keys and
+    fused `wi`. Its leaves may be abstract. Arrays with an unchanged layout are shared with `weights`; dtypes are kept.
+    Raises InvalidInput for another block's tree, and Unsupported for a router with a bias and a correction bias,
+    because MaxText has one name for both.
     """
     require_kind("weights", weights, LayerWeights)
     spec, arrays = weights.layer_spec(), convert_weights(weights, MAXTEXT).named()
@@ -88,15 +88,18 @@ def to_maxtext(weights: LayerWeights, *, like: Mapping[str, Any] | None = None) 
 def from_maxtext(
     tree: Mapping[str, Any], spec: MoELayerSpec, *, storage: Storage | None = None, layer: int | None = None
 ) -> LayerWeights:
-    """The weights of one layer of a MaxText block; arrays in host memory are not copied, but for a layer of a scan.
+    """The weights of one layer of a MaxText block. Arrays in host memory are not copied, except for a layer of a scan.
 
-    tree: nested dicts of arrays (NumPy, JAX, or what orbax restored), in MaxText's names, boxed or not; the routed
-    experts may be under `MoeBlock_0` beside `shared_experts`. spec: the layer. storage: how the arrays lie; `MAXTEXT`
-    (from `moe_core.layers`) for what MaxText and moe_jax write. None takes the weight_layout that spec states, and else
-    the only layout the shapes can have; it is refused where two are possible: with d_model = d_ff or d_model =
-    num_experts shapes do not tell. layer: of scanned layers, stacked along axis 1 of every array (`[E, L, D, F]`), the
-    one to take.
-    Raises InvalidInput for names that are missing or unknown, for shapes that no layout gives and for ambiguous ones.
+    Args:
+        tree: nested dicts of arrays (NumPy, JAX, or restored by orbax), in MaxText's names, boxed or not. The routed
+            experts may be under `MoeBlock_0`, next to `shared_experts`.
+        spec: the layer.
+        storage: the layout of the arrays: `MAXTEXT` (from `moe_core.layers`) for files of MaxText and moe_jax. None:
+            the weight_layout in spec, or else the only layout that fits the shapes. Two fit if d_model = d_ff or
+            d_model = num_experts, which is refused.
+        layer: the layer to take from scanned layers, which are stacked along axis 1 of every array (`[E, L, D, F]`).
+
+    Raises InvalidInput for missing or unknown names, and for shapes that fit no layout or two.
     """
     require_kind("spec", spec, MoELayerSpec)
     require_kind("storage", storage, Storage, optional=True)
@@ -127,7 +130,7 @@ def _path(name: str, spec: MoELayerSpec) -> str:
 
 
 def _paths(spec: MoELayerSpec, flat: Mapping[str, Any]) -> dict[str, str]:
-    """name -> path of every array of a layer, in a tree that may keep the correction bias as moe_jax does."""
+    """name -> path of every array of a layer, in a tree with either name of the correction bias."""
     paths = {one.name: _path(one.name, spec) for one in spec.stored_as(MAXTEXT).parameters(MAXTEXT)}
     if spec.correction_bias and (spec.router_bias or _CORRECTION_BIAS in flat):
         paths["router.correction_bias"] = _CORRECTION_BIAS
@@ -135,7 +138,7 @@ def _paths(spec: MoELayerSpec, flat: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _fused(flat: Mapping[str, Any], spec: MoELayerSpec) -> list[str]:
-    """The paths at which a tree has gate and up one after the other."""
+    """The paths of fused gate and up in a tree."""
     if not spec.gated or spec.experts.gate_layout == "interleaved":
         return []
     return [path for path, parts in _FUSED.items() if path in flat and not flat.keys() & set(parts)]
@@ -152,8 +155,7 @@ def _require_paths(argument: str, paths: list[str], flat: Mapping[str, Any]) -> 
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """path -> array without its box; what is under MoeBlock_0 counts as beside it, what is under a lone `value` as in
-    its place."""
+    """path -> array without its box. MoeBlock_0 and a single `value` add nothing to the path."""
     require_kind("tree", tree, Mapping)
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -167,7 +169,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _unboxed(leaf: Any) -> Any:
-    """The array in a variable of NNX, a box of Linen or both, told by their methods: nothing here knows Flax."""
+    """The array in a variable of NNX, a box of Linen or both, recognised by their methods without Flax."""
     while hasattr(leaf, "get_value") or hasattr(leaf, "replace_boxed"):
         leaf = leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
     return leaf
@@ -204,7 +206,7 @@ def _layer_of(path: str, value: Any, layer: int | None) -> np.ndarray:
 
 
 def _only_layout(part: str, ambiguous: str, arrays: Mapping[str, np.ndarray], spec: MoELayerSpec) -> str:
-    """The layout of the arrays of one part; ambiguous: the equal sizes that leave two possible."""
+    """The layout of the arrays of one part. ambiguous: equal sizes that allow two layouts."""
     shapes = {name: array.shape for name, array in arrays.items() if name.startswith(part)}
     fitting = []
     for layout in WEIGHT_LAYOUTS:

@@ -38,10 +38,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Component:
-    """One tensor of a quantised matrix. field: of QuantizedTensor. suffix: behind the module's name.
+    """One tensor of a quantised matrix.
 
-    accepts: header dtypes. file_shape: of the tensor of a matrix (N, D). decode, encode: between the file's array and
-    ours, for any number of leading axes; None = the same. What decode gives may be larger by what fills the last word.
+    field: of QuantizedTensor. suffix: after the module's name. accepts: header dtypes. file_shape: of the tensor of a
+    matrix (N, D). decode, encode: convert between the file's array and ours, for any number of leading axes. None: the
+    same. The result of decode may be larger by the padding of the last word.
     """
 
     field: str
@@ -54,7 +55,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint stores its quantised matrices. settings: what config.json says of it (`quantization_config`)."""
+    """The storage of a checkpoint's quantised matrices. settings: its `quantization_config` in config.json."""
 
     scheme: Scheme
     components: tuple[Component, ...]
@@ -70,13 +71,13 @@ class Packing:
         return self.settings["quant_method"]
 
     def tensor_name(self, module: str, component: Component, fused: bool) -> str:
-        """The tensor of a module. fused: the module is a parameter of all experts, which has no `.weight` below it:
-        `experts.gate_up_proj`, `experts.gate_up_proj_scale_inv`, as transformers names them."""
+        """The tensor of a module. fused: the module is a parameter of all experts without `.weight`, in transformers'
+        names: `experts.gate_up_proj`, `experts.gate_up_proj_scale_inv`."""
         return module + (component.suffix.removeprefix(".weight") if fused else component.suffix)
 
     def tensors(self, module: str, tensor: QuantizedTensor, fused: bool) -> Iterator[tuple[str, np.ndarray]]:
         """(name, array) of the tensors that store a matrix `[N, D]` or, fused, a stack `[E, N, D]`. Raises InvalidInput
-        for prepacked weights, whose order is of no file."""
+        for prepacked weights, because no file has their order."""
         if tensor.spec.tiling is not None:
             raise InvalidInput(f"{module} must be in its published layout, got {tensor}; call restore_weights")
         for component in self.components:
@@ -104,7 +105,7 @@ def mxfp4_packing(scheme: Scheme, settings: Mapping[str, Any]) -> Packing:
 
 
 def plain_packing(scheme: Scheme, settings: Mapping[str, Any], scale_suffix: str = ".weight_scale") -> Packing:
-    """Values and scales as our arrays have them: fp8, int-quantized, float-quantized, mxfp4-pack, mxfp8."""
+    """Values and scales as in our arrays: fp8, int-quantized, float-quantized, mxfp4-pack, mxfp8."""
     format = scheme.weights
 
     def values_shape(rows: int, columns: int) -> Shape:
@@ -119,7 +120,7 @@ def plain_packing(scheme: Scheme, settings: Mapping[str, Any], scale_suffix: str
         decode, encode = (lambda scale: scale[..., None]), (lambda scale: scale[..., 0])
         scales = Component("scales", scale_suffix, _SCALE_HEADERS, lambda rows, columns: (1,), decode, encode)
     else:
-        # e8m0 scales of DeepSeek's later files are numbers to us: they are cast while they are read.
+        # e8m0 scales of DeepSeek's later files become numbers while they are read.
         scales = Component("scales", scale_suffix, (*_SCALE_HEADERS, "F8_E8M0"), _scales_shape(format))
     return Packing(scheme, (values, scales), settings)
 
@@ -168,14 +169,14 @@ def _scales_shape(format: Format) -> Callable[[int, int], Shape]:
 
 
 def _e8m0_scales(format: Format, suffix: str) -> Component:
-    # A byte is a byte: viewed, never converted.
+    # Bytes are viewed, never converted.
     return Component("scales", suffix, _E8M0_HEADERS, _scales_shape(format), lambda scale: scale.view(np.uint8))
 
 
 def packing_for(format: Format, interleaved: bool) -> Packing:
-    """The storage a converter writes a format in. interleaved: the family is gpt-oss, with its own form of mxfp4.
+    """A converter's storage of a format. interleaved: the family is gpt-oss, with its own form of mxfp4.
 
-    Raises Unsupported for formats no published layout stores as weights.
+    Raises Unsupported for formats without a published layout for weights.
     """
     element, arguments = format.element, _arguments(format)
 
@@ -207,7 +208,7 @@ def packing_for(format: Format, interleaved: bool) -> Packing:
 
 
 def _arguments(format: Format) -> dict[str, Any]:
-    """What compressed-tensors calls the arguments of a quantisation."""
+    """A quantisation's arguments in compressed-tensors' terms."""
     whole = "tensor" if format.group_rows is None else "channel"
     arguments: dict[str, Any] = {
         "num_bits": format.bits_per_element,

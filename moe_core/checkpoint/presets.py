@@ -11,13 +11,13 @@ from moe_core.layers.spec import MoELayerSpec
 
 
 def layer_spec_from_config(config: Any, layer: int | None = None) -> MoELayerSpec:
-    """The MoE layers of a Hugging Face model, stored as the framework stores them by default.
+    """The MoE layers of a Hugging Face model, in the framework's default storage.
 
-    config: a dict, a transformers config object (anything with `to_dict`), or a path to config.json or its directory;
-    of multimodal models the text model's settings are taken. Families: `moe_core.checkpoint.families.FAMILIES`. layer:
-    the number of the one to describe, needed only where the layers differ (the limits of Step-3.7). A
-    quantization_config is ignored: the layer computes with dequantised weights. Raises InvalidInput for missing or
-    malformed settings, Unsupported for other families and for variants the layer cannot compute, naming the operation.
+    config: a dict, a transformers config (anything with `to_dict`), or a path to config.json or its directory.
+    Multimodal models use the text model's settings. layer: the layer to describe, needed only if layers differ (the
+    limits of Step-3.7). A quantization_config is ignored: the layer computes with dequantised weights. Raises
+    InvalidInput for missing or malformed settings, Unsupported for other families than
+    `moe_core.checkpoint.families.FAMILIES` and for variants that the layer cannot compute, naming the operation.
     """
     architecture = architecture_of(text_model(settings_of(config)))
     if layer is not None and layer not in architecture.moe_layers:

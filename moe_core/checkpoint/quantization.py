@@ -1,4 +1,4 @@
-"""quantization_config of a config.json: which packing, and so which format, the matrices of a checkpoint have."""
+"""Read a quantization_config: the packing and format of a checkpoint's matrices."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _ACTIVATIONS: dict[tuple[Any, Any, Any], Format] = {
 
 
 def read_quantization(settings: Any, family: str) -> Packing | None:
-    """The packing a quantization_config describes; None where there is none.
+    """The packing that a quantization_config describes, or None.
 
-    settings: `quantization_config` of config.json, family: the model_type. Raises InvalidInput for malformed settings,
+    settings: `quantization_config` of config.json. family: the model_type. Raises InvalidInput for malformed settings,
     Unsupported for methods and variants that cannot be read.
     """
     if not settings:
@@ -71,7 +71,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
     if not found or any(group != found[0] for group in found):
         raise _unsupported(f"{len(found)} groups of different kinds", "every matrix must be quantised alike")
     kind, weights, activations = found[0]
-    # What is no text names no format; a list would not even be a key.
+    # Only text names a format, and a list is no key.
     kind = str(kind)
     if not isinstance(weights, Mapping):
         raise _unsupported("a group without weights", "the weights must be quantised")
@@ -119,7 +119,7 @@ def _format(weights: Mapping[str, Any]) -> Format:
 
 
 def _activations(arguments: Any, weights: Format) -> Format | None:
-    """The format of activations; None = as they are."""
+    """The format of activations, or None."""
     if arguments is None:
         return None
     if not isinstance(arguments, Mapping):

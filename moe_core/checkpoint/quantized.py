@@ -1,4 +1,4 @@
-"""Reading quantised layers: which stacks their packed tensors are read into, and the bundles made of them."""
+"""Read quantised layers: the stacks of their packed tensors, and the bundles made of them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedShapes, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.quantize.reference import dequantize
 
-#: Endings of the stacks that are arrays of a quantised weight.
+#: Endings of stacks for arrays of a quantised weight.
 ARRAYS = (".values", ".scales", ".zero_points")
-#: The fields of a layer that may be quantised.
+#: Fields of a layer that may be quantised.
 _WEIGHTS = ("experts.gate_up", "experts.down", "shared.gate_up", "shared.down")
-#: Endings of tensors that belong to some quantised storage, under any of its names.
+#: Endings of tensors in any quantised storage.
 _COMPANIONS = ("_blocks", "_scales", "_scale", "_scale_inv", "_packed", "_zero_point", "_g_idx", "qweight", "qzeros")
 
 
 def module_of(tensor: str) -> tuple[str, bool]:
-    """(module, whether it is a fused parameter of all experts) of a weight's tensor name in a plain checkpoint."""
+    """(module, True for a fused parameter of all experts) of a weight's tensor name in a plain checkpoint."""
     module = tensor.removesuffix(".weight")
     return module, module == tensor
 
 
 def is_quantized(weight: str, packing: Packing, index: TensorIndex) -> bool:
-    """Whether the files hold the weight of that (plain) name quantised: under other names, or with companions."""
+    """True if the files hold the weight of that (plain) name quantised: under other names, or with companions."""
     module, fused = module_of(weight)
     names = [packing.tensor_name(module, component, fused) for component in packing.components]
     return any(name in index.files for name in names if name != weight)
@@ -40,10 +40,10 @@ def is_quantized(weight: str, packing: Packing, index: TensorIndex) -> bool:
 def quantized_architecture(
     architecture: Architecture, stacks: Mapping[str, Stack], packing: Packing, index: TensorIndex
 ) -> Architecture:
-    """The architecture with the layouts its quantised weights are read in.
+    """The architecture with the layouts of its quantised weights.
 
-    All are `out_in`. Gate and up are put together, as in a plain checkpoint, where no group of the format would hold
-    rows of both; else they stay apart: gate_layout `separate`.
+    All are `out_in`. Gate and up are put together, as in a plain checkpoint, unless a group of the format would hold
+    rows of both: then gate_layout is `separate`.
     """
     spec = dataclasses.replace(architecture.spec, weight_layout="out_in")
     divided = [stack for name, stack in stacks.items() if name.endswith(".gate_up") and _is_divided(stack)]
@@ -66,9 +66,9 @@ def quantized_architecture(
 def quantized_stacks(
     stacks: Mapping[str, Stack], packing: Packing, index: TensorIndex, separate: bool
 ) -> dict[str, Stack]:
-    """The stacks of a layer, those of quantised weights replaced by one per array: `experts.down.values`.
+    """The stacks of a layer, with one stack per array of a quantised weight: `experts.down.values`.
 
-    separate: gate and up come in arrays of their own.
+    separate: gate and up have arrays of their own.
     """
     result: dict[str, Stack] = {}
     for name, stack in stacks.items():
@@ -91,7 +91,7 @@ def quantized_stacks(
 
 
 def _is_divided(stack: Stack) -> bool:
-    """Whether gate and up come from tensors of their own."""
+    """True if gate and up come from separate tensors."""
     return any(isinstance(place, slice) for place in stack.parts[0].place)
 
 
@@ -110,7 +110,7 @@ def _apart(name: str, stack: Stack) -> dict[str, Stack]:
 
 
 def _component_stack(stack: Stack, shapes: QuantizedShapes, packing: Packing, component: Component) -> Stack:
-    """One array of a quantised weight; shapes: of the arrays of the whole weight."""
+    """One array of a quantised weight. shapes: of the whole weight's arrays."""
     format = packing.format
     dtypes_of = format.scale_dtypes if component.field == "scales" else (format.own_element.dtype,)
     parts = []
@@ -125,7 +125,7 @@ def _component_stack(stack: Stack, shapes: QuantizedShapes, packing: Packing, co
 
 
 def _scaled(place: int | slice, format: Format, field: str) -> int | slice:
-    """Where rows of a weight sit in one of its arrays; the format splits there. Experts sit where they do."""
+    """The position of a weight's rows in one of its arrays; the format splits there. Positions of experts stay."""
     if isinstance(place, int) or place == slice(None):
         return place
     per_row = {"values": 1, "scales": format.group_rows or 1, "zero_points": format.own_element.per_byte}[field]
@@ -144,7 +144,7 @@ def refuse_unread(index: TensorIndex, block: str, stacks: Mapping[str, Stack]) -
 
 
 def assemble(arrays: Mapping[str, np.ndarray], packing: Packing) -> dict[str, Any]:
-    """The arrays of a layer by field name, the arrays of a quantised weight as one QuantizedTensor."""
+    """The arrays of a layer by field name, with each quantised weight as one QuantizedTensor."""
     fields: dict[str, Any] = {name: array for name, array in arrays.items() if not name.endswith(ARRAYS)}
     for field in [name.removesuffix(".values") for name in arrays if name.endswith(".values")]:
         parts = (arrays.get(field + ending) for ending in ARRAYS)
@@ -153,7 +153,7 @@ def assemble(arrays: Mapping[str, np.ndarray], packing: Packing) -> dict[str, An
 
 
 def plain_array(array: Any, dtype: str) -> np.ndarray:
-    """A weight or bias in `dtype`, dequantised where it is quantised."""
+    """A weight or bias in `dtype`, dequantised if necessary."""
     if isinstance(array, QuantizedTensor):
         return dequantize(array, dtype)
     return array.astype(dtypes.numpy_dtype(dtype), copy=False)

@@ -1,4 +1,4 @@
-"""Which tensors of the files make the arrays of a layer: names in one storage, and the stacks that follow from them."""
+"""The file tensors of a layer's arrays: their names in one storage, and the stacks that follow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_core.checkpoint.families import Architecture, Naming
 from moe_core.checkpoint.storage import Part, Stack, TensorIndex, rows_apart, rows_in_turn, turn
 from moe_core.errors import InvalidInput
 
-#: What may stand before `layers.<n>.` in files, whatever the family: nestings of multimodal models among them.
+#: Prefixes of `layers.<n>.` in files of any family, with nestings of multimodal models.
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.", "thinker.model.")
 
 
@@ -20,8 +20,8 @@ _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "la
 class LayerNames:
     """The tensors of one layer in one storage, by their full names.
 
-    block: what stands before the router and the experts, `model.layers.3.mlp.`. fused: (gate_up, down) of all experts,
-    None = per expert. turned, interleaved: how `fused` lies in the files. table: "" = the layer has none. Others: see
+    block: the prefix of router and experts, `model.layers.3.mlp.`. fused: (gate_up, down) of all experts, None: per
+    expert. turned, interleaved: the order of `fused` in the files. table: "" if the layer has none. Others: see
     `Naming`.
     """
 
@@ -43,12 +43,12 @@ class LayerNames:
         return self.router.removesuffix("weight") + "bias"
 
 
-#: Chooses one of several alternatives, each a tuple of full names.
+#: Choose one of several alternatives, each a tuple of full names.
 _Choice = Callable[[list[tuple[str, ...]]], tuple[str, ...]]
 
 
 def _names(naming: Naming, root: str, block: str, choose: _Choice, *, fused: bool, table: bool) -> LayerNames:
-    """root: `model.layers.3.`; block: `mlp`, or nothing. table: whether the layer has one."""
+    """root: `model.layers.3.`. block: `mlp` or nothing. table: the layer has a table."""
     inside = f"{root}{block}." if block else root
 
     def full(name: str) -> str:
@@ -77,16 +77,13 @@ def _names(naming: Naming, root: str, block: str, choose: _Choice, *, fused: boo
 
 
 def _own_prefixes(naming: Naming, nested: tuple[str, ...]) -> tuple[str, ...]:
-    """What stands before `layers.` in the family's files; qwen3_omni_moe nests its thinker, which nests the text."""
+    """Prefixes of `layers.` in the family's files. qwen3_omni_moe nests its thinker, which nests the text."""
     prefixes = naming.nested_prefixes if nested else naming.prefixes
     return tuple(f"thinker.{prefix}" for prefix in prefixes) if "thinker_config" in nested else prefixes
 
 
 def written_names(architecture: Architecture, layer: int, storage: str | None, nested: tuple[str, ...]) -> LayerNames:
-    """The names a layer is written under: transformers' own for `fused`, the published ones for others.
-
-    nested: see `ModelConfig`.
-    """
+    """The names to write a layer under: transformers' for `fused`, the published ones for others."""
     naming = architecture.naming
     newest = 0 if storage == "fused" else -1
     root = f"{_own_prefixes(naming, nested)[newest]}{naming.layers}.{layer}."
@@ -102,7 +99,7 @@ def found_names(
     holds: Callable[[str], bool],
     nested: tuple[str, ...],
 ) -> LayerNames:
-    """The names that the files hold a layer under. holds: whether they hold a weight, quantised or not."""
+    """The names of a layer in the files. holds: returns True for a weight in the files, quantised or not."""
     naming = architecture.naming
     prefixes = dict.fromkeys((*_own_prefixes(naming, nested), *_PREFIXES))
     roots = [f"{prefix}{naming.layers}.{layer}." for prefix in prefixes]
@@ -125,7 +122,7 @@ def found_names(
         f"{names.block}experts.{expert}.{naming.per_expert[0]}.weight" for expert in (0, architecture.num_experts - 1)
     )
     if holds(first) and architecture.num_experts > len(index.files):
-        # A number in config.json makes no more names than there are tensors.
+        # A number in config.json makes at most as many names as there are tensors.
         raise InvalidInput(
             f"{index.directory} must hold {last} for num_experts = {architecture.num_experts}, got {index.summary()} "
             "without it; download the checkpoint again or correct its config.json"
@@ -139,9 +136,9 @@ def found_names(
 
 
 def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:
-    """The arrays of a layer by field name (`experts.gate_up`), and the tensors each is put together from."""
+    """The arrays of a layer by field name (`experts.gate_up`), and the tensors of each."""
     num_experts, d_model, family = architecture.num_experts, architecture.d_model, architecture.family
-    # The router comes first: its shape tells a wrong number of experts before one of them seems to be missing.
+    # The router comes first: its shape reveals a wrong number of experts before one seems missing.
     stacks = {"router.weight": Stack.whole(names.router, (num_experts, d_model))}
     if family.router_bias:
         stacks["router.bias"] = Stack.whole(names.router_bias, (num_experts,))
@@ -179,12 +176,11 @@ def _to_int32(array: np.ndarray) -> np.ndarray:
 
 
 def _to_int64(array: np.ndarray) -> np.ndarray:
-    """transformers saves tables of ids so."""
+    """Cast to transformers' dtype of tables of ids."""
     return array.astype(np.int64)
 
 
 def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:
-    """gate_up, down and biases of the experts."""
     num_experts, d_ff, width = architecture.num_experts, architecture.d_ff, architecture.expert_width
     if names.fused is None:
         modules = architecture.naming.per_expert
@@ -225,8 +221,7 @@ def _mlp_stacks(
     """One MLP of width d_ff on rows of width d_model, or a stack of `lead`: gate_up (gate first) from one tensor or
     two, and down.
 
-    names: see `Naming.shared`. turned: files hold the transposes of the arrays. place: where the MLP sits in the stack
-    of experts.
+    names: see `Naming.shared`. turned: files hold the transposes. place: the MLP's position in the stack of experts.
     """
     step = -1 if architecture.spec.weight_layout == "in_out" else 1
     *halves, down = names
@@ -237,7 +232,7 @@ def _mlp_stacks(
     parts = []
     for half, name in enumerate(halves):
         columns = slice(half * half_rows, (half + 1) * half_rows)
-        # Before the rows come the experts and, in `in_out`, d_model.
+        # The experts and, in `in_out`, d_model precede the rows.
         before = len(lead) + (step == -1)
         inside = (*(slice(None),) * before, columns) if len(halves) > 1 else ()
         parts.append(_part(name, half_shape, (*place, *inside), turned=turned))
@@ -249,7 +244,7 @@ def _mlp_stacks(
 
 
 def _flat(stack: Stack, num_experts: int, d_ff: int, turned: bool) -> Stack:
-    """The stack of all experts, whose tensors hold `[F, D]` of one below the next; turned: in place of `[D, F]`."""
+    """The stack of all experts with tensors `[E * F, D]`; turned: instead of `[D, F]` each."""
 
     def decode(array: np.ndarray) -> np.ndarray:
         experts = array.reshape(num_experts, d_ff, -1)
@@ -262,7 +257,7 @@ def _flat(stack: Stack, num_experts: int, d_ff: int, turned: bool) -> Stack:
 
 
 def _part(name: str, shape: tuple[int, ...], place: tuple[int | slice, ...] = (), *, turned: bool) -> Part:
-    """shape: of the place; of the tensor, if it is turned, with its last two axes exchanged."""
+    """shape: of the place. A turned tensor has the last two axes exchanged."""
     if not turned:
         return Part(name, shape, place)
     return Part(name, (*shape[:-2], shape[-1], shape[-2]), place, turn, turn)

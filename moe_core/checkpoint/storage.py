@@ -1,8 +1,7 @@
-"""Safetensors files: which shard holds a tensor, and reading tensors into the arrays they are stacked in.
+"""Safetensors files: find the shard of a tensor, and read tensors into stacked arrays.
 
-Reading copies once, from the file into memory of our own: file offsets are only 8-byte aligned and mapped pages are
-read-only, while every engine wants 16-byte aligned arrays it may share through DLPack. Files are read, not mapped:
-mapped pages would count as memory of the process beside the arrays.
+Reading copies once, from the file into our own memory: file offsets are only 8-byte aligned and mapped pages are
+read-only, while engines want 16-byte aligned arrays for DLPack. Mapped pages would also count as memory of the process.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from moe_core.checkpoint.config import read_json
 from moe_core.checkpoint.inside import inside, require_relative
 from moe_core.errors import InvalidInput, Unsupported
 
-#: dtype names of safetensors headers -> canonical names, of what is read as it is.
+#: dtypes of safetensors headers -> canonical names, for dtypes without conversion.
 FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-#: dtype names of safetensors headers -> NumPy's dtypes. The package hands NumPy no 8-bit floats.
+#: dtypes of safetensors headers -> NumPy's. The package gives NumPy no 8-bit floats.
 _NUMPY_DTYPES: Mapping[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "BF16": ml_dtypes.bfloat16,
     "F16": np.float16, "F32": np.float32, "U8": np.uint8, "I8": np.int8, "I32": np.int32,
@@ -36,12 +35,12 @@ _NUMPY_DTYPES: Mapping[str, Any] = {
 }  # fmt: skip
 #: Tensors of rank 3 are read along their first axis in pieces of about this many bytes, so that progress moves.
 _PIECE_BYTES = 16 * 2**20
-#: Arrays that are read start at multiples of so many bytes: what XLA wants of memory that it does not copy.
+#: Start of arrays in bytes: XLA copies memory that is not aligned to it.
 _ALIGNMENT = 64
 
 
 class RawTensor:
-    """A tensor of an open file, in a dtype that is read as it is; has the methods of safetensors' lazy slices."""
+    """A tensor of an open file, in a dtype that needs no conversion, with the methods of safetensors' lazy slices."""
 
     def __init__(self, file: TensorFile, name: str) -> None:
         self._file, self._entry = file, file.entry(name)
@@ -53,7 +52,7 @@ class RawTensor:
         return self._entry.dtype
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """The rows of a slice of the first axis, read from the file; all of a tensor without axes."""
+        """Read the rows of a slice of the first axis, or all of a tensor without axes."""
         own = self._entry.shape
         shape = (len(range(*rows.indices(own[0]))), *own[1:]) if own else ()
         target = np.empty(shape, _NUMPY_DTYPES[self._entry.dtype])
@@ -69,7 +68,7 @@ class RawTensor:
 
 
 class ReadProgress(NamedTuple):
-    """How far a read has come. tensor: the name of the tensor being read; bytes of the whole layer."""
+    """Progress of a read. tensor: the current tensor's name. Bytes are of the whole layer."""
 
     tensor: str
     bytes_read: int
@@ -77,12 +76,12 @@ class ReadProgress(NamedTuple):
 
 
 def turn(array: np.ndarray) -> np.ndarray:
-    """The last two axes exchanged; its own inverse."""
+    """Exchange the last two axes; its own inverse."""
     return array.swapaxes(-1, -2)
 
 
 def rows_apart(array: np.ndarray) -> np.ndarray:
-    """`[..., 2F, D]` whose even rows are the gate's, with the gate's rows first."""
+    """Move the gate's rows, the even ones of `[..., 2F, D]`, to the front."""
     return np.concatenate([array[..., ::2, :], array[..., 1::2, :]], axis=-2)
 
 
@@ -94,10 +93,10 @@ def rows_in_turn(array: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the files and the place it fills in an array: `array[place]`; () = all of it.
+    """One file tensor and its position in an array: `array[place]`, () for all of it.
 
-    shape: that of the tensor. decode: makes what fits the place of the tensor, or of a range of a stack's first axis;
-    None = nothing to do. encode: the inverse, for writers; None = only the shape changes.
+    shape: of the tensor. decode: converts the tensor, or a range of a stack's first axis, to the array's form, or None.
+    encode: the inverse, for writers. None: only the shape changes.
     """
 
     tensor: str
@@ -108,7 +107,7 @@ class Part:
 
     @property
     def is_turned(self) -> bool:
-        """Whether the tensor is the transpose of what fills the place."""
+        """True if the tensor is the transpose of its place."""
         return self.decode is turn
 
 
@@ -116,8 +115,7 @@ class Part:
 class Stack:
     """An array put together from parts.
 
-    dtype: what to cast to; None = as stored (all parts alike, floating). accepts: the dtypes parts may have, as headers
-    spell them.
+    dtype: None: as stored (all parts alike, floating). accepts: header dtypes of parts.
     """
 
     shape: tuple[int, ...]
@@ -139,7 +137,7 @@ class TensorIndex:
     files: Mapping[str, str]
 
     def path_of(self, tensor: str) -> Path:
-        """The file that holds a tensor; InvalidInput if none does."""
+        """The file of a tensor. Raises InvalidInput if none holds it."""
         if tensor not in self.files:
             raise InvalidInput(
                 f"{self.directory} must hold the tensor {tensor}, got {self.summary()} without it; "
@@ -148,7 +146,7 @@ class TensorIndex:
         return inside(self.directory, self.files[tensor])
 
     def opened(self, names: Iterable[str]) -> Iterator[tuple[str, TensorFile]]:
-        """(name, its file opened) of tensors, file by file."""
+        """(name, open file) of tensors, file by file."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self.files[name], []).append(name)
@@ -162,7 +160,7 @@ class TensorIndex:
         return sorted(self.files)
 
     def below(self, prefix: str) -> list[str]:
-        """The names that start with a prefix, sorted."""
+        """The sorted names that start with a prefix."""
         first = bisect.bisect_left(self._sorted, prefix)
         found = (self._sorted[place] for place in range(first, len(self._sorted)))
         return list(itertools.takewhile(lambda name: name.startswith(prefix), found))
@@ -175,7 +173,7 @@ class TensorIndex:
 
 
 def read_tensor(file: TensorFile, name: str) -> np.ndarray:
-    """All of a tensor of an open file; any rank."""
+    """A whole tensor of an open file, of any rank."""
     return RawTensor(file, name)[:] if file.entry(name).dtype in _NUMPY_DTYPES else file.get_tensor(name)
 
 
@@ -203,7 +201,7 @@ def find_tensors(directory: Path) -> TensorIndex:
 
 
 class StackReader(contextlib.ExitStack):
-    """Reads stacks from the files of an index; a context manager that opens each needed shard once."""
+    """Read stacks from the files of an index; opens each needed shard once."""
 
     def __init__(self, index: TensorIndex) -> None:
         super().__init__()
@@ -211,7 +209,7 @@ class StackReader(contextlib.ExitStack):
         self._files: dict[str, TensorFile] = {}
 
     def _tensor(self, name: str) -> RawTensor:
-        """A tensor: shape and dtype come from the header, data when indexed."""
+        """A tensor with shape and dtype from the header; indexing reads data."""
         file = self._index.files.get(name, "")
         if file not in self._files:
             self._files[file] = self.enter_context(open_file(self._index.path_of(name)))
@@ -222,11 +220,11 @@ class StackReader(contextlib.ExitStack):
         return tuple(self._tensor(name).get_shape())
 
     def stored_dtype(self, name: str) -> str:
-        """The dtype of a tensor as its header spells it (`BF16`, `F8_E4M3`)."""
+        """The dtype of a tensor in its header (`BF16`, `F8_E4M3`)."""
         return self._tensor(name).get_dtype()
 
     def check(self, stacks: Mapping[str, Stack]) -> dict[str, str]:
-        """Check every part's presence, dtype and shape, reading headers only; return the dtype of each array."""
+        """Check every part's presence, dtype and shape from headers, and return the dtype of each array."""
         return {name: self._dtype_of(stack) for name, stack in stacks.items()}
 
     def _dtype_of(self, stack: Stack) -> str:
@@ -264,9 +262,9 @@ class StackReader(contextlib.ExitStack):
         stored: Mapping[str, str],
         progress: Callable[[ReadProgress], object] | None = None,
     ) -> dict[str, np.ndarray]:
-        """The arrays of `stacks`: row-major, writable, owned, at addresses that JAX shares without a copy.
+        """Read `stacks` into row-major, writable, owned arrays that JAX can share without a copy.
 
-        stored: the dtypes `check` gave. progress is called after every piece that was read.
+        stored: the dtypes from `check`. progress is called after every piece.
         """
         total = sum(math.prod(stack.shape) * dtypes.itemsize(stored[name]) for name, stack in stacks.items())
         done = 0
@@ -275,7 +273,7 @@ class StackReader(contextlib.ExitStack):
             array = arrays[name] = _empty(stack.shape, dtypes.numpy_dtype(stored[name]))
             for part in stack.parts:
                 source, target = self._tensor(part.tensor), array[part.place]
-                # What has another number of axes in the file is read at once.
+                # Tensors with another number of axes are read at once.
                 whole = len(part.shape) != target.ndim
                 for piece in [slice(0, len(target))] if whole else _pieces(target):
                     if part.decode is None and _is_as_stored(source, target):
@@ -283,7 +281,8 @@ class StackReader(contextlib.ExitStack):
                     elif part.decode is None:
                         target[piece] = source[piece]
                     else:
-                        # A matrix is one piece, whose rows the tensor may pack; words may be filled up at the end.
+                        # A matrix is one piece, because the tensor may pack its rows. Words may have padding at the
+                        # end.
                         decoded = part.decode(source[slice(None) if whole or target.ndim < 3 else piece])
                         target[piece] = decoded[tuple(slice(size) for size in target[piece].shape)]
                     done += target[piece].nbytes
@@ -301,7 +300,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _is_as_stored(source: RawTensor, target: np.ndarray) -> bool:
-    """Whether the bytes of the file are those of the array."""
+    """True if the array has the bytes of the file."""
     return _NUMPY_DTYPES[source.get_dtype()] == target.dtype and target.flags.c_contiguous and target.ndim > 0
 
 

@@ -1,12 +1,12 @@
-"""Writes Hugging Face checkpoints from layers in any storage: the inverse of the readers, by the same tables of names.
+"""Write Hugging Face checkpoints from layers in any storage, by the readers' tables of names.
 
     source = open_checkpoint("Qwen3-30B-A3B")
     layers = ((n, LayerWeights.from_checkpoint(source.layer(n))) for n in source.moe_layers)
     save_checkpoint("Qwen3-fused", source.path, layers, storage="fused", other_tensors=other_tensors(source))
 
-Layers come from an iterator and are written as they come. A tensor whose layout does not change is written from the
-memory it lies in; the others are permuted one tensor at a time. Beside what the caller holds, at most one shard and the
-next tensor are in memory (safetensors before 0.8 copies the tensors of a shard once more).
+Layers come from an iterator and are written one after another. A tensor with an unchanged layout is written from its
+memory; others are permuted one at a time. At most one shard and the next tensor are in memory beyond the caller's
+(safetensors before 0.8 copies a shard once more).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from moe_core.layers.weights import LayerWeights
 STORAGES = ("fused", "per_expert")
 #: A shard is closed before it would grow beyond this many bytes.
 DEFAULT_SHARD_BYTES = 2**30
-#: What transformers wants to find in a safetensors file.
+#: transformers expects this in a safetensors file.
 _METADATA = {"format": "pt"}
 
 
 class WriteProgress(NamedTuple):
-    """A shard has been written. file: its name for now; tensors and bytes_written: of the whole checkpoint so far."""
+    """A shard has been written. file: its temporary name. tensors, bytes_written: of the whole checkpoint so far."""
 
     file: str
     tensors: int
@@ -53,13 +53,12 @@ class WriteProgress(NamedTuple):
 def layer_tensors(
     weights: LayerWeights, config: Any, layer: int, storage: str | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, row-major array) of every tensor of one MoE layer, each made when it is asked for.
+    """(name, row-major array) of every tensor of one MoE layer, made on demand.
 
-    weights: in any storage. config: see `save_checkpoint`. storage: None = as the family's models are published;
-    `fused` (`experts.gate_up_proj`, the names of transformers' `state_dict`) or `per_expert`
-    (`experts.0.gate_proj.weight`), which some families, such as gpt_oss, do not have. dtypes are kept. Raises
-    InvalidInput where weights, config and layer disagree, Unsupported for other families and for a storage the family
-    does not have.
+    weights: in any storage. config: see `save_checkpoint`. storage: `fused` (`experts.gate_up_proj`, the names of
+    transformers' `state_dict`) or `per_expert` (`experts.0.gate_proj.weight`), which some families, such as gpt_oss, do
+    not have. None: the family's published one. dtypes are kept. Raises InvalidInput if weights, config and layer
+    disagree, Unsupported for other families and for a storage the family does not have.
     """
     model = _model(config)
     model.require_storage(storage)
@@ -68,9 +67,9 @@ def layer_tensors(
 
 
 def other_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor of a checkpoint that its layers do not hold, read one at a time.
+    """(name, array) of every tensor of a checkpoint outside its layers, read one at a time.
 
-    Of quantised checkpoints, everything below the blocks is left out.
+    For quantised checkpoints everything below the blocks is left out.
     """
     parts = (stack.parts for layer in checkpoint.moe_layers for stack in checkpoint.stacks(layer).values())
     held = {part.tensor for some in parts for part in some}
@@ -90,15 +89,23 @@ def save_checkpoint(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[WriteProgress], object] | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint directory that `open_checkpoint` and transformers read; returns it opened.
+    """Write a checkpoint directory that `open_checkpoint` and transformers read, and return it opened.
 
-    path: a new or empty directory. config: a dict, a transformers config (anything with `to_dict`) or a path to a
-    config.json or its directory; written as it is. layers: (number, weights) of every MoE layer, in any order and
-    storage. storage: see `layer_tensors`. other_tensors: (name, array) of everything else the model has (attention,
-    embeddings), for example `other_tensors(source)`; without them only the MoE layers can be read back. progress:
-    called after every shard. If anything is wrong, no file is left behind. Raises InvalidInput for a directory with
-    content, layers that are missing, repeated or of another model, for names given twice, and where config names
-    another dtype than the weights have; Unsupported for other families and where safetensors is not installed.
+    After an error no file is left.
+
+    Args:
+        path: a new or empty directory.
+        config: a dict, a transformers config (anything with `to_dict`) or a path to a config.json or its directory,
+            written as it is.
+        layers: (number, weights) of every MoE layer, in any order and storage.
+        storage: see `layer_tensors`.
+        other_tensors: (name, array) of the rest of the model (attention, embeddings), for example
+            `other_tensors(source)`. Without them only the MoE layers can be read back.
+        progress: called after every shard.
+
+    Raises InvalidInput for a directory with content, layers that are missing, repeated or of another model, duplicate
+    names, and a config with another dtype than the weights; Unsupported for other families and if safetensors is not
+    installed.
     """
     model = _model(config)
     model.require_storage(storage)
@@ -136,7 +143,7 @@ def _model(config: Any) -> _Model:
 
 @dataclass(frozen=True)
 class _Model:
-    """A model as its config describes it. nested: see `ModelConfig`."""
+    """A model, from its config."""
 
     settings: Mapping[str, Any]
     architecture: Architecture
@@ -144,7 +151,7 @@ class _Model:
 
     @property
     def storage(self) -> Storage:
-        """The layouts of the arrays that `layer_stacks` speaks of."""
+        """The storage of `layer_stacks`."""
         return storage_of(self.architecture.spec)
 
     def require_storage(self, storage: str | None) -> None:
@@ -157,7 +164,7 @@ class _Model:
             )
 
     def require_layer(self, layer: int, weights: LayerWeights) -> None:
-        """Raise InvalidInput unless the weights make the layer that config describes, storage aside."""
+        """Raise InvalidInput unless the weights make the layer in config, storage aside."""
         architecture = self.architecture
         if layer not in architecture.moe_layers:
             raise InvalidInput(
@@ -180,7 +187,7 @@ class _Model:
                 )
 
     def require_dtype(self, layer: int, weights: LayerWeights) -> None:
-        """transformers casts what it loads to the dtype config names, which would round silently."""
+        """transformers casts what it loads to the dtype in config, which would round silently."""
         named = self.settings.get("dtype") or self.settings.get("torch_dtype") or weights.dtype
         if str(named).removeprefix("torch.") != weights.dtype:
             raise InvalidInput(
@@ -197,7 +204,7 @@ def _tensors(weights: LayerWeights, model: _Model, layer: int, storage: str | No
 
 
 class _Source:
-    """The arrays of a layer in the family's storage, made on demand from views of the given ones."""
+    """The arrays of a layer in the family's storage, made on demand from views."""
 
     def __init__(self, weights: LayerWeights, storage: Storage) -> None:
         self._views: dict[str, list[tuple[Place, np.ndarray]]] = {}
@@ -205,7 +212,7 @@ class _Source:
             self._views.setdefault(name, []).append((place, view))
 
     def tensors(self, name: str, stack: Stack) -> Iterator[tuple[str, np.ndarray]]:
-        """The tensors an array is put together from; of per-expert storage one expert's matrix is made at a time."""
+        """The tensors of an array. For per-expert storage one expert's matrix is made at a time."""
         expert, array = None, np.empty(0)
         for part in stack.parts:
             lead = part.place[:1] if part.place and isinstance(part.place[0], int) else ()
@@ -216,7 +223,7 @@ class _Source:
             yield part.tensor, found.reshape(part.shape)
 
     def _array(self, name: str, shape: tuple[int, ...], lead: tuple[Any, ...]) -> np.ndarray:
-        """The array, or one expert's part of it: where nothing moves a view, else a new array of `shape`."""
+        """The array, or one expert's part of it: a view, or a new array of `shape` if something moves."""
         views = [(place, view[lead]) for place, view in self._views[name]]
         if views[0][0] == WHOLE:
             return views[0][1]
@@ -227,9 +234,9 @@ class _Source:
 
 
 class Shards:
-    """Collects tensors and writes a file to a new directory whenever enough came together.
+    """Collect tensors and write a file to a new directory whenever a shard is full.
 
-    A context manager that leaves no file behind where something goes wrong. name: of the argument that path is.
+    A context manager that leaves no file after an error. name: of the argument path.
     """
 
     def __init__(self, name: str, path: str | os.PathLike[str], shard_bytes: int, progress: Any = None) -> None:
@@ -244,7 +251,7 @@ class Shards:
         self._pending: dict[str, np.ndarray] = {}
         self._pending_bytes = self._bytes = 0
         self._weight_map: dict[str, str] = {}
-        #: What is removed when something goes wrong.
+        #: Files to remove after an error.
         self.files: list[str] = []
 
     def extend(self, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -256,7 +263,7 @@ class Shards:
             self._weight_map[name] = ""
             self._pending[name] = np.asarray(array, order="C")
             self._pending_bytes += array.nbytes
-            # What is written is let go before the next tensor is made.
+            # Release the array before the next tensor is made.
             del array
             if self._pending_bytes >= self._limit:
                 self._write()
@@ -273,8 +280,8 @@ class Shards:
             self._progress(WriteProgress(file, written, self._bytes))
 
     def finish(self, settings: Mapping[str, Any], side_files: Iterable[Path] = ()) -> None:
-        """Write what is left, give the files their final names, copy side files, and only then write config.json:
-        a process that is killed leaves no directory that could be taken for a checkpoint."""
+        """Write the rest, rename the files, copy side files, and write config.json last: a killed process leaves no
+        directory that looks like a checkpoint."""
         if self._pending:
             self._write()
         count = len(self.files)
