@@ -54,25 +54,25 @@ FAULTS: Planted = {
         "matmul.sm90.kernels.matmul": (
             OpFault("activate_gated(first, last,", "activate_gated(last, first,"),
             OpFault("gl.maximum(slots, 0)", "gl.maximum(slots // 2, 0)"),
-            OpFault("a_tiles.index(CHUNKS * stage + WHICH)", "a_tiles.index(CHUNKS * stage)"),
-            OpFault("exists = target < rows - FIRST - above", "exists = target < rows - FIRST - above - 1"),
+            OpFault("tiles.left.index(CHUNKS * stage + WHICH)", "tiles.left.index(CHUNKS * stage)"),
+            OpFault("exists = row < tile.rows - FIRST - above", "exists = row < tile.rows - FIRST - above - 1"),
         ),
         "matmul.sm90.kernels.feed": (
-            OpFault("group = layer_number * NUM_EXPERTS + expert", "group = layer_number * NUM_EXPERTS + expert // 2"),
+            OpFault("weights.NUM_EXPERTS + tile.expert", "weights.NUM_EXPERTS + tile.expert // 2"),
         ),
         "matmul.sm90.kernels.producer": (
-            OpFault("gl.arange(0, ROWS, layout), rows - 1)", "gl.arange(0, ROWS, layout), rows - 2)"),
-            OpFault("within = tile * PIECE + columns % PIECE", "within = tile * PIECE + (columns + 1) % PIECE"),
-            OpFault('second = column + (N if GATE_LAYOUT == "halves" else 0)', "second = column"),
+            OpFault("gl.arange(0, ROWS, numbers), rows - 1)", "gl.arange(0, ROWS, numbers), rows - 2)"),
+            OpFault("within = column * PIECE + columns % PIECE", "within = column * PIECE + (columns + 1) % PIECE"),
+            OpFault('second = first + (weights.N if weights.GATE_LAYOUT == "halves" else 0)', "second = first"),
         ),
         "matmul.sm90.kernels.pipeline": (
-            OpFault("write_fact(ring, place, 3, tile)", "write_fact(ring, place, 3, tile // 2)"),
+            OpFault("write_fact(pipeline, place, 3, column)", "write_fact(pipeline, place, 3, column // 2)"),
             OpFault("left = within & (expert >= 0)", "left = within & (expert == 0)"),
         ),
     },
     "halves and their result": {
         "matmul.sm90.kernels.matmul": (
-            OpFault("column = tile * PIECE + PART * N", "column = tile * PIECE + PART * PIECE"),
+            OpFault("tile.column * PIECE + PART * N", "tile.column * PIECE + PART * PIECE"),
             OpFault("start.to(gl.int64) + FIRST + above", "start.to(gl.int64) + FIRST + above // 2"),
         ),
     },
@@ -88,11 +88,11 @@ FAULTS: Planted = {
     },
     "gradient": {
         "matmul.sm90.kernels.weight_gradient": (
-            OpFault("a_tiles.index(2 * stage + WHICH)", "a_tiles.index(2 * stage)"),
+            OpFault("tiles.left.index(2 * stage + WHICH)", "tiles.left.index(2 * stage)"),
             OpFault("exists = first + within < size", "exists = first + within < size - 1"),
             OpFault("piece = first if part == 0 else last", "piece = first"),
-            OpFault("[start + first, RIGHT_START + n]", "[start, RIGHT_START + n]"),
-            OpFault("group * M + m, m, n", "group * M + m, m, n // 2"),
+            OpFault("[start + first, right.START + n]", "[start, right.START + n]"),
+            OpFault("group * gradients.M + m, m, n", "group * gradients.M + m, m, n // 2"),
             OpFault("slot_of_row + start + within, mask", "slot_of_row + start + within // 2, mask"),
             OpFault("[DEPTH, ROWS], 1.0", "[DEPTH, ROWS], 2.0"),
         ),
@@ -105,7 +105,7 @@ FAULTS: Planted = {
     },
     "codes": {
         "matmul.sm90.kernels.quantize_epilogue": (
-            OpFault("((N + WIDTH - 1) // WIDTH) + tile", "((N + WIDTH - 1) // WIDTH) + tile // 2"),
+            OpFault("((N + WIDTH - 1) // WIDTH) + tile.column", "((N + WIDTH - 1) // WIDTH) + tile.column // 2"),
         ),
     },
     "found": {
@@ -162,9 +162,9 @@ FAULTS: Planted = {
 TALL_FAULTS: Planted = {
     "tall": {
         "matmul.sm90.kernels.tall": (
-            OpFault("a_tiles.index(CHUNKS * stage + 2)", "a_tiles.index(CHUNKS * stage + WHICH)"),
+            OpFault("tiles.left.index(CHUNKS * stage + 2)", "tiles.left.index(CHUNKS * stage + WHICH)"),
             OpFault("half = weights.slice(WHICH * PIECE, PIECE, dim=1)", "half = weights.slice(0, PIECE, dim=1)"),
-            OpFault("column = tile * PIECE + WHICH * PANEL", "column = tile * PIECE"),
+            OpFault("tile.column * PIECE + WHICH * PANEL", "tile.column * PIECE"),
             OpFault("add_bias(up, bias_row, PIECE + WHICH * PANEL)", "add_bias(up, bias_row, WHICH * PANEL)"),
             OpFault("third_within = 2 * ROWS +", "third_within = ROWS +"),
         ),

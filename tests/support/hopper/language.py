@@ -83,10 +83,22 @@ class Operations:
             return Number(value)
         if isinstance(value, tuple):
             return tuple(self.rebound(one) for one in value)
+        if isinstance(value, type) and value.__module__.startswith("moe_core."):
+            return functools.partial(self.aggregate, value)
         function = getattr(value, "fn", None) or getattr(value, "__wrapped__", None)
         if isinstance(function, types.FunctionType):
             return self.function(function)
         return OPAQUE
+
+    def aggregate(self, kind: Any, *values: Any, **named: Any) -> Any:
+        """An aggregate's fields, which its constructor sets."""
+        made = types.SimpleNamespace()
+        fill = kind.hash_attrs[0].fn if hasattr(kind, "hash_attrs") else kind.__init__
+        fill(made, *values, **named)
+        for name, value in vars(made).items():
+            plain = value.value if isinstance(value, tl.constexpr) else value
+            setattr(made, name, self.rebound(plain) if known(plain) else plain)
+        return made
 
     def function(self, function: types.FunctionType) -> Callable[..., Any]:
         """A kernel's function with names that mean what they mean here."""

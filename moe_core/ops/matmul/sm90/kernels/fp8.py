@@ -17,10 +17,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
+from moe_core.ops.common.kernels.aggregates import (
+    Array,
+    Constant,
+    Epilogue,
+    Layout,
+    Output,
+    Rows,
+    Schedule,
+    Tile,
+    Tiles,
+    Weights,
+    aggregate,
+)
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.exchange.kernels.addresses import SECTIONS
 from moe_core.ops.matmul.sm90.kernels.feed import producer
-from moe_core.ops.matmul.sm90.kernels.matmul import finish, halves, multiply
+from moe_core.ops.matmul.sm90.kernels.matmul import finish, halves, multiply, multiply_rest
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
     PIECE,
     PRODUCER_WARPS,
@@ -32,14 +45,31 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     await_stage,
     await_tile,
     barrier,
-    hand_back,
-    hand_back_before,
-    read_fact,
+    read_facts,
+    release_previous_stage,
+    release_stage,
+    release_tile,
     skip_tile,
 )
 
 #: The part of the reduction that one stage holds, and that one product adds up.
 DEPTH = gl.constexpr(128)
+
+
+@aggregate
+class Scales:
+    """fp32 scales of rows and of weights; see `matmul_fp8`."""
+
+    x: Array
+    weights: Array
+    up_weights: Array
+    X_STRIDE: Constant
+    X_GROUP: Constant
+    ROWS: Constant
+    COLUMNS: Constant
+    GROUP_ROWS: Constant
+    GROUP: Constant
+    FAST: Constant
 
 
 @gluon.jit
@@ -65,24 +95,20 @@ def first_weight_row(tile, PART: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.
 
 
 @gluon.jit
-def scales_of_part(
-    scales, up_scales, matrix, tile, PART: gl.constexpr, N: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, GROUP_ROWS: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-):  # fmt: skip
+def scales_of_part(scales, matrix, column, PART: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.constexpr):
     """A pointer to the scales that 128 columns of a tile share, or where every weight row has its own, to the first.
 
     Columns behind the matrix take its last scales: their sums are not stored.
     """
-    if (GATE_LAYOUT == "separate") and (PART == 1):
-        scales = up_scales
-    scales += matrix.to(gl.int64) * (SCALE_ROWS * SCALE_COLUMNS)
-    row = first_weight_row(tile, PART, N, GATE_LAYOUT)
-    if GROUP_ROWS == 0:
-        return scales
-    elif GROUP_ROWS == 1:
-        return scales + gl.minimum(row, SCALE_ROWS - PIECE)
+    pointer = scales.up_weights if (GATE_LAYOUT == "separate") and (PART == 1) else scales.weights
+    pointer += matrix.to(gl.int64) * (scales.ROWS * scales.COLUMNS)
+    row = first_weight_row(column, PART, N, GATE_LAYOUT)
+    if scales.GROUP_ROWS == 0:
+        return pointer
+    elif scales.GROUP_ROWS == 1:
+        return pointer + gl.minimum(row, scales.ROWS - PIECE)
     else:
-        return scales + gl.minimum(row // GROUP_ROWS, SCALE_ROWS - 1) * SCALE_COLUMNS
+        return pointer + gl.minimum(row // scales.GROUP_ROWS, scales.ROWS - 1) * scales.COLUMNS
 
 
 @gluon.jit
@@ -104,56 +130,46 @@ def add_part(total, partial, factor):
 
 @gluon.jit
 def add_stages(
-    x_scales, x_offsets, first_scales, last_scales, a_tiles, w_tiles, full, empty, stage, phase, WHICH: gl.constexpr,
-    D: gl.constexpr, X_GROUP: gl.constexpr, GROUP: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr,
+    x_offsets, first_scales, last_scales, tiles, pipeline, scales, stage, phase, WHICH: gl.constexpr, D: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
     """The sums of both halves of a tile, of products of one stage each, times their scales where GROUP says so."""
     BLOCKS: gl.constexpr = (D + DEPTH - 1) // DEPTH
     first = gl.zeros([ROWS, PIECE], gl.float32, layout)
     last = gl.zeros([ROWS, PIECE], gl.float32, layout)
-    if GROUP > 0:
-        x_scale, first_scale, last_scale = gl.load(x_scales + x_offsets), gl.load(first_scales), gl.load(last_scales)
+    if scales.GROUP > 0:
+        x_scale, first_scale, last_scale = gl.load(scales.x + x_offsets), gl.load(first_scales), gl.load(last_scales)
     for block in range(BLOCKS):
         first_factor, last_factor = None, None
-        await_stage(full, stage, phase, GATHER)
-        rows, weights = a_tiles.index(2 * stage + WHICH), w_tiles.index(stage)
+        await_stage(pipeline, stage, phase)
+        rows, weights = tiles.left.index(2 * stage + WHICH), tiles.right.index(stage)
         partial = begin_part(rows, weights, 0, layout)
-        if GROUP > 0:
+        if scales.GROUP > 0:
             first_factor, last_factor = x_scale * first_scale, x_scale * last_scale
             following = gl.minimum(block + 1, BLOCKS - 1)
             first_scale, last_scale = gl.load(first_scales + following), gl.load(last_scales + following)
-            if X_GROUP > 0:
-                x_scale = gl.load(x_scales + (x_offsets + following))
+            if scales.X_GROUP > 0:
+                x_scale = gl.load(scales.x + (x_offsets + following))
         partial = warpgroup_mma_wait(num_outstanding=0, deps=[partial])
         first = add_part(first, partial, first_factor)
         # Nothing is under way: this only tells the compiler to add before the next product needs the registers.
         first = warpgroup_mma_wait(num_outstanding=0, deps=[first])
         partial = begin_part(rows, weights, 1, layout)
         partial = warpgroup_mma_wait(num_outstanding=0, deps=[partial])
-        hand_back(empty, stage)
+        release_stage(pipeline, stage)
         last = add_part(last, partial, last_factor)
-        stage, phase = advance(stage, phase, STAGES)
+        stage, phase = advance(stage, phase, pipeline.STAGES)
     return first, last, stage, phase
 
 
 @gluon.jit
-def add_all(
-    a_tiles, w_tiles, full, empty, stage, phase, WHICH: gl.constexpr, D: gl.constexpr, GATHER: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def add_all(tiles, pipeline, stage, phase, WHICH: gl.constexpr, D: gl.constexpr):
     """The sums of both halves of a tile, left to the tensor cores."""
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     accumulator = gl.zeros([ROWS, WIDE], gl.float32, wide)
-    accumulator, stage, phase = multiply(
-        accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, False, STAGES, True
-    )
-    for _ in range(DEPTH, D, DEPTH):
-        accumulator, stage, phase = multiply(
-            accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, False, STAGES, False
-        )
-    accumulator = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
-    hand_back_before(empty, stage, STAGES)
+    accumulator, stage, phase = multiply(accumulator, tiles, pipeline, stage, phase, WHICH, False, True)
+    accumulator, stage, phase = multiply_rest(accumulator, tiles, pipeline, stage, phase, WHICH, D, False)
+    release_previous_stage(pipeline, stage)
     first, last = halves(accumulator, False)
     return first, last, stage, phase
 
@@ -170,72 +186,60 @@ def scale_sums(sums, x_scale, scales, GROUP_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def consumer(
-    WHICH: gl.constexpr, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty,
-    x_scales, scales, up_scales, y, y_scales, y_map, given, maxima, row_weight, layer_index, slot_of_row, num_slots,
-    D: gl.constexpr, N: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr,
-    X_SCALE_STRIDE: gl.constexpr, X_GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    GROUP_ROWS: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
-    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    BIASED: gl.constexpr, FAST: gl.constexpr, TRUSTED: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
-    RULE: gl.constexpr,
-):  # fmt: skip
+def consumer(WHICH: gl.constexpr, tiles, pipeline, scales, output, epilogue, weights, layout, GATHER: gl.constexpr):
+    """Multiply, finish and store 64 of the rows of each tile."""
     FIRST: gl.constexpr = WHICH * ROWS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 32])
-    within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    BIASED: gl.constexpr = (weights.bias is not None) or (weights.up_bias is not None)
+    N: gl.constexpr = weights.N
+    GATE_LAYOUT: gl.constexpr = weights.GATE_LAYOUT
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 32])
+    within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
-    layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    layer_number, layer_exists = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
+    layer_exists = layer_exists if weights.layer_index is not None else None
     while expert >= 0:
-        expert, start, rows, tile = await_tile(ring, ring_full, place, ring_phase)
-        if rows > FIRST:
+        tile = await_tile(pipeline, place, ring_phase)
+        expert = tile.expert
+        if tile.rows > FIRST:
             # A row that does not exist is multiplied with a scale of the last one that does; its sums are not stored.
-            exists = gl.minimum(within, rows - 1)
+            exists = gl.minimum(within, tile.rows - 1)
             slots = exists
-            if (row_weight is not None) or (GATHER != "row"):
+            if (epilogue.row_weight is not None) or (GATHER != "row"):
                 # The addresses of scales and row weights come from memory: asked for here.
-                slots = gl.load(slot_of_row + start.to(gl.int64) + exists)
-                slots = gl.minimum(gl.maximum(slots, 0), num_slots - 1)
-            x_rows = source_of_row(slots, start, exists, GATHER, TOP_K)
-            matrix = layer_number * NUM_EXPERTS + expert
-            first_scales = scales_of_part(
-                scales, up_scales, matrix, tile, 0, N, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GATE_LAYOUT
-            )
-            last_scales = scales_of_part(
-                scales, up_scales, matrix, tile, 1, N, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GATE_LAYOUT
-            )
-            x_offsets = x_rows * X_SCALE_STRIDE
-            if GROUP == 0:
-                x_scale = gl.load(x_scales + x_offsets)
+                slots = gl.load(layout.slot_of_row + tile.start.to(gl.int64) + exists)
+                slots = gl.minimum(gl.maximum(slots, 0), layout.num_slots - 1)
+            x_rows = source_of_row(slots, tile.start, exists, GATHER, layout.TOP_K)
+            matrix = layer_number * weights.NUM_EXPERTS + expert
+            first_scales = scales_of_part(scales, matrix, tile.column, 0, N, GATE_LAYOUT)
+            last_scales = scales_of_part(scales, matrix, tile.column, 1, N, GATE_LAYOUT)
+            x_offsets = x_rows * scales.X_STRIDE
+            if scales.GROUP == 0:
+                x_scale = gl.load(scales.x + x_offsets)
             scale = None
-            if row_weight is not None:
-                scale = gl.load(row_weight + slots)
-            if FAST:
-                first, last, stage, phase = add_all(
-                    a_tiles, w_tiles, full, empty, stage, phase, WHICH, D, GATHER, STAGES
-                )
+            if epilogue.row_weight is not None:
+                scale = gl.load(epilogue.row_weight + slots)
+            if scales.FAST:
+                first, last, stage, phase = add_all(tiles, pipeline, stage, phase, WHICH, weights.D)
             else:
                 first, last, stage, phase = add_stages(
-                    x_scales, x_offsets, first_scales, last_scales, a_tiles, w_tiles, full, empty, stage, phase, WHICH,
-                    D, X_GROUP, GROUP, GATHER, STAGES, layout,
-                )  # fmt: skip
-            if GROUP == 0:
-                first = scale_sums(first, x_scale, first_scales, GROUP_ROWS)
-                if GROUP_ROWS == 1:
+                    x_offsets, first_scales, last_scales, tiles, pipeline, scales, stage, phase, WHICH, weights.D, sums
+                )
+            if scales.GROUP == 0:
+                first = scale_sums(first, x_scale, first_scales, scales.GROUP_ROWS)
+                if scales.GROUP_ROWS == 1:
                     # Or the scales of both halves are loaded at once, which do not fit into the registers.
                     barrier()
-                last = scale_sums(last, x_scale, last_scales, GROUP_ROWS)
+                last = scale_sums(last, x_scale, last_scales, scales.GROUP_ROWS)
             # Read again rather than kept in registers over the main loop.
-            start, rows, tile = read_fact(ring, place, 1), read_fact(ring, place, 2), read_fact(ring, place, 3)
-            bias_row = bias_tiles.index(place) if BIASED else None
-            finish(
-                first, last, bias_row, scale, layer_exists, out_tiles.index(WHICH), y, y_map, None, None, None,
-                slot_of_row, start, rows, num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
-                TRUSTED, layer_index is not None, y_scales if given is None else given, DTYPE, RULE,
-                tile >> 31 if maxima is not None else 0, maxima,
-            )  # fmt: skip
+            _, start, rows, column = read_facts(pipeline, place)
+            tile = Tile(expert, start, rows, column)
+            bias_row = tiles.biases.index(place) if BIASED else None
+            buffer = tiles.results.index(WHICH)
+            zero = tile.column >> 31 if epilogue.maxima is not None else 0
+            finish(first, last, bias_row, scale, layer_exists, buffer, tile, layout, epilogue, output, FIRST, zero)
         elif expert >= 0:
-            stage, phase = skip_tile(full, empty, stage, phase, D, DEPTH, STAGES)
-        hand_back(ring_empty, place)
+            stage, phase = skip_tile(pipeline, stage, phase, weights.D, DEPTH)
+        release_tile(pipeline, place)
         place, ring_phase = advance(place, ring_phase, RING)
     tma.store_wait(0)
 
@@ -262,7 +266,6 @@ def matmul_fp8(
     quantised by RULE; given: the scale fp32 `[1]` of all of them, of RULE `given`.
     maxima int32 `[64]`, if not None: zeros, or more; see `raise_maxima`.
     """
-    BIASED: gl.constexpr = (bias is not None) or (up_bias is not None)
     x_codes = x.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     a_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS, DEPTH], codes)
@@ -278,31 +281,28 @@ def matmul_fp8(
         out_tiles = gl.allocate_shared_memory(DTYPE, [2, ROWS, PIECE], gl.NVMMASharedLayout(128, 16, 2))
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bias_tiles = gl.allocate_shared_memory(gl.float32, [RING, WIDE], plain)
-    ring, full, empty, ring_full, ring_empty = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS)
+    pipeline = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS, GATHER != "row")
+    tiles = Tiles(a_tiles, w_tiles, bias_tiles, out_tiles)
+    factors = Scales(
+        x_scales, scales, up_scales, X_SCALE_STRIDE, X_GROUP, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GROUP, FAST
+    )
+    output = Output(y_out, y_map, None, None, None, N, SCATTER, TRUSTED)
+    result_scales = y_scales if given is None else given
+    epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, result_scales, maxima, DTYPE, RULE)
+    weights = Weights(
+        weight_map, up_map, bias, up_bias, layer_index, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS, BIAS_LAYER_STRIDE,
+        UP_BIAS_LAYER_STRIDE, GATE_LAYOUT, False,
+    )  # fmt: skip
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
+    SPREAD: gl.constexpr = 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS
+    blocks = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M, SPREAD)
+    rows = Rows(x_codes, x_map, X_STRIDE, GATHER)
     gl.warp_specialize(
         [
-            (consumer, (
-                0, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, x_scales, scales,
-                up_scales, y_out, y_scales, y_map, given, maxima, row_weight, layer_index, slot_of_row, num_slots, D, N,
-                NUM_EXPERTS, NUM_LAYERS, X_SCALE_STRIDE, X_GROUP, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GROUP, TOP_K,
-                GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, FAST, TRUSTED, STAGES,
-                DTYPE, RULE,
-            )),
-            (consumer, (
-                1, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, x_scales, scales,
-                up_scales, y_out, y_scales, y_map, given, maxima, row_weight, layer_index, slot_of_row, num_slots, D, N,
-                NUM_EXPERTS, NUM_LAYERS, X_SCALE_STRIDE, X_GROUP, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GROUP, TOP_K,
-                GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, FAST, TRUSTED, STAGES,
-                DTYPE, RULE,
-            )),
-            (producer, (
-                x_codes, x_map, weight_map, up_map, bias, up_bias, layer_index, group_sizes,
-                group_start, slot_of_row, schedule, counters, a_tiles, w_tiles, bias_tiles, None, ring, full, empty,
-                ring_full, ring_empty, num_blocks, num_rows, num_slots, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS,
-                X_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, False, COUNTER, STAGES,
-                GROUP_M, DEPTH, 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
-            )),
+            (consumer, (0, tiles, pipeline, factors, output, epilogue, weights, layout, GATHER)),
+            (consumer, (1, tiles, pipeline, factors, output, epilogue, weights, layout, GATHER)),
+            (producer, (tiles, pipeline, rows, weights, layout, blocks)),
         ],
         [4, PRODUCER_WARPS],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

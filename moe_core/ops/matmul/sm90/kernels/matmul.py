@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
+from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Rows, Schedule, Target, Tiles, Weights
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
@@ -33,8 +34,8 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     await_stage,
     await_tile,
     barrier,
-    hand_back,
-    hand_back_before,
+    release_previous_stage,
+    release_tile,
     skip_tile,
     tma_store,
 )
@@ -43,23 +44,35 @@ from moe_core.ops.matmul.sm90.kernels.quantize_epilogue import quantize_by, quan
 
 @gluon.jit
 def multiply(
-    accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH: gl.constexpr, GATHER: gl.constexpr,
-    IN_OUT: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, CHUNKS: gl.constexpr = 2,
+    accumulator, tiles, pipeline, stage, phase,
+    WHICH: gl.constexpr, IN_OUT: gl.constexpr, FIRST: gl.constexpr, CHUNKS: gl.constexpr = 2,
 ):  # fmt: skip
     """One stage; the one before it is free when this one's product has begun and its own is done.
 
     CHUNKS: of 64 rows, that a stage has room for.
     """
-    await_stage(full, stage, phase, GATHER)
-    weights = w_tiles.index(stage)
+    await_stage(pipeline, stage, phase)
+    weights = tiles.right.index(stage)
     if not IN_OUT:
         weights = weights.permute([1, 0])
-    accumulator = warpgroup_mma(a_tiles.index(CHUNKS * stage + WHICH), weights, accumulator, is_async=True)
+    accumulator = warpgroup_mma(tiles.left.index(CHUNKS * stage + WHICH), weights, accumulator, is_async=True)
     accumulator = warpgroup_mma_wait(num_outstanding=1, deps=[accumulator])
     if not FIRST:
-        hand_back_before(empty, stage, STAGES)
-    stage, phase = advance(stage, phase, STAGES)
+        release_previous_stage(pipeline, stage)
+    stage, phase = advance(stage, phase, pipeline.STAGES)
     return accumulator, stage, phase
+
+
+@gluon.jit
+def multiply_rest(
+    accumulator, tiles, pipeline, stage, phase,
+    WHICH: gl.constexpr, D: gl.constexpr, IN_OUT: gl.constexpr, CHUNKS: gl.constexpr = 2,
+):  # fmt: skip
+    """All stages of a tile but the first. The last one is not released yet."""
+    STEP: gl.constexpr = tiles.left.shape[2]
+    for _ in range(STEP, D, STEP):
+        accumulator, stage, phase = multiply(accumulator, tiles, pipeline, stage, phase, WHICH, IN_OUT, False, CHUNKS)
+    return warpgroup_mma_wait(num_outstanding=0, deps=[accumulator]), stage, phase
 
 
 @gluon.jit
@@ -73,14 +86,14 @@ def halves(accumulator, INTERLEAVED: gl.constexpr):
 
 
 @gluon.jit
-def activate_pairs(half, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
+def activate_pairs(half, epilogue):
     """The result of 128 interleaved columns: 64."""
     gate, up = gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))
-    return activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
+    return activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
 
 
 @gluon.jit
-def beside(left, right):
+def join_halves(left, right):
     """[left, right], 64 columns each."""
     return gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [ROWS, PIECE])
 
@@ -96,196 +109,181 @@ def add_bias(values, bias_row, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(
-    values, buffer, array, array_map, slot_of_row, start, rows, num_slots, column,
-    FIRST: gl.constexpr, WIDTH: gl.constexpr, END: gl.constexpr, SCATTER: gl.constexpr, TRUSTED: gl.constexpr, zero=0,
-):  # fmt: skip
-    """Write 64 x 128 or 64 x 64 values: as they lie by TMA, which clips columns, where all rows exist, else by row.
+def store_piece(values, buffer, target, layout, tile, column, FIRST: gl.constexpr, zero=0):
+    """Write 64 x 128 or 64 x 64 values from `column` on: by TMA, which clips columns, if all rows exist, else by row.
 
-    WIDTH: columns of a row of the array; END: the column to stop at, which is where array_map ends. zero: 0, but where
-    the compiler does not know it, it does not hold what is computed from it in registers from tile to tile.
+    zero: 0, but where the compiler does not know it, it does not hold what is computed from it in registers from tile
+    to tile.
     """
     COLUMNS: gl.constexpr = values.shape[1]
+    IN_ORDER: gl.constexpr = target.TRUSTED and target.SCATTER == "row"
     tma.store_wait(0)
     barrier()
     buffer.store(values.to(buffer.dtype))
     whole = False
-    if TRUSTED and SCATTER == "row":
-        whole = rows >= FIRST + ROWS
+    if IN_ORDER:
+        whole = tile.rows >= FIRST + ROWS
     if whole:
         fence_async_shared()
         barrier()
-        if array_map is not None:
-            BOX: gl.constexpr = array_map.block_type.shape[1]
+        if target.map is not None:
+            BOX: gl.constexpr = target.map.block_type.shape[1]
             if BOX == COLUMNS:
-                tma_store(array_map, [start + FIRST, column], buffer)
+                tma_store(target.map, [tile.start + FIRST, column], buffer)
             else:
                 for part in gl.static_range(0, COLUMNS, BOX):
-                    tma_store(array_map, [start + FIRST, column + part], buffer.slice(part, BOX, dim=1))
+                    tma_store(target.map, [tile.start + FIRST, column + part], buffer.slice(part, BOX, dim=1))
     else:
         barrier()
         # Where slots are read first, all at once; else in parts of one row per thread, which share their addresses.
         ACROSS: gl.constexpr = COLUMNS // 8
-        HEIGHT: gl.constexpr = 32 // ACROSS * gl.num_warps() if TRUSTED and SCATTER == "row" else ROWS
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
-        target = zero + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-        columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        HEIGHT: gl.constexpr = 32 // ACROSS * gl.num_warps() if IN_ORDER else ROWS
+        places: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
+        row = zero + gl.arange(0, HEIGHT, gl.SliceLayout(1, places))
+        columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, places))
         for above in gl.static_range(0, ROWS, HEIGHT):
-            cast = buffer.slice(above, HEIGHT, dim=0).load(layout)
-            first_row = start.to(gl.int64) + FIRST + above
-            exists = target < rows - FIRST - above
-            if SCATTER != "row" or not TRUSTED:
-                slots = gl.load(slot_of_row + first_row + target, mask=exists, other=-1)
-                exists = exists & (slots >= 0) & (slots < num_slots)
-            if (SCATTER == "row") or (SCATTER == "slot"):
-                if SCATTER == "slot":
+            cast = buffer.slice(above, HEIGHT, dim=0).load(places)
+            first_row = tile.start.to(gl.int64) + FIRST + above
+            exists = row < tile.rows - FIRST - above
+            if not IN_ORDER:
+                slots = gl.load(layout.slot_of_row + first_row + row, mask=exists, other=-1)
+                exists = exists & (slots >= 0) & (slots < layout.num_slots)
+            if (target.SCATTER == "row") or (target.SCATTER == "slot"):
+                if target.SCATTER == "slot":
                     first_row = 0
-                    target = slots.to(gl.int64)
-                pointers = array + first_row * WIDTH + target[:, None] * WIDTH + columns[None, :]
+                    row = slots.to(gl.int64)
+                pointers = target.array + first_row * target.WIDTH + row[:, None] * target.WIDTH + columns[None, :]
             else:
-                there, exists = slots_at(array, slots, exists, SCATTER)
+                there, exists = slots_at(target.array, slots, exists, target.SCATTER)
                 pointers = there[:, None] + columns[None, :]
-            mask = exists[:, None] & (columns < END)[None, :]
+            mask = exists[:, None] & (columns < target.END)[None, :]
             gl.store(pointers, cast, mask=mask)
 
 
 @gluon.jit
-def store_pre(
-    values, buffer, pre, pre_map, gate_map, start, rows, tile,
-    PART: gl.constexpr, FIRST: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-):  # fmt: skip
+def store_pre(values, buffer, tile, layout, epilogue, output, PART: gl.constexpr, FIRST: gl.constexpr):
     """Write the first or the last 128 columns of a tile of the pre-activation by layout row.
 
     They are neighbours, or those of the gate and those of up, which lie N further: a narrow last tile's gate columns
     would run into them, so they have a map of their own that ends there.
     """
-    WIDTH: gl.constexpr = N if GATE_LAYOUT is None else 2 * N
-    if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
-        column = tile * PIECE + PART * N
-        END: gl.constexpr = N + PART * N
-        array_map = gate_map if PART == 0 else pre_map
+    N: gl.constexpr = output.N
+    if (epilogue.GATE_LAYOUT == "halves") or (epilogue.GATE_LAYOUT == "separate"):
+        column = tile.column * PIECE + PART * N
+        array_map = output.gate_map if PART == 0 else output.pre_map
+        target = Target(output.pre, array_map, 2 * N, N + PART * N, "row", True)
     else:
-        column = tile * WIDE + PART * PIECE
-        END: gl.constexpr = WIDTH
-        array_map = pre_map
-    store_piece(values, buffer, pre, array_map, None, start, rows, 0, column, FIRST, WIDTH, END, "row", True)
+        WIDTH: gl.constexpr = N if epilogue.GATE_LAYOUT is None else 2 * N
+        column = tile.column * WIDE + PART * PIECE
+        target = Target(output.pre, output.pre_map, WIDTH, WIDTH, "row", True)
+    store_piece(values, buffer, target, layout, tile, column, FIRST)
 
 
 @gluon.jit
-def weigh(result, scale, layer_exists, STACKED: gl.constexpr):
+def store_result(result, buffer, tile, layout, output, column, FIRST: gl.constexpr, zero=0):
+    """Write 128 columns of y, or fewer."""
+    target = Target(output.y, output.y_map, output.N, output.N, output.SCATTER, output.TRUSTED)
+    store_piece(result, buffer, target, layout, tile, column, FIRST, zero)
+
+
+@gluon.jit
+def weigh(result, scale, layer_exists):
     """Row weights, and NaN for a layer outside the stack."""
     if scale is not None:
         result *= gl.convert_layout(scale, gl.SliceLayout(1, result.type.layout))[:, None]
-    if STACKED:
+    if layer_exists is not None:
         result = gl.where(layer_exists, result, float("nan"))
     return result
 
 
 @gluon.jit
-def finish(
-    first, last, bias_row, scale, layer_exists, buffer, y, y_map, pre, pre_map, gate_map, slot_of_row, start, rows,
-    num_slots, tile, FIRST: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
-    y_scales=None, DTYPE: gl.constexpr = None, RULE: gl.constexpr = None, zero=0, maxima=None,
-):  # fmt: skip
-    """Bias, [pre-activation cast and stored], activation, row weight, cast, store.
+def quantize(result, tile, epilogue, N: gl.constexpr, column, FIRST: gl.constexpr, zero):
+    """Codes of 128 columns of a gated result; or the result, whose maxima are found, cast to 16 bits."""
+    if epilogue.RULE == "given":
+        result = quantize_by(result.to(epilogue.DTYPE).to(gl.float32), epilogue.scales)
+    elif epilogue.scales is not None:
+        result = quantize_tile(result.to(epilogue.DTYPE).to(gl.float32), epilogue.scales, tile, FIRST, N, epilogue.RULE)
+    elif epilogue.maxima is not None:
+        result = result.to(epilogue.DTYPE)
+        raise_maxima(result, epilogue.maxima, tile.rows, column, FIRST, N, zero)
+    return result
 
-    y_scales, if not None: of gated activations' results, which are cast to DTYPE and quantised by RULE (`given`: to the
-    scale in y_scales); y: their codes. maxima, if not None: see `raise_maxima`; of results cast to DTYPE.
-    """
-    if GATE_LAYOUT is not None:
+
+@gluon.jit
+def finish(
+    first, last, bias_row, scale, layer_exists, buffer, tile, layout, epilogue, output, FIRST: gl.constexpr, zero=0
+):
+    """Bias, [pre-activation cast and stored], activation, row weight, cast, store. zero: see `store_piece`."""
+    if epilogue.GATE_LAYOUT is not None:
         first = add_bias(first, bias_row, 0)
-        if pre is not None:
-            store_pre(first, buffer, pre, pre_map, gate_map, start, rows, tile, 0, FIRST, N, GATE_LAYOUT)
+        if output.pre is not None:
+            store_pre(first, buffer, tile, layout, epilogue, output, 0, FIRST)
         # The activation is between two stores, so that it runs while the buffer of the first is read.
-        if y is not None and GATE_LAYOUT == "interleaved":
-            left = activate_pairs(first, ACTIVATION, ALPHA, LIMIT)
+        if output.y is not None and epilogue.GATE_LAYOUT == "interleaved":
+            left = activate_pairs(first, epilogue)
             last = add_bias(last, bias_row, PIECE)
-            result = beside(left, activate_pairs(last, ACTIVATION, ALPHA, LIMIT))
+            result = join_halves(left, activate_pairs(last, epilogue))
         else:
             last = add_bias(last, bias_row, PIECE)
-            if y is not None:
-                result = activate_gated(first, last, ACTIVATION, ALPHA, LIMIT)
-        if y is not None:
-            result = weigh(result, scale, layer_exists, STACKED)
-            if RULE == "given":
-                result = quantize_by(result.to(DTYPE).to(gl.float32), y_scales)
-            elif y_scales is not None:
-                result = quantize_tile(result.to(DTYPE).to(gl.float32), y_scales, start, rows, tile, FIRST, N, RULE)
-            elif maxima is not None:
-                result = result.to(DTYPE)
-                raise_maxima(result, maxima, rows, tile * PIECE, FIRST, N, zero)
-        if pre is not None:
-            store_pre(last, buffer, pre, pre_map, gate_map, start, rows, tile, 1, FIRST, N, GATE_LAYOUT)
-        if y is not None:
-            column = tile * PIECE
-            store_piece(
-                result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER, TRUSTED,
-                zero,
-            )  # fmt: skip
+            if output.y is not None:
+                result = activate_gated(first, last, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
+        if output.y is not None:
+            result = weigh(result, scale, layer_exists)
+            result = quantize(result, tile, epilogue, output.N, tile.column * PIECE, FIRST, zero)
+        if output.pre is not None:
+            store_pre(last, buffer, tile, layout, epilogue, output, 1, FIRST)
+        if output.y is not None:
+            store_result(result, buffer, tile, layout, output, tile.column * PIECE, FIRST, zero)
     else:
-        column = tile * WIDE
+        column = tile.column * WIDE
         for part in gl.static_range(2):
             result = add_bias(first if part == 0 else last, bias_row, part * PIECE)
-            if pre is not None:
-                store_pre(result, buffer, pre, pre_map, gate_map, start, rows, tile, part, FIRST, N, GATE_LAYOUT)
-            if y is not None:
-                if ACTIVATION is not None:
-                    result = activate(result, ACTIVATION)
-                result = weigh(result, scale, layer_exists, STACKED)
-                if maxima is not None:
-                    result = result.to(DTYPE)
-                    raise_maxima(result, maxima, rows, column, FIRST, N, zero)
-                store_piece(
-                    result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, FIRST, N, N, SCATTER,
-                    TRUSTED, zero,
-                )  # fmt: skip
+            if output.pre is not None:
+                store_pre(result, buffer, tile, layout, epilogue, output, part, FIRST)
+            if output.y is not None:
+                if epilogue.ACTIVATION is not None:
+                    result = activate(result, epilogue.ACTIVATION)
+                result = weigh(result, scale, layer_exists)
+                result = quantize(result, tile, epilogue, output.N, column, FIRST, zero)
+                store_result(result, buffer, tile, layout, output, column, FIRST, zero)
             column += PIECE
 
 
 @gluon.jit
-def consumer(
-    WHICH: gl.constexpr, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty,
-    y, y_map, pre, pre_map, gate_map, row_weight, layer_index, slot_of_row, num_slots,
-    D: gl.constexpr, N: gl.constexpr, NUM_LAYERS: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
-    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    BIASED: gl.constexpr, IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def consumer(WHICH: gl.constexpr, tiles, pipeline, output, epilogue, weights, layout):
+    """Multiply, finish and store 64 of the rows of each tile."""
     FIRST: gl.constexpr = WHICH * ROWS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    BIASED: gl.constexpr = (weights.bias is not None) or (weights.up_bias is not None)
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
-    _, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    _, layer_exists = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
+    layer_exists = layer_exists if weights.layer_index is not None else None
     while expert >= 0:
-        expert, start, rows, tile = await_tile(ring, ring_full, place, ring_phase)
-        if rows > FIRST:
-            if row_weight is not None:
+        tile = await_tile(pipeline, place, ring_phase)
+        expert = tile.expert
+        if tile.rows > FIRST:
+            if epilogue.row_weight is not None:
                 # The weights' addresses come from memory: asked for here, used after the first stage and at the end.
-                slots = gl.load(slot_of_row + start.to(gl.int64) + within, mask=within < rows, other=0)
-            accumulator = gl.zeros([ROWS, WIDE], gl.float32, layout)
+                slots = gl.load(layout.slot_of_row + tile.start.to(gl.int64) + within, mask=within < tile.rows, other=0)
+            accumulator = gl.zeros([ROWS, WIDE], gl.float32, sums)
             accumulator, stage, phase = multiply(
-                accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES, True
+                accumulator, tiles, pipeline, stage, phase, WHICH, weights.IN_OUT, True
             )
             scale = None
-            if row_weight is not None:
-                scale = gl.load(row_weight + gl.minimum(gl.maximum(slots, 0), num_slots - 1))
-            for _ in range(DEPTH, D, DEPTH):
-                accumulator, stage, phase = multiply(
-                    accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES, False
-                )
-            accumulator = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
-            hand_back_before(empty, stage, STAGES)
-            bias_row = bias_tiles.index(place) if BIASED else None
-            buffer = out_tiles.index(WHICH)
+            if epilogue.row_weight is not None:
+                scale = gl.load(epilogue.row_weight + gl.minimum(gl.maximum(slots, 0), layout.num_slots - 1))
+            accumulator, stage, phase = multiply_rest(
+                accumulator, tiles, pipeline, stage, phase, WHICH, weights.D, weights.IN_OUT
+            )
+            release_previous_stage(pipeline, stage)
+            bias_row = tiles.biases.index(place) if BIASED else None
+            buffer = tiles.results.index(WHICH)
             first, last = halves(accumulator, False)
-            finish(
-                first, last, bias_row, scale, layer_exists, buffer, y, y_map, pre, pre_map, gate_map, slot_of_row,
-                start, rows, num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TRUSTED,
-                layer_index is not None,
-            )  # fmt: skip
+            finish(first, last, bias_row, scale, layer_exists, buffer, tile, layout, epilogue, output, FIRST)
         elif expert >= 0:
-            stage, phase = skip_tile(full, empty, stage, phase, D, DEPTH, STAGES)
-        hand_back(ring_empty, place)
+            stage, phase = skip_tile(pipeline, stage, phase, weights.D, DEPTH)
+        release_tile(pipeline, place)
         place, ring_phase = advance(place, ring_phase, RING)
     tma.store_wait(0)
 
@@ -309,7 +307,6 @@ def matmul_ogs(
     `separate` as `halves`; y None: only that. TRUSTED: the layout is our own, all of whose rows have slots, as pre
     demands. N: output columns; WEIGHT_N: columns of one weight buffer. PDL: see `kernels.pdl`.
     """
-    BIASED: gl.constexpr = (bias is not None) or (up_bias is not None)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = weight_map.dtype
     a_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, DEPTH], swizzled)
@@ -317,29 +314,26 @@ def matmul_ogs(
     out_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, PIECE], swizzled)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bias_tiles = gl.allocate_shared_memory(gl.float32, [RING, WIDE], plain)
-    ring, full, empty, ring_full, ring_empty = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS)
+    pipeline = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS, GATHER != "row")
     if PDL is not None:
         join()
+    tiles = Tiles(a_tiles, w_tiles, bias_tiles, out_tiles)
+    output = Output(y, y_map, pre, pre_map, gate_map, N, SCATTER, TRUSTED)
+    epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+    weights = Weights(
+        weight_map, up_map, bias, up_bias, layer_index, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS, BIAS_LAYER_STRIDE,
+        UP_BIAS_LAYER_STRIDE, GATE_LAYOUT, IN_OUT,
+    )  # fmt: skip
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
+    SPREAD: gl.constexpr = 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS
+    blocks = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M, SPREAD)
+    rows = Rows(x, x_map, X_STRIDE, GATHER)
     gl.warp_specialize(
         [
-            (consumer, (
-                0, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map, pre,
-                pre_map, gate_map, row_weight, layer_index, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER,
-                GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
-            )),
-            (consumer, (
-                1, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map, pre,
-                pre_map, gate_map, row_weight, layer_index, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER,
-                GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
-            )),
-            (producer, (
-                x, x_map, weight_map, up_map, bias, up_bias, layer_index, group_sizes,
-                group_start, slot_of_row, schedule, counters, a_tiles, w_tiles, bias_tiles, None, ring, full, empty,
-                ring_full, ring_empty, num_blocks, num_rows, num_slots, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS,
-                X_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, IN_OUT, COUNTER, STAGES,
-                GROUP_M, DEPTH, 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
-            )),
+            (consumer, (0, tiles, pipeline, output, epilogue, weights, layout)),
+            (consumer, (1, tiles, pipeline, output, epilogue, weights, layout)),
+            (producer, (tiles, pipeline, rows, weights, layout, blocks)),
         ],
         [4, PRODUCER_WARPS],
         [208, 88],
-    )  # fmt: skip
+    )

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
+from moe_core.ops.common.kernels.aggregates import Pipeline, Tile
 from moe_core.ops.matmul.portable.kernel import rows_of_group, tile_of_program
 from moe_core.ops.routing.kernels.schedule import spread_block
 
@@ -38,105 +39,121 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def write_fact(ring, place, FACT: gl.constexpr, value):
+def write_fact(pipeline, place, FACT: gl.constexpr, value):
     """Put one of FACTS facts of a tile into its place of the ring."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    ring.index(place * FACTS + FACT).store(gl.full([1], 0, gl.int32, layout) + value)
+    pipeline.ring.index(place * FACTS + FACT).store(gl.full([1], 0, gl.int32, layout) + value)
 
 
 @gluon.jit
-def read_fact(ring, place, FACT: gl.constexpr):
-    """What `write_fact` put there, as a scalar."""
+def read_fact(pipeline, place, FACT: gl.constexpr):
+    """Return a fact of a tile as a scalar."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(ring.index(place * FACTS + FACT).load(layout), axis=0)
+    return gl.max(pipeline.ring.index(place * FACTS + FACT).load(layout), axis=0)
 
 
 @gluon.jit
-def announce(ring, ring_full, place, expert, start, rows, tile):
+def announce(pipeline, place, expert, start, rows, column):
     """Give the consumers a tile; expert -1: none is left."""
-    write_fact(ring, place, 0, expert)
-    write_fact(ring, place, 1, start)
-    write_fact(ring, place, 2, rows)
-    write_fact(ring, place, 3, tile)
+    write_fact(pipeline, place, 0, expert)
+    write_fact(pipeline, place, 1, start)
+    write_fact(pipeline, place, 2, rows)
+    write_fact(pipeline, place, 3, column)
     barrier()
-    mbarrier.arrive(ring_full.index(place), count=1)
+    mbarrier.arrive(pipeline.ring_full.index(place), count=1)
 
 
 @gluon.jit
-def locate_tile(
-    number, group_sizes, group_start, schedule, num_blocks, num_rows, TILES: gl.constexpr, HEIGHT: gl.constexpr,
-    GROUP_M: gl.constexpr, SPREAD: gl.constexpr = 1,
-):  # fmt: skip
-    """(whether there is a tile with that number, whether it is in use, expert, its first row, its rows, its blocks of
-    HEIGHT rows, row block, column tile).
+def read_facts(pipeline, place):
+    """Return the facts of the tile at a place of the ring, which this consumer has not released."""
+    expert, start = read_fact(pipeline, place, 0), read_fact(pipeline, place, 1)
+    return expert, start, read_fact(pipeline, place, 2), read_fact(pipeline, place, 3)
 
-    What is not in use is the first tile of an expert, whose addresses exist. SPREAD: sections of an expert whose blocks
-    take turns.
+
+@gluon.jit
+def await_facts(pipeline, place, ring_phase):
+    """Return the facts of the next tile once it is announced."""
+    mbarrier.wait(pipeline.ring_full.index(place), ring_phase)
+    return read_facts(pipeline, place)
+
+
+@gluon.jit
+def await_tile(pipeline, place, ring_phase):
+    """Return the next `Tile` once it is announced."""
+    expert, start, rows, column = await_facts(pipeline, place, ring_phase)
+    return Tile(expert, start, rows, column)
+
+
+@gluon.jit
+def release_tile(pipeline, place):
+    """Give the producer back a place of the ring that this consumer has read."""
+    barrier()
+    mbarrier.arrive(pipeline.ring_empty.index(place), count=1)
+
+
+@gluon.jit
+def locate_tile(number, layout, schedule, TILES: gl.constexpr, HEIGHT: gl.constexpr):
+    """Return (is a tile left, does it exist, expert, the expert's first row, rows and blocks, row block, column tile)
+    of tile `number`. Blocks have HEIGHT rows, rows of blocks TILES column tiles.
+
+    A tile that does not exist has the addresses of the first one of an expert.
     """
     # An expert's blocks follow each other in the schedule. Neighbouring tiles are the same columns of one expert, so
     # that blocks which start together read the same weights while those are in the L2 cache.
-    within = number < num_blocks * TILES
+    within = number < schedule.num_blocks * TILES
     row = gl.where(within, number, 0) // TILES
-    expert = gl.load(schedule + 2 * row.to(gl.int64) + 1)
-    expert_block = gl.load(schedule + 2 * row.to(gl.int64))
+    expert = gl.load(schedule.schedule + 2 * row.to(gl.int64) + 1)
+    expert_block = gl.load(schedule.schedule + 2 * row.to(gl.int64))
     # Idle rows are a schedule's last ones: behind the first of them there is no tile.
     left = within & (expert >= 0)
-    start, size = rows_of_group(group_sizes, group_start, gl.maximum(expert, 0), num_rows, "")
+    start, size = rows_of_group(layout.group_sizes, layout.group_start, gl.maximum(expert, 0), layout.num_rows, "")
     blocks = gl.maximum((size + HEIGHT - 1) // HEIGHT, 1)
     # What a group that starts too late lacks rows for has no tile.
     exists = left & (expert_block < blocks)
     place = number - (row - expert_block) * TILES
-    block, tile = tile_of_program(gl.where(exists, place, 0), blocks, TILES, GROUP_M)
-    if SPREAD > 1:
-        block = spread_block(block, blocks, SPREAD)
-    return left, exists, expert, start, size, blocks, block, tile
+    block, column = tile_of_program(gl.where(exists, place, 0), blocks, TILES, schedule.GROUP_M)
+    if schedule.SPREAD > 1:
+        block = spread_block(block, blocks, schedule.SPREAD)
+    return left, exists, expert, start, size, blocks, block, column
 
 
 @gluon.jit
-def await_tile(ring, ring_full, place, ring_phase):
-    """The facts of the next tile, once it is announced: expert, first row, rows, column tile."""
-    mbarrier.wait(ring_full.index(place), ring_phase)
-    return read_fact(ring, place, 0), read_fact(ring, place, 1), read_fact(ring, place, 2), read_fact(ring, place, 3)
-
-
-@gluon.jit
-def await_stage(full, stage, phase, GATHER: gl.constexpr):
+def await_stage(pipeline, stage, phase):
     """Wait until a stage is loaded."""
-    mbarrier.wait(full.index(stage), phase)
-    if GATHER != "row":
+    mbarrier.wait(pipeline.full.index(stage), phase)
+    if pipeline.COPIED:
         # Rows came through the generic proxy (cp.async), the product reads through the asynchronous one.
         fence_async_shared()
 
 
 @gluon.jit
-def hand_back(empty, place):
-    """Give the producer a stage, or a place of the ring, that this consumer has read."""
+def release_stage(pipeline, stage):
+    """Give the producer back a stage that this consumer has read."""
     barrier()
-    mbarrier.arrive(empty.index(place), count=1)
+    mbarrier.arrive(pipeline.empty.index(stage), count=1)
 
 
 @gluon.jit
-def hand_back_before(empty, stage, STAGES: gl.constexpr):
-    """`hand_back` of the stage before one."""
-    barrier()
-    mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+def release_previous_stage(pipeline, stage):
+    """Release the stage before `stage`."""
+    release_stage(pipeline, gl.where(stage == 0, pipeline.STAGES - 1, stage - 1))
 
 
 @gluon.jit
-def skip_tile(full, empty, stage, phase, D: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
-    """Of a tile without rows for this consumer: only hand the stages back."""
+def skip_tile(pipeline, stage, phase, D: gl.constexpr, STEP: gl.constexpr):
+    """Release the stages of a tile that has no rows for this consumer."""
     for _ in range(0, D, STEP):
-        mbarrier.wait(full.index(stage), phase)
-        hand_back(empty, stage)
-        stage, phase = advance(stage, phase, STAGES)
+        mbarrier.wait(pipeline.full.index(stage), phase)
+        release_stage(pipeline, stage)
+        stage, phase = advance(stage, phase, pipeline.STAGES)
     return stage, phase
 
 
 @gluon.jit
-def allocate_pipeline(STAGES: gl.constexpr, COPYING_WARPS: gl.constexpr):
-    """(ring, full, empty, ring_full, ring_empty) of a producer and two consumers.
+def allocate_pipeline(STAGES: gl.constexpr, COPYING_WARPS: gl.constexpr, COPIED: gl.constexpr):
+    """Return the `Pipeline` of a producer and two consumers.
 
-    A stage is full when the announced bytes are there and every thread of COPYING_WARPS has copied its own.
+    A stage is full when the announced bytes are there and every thread of COPYING_WARPS has copied its part.
     """
     ring = gl.allocate_shared_memory(gl.int32, [RING * FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -151,4 +168,4 @@ def allocate_pipeline(STAGES: gl.constexpr, COPYING_WARPS: gl.constexpr):
         mbarrier.init(ring_empty.index(i), count=2)
     fence_async_shared()
     barrier()
-    return ring, full, empty, ring_full, ring_empty
+    return Pipeline(ring, full, empty, ring_full, ring_empty, STAGES, COPIED)

@@ -13,7 +13,7 @@ from moe_core.ops.quantize.kernels.rows import (
 
 
 @gluon.jit
-def quantize_tile(values, scales, start, rows, tile, FIRST: gl.constexpr, N: gl.constexpr, RULE: gl.constexpr):
+def quantize_tile(values, scales, tile, FIRST: gl.constexpr, N: gl.constexpr, RULE: gl.constexpr):
     """Rows times 128 columns of fp32 numbers, which a result of 16 bits can hold: e4m3 numbers, with a scale for each
     row's 128 columns; writes these.
 
@@ -24,7 +24,7 @@ def quantize_tile(values, scales, start, rows, tile, FIRST: gl.constexpr, N: gl.
     layout: gl.constexpr = gl.SliceLayout(1, values.type.layout)
     bits = magnitude_bits(values)
     if N % WIDTH != 0:
-        columns = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, values.type.layout))
+        columns = tile.column * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, values.type.layout))
         bits = gl.where((columns < N)[None, :], bits, 0)
     bits = gl.max(bits, axis=1)
     usable = bits < 0x7F800000
@@ -33,8 +33,8 @@ def quantize_tile(values, scales, start, rows, tile, FIRST: gl.constexpr, N: gl.
     if RULE == "power_of_two":
         scale = up_to_power_of_two(scale).to(gl.float32, bitcast=True)
     within = FIRST + gl.arange(0, ROWS, layout)
-    places = scales + (start.to(gl.int64) + within) * ((N + WIDTH - 1) // WIDTH) + tile
-    gl.store(places, gl.where(usable, scale, float("nan")), mask=within < rows)
+    places = scales + (tile.start.to(gl.int64) + within) * ((N + WIDTH - 1) // WIDTH) + tile.column
+    gl.store(places, gl.where(usable, scale, float("nan")), mask=within < tile.rows)
     reciprocal = gl.div_rn(gl.full([ROWS], 1.0, gl.float32, layout), scale)
     codes = gl.where(usable[:, None], refined_quotient(values, scale[:, None], reciprocal[:, None]), 0.0)
     return codes.to(gl.float8e4nv)

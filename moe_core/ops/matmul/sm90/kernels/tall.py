@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
+from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Rows, Schedule, Tiles, Weights
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.exchange.kernels.addresses import SECTIONS
@@ -28,7 +29,8 @@ from moe_core.ops.matmul.sm90.kernels.matmul import (
     finish,
     halves,
     multiply,
-    store_piece,
+    multiply_rest,
+    store_result,
     weigh,
 )
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
@@ -45,32 +47,31 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     allocate_pipeline,
     await_stage,
     await_tile,
-    hand_back,
-    hand_back_before,
+    release_previous_stage,
+    release_tile,
     skip_tile,
 )
 
 
 @gluon.jit
 def multiply_tall(
-    accumulator, third, a_tiles, w_tiles, full, empty, stage, phase, WHICH: gl.constexpr, GATHER: gl.constexpr,
-    IN_OUT: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
+    accumulator, third, tiles, pipeline, stage, phase, WHICH: gl.constexpr, IN_OUT: gl.constexpr, FIRST: gl.constexpr
+):
     """One stage of this consumer's 64 rows and of half of the columns of the third 64; see `multiply`."""
-    await_stage(full, stage, phase, GATHER)
-    weights = w_tiles.index(stage)
+    await_stage(pipeline, stage, phase)
+    weights = tiles.right.index(stage)
     if IN_OUT:
         half = weights.slice(WHICH * PIECE, PIECE, dim=1)
     else:
         half = weights.slice(WHICH * PIECE, PIECE, dim=0).permute([1, 0])
         weights = weights.permute([1, 0])
-    accumulator = warpgroup_mma(a_tiles.index(CHUNKS * stage + WHICH), weights, accumulator, is_async=True)
-    third = warpgroup_mma(a_tiles.index(CHUNKS * stage + 2), half, third, is_async=True)
+    accumulator = warpgroup_mma(tiles.left.index(CHUNKS * stage + WHICH), weights, accumulator, is_async=True)
+    third = warpgroup_mma(tiles.left.index(CHUNKS * stage + 2), half, third, is_async=True)
     # Two products of this stage may be under way, none of the one before.
     accumulator, third = warpgroup_mma_wait(num_outstanding=2, deps=[accumulator, third])
     if not FIRST:
-        hand_back_before(empty, stage, STAGES)
-    stage, phase = advance(stage, phase, STAGES)
+        release_previous_stage(pipeline, stage)
+    stage, phase = advance(stage, phase, pipeline.STAGES)
     return accumulator, third, stage, phase
 
 
@@ -84,109 +85,96 @@ def panel_halves(values):
 
 
 @gluon.jit
-def finish_third(
-    third, bias_row, scale, layer_exists, buffer, y, y_map, slot_of_row, start, rows, num_slots, tile,
-    WHICH: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TRUSTED: gl.constexpr, STACKED: gl.constexpr,
-):  # fmt: skip
+def finish_third(third, bias_row, scale, layer_exists, buffer, tile, layout, epilogue, output, WHICH: gl.constexpr):
     """Bias, activation, row weight, cast and store of this consumer's half of the third chunk."""
-    if GATE_LAYOUT is None:
-        column = tile * WIDE + WHICH * PIECE
+    if epilogue.GATE_LAYOUT is None:
+        column = tile.column * WIDE + WHICH * PIECE
         result = add_bias(third, bias_row, WHICH * PIECE)
-        if ACTIVATION is not None:
-            result = activate(result, ACTIVATION)
+        if epilogue.ACTIVATION is not None:
+            result = activate(result, epilogue.ACTIVATION)
     else:
         # Half as wide: the other consumer stores the other panel.
         buffer = buffer.slice(0, PANEL, dim=1)
-        column = tile * PIECE + WHICH * PANEL
-        if GATE_LAYOUT == "interleaved":
-            result = activate_pairs(add_bias(third, bias_row, WHICH * PIECE), ACTIVATION, ALPHA, LIMIT)
+        column = tile.column * PIECE + WHICH * PANEL
+        if epilogue.GATE_LAYOUT == "interleaved":
+            result = activate_pairs(add_bias(third, bias_row, WHICH * PIECE), epilogue)
         else:
             gate, up = panel_halves(third)
             gate = add_bias(gate, bias_row, WHICH * PANEL)
             up = add_bias(up, bias_row, PIECE + WHICH * PANEL)
-            result = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
-    result = weigh(result, scale, layer_exists, STACKED)
-    store_piece(
-        result, buffer, y, y_map, slot_of_row, start, rows, num_slots, column, 2 * ROWS, N, N, SCATTER, TRUSTED,
-        tile >> 31,
-    )  # fmt: skip
+            result = activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
+    result = weigh(result, scale, layer_exists)
+    store_result(result, buffer, tile, layout, output, column, 2 * ROWS, tile.column >> 31)
 
 
 @gluon.jit
-def consumer(
-    WHICH: gl.constexpr, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty,
-    y, y_map, row_weight, layer_index, slot_of_row, num_slots,
-    D: gl.constexpr, N: gl.constexpr, NUM_LAYERS: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
-    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    BIASED: gl.constexpr, IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def load_scales(slots, third_slots, row_weight, num_slots):
+    """Row weights of this consumer's rows and of the third chunk's."""
+    scale = gl.load(row_weight + gl.minimum(gl.maximum(slots, 0), num_slots - 1))
+    return scale, gl.load(row_weight + gl.minimum(gl.maximum(third_slots, 0), num_slots - 1))
+
+
+@gluon.jit
+def consumer(WHICH: gl.constexpr, tiles, pipeline, output, epilogue, weights, layout):
+    """Multiply, finish and store 64 of the rows of each tile, and half of the columns of its third 64 rows."""
     FIRST: gl.constexpr = WHICH * ROWS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    third_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
-    within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    third_within = 2 * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, third_layout))
+    BIASED: gl.constexpr = (weights.bias is not None) or (weights.up_bias is not None)
+    IN_OUT: gl.constexpr = weights.IN_OUT
+    WEIGHTED: gl.constexpr = epilogue.row_weight is not None
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    third_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
+    third_within = 2 * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, third_sums))
     stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
-    _, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    _, layer_exists = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
+    layer_exists = layer_exists if weights.layer_index is not None else None
     while expert >= 0:
-        expert, start, rows, tile = await_tile(ring, ring_full, place, ring_phase)
-        if rows > FIRST:
+        tile = await_tile(pipeline, place, ring_phase)
+        expert = tile.expert
+        if tile.rows > FIRST:
             scale, third_scale = None, None
-            if row_weight is not None:
+            if WEIGHTED:
                 # The weights' addresses come from memory: asked for here, used after the first stage and at the end.
-                slots = slot_of_row + start.to(gl.int64)
-                third_slots = gl.load(slots + third_within, mask=third_within < rows, other=0)
-                slots = gl.load(slots + within, mask=within < rows, other=0)
+                slots = layout.slot_of_row + tile.start.to(gl.int64)
+                third_slots = gl.load(slots + third_within, mask=third_within < tile.rows, other=0)
+                slots = gl.load(slots + within, mask=within < tile.rows, other=0)
                 scale, third_scale = slots.to(gl.float32), third_slots.to(gl.float32)
-            accumulator = gl.zeros([ROWS, WIDE], gl.float32, layout)
-            third = gl.zeros([ROWS, PIECE], gl.float32, third_layout)
-            if rows > 2 * ROWS:
+            accumulator = gl.zeros([ROWS, WIDE], gl.float32, sums)
+            third = gl.zeros([ROWS, PIECE], gl.float32, third_sums)
+            if tile.rows > 2 * ROWS:
                 accumulator, third, stage, phase = multiply_tall(
-                    accumulator, third, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES, True
+                    accumulator, third, tiles, pipeline, stage, phase, WHICH, IN_OUT, True
                 )
-                if row_weight is not None:
-                    scale = gl.load(row_weight + gl.minimum(gl.maximum(slots, 0), num_slots - 1))
-                    third_scale = gl.load(row_weight + gl.minimum(gl.maximum(third_slots, 0), num_slots - 1))
-                for _ in range(DEPTH, D, DEPTH):
+                if WEIGHTED:
+                    scale, third_scale = load_scales(slots, third_slots, epilogue.row_weight, layout.num_slots)
+                for _ in range(DEPTH, weights.D, DEPTH):
                     accumulator, third, stage, phase = multiply_tall(
-                        accumulator, third, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES,
-                        False,
-                    )  # fmt: skip
+                        accumulator, third, tiles, pipeline, stage, phase, WHICH, IN_OUT, False
+                    )
                 accumulator, third = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator, third])
             else:
                 accumulator, stage, phase = multiply(
-                    accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES, True,
-                    CHUNKS,
-                )  # fmt: skip
-                if row_weight is not None:
-                    scale = gl.load(row_weight + gl.minimum(gl.maximum(slots, 0), num_slots - 1))
-                    third_scale = gl.load(row_weight + gl.minimum(gl.maximum(third_slots, 0), num_slots - 1))
-                for _ in range(DEPTH, D, DEPTH):
-                    accumulator, stage, phase = multiply(
-                        accumulator, a_tiles, w_tiles, full, empty, stage, phase, WHICH, GATHER, IN_OUT, STAGES, False,
-                        CHUNKS,
-                    )  # fmt: skip
-                accumulator = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
-            hand_back_before(empty, stage, STAGES)
-            bias_row = bias_tiles.index(place) if BIASED else None
-            if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
+                    accumulator, tiles, pipeline, stage, phase, WHICH, IN_OUT, True, CHUNKS
+                )
+                if WEIGHTED:
+                    scale, third_scale = load_scales(slots, third_slots, epilogue.row_weight, layout.num_slots)
+                accumulator, stage, phase = multiply_rest(
+                    accumulator, tiles, pipeline, stage, phase, WHICH, weights.D, IN_OUT, CHUNKS
+                )
+            release_previous_stage(pipeline, stage)
+            bias_row = tiles.biases.index(place) if BIASED else None
+            if (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate"):
                 first, last = panel_halves(accumulator)
             else:
                 first, last = halves(accumulator, False)
-            buffer = out_tiles.index(WHICH)
-            finish(
-                first, last, bias_row, scale, layer_exists, buffer, y, y_map, None, None, None, slot_of_row, start,
-                rows, num_slots, tile, FIRST, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TRUSTED,
-                layer_index is not None, zero=tile >> 31,
-            )  # fmt: skip
-            if rows > 2 * ROWS:
-                finish_third(
-                    third, bias_row, third_scale, layer_exists, buffer, y, y_map, slot_of_row, start, rows, num_slots,
-                    tile, WHICH, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, TRUSTED, layer_index is not None,
-                )  # fmt: skip
+            buffer = tiles.results.index(WHICH)
+            zero = tile.column >> 31
+            finish(first, last, bias_row, scale, layer_exists, buffer, tile, layout, epilogue, output, FIRST, zero)
+            if tile.rows > 2 * ROWS:
+                finish_third(third, bias_row, third_scale, layer_exists, buffer, tile, layout, epilogue, output, WHICH)
         elif expert >= 0:
-            stage, phase = skip_tile(full, empty, stage, phase, D, DEPTH, STAGES)
-        hand_back(ring_empty, place)
+            stage, phase = skip_tile(pipeline, stage, phase, weights.D, DEPTH)
+        release_tile(pipeline, place)
         place, ring_phase = advance(place, ring_phase, RING)
     tma.store_wait(0)
 
@@ -206,7 +194,6 @@ def matmul_ogs(
 
     Boxes of weight_map and up_map are PANEL columns wide where gate and up lie apart, those of y_map where y is gated.
     """
-    BIASED: gl.constexpr = (bias is not None) or (up_bias is not None)
     # Of 504, which is what 384 threads start with, 168 each: a producer that gathers has addresses to compute.
     PRODUCER_REGISTERS: gl.constexpr = 24 if GATHER == "row" else 40
     CONSUMER_REGISTERS: gl.constexpr = (504 - PRODUCER_REGISTERS) // 2
@@ -218,29 +205,26 @@ def matmul_ogs(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bias_tiles = gl.allocate_shared_memory(gl.float32, [RING + 1, WIDE], plain)
     row_lists = gl.allocate_shared_memory(gl.int32, [RING, ROOM], plain)
-    ring, full, empty, ring_full, ring_empty = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS)
+    pipeline = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS, GATHER != "row")
     if PDL is not None:
         join()
+    tiles = Tiles(a_tiles, w_tiles, bias_tiles, out_tiles, row_lists)
+    output = Output(y, y_map, None, None, None, N, SCATTER, TRUSTED)
+    epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+    weights = Weights(
+        weight_map, up_map, bias, up_bias, layer_index, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS, BIAS_LAYER_STRIDE,
+        UP_BIAS_LAYER_STRIDE, GATE_LAYOUT, IN_OUT,
+    )  # fmt: skip
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
+    SPREAD: gl.constexpr = 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS
+    blocks = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M, SPREAD)
+    rows = Rows(x, x_map, X_STRIDE, GATHER)
     gl.warp_specialize(
         [
-            (consumer, (
-                0, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map,
-                row_weight, layer_index, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER,
-                GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
-            )),
-            (consumer, (
-                1, a_tiles, w_tiles, bias_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, y, y_map,
-                row_weight, layer_index, slot_of_row, num_slots, D, N, NUM_LAYERS, GATHER, SCATTER,
-                GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BIASED, IN_OUT, TRUSTED, STAGES,
-            )),
-            (producer, (
-                x, x_map, weight_map, up_map, bias, up_bias, layer_index, group_sizes,
-                group_start, slot_of_row, schedule, counters, a_tiles, w_tiles, bias_tiles, row_lists, ring, full,
-                empty, ring_full, ring_empty, num_blocks, num_rows, num_slots, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS,
-                X_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, GATE_LAYOUT, IN_OUT, COUNTER, STAGES,
-                GROUP_M, DEPTH, 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
-            )),
+            (consumer, (0, tiles, pipeline, output, epilogue, weights, layout)),
+            (consumer, (1, tiles, pipeline, output, epilogue, weights, layout)),
+            (producer, (tiles, pipeline, rows, weights, layout, blocks)),
         ],
         [4, PRODUCER_WARPS],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

@@ -7,10 +7,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from moe_core.ops.common.kernels.aggregates import Tile
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
     CHUNKS,
     DEPTH,
     PANEL,
+    RING,
     ROOM,
     ROWS,
     WIDE,
@@ -37,79 +39,62 @@ def read_rows(places, layout: gl.constexpr):
 
 
 @gluon.jit
-def take_tile(
-    row_list, next_biases, bias, up_bias, layer_number, group_sizes, group_start, slot_of_row, schedule, counters,
-    num_blocks, num_rows, num_slots, N: gl.constexpr, WEIGHT_N: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
-    UP_BIAS_LAYER_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
-    COUNTER: gl.constexpr, GROUP_M: gl.constexpr, SPREAD: gl.constexpr,
-):  # fmt: skip
-    """What `producer.take_tile` returns, without rows of x and biases, which wait in shared memory.
+def take_tile(tiles, place, x, weights, layer_number, layout, schedule):
+    """Return what `producer.take_tile` returns, but 0 for rows of x and biases, which go to shared memory.
 
-    row_list int32 `[ROOM]` gets the rows of x, -1 behind the last one; next_biases fp32 `[WIDE]` those of the tile.
+    The list of rows at `place` gets the rows of x, -1 behind the last one; the last bias tile gets the biases.
     """
-    left, exists, expert, start, size, blocks, block, tile = next_tile(
-        group_sizes, group_start, schedule, counters, num_blocks, num_rows, N, GATE_LAYOUT, COUNTER, GROUP_M,
-        CHUNKS * ROWS, SPREAD,
-    )  # fmt: skip
+    left, exists, expert, start, size, blocks, block, column = next_tile(weights, layout, schedule, CHUNKS * ROWS)
     first, rows = even_block(size, block, blocks, ROWS, CHUNKS)
     start += first
     rows = gl.where(exists, rows, 0)
-    if (bias is not None) or (up_bias is not None):
-        biases = bias_tile(
-            bias, up_bias, layer_number.to(gl.int64), gl.maximum(expert, 0), tile, N, WEIGHT_N, BIAS_LAYER_STRIDE,
-            UP_BIAS_LAYER_STRIDE, GATE_LAYOUT,
-        )  # fmt: skip
-    if GATHER != "row":
+    if (weights.bias is not None) or (weights.up_bias is not None):
+        biases = bias_tile(weights, layer_number.to(gl.int64), gl.maximum(expert, 0), column)
+    if x.GATHER != "row":
         places = gl.arange(0, ROOM, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         within = row_of_place(places)
-        slots = gl.load(slot_of_row + start.to(gl.int64) + within, mask=within < rows, other=0)
+        slots = gl.load(layout.slot_of_row + start.to(gl.int64) + within, mask=within < rows, other=0)
         # The arrays of a layout may come from anywhere: no value in them may lead outside x.
-        slots = gl.minimum(gl.maximum(slots, 0), num_slots - 1)
-        numbers = slots // TOP_K if GATHER == "token" else slots
-        row_list.store(gl.where(within < rows, numbers, -1))
-    if (bias is not None) or (up_bias is not None):
-        next_biases.store(biases)
-    return gl.where(left, gl.where(rows > 0, expert, -1), -2), start, rows, tile, 0, 0, 0
+        slots = gl.minimum(gl.maximum(slots, 0), layout.num_slots - 1)
+        numbers = slots // layout.TOP_K if x.GATHER == "token" else slots
+        tiles.row_lists.index(place).store(gl.where(within < rows, numbers, -1))
+    if (weights.bias is not None) or (weights.up_bias is not None):
+        tiles.biases.index(RING).store(biases)
+    expert = gl.where(left, gl.where(rows > 0, expert, -1), -2)
+    return Tile(expert, start, rows, column), 0, 0, 0
 
 
 @gluon.jit
-def load_steps(
-    x, x_map, weight_map, up_map, a_tiles, w_tiles, row_list, full, empty, stage, phase, group, start, rows, tile,
-    FROM: gl.constexpr, TO: gl.constexpr, D: gl.constexpr, N: gl.constexpr, WEIGHT_N: gl.constexpr,
-    X_STRIDE: gl.constexpr, GATHER: gl.constexpr, GATE_LAYOUT: gl.constexpr, IN_OUT: gl.constexpr,
-    STAGES: gl.constexpr, STEP: gl.constexpr,
-):  # fmt: skip
+def load_steps(tiles, pipeline, x, weights, row_list, tile, group, stage, phase, FROM: gl.constexpr, TO: gl.constexpr):
     """Load the part FROM .. TO of a tile's reduction as stages become free."""
     # FROM, which the compiler does not know: it would hold addresses for it, in registers of the consumers.
-    first = FROM + 8 * gl.minimum(rows, 0) if FROM > 0 else 0
+    first = FROM + 8 * gl.minimum(tile.rows, 0) if FROM > 0 else 0
     BYTES: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
-    for k in range(first, TO, STEP):
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        ready = full.index(stage)
-        if GATHER != "row":
+    for k in range(first, TO, DEPTH):
+        mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)
+        ready = pipeline.full.index(stage)
+        if x.GATHER != "row":
             mbarrier.expect(ready, WIDE * BYTES)
-        elif rows > 2 * ROWS:
+        elif tile.rows > 2 * ROWS:
             mbarrier.expect(ready, (WIDE + 3 * ROWS) * BYTES)
-        elif rows > ROWS:
+        elif tile.rows > ROWS:
             mbarrier.expect(ready, (WIDE + 2 * ROWS) * BYTES)
         else:
             mbarrier.expect(ready, (WIDE + ROWS) * BYTES)
-        load_weights(
-            weight_map, up_map, w_tiles, ready, stage, group, tile, k, D, N, WEIGHT_N, GATE_LAYOUT, IN_OUT, PANEL
-        )
+        load_weights(weights, tiles, ready, stage, group, tile.column, k, PANEL)
         for chunk in gl.static_range(CHUNKS):
-            a_tile = a_tiles.index(CHUNKS * stage + chunk)
-            exists = rows > chunk * ROWS
-            if GATHER == "row":
-                tma_load(x_map, [start + chunk * ROWS, k], ready, a_tile, pred=exists)
+            buffer = tiles.left.index(CHUNKS * stage + chunk)
+            exists = tile.rows > chunk * ROWS
+            if x.GATHER == "row":
+                tma_load(x.map, [tile.start + chunk * ROWS, k], ready, buffer, pred=exists)
             elif exists:
                 # Rows that do not exist are zeros: they cost no reads, and products with zeros cost less energy.
                 numbers = read_rows(row_list.slice(chunk * ROWS, ROWS), gl.SliceLayout(1, layout))
-                pointers = x + k + gl.maximum(numbers, 0).to(gl.int64)[:, None] * X_STRIDE + columns[None, :]
-                row_load(a_tile, pointers, mask=(numbers >= 0)[:, None])
-        if GATHER != "row":
+                pointers = x.values + k + gl.maximum(numbers, 0).to(gl.int64)[:, None] * x.STRIDE + columns[None, :]
+                row_load(buffer, pointers, mask=(numbers >= 0)[:, None])
+        if x.GATHER != "row":
             async_copy.mbarrier_arrive(ready, increment_count=False)
-        stage, phase = advance(stage, phase, STAGES)
+        stage, phase = advance(stage, phase, pipeline.STAGES)
     return stage, phase

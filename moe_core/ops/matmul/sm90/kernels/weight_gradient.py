@@ -20,6 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from moe_core.ops.common.kernels.aggregates import (
+    Array,
+    Constant,
+    Descriptor,
+    Layout,
+    Number,
+    Rows,
+    Tiles,
+    aggregate,
+)
 from moe_core.ops.matmul.portable.kernel import source_rows, tile_of_program
 from moe_core.ops.matmul.sm90.kernels.matmul import halves
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
@@ -32,26 +42,46 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     advance,
     allocate_pipeline,
     announce,
+    await_facts,
     await_stage,
-    await_tile,
     barrier,
-    hand_back,
-    hand_back_before,
+    release_previous_stage,
+    release_tile,
     row_load,
     tma_load,
     tma_store,
 )
 
 
+@aggregate
+class Gradients:
+    """Gradients `[M, N]` of the groups' weights: their TMA descriptor as one matrix, and the sums of right's rows."""
+
+    map: Descriptor
+    bias: Array
+    NUM_GROUPS: Constant
+    M: Constant
+    N: Constant
+
+
+@aggregate
+class Part:
+    """The part of a gradient from row m and column n on, of a group with `size` rows from row `start` on."""
+
+    start: Number
+    size: Number
+    m: Number
+    n: Number
+
+
 @gluon.jit
-def copy_rows(
-    values, buffer, rows, slots, exists, first, end, COLUMNS: gl.constexpr, STRIDE: gl.constexpr,
-    GATHER: gl.constexpr, TOP_K: gl.constexpr,
-):  # fmt: skip
-    """cp.async of 64 rows x COLUMNS of `values` from column `first`; zeros from column `end` and in rows not there."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    columns = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    pointers = values + source_rows(rows, slots, GATHER, TOP_K).to(gl.int64)[:, None] * STRIDE + columns[None, :]
+def copy_rows(side, buffer, rows, slots, exists, first, end, TOP_K: gl.constexpr):
+    """cp.async of 64 rows of a side from column `first` on; zeros from column `end` and in rows not there."""
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    places: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    columns = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, places))
+    source = source_rows(rows, slots, side.GATHER, TOP_K).to(gl.int64)
+    pointers = side.values + side.START + source[:, None] * side.STRIDE + columns[None, :]
     row_load(buffer, pointers, mask=exists[:, None] & (columns < end)[None, :])
 
 
@@ -63,30 +93,27 @@ def bounds(start, size, num_rows):
 
 
 @gluon.jit
-def first_slots(slot_of_row, start, size, num_rows, within):
+def first_slots(layout, start, size, within):
     """Of a group's first rows."""
-    start, size = bounds(start, size, num_rows)
-    return gl.load(slot_of_row + start + within, mask=within < size, other=-1)
+    start, size = bounds(start, size, layout.num_rows)
+    return gl.load(layout.slot_of_row + start + within, mask=within < size, other=-1)
 
 
 @gluon.jit
-def load_tile(
-    left, left_map, right, right_map, slot_of_row, a_tiles, b_tiles, full, empty, stage, phase, start, size, m, n,
-    next_start, next_size, next_slots, num_rows, num_slots, M: gl.constexpr, N: gl.constexpr,
-    LEFT_STRIDE: gl.constexpr, RIGHT_STRIDE: gl.constexpr, LEFT_START: gl.constexpr, RIGHT_START: gl.constexpr,
-    LEFT_GATHER: gl.constexpr, RIGHT_GATHER: gl.constexpr, TOP_K: gl.constexpr, STAGES: gl.constexpr,
-    SUMS: gl.constexpr,
-):  # fmt: skip
-    """Load an expert's rows for the tile at (m, n), 64 at a time, as stages become free; no row: one stage of zeros.
+def load_tile(tiles, pipeline, left, right, layout, gradients, part, next_start, next_size, next_slots, stage, phase):
+    """Load an expert's rows for a part, 64 at a time, as stages become free; no row: one stage of zeros.
 
     next_slots: of the first rows; next_start, next_size: where the next tile's rows lie, as the layout says. Returns
-    those of the next tile's first rows beside stage and phase. SUMS: where no rows of the result are left for consumer
-    1, it gets ones for left: its product is the sum of right's rows.
+    those of the next tile's first rows beside stage and phase. Where no rows of the result are left for consumer 1 and
+    a bias is wanted, it gets ones for left: its product is the sum of right's rows.
     """
     ones: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    LEFT_BYTES: gl.constexpr = 4 * ROWS * DEPTH if LEFT_GATHER == "row" else 0
-    RIGHT_BYTES: gl.constexpr = 2 * WIDE * DEPTH if RIGHT_GATHER == "row" else 0
-    BY_SLOT: gl.constexpr = (LEFT_GATHER != "row") or (RIGHT_GATHER != "row")
+    start, size, m, n = part.start, part.size, part.m, part.n
+    M: gl.constexpr = gradients.M
+    SUMS: gl.constexpr = gradients.bias is not None
+    LEFT_BYTES: gl.constexpr = 4 * ROWS * DEPTH if left.GATHER == "row" else 0
+    RIGHT_BYTES: gl.constexpr = 2 * WIDE * DEPTH if right.GATHER == "row" else 0
+    BY_SLOT: gl.constexpr = (left.GATHER != "row") or (right.GATHER != "row")
     within = gl.arange(0, DEPTH, gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])))
     for first in range(0, gl.maximum(size, 1), DEPTH):
         rows, slots = start + first + within, next_slots
@@ -95,12 +122,13 @@ def load_tile(
             # Rows' addresses come from memory: those of a step are asked for while the step before is being loaded.
             if first + DEPTH < size:
                 following = first + DEPTH + within
-                next_slots = gl.load(slot_of_row + start + following, mask=following < size, other=-1)
+                next_slots = gl.load(layout.slot_of_row + start + following, mask=following < size, other=-1)
             else:
-                next_slots = first_slots(slot_of_row, next_start, next_size, num_rows, within)
-            exists = exists & (slots >= 0) & (slots < num_slots)
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        ready, upper, lower = full.index(stage), a_tiles.index(2 * stage), a_tiles.index(2 * stage + 1)
+                next_slots = first_slots(layout, next_start, next_size, within)
+            exists = exists & (slots >= 0) & (slots < layout.num_slots)
+        mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)
+        ready, upper, lower = pipeline.full.index(stage), tiles.left.index(2 * stage), tiles.left.index(2 * stage + 1)
+        wide = tiles.right.index(stage)
         whole = first + DEPTH <= size
         if SUMS and m + ROWS >= M:
             lower.store(gl.full([DEPTH, ROWS], 1.0, lower.dtype, ones))
@@ -108,85 +136,70 @@ def load_tile(
             barrier()
         if whole and LEFT_BYTES + RIGHT_BYTES > 0:
             mbarrier.expect(ready, LEFT_BYTES + RIGHT_BYTES)
-            if LEFT_GATHER == "row":
-                tma_load(left_map, [start + first, LEFT_START + m], ready, upper)
-                tma_load(left_map, [start + first, LEFT_START + m + ROWS], ready, lower)
-            if RIGHT_GATHER == "row":
-                tma_load(right_map, [start + first, RIGHT_START + n], ready, b_tiles.index(stage))
+            if left.GATHER == "row":
+                tma_load(left.map, [start + first, left.START + m], ready, upper)
+                tma_load(left.map, [start + first, left.START + m + ROWS], ready, lower)
+            if right.GATHER == "row":
+                tma_load(right.map, [start + first, right.START + n], ready, wide)
         else:
             mbarrier.arrive(ready, count=1)
-        if (LEFT_GATHER != "row") or not whole:
-            copy_rows(left + LEFT_START, upper, rows, slots, exists, m, M, ROWS, LEFT_STRIDE, LEFT_GATHER, TOP_K)
+        if (left.GATHER != "row") or not whole:
+            copy_rows(left, upper, rows, slots, exists, m, M, layout.TOP_K)
             if not SUMS or m + ROWS < M:
-                copy_rows(
-                    left + LEFT_START, lower, rows, slots, exists, m + ROWS, M, ROWS, LEFT_STRIDE, LEFT_GATHER, TOP_K
-                )
-        if (RIGHT_GATHER != "row") or not whole:
-            copy_rows(
-                right + RIGHT_START, b_tiles.index(stage), rows, slots, exists, n, N, WIDE, RIGHT_STRIDE,
-                RIGHT_GATHER, TOP_K,
-            )  # fmt: skip
+                copy_rows(left, lower, rows, slots, exists, m + ROWS, M, layout.TOP_K)
+        if (right.GATHER != "row") or not whole:
+            copy_rows(right, wide, rows, slots, exists, n, gradients.N, layout.TOP_K)
         async_copy.mbarrier_arrive(ready, increment_count=False)
-        stage, phase = advance(stage, phase, STAGES)
+        stage, phase = advance(stage, phase, pipeline.STAGES)
     return stage, phase, next_slots
 
 
 @gluon.jit
-def producer(
-    left, left_map, right, right_map, group_sizes, group_start, slot_of_row, counters, a_tiles, b_tiles, ring, full,
-    empty, ring_full, ring_empty, num_rows, num_slots, NUM_GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    LEFT_STRIDE: gl.constexpr, RIGHT_STRIDE: gl.constexpr, LEFT_START: gl.constexpr, RIGHT_START: gl.constexpr,
-    LEFT_GATHER: gl.constexpr, RIGHT_GATHER: gl.constexpr, TOP_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr, SUMS: gl.constexpr,
-):  # fmt: skip
+def producer(tiles, pipeline, left, right, layout, counters, gradients, GROUP_M: gl.constexpr):
     """Take tiles, expert by expert, announce them and load them. Facts: stages, row of d_weight, row of M, column."""
-    TILES_M: gl.constexpr = (M + 2 * ROWS - 1) // (2 * ROWS)
-    TILES_N: gl.constexpr = (N + WIDE - 1) // WIDE
+    TILES_M: gl.constexpr = (gradients.M + 2 * ROWS - 1) // (2 * ROWS)
+    TILES_N: gl.constexpr = (gradients.N + WIDE - 1) // WIDE
     TILES: gl.constexpr = TILES_M * TILES_N
+    LAST: gl.constexpr = gradients.NUM_GROUPS - 1
     within = gl.arange(0, DEPTH, gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])))
     stage, phase, place, ring_phase, slots = 0, 0, 0, 0, within
     number = gl.atomic_add(counters, 1, sem="relaxed")
     following = gl.atomic_add(counters, 1, sem="relaxed")
-    last_group: gl.constexpr = NUM_GROUPS - 1
-    next_start = gl.load(group_start + gl.minimum(number // TILES, last_group))
-    next_size = gl.load(group_sizes + gl.minimum(number // TILES, last_group))
-    if (LEFT_GATHER != "row") or (RIGHT_GATHER != "row"):
-        slots = first_slots(slot_of_row, next_start, next_size, num_rows, within)
-    while number < NUM_GROUPS * TILES:
+    next_start = gl.load(layout.group_start + gl.minimum(number // TILES, LAST))
+    next_size = gl.load(layout.group_sizes + gl.minimum(number // TILES, LAST))
+    if (left.GATHER != "row") or (right.GATHER != "row"):
+        slots = first_slots(layout, next_start, next_size, within)
+    while number < gradients.NUM_GROUPS * TILES:
         # What a tile needs is asked for while the tile before is being loaded, its number another tile earlier.
         later = gl.atomic_add(counters, 1, sem="relaxed")
         group = number // TILES
         tile_m, tile_n = tile_of_program(number % TILES, TILES_M, TILES_N, GROUP_M)
-        start, size = bounds(next_start, next_size, num_rows)
-        next_start = gl.load(group_start + gl.minimum(following // TILES, last_group))
-        next_size = gl.load(group_sizes + gl.minimum(following // TILES, last_group))
+        start, size = bounds(next_start, next_size, layout.num_rows)
+        next_start = gl.load(layout.group_start + gl.minimum(following // TILES, LAST))
+        next_size = gl.load(layout.group_sizes + gl.minimum(following // TILES, LAST))
         m, n = tile_m * (2 * ROWS), tile_n * WIDE
-        mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
-        announce(ring, ring_full, place, gl.maximum((size + DEPTH - 1) // DEPTH, 1), group * M + m, m, n)
+        mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
+        announce(pipeline, place, gl.maximum((size + DEPTH - 1) // DEPTH, 1), group * gradients.M + m, m, n)
         place, ring_phase = advance(place, ring_phase, RING)
+        part = Part(start, size, m, n)
         stage, phase, slots = load_tile(
-            left, left_map, right, right_map, slot_of_row, a_tiles, b_tiles, full, empty, stage, phase, start, size,
-            m, n, next_start, next_size, slots, num_rows, num_slots, M, N, LEFT_STRIDE, RIGHT_STRIDE, LEFT_START,
-            RIGHT_START, LEFT_GATHER, RIGHT_GATHER, TOP_K, STAGES, SUMS,
-        )  # fmt: skip
+            tiles, pipeline, left, right, layout, gradients, part, next_start, next_size, slots, stage, phase
+        )
         number, following = following, later
-    mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
-    announce(ring, ring_full, place, 0, 0, 0, 0)
+    mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
+    announce(pipeline, place, 0, 0, 0, 0)
 
 
 @gluon.jit
-def multiply(
-    accumulator, a_tiles, b_tiles, full, empty, stage, phase, WHICH: gl.constexpr, STAGES: gl.constexpr,
-    FIRST: gl.constexpr,
-):  # fmt: skip
+def multiply(accumulator, tiles, pipeline, stage, phase, WHICH: gl.constexpr, FIRST: gl.constexpr):
     """One stage; the one before it is free when this one's product has begun and its own is done."""
-    await_stage(full, stage, phase, "slot")
-    rows = a_tiles.index(2 * stage + WHICH).permute([1, 0])
-    accumulator = warpgroup_mma(rows, b_tiles.index(stage), accumulator, use_acc=not FIRST, is_async=True)
+    await_stage(pipeline, stage, phase)
+    rows = tiles.left.index(2 * stage + WHICH).permute([1, 0])
+    accumulator = warpgroup_mma(rows, tiles.right.index(stage), accumulator, use_acc=not FIRST, is_async=True)
     accumulator = warpgroup_mma_wait(num_outstanding=1, deps=[accumulator])
     if not FIRST:
-        hand_back_before(empty, stage, STAGES)
-    stage, phase = advance(stage, phase, STAGES)
+        release_previous_stage(pipeline, stage)
+    stage, phase = advance(stage, phase, pipeline.STAGES)
     return accumulator, stage, phase
 
 
@@ -204,41 +217,35 @@ def store_sums(accumulator, d_bias, column, N: gl.constexpr):
 
 
 @gluon.jit
-def consumer(
-    WHICH: gl.constexpr, a_tiles, b_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, d_weight_map,
-    d_bias, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    buffer = out_tiles.index(WHICH)
+def consumer(WHICH: gl.constexpr, tiles, pipeline, gradients):
+    """Multiply and store 64 of the rows of each part."""
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    buffer = tiles.results.index(WHICH)
     stage, phase, place, ring_phase, steps = 0, 0, 0, 0, 1
     while steps > 0:
-        steps, row, m, column = await_tile(ring, ring_full, place, ring_phase)
-        hand_back(ring_empty, place)
+        steps, row, m, column = await_facts(pipeline, place, ring_phase)
+        release_tile(pipeline, place)
         place, ring_phase = advance(place, ring_phase, RING)
         if steps > 0:
-            accumulator = gl.zeros([ROWS, WIDE], gl.float32, layout)
-            accumulator, stage, phase = multiply(
-                accumulator, a_tiles, b_tiles, full, empty, stage, phase, WHICH, STAGES, True
-            )
+            accumulator = gl.zeros([ROWS, WIDE], gl.float32, sums)
+            accumulator, stage, phase = multiply(accumulator, tiles, pipeline, stage, phase, WHICH, True)
             for _ in range(1, steps):
-                accumulator, stage, phase = multiply(
-                    accumulator, a_tiles, b_tiles, full, empty, stage, phase, WHICH, STAGES, False
-                )
+                accumulator, stage, phase = multiply(accumulator, tiles, pipeline, stage, phase, WHICH, False)
             accumulator = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
-            hand_back_before(empty, stage, STAGES)
+            release_previous_stage(pipeline, stage)
             # M is a multiple of 64: this consumer's rows exist or do not; columns are clipped by TMA.
-            if m + WHICH * ROWS < M:
+            if m + WHICH * ROWS < gradients.M:
                 first, last = halves(accumulator, False)
                 for part in gl.static_range(2):
                     tma.store_wait(0)
                     barrier()
                     piece = first if part == 0 else last
-                    buffer.store(piece.to(d_weight_map.dtype))
+                    buffer.store(piece.to(gradients.map.dtype))
                     fence_async_shared()
                     barrier()
-                    tma_store(d_weight_map, [row + WHICH * ROWS, column + part * PIECE], buffer)
-            elif d_bias is not None:
-                store_sums(accumulator, d_bias + (row // M) * N, column, N)
+                    tma_store(gradients.map, [row + WHICH * ROWS, column + part * PIECE], buffer)
+            elif gradients.bias is not None:
+                store_sums(accumulator, gradients.bias + (row // gradients.M) * gradients.N, column, gradients.N)
     tma.store_wait(0)
 
 
@@ -255,29 +262,23 @@ def weight_gradient(
     `[groups * M, N]`. counters[0]: tiles taken, 0 when the kernel starts. d_bias `[groups, N]`, or None: the sums of
     right's rows; only where left is gathered and M no multiple of 128, so that consumer 1 has no rows in a last tile.
     """
-    SUMS: gl.constexpr = d_bias is not None
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = d_weight_map.dtype
     a_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, DEPTH, ROWS], swizzled)
     b_tiles = gl.allocate_shared_memory(dtype, [STAGES, DEPTH, WIDE], swizzled)
     out_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, PIECE], swizzled)
-    ring, full, empty, ring_full, ring_empty = allocate_pipeline(STAGES, PRODUCER_WARPS)
+    pipeline = allocate_pipeline(STAGES, PRODUCER_WARPS, True)
+    tiles = Tiles(a_tiles, b_tiles, None, out_tiles)
+    gradients = Gradients(d_weight_map, d_bias, NUM_GROUPS, M, N)
+    left_rows = Rows(left, left_map, LEFT_STRIDE, LEFT_GATHER, LEFT_START)
+    right_rows = Rows(right, right_map, RIGHT_STRIDE, RIGHT_GATHER, RIGHT_START)
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
     gl.warp_specialize(
         [
-            (consumer, (
-                0, a_tiles, b_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, d_weight_map, None, M, N,
-                STAGES,
-            )),
-            (consumer, (
-                1, a_tiles, b_tiles, out_tiles, ring, full, empty, ring_full, ring_empty, d_weight_map, d_bias, M, N,
-                STAGES,
-            )),
-            (producer, (
-                left, left_map, right, right_map, group_sizes, group_start, slot_of_row, counters, a_tiles, b_tiles,
-                ring, full, empty, ring_full, ring_empty, num_rows, num_slots, NUM_GROUPS, M, N, LEFT_STRIDE,
-                RIGHT_STRIDE, LEFT_START, RIGHT_START, LEFT_GATHER, RIGHT_GATHER, TOP_K, STAGES, GROUP_M, SUMS,
-            )),
+            (consumer, (0, tiles, pipeline, Gradients(d_weight_map, None, NUM_GROUPS, M, N))),
+            (consumer, (1, tiles, pipeline, gradients)),
+            (producer, (tiles, pipeline, left_rows, right_rows, layout, counters, gradients, GROUP_M)),
         ],
         [4, PRODUCER_WARPS],
         [208, 88],
-    )  # fmt: skip
+    )

@@ -27,7 +27,8 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     allocate_pipeline,
     await_stage,
     await_tile,
-    hand_back,
+    release_stage,
+    release_tile,
 )
 from moe_core.ops.matmul.sm90_packed.kernels.consumer import finish, operand_of, read_block
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, UNIT
@@ -54,7 +55,7 @@ def multiply(left, right, accumulator, PLACE: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def compute_tile(
-    x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights, slots, buffer, bias, base,
+    x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, weights, slots, buffer, bias, base,
     layer_exists, y, start, block,
     FIRST: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
@@ -68,7 +69,7 @@ def compute_tile(
     first = gl.zeros([HEIGHT, TOKENS], gl.float32, product)
     second = first
     for _ in range(0, STEPS, DEEP):
-        await_stage(full, stage, phase, GATHER)
+        await_stage(pipeline, stage, phase)
         for mine in gl.static_range(MINE):
             for deep in gl.static_range(DEEP):
                 held = read_block(
@@ -93,7 +94,7 @@ def compute_tile(
             first, second = warpgroup_mma_wait(num_outstanding=0, deps=[first, second])
         else:
             first = warpgroup_mma_wait(num_outstanding=0, deps=[first])
-        hand_back(empty, stage)
+        release_stage(pipeline, stage)
         stage, phase = advance(stage, phase, STAGES)
     for mine in gl.static_range(MINE):
         biases = None
@@ -108,8 +109,8 @@ def compute_tile(
 
 @gluon.jit
 def consumer(
-    WHICH: gl.constexpr, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, ring, full,
-    empty, ring_full, ring_empty, bias, layer_index, y,
+    WHICH: gl.constexpr, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, pipeline, bias,
+    layer_index, y,
     N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr, NUM_LAYERS: gl.constexpr,
     BIAS_LAYER_STRIDE: gl.constexpr, WEIGHTED: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
@@ -120,7 +121,8 @@ def consumer(
     stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
     layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
     while expert >= 0:
-        expert, start, rows, tile = await_tile(ring, ring_full, place, ring_phase)
+        announced = await_tile(pipeline, place, ring_phase)
+        expert, start, rows, tile = announced.expert, announced.start, announced.rows, announced.column
         if expert >= 0:
             block = tile * PAIRS + FIRST
             base = layer_number.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
@@ -130,7 +132,7 @@ def consumer(
                 for variant in gl.static_range(len(WIDTHS)):
                     if (rows > below) & (rows <= WIDTHS[variant][0] + WIDTHS[variant][1]):
                         stage, phase = compute_wide(
-                            x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
+                            x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, weights,
                             slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start,
                             block, FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER,
                             GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, WIDTHS[variant][0],
@@ -141,19 +143,19 @@ def consumer(
             # about half as many, half have no more than that.
             elif (BLOCK_M >= 2 * NARROW) and (rows <= NARROW):
                 stage, phase = compute_tile(
-                    x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
+                    x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, weights,
                     slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
                     FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
                     ACTIVATION, ALPHA, LIMIT, STAGES, NARROW,
                 )  # fmt: skip
             else:
                 stage, phase = compute_tile(
-                    x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights,
+                    x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, weights,
                     slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
                     FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
                     ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
                 )  # fmt: skip
-        hand_back(ring_empty, place)
+        release_tile(pipeline, place)
         place, ring_phase = advance(place, ring_phase, RING)
 
 
@@ -207,7 +209,7 @@ def matmul_mixed_input(
         zero_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * DEEP, PAIRS, HEIGHT * EACH], table)
     weight_ring = gl.allocate_shared_memory(gl.float32, [RING, BLOCK_M], plain)
     slot_ring = gl.allocate_shared_memory(gl.int32, [RING, BLOCK_M], plain)
-    ring, full, empty, ring_full, ring_empty = allocate_pipeline(STAGES, PRODUCER_WARPS)
+    pipeline = allocate_pipeline(STAGES, PRODUCER_WARPS, GATHER != "row")
     # Registers of a thread. A producer that gathers rows has their addresses, and of tall tiles looks them up. Which
     # split compiles without spills is found by trying: values of all parts lie in registers of each.
     if REGISTERS is not None:
@@ -217,21 +219,21 @@ def matmul_mixed_input(
     gl.warp_specialize(
         [
             (consumer, (
-                0, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty,
-                ring_full, ring_empty, bias, layer_index, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS,
+                0, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, pipeline,
+                bias, layer_index, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS,
                 STORED, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
                 STAGES, BLOCK_M,
             )),
             (consumer, (
-                1, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, ring, full, empty,
-                ring_full, ring_empty, bias, layer_index, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS,
+                1, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, pipeline,
+                bias, layer_index, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS,
                 STORED, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
                 STAGES, BLOCK_M,
             )),
             (producer, (
                 x, x_map, weight_map, scales, zero_points, row_weight, layer_index, group_sizes, group_start,
                 slot_of_row, schedule, counters, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring,
-                ring, full, empty, ring_full, ring_empty, num_blocks, num_rows, num_slots, D, STEPS, BLOCKS, PAIRS,
+                pipeline, num_blocks, num_rows, num_slots, D, STEPS, BLOCKS, PAIRS,
                 DEEP, ELEMENT, COLUMNS, GROUPS, REPEAT, TILES, NUM_EXPERTS, NUM_LAYERS, X_STRIDE, TOP_K, GATHER,
                 COUNTER, STAGES, BLOCK_M, GROUP_M,
             )),

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from moe_core.ops.common.kernels.aggregates import Layout, Schedule
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, RING, advance, announce, locate_tile, row_load, tma_load
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, seen_as
@@ -20,7 +21,11 @@ def take_tile(
     else:
         number = gl.atomic_add(counters + COUNTER, 1, sem="relaxed")
     left, exists, expert, start, size, _, block, tile = locate_tile(
-        number, group_sizes, group_start, schedule, num_blocks, num_rows, TILES, BLOCK_M, GROUP_M
+        number,
+        Layout(group_sizes, group_start, None, num_rows, None, 1),
+        Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M),
+        TILES,
+        BLOCK_M,
     )
     first = block * BLOCK_M
     rows = gl.where(exists, gl.minimum(size - first, BLOCK_M), 0)
@@ -71,8 +76,8 @@ def chunk_of(block_m):
 
 @gluon.jit
 def load_tile(
-    x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles, row_slots, full,
-    empty, stage, phase, matrix, start, rows, tile, num_slots,
+    x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles, row_slots,
+    pipeline, stage, phase, matrix, start, rows, tile, num_slots,
     D: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
     X_STRIDE: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
@@ -98,8 +103,8 @@ def load_tile(
         zero_words = word_pointers(zero_points, matrix, tile, APART, BLOCKS, PAIRS, RECORDS, HEIGHT * GROUPS // 4)
     block = matrix * BLOCKS + tile * PAIRS
     for step in range(0, STEPS, DEEP):
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        ready = full.index(stage)
+        mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)
+        ready = pipeline.full.index(stage)
         CODES: gl.constexpr = PAIRS * DEEP * LINES * 128
         if GATHER == "row":
             for chunk in gl.static_range(CHUNKS):
@@ -162,8 +167,8 @@ def write_row_facts(
 @gluon.jit
 def producer(
     x, x_map, weight_map, scales, zero_points, row_weight, layer_index, group_sizes, group_start, slot_of_row, schedule,
-    counters, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, ring, full, empty, ring_full,
-    ring_empty, num_blocks, num_rows, num_slots,
+    counters, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, pipeline,
+    num_blocks, num_rows, num_slots,
     D: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr,
     TILES: gl.constexpr, NUM_EXPERTS: gl.constexpr, NUM_LAYERS: gl.constexpr, X_STRIDE: gl.constexpr,
@@ -178,16 +183,16 @@ def producer(
         )
         turn += 1
         if expert >= 0:
-            mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
+            mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
             write_row_facts(row_weight, slot_of_row, weight_ring, slot_ring, place, start, rows, num_slots, BLOCK_M)
-            announce(ring, ring_full, place, expert, start, rows, tile)
+            announce(pipeline, place, expert, start, rows, tile)
             row_slots = slot_ring.index(place)
             place, ring_phase = advance(place, ring_phase, RING)
             stage, phase = load_tile(
                 x, x_map, weight_map, scales, zero_points, slot_of_row, x_tiles, w_tiles, scale_tiles, zero_tiles,
-                row_slots, full, empty, stage, phase, layer_number * NUM_EXPERTS + expert, start, rows, tile, num_slots,
+                row_slots, pipeline, stage, phase, layer_number * NUM_EXPERTS + expert, start, rows, tile, num_slots,
                 D, STEPS, BLOCKS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, REPEAT, X_STRIDE, TOP_K, GATHER, STAGES,
                 BLOCK_M,
             )  # fmt: skip
-    mbarrier.wait(ring_empty.index(place), ring_phase ^ 1)
-    announce(ring, ring_full, place, -1, 0, 0, 0)
+    mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
+    announce(pipeline, place, -1, 0, 0, 0)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, advance, await_stage, hand_back
+from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, advance, await_stage, release_stage
 from moe_core.ops.matmul.sm90_packed.kernels.consumer import finish, operand_of, read_block
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import bias_of
@@ -63,7 +63,7 @@ def wait_for(sums, LEFT: gl.constexpr, REST: gl.constexpr):
 
 @gluon.jit
 def multiply_stage(
-    sums, left, x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase,
+    sums, left, x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase,
     FIRST: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
     GATHER: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, REST: gl.constexpr, LAST: gl.constexpr,
@@ -85,19 +85,19 @@ def multiply_stage(
                 sums = wait_for(sums, 1, REST)
             left = operand_of(held, (part + 1) % HALVES, ELEMENT, product_of(TOKENS))
         elif not LAST:
-            await_stage(full, following, following_phase, GATHER)
+            await_stage(pipeline, following, following_phase)
             held = block_at(w_tiles, scale_tiles, zero_tiles, following, 0, DEEP, FIRST, PAIRS, ELEMENT, GROUPS, STORED)
             if part > 0:
                 sums = wait_for(sums, 1, REST)
             left = operand_of(held, 0, ELEMENT, product_of(TOKENS))
     sums = wait_for(sums, 0, REST)
-    hand_back(empty, stage)
+    release_stage(pipeline, stage)
     return sums, left, following, following_phase
 
 
 @gluon.jit
 def compute_wide(
-    x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, weights, slots, buffer, bias, base,
+    x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, weights, slots, buffer, bias, base,
     layer_exists, y, start, block,
     FIRST: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
@@ -111,16 +111,16 @@ def compute_wide(
     sums = (gl.zeros([HEIGHT, TOKENS], gl.float32, product_of(TOKENS)),)
     if REST > 0:
         sums += (gl.zeros([HEIGHT, REST], gl.float32, product_of(REST)),)
-    await_stage(full, stage, phase, GATHER)
+    await_stage(pipeline, stage, phase)
     held = block_at(w_tiles, scale_tiles, zero_tiles, stage, 0, DEEP, FIRST, PAIRS, ELEMENT, GROUPS, STORED)
     left = operand_of(held, 0, ELEMENT, product_of(TOKENS))
     for _ in range(DEEP, STEPS, DEEP):
         sums, left, stage, phase = multiply_stage(
-            sums, left, x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, FIRST, PAIRS,
+            sums, left, x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, FIRST, PAIRS,
             DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, STAGES, TOKENS, REST, False,
         )  # fmt: skip
     sums, left, stage, phase = multiply_stage(
-        sums, left, x_tiles, w_tiles, scale_tiles, zero_tiles, full, empty, stage, phase, FIRST, PAIRS,
+        sums, left, x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, FIRST, PAIRS,
         DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, STAGES, TOKENS, REST, True,
     )  # fmt: skip
     biases = None
