@@ -44,7 +44,7 @@ def runs_in_lanes(spec: ExchangeSpec) -> bool:
     """Whether product 2 of a chunk runs beside product 1 of the next, on multiprocessors of its own.
 
     With mode `peer`, where product 2 stores its rows at their homes: the link then works all the time. Measured on four
-    H200, docs/notebook/2026-11-27-mode-peer.md.
+    H200, docs/notebook/parallel.md.
     """
     return spec.mode == "peer" and spec.chunks > 1
 

@@ -41,7 +41,7 @@ _DTYPE = "bfloat16"
 _DRAWN = 8192
 #: What chunks cost where product 2 of one runs beside product 1 of the next: the share of their time that products
 #: lose, and of each chunk but the first the share of its experts' weights, read again, that nothing hides. Fitted to
-#: five models on four H200, docs/notebook/2026-11-27-mode-peer.md.
+#: five models on four H200, docs/notebook/parallel.md.
 _SHARING, _READ_AGAIN = 0.06, 0.68
 
 

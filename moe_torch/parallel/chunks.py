@@ -38,7 +38,7 @@ Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
 Chunks = Sequence[Sequence[Any]]
 #: Programs of kernels that copy rows beside others that compute: enough for most of a link's bandwidth.
 _COPY_PROGRAMS = 32
-#: The same beside a shared expert in training, docs/notebook/2026-11-27-mode-peer.md.
+#: The same beside a shared expert in training, docs/notebook/parallel.md.
 _FEW_COPY_PROGRAMS = 16
 #: Of each product, None = all.
 Multiprocessors = tuple[int | None, int | None]

@@ -81,7 +81,7 @@ def test_linked_files_come_along() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    folders = ("user", "developer", "tutorials")
+    folders = ("user", "developer", "notebook", "tutorials")
     pages = [place_of(f"docs/{name}/{path.name}") for name in folders for path in (ROOT / "docs" / name).iterdir()]
     missing = [page for page in pages if f"- {page}\n" not in navigation]
     assert len(pages) > 15 and not missing, missing

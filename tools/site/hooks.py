@@ -25,17 +25,11 @@ log = logging.getLogger("mkdocs.hooks.site")
 _LOST = re.compile(r"<p>(?:[^<]|<(?!/p>))*?\n(?:[-*] |\d+\. |\|)")
 
 
-def pages_of(folder: str) -> list[str]:
-    """The places of the pages of a folder of docs/, the newest first where names begin with dates."""
-    paths = [path for path in (ROOT / "docs" / folder).iterdir() if path.suffix in (".md", ".ipynb")]
-    return [place_of(f"docs/{folder}/{path.name}") for path in sorted(paths, reverse=True) if path.stem != "README"]
-
-
 def on_config(config: Any) -> Any:
     """Fill the parts of the navigation that follow from files."""
     examples = [f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))]
     api = [*(f"api/{name}.md" for name in reference.MODULES), reference.SHARED]
-    more = {"API": api, "Examples": examples, "Notebook": pages_of("notebook")}
+    more = {"API": api, "Examples": examples}
     for section in config.nav:
         for title, pages in section.items():
             if title in more:

@@ -1,4 +1,4 @@
-"""Stages of few tokens' forwards that share a launch: docs/notebook/2026-11-22-shared-launches.md.
+"""Stages of few tokens' forwards that share a launch: docs/notebook/launches.md.
 
 What is computed is what launches apart compute, to the bit: the tiles are theirs, and a tile's sums know nothing of
 others.

@@ -8,7 +8,7 @@ its edges are programmatic, between plans and other kernels full ones.
 
 It gains with few tokens and small experts, and where a product has blocks that take a multiprocessor each; elsewhere
 boundaries are a small part, and blocks that wait hold what the launch ahead could use
-(docs/notebook/2026-11-22-pdl.md).
+(docs/notebook/launches.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, Ten
 MOST_TOKENS = 64
 _MATRICES = tuple(f"experts.{matrix}{part}" for matrix in ("gate_up", "up", "down") for part in ("", ".values"))
 #: Experts of more bytes launch ordinarily: their products are many blocks, whose places waiting blocks would take.
-#: Measured: a gain at 9.4 MB, mostly losses from 50 MB on (docs/notebook/2026-11-22-pdl.md); between them nothing.
+#: Measured: a gain at 9.4 MB, mostly losses from 50 MB on (docs/notebook/launches.md); between them nothing.
 MOST_EXPERT_BYTES = 16 * 10**6
 
 

@@ -30,7 +30,7 @@ _MAXIMA = 512
 _TILE = 2048
 #: Rows from which whole rows are quantised several at a time, and such a tile: elements, columns at most, warps; to the
 #: same bits. With 16384 rows and more it takes up to half the time, with 256 and fewer up to twice
-#: (docs/notebook/2026-11-23-fp8.md); in between nothing was measured.
+#: (docs/notebook/quantised.md); in between nothing was measured.
 _MANY_ROWS = 4096
 _MANY, _MANY_COLUMNS, _MANY_WARPS = 4096, 1024, 8
 #: Columns of the widest group, which is one tile.

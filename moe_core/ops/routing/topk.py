@@ -2,7 +2,7 @@
 
 Up to `FEW_TOKENS` tokens, while one program can hold their logits (`_FEW_LOGITS`) and slots (`_FEW_SLOTS`),
 `route_and_layout` does everything in one launch. Above, `topk.route` counts the slots of its block of tokens while it
-routes them, and `layout.place_blocks` places them. The arithmetic: docs/notebook/2026-11-23-placing-slots.md.
+routes them, and `layout.place_blocks` places them. The arithmetic: docs/notebook/launches.md.
 """
 
 from __future__ import annotations

@@ -48,11 +48,11 @@ _RESERVED = 1024
 _LEAST_STAGES = 3
 #: Mean rows per expert above which, and up to which, tiles of mxfp4 weights are tall, of products without gate and of
 #: gated ones; measured with whole forwards at means of 32, 64, 128, 256 and 512
-#: (docs/notebook/2026-11-22-mxfp4-kernels.md). Integers, which have not been measured, get none by themselves.
+#: (docs/notebook/quantised.md). Integers, which have not been measured, get none by themselves.
 _TALL_ROWS = {False: (64, math.inf), True: (96, 192)}
 #: Most mean rows per expert of a tile's tokens, and its columns of the reduction per stage, at most two blocks; above:
 #: the largest tile. Room for more rows than the mean; measured with mxfp4 at means of 8, 32 and 128
-#: (docs/notebook/2026-11-22-mxfp4-kernels.md), not in between.
+#: (docs/notebook/quantised.md), not in between.
 _HEIGHTS = ((10, 16, 256), (24, 32, 256), (48, 64, 128))
 
 
