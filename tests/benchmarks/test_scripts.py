@@ -258,7 +258,8 @@ def test_help(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_the_page_publishes_the_loads_of_its_seed() -> None:
-    assert draws.load_table() in README
+    published = re.findall(r"^\| \w+ \| \d+ (?:\| \d+ / \d+ ){3}\|$", README, re.MULTILINE)
+    assert published and set(published) <= set(draws.load_table().splitlines())
 
 
 REFUSED: list[tuple[str, list[str], str]] = [
