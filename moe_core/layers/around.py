@@ -1,4 +1,4 @@
-"""What a layer has around its experts: a latent width in which they work, and what is done to their results."""
+"""Parts around a layer's experts: a latent width, and operations on their results."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.specs import NormSpec
 
-#: What an output norm may be of.
+#: Values of an output norm's `of`.
 NORM_OF = ("sum", "experts")
 
 
 @plan_type
 @dataclass(frozen=True)
 class OutputSpec:
-    """What is done to the experts' results.
+    """Operations on the experts' results.
 
     norm: RMS normalisation with a factor for each column, a parameter. of: `sum`, the rows of y, routed and shared
-    experts together; `experts`, what each expert gives, before the router's weight. scale: a constant that multiplies
-    the rows of y, after the norm. bias: a parameter `[D]` is added at the end.
+    experts together; `experts`, each expert's result before the router's weight. scale: a constant that multiplies the
+    rows of y after the norm. bias: add a parameter `[D]` at the end.
     """
 
     norm: NormSpec | None = None
@@ -41,14 +41,14 @@ class OutputSpec:
 
     @property
     def of_experts(self) -> bool:
-        """Whether each expert's result is normalised."""
+        """True if each expert's result is normalised."""
         return self.of == "experts"
 
 
 @plan_type
 @dataclass(frozen=True)
 class LatentSpec:
-    """Routed experts take and give rows of another width than x: projections stand before and after them.
+    """Routed experts take and give rows of another width than x, with projections before and after them.
 
     width: of these rows. norm: RMS normalisation of the rows that the experts take. Router and shared experts take x.
     """
@@ -63,8 +63,8 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class LayerPart:
-    """Arrays of a part around the experts. weight: a projection; norm and bias: of its columns. spec: the OutputSpec or
-    LatentSpec that says what they mean, None of the projection behind."""
+    """Arrays of a part around the experts. weight: a projection. norm, bias: of its columns. spec: the OutputSpec or
+    LatentSpec, None for the projection after the experts."""
 
     weight: Any = None
     norm: Any = None

@@ -1,7 +1,7 @@
 """Layers from one storage to another: exact permutations, no arithmetic.
 
-One description serves every framework: `placements` says which view of the source goes to which place of a target
-array, so that a framework writes straight into its parameters and nothing is held twice.
+`placements` maps views of the source to places of the target, for every framework, so that a framework writes straight
+into its parameters and nothing is held twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WHOLE: Place = (...,)
 
 
 class Placement(NamedTuple):
-    """`target[name][place] = array`. place WHOLE = all of it; array: a view of the source, maybe strided."""
+    """`target[name][place] = array`. place WHOLE: all of it. array: a view of the source, maybe strided."""
 
     name: str
     place: Place
@@ -31,7 +31,7 @@ class Placement(NamedTuple):
 
 
 def gate_place(gate_layout: str, is_up: bool, width: int) -> slice:
-    """Where gate or up columns sit on an axis of 2 * width columns (`halves` or `interleaved`).
+    """The position of gate or up columns on an axis of 2 * width columns (`halves` or `interleaved`).
 
     Example, width 3: halves 0:3 and 3:6; interleaved 0::2 and 1::2.
     """
@@ -42,10 +42,10 @@ def gate_place(gate_layout: str, is_up: bool, width: int) -> slice:
 
 
 def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
-    """What to write where so that arrays of `storage` hold `weights`: every element of every array exactly once.
+    """The writes that fill arrays of `storage` with `weights`, every element exactly once.
 
-    An array whose layout does not change is one placement of the whole. An ungated layer ignores gate_layout. The
-    arrays of a quantised matrix change their weight_layout like plain ones; another gate_layout is Unsupported.
+    An array with an unchanged layout is one placement. An ungated layer ignores gate_layout. Arrays of a quantised
+    matrix change their weight_layout like plain ones. Raises Unsupported for another gate_layout of a quantised one.
     """
     require_kind("storage", storage, Storage)
     source, spec = weights.storage, weights.spec
@@ -59,7 +59,7 @@ def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
             flip = field == "weight" and source.router_weight_layout != storage.router_weight_layout
         else:
             flip = transpose and not is_bias and array.ndim > 1
-        # After the flip a weight's output axis is last for in_out; a bias has only that axis.
+        # After the flip a weight's output axis is last for in_out. A bias has only that axis.
         axis = -1 if is_bias or storage.weight_layout == "in_out" else -2
         view = array.swapaxes(-1, -2) if flip else array
         if not same_gate and field.startswith(("gate_up.", "up.")):
@@ -90,14 +90,14 @@ def _regated(name: str, array: np.ndarray, axis: int, source: str, target: str) 
 
 
 def _at(axis: int, columns: slice) -> Place:
-    """An index that takes `columns` of an axis counted from the end, and all of the others."""
+    """An index that takes `columns` of an axis counted from the end."""
     return (..., columns, *[slice(None)] * (-1 - axis))
 
 
 def convert_weights(weights: LayerWeights, storage: Storage) -> LayerWeights:
     """The same layer stored as `storage`: bitwise the same numbers at other places, row-major.
 
-    Arrays whose layout does not change are shared with `weights`, the others are new.
+    Arrays with an unchanged layout are shared with `weights`.
     """
     require_kind("storage", storage, Storage)
     spec = weights.layer_spec().stored_as(storage)

@@ -1,4 +1,4 @@
-"""What a call of a layer costs, counted from its spec."""
+"""FLOPs and bytes of a layer's call, counted from its spec."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moe_core.layers.spec import MoELayerSpec, Storage
 
 
 class LayerCost(NamedTuple):
-    """flops: of the matrix products, a multiplication and an addition each, and of norms. bytes: the least that memory
-    moves, with every array that enters or leaves read or written once."""
+    """flops: of matrix products, counting a multiplication and an addition each, and of norms. bytes: the least memory
+    traffic, with every input or output array read or written once."""
 
     flops: int
     bytes: int
@@ -27,13 +27,15 @@ def layer_cost(
     *,
     training: bool = False,
 ) -> LayerCost:
-    """The cost of a forward of so many tokens, or of x with a shape `[..., D]`; with training, and of its backward.
+    """The cost of a forward; with training, of a forward and its backward.
 
-    Each token runs K experts, the router and the shared experts; with a capacity limit, at most so many slots as there
-    are places. At most T * K experts are read. A backward computes the gradient of each product's input and, unless the
-    experts are quantised, of its weights: two more products. A norm takes 4 operations per element, and its backward
-    8. `recompute` runs the experts' first product again.
-    param_dtype: of x, y and every parameter without a dtype of its own. Raises InvalidInput.
+    Each token runs K experts, the router and the shared experts; a capacity limit bounds the slots. At most T * K
+    experts are read. A backward has two more products for each product: the gradient of its input and, unless the
+    experts are quantised, of its weights. A norm takes 4 operations per element, and its backward 8. `recompute`
+    repeats the experts' first product.
+
+    tokens: their number, or the shape `[..., D]` of x. param_dtype: of x, y and every parameter without a dtype of its
+    own. Raises InvalidInput.
     """
     T, (D, F, E) = count_tokens(tokens, spec.d_model), (spec.d_model, spec.d_ff, spec.num_experts)
     slots, width = min(T * spec.top_k, E * spec.capacity(T)), spec.expert_width
@@ -55,7 +57,7 @@ def layer_cost(
     hidden = T * D * dtypes.itemsize(param_dtype)
     if not training:
         return LayerCost(routed + dense, weights + 2 * hidden)
-    # Read by both passes; of what is trained a gradient is written. Each pass takes and gives a row per token.
+    # Both passes read it, and a trained parameter has a gradient to write. Each pass takes and gives a row per token.
     is_trained = spec.experts.scheme is None
     again = first if spec.recompute else 0
     written = weights if is_trained else others
@@ -63,7 +65,7 @@ def layer_cost(
 
 
 def _normalised(spec: MoELayerSpec, tokens: int, slots: int) -> list[tuple[int, int]]:
-    """The sizes of what is normalised."""
+    """The sizes of normalised arrays."""
     found = [(tokens, spec.d_model)] if spec.router_norm is not None else []
     if spec.latent is not None and spec.latent.norm is not None:
         found.append((tokens, spec.expert_width))
@@ -75,7 +77,7 @@ def _normalised(spec: MoELayerSpec, tokens: int, slots: int) -> list[tuple[int, 
 
 
 def count_tokens(tokens: int | Sequence[int], d_model: int) -> int:
-    """A number of tokens, or that of an x of this shape. Raises InvalidInput."""
+    """A number of tokens, given it or the shape of x. Raises InvalidInput."""
     if not isinstance(tokens, int):
         if tuple(tokens)[-1:] != (d_model,):
             raise InvalidInput(

@@ -1,4 +1,4 @@
-"""Checks of the losses that both front-ends make from a router's logits."""
+"""Checks of the losses that both front-ends compute from a router's logits."""
 
 from __future__ import annotations
 

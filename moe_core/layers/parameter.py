@@ -1,4 +1,4 @@
-"""The arrays of a layer, described: names, shapes, how they start."""
+"""Descriptions of a layer's arrays: names, shapes, initial values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ _E8M0_ONE = 127
 class Parameter:
     """One array of a layer.
 
-    name: dotted (`experts.gate_up`; of a quantised matrix `experts.gate_up.values`, `.scales`, `.zero_points`). role:
-    `weight` (drawn from a distribution scaled by fan_in), `bias` (starts at zero), `factor` (starts at fill), `buffer`
-    (fp32, starts at zero, never trained by gradients), `table` (starts as `first_table` of it, never trained or cast)
-    or `quantized` (starts at fill, never trained or cast). fan_in:
-    terms of the sum a weight takes part in, 0 for others. axes: what each axis is, or is in groups of, `experts`,
-    `d_model`, `d_ff` or None (size 1, or a latent width). dtype: the one it must have, None = that of the layer.
+    Args:
+        name: dotted (`experts.gate_up`; of a quantised matrix `experts.gate_up.values`, `.scales`, `.zero_points`).
+        role: `weight` (drawn from a distribution scaled by fan_in), `bias` (starts at zero), `factor` (starts at fill),
+            `buffer` (fp32, starts at zero, never trained), `table` (starts as `first_table`, never trained or cast) or
+            `quantized` (starts at fill, never trained or cast).
+        fan_in: terms of the sum a weight takes part in, 0 for others.
+        axes: of each axis or groups of it: `experts`, `d_model`, `d_ff` or None (size 1, or a latent width).
+        dtype: None: the layer's.
     """
 
     name: str
@@ -39,7 +41,7 @@ def table(name: str, rows: int, top_k: int, num_experts: int) -> Parameter:
 
 
 def first_table(parameter: Parameter) -> np.ndarray:
-    """What a table starts as: distinct experts in every row, and all of them in turn."""
+    """Initial ids: distinct experts in every row, covering all of them."""
     rows, top_k = parameter.shape
     return (np.arange(rows, dtype=np.int32)[:, None] + np.arange(top_k, dtype=np.int32)) % parameter.fill
 
@@ -54,9 +56,9 @@ def matrix(
 
 
 def quantized_parts(matrix: Parameter, spec: QuantizedSpec) -> list[Parameter]:
-    """The arrays of a quantised matrix, which starts at exact zeros: their scales are 1."""
+    """The arrays of a quantised matrix. It starts at exact zeros, with scales of 1."""
     shapes, element = quantized_shapes(spec, matrix.shape), spec.format.own_element
-    # Of two codes in a byte either is the zero.
+    # Either of two codes in a byte is the zero.
     zero = (element.zero_point or 0) * (17 if element.per_byte == 2 else 1)
     one = _E8M0_ONE if spec.format.has_e8m0_scales else 1
     found = []

@@ -1,4 +1,4 @@
-"""What a layer would run, planned and explained: the composed op, or stages one by one, and what is around them."""
+"""Plans of a layer, with explanations: the composed op or single stages, and the parts around them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Plans = tuple[LaunchPlan, ...]
 def layer_plans(
     operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
 ) -> tuple[Plans, Plans]:
-    """The plans of a forward, in order, and, with training, those of a training step.
+    """The plans of a forward, in order, and, with training, of a training step.
 
     operands: of specs, with RouterWeights. default: as in `MoELayerSpec.moe_spec`.
     """
@@ -71,7 +71,7 @@ def layer_plans(
 
 
 def _output_plans(plans: StagePlans, x: ArraySpec, spec: MoELayerSpec) -> None:
-    """What is done to the sum of the experts."""
+    """Plans after the sum of the experts."""
     output = spec.output
     if output is not None and output.norm is not None and not output.of_experts:
         plans.norm(x, output.norm)
@@ -87,10 +87,9 @@ def _routing_plans(
     moe_spec: MoESpec,
     rounding: TokenRounding | None = None,
 ) -> None:
-    """What a layer in stages runs before its experts.
+    """Plans before the experts of a layer in stages.
 
-    Norm and expert scales are taken to have the dtype of the router's weight, which is theirs unless weights of another
-    were loaded.
+    Norm and expert scales are assumed to have the dtype of the router's weight.
     """
     tokens, logits_spec, target = x.shape[0], moe_spec.logits_spec(), plans.target
     logits = ArraySpec((tokens, spec.num_experts), "float32")
@@ -126,7 +125,7 @@ def _routing_plans(
 def explain_layer(
     operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
 ) -> str:
-    """The plans of a forward, or of a training step, as text, in order; arguments as in `layer_plans`."""
+    """The plans of a forward, or of a training step, as text, in order. Arguments as in `layer_plans`."""
     forward, steps = layer_plans(operands, spec, default, target, training)
     plans = steps if training else forward
     rounds = training and spec.token_rounding is not None

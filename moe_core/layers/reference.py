@@ -1,4 +1,4 @@
-"""The forward of a layer in NumPy: the stages of the op, and what the layer has around them."""
+"""The forward of a layer in NumPy, with the parts around the op."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def layer_stages(
 ) -> dict[str, np.ndarray]:
     """`moe_stages` of a layer on x `[T, D]`, with the output of the whole layer.
 
-    input_ids `[T]`: the ids of tokens, for a layer with a table; one outside of the table visits no expert. Where each
-    expert's result is normalised, matmul2 has no router weight. Raises what `moe_stages` raises.
+    input_ids `[T]`: token ids, for a layer with a table. Ids outside the table visit no expert. If each expert's result
+    is normalised, matmul2 has no router weight. Raises the errors of `moe_stages`.
     """
     layer, spec = weights.layer_spec(), weights.spec
     plain_router = input_ids is None and layer.sparse_mixer is None
@@ -79,7 +79,7 @@ def _sparse_mixed(logits: np.ndarray, epsilon: float, token_mask: np.ndarray | N
 
 
 def _finished(rows: np.ndarray, weights: LayerWeights) -> np.ndarray:
-    """What the layer does to the sum of its experts."""
+    """Apply the operations after the sum of the experts."""
     layer, part = weights.layer_spec(), weights.output
     spec = layer.output
     if part is None or spec is None:

@@ -1,4 +1,4 @@
-"""What a layer with token rounding cannot have beside it."""
+"""Checks of layers with token rounding."""
 
 from __future__ import annotations
 

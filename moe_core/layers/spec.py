@@ -1,4 +1,4 @@
-"""What a MoE layer is: sizes, routing, experts, and the parameters that follow from them, in any framework.
+"""The spec of a MoE layer in any framework: sizes, routing, experts, and the parameters that follow.
 
 Letters: E experts, K top-k, D d_model, F d_ff per expert (after gating), S d_ff of the shared experts together.
 """
@@ -34,7 +34,7 @@ from moe_core.specs import MoESpec, NormSpec, RouterSpec, TokenRounding, Tuning
 from moe_core.specs.matmul import GATE_LAYOUTS, Activation
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
-#: An activation has this layout where nobody stated one.
+#: An activation has this layout if nobody stated one.
 _UNSTATED_GATE_LAYOUT = "halves"
 #: Capacity factors are fractions with denominators up to this.
 _FACTOR_DENOMINATOR = 1000
@@ -45,10 +45,10 @@ _FACTOR_DENOMINATOR = 1000
 class ExpertsSpec:
     """The experts of a layer.
 
-    activation: gated or not. bias: each expert has biases behind both products. weight_layout, gate_layout: how the
-    parameters are stored; None = the framework's default (`HUGGING_FACE` in torch, `MAXTEXT` in Flax). A gate_layout
-    other than `halves` may be stated in the activation instead; here it is the same field. scheme: the matrices are
-    quantised, and activations before each product where it says so (docs/user/quantization.md); None = plain.
+    activation: gated or not. bias: each expert has biases after both products. weight_layout, gate_layout: of the
+    parameters. None: the framework's default (`HUGGING_FACE` in torch, `MAXTEXT` in Flax). The activation may state a
+    gate_layout other than `halves` instead. scheme: formats of quantised matrices and activations
+    (docs/user/quantization.md). None: plain.
     """
 
     activation: Activation = _SILU
@@ -91,8 +91,8 @@ _SILU_EXPERTS = ExpertsSpec()
 class SharedExpertsSpec:
     """Experts every token visits, stored as one of width d_ff (n shared experts of width f: d_ff = n * f).
 
-    gate: its output is scaled per token by the sigmoid of x · a gate vector `[D]`. activation: None = that of the
-    experts; another is gated as theirs is, and stored in their gate_layout.
+    gate: scale the output per token by the sigmoid of x · a gate vector `[D]`. activation: gated and stored as the
+    experts' activation. None: the same.
     """
 
     d_ff: int
@@ -110,9 +110,9 @@ class SharedExpertsSpec:
             )
 
 
-#: Fields of MoELayerSpec that say how a layer computes, and nothing about its weights.
+#: Fields of MoELayerSpec about computing, not about weights.
 FREE_FIELDS = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning", "recompute", "main_grad", "fast_accumulate")
-#: Fields that MoELayerSpec and MoESpec have in common, by the same names.
+#: Fields that MoELayerSpec and MoESpec share.
 MOE_SPEC_FIELDS = ("apply_router_weight_on_input", *FREE_FIELDS[1:])
 FREE_FIELDS += ("token_rounding",)
 
@@ -120,21 +120,30 @@ FREE_FIELDS += ("token_rounding",)
 @plan_type
 @dataclass(frozen=True)
 class MoELayerSpec:
-    """A whole layer. Everything a framework's layer needs but device, dtype and initialiser.
+    """A whole layer: everything a framework's layer needs except device, dtype and initialiser.
 
-    router: its top_k may be left out; a given one must be top_k. shared_experts: None = none. router_bias: logits have
-    a bias `[E]`. correction_bias: an fp32 buffer `[E]` is added to the scores for the selection only, and updated from
-    counts of tokens. apply_router_weight_on_input, logits_dtype, allow_tf32, tuning, recompute, main_grad,
-    fast_accumulate: see MoESpec. capacity_factor: None = dropless, else an expert keeps the first `capacity(T)` slots
-    routed to it, in slot order; later ones contribute nothing. router_norm: the router scores rows normalised so, with
-    a factor for each column. expert_scale: an expert's weights are multiplied by a parameter of it, behind everything
-    else. output: what is done to the experts' results. latent: the routed experts work in another width. token_table:
-    rows of a table, token id -> top_k experts, from which the ids of experts come (0 = the router chooses).
-    sparse_mixer: SparseMixer's epsilon, of a router that chooses two experts one after the other. Each weight is the
-    softmax, at the chosen one, over the logits that lie within 2 * epsilon of the largest left, in shares of it: as in
-    evaluation, without the noise of its training (source: arXiv 2409.12136, and transformers' phimoe). A layer with one
-    of these runs its stages one by one, but for an output norm, scale or bias of the sum. token_rounding: in training,
-    each expert's number of tokens is rounded to a multiple of a tile, which changes the model (docs/user/routing.md).
+    A layer with router_norm, expert_scale, output.of `experts`, latent, token_table or sparse_mixer runs its stages one
+    by one. For apply_router_weight_on_input, logits_dtype, allow_tf32, tuning, recompute, main_grad and fast_accumulate
+    see MoESpec.
+
+    Args:
+        router: its top_k may be left out, and is else top_k.
+        shared_experts: None: none.
+        router_bias: logits have a bias `[E]`.
+        correction_bias: an fp32 buffer `[E]` is added to the scores for the selection only, and updated from counts of
+            tokens.
+        capacity_factor: None: dropless. Else an expert keeps the first `capacity(T)` slots routed to it, in slot order,
+            and later ones contribute nothing.
+        router_norm: the router scores rows normalised in this way, with a factor for each column.
+        expert_scale: an expert's weights are multiplied by its parameter last.
+        output: operations on the experts' results.
+        latent: the routed experts work in another width.
+        token_table: rows of a table, token id -> top_k experts, that gives the ids (0 = the router chooses).
+        sparse_mixer: SparseMixer's epsilon, for a router that chooses two experts one after the other. Each weight is
+            the softmax, at the chosen one, over the remaining logits within 2 * epsilon of the largest, as in
+            evaluation, without the noise of its training (source: arXiv 2409.12136, and transformers' phimoe).
+        token_rounding: in training, round each expert's number of tokens to a multiple of a tile, which changes the
+            model (docs/user/routing.md).
     """
 
     d_model: int
@@ -212,7 +221,7 @@ class MoELayerSpec:
             self.parameters(HUGGING_FACE)
 
     def _check_training(self, scheme: Scheme) -> None:
-        """Refuse options of training that do nothing for experts quantised so."""
+        """Refuse training options that do nothing for experts quantised in this scheme."""
         useless = ()
         if scheme.activations is not None:
             useless, reason = ("recompute", "main_grad"), "what quantises activations has no gradient"
@@ -225,7 +234,7 @@ class MoELayerSpec:
                 )
 
     def _check_around(self) -> None:
-        """Refuse what cannot be had beside a latent width or a norm of each expert's result."""
+        """Refuse options that exclude a latent width or a norm of each expert's result."""
         scheme = self.experts.scheme
         given = {"main_grad": self.main_grad, "apply_router_weight_on_input": self.apply_router_weight_on_input}
         if self.norm_of_experts is not None:
@@ -249,12 +258,12 @@ class MoELayerSpec:
 
     @property
     def norm_of_experts(self) -> NormSpec | None:
-        """The norm of each expert's result, None where there is none."""
+        """The norm of each expert's result, or None."""
         return self.output.norm if self.output is not None and self.output.of_experts else None
 
     @property
     def expert_width(self) -> int:
-        """The columns of rows that experts take and give: d_model, or the latent width."""
+        """The columns of the experts' rows: d_model, or the latent width."""
         return self.d_model if self.latent is None else self.latent.width
 
     @property
@@ -263,17 +272,17 @@ class MoELayerSpec:
 
     @property
     def in_stages(self) -> bool:
-        """Whether the stages run one by one: something lies between them (in training also token rounding)."""
+        """True if the stages run one by one, with something between them (in training also token rounding)."""
         between = self.capacity_factor, self.router_norm, self.latent, self.norm_of_experts, self.sparse_mixer
         return self.expert_scale or self.token_table > 0 or any(one is not None for one in between)
 
     def storage(self, default: Storage) -> Storage:
-        """The layouts stated by `experts`, the others from `default`; the router's is always the default's."""
+        """The layouts stated by `experts`, the others from `default`. The router's is always the default's."""
         weight_layout = self.experts.weight_layout or default.weight_layout
         return Storage(weight_layout, self.experts.gate_layout or default.gate_layout, default.router_weight_layout)
 
     def stored_as(self, storage: Storage) -> MoELayerSpec:
-        """The same layer with its experts' layouts stated as those of `storage`."""
+        """The same layer with its experts' layouts stated as in `storage`."""
         activation, gate_layout = self.experts.activation, None
         if activation.gated:
             gate_layout = storage.gate_layout
@@ -299,7 +308,7 @@ class MoELayerSpec:
         )
 
     def capacity_ratio(self) -> tuple[int, int] | None:
-        """(n, d): of T tokens an expert keeps ceil(capacity_factor * T * K / E) = ceil(T * n / d) slots; None = all.
+        """(n, d): of T tokens an expert keeps ceil(capacity_factor * T * K / E) = ceil(T * n / d) slots. None: all.
 
         The factor counts as the fraction it was written as (1.1 = 11 / 10), so that the bound is exact.
         """
@@ -316,11 +325,10 @@ class MoELayerSpec:
     def parameters(self, default: Storage) -> tuple[Parameter, ...]:
         """Every array of the layer in `storage(default)`, in a fixed order.
 
-        Names: `router.weight`, `.bias`, `.correction_bias`, `.norm`, `.table`, `.expert_scale`;
-        `experts.gate_up`, `experts.up` (gate_layout `separate`), `experts.down`, `experts.gate_up_bias`,
-        `experts.up_bias`, `experts.down_bias`; `shared_experts.gate_up`, `.up`, `.down`, `.gate`. A quantised matrix is
-        two or three arrays: see `Parameter`. Around the experts: `before.weight`, `before.norm`, `after.weight`;
-        `output.norm`, `output.bias`.
+        Names: `router.weight`, `.bias`, `.correction_bias`, `.norm`, `.table`, `.expert_scale`; `experts.gate_up`,
+        `experts.up` (gate_layout `separate`), `experts.down`, `experts.gate_up_bias`, `experts.up_bias`,
+        `experts.down_bias`; `shared_experts.gate_up`, `.up`, `.down`, `.gate`; `before.weight`, `before.norm`,
+        `after.weight`; `output.norm`, `output.bias`. A quantised matrix is two or three arrays: see `Parameter`.
         """
         storage, (D, E) = self.storage(default), (self.d_model, self.num_experts)
         router = [matrix("router.weight", storage.router_weight_layout, ("d_model", D), ("experts", E))]
@@ -352,7 +360,7 @@ class MoELayerSpec:
 
     @property
     def _expert_columns(self) -> tuple[str | None, int]:
-        """(axis, size) of what experts take and give."""
+        """(axis, size) of the experts' rows."""
         return ("d_model" if self.latent is None else None, self.expert_width)
 
     def _around(self, storage: Storage) -> list[Parameter]:

@@ -1,4 +1,4 @@
-"""The plans of what a layer runs beside the composed op: projections, norms, experts stage by stage, a bias."""
+"""Plans of the parts around the composed op: projections, norms, experts stage by stage, a bias."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from moe_core.specs.routing import LayoutSpec, LogitsSpec
 
 @dataclass
 class StagePlans:
-    """Collects the plans of a forward, in order, and those of its backward, in the forward's order.
+    """Collect the plans of a forward, in order, and those of its backward, in the forward's order.
 
-    Norms and biases are taken to have the dtype of the rows, which is theirs unless weights of another were loaded.
+    Norms and biases are assumed to have the dtype of the rows.
     """
 
     target: Target
@@ -37,7 +37,7 @@ class StagePlans:
     backward: list[LaunchPlan] = field(default_factory=list)
 
     def norm(self, x: ArraySpec, spec: NormSpec, dtype: str | None = None) -> ArraySpec:
-        """rms_norm of rows, whose result is like them."""
+        """rms_norm of rows."""
         arguments = (x, ArraySpec((x.shape[1],), dtype or x.dtype), spec, self.target)
         self.forward.append(plan_rms_norm(*arguments))
         self.backward.append(plan_rms_norm_backward(x, *arguments, wanted=NORM_GRADIENTS))
@@ -73,7 +73,7 @@ class StagePlans:
         return self.product(MatmulOperands(x, ArraySpec(shape, x.dtype)), None, _dense(spec))
 
     def shared(self, x: ArraySpec, shared: SharedExpert, spec: MoESpec) -> None:
-        """Shared experts beside the op."""
+        """Shared experts outside the op."""
         one, dense = _one_layer, _dense(spec)
         pre = self.product(MatmulOperands(x, one(shared.gate_up)), None, dense)
         up = None if shared.up is None else self.product(MatmulOperands(x, one(shared.up)), None, dense)
@@ -113,5 +113,5 @@ def _dense(spec: MoESpec) -> MatmulSpec:
 
 
 def _one_layer(weight: ArraySpec) -> ArraySpec:
-    """A matrix of a stack as if it were cut out."""
+    """A matrix of a stack, as if cut out."""
     return ArraySpec(weight.shape[-2:], weight.dtype)

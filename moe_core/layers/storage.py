@@ -1,4 +1,4 @@
-"""How the weights of a layer lie in memory."""
+"""Layouts of a layer's weights in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_core.specs.matmul import GATE_LAYOUTS
 @plan_type
 @dataclass(frozen=True)
 class Storage:
-    """How the weights of a layer lie in memory.
+    """Layouts of a layer's weights in memory.
 
     weight_layout: experts and shared experts, `in_out` `[E, D, F]` or `out_in` `[E, F, D]`. gate_layout: of gated
     activations, `halves` `[E, D, 2F]` gate first, `interleaved` gate even columns, or `separate`, two buffers.
@@ -32,7 +32,7 @@ class Storage:
 
 
 def storage_of(spec: MoESpec) -> Storage:
-    """The layouts that an op's spec states; the gate_layout of ungated activations is nominal."""
+    """The layouts in an op's spec. The gate_layout of ungated activations is nominal."""
     return Storage(spec.weight_layout, spec.activation.gate_layout or "halves", spec.router_weight_layout)
 
 

@@ -1,4 +1,4 @@
-"""What the arrays of a prepacked layer mean."""
+"""The arrays of a prepacked layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_core.ops.prepack.prepack import order_for
 
 
 def tiled_specs(spec: MoELayerSpec, storage: Storage) -> dict[str, QuantizedSpec]:
-    """What the arrays of `experts.gate_up` and `experts.down` mean in a prepacked layer; storage: how it is stored.
+    """The specs of `experts.gate_up` and `experts.down` in a prepacked layer. storage: of the layer.
 
     Raises InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be tiled.
     """

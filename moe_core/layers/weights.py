@@ -1,6 +1,6 @@
-"""The canonical form of one layer's weights: NumPy arrays and the tags that say what they are.
+"""The canonical form of one layer's weights: NumPy arrays with tags that describe them.
 
-Checkpoints, torch layers and Flax layers all meet here: each writes `LayerWeights` and reads them.
+Checkpoints, torch layers and Flax layers all write and read `LayerWeights`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from moe_core.specs.operands import ExpertWeights, LayerRouter, RouterWeights, S
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer's arrays; spec computes with them as they are, and its layouts are the tags.
+    """One layer's arrays. spec computes with them as they are, and its layouts are the tags.
 
-    Layouts are never guessed from shapes (square weights fit several): shapes are checked against the tags. experts
-    and shared have one dtype; biases that or float32; the router and shared.gate any matmul dtype; correction_bias
-    float32. experts.layer_index is None: one layer, not a stack. Raises InvalidInput.
+    Shapes are checked against the tags; layouts are never guessed from shapes, because square weights fit several.
+    experts and shared have one dtype; biases have it or float32; the router and shared.gate any matmul dtype;
+    correction_bias float32. experts.layer_index is None. Raises InvalidInput.
 
-    The experts' matrices may be `QuantizedTensor`s, all in one format; those of shared are plain. Static input scales
-    have no place in a layer. before, after: the projections of a layer with a latent width. output: what is done to the
-    experts' results. Their matrices have the experts' dtype, norms and biases any.
+    The experts' matrices may be `QuantizedTensor`s in one format; shared ones are plain. A layer has no static input
+    scales. before, after: the projections of a layer with a latent width. output: operations on the experts' results.
+    Their matrices have the experts' dtype, norms and biases any.
     """
 
     spec: MoESpec
@@ -85,7 +85,8 @@ class LayerWeights:
         self._check_dtypes()
 
     def named(self) -> dict[str, Any]:
-        """name -> array, by the names of `MoELayerSpec.parameters`, in its order; those of a quantised matrix too."""
+        """name -> array, by the names of `MoELayerSpec.parameters`, in its order, with the arrays of quantised
+        matrices."""
         bundles = {"router.": self.router, "experts.": self.experts, "shared_experts.": self.shared}
         bundles |= {f"{name}.": getattr(self, name) for name in _AROUND}
         given = [(prefix, bundle) for prefix, bundle in bundles.items() if bundle is not None]
@@ -95,22 +96,20 @@ class LayerWeights:
 
     @property
     def storage(self) -> Storage:
-        """The layouts of the arrays; an ungated layer's gate_layout is nominal."""
+        """The layouts of the arrays. An ungated layer's gate_layout is nominal."""
         return storage_of(self.spec)
 
     @property
     def dtype(self) -> str:
-        """Canonical dtype of the experts' weights; of quantised ones, of the shared expert's or else the router's.
-
-        It is the dtype that the layer's x has.
-        """
+        """Canonical dtype of the layer's x: that of the experts' weights, or, if they are quantised, of the shared
+        expert's or else the router's."""
         if not isinstance(self.experts.down, QuantizedTensor):
             return dtypes.canonical(self.experts.down.dtype)
         return dtypes.canonical((self.router.weight if self.shared is None else self.shared.down).dtype)
 
     @property
     def scheme(self) -> Scheme | None:
-        """The formats of quantised experts, None for plain ones: of the registered schemes where one has them."""
+        """The formats of quantised experts, as a registered scheme if there is one. None: plain experts."""
         if not isinstance(self.experts.down, QuantizedTensor):
             return None
         weights, activations = self.experts.down.format, self.spec.activations
@@ -118,7 +117,7 @@ class LayerWeights:
         return known_scheme(weights, activations) or Scheme(name, weights, activations)
 
     def layer_spec(self) -> MoELayerSpec:
-        """The layer these weights make, its experts' layouts stated as they are."""
+        """The layer of these weights, with its experts' layouts stated."""
         spec, shared = self.spec, self.shared
         width_axis = -2 if spec.weight_layout == "in_out" else -1
         d_model, num_experts = self.router.weight.shape[:: 1 if spec.router_weight_layout == "in_out" else -1]
@@ -152,8 +151,8 @@ class LayerWeights:
     def from_checkpoint(cls, layer: Any) -> LayerWeights:
         """The weights of a `moe_core.checkpoint.MoELayer`; no expert is copied.
 
-        A quantised layer computes as its scheme says, activations included. Its shared experts, which no op takes
-        quantised, are dequantised to the dtype of the layer.
+        A quantised layer computes in its scheme, activations included. Its shared experts are dequantised to the dtype
+        of the layer, because no op takes them quantised.
         """
         spec, shared = layer.spec, layer.shared
         if layer.scheme is not None:
@@ -166,9 +165,9 @@ class LayerWeights:
 
     @classmethod
     def from_named(cls, arrays: Mapping[str, Any], spec: MoELayerSpec, default: Storage) -> LayerWeights:
-        """The arrays of a layer by name, stored as `spec.storage(default)`: the inverse of `named`.
+        """The inverse of `named`, for arrays stored as `spec.storage(default)`.
 
-        Raises InvalidInput for names that are missing or unknown.
+        Raises InvalidInput for missing or unknown names.
         """
         wanted = [parameter.name for parameter in spec.parameters(default)]
         _require_names("arrays", list(arrays), wanted)
@@ -260,7 +259,7 @@ class LayerWeights:
 
 
 def layer_router(arrays: Mapping[str, Any], norm: NormSpec | None, sparse_mixer: float | None = None) -> RouterWeights:
-    """The bundle of a router's arrays, by their names in it."""
+    """The bundle of a router's arrays by name."""
     more = {"norm", "table", "expert_scale"} & arrays.keys()
     if not more and sparse_mixer is None:
         return RouterWeights(**arrays)
@@ -268,7 +267,7 @@ def layer_router(arrays: Mapping[str, Any], norm: NormSpec | None, sparse_mixer:
 
 
 def layer_parts(arrays: Mapping[str, Any], spec: Any) -> dict[str, LayerPart]:
-    """The bundles of what a layer has around its experts, of its arrays by name. spec: has its output and latent."""
+    """The bundles of arrays around the experts, by name. spec: has output and latent."""
     specs = {"before": spec.latent, "after": None, "output": spec.output}
     found = {}
     for part, means in specs.items():
@@ -279,7 +278,7 @@ def layer_parts(arrays: Mapping[str, Any], spec: Any) -> dict[str, LayerPart]:
 
 
 def _every_name() -> tuple[str, ...]:
-    """All names a layer can have, in the order of `MoELayerSpec.parameters`."""
+    """All names of layers' arrays, in the order of `MoELayerSpec.parameters`."""
     experts, shared = ExpertsSpec(bias=True, gate_layout="separate"), SharedExpertsSpec(1, gate=True)
     options = dict.fromkeys(("router_bias", "correction_bias", "expert_scale"), True)
     around = {"output": OutputSpec(NormSpec(), bias=True), "latent": LatentSpec(1, NormSpec()), "token_table": 1}

@@ -16,7 +16,7 @@ from moe_core.checkpoint.families.record import Naming as Naming
 from moe_core.checkpoint.families.record import describe
 from moe_core.errors import Unsupported
 
-#: model_type -> what it declares.
+#: model_type -> its family.
 FAMILIES: Mapping[str, Family] = {**MIXTRAL, **QWEN, **DEEPSEEK, **GEMMA}
 #: model_type -> the one operation of its block that a layer cannot compute.
 REFUSED: Mapping[str, str] = {
@@ -28,15 +28,13 @@ REFUSED: Mapping[str, str] = {
     "vitpose_backbone": "an expert per data set, chosen for a whole image",
     "zaya": "a router of several layers that carries a state from layer to layer",
 }
-#: Settings that hold the text model's within those of a multimodal model.
+#: Settings that hold the text model's in a multimodal model.
 _NESTED = ("text_config", "thinker_config")
 
 
 def text_model(settings: Mapping[str, Any]) -> ModelConfig:
-    """The text model of a config.json whose family is known: of multimodal models, the one under `text_config`.
-
-    Raises Unsupported for other families.
-    """
+    """The text model of a config.json, under `text_config` in multimodal models. Raises Unsupported for unknown
+    families."""
     met, quantization, nested = [], settings.get("quantization_config"), ()
     while True:
         name = settings.get("model_type")
@@ -59,5 +57,5 @@ def text_model(settings: Mapping[str, Any]) -> ModelConfig:
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    """The MoE layers that `config` (of one of FAMILIES) describes; InvalidInput where its settings disagree."""
+    """The MoE layers that `config` (of one of FAMILIES) describes. Raises InvalidInput if its settings disagree."""
     return describe(FAMILIES[config.model_type], config)

@@ -1,4 +1,4 @@
-"""What families have around their experts: norms, projections, a mean."""
+"""Parts around the experts of some families: norms, projections, a mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_core.specs import NormSpec, RouterSpec
 
 
 def phi_router(config: ModelConfig) -> RouterSpec:
-    """Of the two experts that its block chooses whatever num_experts_per_tok says."""
+    """Two experts, whatever num_experts_per_tok says."""
     config.require("num_experts_per_tok", 2, "sparsemixer routing to another number of experts")
     return RouterSpec(2)
 
@@ -40,14 +40,14 @@ def muse_around(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def latent_size(config: ModelConfig) -> Mapping[str, Any]:
-    """Experts of another width where moe_latent_size is given."""
+    """Experts of another width if moe_latent_size is given."""
     if config.settings.get("moe_latent_size") is None:
         return {}
     return {"latent": LatentSpec(config.integer("moe_latent_size"))}
 
 
 def cohere2_around(config: ModelConfig) -> Mapping[str, Any]:
-    """The mean of routed and shared experts, or their sum, where there are shared experts."""
+    """The mean or the sum of routed and shared experts."""
     if config.integer("num_shared_experts", least=0, null=0, default=0) == 0:
         return {}
     if config.settings.get("shared_expert_combination_strategy") in (None, "average"):

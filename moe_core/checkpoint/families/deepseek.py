@@ -41,7 +41,7 @@ _V3 = Family(
 
 
 def _deepseek_v2_router(config: ModelConfig) -> RouterSpec:
-    """Softmax scores, chosen within the best groups where topk_method says so, scaled."""
+    """Scaled softmax scores, chosen within the best groups if topk_method says so."""
     config.require("scoring_func", "softmax", "another score")
     method = config.find("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
@@ -54,7 +54,7 @@ def _deepseek_v2_router(config: ModelConfig) -> RouterSpec:
 
 
 def _axk2_router(config: ModelConfig) -> RouterSpec:
-    """Without groups: its block scores experts outside of the best groups 0, which may win over a negative score."""
+    """No groups: its block scores experts outside the best groups 0, which may win over a negative score."""
     config.require("n_group", 1, "groups in which experts outside of the best have the score 0")
     return routing("sigmoid", renormalize=_NORM, scale=_SCALE)(config)
 
@@ -65,14 +65,14 @@ _V2 = replace(
     correction_bias=False,
     requires=(("norm_topk_prob", False, "renormalisation, which transformers' block leaves out,"), NO_BIAS),
 )
-#: Shared experts of some families have a width setting of their own, or the gate of hy_v3's files another name.
+#: Shared experts of some families have a width setting of their own, or the gate has another name in hy_v3's files.
 _HY_V3 = Naming(
     router=("gate.weight", "router.gate.weight"),
     correction_bias=("e_score_correction_bias", "expert_bias"),
     shared=(mlp_names("shared_experts"), mlp_names("shared_mlp")),
 )
 _FUSED = Naming(per_expert=None)
-#: step3p5 is published with gate and up of all experts in a tensor each.
+#: step3p5 is published with one tensor for all gates and one for all ups.
 _STEP = Naming(
     ("mlp", "moe"),
     correction_bias=("gate.e_score_correction_bias", "router_bias"),
@@ -93,7 +93,7 @@ _KIMI_SHARED = Shared(copies=("num_shared_experts", "n_shared_experts"))
 
 
 def _nemotron_layers(config: ModelConfig) -> Layers:
-    """One layer is one of attention, Mamba, an MLP or experts: layers_block_type, or `E` in hybrid_override_pattern."""
+    """A layer is one of attention, Mamba, an MLP or experts: layers_block_type, or `E` in hybrid_override_pattern."""
     kinds = config.strings("layers_block_type")
     if kinds:
         return Layers(len(kinds), tuple(n for n, kind in enumerate(kinds) if kind == "moe"), "layers_block_type")
@@ -118,13 +118,13 @@ def _scored_router(config: ModelConfig) -> RouterSpec:
 
 
 def _laguna_router(config: ModelConfig) -> RouterSpec:
-    """Sigmoid of logits with a soft cap, where 0 is none."""
+    """Sigmoid of logits with a soft cap; 0 means none."""
     cap = config.number("moe_router_logit_softcapping", default=0.0)
     return routing("sigmoid", scale=("moe_routed_scaling_factor",), softcap=cap or None)(config)
 
 
 def _kolibri_router(config: ModelConfig) -> RouterSpec:
-    """Sigmoid weights; the correction bias is added to the logits, the order of whose sums is what counts."""
+    """Sigmoid weights. The correction bias is added to the logits, and the order of these sums decides."""
     return routing("sigmoid", renormalize=_NORM, bias_on="logits")(config)
 
 
@@ -135,7 +135,7 @@ def _soft_capped(config: ModelConfig) -> Activation:
 
 
 def _deepseek_v4_layers(config: ModelConfig) -> Layers:
-    """Every layer, or those of mlp_layer_types `moe` and `hash_moe`."""
+    """Every layer, or the `moe` and `hash_moe` of mlp_layer_types."""
     count, kinds = config.num_layers(), config.strings("mlp_layer_types")
     if not kinds:
         return every_layer(config)
@@ -144,7 +144,7 @@ def _deepseek_v4_layers(config: ModelConfig) -> Layers:
 
 
 def _deepseek_v4_tables(config: ModelConfig) -> tuple[int, ...]:
-    """The layers of mlp_layer_types `hash_moe`, or the first num_hash_layers."""
+    """The `hash_moe` of mlp_layer_types, or the first num_hash_layers."""
     kinds = config.strings("mlp_layer_types")
     if kinds:
         return tuple(layer for layer, kind in enumerate(kinds[: config.num_layers()]) if kind == "hash_moe")
@@ -163,7 +163,7 @@ def _step3p5_layers(config: ModelConfig) -> Layers:
 
 
 def _step3p5_activations(config: ModelConfig) -> Mapping[int, Activations]:
-    """Of the layers with a limit in swiglu_limits or swiglu_limits_shared, where 0 and null are none."""
+    """Activations of layers with a limit in swiglu_limits or swiglu_limits_shared; 0 and null mean none."""
     plain, limits = silu(config), [config.limits(f"swiglu_limits{end}") for end in ("", "_shared")]
     found = {}
     for layer in range(config.num_layers()):
@@ -194,14 +194,14 @@ DEEPSEEK = {
         _V3, layers=dense_first(1), shared=Shared(("n_shared_experts",), ("shared_experts_intermediate_size",))
     ),
     "axk2": replace(_V3, router=_axk2_router, layers=dense_first(1)),
-    # The sum of routed and shared experts is normalised; files have that norm beside the block.
+    # The sum of routed and shared experts is normalised. Files keep that norm outside the block.
     "axk1": replace(
         _V3,
         layers=dense_first(1),
         around=normalised_sum,
         naming=Naming(around={"output.norm": ("post_mlp_layernorm.weight", "/post_mlp_layernorm.weight")}),
     ),
-    # Experts of another width between projections, with a norm of what they take and of what each gives.
+    # Experts of another width between projections, with a norm of their input and one of each result.
     "muse_spark_text": replace(
         _V3,
         router=muse_router,
@@ -252,7 +252,7 @@ DEEPSEEK = {
         layers=dense_first(1),
         activation=limited_silu,
         shared_activation=hidden_activation(),
-        # transformers saves every gate_proj as linear_gate, that of the shared experts too.
+        # transformers saves every gate_proj as linear_gate, also of the shared experts.
         naming=replace(_FUSED, shared=(mlp_names("shared_experts"), mlp_names("shared_experts", gate="linear_gate"))),
     ),
     "afmoe": replace(
@@ -365,7 +365,7 @@ DEEPSEEK = {
         requires=(NO_BIAS, ("hidden_act", "silu", "another activation, which transformers replaces by silu,")),
         activation=silu,
     ),
-    # A softmax of all experts; the correction bias changes only which are chosen.
+    # A softmax of all experts. The correction bias changes only the choice.
     "longcat_flash": replace(
         _V3,
         router=routing(renormalize=False, scale=_SCALE, top_k=("moe_topk",)),

@@ -1,4 +1,4 @@
-"""Gemma's families: a router with a norm of its own and a scale of each expert, beside the experts in the layer."""
+"""Gemma's families: a router with its own norm and a scale of each expert, parallel to the experts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moe_core.specs import NormSpec
 
 
 def _router_norm(config: ModelConfig) -> NormSpec:
-    """Rows are normalised, and divided by the root of their number of columns."""
+    """Rows are normalised and divided by the root of their number of columns."""
     return NormSpec(config.number("rms_norm_eps"), config.integer("hidden_size") ** -0.5)
 
 
-#: The router scores the rows of the residual stream, the experts take them normalised: pass those as `gate_inputs`.
+#: The router scores rows of the residual stream, and the experts take them normalised: pass the rows as `gate_inputs`.
 _GEMMA4 = Family(
     router=routing(renormalize=True, top_k=("top_k_experts",)),
     layers=every_layer,

@@ -1,4 +1,4 @@
-"""Families like Mixtral, whose experts are as wide as intermediate_size, and gpt-oss's."""
+"""Families like Mixtral, with experts of width intermediate_size, and gpt-oss's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _GRANITE_NAMES = Naming(
     per_expert=None,
     shared=(("/shared_mlp.input_linear.weight", "/shared_mlp.output_linear.weight"),),
 )
-#: Softmax over the chosen logits; the shared experts are an MLP beside the block.
+#: Softmax over the chosen logits. The shared experts are an MLP outside the block.
 _GRANITE = replace(
     _MIXTRAL, router=_TOPK_FIRST, shared=Shared(width=("shared_intermediate_size",)), naming=_GRANITE_NAMES
 )
@@ -64,7 +64,7 @@ _GPT_OSS = replace(
 
 
 def _dbrx_router(config: ModelConfig) -> RouterSpec:
-    """Softmax over all experts, then top-k, divided by their p-norm where moe_normalize_expert_weights = p."""
+    """Softmax over all experts, then top-k, divided by their p-norm with p = moe_normalize_expert_weights."""
     norm = config.settings.get("moe_normalize_expert_weights", 1.0)
     config.require("moe_normalize_expert_weights", 1.0, "a norm of weights other than their sum")
     return routing(renormalize=norm is not None, top_k=("moe_top_k",))(config)
@@ -94,7 +94,7 @@ def _llama4_layers(config: ModelConfig) -> Layers:
 
 
 def _aria_shared_activation(config: ModelConfig) -> Activation:
-    """That of hidden_act, silu where it is absent; the experts have silu whatever it says."""
+    """The activation of hidden_act, silu if absent. The experts always have silu."""
     return hidden_activation()(config) if "hidden_act" in config.settings else silu(config)
 
 
@@ -138,7 +138,7 @@ MIXTRAL = {
         _GRANITE,
         naming=replace(_GRANITE_NAMES, router=("router.weight",), fused=(_FUSED,)),
     ),
-    # Its experts are modules that hold one tensor each, and a bias is added to their sum.
+    # Each expert's module holds one tensor, and a bias is added to their sum.
     "jetmoe": replace(
         _MIXTRAL,
         router=_TOPK_FIRST,

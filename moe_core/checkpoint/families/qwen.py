@@ -1,4 +1,4 @@
-"""Families routed as Qwen-MoE: softmax over all experts, then top-k, renormalised where norm_topk_prob says so."""
+"""Families routed like Qwen-MoE: softmax over all experts, then top-k, renormalised if norm_topk_prob says so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_core.checkpoint.families.record import (
 from moe_core.errors import Unsupported
 from moe_core.specs import RouterSpec
 
-#: The largest moe_norm_min of ernie4_5_moe that is taken for none.
+#: The largest moe_norm_min of ernie4_5_moe that counts as none.
 _MOST_NORM_MIN = 1e-6
 _EXPERTS, _NORM = ("num_experts", "num_local_experts"), ("norm_topk_prob",)
 _GATED = Shared(width=("shared_expert_intermediate_size",), gate=True)
@@ -45,7 +45,7 @@ def _ernie_layers(config: ModelConfig) -> Layers:
 
 
 def _ernie_router(config: ModelConfig) -> RouterSpec:
-    """Softmax weights over their sum, which moe_norm_min bounds from below: too small to matter, or refused."""
+    """Softmax weights over their sum, with the lower bound moe_norm_min: too small to matter, or refused."""
     least = config.settings.get("moe_norm_min")
     if least is not None and config.number("moe_norm_min") > _MOST_NORM_MIN:
         raise Unsupported(
@@ -56,7 +56,7 @@ def _ernie_router(config: ModelConfig) -> RouterSpec:
 
 
 def _flint_layers(config: ModelConfig) -> Layers:
-    """As Qwen's, with mlp_only_layers [0, 1] where it is absent or null."""
+    """Like Qwen's, with mlp_only_layers [0, 1] by default."""
     if config.settings.get("mlp_only_layers") is None:
         config = replace(config, settings={**config.settings, "mlp_only_layers": [0, 1]})
     return sparse_step(config)
@@ -70,7 +70,7 @@ def _jamba_layers(config: ModelConfig) -> Layers:
 
 
 def _cohere2_router(config: ModelConfig) -> RouterSpec:
-    """Top-k of the logits, then softmax or sigmoid of the chosen; only sigmoid weights may be renormalised."""
+    """Top-k of the logits, then softmax or sigmoid of the chosen. Only sigmoid weights may be renormalised."""
     if config.find("expert_selection_fn") == "sigmoid":
         return routing("sigmoid", renormalize=_NORM)(config)
     config.require("expert_selection_fn", "softmax", "another score")
@@ -78,7 +78,7 @@ def _cohere2_router(config: ModelConfig) -> RouterSpec:
 
 
 def _lfm2_router(config: ModelConfig) -> RouterSpec:
-    """Sigmoid weights, over their sum and a small number where they are renormalised."""
+    """Sigmoid weights, optionally over their sum and a small number."""
     epsilon = 1e-6 if config.boolean(*_NORM) else 0.0
     return routing("sigmoid", renormalize=_NORM, scale=("routed_scaling_factor",), epsilon=epsilon)(config)
 
@@ -109,7 +109,7 @@ QWEN = {
         shared=Shared(("num_shared_experts",)),
         around=cohere2_around,
     ),
-    # Weights are softmax scores; the correction bias changes only which experts are chosen.
+    # Weights are softmax scores. The correction bias changes only the choice.
     "ernie4_5_moe": Family(
         router=_ernie_router,
         layers=_ernie_layers,

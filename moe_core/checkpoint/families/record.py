@@ -1,7 +1,7 @@
-"""What a family is: the settings of a config.json that describe its MoE layers, and the names of their tensors.
+"""Families: the settings of a config.json that describe MoE layers, and the names of their tensors.
 
-A new family is one `Family`, most often a few fields replaced in one of the same lineage. Its preset, its reader and
-its writer follow from the record.
+A new family is one `Family`, most often a few fields replaced in a related one. Its preset, reader and writer follow
+from the record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_core.specs import Activation, MoESpec, NormSpec, RouterSpec
 _HIDDEN_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 _HIDDEN_ACTIVATIONS |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
-#: What `Family.requires` says of families whose shared experts may have biases.
+#: For `Family.requires` of families with optional biases of shared experts.
 NO_BIAS = ("mlp_bias", False, "a bias of the shared experts")
 
 #: Alternative names of one thing.
@@ -38,18 +38,23 @@ class Naming:
     """Tensor names of one MoE layer.
 
     Each field holds alternatives: transformers' own name (as in `state_dict`) first, the published one last. Names are
-    below `layers.<n>.<block>.`; one that starts with `/` is below `layers.<n>.`.
+    below `layers.<n>.<block>.`, or below `layers.<n>.` if they start with `/`.
 
-    fused: (gate_up, down) or (gate, up, down) of all experts; ungated experts have an up in place of gate_up. Biases
-    have the same names with `_bias`. per_expert: (gate, up, down) module names below `experts.<e>.`, without gate for
-    ungated experts; None = the family has only fused storage. shared: (gate, up, down), or (gate_up, down) where gate
-    and up are one tensor. prefixes, nested_prefixes: what stands before `layers.` in files of a text model, and of a
-    model whose config nests the text model. turned: files may hold the transposes of `fused`, which their shapes tell.
-    interleaved: the published `fused` holds rows of gate and up in turn. bias_row: files hold the correction bias as
-    `[1, E]`. flat: `fused` holds the experts' F rows below each other, `[E * F, D]`, down too. layers: what the names
-    call the list of layers. norm, table, expert_scale: of the router. around: the arrays that a layer has around its
-    experts, by the layer's names. A first block without a name: router and experts are children of the decoder layer,
-    beside its attention.
+    Args:
+        block: its first name is empty if router and experts are children of the decoder layer.
+        fused: (gate_up, down) or (gate, up, down) of all experts. Ungated experts have up instead of gate_up. Biases
+            add `_bias`.
+        per_expert: (gate, up, down) module names below `experts.<e>.`, without gate for ungated experts. None: only
+            fused storage.
+        shared: (gate, up, down), or (gate_up, down) if gate and up are one tensor.
+        prefixes, nested_prefixes: before `layers.` in files of a text model, and of a model with a nested text model.
+        turned: files may hold the transposes of `fused`, recognised by their shapes.
+        interleaved: the published `fused` alternates rows of gate and up.
+        bias_row: files hold the correction bias as `[1, E]`.
+        flat: `fused` holds all experts' F rows as `[E * F, D]`, down too.
+        layers: the name of the list of layers.
+        norm, table, expert_scale: of the router.
+        around: arrays around the experts, by the layer's names.
     """
 
     blocks: Names = ("mlp",)
@@ -74,7 +79,7 @@ class Naming:
 
 @dataclass(frozen=True)
 class Shared:
-    """The shared experts' settings: `copies` of `width`, where no name stands for one copy of the experts' width."""
+    """The shared experts' settings: `copies` of `width`. A missing name means one copy of the experts' width."""
 
     copies: Names = ()
     width: Names = ()
@@ -87,7 +92,7 @@ class Shared:
 
 
 class Layers(NamedTuple):
-    """How many layers a model has, which of them have experts (ascending), and the settings that decided it."""
+    """The number of layers, the ones with experts (ascending), and the settings that decided it."""
 
     count: int
     moe: tuple[int, ...]
@@ -95,7 +100,7 @@ class Layers(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Those of a layer's experts and of its shared experts, gate_layout aside."""
+    """Activations of a layer's experts and of its shared experts, without gate_layout."""
 
     experts: Activation
     shared: Activation
@@ -105,15 +110,22 @@ class Activations(NamedTuple):
 class Family:
     """The MoE layers of a model_type.
 
-    alone: the names in files of a text model that was saved without the rest of its multimodal model; None = the same.
-    hidden, width, experts: settings that give d_model, d_ff and E. shared: None = no shared experts. correction_bias:
-    whether there is one, or the setting that says so. shared_activation: None = that of the experts. layer_activations:
-    those of layers that differ from the others. router_norm: of the rows that the router scores. expert_scale: the
-    router's weights are multiplied by a parameter of each expert. tables: the layers whose ids come from a table with a
-    row for each of vocab_size tokens, and which have no correction bias. around: what a layer has around its experts,
-    fields of MoELayerSpec. weight_layout: of fused storage in files. requires: (setting, the value that can be
-    computed, what another one asks for); absent and null settings are fine, but for those of `given`, for which
-    transformers takes a value that cannot be computed. part: the setting that holds those of the experts.
+    Args:
+        alone: the names in files of a text model that was saved without the rest of its multimodal model. None: the
+            same.
+        hidden, width, experts: settings of d_model, d_ff and E.
+        shared: None: no shared experts.
+        correction_bias: True if there is one, or the setting that decides.
+        shared_activation: None: the experts'.
+        layer_activations: of layers that differ from the others.
+        router_norm: of the rows that the router scores.
+        expert_scale: the router's weights are multiplied by a parameter of each expert.
+        tables: the layers with ids from a table of vocab_size rows, and without a correction bias.
+        around: parts around the experts, fields of MoELayerSpec.
+        weight_layout: of fused storage in files.
+        requires: (setting, the supported value, the operation that another value needs). Absent and null settings are
+            fine, except for `given`, where transformers' default is unsupported.
+        part: the setting that holds the experts' settings.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -191,9 +203,9 @@ class Architecture:
         return own.with_gate_layout(spec.activation.gate_layout or "halves")
 
     def layer_spec(self, layer: int | None = None) -> MoELayerSpec:
-        """The layer, stored as the framework stores it by default: the family's layouts are those of its files.
+        """The layer in the framework's default storage; the family's layouts are only for files.
 
-        layer: None = any, of a model whose layers are alike, those with a table of ids aside; InvalidInput for another.
+        layer: None: any layer of a model with equal layers, tables of ids aside. Raises InvalidInput if they differ.
         """
         if layer is None:
             different = [n for n in self.moe_layers if self.spec_of(n) != self.spec_of(self.moe_layers[0])]
@@ -319,8 +331,8 @@ def routing(
     top_k: Names = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"),
     **others: Any,
 ) -> Callable[[ModelConfig], RouterSpec]:
-    """A router whose options are constants, or the settings that give them. groups: of num_groups and topk_group;
-    others: of `RouterSpec`."""
+    """A router with options that are constants or settings. groups: of num_groups and topk_group. others: of
+    `RouterSpec`."""
 
     def router(config: ModelConfig) -> RouterSpec:
         num_groups, topk_group = (1, 1) if groups is None else (config.integer(*names, null=1) for names in groups)
@@ -344,9 +356,9 @@ def every_layer(config: ModelConfig) -> Layers:
 
 
 def dense_first(dense: int | None = None, setting: str = "first_k_dense_replace") -> Callable[[ModelConfig], Layers]:
-    """mlp_layer_types where it is given, else layers from `setting` on, at multiples of moe_layer_freq.
+    """mlp_layer_types if given, else layers from `setting` on, at multiples of moe_layer_freq.
 
-    dense: what `setting` is by default; None = it must be given.
+    dense: the default of `setting`. None: it is required.
     """
 
     def layers(config: ModelConfig) -> Layers:
