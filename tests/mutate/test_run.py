@@ -9,15 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.paths import ROOT
-from tools.mutate.__main__ import share_killed, table
-from tools.mutate.contexts import Contexts, imports, names_entry
-from tools.mutate.operators import mutations
-from tools.mutate.plugin import Plugin
-from tools.mutate.run import Result, Run, draw, drawn_at
-from tools.mutate.sources import Mutation, Source
+from tools.mutate.contexts import Contexts
+from tools.mutate.run import drawn_at
+from tools.mutate.sources import Mutation
 
 PACKAGE = {
     "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\ntimeout = 60\n',
@@ -108,62 +103,8 @@ def test_related_tests_come_cheapest_and_nearest_first() -> None:
     assert files("nobody_calls") == ["ops"], "those of the folder"
 
 
-def test_a_constant_has_the_tests_of_files_that_import_its_module() -> None:
-    assert imports("tests/ops/test_declared_kernels.py", "moe_core/ops/router/forward.py")
-    assert imports("tests/mutate/test_run.py", "tools/mutate/contexts.py")
-    assert not imports("tests/mutate/test_run.py", "tools/mutate/equivalent.py")
-
-
-def test_an_entry_of_a_table_has_the_tests_that_name_it() -> None:
-    assert names_entry("tests/test_families.py::test_layers[mistral_large4-float32]", "mistral_large4_text")
-    assert names_entry("tests/test_families.py::test_layers[dbrx_sums]", "dbrx")
-    assert not names_entry("tests/test_families.py::test_layers[qwen3_moe]", "qwen2_moe")
-    assert not names_entry("tests/test_families.py::test_layers[qwen3_moe]", "")
-    source = Source("a.py", 'TABLE = {"dbrx": replace(_X, count={"one": 2}), **{"more": 1}}\n')
-    assert {mutation.entry for mutation in mutations(source) if "count" in mutation.texts(source.text)[1]} == {
-        "dbrx",
-        "more",
-    }
-
-
-def result(area: str, status: str) -> Result:
-    return Result(f"{area}{status}", area, "f", "swap", 1, "", "", status, "", 1, 1, 1.0)
-
-
-def test_the_share_is_of_what_is_not_equivalent() -> None:
-    results = [result("kernels", status) for status in ("killed", "equivalent", "survived", "uncovered", "unsure")]
-    assert share_killed(results) == pytest.approx(1 / 4)
-    assert table(results).splitlines()[2] == "| kernels | 5 | 1 | 1 | 1 | 1 | 1 | 25.0% |"
-    assert share_killed([]) == 0
-
-
-def test_a_run_again_keeps_only_which_test_killed_what(tmp_path: Path) -> None:
-    drawn = draw(1, 0, ("moe_core/plan/steps.py",), gpu=False)
-    mutation = drawn[0][1]
-    contexts, store = Contexts({"a.py::a": 1.0, "b.py::b": 2.0}, {"a.py": 0.1, "b.py": 0.1}), tmp_path / "results.json"
-    run = Run(drawn, contexts, store, 9.0)
-    run.keep("planners", mutation, "killed", "b.py::b", 2, 1.0)
-    run.save()
-    assert run.first(mutation, ["a.py::a", "b.py::b"]) == ["a.py::a", "b.py::b"]
-    assert Run(drawn, contexts, store, 9.0).results and not Run(drawn, contexts, store, 9.0, again=True).results
-    again = Run(drawn, contexts, store, 9.0, again=True)
-    assert again.first(mutation, ["a.py::a", "b.py::b"]) == ["b.py::b"]
-    assert again.first(mutation, ["a.py::a"]) == ["a.py::a"]
-
-
 def test_a_draw_depends_on_the_lines_alone() -> None:
     keys = [("f", str(before), str(after)) for before in range(9) for after in range(9)]
     order = sorted(keys, key=lambda key: drawn_at(3, key))
     assert sorted(keys[1:], key=lambda key: drawn_at(3, key)) == [key for key in order if key != keys[0]]
     assert sorted(keys, key=lambda key: drawn_at(4, key)) != order != keys
-
-
-def test_code_without_a_name_belongs_to_its_function(tmp_path: Path) -> None:
-    plugin = Plugin(tmp_path / "report", "/tree", None, record=True)
-    space: dict[str, Any] = {}
-    source = "def f():\n    return [lambda: [x for x in ()]]\ng = lambda: 0\n"
-    exec(compile(source, "/tree/moe_core/a.py", "exec"), space)
-    assert plugin.name(space["f"].__code__) == "moe_core/a.py::f"
-    assert plugin.name(space["f"]()[0].__code__) == "moe_core/a.py::f"
-    assert plugin.name(space["g"].__code__) == "moe_core/a.py::<module>"
-    assert plugin.name(test_a_small_package.__code__) is None
