@@ -38,9 +38,9 @@ from moe_core.specs.operands import (
 )
 from moe_core.specs.tuning import Tuning
 from moe_torch.parallel import ExpertParallel
-from moe_torch.parallel.chunks import owner_spec
 from moe_torch.parallel.forward import moe
-from moe_torch.parallel.peer import Sizes
+from moe_torch.parallel.owner import owner_spec
+from moe_torch.parallel.peer.counted import Sizes
 
 _FLUSH_BYTES, _FEWEST, _MOST = 256 * 2**20, 5, 30
 #: Flushes of the cache before a call: while they run, the hosts of all ranks get ahead. Of few tokens a rank whose host

@@ -68,7 +68,8 @@ def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | Non
     device that is not the mesh's.
     """
     # Only here: a layer of one process does not import torch.distributed.
-    from moe_torch.parallel import ExpertParallel, parallelize
+    from moe_torch.layers.parallel import parallelize
+    from moe_torch.parallel.forward import ExpertParallel
 
     given = expert_parallel
     if not isinstance(given, ExpertParallel):

@@ -220,7 +220,7 @@ class ExpertParameters(ParameterGroup):
     gate_up_bias: torch.Tensor | None
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
-    #: Of experts on several ranks, `moe_torch.parallel.layer.LayerExchange`.
+    #: Of experts on several ranks, `moe_torch.layers.parallel.LayerExchange`.
     exchange: Any = None
 
     @property

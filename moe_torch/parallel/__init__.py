@@ -1,13 +1,31 @@
 """Expert parallelism on torch.distributed: ranks that share the experts of a layer, with the bits of one device."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from moe_core.parallel import ExchangeSpec, ParallelOutput, PeerFailed, Placement
 from moe_torch.parallel.forward import ExpertParallel, moe
-from moe_torch.parallel.layer import group_losses, parallelize, total_over_ranks
 from moe_torch.parallel.moving import MovingPlacement
-from moe_torch.parallel.placed import PlacedTensor
-from moe_torch.parallel.rebalance import LayerMoves, Rebalancer
+
+if TYPE_CHECKING:
+    from moe_torch.layers.parallel import group_losses, parallelize, total_over_ranks
+    from moe_torch.layers.placed import PlacedTensor
+    from moe_torch.layers.rebalance import LayerMoves, Rebalancer
 
 __all__ = [
     "ExchangeSpec", "ExpertParallel", "LayerMoves", "MovingPlacement", "ParallelOutput", "PeerFailed", "PlacedTensor",
     "Placement", "Rebalancer", "group_losses", "moe", "parallelize", "total_over_ranks",
 ]  # fmt: skip
+
+#: Names that layers define, which stand on this package: they are imported when they are first asked for.
+_OF_LAYERS = {
+    **dict.fromkeys(("group_losses", "parallelize", "total_over_ranks"), "moe_torch.layers.parallel"),
+    "PlacedTensor": "moe_torch.layers.placed",
+    **dict.fromkeys(("LayerMoves", "Rebalancer"), "moe_torch.layers.rebalance"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_LAYERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_OF_LAYERS[name]), name)

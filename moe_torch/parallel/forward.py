@@ -34,12 +34,13 @@ from moe_torch.bridge.operator import array_spec
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.bridge.private import graph_break, uncompiled
 from moe_torch.operators.kinds import as_float32, as_int32
-from moe_torch.parallel.chunks import Found, Given, Owner, run_chunks
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
 from moe_torch.parallel.moving import MovingPlacement
-from moe_torch.parallel.peer import require_peer_format
+from moe_torch.parallel.owner import Owner, Results
+from moe_torch.parallel.peer.chunks import run_peer
+from moe_torch.parallel.peer.interface import require_peer_format
 from moe_torch.parallel.routes import plan_routes, tell_failure
 from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of, require_apart
 
@@ -234,7 +235,7 @@ class Exchange:
         owner = Owner(experts, spec, placement, ids.shape[1], brought.wide is not None)
         beside, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
         if planner is None:
-            found = run_chunks(self.ranks, plan, Given(*brought, self.moving), owner, beside, of_parts)
+            found = run_peer((self.ranks, plan, self.moving), brought, owner, beside, of_parts)
             del brought
         else:
             routes = planner.start()()
@@ -245,11 +246,11 @@ class Exchange:
             del rows
             output = combine(routes, result.output, beside() if beside else (None, None), of_parts)
             counted = routes.tokens_per_expert, routes.invalid_ids
-            found = Found(output, result.tokens_per_expert, routes.overflow, *counted)
+            found = Results(output, result.tokens_per_expert, routes.overflow, *counted)
         if tensor is not None:
             output = tensor.total(found.output, x, dense() if dense else (None, None), dtype)
             # The exchange's are of all tokens of the axis.
-            found = Found(output, found.received, found.overflow, *counts_of(ids, placement, mask))
+            found = Results(output, found.received, found.overflow, *counts_of(ids, placement, mask))
         if self.moving is not None:
             self.moving.load.add_(found.tokens_per_expert)
         missing = placement.per_rank - len(found.received)

@@ -1,7 +1,7 @@
-"""Dispatch and combine, each with the other's way as its backward, and the sum of gradients in a fixed order.
+"""Dispatch and combine as autograd functions, each with the other's way as its backward; gradients in a fixed order.
 
-Forward: rows of tokens go out, rows of slots come home and are added up in the order k = 0..K-1. Backward: the gradient
-of the output goes out, the gradients of slots come home and are added up in the same order, in fp32.
+Forward: rows of tokens go out, rows of slots come home and are added in the order k = 0..K-1. Backward: the gradient of
+the output goes out, the gradients of slots come home and are added in the same order, in fp32.
 """
 
 from __future__ import annotations
@@ -12,28 +12,22 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from moe_torch.parallel.direct import DirectRoutes
 from moe_torch.parallel.group import Arriving
-from moe_torch.parallel.peer import PeerRoutes
-from moe_torch.parallel.routes import Routes
-from moe_torch.parallel.streams import Beside
-
-AnyRoutes = Routes | PeerRoutes | DirectRoutes
+from moe_torch.parallel.route import Overlap, Routes
 
 
 class Dispatch(torch.autograd.Function):
-    """`(routes, x, wide, weights, stored) -> (rows [R, D] of slots at their owners, their weights fp32 [R, 1])`.
+    """`(routes, x, wide, weights, stored) -> (rows [R, D] at their owners, their weights fp32)`.
 
-    x `[T, D]` travels and has no gradient; one that is under way already is called for it. wide `[T, D]`, which is not
-    read, gets the gradient in its dtype: fp32, or that of x where nothing else flows into x. weights fp32 `[T, K]` are
-    those that `routes` has sent. stored: rows of their gradient are stored at `routes.results_at`, and what autograd
-    passes on stands for them.
+    x `[T, D]` has no gradient; it may be rows under way. wide `[T, D]`, which is not read, gets the gradient, in its
+    dtype: fp32, or that of x if nothing else flows into x. weights fp32 `[T, K]`: those that routes have sent. stored:
+    gradients of rows are stored at `routes.results_at`, and the gradient that autograd passes is a stand-in.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        routes: AnyRoutes,
+        routes: Routes,
         x: torch.Tensor | Arriving,
         wide: torch.Tensor | None,
         weights: torch.Tensor,
@@ -48,33 +42,32 @@ class Dispatch(torch.autograd.Function):
     def backward(ctx: Any, d_rows: torch.Tensor, d_weights: torch.Tensor) -> Any:
         wanted = ctx.needs_input_grad[2:4]
         rows = d_rows if ctx.stored else d_rows.contiguous()
-        given = [one if asked else None for one, asked in zip((rows, d_weights.contiguous()), wanted, strict=True)]
-        options = {"dtype": ctx.dtype} | ({"stored": True} if ctx.stored else {})
-        return None, None, *ctx.routes.gradients(*given, **options), None
+        gradients = [one if asked else None for one, asked in zip((rows, d_weights.contiguous()), wanted, strict=True)]
+        return None, None, *ctx.routes.gradients(*gradients, dtype=ctx.dtype, stored=ctx.stored), None
 
 
 class Combine(torch.autograd.Function):
-    """`(routes, rows, shared, gate, out_dtype, total, beside) -> y [T, D]`: the sum of each token's slots, then shared
-    `[T, D]`, if there is one, times the sigmoid of gate fp32 `[T, 1]`; see `dense.py` for their gradients.
+    """`(routes, rows, shared, gate, out_dtype, total, overlap) -> y [T, D]`.
 
-    total: `routes.start_total` of the same rows, None = they have not left. beside: what the gradient of rows, which
-    were `awaited`, travels with; None = the stream waits for it.
+    y is the sum of each token's slots, then of shared `[T, D]`, if any, times the sigmoid of gate fp32 `[T, 1]`;
+    `dense.py` has their gradients. total: `routes.start_total` of the same rows; None: they have not left. overlap:
+    sends the gradient of rows, which were `awaited`; None: the stream waits for it.
     """
 
     @staticmethod
-    def forward(ctx: Any, routes: AnyRoutes, rows: torch.Tensor, *others: Any) -> torch.Tensor:
-        shared, gate, out_dtype, total, ctx.beside = others
+    def forward(ctx: Any, routes: Routes, rows: torch.Tensor, *others: Any) -> torch.Tensor:
+        shared, gate, out_dtype, total, ctx.overlap = others
         ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
         ctx.save_for_backward(routes.overflow)
         total = routes.start_total(rows.contiguous(), "results") if total is None else total
-        return _spoilt(routes, total(shared=shared, shared_gate=gate, out_dtype=out_dtype))
+        return total(shared=shared, shared_gate=gate, out_dtype=out_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: torch.Tensor) -> Any:
         rows = shared = None
-        # Where activations are checkpointed, this computes the forward again, before anything is sent: its rows go
-        # where the gradient's would lie.
+        # Under activation checkpointing this runs the forward again. It has to happen before anything is sent: the
+        # forward's rows go where the gradient's would arrive.
         _ = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             values = d_y.to(ctx.dtype).contiguous()
@@ -82,77 +75,80 @@ class Combine(torch.autograd.Function):
             def push() -> torch.Tensor:
                 return ctx.routes.start_push(values, "d_output")()
 
-            # A search for NaN reads what this returns at once.
+            # A search for NaN reads the returned rows at once.
             searched = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-            rows = push() if ctx.beside is None or searched else ctx.beside.start(push, values)
+            rows = push() if ctx.overlap is None or searched else ctx.overlap.start(push, values)
         if ctx.needs_input_grad[2]:
             shared = d_y.to(ctx.shared)
         return None, rows, shared, None, None, None, None
 
 
 class _Awaited(torch.autograd.Function):
-    """`(rows, beside) -> rows`, whose gradient is read when it has arrived."""
+    """`(rows, overlap) -> rows`, whose backward waits for the gradient to arrive."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, beside: Beside) -> torch.Tensor:
-        ctx.beside = beside
+    def forward(ctx: Any, rows: torch.Tensor, overlap: Overlap) -> torch.Tensor:
+        ctx.overlap = overlap
         return rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: torch.Tensor) -> Any:
-        ctx.beside.wait()
+        ctx.overlap.wait()
         return d_rows, None
 
 
-def awaited(rows: torch.Tensor, beside: Beside) -> torch.Tensor:
-    """The same rows, between the experts and `combine`."""
+def awaited(rows: torch.Tensor, overlap: Overlap) -> torch.Tensor:
+    """The same rows, to be put between the experts and `combine`."""
     if torch.is_grad_enabled() and rows.requires_grad:
-        found: Any = _Awaited.apply(rows, beside)
-        return found
+        result: Any = _Awaited.apply(rows, overlap)
+        return result
     return rows
 
 
-def _spoilt(routes: Any, y: torch.Tensor) -> torch.Tensor:
-    return y if routes.spoilt is None else y.masked_fill_(routes.spoilt[:, None], torch.nan)
-
-
 def dispatch(
-    routes: Any, x: torch.Tensor | Arriving, wide: torch.Tensor | None, weights: torch.Tensor, *, stored: bool = False
+    routes: Routes,
+    x: torch.Tensor | Arriving,
+    wide: torch.Tensor | None,
+    weights: torch.Tensor,
+    *,
+    stored: bool = False,
 ) -> tuple[Any, Any]:
-    """`Dispatch` where a gradient is asked for, else what it returns."""
+    """`Dispatch` if a gradient is asked for, else its results alone."""
     if torch.is_grad_enabled() and (wide is not None or weights.requires_grad):
-        found: Any = Dispatch.apply(routes, x.detach() if isinstance(x, torch.Tensor) else x, wide, weights, stored)
-        return found
+        result: Any = Dispatch.apply(routes, x.detach() if isinstance(x, torch.Tensor) else x, wide, weights, stored)
+        return result
     arriving = routes.start_push(x, "rows") if isinstance(x, torch.Tensor) else x
     return arriving(), routes.weights
 
 
 def combine(
-    routes: Any,
+    routes: Routes,
     rows: torch.Tensor,
     dense: tuple[Any, Any],
     out_dtype: torch.dtype,
     *,
     stored: bool = False,
-    beside: Beside | None = None,
+    overlap: Overlap | None = None,
 ) -> torch.Tensor:
-    """`Combine` where a gradient is asked for, else what it returns; dense: shared and gate. stored: rows, which stand
-    for what has been stored at `routes.results_at`, are not read."""
+    """`Combine` if a gradient is asked for, else its result alone.
+
+    dense: shared and gate. stored: rows are a stand-in for those stored at `routes.results_at`.
+    """
     shared, gate = dense
     total = routes.start_total(None, "results") if stored else None
     if torch.is_grad_enabled() and (rows.requires_grad or (shared is not None and shared.requires_grad)):
-        found: Any = Combine.apply(routes, rows, shared, gate, out_dtype, total, beside)
-        return found
+        result: Any = Combine.apply(routes, rows, shared, gate, out_dtype, total, overlap)
+        return result
     total = routes.start_total(rows, "results") if total is None else total
-    return _spoilt(routes, total(shared=shared, shared_gate=gate, out_dtype=out_dtype))
+    return total(shared=shared, shared_gate=gate, out_dtype=out_dtype)
 
 
 class Uses(torch.autograd.Function):
-    """`(x, count, dtype) -> count` stand-ins of the shape of x, without memory of their own, one for each use of x: by
-    the experts, then a shared expert's and the router's.
+    """`(x, count, dtype) -> count` stand-ins of the shape of x, without memory, one for each use of x.
 
-    Their gradients are added as on one device, and cast once: they come in fp32 but from a sum that is the only one.
+    The first use is that of the experts, the others are a shared expert's and the router's. Their gradients are added
+    as on one device, and cast once: they come in fp32, except the only one of a sum.
     """
 
     @staticmethod
@@ -164,8 +160,8 @@ class Uses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, experts: torch.Tensor | None, *others: torch.Tensor | None) -> Any:
-        found = [one for one in others if one is not None]
-        total = functools.reduce(torch.add, found) if found else None
+        present = [one for one in others if one is not None]
+        total = functools.reduce(torch.add, present) if present else None
         if experts is not None:
             total = experts if total is None else experts + total
         return None if total is None else total.to(ctx.dtype), None, None
@@ -175,5 +171,5 @@ def uses_of(x: torch.Tensor, count: int, *, summed: bool = False) -> tuple[torch
     """See `Uses`; None where x asks for no gradient. summed: parts of the gradient are added on the way."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return (None,) * count
-    found: Any = Uses.apply(x, count, x.dtype if count == 1 and not summed else torch.float32)
-    return found
+    result: Any = Uses.apply(x, count, x.dtype if count == 1 and not summed else torch.float32)
+    return result

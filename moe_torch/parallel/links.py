@@ -21,7 +21,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.links import LinkTiming
 from moe_torch.parallel import peer_ops
 from moe_torch.parallel.group import Ranks
-from moe_torch.parallel.symmetric import Part, Symmetric, symmetric
+from moe_torch.parallel.peer.symmetric import Part, Symmetric, symmetric
 
 #: A message's batches of calls: their median counts.
 _BATCHES, _MOST_CALLS = 5, 50

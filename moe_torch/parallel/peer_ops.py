@@ -25,6 +25,7 @@ from moe_core.specs.operands import RaggedLayout
 from moe_torch.bridge.operator import call
 from moe_torch.bridge.options import dtype_name, encode
 from moe_torch.operators import exchange as operators
+from moe_torch.operators.pushed import BegunExperts as BegunExperts
 from moe_torch.operators.pushed import experts_begin as experts_begin
 from moe_torch.operators.pushed import experts_push as experts_push
 

@@ -1,6 +1,6 @@
-"""Which row becomes which row of another rank, and the two ways on which rows move: of tokens out, of slots back.
+"""The routes of the modes that send by collectives: tokens go out, results of slots come home.
 
-At an owner there is one row for each slot, whatever travelled: its op has K = 1, and gives back a row for each slot.
+An owner has one row for each slot, whatever travelled: its op has K = 1, and returns a row for each slot.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from moe_torch.operators import routes as operators
 from moe_torch.parallel.exchange import constants, placement_tables
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.moving import MovingPlacement
+from moe_torch.parallel.route import Total
 
 _HEADER = len(Header._fields)
 
 
 class Way(NamedTuple):
-    """Rows that go to each rank and come from each, and those that there is memory for; None: equally many."""
+    """Rows sent to each rank and received from each, None: equally many. memory: rows that there is room for."""
 
     sent: Sequence[int] | None = None
     received: Sequence[int] | None = None
@@ -39,24 +40,23 @@ class Way(NamedTuple):
 
 
 def rounded(rows: int) -> int:
-    """At least so many rows, of few different numbers: each has plans of its own, and counts change with every call.
+    """Round a number of rows up, by 1/32 at most, and not at all up to 63. Examples: 65 -> 66, 1000 -> 1008.
 
-    Up to 63 themselves, else at most 1/32 more. Example: 64 to 128 in steps of 2, 1000 -> 1008.
+    Counts change with every call, and each number of rows has plans of its own.
     """
     step = 1 << max(0, rows.bit_length() - 6)
     return -(-rows // step) * step
 
 
 @dataclass(frozen=True)
-class Routes:
-    """The routes of one rank for one call.
+class CollectiveRoutes:
+    """The routes of one rank for one call; see `moe_torch.parallel.route.Routes`.
 
-    send int32: the slots whose rows go out, -1 = none; None: every token goes to every rank. slots int32 `[R]`: the
-    slots, K for each received row, of the owner's rows; None: what is received are slots. out, home: how many rows go
-    both ways. ids int32 and weights fp32 `[R, 1]`: what the owner's op is given. at_home: how the rows that come home
-    are added up. spoilt bool `[T]`: tokens whose output is to be NaN, because a slot did not fit or ranks disagree;
-    None = none. overflow int32 `[1]`: rows of all ranks that did not fit. group_tokens: of all ranks. tokens_per_expert
-    int32 `[E]` and invalid_ids int32 `[1]`: of this rank's tokens.
+    send int32: the slots whose rows go out, -1: none; None: every token goes to every rank. slots int32 `[R]`: which
+    slots of the received rows, K each, are the owner's rows; None: received rows are slots. out, home: how many rows go
+    both ways. at_home: how rows that come home are added. spoilt bool `[T]`: tokens whose output becomes NaN, because a
+    slot did not fit or ranks disagree; None: no token. tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of
+    this rank's tokens.
     """
 
     ranks: Ranks
@@ -75,8 +75,6 @@ class Routes:
     invalid_ids: torch.Tensor
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
-        """Rows of tokens at home, `[T, D]`, set off; what it returns waits, and gives rows of slots at their owners,
-        `[R, D]`."""
         if self.send is None:
             start = self.ranks.start_all_gather(values, what)
         else:
@@ -88,40 +86,43 @@ class Routes:
 
         return arrived
 
-    def pull(self, rows: torch.Tensor, what: str) -> torch.Tensor:
-        """Rows of slots at home, as `at_home` says, of rows of slots at their owners, `[R, N]`."""
-        return self.start_pull(rows, what)()
-
     def start_pull(self, rows: torch.Tensor, what: str) -> Arriving:
-        """`pull` that waits where what it returns is called."""
+        """Send rows of slots home, `[R, N]`; the result waits, and returns the rows that `at_home` adds."""
         return self.ranks.start_all_to_all(rows, what, *self.home)
 
-    def start_total(self, rows: torch.Tensor, what: str) -> Callable[..., torch.Tensor]:
-        """What sums each token's rows of slots, `[T, N]`, with the options of `ops.reduce`; of rows of slots at their
-        owners, `[R, N]`, which set off."""
+    def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
+        assert rows is not None, "owners return their results"
         arriving = self.start_pull(rows, what)
 
         def total(**options: Any) -> torch.Tensor:
-            return ops.reduce(arriving(), self.at_home, order="row", **options)
+            return self.spoil(ops.reduce(arriving(), self.at_home, order="row", **options))
 
         return total
 
+    def spoil(self, y: torch.Tensor) -> torch.Tensor:
+        """y `[T, D]`, in place, with NaN for the tokens that are spoilt."""
+        return y if self.spoilt is None else y.masked_fill_(self.spoilt[:, None], torch.nan)
+
     def gradients(
-        self, d_rows: torch.Tensor | None, d_weights: torch.Tensor | None, *, dtype: torch.dtype | None
+        self,
+        d_rows: torch.Tensor | None,
+        d_weights: torch.Tensor | None,
+        *,
+        dtype: torch.dtype | None,
+        stored: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """d_x `[T, D]` of dtype and the gradients of weights fp32 `[T, K]`, of those by slot at their owners."""
-        wide = by_slot = None
+        assert not stored, "owners return the gradients of rows"
+        d_x = by_slot = None
         if d_rows is not None:
-            rows = self.pull(d_rows, "d_x")
-            wide = ops.reduce(rows, self.at_home, order="row", out_dtype=dtype)
+            d_x = ops.reduce(self.start_pull(d_rows, "d_x")(), self.at_home, order="row", out_dtype=dtype)
         if d_weights is not None:
-            came = self.pull(d_weights, "d_weights")
+            came = self.start_pull(d_weights, "d_weights")()
             by_slot = take_slots(came, self.at_home.row_of_slot).view(-1, self.at_home.spec.top_k)
-        return wide, by_slot
+        return d_x, by_slot
 
 
 def take_slots(rows: torch.Tensor, slots: torch.Tensor, each: int = 1) -> torch.Tensor:
-    """The row of each of slots int32 `[S]`, of which every row of `rows` has `each`; zeros for those below 0."""
+    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0."""
     return call(operators.TAKE_ROWS, rows, slots, encode(each))
 
 
@@ -133,39 +134,39 @@ def plan_routes(
     token_mask: torch.Tensor | None = None,
     moving: MovingPlacement | None = None,
 ) -> Counted | Blocks:
-    """What makes the routes of this rank's ids int32 `[T, K]` and weights fp32 `[T, K]`; nothing has been sent yet.
+    """Plan the routes of this rank's ids int32 `[T, K]` and weights fp32 `[T, K]`; `start` sends the first message.
 
-    token_mask bool `[T]`: a token that is False has no slots. moving: where the experts are when this is replayed, None
-    = where the plan says. Raises InvalidInput and Unsupported.
+    token_mask bool `[T]`: a token that is False has no slots. moving: where the experts are when this is replayed;
+    None: where the plan says. Raises InvalidInput and Unsupported.
     """
     kind = Counted if plan.spec.mode == "all_to_all" else Blocks
     return kind(ranks, plan, ids, weights, token_mask, moving)
 
 
 def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> torch.Tensor | None:
-    """The tokens of all ranks int32 `[W]`, where replicas need them, after the first messages of an exchange."""
+    """Send the first messages of an exchange; the tokens of all ranks int32 `[W]` where replicas need them."""
     if device.type == "cpu":
-        # Where waiting costs nothing, the host compares before anything is sent whose size ranks may disagree about. On
-        # a GPU the headers travel with the counts or the routing; where the host does not read them, the output is NaN
-        # if they differ.
+        # Waiting costs nothing here, so the host compares before it sends messages whose sizes may differ. On a GPU
+        # headers travel with the counts or the routing. If the host does not read them and they differ, the output is
+        # NaN.
         check_headers(ranks, plan.header, device)
     if plan.spec.mode in STATIC_MODES or not plan.placement.has_replicas:
         return None
-    (own,) = constants(((plan.brought,),), device)
-    return ranks.all_gather(own, "tokens").view(-1)
+    (tokens,) = constants(((plan.brought,),), device)
+    return ranks.all_gather(tokens, "tokens").view(-1)
 
 
 def check_headers(ranks: Ranks, header: Sequence[int], device: torch.device) -> None:
-    """Raise where a rank failed or has other sizes or options; the host waits for the message."""
-    (own,) = constants((tuple(header),), device)
-    compare_headers(ranks.all_gather(own, "header").cpu().numpy(), ranks.where)
+    """Raise if a rank failed or has other sizes or options; the host waits."""
+    (sent,) = constants((tuple(header),), device)
+    compare_headers(ranks.all_gather(sent, "header").cpu().numpy(), ranks.where)
 
 
 def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device: torch.device) -> None:
-    """Send a header of zeros instead of one's own, so that no peer waits for a rank that failed."""
+    """Send a header of zeros, so that no peer waits for a rank that failed."""
     counts = 0
     if device.type != "cpu":
-        # What others send behind it, or ahead of it.
+        # Others send these behind it, or ahead of it.
         counts = counts_sent(spec, placement)
         if placement.has_replicas:
             ranks.all_gather(torch.zeros(1, dtype=torch.int32, device=device), "tokens")
@@ -173,12 +174,12 @@ def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device:
 
 
 def counts_sent(spec: ExchangeSpec, placement: Placement) -> int:
-    """The counts beside the header: of slots by place; of tokens and their slots by owner."""
+    """How many counts follow the header: slots by place, or tokens and their slots by owner."""
     return placement.num_places if spec.rows == "slots" else 2 * placement.num_ranks
 
 
 class _Tables(NamedTuple):
-    """The outputs of `plan_send_tables`; slot_of_row and table are those of some modes."""
+    """The outputs of `plan_send_tables`; some modes have no slot_of_row and table."""
 
     places: torch.Tensor
     invalid_ids: torch.Tensor
@@ -192,7 +193,7 @@ class _Tables(NamedTuple):
 
 
 class _Planner:
-    """What both kinds of routes have in common."""
+    """The tables of a rank, which both kinds of routes are made of."""
 
     def __init__(
         self,
@@ -226,7 +227,7 @@ class _Planner:
         return _Tables(*call(operators.SEND_TABLES, *self._given, self.tokens, limits, text))
 
     def first_tables(self) -> _Tables:
-        """The tables, after the first messages of an exchange, if it has any."""
+        """The tables, after the first messages of the exchange."""
         tokens = tokens_of_ranks(self.ranks, self.plan, self.header.device)
         self.tokens = self.tokens if tokens is None else tokens
         return self.tables() if self._first is None else self._first
@@ -245,11 +246,11 @@ class _Planner:
         owner: Sequence[torch.Tensor],
         returned: int,
         **counted: Any,
-    ) -> Routes:
-        """ways: out and home; owner: ids, weights and slots, if any, there; returned: rows that come home; counted:
-        spoilt, overflow and group_tokens."""
+    ) -> CollectiveRoutes:
+        """ways: out and home. owner: ids, weights and slots, if any. returned: rows that come home. counted: spoilt,
+        overflow and group_tokens."""
         (out, home), (ids, weights, *slots) = ways, owner
-        return Routes(
+        return CollectiveRoutes(
             self.ranks,
             self.plan,
             tables.slot_of_row,
@@ -266,24 +267,26 @@ class _Planner:
 
 
 def _layout(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor) -> RaggedLayout:
-    """Rows in any order as the layout of one group, for `reduce`."""
+    """A layout of one group for `reduce`, of rows in any order."""
     # The batched form may have more rows than there are slots.
     sizes: Any = {"rows": capacity} if capacity <= tokens * top_k else {"max_rows": capacity}
     return RaggedLayout(LayoutSpec(tokens, top_k, 1, **sizes), None, None, None, row_of_slot, None)
 
 
 class Counted(_Planner):
-    """Ranks tell each other how many rows come; the host reads it."""
+    """Routes of exact counts, which ranks exchange and the host reads."""
 
-    def start(self) -> Callable[[], Routes]:
-        """Begin; the routes, once the counts are known. A collective. Raises PeerFailed and InvalidInput as
-        `compare_headers` does."""
+    def start(self) -> Callable[[], CollectiveRoutes]:
+        """Send the counts; the result waits for the others' and returns the routes. A collective.
+
+        Raises PeerFailed and InvalidInput as `compare_headers` does.
+        """
         tables = self.first_tables()
         arriving = self.ranks.start_all_gather(tables.message, "header and counts")
         return lambda: self.counted(tables, arriving())
 
-    def counted(self, tables: _Tables, on_device: torch.Tensor) -> Routes:
-        """on_device int32 `[W, ...]`: header and counts of all ranks."""
+    def counted(self, tables: _Tables, on_device: torch.Tensor) -> CollectiveRoutes:
+        """The routes. on_device int32 `[W, ...]`: header and counts of all ranks."""
         plan, ranks, by_slot = self.plan, self.ranks, self.spec.by_slot
         device = on_device.device
         message = on_device.cpu().numpy()
@@ -296,7 +299,7 @@ class Counted(_Planner):
             limits = np.stack([way.sent, np.zeros_like(way.sent)])
             tables = self._limited(limits)
             if not by_slot:
-                # Only now is it known how many slots the tokens have that fit, and so where they begin at home.
+                # Where results begin at home depends on the slots of the tokens that fit.
                 slots = ranks.all_gather(tables.counted, "counts of what fits").cpu().numpy()
                 limits[1] = np.cumsum(slots[self.rank]) - slots[self.rank]
                 tables = self._limited(limits)
@@ -308,18 +311,18 @@ class Counted(_Planner):
         came = ranks.all_to_all(tables.table, "weights" if by_slot else "ids and weights", *out)
         tables = tables._replace(slot_of_row=tables.slot_of_row[: rounded(sent)])
         if by_slot:
-            own_places = slice(self.rank * self.spec.per_rank, (self.rank + 1) * self.spec.per_rank)
-            runs = on_device[:, _HEADER:][:, own_places].contiguous()
+            places = slice(self.rank * self.spec.per_rank, (self.rank + 1) * self.spec.per_rank)
+            runs = on_device[:, _HEADER:][:, places].contiguous()
             if overflow:
                 most = np.iinfo(np.int32).max if plan.spec.receive is None else plan.spec.receive
-                runs = torch.tensor(_first_rows(rows[:, own_places], most), device=device)
+                runs = torch.tensor(_first_rows(rows[:, places], most), device=device)
             home = Way(out.received, out.sent)
             ids, _ = ops.layout_of_runs(runs, len(came))
             owner: Sequence[torch.Tensor] = (ids, came.view(torch.float32))
         else:
             home = Way(slots[:, self.rank].tolist(), slots[self.rank].tolist())
             if received < len(came):
-                # No rows: they are for nobody.
+                # Memory behind the last row is for no expert.
                 came[received:] = -1
             owner = self.received(came, rounded(sum(home.sent or ())))
         counted = torch.full((1,), overflow, dtype=torch.int32, device=device)
@@ -341,20 +344,20 @@ class Counted(_Planner):
 
 
 def _first_rows(runs: np.ndarray, most: int) -> np.ndarray:
-    """The rows of runs int32 `[W, L]`, one run after another, that are among the first `most`."""
+    """The part of runs int32 `[W, L]`, one after another, that is among the first `most` rows."""
     flat = runs.reshape(-1).astype(np.int64)
     start = np.cumsum(flat) - flat
     return np.clip(most - start, 0, flat).reshape(runs.shape).astype(np.int32)
 
 
 class Blocks(_Planner):
-    """Blocks of one size between every two ranks, which follow from the sizes alone: the host reads nothing."""
+    """Routes of blocks of one size between every two ranks; the host reads nothing."""
 
-    def start(self) -> Callable[[], Routes]:
-        """The routes; all is done where what it returns is called. A collective."""
+    def start(self) -> Callable[[], CollectiveRoutes]:
+        """The result sends everything and returns the routes. A collective."""
         return self.exchanged
 
-    def exchanged(self) -> Routes:
+    def exchanged(self) -> CollectiveRoutes:
         spec, ranks, what = self.spec, self.ranks, "header, ids and weights"
         tables = self.first_tables()
         gathers = spec.mode == "all_gather"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -27,8 +27,8 @@ from moe_torch.modular.weight_and_reduce import (
 )
 from moe_torch.parallel.forward import ExpertParallel, plan_of, tell_peers
 from moe_torch.parallel.function import Combine, Dispatch, uses_of
-from moe_torch.parallel.peer import PeerRoutes
-from moe_torch.parallel.routes import Routes, plan_routes
+from moe_torch.parallel.route import Routes
+from moe_torch.parallel.routes import plan_routes
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Two halves: what is called while messages travel, and what waits for them and returns.
@@ -44,6 +44,12 @@ def _eager(function: Function) -> Function:
         return uncompiled(function)(*arguments, **named)
 
     return cast(Function, graph_break(run))
+
+
+class _Sent(NamedTuple):
+    """What prepare leaves for finalize."""
+
+    routes: Routes
 
 
 class _Attached(torch.autograd.Function):
@@ -188,7 +194,7 @@ class AcrossRanks(InHalves):
             routes, arriving = begun
             rows, row_weights = Dispatch.apply(routes, arriving, wide, weights)
             batch = routes.group_tokens * plan.top_k, self.placement.num_experts
-            return PreparedTokens(rows, None, None, routes.ids, row_weights, routes, batch)
+            return PreparedTokens(rows, None, None, routes.ids, row_weights, _Sent(routes), batch)
 
         if self.mode != "all_to_all":
             # Nothing is counted, so that nothing has to be waited for.
@@ -200,8 +206,8 @@ class AcrossRanks(InHalves):
     def finalize_async(self, call: FinalizeCall) -> Callable[[], None]:
         """The receiver: it waits for the rows that come home, and adds them up into output `[M, K]`."""
         prepared, output, impl = call.prepared, call.output, call.weight_and_reduce_impl
-        routes = None if prepared is None else prepared.handle
-        if prepared is None or not isinstance(routes, (Routes, PeerRoutes)):
+        sent = None if prepared is None else prepared.handle
+        if prepared is None or not isinstance(sent, _Sent):
             raise InvalidInput(
                 f"prepared must be what prepare of {type(self).__name__} gave for the same tokens, got "
                 f"{type(prepared).__name__}; pass it on, as FusedMoEModularKernel does"
@@ -214,35 +220,35 @@ class AcrossRanks(InHalves):
         if torch.is_grad_enabled() and prepared.a1q.requires_grad and not rows.requires_grad:
             # Experts that touch nothing where no row has come; other ranks wait for this one's backward all the same.
             rows = cast(torch.Tensor, _Attached.apply(rows, prepared.a1q))
-        asked, rows = torch.is_grad_enabled() and rows.requires_grad, rows.contiguous()
-        if asked or isinstance(routes, PeerRoutes):
-            total, arriving = routes.start_total(rows.detach(), "results"), None
-        else:
-            total, arriving = None, routes.start_pull(rows, "results")
+        routes, rows = sent.routes, rows.contiguous()
+        if not (torch.is_grad_enabled() and rows.requires_grad):
+            write_sum = self._start_sum(routes, rows)
+            return _eager(lambda: write_sum(output))
+        total = routes.start_total(rows.detach(), "results")
 
         def receiver() -> None:
-            if asked:
-                sums: Any = Combine.apply(routes, rows, None, None, output.dtype, total, None)
-                output.copy_(sums)
-                return
-            if isinstance(routes, PeerRoutes):
-                assert total is not None
-                output.copy_(total(out_dtype=output.dtype))
-            else:
-                assert arriving is not None
-                came, at_home = arriving(), routes.at_home
-                if len(came):
-                    sum_by_token(output, came, at_home.row_of_slot, at_home.spec.top_k, "row")
-                else:
-                    output.zero_()
-            if routes.spoilt is not None:
-                output.masked_fill_(routes.spoilt[:, None], torch.nan)
+            sums: Any = Combine.apply(routes, rows, None, None, output.dtype, total, None)
+            output.copy_(sums)
 
         return _eager(receiver)
 
+    def _start_sum(self, routes: Any, rows: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+        """Send rows home, without gradients; the result waits, and writes the sums of tokens to output `[M, K]`."""
+        arriving, at_home = routes.start_pull(rows, "results"), routes.at_home
+
+        def write_sum(output: torch.Tensor) -> None:
+            came = arriving()
+            if len(came):
+                sum_by_token(output, came, at_home.row_of_slot, at_home.spec.top_k, "row")
+            else:
+                output.zero_()
+            routes.spoil(output)
+
+        return write_sum
+
     def _begin(
         self, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor
-    ) -> Callable[[], Callable[[], Routes | PeerRoutes]]:
+    ) -> Callable[[], Callable[[], Routes]]:
         """What begins an exchange when it is called; what that returns gives the routes, once they are known."""
         return plan_routes(self.parallel.ranks(), plan, ids, weights).start
 

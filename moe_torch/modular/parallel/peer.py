@@ -16,8 +16,8 @@ from moe_torch import ops
 from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
 from moe_torch.modular.parallel.exchange import AcrossRanks, Halves
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduceDelegate
-from moe_torch.parallel.chunks import routes_at_once
-from moe_torch.parallel.peer import PeerRoutes
+from moe_torch.parallel.peer.chunks import routes_at_once
+from moe_torch.parallel.peer.counted import CountedRoutes
 
 
 class PeerPrepareAndFinalize(AcrossRanks):
@@ -38,9 +38,13 @@ class PeerPrepareAndFinalize(AcrossRanks):
 
     def _begin(
         self, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor
-    ) -> Callable[[], Callable[[], PeerRoutes]]:
+    ) -> Callable[[], Callable[[], CountedRoutes]]:
         ranks = self.parallel.ranks()
         return lambda: lambda: routes_at_once(ranks, plan, ids, weights)
+
+    def _start_sum(self, routes: Any, rows: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+        total = routes.start_total(rows, "results")
+        return lambda output: output.copy_(total(out_dtype=output.dtype))
 
 
 class _Blocks(NamedTuple):

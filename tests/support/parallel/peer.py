@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from moe_torch.operators import pushed
-from moe_torch.parallel import chunks, direct, peer, symmetric
+from moe_torch.parallel.peer import chunks, counted, direct, symmetric
 
 #: Faults of this mode alone, then those of all modes.
 PEER_FAULTS = (
@@ -46,10 +46,10 @@ def _poison(*regions: symmetric.Region) -> None:
 @contextlib.contextmanager
 def poisoned_peer() -> Iterator[None]:
     """What ranks store into holds NaN, and -1 in integers, before each call."""
-    counted, known, allocate, check = peer.memory_of, direct.memory_of, symmetric._on_cpu, chunks.check_headers
+    with_counts, known, allocate, check = counted.memory_of, direct.memory_of, symmetric._on_cpu, chunks.check_headers
 
-    def filled(*arguments: Any) -> peer.Memory:
-        found = counted(*arguments)
+    def filled(*arguments: Any) -> counted.Memory:
+        found = with_counts(*arguments)
         # Before this rank says how many rows it sends, no peer stores here, and nothing is read.
         _poison(found.rows, found.scales, found.weights, found.tokens, found.sources)
         return found
@@ -74,7 +74,7 @@ def poisoned_peer() -> Iterator[None]:
         check(*arguments)
 
     with (
-        mock.patch.object(peer, "memory_of", filled),
+        mock.patch.object(counted, "memory_of", filled),
         mock.patch.object(direct, "memory_of", noticed),
         mock.patch.object(symmetric, "_on_cpu", allocated),
         mock.patch.object(chunks, "check_headers", checked),
@@ -163,14 +163,14 @@ def broken_peer(fault: str | None) -> Iterator[None]:
         yield
         return
     owner, name = {
-        "wrong_row": (peer.peer_ops, "peer_places"),
-        "counts_off_by_one_place": (peer.peer_ops, "push_counts"),
-        "weights_of_another": (peer.peer_ops, "push_routing"),
+        "wrong_row": (counted.peer_ops, "peer_places"),
+        "counts_off_by_one_place": (counted.peer_ops, "push_counts"),
+        "weights_of_another": (counted.peer_ops, "push_routing"),
         "barrier_left_out": (symmetric.Symmetric, "barrier"),
-        "result_of_another": (peer.peer_ops, "result_addresses"),
-        "result_at_wrong_home": (peer.peer_ops, "result_addresses"),
-        "gradient_not_returned": (peer.peer_ops, "experts_push"),
-        "output_gradient_of_another": (peer.PeerRoutes, "start_push"),
+        "result_of_another": (counted.peer_ops, "result_addresses"),
+        "result_at_wrong_home": (counted.peer_ops, "result_addresses"),
+        "gradient_not_returned": (counted.peer_ops, "experts_push"),
+        "output_gradient_of_another": (counted.CountedRoutes, "start_push"),
         "weight_gradient_of_another": (direct.peer_ops, "combine_pull_weights"),
     }[fault]
 

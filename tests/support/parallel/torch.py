@@ -88,8 +88,8 @@ def broken(fault: str | None) -> Iterator[None]:
         "permuted_weights": (routes._Planner, "received"),
         "counts_off_by_one": (routes, "splits"),
         "slots_not_in_order": (function.Combine, "forward"),
-        "gradient_not_returned": (routes.Routes, "pull"),
-        "output_gradient_of_another": (routes.Routes, "start_push"),
+        "gradient_not_returned": (routes.CollectiveRoutes, "start_pull"),
+        "output_gradient_of_another": (routes.CollectiveRoutes, "start_push"),
     }[fault]
     real = getattr(owner, name)
 
@@ -114,7 +114,7 @@ def broken(fault: str | None) -> Iterator[None]:
             return found[0] ^ 1, found[1]
         if fault == "permuted_weights":
             return [found[0], found[1].flip(0), *found[2:]]
-        return found.flip(0) if arguments[-1] == "d_x" else found
+        return (lambda: found().flip(0)) if arguments[-1] == "d_x" else found
 
     with mock.patch.object(owner, name, staticmethod(wrong) if name == "forward" else wrong):
         yield

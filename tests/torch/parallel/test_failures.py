@@ -22,7 +22,8 @@ from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import RouterLogits, TopK
 from moe_core.specs.routing import RouterSpec
-from moe_torch.parallel import ExpertParallel, moe, symmetric
+from moe_torch.parallel import ExpertParallel, moe
+from moe_torch.parallel.peer import symmetric
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Failed, Pool, ranks
 from tests.support.parallel.torch import parallel_call, run_rank

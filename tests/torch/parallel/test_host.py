@@ -20,10 +20,11 @@ from moe_core.parallel import ExchangeSpec
 from moe_core.plan.steps import KernelLaunch
 from moe_core.specs.operands import TopK
 from moe_torch.bridge.operator import Operator
-from moe_torch.parallel import ExpertParallel, chunks, routes
+from moe_torch.parallel import ExpertParallel, routes
 from moe_torch.parallel import moe as parallel_moe
+from moe_torch.parallel.peer import chunks
+from moe_torch.parallel.peer.symmetric import Symmetric
 from moe_torch.parallel.routes import rounded
-from moe_torch.parallel.symmetric import Symmetric
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import run_rank

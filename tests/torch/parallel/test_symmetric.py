@@ -16,9 +16,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from moe_torch.parallel import symmetric
 from moe_torch.parallel.group import ranks_of
-from moe_torch.parallel.symmetric import Part
+from moe_torch.parallel.peer import symmetric
+from moe_torch.parallel.peer.symmetric import Part
 from tests.support.parallel.pool import Failed, Pool, ranks
 
 __all__ = ["ranks"]

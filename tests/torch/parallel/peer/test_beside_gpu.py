@@ -18,7 +18,8 @@ from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
 from moe_core.specs.routing import RouterSpec
-from moe_torch.parallel import ExpertParallel, chunks, moe, streams
+from moe_torch.parallel import ExpertParallel, moe
+from moe_torch.parallel.peer import chunks, streams
 from tests.support.parallel.pool import Pool
 from tests.support.parallel.ways import PEER, over
 

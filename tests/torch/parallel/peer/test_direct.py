@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.tuning import Tuning
-from moe_torch.parallel import chunks, direct
-from moe_torch.parallel.symmetric import Symmetric
+from moe_torch.parallel.peer import chunks, direct
+from moe_torch.parallel.peer.symmetric import Symmetric
 from tests.support.parallel.peer import CHUNK_FAULTS, DIRECT_FAULTS
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks

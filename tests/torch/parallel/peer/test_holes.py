@@ -16,7 +16,8 @@ from moe_core.layers import ExpertsSpec, MoELayerSpec
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.specs import RouterSpec
 from moe_torch import MoE
-from moe_torch.parallel import ExpertParallel, layer, parallelize
+from moe_torch.layers import parallel
+from moe_torch.parallel import ExpertParallel, parallelize
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import mesh_of
 from tests.support.torch import running_on, to_numpy
@@ -62,7 +63,7 @@ def run(group: Any, way: ExchangeSpec) -> tuple[dict[str, np.ndarray], list[bool
     """The results of a rank, whether each call got the parameters' memory, and the rows that came for each place."""
     rank, shared, received = torch.distributed.get_rank(group), [], []
     own = parallelize(make(), ExpertParallel(mesh_of(group), way, TOKENS))
-    real, down = layer.moe, own.experts.down
+    real, down = parallel.moe, own.experts.down
 
     def watched(x: Any, experts: Any, *others: Any, **options: Any) -> Any:
         shared.append(experts.down.data_ptr() == down.to_local().data_ptr() and experts.down.numel() > 0)
@@ -70,7 +71,7 @@ def run(group: Any, way: ExchangeSpec) -> tuple[dict[str, np.ndarray], list[bool
         received.append(found.received_per_expert.tolist())
         return found
 
-    with running_on("reference"), mock.patch.object(layer, "moe", watched):
+    with running_on("reference"), mock.patch.object(parallel, "moe", watched):
         return results(own, *(one[rank * TOKENS :][:TOKENS] for one in rows())), shared, received
 
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.matmul import Activation
-from moe_torch.parallel import chunks, streams
+from moe_torch.parallel.peer import chunks, streams
 from tests.support.parallel.order import Recorder, Scratch, Stream
 
 RANKS, TOKENS, CALLS = 3, 4, 2
@@ -47,7 +47,7 @@ class Rank:
 
 
 class Routes:
-    """What `DirectRoutes`, or counted `PeerRoutes`, read and write."""
+    """What `DirectRoutes`, or `CountedRoutes`, read and write."""
 
     group_tokens, ids, weights = 1, None, None
 
@@ -337,7 +337,7 @@ def test_training_beside_a_shared_expert_is_in_order() -> None:
 
 def test_a_search_for_nan_finds_rows_that_have_arrived() -> None:
     """It reads them before the experts' backward waits for them."""
-    early = mock.patch.object(streams.Beside, "start", side_effect=AssertionError)
+    early = mock.patch.object(streams.GradientOverlap, "start", side_effect=AssertionError)
     with torch.autograd.set_detect_anomaly(True), early:
         assert unordered_training() == []
     with torch.autograd.set_detect_anomaly(True, check_nan=False), early, pytest.raises(AssertionError):
@@ -354,6 +354,6 @@ def test_a_wait_that_training_leaves_out_is_found(left_out: tuple[str, str]) -> 
 
 
 def test_a_gradient_that_is_read_too_early_is_found() -> None:
-    with mock.patch.object(streams.Beside, "wait", lambda _: None):
+    with mock.patch.object(streams.GradientOverlap, "wait", lambda _: None):
         found = unordered_training()
     assert any("('rows', 0" in one and "d experts" in one for one in found)

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from moe_torch.parallel.streams import Beside, Streams, _copy_stream, _store_stream
+from moe_torch.parallel.peer.streams import GradientOverlap, Streams, _copy_stream, _store_stream
 
 GPU = torch.device("cuda", 0)
 
@@ -70,20 +70,20 @@ def test_streams_of_a_gpu(calls: list[tuple[Any, ...]]) -> None:
 def test_rows_of_gradients_travel_beside_what_is_computed(calls: list[tuple[Any, ...]]) -> None:
     """They are waited for once; before they have left there is nothing to wait for."""
     streams, rows, values = Streams(GPU), torch.ones(2), torch.zeros(2)
-    beside = Beside(streams)
-    beside.wait()
+    overlap = GradientOverlap(streams)
+    overlap.wait()
     assert not calls
 
     def push() -> torch.Tensor:
         calls.append(("push",))
         return rows
 
-    assert beside.start(push, values) is rows
+    assert overlap.start(push, values) is rows
     computes, copies, stores = streams.computes, streams.copies, streams.stores
     assert calls == [(copies, computes), ("on", copies), ("push",), ("off", copies)]
     calls.clear()
     for _ in range(2):
-        beside.wait()
+        overlap.wait()
     assert calls == [(computes, copies), (computes, stores)]
 
 

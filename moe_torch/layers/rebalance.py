@@ -16,11 +16,12 @@ from moe_core.base.checks import as_integer, finite_float
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.placement import HOLE, Move, Placement
 from moe_torch.bridge.options import require_instance
+from moe_torch.layers.moe import MoE
+from moe_torch.layers.parallel import LayerExchange
+from moe_torch.layers.placed import PlacedTensor
 from moe_torch.parallel.forward import ExpertParallel
 from moe_torch.parallel.group import Ranks, as_bytes
-from moe_torch.parallel.layer import LayerExchange
 from moe_torch.parallel.moving import MovingPlacement
-from moe_torch.parallel.placed import PlacedTensor
 
 _WIDEST = (torch.int64, torch.int32, torch.int16)
 
@@ -186,8 +187,6 @@ class _Shares:
     """The experts of one layer on this rank."""
 
     def __init__(self, layer: Any, number: int, ranks: Ranks) -> None:
-        from moe_torch.layers.moe import MoE
-
         require_instance(f"layers[{number}]", layer, MoE)
         self._experts: Any = layer._parts()["experts"]
         exchange = self._experts.exchange

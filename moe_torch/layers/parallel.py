@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -22,14 +22,14 @@ from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import root_mesh
 from moe_torch.layers.losses import router_losses
+from moe_torch.layers.parameters import PrepackedExperts
+from moe_torch.layers.placed import PlacedTensor, Slice, filled_up, held_experts
 from moe_torch.layers.shards import Own
 from moe_torch.parallel.forward import ExpertParallel, moe, tell_peers, tells_peers
 from moe_torch.parallel.moving import MovingPlacement
-from moe_torch.parallel.placed import PlacedTensor, Slice, filled_up, held_experts
 from moe_torch.parallel.tensor import total_of
 
-if TYPE_CHECKING:
-    from moe_torch.layers.moe import MoE
+Layer = TypeVar("Layer", bound=PrepackedExperts)
 
 
 @dataclass
@@ -116,7 +116,7 @@ class LayerExchange:
         return ranks.all_gather(told, "counts").view(-1, len(own)), number
 
 
-def parallelize(layer: MoE, parallel: ExpertParallel, *, placement: Placement | None = None) -> MoE:
+def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement | None = None) -> Layer:
     """Share a layer's experts out among ranks, in place: each keeps its own, and forwards and backwards exchange rows.
 
     The experts' parameters become DTensors `[E, ...]`, sharded by their first axis over the mesh: rank r has the

@@ -1,4 +1,4 @@
-"""Streams of a GPU on which rows travel, and products store theirs, beside what is computed."""
+"""Streams of a GPU: rows travel and products store theirs while other work computes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where rows are copied, ahead of what is computed."""
+    """Copies rows, ahead of the work that computes."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 @functools.cache
 def _store_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where products 2 store rows while `copies` wait, and products 1 go on."""
+    """Runs products 2, which store rows, while `copies` waits and products 1 go on."""
     return torch.cuda.Stream(device)
 
 
 class Streams:
-    """Of a GPU: what runs in order, and what runs beside it. On a CPU there is one order."""
+    """The three streams of a GPU. On a CPU all are None, and everything runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self.computes = torch.cuda.current_stream(device) if on_gpu else None
         self.copies = _copy_stream(device) if on_gpu else None
-        #: Of products 2 beside products 1, and of a shared expert beside rows that travel, with gradients.
+        #: Products 2 beside products 1; in training a shared expert beside rows that travel.
         self.stores = _store_stream(device) if on_gpu else None
 
     @staticmethod
@@ -38,7 +38,7 @@ class Streams:
 
     @staticmethod
     def marked(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """What another stream can wait for."""
+        """Record an event that another stream can wait for."""
         if stream is None:
             return None
         event = torch.cuda.Event()
@@ -51,27 +51,26 @@ class Streams:
             stream.wait_event(event)
 
 
-class Beside:
-    """Rows of gradients that travel on `copies` until the stream that computes waits for them."""
+class GradientOverlap:
+    """Rows of gradients travel on `copies`; see `moe_torch.parallel.route.Overlap`."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._under_way: Any = None
 
     def start(self, push: Callable[[], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-        """What push returns, which sends values; nothing may read it before `wait`."""
         streams = self._streams
         streams.wait(streams.copies, streams.marked(streams.computes))
         with streams.on(streams.copies):
             rows = push()
-        # The values stay until then: their memory is of the stream that computes.
+        # The values are memory of the stream that computes, so they are held until it waits.
         self._under_way = streams.marked(streams.copies), values
         return rows
 
     def wait(self) -> None:
-        """The stream that computes waits for them, and for what has run beside them, whose memory it may be given."""
         if self._under_way is not None:
             streams, (arrived, _) = self._streams, self._under_way
             streams.wait(streams.computes, arrived)
+            # It may be given the memory of what ran meanwhile.
             streams.wait(streams.computes, streams.marked(streams.stores))
             self._under_way = None

@@ -1,20 +1,20 @@
-"""Mode `peer` where every token has its place at every owner, so that ranks need not know what others send.
+"""Mode `peer` without counts: every token has a row of its own at every owner.
 
     dispatch   rows of tokens go to their owners, with ids, weights and the header of their rank; barrier
-    combine    results by slot go to the homes of their tokens, each to its own place; barrier; homes add them up
+    combine    results of slots go to the homes of their tokens, each to its own row; barrier; homes add them
 
 Row `home * max_tokens + t` of an owner is of token t. The owner's op groups these rows by their ids: by (expert, home,
-slot), the order of one device. What a rank stores into is not read any more: rows have been read before the barrier
-behind the results of the call before, and results before the barrier behind the rows of this one.
+slot), the order of one device. No rank stores over unread memory: rows have been read before the barrier behind the
+results of the previous call, and results before the barrier behind the rows of this one.
 
-With training, a forward and its backward both begin with a barrier: a backward need not be a whole one. Rows of tokens
-are copied where they arrived, because a backward reads them. Those of the output's gradient are read where they are.
+In training a forward and its backward both begin with a barrier, since a backward may stop early. Rows of tokens are
+copied when they have arrived, because a backward reads them. Rows of the output's gradient are read in the buffer.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,16 +23,20 @@ from moe_core.ops.exchange.reference_direct import last_told
 from moe_core.parallel.bounds import tokens_at_once
 from moe_core.parallel.plan import ExchangePlan
 from moe_torch.bridge.options import TORCH_DTYPES
-from moe_torch.parallel import exchange, peer_ops, symmetric
+from moe_torch.parallel import exchange, peer_ops
 from moe_torch.parallel.group import Arriving, Ranks
-from moe_torch.parallel.peer import Summing, scales_of
-from moe_torch.parallel.symmetric import Part, Region
+from moe_torch.parallel.peer import symmetric
+from moe_torch.parallel.peer.interface import PeerCall, PeerTotal, scales_of, summed
+from moe_torch.parallel.peer.symmetric import Part, Region
 
 
 class Memory(NamedTuple):
-    """What others store at a rank, M tokens of each of W: headers int32 `[2 * W + 1, 12]`; rows `[W * M, D]`, and their
-    scales where they are quantised; ids int32 and weights fp32 `[W * M, K]`; returned `[M * K, D]`, results that come
-    home; d_weights fp32 `[W * M, K]`: what others load, with training alone."""
+    """The buffers that others store into, of M tokens for each of W ranks.
+
+    headers int32 `[2 * W + 1, 12]`. rows `[W * M, D]`, and their scales if they are quantised. ids int32 and weights
+    fp32 `[W * M, K]`. returned `[M * K, D]`: results that come home. d_weights fp32 `[W * M, K]`: others load it; only
+    with training.
+    """
 
     memory: symmetric.Symmetric
     headers: Region
@@ -45,7 +49,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
-    """The buffers of a plan, made by its first call. number: of the set of buffers."""
+    """The buffers of a plan, which its first call allocates. number: which set of buffers."""
     most, top_k, spec = _most(plan), plan.top_k, plan.spec
     rows, dtype, scales = ranks.size * most, TORCH_DTYPES[plan.dtype], scales_of(spec.format, plan.d_model)
     parts = (
@@ -57,19 +61,21 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
         Part((most * top_k, plan.d_model), dtype),
         Part((rows * plan.training, top_k), torch.float32),
     )
-    found = symmetric.symmetric(ranks, parts, device, number)
-    return Memory(found, *found.regions)
+    memory = symmetric.symmetric(ranks, parts, device, number)
+    return Memory(memory, *memory.regions)
 
 
 def _most(plan: ExchangePlan) -> int:
-    """Tokens of a rank that there is memory for; no buffer is empty, so that each has an address."""
+    """The most tokens of a rank. No buffer is empty, so that each has an address."""
     return max(1, tokens_at_once(plan.brought, plan.spec))
 
 
 class _Constants(NamedTuple):
-    """What does not change for a memory: results_at int64 `[W * M * K]`, where the results of all ranks' slots go.
-    Int32: rows `[W * M, 1]`, their numbers; start `[2]`, where they begin and end; slots `[M, K]`, the numbers of this
-    rank's slots among those of all ranks."""
+    """Arrays that stay the same for a memory.
+
+    results_at int64 `[W * M * K]`: where the results of all ranks' slots go. Int32: rows `[W * M, 1]`, the numbers of
+    rows; start `[2]`, the first and the end of them; slots `[M, K]`, the numbers of this rank's slots among all ranks'.
+    """
 
     results_at: torch.Tensor
     rows: torch.Tensor
@@ -82,8 +88,8 @@ _constants: weakref.WeakKeyDictionary[symmetric.Symmetric, _Constants] = weakref
 
 
 def _constants_of(memory: Memory, rank: int) -> _Constants:
-    found = _constants.get(memory.memory)
-    if found is None:
+    constants = _constants.get(memory.memory)
+    if constants is None:
         returned, rows, device = memory.returned, len(memory.rows.own), memory.returned.own.device
         size = returned.own.shape[1] * returned.own.element_size()
         with torch.inference_mode(False):
@@ -92,51 +98,44 @@ def _constants_of(memory: Memory, rank: int) -> _Constants:
             start = torch.tensor([0, rows], dtype=torch.int32, device=device)
             slots = torch.arange(memory.ids.own.numel(), dtype=torch.int32, device=device)
             slots = slots.view(len(returned.addresses), -1, memory.ids.own.shape[1])[rank]
-            found = _Constants((returned.addresses[:, None] + places).view(-1), numbers, start, slots)
-        _constants[memory.memory] = found
-    return found
+            constants = _Constants((returned.addresses[:, None] + places).view(-1), numbers, start, slots)
+        _constants[memory.memory] = constants
+    return constants
 
 
 class DirectRoutes:
-    """The routes of one rank for one call; as `PeerRoutes`, whose names these are.
+    """The routes of one rank for one chunk; see `interface.PeerRoutes`. ids and weights are of all slots of each row.
 
-    places_of_experts, given, token_mask: of `peer_ops.push_tokens_once`. header int32 `[8]` on the device, None = the
-    plan's. number: of the set of buffers. programs: of kernels that copy rows. tokens: of this rank in all chunks.
-    `send` stores all and finds `pushed`. ids and weights: of each row, of all its slots.
+    ids, weights, token_mask, places, places_of_experts: as for `peer_ops.push_tokens_once`. number: which set of
+    buffers. programs: the most blocks of kernels that copy rows. `send` stores everything and sets `pushed`.
     """
 
-    #: Of tokens whose output has to become NaN: `start_total` sees to it.
-    spoilt = None
+    pushed: peer_ops.PushedTokens
 
     def __init__(
         self,
-        ranks: Ranks,
-        plan: ExchangePlan,
+        call: PeerCall,
         ids: torch.Tensor,
         weights: torch.Tensor,
         token_mask: torch.Tensor | None = None,
-        given: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
         *,
         places_of_experts: torch.Tensor | None = None,
-        header: torch.Tensor | None = None,
         number: int = 0,
         programs: int | None = None,
-        tokens: int,
     ) -> None:
-        self.ranks, self.plan, self.programs, self.tokens = ranks, plan, programs, tokens
-        self.format = plan.spec.format
-        self.memory = memory_of(ranks, plan, weights.device, number)
-        self._constants = _constants_of(self.memory, ranks.rank)
-        if header is None:
-            (header,) = exchange.constants((tuple(plan.header),), weights.device)
-        self._own = ids, weights.detach(), header
-        self._beside = {"places_of_experts": places_of_experts, "given": given, "token_mask": token_mask}
+        self.ranks, self.plan, self.tokens, header = call
+        self.programs, self.format = programs, call.plan.spec.format
+        self.memory = memory_of(call.ranks, call.plan, weights.device, number)
+        self._constants = _constants_of(self.memory, call.ranks.rank)
+        self._routing = ids, weights.detach(), header
+        self._optional = {"places_of_experts": places_of_experts, "given": places, "token_mask": token_mask}
         self.ids, self.weights = self.memory.ids.own, self.memory.weights.own
-        self.pushed = cast(peer_ops.PushedTokens, None)
+        self._was_sent = False
 
     @property
     def group_tokens(self) -> int:
-        """The tokens of all ranks, once they have arrived; on a GPU W times this rank's, in all chunks."""
+        """The tokens of all ranks, once they have arrived; on a GPU W times this rank's."""
         headers = self.memory.headers.own
         return self.ranks.size * self.tokens if headers.is_cuda else int(last_told(headers)[:, -4].sum())
 
@@ -145,20 +144,20 @@ class DirectRoutes:
         return self.pushed.overflow
 
     def send(self, values: torch.Tensor) -> None:
-        """Rows of tokens at home, `[T, D]`, set off, with all that goes beside them."""
         memory, sizes = self.memory, {"rank": self.ranks.rank, "most": _most(self.plan), "programs": self.programs}
-        quantised, (ids, own_weights) = self.format is not None, (memory.ids.addresses, memory.weights.addresses)
+        quantised, tables = self.format is not None, (memory.ids.addresses, memory.weights.addresses)
         rows = None if quantised else memory.rows.addresses
-        at = peer_ops.TokensAt(rows, ids, own_weights, memory.headers.addresses)
+        at = peer_ops.TokensAt(rows, *tables, memory.headers.addresses)
         # The rows of a token at its owners, where quantised rows and its gradient go.
         visits = quantised or self.plan.training
-        options: Any = {**self._beside, **sizes, "placement": self.plan.placement, "visits": visits}
-        self.pushed = peer_ops.push_tokens_once(values, *self._own, at, **options)
+        options: Any = {**self._optional, **sizes, "placement": self.plan.placement, "visits": visits}
+        self.pushed = peer_ops.push_tokens_once(values, *self._routing, at, **options)
+        self._was_sent = True
         if quantised:
             self._send_rows(values, format=self.format, scales_at=memory.scales.addresses)
 
     def _send_rows(self, values: torch.Tensor, **options: Any) -> None:
-        """Rows alone, where those of the forward went."""
+        """Store rows where the tokens went."""
         memory, pushed = self.memory, self.pushed
         assert pushed.owners is not None and pushed.rows is not None
         places = peer_ops.PeerPlaces(pushed.owners, pushed.rows, pushed.overflow, pushed.overflow)
@@ -166,11 +165,9 @@ class DirectRoutes:
         peer_ops.dispatch_push(values, places, memory.rows.addresses, **options)
 
     def arrive(self, what: str) -> None:
-        """The stream waits for what all ranks have sent."""
         self.memory.memory.barrier(self.ranks, what)
 
     def rows(self) -> torch.Tensor:
-        """Rows of tokens, `[W * M, D]`, once they have arrived; those without ids hold anything."""
         rows, scales = self.memory.rows.own, self.memory.scales.own
         if self.format is None:
             return rows.clone() if self.plan.training else rows
@@ -178,9 +175,8 @@ class DirectRoutes:
         return peer_ops.take_rows(rows, constants.rows, constants.start, scales=scales, dtype=dtype)
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
-        """`send`; what it returns waits, and gives `rows`. Later values, of the output's gradient, stay where they
-        arrived until the next call."""
-        again = cast(Any, self.pushed) is not None
+        # Later values are the output's gradient, whose rows stay in the buffer until the next call.
+        again = self._was_sent
         if self.plan.training:
             self.arrive(f"arrival before {what}")
         if again:
@@ -195,18 +191,15 @@ class DirectRoutes:
         return arrived
 
     def results_at(self) -> torch.Tensor:
-        """Of `peer_ops.experts_push`: the place of every slot's result at its home."""
         return self._constants.results_at
 
-    def start_total(self, rows: torch.Tensor | None, what: str) -> Summing:
-        """What sums each token's results, `[T, D]`, with the options of `ops.reduce`. rows: None; results have been
-        stored at `results_at`."""
+    def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal:
         memory, places = self.memory, self.pushed.places
         assert rows is None, "experts store their results at their homes"
 
         def total(**options: Any) -> torch.Tensor:
             self.arrive(what)
-            return peer_ops.sum_results(memory.returned.own, places, headers=memory.headers.own, **options)
+            return summed(memory.returned.own, places, {"headers": memory.headers.own}, **options)
 
         return total
 
@@ -218,17 +211,16 @@ class DirectRoutes:
         dtype: torch.dtype | None,
         stored: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """As of `PeerRoutes`; rows of d_x have been stored at `results_at`."""
         assert stored, "experts store the gradients of their rows at their homes"
-        memory, pushed, wide, by_slot = self.memory, self.pushed, None, None
+        memory, pushed, d_x, by_slot = self.memory, self.pushed, None, None
         if d_weights is not None:
             memory.d_weights.own.copy_(d_weights)
         self.arrive("d_x and d_weights")
         if d_rows is not None:
-            wide = peer_ops.sum_results(memory.returned.own, pushed.places, out_dtype=dtype)
+            d_x = peer_ops.sum_results(memory.returned.own, pushed.places, out_dtype=dtype)
         if d_weights is not None:
             owners, slots = exchange.owners_of(pushed.places, self.plan.placement.per_rank), self._constants.slots
             places = peer_ops.PeerPlaces(owners, slots[: len(owners)], pushed.overflow, pushed.overflow)
-            num_rows, own = memory.d_weights.own.numel(), memory.d_weights.addresses
-            by_slot = peer_ops.combine_pull_weights(places, own, num_rows=num_rows)
-        return wide, by_slot
+            num_rows, addresses = memory.d_weights.own.numel(), memory.d_weights.addresses
+            by_slot = peer_ops.combine_pull_weights(places, addresses, num_rows=num_rows)
+        return d_x, by_slot

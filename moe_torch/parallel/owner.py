@@ -1,0 +1,82 @@
+"""The experts of a rank, applied to the rows that arrive from all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_core.parallel.placement import Placement
+from moe_core.specs.moe import MoESpec
+from moe_core.specs.operands import ExpertWeights, MoEOutput, TopK
+from moe_core.specs.tuning import Tuning
+from moe_torch import ops
+from moe_torch.parallel import peer_ops
+
+#: The most multiprocessors of product 1 and of product 2; None: all.
+Multiprocessors = tuple[int | None, int | None]
+
+
+class Owner(NamedTuple):
+    """The experts of this rank. top_k: of tokens at home. stores_gradients: rows of d_x go where results went."""
+
+    experts: ExpertWeights
+    spec: MoESpec
+    placement: Placement
+    top_k: int
+    stores_gradients: bool
+
+    def __call__(
+        self, rows: torch.Tensor, routing: TopK, group_tokens: int, results_at: torch.Tensor | None = None
+    ) -> MoEOutput:
+        """Compute rows of slots, or of tokens with all their ids.
+
+        group_tokens: of all ranks. results_at: where results are stored; None: they are returned.
+        """
+        spec = self._spec(routing, group_tokens)
+        if results_at is None:
+            return ops.moe(rows, self.experts, routing, spec)
+        gradients_at = results_at if self.stores_gradients else None
+        return peer_ops.experts_push(rows, self.experts, routing, spec, results_at, gradients_at=gradients_at)
+
+    def begin(
+        self,
+        rows: torch.Tensor,
+        routing: TopK,
+        group_tokens: int,
+        results_at: torch.Tensor | None,
+        multiprocessors: Multiprocessors,
+    ) -> peer_ops.BegunExperts:
+        """Run product 1 of such a call, without gradients; `finish` of the result runs product 2."""
+        spec = self._spec(routing, group_tokens)
+        return peer_ops.experts_begin(rows, self.experts, routing, spec, results_at, multiprocessors=multiprocessors)
+
+    def _spec(self, routing: TopK, group_tokens: int) -> MoESpec:
+        expected = None if self.spec.tuning is None else self.spec.tuning.expected_tokens
+        rows_per_token = self.top_k // routing.ids.shape[1]
+        return owner_spec(self.spec, (expected or group_tokens) * rows_per_token, self.placement)
+
+
+@functools.lru_cache(maxsize=256)
+def owner_spec(spec: MoESpec, group_rows: int, placement: Placement) -> MoESpec:
+    """The options of an owner's op, whose tiles and sums are those of all ranks' rows and experts."""
+    tuning = Tuning() if spec.tuning is None else spec.tuning
+    expected: dict[str, Any] = {"expected_tokens": max(1, group_rows), "expected_experts": placement.num_experts}
+    tuning = dataclasses.replace(tuning, **expected)
+    return dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None, tuning=tuning)
+
+
+class Results(NamedTuple):
+    """The results of one call at home.
+
+    output `[T, D]`. int32 counts: received `[L]`, rows of experts here; overflow `[1]`, rows of all ranks that did not
+    fit; of this rank's tokens tokens_per_expert `[E]` and invalid_ids `[1]`.
+    """
+
+    output: torch.Tensor
+    received: torch.Tensor
+    overflow: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    invalid_ids: torch.Tensor

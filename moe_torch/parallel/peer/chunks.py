@@ -1,0 +1,297 @@
+"""The forward of mode `peer`, at once or in chunks: while one chunk is computed, the next travels.
+
+In chunks, which have no gradients, product 2 of a chunk also runs beside product 1 of the next, each on some of the
+multiprocessors, so that the links are always busy.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from moe_core.parallel.bounds import runs_in_lanes, second_multiprocessors, sets_of_buffers
+from moe_core.parallel.placement import Placement
+from moe_core.parallel.plan import ExchangePlan
+from moe_core.specs.operands import MoEOutput, TopK
+from moe_torch import ops
+from moe_torch.parallel.exchange import Places, constants, physical_ids
+from moe_torch.parallel.function import awaited, combine, dispatch
+from moe_torch.parallel.group import Ranks
+from moe_torch.parallel.moving import MovingPlacement
+from moe_torch.parallel.owner import Multiprocessors, Owner, Results
+from moe_torch.parallel.peer.counted import CountedRoutes
+from moe_torch.parallel.peer.direct import DirectRoutes
+from moe_torch.parallel.peer.interface import PeerCall, PeerRoutes
+from moe_torch.parallel.peer.streams import GradientOverlap, Streams
+from moe_torch.parallel.routes import check_headers
+from moe_torch.parallel.tensor import Brought
+
+#: Returns the rows of the shared expert and the logits of its gate.
+Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
+#: Of each chunk: x, wide, and the arrays that its routes are made of.
+Chunks = Sequence[Sequence[Any]]
+#: Programs of kernels that copy rows while others compute: enough for most of a link's bandwidth.
+_COPY_PROGRAMS = 32
+#: The same while a shared expert computes in training, docs/notebook/parallel.md.
+_FEW_COPY_PROGRAMS = 16
+
+
+class _Part(NamedTuple):
+    """One chunk: received int32 `[L]`, rows of experts here, and its routes."""
+
+    received: torch.Tensor
+    routes: PeerRoutes
+
+
+class _Way(NamedTuple):
+    """How the routes of chunks are made.
+
+    make: takes arrays of a chunk's tokens, number and programs. arrays: of all tokens. counts: tokens_per_expert
+    `[E]` and invalid_ids `[1]`; None: the routes have them.
+    """
+
+    make: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    counts: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def run_peer(
+    call: tuple[Ranks, ExchangePlan, MovingPlacement | None],
+    brought: Brought,
+    owner: Owner,
+    shared: Shared | None,
+    dtype: torch.dtype,
+) -> Results:
+    """The forward of a rank. shared: called while rows travel, if that is possible. dtype: of the output.
+
+    call: its ranks and plan, and where experts are when this is replayed; None: where the plan says.
+    """
+    ranks, plan, moving = call
+    make, arrays, counts = (_direct if plan.direct else _counted)(ranks, plan, brought, moving)
+    x, size = brought.x, -(-len(brought.x) // plan.spec.chunks)
+    bounds = [min(number * size, len(x)) for number in range(plan.spec.chunks + 1)]
+    chunks = _cut((x, brought.wide, *arrays), bounds)
+    if len(chunks) > 1 or (shared is not None and x.is_cuda and not torch.is_grad_enabled()):
+        with torch.no_grad():
+            output, parts = _in_chunks(chunks, make, owner, shared, dtype, plan)
+    elif shared is not None:
+        output, part = _beside_shared(chunks[0], make, owner, shared, dtype)
+        parts = [part]
+    else:
+        ((rows, wide, *routing),) = chunks
+        routes = make(*routing)
+        rows, row_weights = dispatch(routes, rows, wide, routing[1], stored=True)
+        results = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
+        # Training keeps the rows. Otherwise their memory is free for the rows that come home.
+        del rows
+        output = combine(routes, results.output, (None, None), dtype, stored=True)
+        parts = [_Part(results.tokens_per_expert, routes)]
+    received, overflow = _total([part.received for part in parts]), _total([part.routes.overflow for part in parts])
+    if counts is None:
+        pushed = [cast(DirectRoutes, part.routes).pushed for part in parts]
+        counts = _total([one.tokens_per_expert for one in pushed]), _total([one.invalid_ids for one in pushed])
+    return Results(output, received, overflow, *counts)
+
+
+def _beside_shared(
+    chunk: Sequence[Any], make: Callable[..., Any], owner: Owner, shared: Shared, dtype: torch.dtype
+) -> tuple[torch.Tensor, _Part]:
+    """The output and the only part, with gradients. The shared expert overlaps with rows that travel, on a GPU.
+
+    Its backward overlaps with the gradients of results. Autograd runs a backward on the stream of its forward, and the
+    last call first: so the shared expert is called behind the experts, on a stream that does not wait for their rows.
+    """
+    x, wide, *routing = chunk
+    streams = Streams(x.device)
+    begun = streams.marked(streams.computes)
+    streams.wait(streams.copies, begun)
+    streams.wait(streams.stores, begun)
+    with streams.on(streams.copies):
+        routes = make(*routing, number=0, programs=_FEW_COPY_PROGRAMS)
+        arrived = routes.start_push(x.detach(), "rows")()
+    streams.wait(streams.computes, streams.marked(streams.copies))
+    arriving = functools.partial(torch.Tensor.detach, arrived)
+    rows, row_weights = dispatch(routes, arriving, wide, routing[1], stored=True)
+    results = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
+    del rows, arrived, arriving
+    overlap = GradientOverlap(streams)
+    output = awaited(results.output, overlap)
+    with streams.on(streams.stores):
+        dense = shared()
+    streams.wait(streams.computes, streams.marked(streams.stores))
+    output = combine(routes, output, dense, dtype, stored=True, overlap=overlap)
+    return output, _Part(results.tokens_per_expert, routes)
+
+
+def _counted(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingPlacement | None) -> _Way:
+    """Ranks tell each other how many rows go where."""
+    places, invalid, counts = _places(ranks, plan, brought.ids, brought.token_mask, moving)
+    header = None if moving is None else moving.header(plan.header)
+    call = PeerCall.of(ranks, plan, places, header)
+    return _Way(functools.partial(CountedRoutes, call), (places, brought.weights), (counts, invalid))
+
+
+def _direct(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingPlacement | None) -> _Way:
+    """Every token has a row of its own."""
+    placement, ids, table, places, header = plan.placement, brought.ids, None, None, None
+    _check_headers(ranks, plan, ids)
+    if moving is not None:
+        header = moving.header(plan.header)
+    if placement.num_places > placement.num_experts and (placement.has_replicas or moving is not None):
+        places, _ = _physical_ids(ranks, plan, ids, brought.token_mask, moving)
+    elif moving is not None:
+        table = moving.places
+    elif not _is_in_order(placement):
+        (table,) = constants((_places_of_experts(placement),), ids.device)
+    call = PeerCall.of(ranks, plan, ids, header)
+    make = functools.partial(DirectRoutes, call, places_of_experts=table)
+    return _Way(make, (ids, brought.weights, brought.token_mask, places), None)
+
+
+@functools.lru_cache(maxsize=256)
+def _places_of_experts(placement: Placement) -> tuple[int, ...]:
+    """The place of every expert; none has several."""
+    _, places, start = placement.tables
+    return tuple(places[start[:-1]].tolist())
+
+
+def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor) -> CountedRoutes:
+    """The routes of all tokens of this rank, ids and weights `[T, K]`. A collective."""
+    places, *_ = _places(ranks, plan, ids, None, None)
+    return CountedRoutes(PeerCall.of(ranks, plan, places), places, weights)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_in_order(placement: Placement) -> bool:
+    """Whether the place of every expert has the expert's number."""
+    return placement.num_places == placement.num_experts and placement.tables.places.tolist() == list(
+        range(placement.num_experts)
+    )
+
+
+def _places(
+    ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Send the first messages, if any; places `[T, K]` of slots, invalid_ids `[1]` and tokens_per_expert `[E]`."""
+    experts = plan.placement.num_experts
+    _check_headers(ranks, plan, ids)
+    if moving is None and _is_in_order(plan.placement):
+        layout = ops.make_layout(ids, experts, token_mask=token_mask)
+        places = torch.where(layout.row_of_slot.view(ids.shape) < 0, -1, ids)
+        return places, layout.invalid_ids, layout.group_sizes
+    places, invalid = _physical_ids(ranks, plan, ids, token_mask, moving)
+    return places, invalid, ops.make_layout(torch.where(places < 0, -1, ids), experts).group_sizes
+
+
+def _check_headers(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor) -> None:
+    if not ids.is_cuda:
+        # Waiting costs nothing here. On a GPU headers travel with the first message, and the output is NaN if they
+        # differ.
+        check_headers(ranks, plan.header, ids.device)
+
+
+def _physical_ids(
+    ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
+) -> Places:
+    """Places of this rank's slots. The replica of a slot depends on how many tokens the ranks ahead have."""
+    first_token: Any = 0
+    if plan.placement.has_replicas or moving is not None:
+        (tokens,) = constants(((len(ids),),), ids.device)
+        first_token = ranks.all_gather(tokens, "tokens")[: ranks.rank].sum()
+    tables = None if moving is None else (moving.places, moving.start)
+    return physical_ids(ids, plan.placement, first_token=first_token, token_mask=token_mask, tables=tables)
+
+
+def _total(counts: list[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, counts)
+
+
+def _cut(arrays: tuple[Any, ...], bounds: list[int]) -> list[Any]:
+    """The rows of each chunk, from one bound to the next, of arrays by token; an array may be None."""
+    if len(bounds) == 2:
+        # The gradient of a slice is a copy, also of a slice of everything.
+        return [arrays]
+    return [tuple(one if one is None else one[a:b] for one in arrays) for a, b in itertools.pairwise(bounds)]
+
+
+def _limits(number: int, count: int, owner: Owner, device: torch.device) -> Multiprocessors:
+    """The multiprocessors of a chunk's products. The first product 1 and the last product 2 have all of them."""
+    if device.type != "cuda":
+        return None, None
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    second = second_multiprocessors(most, owner.spec.activation)
+    return None if number == 0 else most - second, None if number == count - 1 else second
+
+
+def _in_chunks(
+    chunks: Chunks,
+    make: Callable[..., Any],
+    owner: Owner,
+    shared: Shared | None,
+    dtype: torch.dtype,
+    plan: ExchangePlan,
+) -> tuple[torch.Tensor, list[_Part]]:
+    """The output and all parts, without gradients.
+
+    On a GPU the rows of later chunks, and the results of chunk n - 1, are copied beside the products of chunk n. In
+    lanes product 2 of chunk n - 1 runs beside product 1 of chunk n. Streams wait for each other when the call begins
+    and ends. In between, memory of one stream that another has used is released when the first was told to wait.
+    """
+    source, bounds = chunks[0][0], [*itertools.accumulate((len(x) for x, *_ in chunks), initial=0)]
+    sets, in_lanes = sets_of_buffers(plan.spec), runs_in_lanes(plan.spec)
+    streams = Streams(source.device)
+    computes, copies, marked, wait = streams.computes, streams.copies, streams.marked, streams.wait
+    stores = streams.stores if in_lanes else computes
+    output = source.new_empty((bounds[-1], source.shape[1]), dtype=dtype)
+    arrived: dict[int, tuple[Any, torch.cuda.Event | None]] = {}
+    kept: dict[int, tuple[Any, torch.cuda.Event | None]] = {}
+    parts: list[_Part] = []
+    wait(copies, marked(computes))
+
+    def dispatch(number: int) -> None:
+        if number >= len(chunks):
+            return
+        x, _, *own = chunks[number]
+        with streams.on(copies):
+            # The last chunk with these buffers has been added here, so all owners have read them.
+            routes = make(*own, number=number % sets, programs=_COPY_PROGRAMS)
+            routes.send(x)
+            routes.arrive("rows")
+            arrived[number] = routes, marked(copies)
+
+    def compute(number: int, routes: Any) -> tuple[MoEOutput, Any]:
+        """The results, and the memory that has to stay until they are complete."""
+        arguments = routes.rows(), TopK(routes.ids, routes.weights), routes.group_tokens, routes.results_at()
+        if not in_lanes:
+            return owner(*arguments), arguments
+        begun = owner.begin(*arguments, _limits(number, len(chunks), owner, source.device))
+        wait(stores, marked(computes))
+        with streams.on(stores):
+            return begun.finish(), begun
+
+    dispatch(0)
+    dense = _cut(shared() if shared else (None, None), bounds)
+    ahead = max(1, sets - 1)
+    for number in range(1, ahead):
+        dispatch(number)
+    for number, (part,) in enumerate(_cut((output,), bounds)):
+        routes, event = arrived.pop(number)
+        wait(computes, event)
+        results, memory = compute(number, routes)
+        computed = marked(stores)
+        dispatch(number + ahead)
+        with streams.on(copies):
+            wait(copies, computed)
+            total = routes.start_total(None, "results")
+            rows, gate = dense[number]
+            total(shared=rows, shared_gate=gate, out=part)
+            kept[number] = (memory, results, routes), computed
+        parts.append(_Part(results.tokens_per_expert, routes))
+        if number:
+            wait(computes, kept.pop(number - 1)[1])
+    wait(computes, marked(copies))
+    return output, parts

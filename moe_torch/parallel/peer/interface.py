@@ -1,0 +1,94 @@
+"""What both kinds of routes of mode `peer` share: their interface, and the record of a call."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from moe_core.base.arrays import ALIGNMENT
+from moe_core.errors import Unsupported
+from moe_core.formats import Format, QuantizedSpec, quantized_shapes
+from moe_core.parallel.plan import ExchangePlan
+from moe_torch.parallel import exchange, peer_ops
+from moe_torch.parallel.group import Ranks
+from moe_torch.parallel.route import Routes
+
+
+class PeerCall(NamedTuple):
+    """One call. tokens: of this rank, in all chunks. header int32 `[8]`, on the device."""
+
+    ranks: Ranks
+    plan: ExchangePlan
+    tokens: int
+    header: torch.Tensor
+
+    @classmethod
+    def of(cls, ranks: Ranks, plan: ExchangePlan, tokens: torch.Tensor, header: torch.Tensor | None = None) -> PeerCall:
+        """tokens: an array with a row for each. header: None: the plan's."""
+        if header is None:
+            (header,) = exchange.constants((tuple(plan.header),), tokens.device)
+        return cls(ranks, plan, len(tokens), header)
+
+
+class PeerTotal(Protocol):
+    """See `Total`. out: where the sum is written; None: a new tensor."""
+
+    def __call__(
+        self,
+        *,
+        shared: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+class PeerRoutes(Routes, Protocol):
+    """Routes whose steps a caller may put on streams of its own."""
+
+    def send(self, values: torch.Tensor) -> None:
+        """Store rows of tokens, `[T, D]`, at their owners."""
+        ...
+
+    def arrive(self, what: str) -> None:
+        """Let the stream wait until all ranks have stored."""
+        ...
+
+    def rows(self) -> torch.Tensor:
+        """The rows that are computed here, once they have arrived."""
+        ...
+
+    def results_at(self) -> torch.Tensor:
+        """int64, once rows have arrived: the address where experts store the result of each slot."""
+        ...
+
+    def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal: ...
+
+
+def summed(
+    returned: torch.Tensor, places: torch.Tensor, flags: dict[str, torch.Tensor | None], **options: Any
+) -> torch.Tensor:
+    """`peer_ops.sum_results`, also to rows of an output that begin anywhere; flags: of `peer_ops.Checks`."""
+    out = options.get("out")
+    if out is None or out.data_ptr() % ALIGNMENT == 0:
+        return peer_ops.sum_results(returned, places, **flags, **options)
+    # Rows of fewer than 16 bytes, of fp32 tokens for example.
+    options |= {"out": None, "out_dtype": out.dtype}
+    return out.copy_(peer_ops.sum_results(returned, places, **flags, **options))
+
+
+def scales_of(format: Format | None, d_model: int) -> int:
+    """Scales of a row, 0 without a format."""
+    return 0 if format is None else quantized_shapes(QuantizedSpec(format), (1, d_model)).scales[1]
+
+
+def require_peer_format(format: Format | None) -> None:
+    """Raise Unsupported for rows in another format than e4m3 with a scale for each 128 columns."""
+    if format is None:
+        return
+    if (format.element, format.group_rows, format.group_columns, format.has_e8m0_scales) != ("e4m3", 1, 128, False):
+        raise Unsupported(
+            f"exchange.format must be e4m3 with fp32 scales of 1 x 128 with mode 'peer', got {format}; pass "
+            "format_named('fp8_group')"
+        )

@@ -1,0 +1,76 @@
+"""The interface that every mode gives a call: rows go out to the experts, results come home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from moe_torch.parallel.group import Arriving
+
+
+class Total(Protocol):
+    """Wait for the results of slots, and add those of each token, `[T, D]`; the options are those of `ops.reduce`.
+
+    Tokens that lost a slot are NaN, and all tokens where ranks disagree.
+    """
+
+    def __call__(
+        self,
+        *,
+        shared: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor: ...
+
+
+class Routes(Protocol):
+    """The routes of one rank for one call.
+
+    ids int32 and weights fp32 `[R, K']`: of each received row, once rows have arrived; K' is 1 where rows are slots.
+    group_tokens: tokens of all ranks. overflow int32 `[1]`: rows of all ranks that did not fit.
+    """
+
+    @property
+    def ids(self) -> torch.Tensor: ...
+    @property
+    def weights(self) -> torch.Tensor: ...
+    @property
+    def group_tokens(self) -> int: ...
+    @property
+    def overflow(self) -> torch.Tensor: ...
+
+    def start_push(self, values: torch.Tensor, what: str) -> Arriving:
+        """Send rows of tokens, `[T, D]`; the result waits, and returns the rows that arrive, `[R, D]`."""
+        ...
+
+    def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
+        """Send the results of slots home, `[R, D]`; None: experts have stored them there."""
+        ...
+
+    def gradients(
+        self,
+        d_rows: torch.Tensor | None,
+        d_weights: torch.Tensor | None,
+        *,
+        dtype: torch.dtype | None,
+        stored: bool = False,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Send gradients of slots home: d_x `[T, D]` of dtype, and the gradients of weights, fp32 `[T, K]`.
+
+        None: nobody asks for it. stored: experts have stored the rows of d_rows at home.
+        """
+        ...
+
+
+class Overlap(Protocol):
+    """Sends rows of gradients while the backward goes on computing."""
+
+    def start(self, push: Callable[[], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+        """Return what push returns, which sends values; nothing may read it before `wait`."""
+        ...
+
+    def wait(self) -> Any:
+        """Let the stream that computes wait for the rows."""
+        ...
