@@ -28,10 +28,7 @@ if not cuda_available():
     os.environ["TRITON_INTERPRET"] = "1"
     # On a CPU XLA compiles programs for much longer than tests run them. Documented programs, in
     # tests/docs/test_docs.py, are compiled as users compile them.
-    _xla_flags |= {
-        "xla_backend_optimization_level": "0",
-        "xla_llvm_disable_expensive_passes": "true",
-    }
+    _xla_flags |= {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
     with contextlib.suppress(metadata.PackageNotFoundError):
         # From 0.11 on jaxlib has no option like the first, and ends the process for it.
         if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):

@@ -49,11 +49,7 @@ def test_require_spec_says_what_is_wrong() -> None:
         (ArraySpec((2, 5, 8), "float16"), ("num_tokens", 8), "got (2, 5, 8); flatten the leading axes first"),
         (ArraySpec((8,), "float16"), ("num_tokens", 8), "got (8,); reshape it"),
         (ArraySpec((5, 9), "float16"), ("num_tokens", 8), "x must be [num_tokens, 8], got (5, 9); pass an array of"),
-        (
-            ArraySpec((5, 8), "float32"),
-            ("num_tokens", 8),
-            "must be bfloat16 or float16, got float32; cast it to",
-        ),
+        (ArraySpec((5, 8), "float32"), ("num_tokens", 8), "must be bfloat16 or float16, got float32; cast it to"),
         (ArraySpec((5, 8), "float16", (1, 5)), ("num_tokens", 8), "must be row-major contiguous, got strides (1, 5);"),
     ]
     for spec, shape, message in cases:

@@ -106,14 +106,7 @@ def test_bytes_that_come_in_pieces_are_put_together(tmp_path: Path, monkeypatch:
             file.read_into(file.entry("a").start, found)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"__metadata__": 2, "a": 1},
-        {"a": 2},
-    ],
-    ids=["metadata", "tensors"],
-)
+@pytest.mark.parametrize("header", [{"__metadata__": 2, "a": 1}, {"a": 2}], ids=["metadata", "tensors"])
 def test_a_name_given_twice_is_refused(tmp_path: Path, header: dict[str, int]) -> None:
     """Which one safetensors took is not known."""
     pytest.importorskip("safetensors")

@@ -11,10 +11,8 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.plan.steps import KernelLaunch
 from moe_core.runtime.devices import BACKENDS, prepared_class
 from moe_core.runtime.prepare import prepare
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits
-from moe_core.specs.routing import RouterSpec
 
 A100, L40, H200, B200 = (Target("cuda", arch, 100) for arch in (80, 89, 90, 100))
 MI300X, INTERPRETER, REFERENCE = Target("hip", 942, 304), Target("interpreter"), Target("reference")

@@ -51,8 +51,7 @@ from benchmarks.training_problem import (
     torch_step,
 )
 from moe_core.base.target import Target
-from moe_core.specs import TokenRounding
-from moe_core.specs.tuning import Tuning
+from moe_core.specs import TokenRounding, Tuning
 from tests.support.benchmarks import TINY, CallingTimer, TracingTimer, on_a_cpu, problem_of, tiny_host_time, tiny_models
 
 STORED = sorted(check.RESULTS.glob("forward*.json"))

@@ -37,9 +37,7 @@ from benchmarks.training_problem import draw_parameters, draw_training_problem
 from benchmarks.weights import draw_weights
 from moe_core.base.target import Target
 from moe_core.runtime.warmup import KernelReport
-from moe_core.specs import TokenRounding
-from moe_core.specs.matmul import Activation
-from moe_core.specs.tuning import Tuning
+from moe_core.specs import Activation, TokenRounding, Tuning
 from tests.support.benchmarks import TINY, CallingTimer, TracingTimer, on_a_cpu, problem_of, tiny_host_time, tiny_models
 
 FOLDER = pathlib.Path(forward.__file__).parent

@@ -71,12 +71,7 @@ def test_unknown_family_says_where_the_known_are(tmp_path, config, got):
             InvalidInput,
             "num_hidden_layers in config.json must be an integer of",
         ),
-        (
-            "mixtral",
-            {"num_experts_per_tok": [2, 3]},
-            Unsupported,
-            "the same number for every layer, got [2, 3]",
-        ),
+        ("mixtral", {"num_experts_per_tok": [2, 3]}, Unsupported, "the same number for every layer, got [2, 3]"),
         ("mixtral", {"num_hidden_layers": 0}, InvalidInput, "num_hidden_layers in config.json must be an integer of"),
         ("mixtral", {"num_local_experts": True}, InvalidInput, "num_local_experts in config.json must be an integer"),
         ("mixtral", {"num_experts_per_tok": E + 1}, InvalidInput, f"top_k must be at most num_experts = {E}, got"),

@@ -16,13 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_core.checkpoint import (
-    MoELayer,
-    convert_checkpoint,
-    open_checkpoint,
-    other_tensors,
-    save_checkpoint,
-)
+from moe_core.checkpoint import MoELayer, convert_checkpoint, open_checkpoint, other_tensors, save_checkpoint
 from moe_core.checkpoint.presets import layer_spec_from_config
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import format_named

@@ -21,14 +21,7 @@ from moe_core.layers import LayerWeights
 from moe_core.ops.quantize.reference import dequantize
 from moe_core.specs.operands import named_arrays
 from tests.support.checkpoint_files import write
-from tests.support.quantized.files import (
-    FP8,
-    E,
-    fp8_matrix,
-    mxfp4_layer,
-    per_expert_layer,
-    quantized_config,
-)
+from tests.support.quantized.files import FP8, E, fp8_matrix, mxfp4_layer, per_expert_layer, quantized_config
 from tests.support.quantized.files import MXFP4 as MXFP4_CONFIG
 
 EXPERTS = "model.layers.0.mlp.experts."

@@ -10,10 +10,8 @@ import pytest
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.checkpoint import MoELayer, ReadProgress, open_checkpoint
 from moe_core.checkpoint import storage as storage_module
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import named_arrays
-from moe_core.specs.routing import RouterSpec
 from tests.support.checkpoint_files import (
     FAMILIES,
     LAYERS,

@@ -126,10 +126,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
         "a header of 9223372036854775808 bytes",
     ),
     "a header of its file's size": (
-        lambda path: [
-            (path / SHARD).write_bytes((2**40 - 8).to_bytes(8, "little")),
-            sparse(path / SHARD, 2**40),
-        ],
+        lambda path: [(path / SHARD).write_bytes((2**40 - 8).to_bytes(8, "little")), sparse(path / SHARD, 2**40)],
         "where 16777216 are the most",
     ),
     "the most tensors": (many_tensors, "must hold the tensor"),

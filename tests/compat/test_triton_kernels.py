@@ -12,9 +12,8 @@ torch = pytest.importorskip("torch")
 
 import moe_torch
 from moe_core.parity.tolerance import assert_close
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits
-from moe_core.specs.routing import RouterSpec
 from moe_torch.compat.triton_kernels.matmul_ogs import PrecisionConfig, matmul_ogs
 from moe_torch.compat.triton_kernels.routing import (
     GatherIndx,
@@ -26,19 +25,7 @@ from moe_torch.compat.triton_kernels.routing import (
 )
 from moe_torch.compat.triton_kernels.topk import topk
 from tests.support.torch import REAL_KERNELS, running_on, to_numpy
-from tests.support.triton_kernels import (
-    ACTIVATION,
-    ALPHA,
-    LIMIT,
-    SWIGLU,
-    TOPK,
-    D,
-    E,
-    N,
-    T,
-    normal,
-    tolerances,
-)
+from tests.support.triton_kernels import ACTIVATION, ALPHA, LIMIT, SWIGLU, TOPK, D, E, N, T, normal, tolerances
 
 
 @pytest.fixture(autouse=True)

@@ -23,19 +23,7 @@ from moe_torch.compat.triton_kernels.numerics_details import mxfp
 from moe_torch.compat.triton_kernels.routing import routing
 from moe_torch.compat.triton_kernels.topk import topk
 from tests.support.torch import to_numpy
-from tests.support.triton_kernels import (
-    ALPHA,
-    LIMIT,
-    SWIGLU,
-    TOPK,
-    D,
-    E,
-    N,
-    T,
-    foreign_function,
-    normal,
-    tolerances,
-)
+from tests.support.triton_kernels import ALPHA, LIMIT, SWIGLU, TOPK, D, E, N, T, foreign_function, normal, tolerances
 
 
 @pytest.fixture(autouse=True)

@@ -22,19 +22,7 @@ from moe_torch.compat.triton_kernels.routing import GatherIndx, RoutingData, rou
 from moe_torch.compat.triton_kernels.tensor_details import layout
 from moe_torch.compat.triton_kernels.topk import topk
 from tests.support.torch import to_numpy
-from tests.support.triton_kernels import (
-    ACTIVATION,
-    ALPHA,
-    LIMIT,
-    SWIGLU,
-    TOPK,
-    D,
-    E,
-    N,
-    T,
-    foreign_function,
-    normal,
-)
+from tests.support.triton_kernels import ACTIVATION, ALPHA, LIMIT, SWIGLU, TOPK, D, E, N, T, foreign_function, normal
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,7 @@ LEFT_OUT: list[tuple[str, dict[str, Any]]] = [
     ("apply_router_weight_on_input", {"top_k": 1, "apply_router_weight_on_input": True}),
     ("experts.bias", {"experts": ExpertsSpec(bias=True, gate_layout="halves")}),
     ("experts.gate_layout", {"experts": ExpertsSpec(gate_layout="interleaved")}),
-    (
-        "experts.scheme.activations",
-        {"experts": ExpertsSpec(gate_layout="halves", scheme=scheme_named("fp8_channel"))},
-    ),
+    ("experts.scheme.activations", {"experts": ExpertsSpec(gate_layout="halves", scheme=scheme_named("fp8_channel"))}),
 ]
 on_all = pytest.mark.parametrize(("name", "options"), [pytest.param(*one, id=one[0]) for one in LEFT_OUT])
 

@@ -13,8 +13,7 @@ from flax import nnx
 from moe_core.errors import InvalidInput
 from moe_core.formats import scheme_named
 from moe_core.layers import MAXTEXT, ExpertsSpec, MoELayerSpec, SharedExpertsSpec, layer_cost
-from moe_core.specs import NormSpec
-from moe_core.specs.matmul import Activation
+from moe_core.specs import Activation, NormSpec
 from moe_jax import linen
 from moe_jax import nnx as layers
 from tests.support.jax import running_on

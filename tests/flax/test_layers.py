@@ -17,9 +17,8 @@ import moe_jax
 from moe_core.layers import MAXTEXT, ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec, Storage
 from moe_core.ops.routing.reference_backward import router_losses_backward
 from moe_core.parity.tolerance import EXACT, Tolerance, assert_close
-from moe_core.specs.matmul import Activation
+from moe_core.specs import Activation, RouterSpec
 from moe_core.specs.operands import map_arrays
-from moe_core.specs.routing import RouterSpec
 from moe_jax import Target, export_target, layers, linen, nnx
 from tests.support import strategies
 from tests.support.flax import (

@@ -29,9 +29,8 @@ from moe_core.layers import (
     Storage,
     convert_weights,
 )
-from moe_core.specs.matmul import Activation
+from moe_core.specs import Activation, RouterSpec
 from moe_core.specs.operands import map_arrays
-from moe_core.specs.routing import RouterSpec
 from moe_jax import InvalidInput, layers, linen, nnx
 from tests.support.flax import draw_weights, linen_layer, nnx_layer, preset
 

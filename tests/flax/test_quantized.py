@@ -18,10 +18,8 @@ from moe_core.checkpoint import open_checkpoint
 from moe_core.formats import QuantizedTensor, scheme_named
 from moe_core.layers import ExpertsSpec, LayerWeights, MoELayerSpec, SharedExpertsSpec
 from moe_core.ops.quantize.reference import quantize
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, named_arrays
-from moe_core.specs.routing import RouterSpec
 from moe_jax import InvalidInput, Unsupported, linen, moe, nnx
 from tests.support.checkpoint_files import write
 from tests.support.flax import linen_layer, nnx_layer

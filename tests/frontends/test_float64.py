@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK
-from moe_core.specs.routing import RouterSpec
 from tests.support.frontends import FRONTENDS, Frontend
 
 T, D, F, E, K, S = 3, 4, 3, 6, 2, 2

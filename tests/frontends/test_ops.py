@@ -27,10 +27,8 @@ from moe_core.parity.tolerance import (
     routing_weights_tolerance,
     stage_tolerances,
 )
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, RouterLogits, TopK
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
 from tests.support.frontends import Frontend
 from tests.support.frontends.small import D_FF, D_MODEL, NUM_EXPERTS, Layer, draw, full_layer, on_engines, small_layer
 

@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 import moe_jax
 from moe_core.layers import MoELayerSpec
 from moe_core.parity.tolerance import assert_close, stage_tolerances
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import MatmulSpec, RouterSpec
 from moe_jax import layers
 from moe_jax.bridge import platforms
 from tests.support.jax import NUM_DEVICES, REAL_KERNELS, cpu_mesh, running_on, small_layer, to_jax
@@ -95,11 +94,7 @@ def test_shard_map_with_psum(check_vma: bool) -> None:
             return result.output, jax.lax.psum(result.tokens_per_expert, "data")
 
         sharded = jax.shard_map(
-            part,
-            mesh=cpu_mesh(),
-            in_specs=(P("data"), P(), P()),
-            out_specs=(P("data"), P()),
-            check_vma=check_vma,
+            part, mesh=cpu_mesh(), in_specs=(P("data"), P(), P()), out_specs=(P("data"), P()), check_vma=check_vma
         )
         output, counts = jax.jit(sharded)(*to_jax(layer[:3]))
     assert len(output.sharding.device_set) == NUM_DEVICES

@@ -209,10 +209,7 @@ def test_blocks_of_other_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [
-        lambda ids: moe_jax.make_layout(ids, E, checked=True),
-        lambda ids: moe_jax.pack_bitmatrix(ids, E, checked=True),
-    ],
+    [lambda ids: moe_jax.make_layout(ids, E, checked=True), lambda ids: moe_jax.pack_bitmatrix(ids, E, checked=True)],
     ids=["make_layout", "pack_bitmatrix"],
 )
 def test_checked_calls_are_refused_while_tracing(call: Callable[..., Any]) -> None:

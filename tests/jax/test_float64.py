@@ -12,9 +12,7 @@ import pytest
 from jax.test_util import check_grads
 
 from moe_core.layers import ExpertsSpec, SharedExpertsSpec
-from moe_jax import (
-    RouterSpec,
-)
+from moe_jax import RouterSpec
 from tests.support.jax import running_on
 
 T, D, F, E, K = 3, 4, 3, 6, 2

@@ -8,10 +8,7 @@ import numpy as np
 
 import moe_jax
 from moe_core.ops.moe.fuse import CHAINED
-from moe_core.parity.tolerance import (
-    EXACT,
-    assert_close,
-)
+from moe_core.parity.tolerance import EXACT, assert_close
 from moe_jax.autodiff.moe import plain_top_k
 from tests.support.jax import on_engines, running_on, small_layer, to_jax
 

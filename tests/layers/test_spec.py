@@ -18,9 +18,7 @@ from moe_core.layers import HUGGING_FACE, MAXTEXT, ExpertsSpec, MoELayerSpec, Sh
 from moe_core.ops.routing.reference import layout, route
 from moe_core.ops.routing.reference_backward import router_losses
 from moe_core.parity.tolerance import Tolerance, assert_close
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import LayoutSpec, RouterSpec
+from moe_core.specs import Activation, LayoutSpec, MoESpec, RouterSpec
 from tests.support.layers import CONFIGS, EVERYTHING, SPECS, D, E, F, K, S, layer_specs
 from tests.support.strategies import RouterCase, router_cases
 

@@ -17,8 +17,7 @@ from moe_core.modular.types import ProblemSize
 from moe_core.modular.weights import activation_quantization, tuning_of_whole, weight_quantization
 from moe_core.ops.matmul import forward as matmul_ogs
 from moe_core.ops.moe import forward as moe
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import ExpertWeights, TopK
 from moe_torch import modular
 from moe_torch.modular import FusedMoEModularKernel, FusedMoEQuantConfig, MoEPrepareAndFinalizeNoEP

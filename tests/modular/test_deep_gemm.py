@@ -46,9 +46,7 @@ def contiguous(a: Any, b: Any, m_indices: Any, dtype: Any, device: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("engine", "format"),
-    [(REAL_KERNELS, FP8_GROUP), ("reference", FP8_GROUP), ("reference", FP8_GROUP_POW2)],
-    ids=str,
+    ("engine", "format"), [(REAL_KERNELS, FP8_GROUP), ("reference", FP8_GROUP), ("reference", FP8_GROUP_POW2)], ids=str
 )
 def test_contiguous_products_are_those_of_the_loops(engine: str, format: Any) -> None:
     a, b, m_indices = draw_products(format)

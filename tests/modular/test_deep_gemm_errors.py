@@ -61,10 +61,7 @@ def refusals() -> dict[str, tuple[Any, str]]:
         ),
         "no scales": (lambda: kernel(x, w1, w2, weights, ids), "w1_scale must be an array"),
         "dtype": (lambda: kernel(x.double(), w1, w2, weights, ids, **scales), "bf16, fp16 or fp32 without a1q_scale"),
-        "a1q_scale": (
-            lambda: has_scales(e4m3.contiguous(), left[1][:8, :2]),
-            r"a1q_scale must be float32 \[9, 2\]",
-        ),
+        "a1q_scale": (lambda: has_scales(e4m3.contiguous(), left[1][:8, :2]), r"a1q_scale must be float32 \[9, 2\]"),
         "no a1q_scale": (lambda: kernel(e4m3, w1, w2, weights, ids, **scales), "a1q_scale must be given"),
         "a2_scale": (lambda: kernel(x, w1, w2, weights, ids, a2_scale=x, **scales), "a2_scale must be None"),
         "odd width": (

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import moe_jax
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.tolerance import assert_close
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import ExpertWeights, TopK
 from moe_jax import modular
 from tests.support.jax import REAL_KERNELS, running_on, to_jax

@@ -11,8 +11,7 @@ torch = pytest.importorskip("torch")
 
 import moe_torch
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec
 from moe_torch import modular, ops
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, into
 from moe_torch.modular.stages import as_ids, as_weights

@@ -20,12 +20,18 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, format_named
 from moe_core.layers.spec import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.norm import NormSpec
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import MatmulTuning, Tuning
+from moe_core.specs import (
+    Activation,
+    LayoutSpec,
+    LogitsSpec,
+    MatmulSpec,
+    MatmulTuning,
+    MoESpec,
+    NormSpec,
+    RouterSpec,
+    TileConfig,
+    Tuning,
+)
 from tests.support.bad_arguments.case import D, E, F, T, array
 from tests.support.bad_arguments.relations import _BUNDLES, CALLS, Call, front_end, layout, named, replaced
 

@@ -13,9 +13,8 @@ from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec, WeightGradientSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, WeightGradientSpec
 from moe_core.specs.operands import MatmulOperands, WeightGradientOperands
-from moe_core.specs.routing import LayoutSpec
 from tests.support.harness import engine_target
 from tests.support.runtime.far import HERE, LAST, ROWS, SECOND, WIDTH, agree, draw, far, half, integers, single
 from tests.support.runtime.memory import run_last_programs, sparse

@@ -29,10 +29,8 @@ from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation
-from moe_core.specs.norm import NormSpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, NormSpec, RouterSpec
 from moe_core.specs.operands import ExpertActivationOperands, RoutingGradients
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
 from tests.support.harness import engine_target, run_plan
 from tests.support.runtime.far import HERE, LAST, ROWS, WIDTH, agree, draw, far, half, integers, single
 from tests.support.runtime.memory import run_last_programs, sparse

@@ -24,8 +24,7 @@ from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitm
 from moe_core.ops.routing.layout import plan_layout, plan_schedule
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import (
     ExpertActivationOperands,
     ExpertWeights,
@@ -36,7 +35,6 @@ from moe_core.specs.operands import (
     RoutingGradients,
     TopK,
 )
-from moe_core.specs.routing import LayoutSpec, RouterSpec
 from tests.support.harness import engine_target, run_plan
 from tests.support.strategies import layout_arrays
 
@@ -67,11 +65,7 @@ def experts(num_layers: int = 2, **changes: object) -> ExpertWeights:
 def product(layout: LayoutSpec, gather: str, scatter: str) -> LaunchPlan:
     rows = {"row": layout.capacity, "slot": layout.num_slots, "token": layout.num_tokens}[gather]
     operands = MatmulOperands(
-        floats(rows, D),
-        floats(2, E, D, F),
-        bias=floats(2, E, F),
-        row_weight=floats(T, K),
-        layer_index=integers(1),
+        floats(rows, D), floats(2, E, D, F), bias=floats(2, E, F), row_weight=floats(T, K), layer_index=integers(1)
     )
     return plan_matmul_ogs(operands, layout, MatmulSpec("in_out", gather, scatter), HERE)
 

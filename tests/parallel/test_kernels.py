@@ -12,9 +12,8 @@ from moe_core.base.target import Target
 from moe_core.parallel import ExchangeSpec, plan_exchange
 from moe_core.parallel.reference import moe, moe_backward
 from moe_core.parallel.shards import gather_experts
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import MoEOperands, OutputGradients
-from moe_core.specs.tuning import Tuning
 from tests.support.harness import engine_target
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.twins import PLAIN, draw_problem

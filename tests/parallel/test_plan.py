@@ -110,10 +110,7 @@ def test_messages_of_each_mode_in_order() -> None:
 #: (rows, bytes) of every message of 16 tokens, top 4, 64 columns of bf16, on 4 ranks of 2 places.
 SIZES: list[tuple[ExchangeSpec, list[tuple[int, int]]]] = [
     (ExchangeSpec(), [(1, 64), (64, 8192), (64, 2048), (128, 16384), (64, 8192), (128, 16384), (128, 512)]),
-    (
-        ExchangeSpec(rows="slots"),
-        [(1, 64), (64, 8192), (64, 256), (128, 16384), (64, 8192), (128, 16384), (128, 512)],
-    ),
+    (ExchangeSpec(rows="slots"), [(1, 64), (64, 8192), (64, 256), (128, 16384), (64, 8192), (128, 16384), (128, 512)]),
     (ExchangeSpec(receive=20), [(1, 64), (64, 8192), (64, 2048), (40, 5120), (1, 4)]),
     (ExchangeSpec("padded"), [(64, 2176), (64, 8192), (128, 16384), (1, 4), (64, 8192), (128, 16384), (128, 512)]),
     (ExchangeSpec("padded", "slots", receive=67), [(64, 640), (64, 8192), (64, 8192), (1, 4)]),

@@ -13,10 +13,8 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs import Activation, MoESpec
+from moe_core.specs import Activation, LogitsSpec, MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, SharedExpert, TopK
-from moe_core.specs.routing import LogitsSpec
-from moe_core.specs.tuning import Tuning
 from tests.support.harness import H200
 
 #: D, F, E, K, width of a shared expert.

@@ -16,11 +16,8 @@ from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.parallel import exchange as arithmetic
 from moe_core.parallel.reference import GroupForward, moe, moe_backward
 from moe_core.parallel.shards import gather_experts, shard_experts
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import ExpertWeights, TopK
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tuning import Tuning
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
 from tests.support.strategies import seeds

@@ -14,10 +14,8 @@ import moe_jax
 import moe_torch
 from moe_core.formats import FP8_BLOCK, FP8_GROUP, FP8_TENSOR, INT8_TOKEN, MXFP4, MXFP8, format_named, scheme_named
 from moe_core.parity.devices import use_gpu
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, map_arrays, named_arrays
-from moe_core.specs.routing import RouterSpec
 
 T, E, D, F = 7, 3, 128, 128
 SCHEMES = ("fp8_block", "int8_w8a8", "int4_w4a16_zp", "mxfp4_w4a16", "mxfp4_w4a4")

@@ -9,11 +9,8 @@ import pytest
 
 from moe_core import InvalidInput
 from moe_core.layers import MoELayerSpec
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.tile import TileConfig
+from moe_core.specs import MatmulSpec, MatmulTuning, MoESpec, TileConfig, Tuning
 from moe_core.specs.tile_table import TileEntry, TileKey, TileTable
-from moe_core.specs.tuning import MatmulTuning, Tuning
 
 FIRST, SECOND = TileConfig(16, 32, 32, 4, 2), TileConfig(64, 16, 16, 8, 1, 4)
 TABLE = TileTable.of([TileEntry(90, TileKey(64, 5, 48, 32, "bfloat16"), FIRST)])

@@ -28,10 +28,8 @@ from moe_core.parity.tolerance import (
     scale_rows_tolerance,
     stage_tolerances,
 )
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights
-from moe_core.specs.routing import RouterSpec
 from tests.support import strategies
 from tests.support.strategies import draw_array, numpy_dtype
 

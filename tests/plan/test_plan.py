@@ -24,10 +24,8 @@ from moe_core.plan import steps
 from moe_core.plan.arena import SCRATCH_ALIGNMENT, aligned, lend_memory, place_buffers
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import KEY_LENGTH, Constant, KernelLaunch, Pointer, ReferenceCall
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, Role, RouterWeights, role_of
-from moe_core.specs.routing import RouterSpec
 from tests.support.paths import ROOT
 from tests.support.plans import CUDA, small_plan
 

@@ -19,8 +19,7 @@ from moe_core.ops.reduction.reduce import plan_scale_rows
 from moe_core.plan import registry as plan
 from moe_core.plan import steps
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import Activation, LayoutSpec
 from tests.support.paths import ROOT
 from tests.support.plans import CUDA, small_plan
 
@@ -72,11 +71,7 @@ def test_export_and_load_in_another_process(tmp_path: pathlib.Path) -> None:
         "from moe_core.plan.registry import lookup; print(lookup(key).explain())"
     )
     printed = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert printed.strip() == made.explain()
 

@@ -274,10 +274,7 @@ def test_an_interrupt_while_a_kernel_is_loaded_leaves_the_context(fake: FakeDriv
     ("codes", "message"),
     [
         ([2], r"loading kernel_1 failed with CUDA error 2: out of memory"),
-        (
-            [200],
-            r"loading kernel_1, perhaps from a damaged file \(delete .* with CUDA error 200",
-        ),
+        ([200], r"loading kernel_1, perhaps from a damaged file \(delete .* with CUDA error 200"),
         ([0, 500], r"finding kernel_1 failed with CUDA error 500"),
         ([0, 0, 2], r"loading kernel_2 failed with CUDA error 2: out of memory"),
     ],

@@ -22,9 +22,8 @@ from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime import prepare as runtime
 from moe_core.runtime.devices import prepared_class, target_of
 from moe_core.runtime.prepare import prepare, run
-from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs import LayoutSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
 from tests.support.harness import POISON, engine_target
 from tests.support.runtime.device_memory import DeviceBytes
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from moe_core.errors import InvalidInput
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec
 
 FLAGS = {
     MoESpec: ("fast_accumulate", "recompute", "main_grad", "apply_router_weight_on_input", "allow_tf32"),

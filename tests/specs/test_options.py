@@ -11,9 +11,7 @@ import pytest
 from moe_core import InvalidInput
 from moe_core.base import codec
 from moe_core.base.arrays import ArraySpec
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, MatmulSpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, named_arrays
-from moe_core.specs.routing import RouterSpec
 from tests.support.strategies import draw_array
 
 

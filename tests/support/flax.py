@@ -17,9 +17,8 @@ from moe_core.ops.router.reference import router
 from moe_core.ops.routing.reference import route
 from moe_core.ops.routing.reference_backward import router_losses
 from moe_core.parity.tolerance import Tolerance, stage_tolerances
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import LogitsSpec, MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK
-from moe_core.specs.routing import LogitsSpec
 from moe_jax import linen, nnx
 from tests.support.jax import to_jax
 

@@ -100,10 +100,7 @@ class GuardedBuffer:
 
 
 def run_plan(
-    plan: LaunchPlan,
-    arrays: Mapping[str, np.ndarray],
-    device_index: int = 0,
-    others: Sequence[GuardedBuffer] = (),
+    plan: LaunchPlan, arrays: Mapping[str, np.ndarray], device_index: int = 0, others: Sequence[GuardedBuffer] = ()
 ) -> dict[str, np.ndarray]:
     """Run a plan on NumPy (or ml_dtypes) arrays by input name and return its outputs by name.
 

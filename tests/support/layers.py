@@ -142,9 +142,7 @@ def layer_specs(draw: st.DrawFn) -> MoELayerSpec:
     router = draw(router_specs(num_experts, correction_bias))
     activation: Activation = draw(activations())
     experts = ExpertsSpec(
-        activation,
-        bias=draw(st.booleans()),
-        weight_layout=draw(st.sampled_from((None, *WEIGHT_LAYOUTS))),
+        activation, bias=draw(st.booleans()), weight_layout=draw(st.sampled_from((None, *WEIGHT_LAYOUTS)))
     )
     others = (None, Activation("silu", activation.gated), Activation("relu2", activation.gated))
     shared = st.builds(SharedExpertsSpec, st.sampled_from((1, 8, 17)), st.booleans(), st.sampled_from(others))

@@ -14,19 +14,8 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import (
-    ExpertWeights,
-    RouterLogits,
-    RouterWeights,
-    SharedExpert,
-    TopK,
-    named_arrays,
-)
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import Tuning
+from moe_core.specs import Activation, MoESpec, RouterSpec, TileConfig, Tuning
+from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK, named_arrays
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 from tests.support.strategies import ID_KINDS, draw_ids
 

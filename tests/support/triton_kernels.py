@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from moe_core.parity.tolerance import stage_tolerances
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_torch.compat.triton_kernels import matmul_ogs as ours
 from moe_torch.compat.triton_kernels import swiglu
 

@@ -25,15 +25,7 @@ from tools.fuzz.draw import Drawn, draw_static, packed_sets, sets_of
 from tools.fuzz.oracle import formats, routing
 from tools.fuzz.oracle.around import backward_around, run_around
 from tools.fuzz.oracle.backward import Backward
-from tools.fuzz.oracle.layer import (
-    Machine,
-    choice_of,
-    expert_scales,
-    forward,
-    router_logits,
-    slots_of,
-    table_ids,
-)
+from tools.fuzz.oracle.layer import Machine, choice_of, expert_scales, forward, router_logits, slots_of, table_ids
 from tools.fuzz.oracle.mixer import mixed_gradient, mixed_weights
 from tools.fuzz.oracle.real import Real, rounded
 

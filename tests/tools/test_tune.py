@@ -20,11 +20,9 @@ from moe_core.layers import HUGGING_FACE, MAXTEXT, MoELayerSpec, SharedExpertsSp
 from moe_core.ops.matmul.tile_choice import heuristic_tile
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.runtime.cuda import cuda_available
+from moe_core.specs import LayoutSpec, MatmulTuning, TileConfig, Tuning
 from moe_core.specs.operands import ExpertWeights, RouterLogits, SharedExpert
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileEntry, TileTable, read_measurements
-from moe_core.specs.tuning import MatmulTuning, Tuning
 from moe_core.tools import tune
 from moe_core.tools.tune import bench as bench_module
 from moe_core.tools.tune import cli, device

@@ -109,18 +109,12 @@ INVALID: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: moe(gate_up=EXPERTS.gate_up.numpy()),
         r"experts\.gate_up must be a torch\.Tensor, got ndarray; convert it with moe_torch\.from_dlpack",
     ),
-    "no spec": (
-        lambda: moe_torch.route(LOGITS, 2),
-        r"spec must be a RouterSpec, got int; build one from moe_torch",
-    ),
+    "no spec": (lambda: moe_torch.route(LOGITS, 2), r"spec must be a RouterSpec, got int; build one from moe_torch"),
     "no operands": (
         lambda: moe_torch.matmul_ogs(X, None, DENSE),
         r"operands must be a MatmulOperands, got Tensor; build one from moe_torch",
     ),
-    "no layout": (
-        lambda: multiply(IDS),
-        r"layout must be a RaggedLayout, got Tensor; build one from moe_torch",
-    ),
+    "no layout": (lambda: multiply(IDS), r"layout must be a RaggedLayout, got Tensor; build one from moe_torch"),
     "no routing": (
         lambda: moe(routing=LOGITS),
         r"routing must be a RouterWeights or RouterLogits or TopK, got Tensor; build one from moe_torch",

@@ -11,16 +11,7 @@ import torch
 
 import moe_torch
 from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
-from moe_torch import (
-    Activation,
-    ExpertWeights,
-    InvalidInput,
-    MoE,
-    MoESpec,
-    RouterSpec,
-    RouterWeights,
-    Unsupported,
-)
+from moe_torch import Activation, ExpertWeights, InvalidInput, MoE, MoESpec, RouterSpec, RouterWeights, Unsupported
 from tests.support.torch import running_on
 
 T, D, F, E, K, S = 3, 4, 3, 6, 2, 2

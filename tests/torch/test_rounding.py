@@ -10,8 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import moe_torch
-from moe_core.specs.routing import RowLimit
-from moe_core.specs.tuning import Tuning
+from moe_core.specs import RowLimit, Tuning
 from moe_torch import InvalidInput, MoESpec, RouterSpec, TokenRounding, Unsupported
 from tests.support.torch import on_engines, running_on, to_numpy, to_torch
 

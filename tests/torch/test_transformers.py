@@ -171,9 +171,7 @@ EXPERTS = {
     "norm": ("muse_spark", "MuseSparkExperts", {"post_norm_eps": 1e-6, "moe_hidden_size": D}),
     "own_activation": ("mixtral", "MixtralExperts", {"hidden_act": "quick_gelu"}),
 }
-REFUSED = {
-    "own_activation": "MixtralExperts, which activates by QuickGELUActivation",
-}
+REFUSED = {"own_activation": "MixtralExperts, which activates by QuickGELUActivation"}
 
 
 def build_experts(kind: str, device: Any = "cpu") -> Any:

@@ -25,10 +25,8 @@ import moe_jax
 import moe_torch
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MoELayerSpec
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
-from moe_core.specs.routing import RouterSpec
 from moe_core.trace import LayerRouting, RoutingTrace
 from moe_jax import trace as jax_trace
 from moe_torch import trace as torch_trace

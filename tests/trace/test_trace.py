@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_core.errors import InvalidInput
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
-from moe_core.specs.routing import RouterSpec
 from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, sizes_of
 
 E = 6

@@ -17,10 +17,8 @@ from jax.sharding import PartitionSpec as P
 import moe_jax
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangeSpec, Placement, plan_exchange
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import RouterLogits, TopK
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tuning import Tuning
 from moe_jax import parallel
 from moe_jax.parallel import exchange as arithmetic
 from moe_jax.parallel import function, routes

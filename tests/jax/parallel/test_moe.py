@@ -11,11 +11,8 @@ import pytest
 from moe_core.ops.activation.reference import sigmoid
 from moe_core.ops.reduction import reference as reduction
 from moe_core.parallel import ExchangeSpec
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import TopK
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tuning import Tuning
 from moe_jax.parallel import routes
 from tests.support.jax import REAL_KERNELS
 from tests.support.parallel.jax import compare_with_one_device, compare_with_twin, group_step, run_group

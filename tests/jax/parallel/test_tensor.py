@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_core.errors import InvalidInput
 from moe_core.parallel import ExchangeSpec
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_jax import parallel
 from moe_jax.parallel import tensor
 from tests.support.jax import REAL_KERNELS

@@ -15,9 +15,8 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.weight_gradient import WEIGHT_GRADIENT
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, map_arrays
-from moe_core.specs.routing import LayoutSpec
 from tests.support.harness import engine_target, run_plan, spec_of
 from tests.support.strategies import layout_arrays
 

@@ -12,8 +12,7 @@ from moe_core import InvalidInput, Unsupported
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.formats import QuantizedSpec, format_named, quantized_specs
-from moe_core.formats.tiling import Tiling
+from moe_core.formats import QuantizedSpec, Tiling, format_named, quantized_specs
 from moe_core.ops.matmul import families
 from moe_core.ops.matmul.families import FAMILIES, families_for, family_of, why_illegal
 from moe_core.ops.matmul.family import Family
@@ -24,11 +23,9 @@ from moe_core.ops.matmul.sm90.plan import SM90, sm90_config
 from moe_core.ops.matmul.tile_choice import TileSource, choose_tile, heuristic_tile
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig, shared_limit
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.harness import H200
 from tests.support.matmul.problems import plain_problem
 
@@ -156,11 +153,7 @@ def test_a_family_is_one_line_in_the_tuple(monkeypatch: pytest.MonkeyPatch) -> N
         asked = plan(48, MatmulTuning(TileConfig(16, 16, 16, 4, 2, 1, "toy")))
         assert "given for this call" in asked.explain() and asked.summation == taken.summation
         for d, config, reason in (
-            (
-                64,
-                TileConfig(16, 16, 16, family="toy"),
-                "the toy family cannot run this product: it multiplies rows of",
-            ),
+            (64, TileConfig(16, 16, 16, family="toy"), "the toy family cannot run this product: it multiplies rows of"),
             (48, TileConfig(32, 16, 16, family="toy"), "block_m must be 16, got 32"),
             (48, TileConfig(32, 16, 16, family="other"), "family must be 'portable' or 'sm90' or 'toy' for plain"),
         ):

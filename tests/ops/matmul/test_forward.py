@@ -15,10 +15,8 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, TileConfig
 from moe_core.specs.operands import MatmulOperands, named_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
 from tests.support.harness import engine_target, run_plan, spec_of
 from tests.support.matmul.cases import Case, build, expected_matmul, random_array, run_matmul
 from tests.support.strategies import ID_KINDS

@@ -17,10 +17,8 @@ from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import heuristic_tile
 from moe_core.ops.moe.fuse import CHAINED, MULTIPLY_AND_REDUCE
 from moe_core.plan.steps import KernelLaunch
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, MatmulSpec, MatmulTuning, TileConfig, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import MatmulTuning, Tuning
 from tests.support.harness import H200, engine_target
 from tests.support.matmul.problems import plain_problem
 from tests.support.moe import plan_of, run_layer, simple_layer

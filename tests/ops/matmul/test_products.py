@@ -20,12 +20,8 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.quantized.plan import product_method
 from moe_core.ops.moe.reference.backward import _Chain
 from moe_core.ops.quantize.rows import plan_quantize_rows
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, TileConfig
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterLogits
-from moe_core.specs.routing import LayoutSpec, RouterSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.harness import run_plan
 from tests.support.moe import Layer, run_layer
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from moe_core.base.arrays import ArraySpec
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.plan.steps import KernelLaunch
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MoESpec, RowLimit, TokenRounding
 from moe_core.specs.operands import ExpertWeights, TopK
-from moe_core.specs.routing import LayoutSpec, RowLimit, TokenRounding
 from tests.support.harness import H200
 
 

@@ -13,8 +13,7 @@ from moe_core import InvalidInput, Unsupported
 from moe_core.base import codec
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.formats import QuantizedSpec, format_named, quantized_specs
-from moe_core.formats.tiling import Tiling
+from moe_core.formats import QuantizedSpec, Tiling, format_named, quantized_specs
 from moe_core.ops.matmul import tile_choice
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.portable.plan import MATMUL_OGS
@@ -27,13 +26,19 @@ from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.router.forward import ROUTER
 from moe_core.plan.registry import export_plans, load_plans, register
 from moe_core.plan.steps import Constant, Kernel, KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import (
+    Activation,
+    LayoutSpec,
+    LogitsSpec,
+    MatmulSpec,
+    MatmulTuning,
+    MoESpec,
+    RouterSpec,
+    TileConfig,
+    Tuning,
+)
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, MoEOperands, OutputGradients, RouterLogits
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
-from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileEntry, TileTable, entry_key
-from moe_core.specs.tuning import MatmulTuning, Tuning
 from tests.support.harness import H200
 from tests.support.matmul.problems import plain_problem
 from tests.support.moe import D, E, F, K, T, layer_plan, tiles
@@ -252,11 +257,7 @@ def test_batch_invariance_fixes_every_sum_for_every_number_of_tokens(target: Tar
     pinned = plans(Tuning(batch_invariant=True))
     assert len({plan.summation for plan in pinned}) == 1
     kernels = [constants(plan) for plan in pinned]
-    assert {name for name, _ in kernels[0]} == {
-        ROUTER,
-        MATMUL_OGS,
-        REDUCE,
-    }
+    assert {name for name, _ in kernels[0]} == {ROUTER, MATMUL_OGS, REDUCE}
     assert all(found == kernels[0] for found in kernels)
     if target.kind == "cuda":
         free = [constants(plan) for plan in plans(None)]

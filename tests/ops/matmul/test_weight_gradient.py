@@ -16,10 +16,8 @@ from moe_core.ops.matmul.sm90.weight_gradient_plan import SM90_GRADIENT_TILE
 from moe_core.ops.matmul.weight_gradient import SUM_PARTS, _faster_family, plan_weight_gradient
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.plan.steps import KernelLaunch
-from moe_core.specs.matmul import WeightGradientSpec
+from moe_core.specs import LayoutSpec, TileConfig, WeightGradientSpec
 from moe_core.specs.operands import WeightGradientOperands
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
 from tests.support import strategies
 from tests.support.harness import H200
 from tests.support.matmul.weight_gradient import Ragged, run_op

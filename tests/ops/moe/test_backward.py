@@ -17,14 +17,8 @@ from moe_core.ops.moe.reference.backward import Request
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import assert_close
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import (
-    OutputGradients,
-    map_arrays,
-    named_arrays,
-)
-from moe_core.specs.routing import LayoutSpec, RouterSpec
+from moe_core.specs import Activation, LayoutSpec, MoESpec, RouterSpec
+from moe_core.specs.operands import OutputGradients, map_arrays, named_arrays
 from tests.support import strategies
 from tests.support.harness import H200, engine_target, spec_of
 from tests.support.strategies import draw_array, hard_routing

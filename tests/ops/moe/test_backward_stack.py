@@ -9,10 +9,8 @@ import pytest
 
 from moe_core import InvalidInput
 from moe_core.base.target import Target
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import RouterLogits, named_arrays
-from moe_core.specs.routing import RouterSpec
 from tests.support.harness import engine_target
 from tests.support.strategies import draw_array, hard_routing
 from tests.support.training.moe_backward import Problem, draw

@@ -19,11 +19,8 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.topk import plan_route_and_layout
 from moe_core.plan.steps import KernelLaunch
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights, SharedExpert, map_arrays, named_arrays
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
-from moe_core.specs.tuning import MatmulTuning, Tuning
 from tests.support.harness import engine_target, run_plan, spec_of
 
 PINNED = Tuning(batch_invariant=True)

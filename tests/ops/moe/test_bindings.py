@@ -24,8 +24,7 @@ from moe_core.ops.router.backward import plan_router_backward
 from moe_core.plan import builder as building
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Buffer, LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import (
     ExpertWeights,
     MatmulOperands,
@@ -36,7 +35,6 @@ from moe_core.specs.operands import (
     SharedExpert,
     TopK,
 )
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
 
 TARGETS = (Target("cuda", 80, 108), Target("cuda", 90, 132), Target("interpreter"), Target("reference"))
 #: Tokens, width, hidden width and experts: all the same, so that many shapes are.

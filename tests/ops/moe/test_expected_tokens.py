@@ -19,11 +19,8 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, MoEOperands, OutputGradients, SharedExpert, TopK
-from moe_core.specs.routing import LayoutSpec, LogitsSpec
-from moe_core.specs.tuning import MatmulTuning, Tuning
 
 H200 = Target("cuda", 90, 132)
 RANKS, LOADS = 4, (0.1, 0.5, 1, 2, 4)

@@ -16,14 +16,8 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.routing.topk import ROUTE_AND_LAYOUT
 from moe_core.parity.tolerance import assert_close, stage_tolerances
 from moe_core.plan.steps import KernelLaunch
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import (
-    RouterLogits,
-    RouterWeights,
-    TopK,
-)
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
+from moe_core.specs.operands import RouterLogits, RouterWeights, TopK
 from tests.support.moe import Layer, layers, plan_of, run_layer, simple_layer
 
 

@@ -26,12 +26,8 @@ from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.routing.topk import ROUTE_AND_LAYOUT
 from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
 from moe_core.runtime import interpreter
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec, TileConfig, Tuning
 from moe_core.specs.operands import ExpertWeights, RouterLogits, TopK
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import Tuning
 from tests.support.harness import engine_target
 from tests.support.moe import Layer, plan_of, run_layer, simple_layer
 
@@ -119,11 +115,7 @@ def test_one_token_whose_experts_are_mapped_is_routed_apart() -> None:
     """A map may give one expert two rows."""
     layer = dataclasses.replace(simple_layer(1), expert_map=np.asarray([0, 0, 1, 3], np.int32))
     plan = plan_of(layer, CUDA)
-    wanted = [
-        ROUTE_AND_LAYOUT,
-        MATMUL_OGS,
-        MULTIPLY_AND_REDUCE,
-    ]
+    wanted = [ROUTE_AND_LAYOUT, MATMUL_OGS, MULTIPLY_AND_REDUCE]
     assert kernels(plan) == wanted
     assert "matmul 2 and reduce are one launch" in plan.explain()
 

@@ -17,8 +17,7 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.quantize.reference import quantize
 from moe_core.ops.quantize.rows import PARTIAL_MAXIMA
 from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import TopK, named_arrays
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 from tests.support.quantized.operands import draw_experts
@@ -61,10 +60,7 @@ class Layer:
     @property
     def spec(self) -> MoESpec:
         return MoESpec(
-            self.activation,
-            weight_layout=self.layout,
-            activations=self.scheme.activations,
-            fast_accumulate=self.fast,
+            self.activation, weight_layout=self.layout, activations=self.scheme.activations, fast_accumulate=self.fast
         )
 
 

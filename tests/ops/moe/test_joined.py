@@ -16,8 +16,7 @@ from moe_core.ops.moe.reference.backward import moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close
 from moe_core.plan.steps import ReferenceCall
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec
 from tests.support.moe import plan_of, run_layer, simple_layer
 from tests.support.strategies import RoutingCase
 

@@ -9,10 +9,8 @@ from moe_core.base.target import Target
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits
-from moe_core.specs.routing import RouterSpec
 
 #: d_model, d_ff, experts, top_k.
 SHAPES = {

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from moe_core.errors import InvalidInput
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close, stage_tolerances
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import (
     ExpertWeights,
     RouterLogits,
@@ -23,7 +22,6 @@ from moe_core.specs.operands import (
     map_arrays,
     named_arrays,
 )
-from moe_core.specs.routing import RouterSpec
 from tests.support import strategies
 from tests.support.exact import draw_experts, exact_row, transposed
 from tests.support.strategies import HARD_ROUTINGS, RoutingCase, draw_array, hard_routing, numpy_dtype

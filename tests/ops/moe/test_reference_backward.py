@@ -17,14 +17,8 @@ from moe_core.ops.moe.reference.backward import moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import Tolerance, assert_close
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import (
-    ExpertWeights,
-    OutputGradients,
-    named_arrays,
-)
-from moe_core.specs.routing import LayoutSpec, RouterSpec
+from moe_core.specs import Activation, LayoutSpec, MoESpec, RouterSpec
+from moe_core.specs.operands import ExpertWeights, OutputGradients, named_arrays
 from tests.support import strategies
 from tests.support.strategies import HARD_ROUTINGS, RoutingCase, hard_routing
 from tests.support.training.loop import ROUTERS, Loop, Problem, draw_problem, routed

@@ -20,9 +20,8 @@ from moe_core.ops.routing import reference_backward as backward_routing
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference import route
 from moe_core.parity.tolerance import Tolerance, assert_close
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LogitsSpec, MatmulSpec, RouterSpec
 from moe_core.specs.operands import LAYOUT_INPUTS
-from moe_core.specs.routing import LogitsSpec, RouterSpec
 from tests.support import strategies
 from tests.support.exact import packed
 from tests.support.strategies import RoutingCase, draw_array, draw_logits, hard_routing

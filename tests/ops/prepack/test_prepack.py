@@ -36,10 +36,8 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.quantized.transposed import plan_matmul_quantized_transposed
 from moe_core.ops.prepack import prepack as reference
 from moe_core.ops.quantize.reference import codes_and_scales, dequantize, quantize, unpack_nibbles
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights, map_arrays, named_arrays
-from moe_core.specs.routing import RouterSpec
 from moe_jax.bridge import platforms
 from tests.support.jax import to_jax
 from tests.support.torch import to_torch

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
-from moe_core.formats import (
-    MXFP4,
-    MXFP8,
-    Format,
-    format_named,
-    format_names,
-)
+from moe_core.formats import MXFP4, MXFP8, Format, format_named, format_names
 from moe_core.ops.quantize.reference import (
     dequantize,
     e2m1_to_float32,

@@ -25,8 +25,7 @@ from moe_core.ops.reduction.rowwise import (
 )
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, TopK
 from tests.support import strategies
 from tests.support.harness import engine_target, run_plan, spec_of

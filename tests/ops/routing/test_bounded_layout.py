@@ -18,9 +18,8 @@ from moe_core.ops.routing import reference
 from moe_core.ops.routing.layout import SLOTS_AT_ONCE, plan_layout
 from moe_core.ops.routing.topk import plan_route_and_layout
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs import LayoutSpec, MatmulSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec, RouterSpec
 from tests.support import harness
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
 from tests.support.bad_arguments.case import LAYOUT, Case, D, E, F, K, T, array, ids
 
 SILU, SEPARATE = Activation("silu"), Activation("silu", gate_layout="separate")
@@ -98,12 +97,7 @@ CASES = (
     ),
     activation("x of one row", "rank", r"x must be \[num_rows, width\], got \(7,\); reshape it", x=array(7)),
     activation("x", "dtype", r"x must be bfloat16 or .*got int32; cast it to bfloat16", x=ids(T, F)),
-    activation(
-        "up",
-        "missing",
-        r"up must be \[6, 8\] of float32, got None; pass the array",
-        activation=SEPARATE,
-    ),
+    activation("up", "missing", r"up must be \[6, 8\] of float32, got None; pass the array", activation=SEPARATE),
     activation(
         "up of another width",
         "shape",
@@ -127,10 +121,7 @@ CASES = (
     reduce("slots", "shape", r"y must be \[12, d_model\], got \(6, 16\); pass an array of that shape", y=array(T, D)),
     reduce("order", "option", r"order must be one of slot, row, got 'token'; name one of these", order="token"),
     reduce(
-        "shared",
-        "shape",
-        r"shared must be \[6, 16\], got \(5, 16\); pass an array of that shape",
-        shared=array(5, D),
+        "shared", "shape", r"shared must be \[6, 16\], got \(5, 16\); pass an array of that shape", shared=array(5, D)
     ),
     reduce(
         "gate without shared",

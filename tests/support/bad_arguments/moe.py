@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from moe_core.base.arrays import ArraySpec
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
-from moe_core.specs.routing import RouterSpec
 from tests.support.bad_arguments.case import Case, D, E, F, K, T, array, ids
 
 SILU = Activation("silu")

@@ -22,8 +22,7 @@ from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.routing.backward import plan_routing_backward
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import (
     ExpertWeights,
     LayoutArrays,
@@ -37,7 +36,6 @@ from moe_core.specs.operands import (
     SharedExpert,
     TopK,
 )
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
 from tests.support.bad_arguments.case import D, E, F, K, T, array, ids
 
 #: Experts of all devices, where a map tells which are here.
@@ -128,11 +126,7 @@ def _experts(**changes: Any) -> ExpertWeights:
 
 
 _EVERY_EXPERT = _experts(
-    gate_up=array(E, D, F),
-    up=array(E, D, F),
-    gate_up_bias=array(E, F),
-    up_bias=array(E, F),
-    down_bias=array(E, D),
+    gate_up=array(E, D, F), up=array(E, D, F), gate_up_bias=array(E, F), up_bias=array(E, F), down_bias=array(E, D)
 )
 _SHARED = SharedExpert(array(D, F), array(F, D), up=array(D, F), gate=array(D, 1))
 #: What may be of another dtype than x; biases may, where x is not float32.
@@ -158,19 +152,12 @@ CALLS = (
     Call("route", {"logits": array(T, E), "spec": RouterSpec(K), "ids": ids()}, ("logits 1",)),
     Call(
         "make_layout",
-        {
-            "ids": ids(),
-            "num_experts": E,
-            "expert_map": ids(GLOBAL),
-            "token_mask": array(T, dtype="bool"),
-        },
+        {"ids": ids(), "num_experts": E, "expert_map": ids(GLOBAL), "token_mask": array(T, dtype="bool")},
         ("ids 1", "expert_map 0"),
     ),
     Call("pack_bitmatrix", {"ids": ids(), "num_experts": 40}, ("ids 0", "ids 1")),
     Call(
-        "unpack_bitmatrix",
-        {"bitmatrix": array(T, 2, dtype="uint32"), "num_experts": 40, "top_k": K},
-        ("bitmatrix 0",),
+        "unpack_bitmatrix", {"bitmatrix": array(T, 2, dtype="uint32"), "num_experts": 40, "top_k": K}, ("bitmatrix 0",)
     ),
     Call(
         "matmul_ogs",
@@ -233,9 +220,7 @@ CALLS = (
     Call("reduce", {"y": array(PADDED.capacity, D), "layout": layout(PADDED), "order": "row"}, ("y 1", "y", *_UNREAD)),
     Call("scale_rows", {"x": array(T, D), "weights": array(T, 1)}, ("x 1", "x")),
     Call(
-        "quantize_rows",
-        {"x": array(T, D), "format": format_named("fp8_tensor"), "used_by": ids(T * K)},
-        ("x 1", "x"),
+        "quantize_rows", {"x": array(T, D), "format": format_named("fp8_tensor"), "used_by": ids(T * K)}, ("x 1", "x")
     ),
     Call(
         "quantize_rows",

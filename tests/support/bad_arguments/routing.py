@@ -39,10 +39,7 @@ CASES = (
         x=array(2, T, D),
     ),
     router(
-        "dtype of x",
-        "dtype",
-        r"x must be bfloat16 or float16 or float32, got int32; cast it to bfloat16",
-        x=ids(T, D),
+        "dtype of x", "dtype", r"x must be bfloat16 or float16 or float32, got int32; cast it to bfloat16", x=ids(T, D)
     ),
     router(
         "dtype of weight", "dtype", r"weight must be bfloat16 .*, got int8; cast it", weight=ids(D, E, dtype="int8")
@@ -59,12 +56,7 @@ CASES = (
         r"weight must be \[num_experts, 16\], got \(16, 4\); pass an array of that shape",
         spec=LogitsSpec("out_in"),
     ),
-    router(
-        "bias",
-        "shape",
-        r"bias must be \[4\], got \(5,\); pass an array of that shape",
-        bias=array(E + 1),
-    ),
+    router("bias", "shape", r"bias must be \[4\], got \(5,\); pass an array of that shape", bias=array(E + 1)),
     router("no experts", "shape", r"weight must have no empty axis, got \(16, 0\); .*", weight=array(D, 0)),
     router(
         "no columns", "shape", r"weight must have no empty axis, got \(0, 4\); .*", x=array(T, 0), weight=array(0, E)
@@ -207,12 +199,7 @@ CASES = (
         alignment=8,
         max_rows=4,
     ),
-    make_layout(
-        "expert map",
-        "dtype",
-        r"expert_map must be int32, got float32; cast it to int32",
-        expert_map=array(E),
-    ),
+    make_layout("expert map", "dtype", r"expert_map must be int32, got float32; cast it to int32", expert_map=array(E)),
     make_layout(
         "expert map of two axes",
         "rank",
@@ -241,12 +228,7 @@ CASES = (
         r"num_experts must be an integer of at least 1, got 0; pass such a number",
         num_experts=0,
     ),
-    unpack(
-        "bitmatrix",
-        "dtype",
-        r"bitmatrix must be uint32, got int32; cast it to uint32",
-        bitmatrix=ids(T, 2),
-    ),
+    unpack("bitmatrix", "dtype", r"bitmatrix must be uint32, got int32; cast it to uint32", bitmatrix=ids(T, 2)),
     unpack(
         "words of the bitmatrix",
         "shape",

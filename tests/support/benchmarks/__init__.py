@@ -48,11 +48,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plain, "compiled", traced)
     real = peers.importlib.util.find_spec
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name in _EXTERNAL else real(name))
-    with (
-        moe_torch.cpu_engine("reference"),
-        moe_jax.cpu_engine("reference"),
-        jax.default_device(jax.devices("cpu")[0]),
-    ):
+    with moe_torch.cpu_engine("reference"), moe_jax.cpu_engine("reference"), jax.default_device(jax.devices("cpu")[0]):
         yield
 
 

@@ -17,10 +17,9 @@ from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.rounding import plan_route_rounded_backward
 from moe_core.plan.steps import LaunchPlan
+from moe_core.specs import LayoutSpec, LogitsSpec, NormSpec, RouterSpec, TokenRounding
 from moe_core.specs.matmul import ACTIVATIONS, ALWAYS_GATED, Activation, MatmulSpec
-from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import ExpertActivationOperands, MatmulOperands, RoutingGradients
-from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec, TokenRounding
 
 TOKENS = 4096
 #: d_ff, K and activation of layers between which every gate layout and tile width appears.

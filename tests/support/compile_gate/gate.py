@@ -30,8 +30,8 @@ from moe_core.ops.moe import forward as moe
 from moe_core.ops.reduction import reduce as reduction
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer
 from moe_core.runtime.compiler import compile_launch, launch_signature
+from moe_core.specs import LayoutSpec, MoESpec, RouterSpec, Tuning
 from moe_core.specs.matmul import ACTIVATIONS, ALWAYS_GATED, Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
     MatmulOperands,
@@ -41,9 +41,7 @@ from moe_core.specs.operands import (
     RouterWeights,
     SharedExpert,
 )
-from moe_core.specs.routing import LayoutSpec, RouterSpec
 from moe_core.specs.tile import shared_limit
-from moe_core.specs.tuning import Tuning
 from tests.support.compile_gate import (
     backward_plans,
     exchange_plans,
@@ -59,10 +57,7 @@ NUM_SMS, GFX942 = {80: 108, 90: 132, 100: 148}, "gfx942"
 #: Spilled bytes per thread that are let pass: addresses of the stores behind a main loop whose sums take 192 registers.
 SPILLED = {MATMUL_FP8.name: 64}
 #: The same of prepacked integers: what a loop does not change, put away around it or once in a turn of several steps.
-SPILLED_OF_INTEGERS = {
-    MATMUL_MIXED_INPUT.name: 16,
-    MATMUL_FEW_ROWS.name: 16,
-}
+SPILLED_OF_INTEGERS = {MATMUL_MIXED_INPUT.name: 16, MATMUL_FEW_ROWS.name: 16}
 #: Modules of kernels that use TMA and wgmma.
 _SM90 = ("matmul.sm90.", "matmul.sm90_packed.kernels.matmul:")
 

@@ -14,11 +14,8 @@ from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import ExpertWeights, RouterLogits, SharedExpert, TopK
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tuning import Tuning
 
 WAIT, ALLOW = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 #: Loads, stores, atomics and copies of global memory, and the two instructions of dependent launches, as PTX has them.

@@ -13,11 +13,8 @@ from moe_core.formats.tiling import Tiling, block_of
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.sm90_packed.plan import MIXED_INPUT_NAME, block_width, why_illegal_mixed_input
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, TileConfig
 from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import MatmulTuning
 
 #: One on each side of every change of tiles.
 ROWS_PER_EXPERT = (1, 8, 16, 40, 512)

@@ -13,8 +13,7 @@ from moe_core.ops.exchange.results import plan_result_addresses
 from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, TopK
 from tests.support.compile_gate.prepacked_plans import tiled_weight
 

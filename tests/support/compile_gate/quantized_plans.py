@@ -25,9 +25,8 @@ from moe_core.formats import (
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, map_arrays
-from moe_core.specs.routing import LayoutSpec
 from tests.support.compile_gate import prepacked_plans
 from tests.support.harness import spec_of
 from tests.support.matmul import sm90_fp8_cases

@@ -10,10 +10,8 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, TileConfig
 from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import shipped_table
 
 

@@ -17,10 +17,7 @@ from tools.sweep import models
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2_moe_sum": ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
     "cohere2_moe_none": ("cohere2_moe", {"num_shared_experts": 0}),
-    "cohere2_moe_sigmoid": (
-        "cohere2_moe",
-        {"expert_selection_fn": "sigmoid", "first_k_dense_replace": 1},
-    ),
+    "cohere2_moe_sigmoid": ("cohere2_moe", {"expert_selection_fn": "sigmoid", "first_k_dense_replace": 1}),
     "deepseek_v4": ("deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe"], "swiglu_limit": 0.5}),
     "glm5_next": ("glm5_next", {"swiglu_limit": 0.5}),
     "hy_v4": ("hy_v4", {"swiglu_limit": 0.5}),

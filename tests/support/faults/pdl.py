@@ -34,11 +34,7 @@ PLANS: dict[str, Callable[[Target, int], LaunchPlan]] = {
 FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
     ("plain", 0): {"routing.kernels.route_and_layout": (OpFault("if PDL is not None:", "if PDL is None:"),)},
     ("plain", 1): {
-        "common.kernels.pdl": (
-            OpFault(_WAIT, ""),
-            OpFault(_ALLOW, ""),
-            OpFault(_WAIT + _ALLOW, _ALLOW + _WAIT),
-        ),
+        "common.kernels.pdl": (OpFault(_WAIT, ""), OpFault(_ALLOW, ""), OpFault(_WAIT + _ALLOW, _ALLOW + _WAIT)),
         "matmul.portable.kernel": (OpFault('if PDL == "start":', 'if PDL == "never":'),),
     },
     ("plain", 2): {
@@ -47,7 +43,7 @@ FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
             OpFault('            if PDL == "layout":\n                join()\n', ""),
             OpFault('".cg" if PDL == "layout" else ""', '""'),
             OpFault('".cg" if JOIN else ""', '""'),
-        ),
+        )
     },
     ("plain", 3): {"reduction.kernels.reduce": (OpFault('BLOCK_N, PDL == "layout",', 'BLOCK_N, PDL == "never",'),)},
     ("quantized", 1): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
@@ -59,7 +55,7 @@ FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
             OpFault('    if PDL == "layout":\n        join()\n    x_rows', "    x_rows"),
             OpFault('            if PDL == "layout":\n                join()\n', ""),
             OpFault('".cg" if PDL == "layout" else ""', '""'),
-        ),
+        )
     },
 }
 ORDER_BROKEN = 10

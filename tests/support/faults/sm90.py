@@ -29,11 +29,8 @@ from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT, mixed_input
 from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
 from moe_core.parity.tolerance import Tolerance, assert_close, matmul_tolerance, quantized_matmul_tolerance
 from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec, WeightGradientSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, TileConfig, WeightGradientSpec
 from moe_core.specs.operands import map_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.faults.instructions import INSTRUCTIONS, TARGET
 from tests.support.faults.kernel_copies import COMPILER, NO_FAULT, OpFault, plant, run_on_copy
 from tests.support.harness import engine_target, spec_of
@@ -74,7 +71,7 @@ FAULTS: Planted = {
         "matmul.sm90.kernels.matmul": (
             OpFault("tile.column * PIECE + PART * N", "tile.column * PIECE + PART * PIECE"),
             OpFault("start.to(gl.int64) + FIRST + above", "start.to(gl.int64) + FIRST + above // 2"),
-        ),
+        )
     },
     "pairs and their result": {
         "matmul.sm90.kernels.matmul": (
@@ -84,7 +81,7 @@ FAULTS: Planted = {
                 "gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))",
                 "gl.split(gl.permute(gl.reshape(half, [ROWS, 2, PIECE // 2]), [0, 2, 1]))",
             ),
-        ),
+        )
     },
     "gradient": {
         "matmul.sm90.kernels.weight_gradient": (
@@ -95,24 +92,24 @@ FAULTS: Planted = {
             OpFault("group * gradients.M + m, m, n", "group * gradients.M + m, m, n // 2"),
             OpFault("slot_of_row + start + within, mask", "slot_of_row + start + within // 2, mask"),
             OpFault("[DEPTH, ROWS], 1.0", "[DEPTH, ROWS], 2.0"),
-        ),
+        )
     },
     "fp8": {
         "matmul.sm90.kernels.fp8": (
             OpFault("x_scale * first_scale, x_scale * last_scale", "x_scale * last_scale, x_scale * first_scale"),
             OpFault("gl.minimum(block + 1, BLOCKS - 1)", "gl.minimum(block, BLOCKS - 1)"),
-        ),
+        )
     },
     "codes": {
         "matmul.sm90.kernels.quantize_epilogue": (
             OpFault("((N + WIDTH - 1) // WIDTH) + tile.column", "((N + WIDTH - 1) // WIDTH) + tile.column // 2"),
-        ),
+        )
     },
     "found": {
         "matmul.sm90.kernels.quantize_epilogue": (
             OpFault("(always | (column + WIDTH <= N))", "(always | (column >= 0))"),
             OpFault("bits = gl.max(bits, axis=1)\n    within", "bits = gl.min(bits, axis=1)\n    within"),
-        ),
+        )
     },
     "prepacked": {
         "matmul.sm90_packed.kernels.epilogue": (
@@ -149,13 +146,13 @@ FAULTS: Planted = {
         ),
     },
     "prepacked integers": {
-        "matmul.sm90_packed.kernels.producer": (OpFault("step // REPEAT * WORDS", "step // (2 * REPEAT) * WORDS"),),
+        "matmul.sm90_packed.kernels.producer": (OpFault("step // REPEAT * WORDS", "step // (2 * REPEAT) * WORDS"),)
     },
     "streamed integers": {
         "matmul.sm90_packed.kernels.decode_integers": (
             OpFault("fma.rn.bf16x2 {out}, t, s, l;", "mul.rn.bf16x2 {out}, t, s;"),
             OpFault("(2 * line + row) * GROUPS + group", "(2 * line + row) * GROUPS"),
-        ),
+        )
     },
 }
 #: Those of row blocks of 192, which a GPU alone looks for.
@@ -174,7 +171,7 @@ TALL_FAULTS: Planted = {
         ),
         "matmul.sm90.kernels.producer": (OpFault("slice((2 * part + 1) * PANEL", "slice(2 * part * PANEL"),),
         "routing.kernels.schedule": (OpFault("CHUNKS * block - tl.minimum(block, low)", "CHUNKS * block - 0 * low"),),
-    },
+    }
 }
 #: The same of tiles of 256 rows for prepacked weights.
 MIXED_INPUT_TALL_FAULTS: Planted = {
@@ -190,7 +187,7 @@ MIXED_INPUT_TALL_FAULTS: Planted = {
         "matmul.sm90_packed.kernels.producer": (
             OpFault("row_slots.slice(chunk * CHUNK, CHUNK)", "row_slots.slice(0, CHUNK)"),
         ),
-    },
+    }
 }
 RESULT_DIFFERS = 10
 
@@ -306,9 +303,7 @@ PRODUCTS = {
     "streamed integers": Prepared(True, format_named("int4_g32_zp"), 416, "float16"),
     # Groups of 2 + 3 chunks.
     "tall": Product(
-        _case("slot", Activation("silu"), row_weight=True, num_tokens=600),
-        config=_TALL,
-        kernel=SM90_TALL_MATMUL_OGS,
+        _case("slot", Activation("silu"), row_weight=True, num_tokens=600), config=_TALL, kernel=SM90_TALL_MATMUL_OGS
     ),
 }
 

@@ -10,10 +10,8 @@ import pytest
 
 from moe_core.base.dtypes import numpy_dtype
 from moe_core.runtime.cuda import cuda_available
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
-from moe_core.specs.routing import RouterSpec
 
 REAL_KERNELS = "cuda" if cuda_available() and os.environ.get("TRITON_INTERPRET", "0") != "1" else "interpreter"
 ENGINES = (REAL_KERNELS, "reference")

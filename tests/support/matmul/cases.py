@@ -9,9 +9,8 @@ import numpy as np
 from moe_core.base import dtypes
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.reference import forward as reference
-from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs import LayoutSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, named_arrays
-from moe_core.specs.routing import LayoutSpec
 from tests.support.harness import engine_target, run_plan, spec_of
 from tests.support.strategies import draw_ids, layout_arrays
 

@@ -12,10 +12,8 @@ from moe_core.ops.matmul.reference import forward as reference
 from moe_core.ops.routing.layout import add_schedule
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs import LayoutSpec, MatmulSpec, TileConfig
 from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, named_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
 from tests.support.harness import engine_target, run_plan
 
 

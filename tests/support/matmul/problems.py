@@ -5,10 +5,8 @@ from __future__ import annotations
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.harness import H200
 
 

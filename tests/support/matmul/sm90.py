@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.tile import TileConfig
+from moe_core.specs import Activation, MatmulSpec, TileConfig
 from tests.support.harness import H200, engine_target
 from tests.support.matmul.cases import Case
 from tests.support.strategies import ID_KINDS

@@ -15,10 +15,8 @@ from moe_core.ops.matmul.sm90_packed.few_rows_plan import few_rows_config
 from moe_core.ops.matmul.sm90_packed.plan import mixed_input_config
 from moe_core.ops.prepack.prepack import tile
 from moe_core.ops.quantize.reference import quantize
-from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs import LayoutSpec, MatmulSpec, TileConfig
 from moe_core.specs.operands import MatmulOperands, map_arrays, named_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
 from tests.support.harness import run_plan, spec_of
 from tests.support.matmul.sm90 import SM_90
 from tests.support.strategies import draw_array

@@ -10,9 +10,8 @@ from moe_core.ops.matmul.reference import backward as reference
 from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
-from moe_core.specs.matmul import WeightGradientSpec
+from moe_core.specs import LayoutSpec, WeightGradientSpec
 from moe_core.specs.operands import WeightGradientOperands, map_arrays, named_arrays
-from moe_core.specs.routing import LayoutSpec
 from tests.support.harness import engine_target, run_plan, spec_of
 from tests.support.strategies import RoutingCase, draw_array, hard_routing
 

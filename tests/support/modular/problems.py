@@ -15,10 +15,8 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.routing.reference import layout
 from moe_core.parity.tolerance import DEVIATIONS, EXACT, FP32, Tolerance, activated, product_tolerance, rounded
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import LayoutSpec, MatmulSpec, MoESpec
 from moe_core.specs.operands import ExpertWeights, TopK
-from moe_core.specs.routing import LayoutSpec
 
 #: Local experts, hidden, columns after the activation, choices.
 E, K, F, TOPK = 5, 48, 32, 2

@@ -42,8 +42,7 @@ def run_grid(
 
     def own(experts: Any) -> Any:
         return dataclasses.replace(
-            experts,
-            **{name: one[0] if cut_of(name, *grid.layouts()) else one for name, one in named_fields(experts)},
+            experts, **{name: one[0] if cut_of(name, *grid.layouts()) else one for name, one in named_fields(experts)}
         )
 
     def step(x: Any, experts: Any, routing: Any, mask: Any, d_output: Any, shared: Any) -> Any:

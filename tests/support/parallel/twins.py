@@ -12,8 +12,7 @@ from moe_core.ops.moe.reference.backward import moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parallel import Placement
 from moe_core.parallel.shards import shard_experts
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
     MoEOperands,

@@ -12,10 +12,8 @@ import numpy as np
 import moe_jax
 from moe_core.plan.registry import lookup
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK, named_arrays
-from moe_core.specs.routing import RouterSpec
 from tests.support.jax import draw
 
 T, K, E, D, F = 7, 2, 5, 24, 16

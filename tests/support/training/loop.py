@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from moe_core.ops.routing.reference import layout as make_layout
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import (
     ExpertWeights,
     OutputGradients,
@@ -25,7 +24,6 @@ from moe_core.specs.operands import (
     TopK,
     named_arrays,
 )
-from moe_core.specs.routing import RouterSpec
 from tests.support.exact import draw_experts, transposed
 from tests.support.strategies import RoutingCase, draw_array
 

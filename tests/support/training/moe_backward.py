@@ -15,7 +15,7 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import Tolerance, assert_close
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec, RouterSpec
 from moe_core.specs.operands import (
     ExpertWeights,
     MoEOperands,
@@ -27,7 +27,6 @@ from moe_core.specs.operands import (
     map_arrays,
     named_arrays,
 )
-from moe_core.specs.routing import RouterSpec
 from tests.support import strategies
 from tests.support.harness import engine_target, run_plan, spec_of
 from tests.support.strategies import RoutingCase, draw_array

@@ -8,10 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_torch
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, MoEOutput, SharedExpert, named_arrays
-from moe_core.specs.routing import RouterSpec
 from moe_torch.layers.losses import router_losses
 from tests.support.strategies import hard_routing
 from tests.support.torch import to_torch

@@ -19,14 +19,7 @@ from tests.support.torch import running_on
 D, F, E, K, T = 32, 48, 4, 2, 9
 ROUTER = RouterSpec(renormalize=True)
 EVERYTHING = MoELayerSpec(
-    D,
-    F,
-    E,
-    K,
-    ROUTER,
-    ExpertsSpec(Activation("silu"), bias=True),
-    SharedExpertsSpec(16, gate=True),
-    router_bias=True,
+    D, F, E, K, ROUTER, ExpertsSpec(Activation("silu"), bias=True), SharedExpertsSpec(16, gate=True), router_bias=True
 )
 LAYERS = {
     "plain": MoELayerSpec(D, F, E, K, ROUTER),

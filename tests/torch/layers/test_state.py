@@ -31,8 +31,7 @@ from moe_core.layers import (
     convert_weights,
 )
 from moe_core.parity.tolerance import assert_close
-from moe_core.specs.matmul import Activation
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import Activation, RouterSpec
 from moe_torch import MoE
 from tests.support.layers import EVERYTHING, D, E, F, K, draw_weights, draw_x, tolerances
 from tests.support.torch import on_engines, require_equal, running_on, to_numpy, to_torch

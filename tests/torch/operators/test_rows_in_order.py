@@ -15,10 +15,8 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.moe.forward import plan_moe
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, TopK
-from moe_core.specs.routing import RouterSpec
 from tests.support.torch import REAL_KERNELS, running_on
 
 R, D, F, L, USED = 50, 32, 24, 3, 26

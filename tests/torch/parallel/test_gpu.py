@@ -19,10 +19,7 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import format_named
 from moe_core.layers import ExpertsSpec, MoELayerSpec
 from moe_core.parallel import ExchangeSpec
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tuning import Tuning
+from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
 from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, Rebalancer, exchange, moe, parallelize
 from tests.support.parallel.memory import Allocated, allocated, planned_peak

@@ -21,8 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
 from moe_core.parallel import ExchangeSpec, Placement
-from moe_core.specs import RouterSpec
-from moe_core.specs.tuning import Tuning
+from moe_core.specs import RouterSpec, Tuning
 from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, group_losses, parallelize, total_over_ranks
 from tests.support.parallel.placements import placement_of

@@ -18,11 +18,8 @@ import moe_torch
 from moe_core.base.dtypes import numpy_dtype
 from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import RouterLogits, TopK
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tuning import Tuning
 from tests.support.parallel.peer import PEER_FAULTS
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks

@@ -196,14 +196,7 @@ def test_what_compilers_are_told() -> None:
             assert peer_ops.dispatch_push(x, places, table, num_rows=R) is None
             out = peer_ops.combine_pull(places, table, width=D, dtype=torch.float16, num_rows=R)
             assert (out.shape, out.dtype) == ((TOKENS[0], D), torch.float16)
-    for name in (
-        "dispatch_push",
-        "push_slots",
-        "push_counts",
-        "combine_push",
-        "combine_pull",
-        "combine_pull_weights",
-    ):
+    for name in ("dispatch_push", "push_slots", "push_counts", "combine_push", "combine_pull", "combine_pull_weights"):
         schema = getattr(torch.ops.moebius, name).default._schema
         assert schema.is_mutable and str(schema).count("!") == 1
 

@@ -17,8 +17,7 @@ import torch
 
 from moe_core.layers import ExpertsSpec, MoELayerSpec
 from moe_core.parallel import ExchangeSpec, Placement
-from moe_core.specs import RouterSpec
-from moe_core.specs.tuning import Tuning
+from moe_core.specs import RouterSpec, Tuning
 from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, LayerMoves, MovingPlacement, Rebalancer, parallelize
 from moe_torch.parallel.group import Ranks

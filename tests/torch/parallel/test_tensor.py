@@ -14,11 +14,8 @@ from moe_core.errors import Unsupported
 from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec, TensorSplit, plan_exchange
 from moe_core.parallel.exchange import owners_of, physical_ids
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import RouterWeights
-from moe_core.specs.routing import RouterSpec
-from moe_core.specs.tuning import Tuning
 from moe_torch.parallel import ExpertParallel, Rebalancer, moe
 from moe_torch.parallel.moving import MovingPlacement
 from tests.support.parallel.grid import Grid, require_close, require_grid_twin

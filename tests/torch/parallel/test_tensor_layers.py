@@ -20,8 +20,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import scheme_named
 from moe_core.layers import ExpertsSpec, LayerWeights, MoELayerSpec, SharedExpertsSpec, convert_weights
 from moe_core.parallel import ExchangeSpec
-from moe_core.specs import RouterSpec
-from moe_core.specs.matmul import Activation
+from moe_core.specs import Activation, RouterSpec
 from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, PlacedTensor, group_losses, parallelize, total_over_ranks
 from tests.support.parallel.placements import placement_of

@@ -18,10 +18,8 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.common.rounding import round_to
 from moe_core.ops.moe.backward import plan_training
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, RouterWeights
-from moe_core.specs.routing import RouterSpec
 from moe_torch import MoE
 from moe_torch.operators.kinds import MATRICES
 from moe_torch.operators.table import BACKWARD_INTO

@@ -14,10 +14,8 @@ torch = pytest.importorskip("torch")
 import moe_torch
 from moe_core.ops.moe.names import result_names, saved_names
 from moe_core.parity.tolerance import assert_close
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, OutputGradients, RouterWeights
-from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.options import decode
 from moe_torch.operators.kinds import MATRICES
 from tests.support.strategies import HARD_ROUTINGS, hard_routing

@@ -15,9 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import moe_torch
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights
-from moe_core.specs.routing import RouterSpec
 from moe_torch.operators.table import BACKWARD, TRAINING
 from tests.support.strategies import hard_routing
 from tests.support.torch import REAL_KERNELS, TOKEN_COUNTS, require_equal, running_on

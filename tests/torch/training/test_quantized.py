@@ -19,10 +19,8 @@ import moe_torch
 from moe_core.formats import QuantizedTensor, format_named, scheme_named
 from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_core.parity.tolerance import assert_close
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import OutputGradients, map_arrays, named_fields
-from moe_core.specs.routing import RouterSpec
 from moe_torch import ExpertsSpec, MatmulOperands, MoE, MoELayerSpec, SharedExpertsSpec, trace
 from moe_torch.bridge.operator import Operator
 from moe_torch.layers.weights import from_numpy

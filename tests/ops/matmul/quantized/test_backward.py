@@ -22,12 +22,8 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import assert_close
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, TileConfig
 from moe_core.specs.operands import MatmulOperands, map_arrays, named_arrays
-from moe_core.specs.routing import LayoutSpec, RouterSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 from tests.support.quantized.operands import LAYOUTS, draw_weight, plain
 from tests.support.strategies import RoutingCase, draw_array, hard_routing

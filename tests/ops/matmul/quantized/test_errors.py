@@ -29,10 +29,8 @@ from moe_core.formats import (
 )
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.moe.forward import plan_moe
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert, TopK
-from moe_core.specs.tuning import Tuning
 
 REFERENCE = Target("reference")
 

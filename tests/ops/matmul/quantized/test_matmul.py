@@ -31,11 +31,8 @@ from moe_core.ops.matmul.tile_choice import heuristic_tile
 from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, TileConfig
 from moe_core.specs.operands import MatmulOperands, map_arrays, named_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.harness import H200, engine_target, run_plan
 from tests.support.strategies import draw_array, draw_ids, layout_arrays
 

@@ -33,12 +33,8 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close, stage_tolerances
 from moe_core.plan.registry import export_plans, load_plans, register
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, TileConfig, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights, SharedExpert, TopK, named_arrays
-from moe_core.specs.routing import LayoutSpec, RouterSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import Tuning
 from tests.support.harness import engine_target, run_plan, spec_of
 from tests.support.quantized.operands import LAYOUTS, SCHEMES, draw_experts, reduction_of
 from tests.support.strategies import draw_array

@@ -35,11 +35,8 @@ from moe_core.parity.tolerance import (
     quantized_matmul_tolerance,
     stage_tolerances,
 )
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec
 from moe_core.specs.operands import TopK, map_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.exact import exact_row
 from tests.support.quantized.operands import LAYOUTS, SCHEMES, draw_experts, draw_weight, plain, reduction_of
 from tests.support.strategies import draw_array, hard_routing

@@ -33,11 +33,8 @@ from moe_core.ops.matmul.tile_choice import heuristic_tile
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterLogits, map_arrays, named_arrays
-from moe_core.specs.routing import LayoutSpec, RouterSpec
-from moe_core.specs.tuning import MatmulTuning, Tuning
 from tests.support.harness import engine_target, run_plan, spec_of
 from tests.support.matmul.composed import filled_rows
 from tests.support.matmul.sm90 import SM_90

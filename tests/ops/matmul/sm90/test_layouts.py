@@ -11,10 +11,8 @@ import pytest
 
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import few_rows_config
 from moe_core.ops.matmul.sm90_packed.plan import mixed_input_config
-from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs import LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.specs.operands import map_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.compile_gate.prepacked_plans import EPILOGUES, tall_config
 from tests.support.harness import engine_target, spec_of
 from tests.support.matmul.cases import Case, build, run_matmul

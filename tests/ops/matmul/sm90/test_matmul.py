@@ -22,11 +22,8 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.routing.layout import PLACE_BLOCKS, ZERO_COUNTERS
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, MoEOperands, OutputGradients, RouterLogits
-from moe_core.specs.routing import LayoutSpec, RouterSpec
-from moe_core.specs.tuning import Tuning
 from tests.support.faults.kernel_copies import NO_FAULT
 from tests.support.faults.sm90 import FAULTS, RESULT_DIFFERS, run_on_faulty_copies
 from tests.support.matmul.cases import Case, build, expected_matmul, run_matmul

@@ -26,12 +26,8 @@ from moe_core.ops.routing import reference
 from moe_core.ops.routing.layout import plan_schedule
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, TileConfig, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, MoEOperands, OutputGradients, RouterLogits
-from moe_core.specs.routing import LayoutSpec, RouterSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import Tuning
 from tests.support.faults.kernel_copies import NO_FAULT, kernel_files
 from tests.support.faults.sm90 import RESULT_DIFFERS, TALL_FAULTS, run_on_faulty_copies
 from tests.support.harness import engine_target, run_plan
@@ -137,10 +133,7 @@ def test_what_stores_the_pre_activation_refuses_it() -> None:
         plan_moe(x, experts, routing, spec, SM_90, save=True)
     spec = moe_arguments(heights=(128, 192))[-1]
     kept = launches(plan_moe(x, experts, routing, spec, SM_90, save=True))
-    assert [name for name, _ in kept] == [
-        SM90_MATMUL_OGS,
-        SM90_TALL_MATMUL_OGS,
-    ]
+    assert [name for name, _ in kept] == [SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS]
 
 
 def test_a_backward_that_recomputes_has_lower_blocks() -> None:

@@ -14,9 +14,8 @@ from moe_core.ops.matmul.sm90.weight_gradient_plan import SM90_WEIGHT_GRADIENT
 from moe_core.ops.matmul.weight_gradient import WEIGHT_GRADIENT, plan_weight_gradient
 from moe_core.ops.routing.layout import ZERO_COUNTERS
 from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import WeightGradientSpec
+from moe_core.specs import LayoutSpec, WeightGradientSpec
 from moe_core.specs.operands import WeightGradientOperands
-from moe_core.specs.routing import LayoutSpec
 from tests.support import strategies
 from tests.support.matmul.sm90 import SM_90, needs_sm_90
 from tests.support.matmul.weight_gradient import Ragged, many_rows, run_op

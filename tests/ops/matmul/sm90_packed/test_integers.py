@@ -19,11 +19,8 @@ from moe_core.ops.prepack.prepack import tile
 from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterLogits, map_arrays
-from moe_core.specs.routing import LayoutSpec, RouterSpec
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.compile_gate.prepacked_plans import EPILOGUES, INTEGERS, tiled_weight
 from tests.support.harness import engine_target
 from tests.support.matmul.sm90 import SM_90, needs_sm_90
@@ -58,11 +55,7 @@ def test_kernels_are_told_how_a_format_is_tiled(name: str, scale_dtype: str) -> 
     columns = 64 if "int8" in name else 128
     groups = max(1, columns // (format.group_columns or 768))
     repeat = 768 // columns if format.group_columns is None else max(1, format.group_columns // columns)
-    for rows, kernel in (
-        (1, MATMUL_FEW_ROWS),
-        (4, MATMUL_FEW_ROWS),
-        (8, MATMUL_MIXED_INPUT),
-    ):
+    for rows, kernel in ((1, MATMUL_FEW_ROWS), (4, MATMUL_FEW_ROWS), (8, MATMUL_MIXED_INPUT)):
         launch = planned(rows, name, scale_dtype)
         found = dict(launch.arguments)
         assert launch.kernel == kernel
@@ -111,10 +104,7 @@ def test_a_layer_runs_on_them() -> None:
         tiled_weight((8, 128, 256), None, format, "float32"),
     )
     spec = MoESpec(activation, RouterSpec(2), weight_layout="out_in")
-    for tokens, kernel in (
-        (4, MATMUL_FEW_ROWS),
-        (64, MATMUL_MIXED_INPUT),
-    ):
+    for tokens, kernel in ((4, MATMUL_FEW_ROWS), (64, MATMUL_MIXED_INPUT)):
         routing = RouterLogits(ArraySpec((tokens, 8), "float32"))
         plan = plan_moe(ArraySpec((tokens, 128), "bfloat16"), experts, routing, spec, SM_90)
         launches = [step.kernel for step in plan.steps if isinstance(step, KernelLaunch)]

@@ -30,12 +30,8 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan.steps import KernelLaunch
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, TileConfig
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterLogits
-from moe_core.specs.routing import LayoutSpec, RouterSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.compile_gate.prepacked_plans import EPILOGUES, tiled_weight
 from tests.support.harness import engine_target
 from tests.support.matmul.sm90 import SM_90, needs_sm_90
@@ -207,11 +203,7 @@ def test_batch_invariant_products_take_one_tile(activation: Activation | None) -
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kernel", "family"),
-    [
-        (4, MATMUL_FEW_ROWS, FEW_ROWS_NAME),
-        (64, MATMUL_MIXED_INPUT, MIXED_INPUT_NAME),
-    ],
+    ("tokens", "kernel", "family"), [(4, MATMUL_FEW_ROWS, FEW_ROWS_NAME), (64, MATMUL_MIXED_INPUT, MIXED_INPUT_NAME)]
 )
 def test_a_layer_runs_on_them(tokens: int, kernel: str, family: str) -> None:
     """Few rows per expert stream; four launches, which overlap; explain names family and tiles."""

@@ -15,10 +15,8 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.sm90_packed.plan import mixed_input_config, why_illegal_mixed_input
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch, TensorMap
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.specs.operands import MatmulOperands, map_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tuning import MatmulTuning
 from tests.support.compile_gate.prepacked_plans import EPILOGUES, INTEGERS, tall_config, tiled_weight
 from tests.support.faults.kernel_copies import NO_FAULT, kernel_files
 from tests.support.faults.sm90 import MIXED_INPUT_TALL_FAULTS, RESULT_DIFFERS, run_on_faulty_copies

@@ -16,10 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import moe_torch
 from moe_core.errors import InvalidInput
 from moe_core.formats import scheme_named
-from moe_core.specs.matmul import Activation
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import Activation, MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, TopK
-from moe_core.specs.tuning import Tuning
 from moe_torch.parallel import peer_ops
 from tests.support.torch import on_engines, running_on
 
