@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -95,25 +96,26 @@ def test_jax_front_end_without_torch_and_triton() -> None:
     )
 
 
-#: The rooms of the core: a file imports from its own room and from those above it in this list.
-ROOMS = (
-    *("errors", "base", "formats", "specs", "plan", "runtime"),
-    *("ops.common", "ops.activation", "ops.routing", "ops.reduction", "ops.prepack", "ops.quantize", "ops.exchange"),
-    *(
-        "ops.matmul",
-        "ops.router",
-        "ops.norm",
-        "ops.moe",
-        "layers",
-        "checkpoint",
-        "trace",
-        "parallel",
-        "modular",
-        "parity",
-        "tools",
+#: The rooms of each package: a file imports from its own room and from those ahead of it. The page on architecture
+#: shows the same order. `__init__` is the face of a package. The face of `moe_torch.parallel` exports layers' names,
+#: too, so it is a room behind layers; other faces belong to their room.
+ROOMS = {
+    "moe_core": (
+        *("errors", "__init__", "base", "formats", "specs", "plan", "runtime"),
+        *("ops.common", "ops.activation", "ops.routing", "ops.reduction", "ops.prepack", "ops.quantize"),
+        *("ops.exchange", "ops.matmul", "ops.router", "ops.norm", "ops.moe"),
+        *("layers", "checkpoint", "trace", "parallel", "modular", "parity", "tools", "__main__"),
     ),
-)
-PACKAGES = ("moe_core", "moe_torch", "moe_jax")
+    "moe_torch": (
+        *("bridge", "operators", "autograd", "quantize", "rounding", "rows", "trace", "launcher", "warmup", "ops"),
+        *("parallel", "layers", "parallel.__init__", "modular", "transformers", "compat", "parity", "__init__"),
+    ),
+    "moe_jax": (
+        *("bridge", "autodiff", "norm", "quantize", "rounding", "rows", "trace", "ops", "warmup", "parallel"),
+        *("layers", "modular", "nnx", "linen", "parity", "parity_ranks", "__init__"),
+    ),
+}
+PACKAGES = tuple(ROOMS)
 BANNED = {
     "moe_core": {"torch", "jax", "flax", "moe_torch", "moe_jax", "tvm_ffi", "jax_tvm_ffi"},
     "moe_torch": {"jax", "flax", "moe_jax", "tvm_ffi", "jax_tvm_ffi"},
@@ -123,12 +125,12 @@ BANNED = {
 FFI = "moe_jax.bridge.ffi"
 
 
-def own_name(path: pathlib.Path) -> str:
+def module_name(path: pathlib.Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 SOURCES = {
-    own_name(path.relative_to(ROOT)): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
+    module_name(path.relative_to(ROOT)): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
 }
 
 
@@ -145,19 +147,26 @@ def imported_modules(name: str, top_level_only: bool = False) -> Iterator[tuple[
                 yield node.lineno, inner if inner in SOURCES else node.module
 
 
-def room_of(name: str) -> str | None:
-    """The room of a module; None for other packages, for `moe_core` and for the empty face of `moe_core.ops`."""
-    rooms = [room for room in ROOMS if f"{name}.".startswith(f"moe_core.{room}.")]
-    return rooms[0] if rooms else None
+def room_of(name: str) -> tuple[str, int] | None:
+    """(package, number of the room) of a module; None for other packages and for the empty face of `moe_core.ops`."""
+    package, _, inner = name.partition(".")
+    if package not in ROOMS or name not in SOURCES:
+        return None
+    face = f"{inner}.__init__".lstrip(".")
+    if SOURCES[name].name == "__init__.py" and face in ROOMS[package]:
+        return package, ROOMS[package].index(face)
+    rooms = [number for number, room in enumerate(ROOMS[package]) if f"{inner}.".startswith(f"{room}.")]
+    return (package, rooms[0]) if rooms else None
 
 
 def room_violations(name: str, imports: Iterator[tuple[int, str]]) -> list[str]:
-    """The imports of a module that point down the list of rooms."""
-    own = room_of(name)
-    if own is None:
+    """The imports of a module from rooms behind its own."""
+    room = room_of(name)
+    if room is None:
         return []
-    above = ROOMS[: ROOMS.index(own) + 1]
-    return [f"{name}:{line} imports {found}" for line, found in imports if (room_of(found) or own) not in above]
+    rooms = [(line, module, room_of(module)) for line, module in imports]
+    behind = [(line, module) for line, module, other in rooms if other and other[0] == room[0] and other[1] > room[1]]
+    return [f"{name}:{line} imports {module}" for line, module in behind]
 
 
 def in_cycles(edges: dict[str, set[str]]) -> list[str]:
@@ -168,12 +177,35 @@ def in_cycles(edges: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-def test_every_module_of_the_core_has_a_room() -> None:
-    core = {name for name in SOURCES if name.startswith("moe_core.")}
-    homeless = {name for name in core if room_of(name) is None} - {"moe_core.ops", "moe_core.__main__"}
-    assert core and not homeless, f"{homeless} stand in no room"
+def test_every_module_has_a_room() -> None:
+    homeless = {name for name in SOURCES if room_of(name) is None} - {"moe_core.ops"}
+    assert not homeless, f"{homeless} stand in no room"
+    assert not list(imported_modules("moe_core.ops"))
     root = {path.name for path in (ROOT / "moe_core").iterdir() if path.is_file()}
     assert root == {"__init__.py", "__main__.py", "errors.py", "trace.py", "py.typed"}
+
+
+def rooms_shown(page: str, package: str) -> list[str]:
+    """The rooms of a package in the order of a page's picture of folders."""
+    block = page.partition(f"  {package}/")[2]
+    # Up to the next package: names at the left are rooms, those of ops/ are in its line.
+    lines = block[: re.search(r"\n  \w+/", block).start()].split("\n")  # type: ignore[union-attr]
+    if package != "moe_core":
+        return re.findall(r"\w+", " ".join(lines))
+    names: list[str] = []
+    for line in lines:
+        if re.match(r" {4}\w", line):
+            name, _, rest = line.strip().partition(" ")
+            names += [name.rstrip("/")] if name != "ops/" else []
+            line = rest if name == "ops/" else ""
+        names += [f"ops.{inner}" for inner in re.findall(r"(\w+)/ ?(?:·|$)", line.strip())]
+    return names
+
+
+def test_the_page_on_architecture_shows_the_rooms_in_order() -> None:
+    page = (ROOT / "docs" / "developer" / "architecture.md").read_text().partition("## Folders")[2]
+    for package, rooms in ROOMS.items():
+        assert rooms_shown(page, package) == [room for room in rooms if "__" not in room], package
 
 
 def test_imports_point_one_way() -> None:
@@ -190,15 +222,12 @@ def test_files_and_rooms_have_no_cycles() -> None:
     edges = {
         name: {module for _, module in imported_modules(name) if module in SOURCES and module != name}
         for name in SOURCES
-        # A package's face imports its own files, and they other files, not their face.
-        if SOURCES[name].name != "__init__.py"
     }
     assert not in_cycles(edges), in_cycles(edges)
     rooms: dict[str, set[str]] = {}
-    for name, found in edges.items():
-        own = room_of(name)
-        if own is not None:
-            rooms.setdefault(own, set()).update(room for room in map(room_of, found) if room and room != own)
+    for name, modules in edges.items():
+        others = {str(room) for room in map(room_of, modules) if room} - {str(room_of(name))}
+        rooms.setdefault(str(room_of(name)), set()).update(others)
     assert not in_cycles(rooms), in_cycles(rooms)
 
 
@@ -207,6 +236,14 @@ def test_a_planted_import_is_found() -> None:
     assert room_violations("moe_core.ops.routing.layout", down) == [
         "moe_core.ops.routing.layout:3 imports moe_core.ops.matmul.forward"
     ]
+    for name, module in (
+        ("moe_torch.parallel.forward", "moe_torch.layers.moe"),
+        ("moe_torch.layers.moe", "moe_torch.parallel"),
+        ("moe_torch.layers", "moe_torch.modular.calls"),
+        ("moe_jax.ops", "moe_jax.nnx"),
+    ):
+        assert room_violations(name, iter([(1, module)])) == [f"{name}:1 imports {module}"]
+        assert not room_violations(module, iter([(1, name)]))
     assert in_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
     assert not in_cycles({"a": {"b"}, "b": {"c"}, "c": set()})
 
