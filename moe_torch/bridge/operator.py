@@ -166,11 +166,6 @@ class Operator:
             seen.remember(options, tensors, ready)
         return outputs
 
-    def forget_plans(self) -> None:
-        """Let the next call of each kind be planned anew."""
-        self._cache.clear()
-        self._seen = SeenCalls(), SeenCalls()
-
     def known(self, arguments: tuple[Any, ...]) -> Ready | None:
         """The plan of a plain call of `first`, if one like it was before."""
         key = eager.plain_key(arguments)

@@ -13,7 +13,16 @@ torch = pytest.importorskip("torch")
 import moe_torch
 from moe_core.base.recent import Recent
 from moe_torch.operators import table as operators
-from tests.support.torch import NUM_EXPERTS, full_layer, on_engines, require_equal, running_on, to_torch, torch_layer
+from tests.support.torch import (
+    NUM_EXPERTS,
+    forget_plans,
+    full_layer,
+    on_engines,
+    require_equal,
+    running_on,
+    to_torch,
+    torch_layer,
+)
 
 THREADS, ROUNDS = 2, 3
 
@@ -43,8 +52,7 @@ def test_threads_get_their_own_results(engine: str) -> None:
     with running_on(engine) as device:
         layers = [torch_layer(device, seed=number, num_tokens=6 + number) for number in range(THREADS)]
         expected = [tuple(moe_torch.moe(*layer)) for layer in layers]
-        for operator in operators.MOE.values():
-            operator.forget_plans()
+        forget_plans(operators.MOE.values())
 
     def work(number: int) -> None:
         with running_on(engine):

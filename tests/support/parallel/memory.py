@@ -17,7 +17,7 @@ from moe_torch.bridge.operator import Operator
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel import moe as parallel_moe
 from tests.support.parallel.twins import Problem
-from tests.support.torch import to_torch
+from tests.support.torch import forget_plans, to_torch
 
 
 class Allocated(NamedTuple):
@@ -44,11 +44,8 @@ def _once_on_a_cpu(call: Callable[[], Any]) -> int:
     return max(itertools.accumulate(size for _, size in changes))
 
 
-def forget_plans() -> None:
-    """Let every operator plan its next call anew."""
-    for one in gc.get_objects():
-        if issubclass(type(one), Operator):
-            one.forget_plans()
+def forget_all_plans() -> None:
+    forget_plans(one for one in gc.get_objects() if issubclass(type(one), Operator))
 
 
 def allocated(
@@ -76,7 +73,7 @@ def allocated(
     def call() -> Any:
         return parallel_moe(x, experts, routing, problem.spec, parallel=parallel, placement=problem.placement)
 
-    forget_plans()
+    forget_all_plans()
     with torch.no_grad():
         with mock.patch.object(Operator, "ready", observed):
             call()

@@ -23,7 +23,7 @@ from moe_torch.bridge import eager, seen
 from moe_torch.layers import calls
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import moe_request
-from tests.support.torch import D_MODEL, NUM_EXPERTS, on_engines, require_equal, running_on, torch_layer
+from tests.support.torch import D_MODEL, NUM_EXPERTS, forget_plans, on_engines, require_equal, running_on, torch_layer
 
 _LAYER: Any = torch_layer()
 X, EXPERTS, ROUTING, SPEC = _LAYER
@@ -34,8 +34,7 @@ MASK = torch.arange(len(X)) % 3 > 0
 def reference_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing has been seen when a test begins."""
     monkeypatch.setattr(calls, "_seen", seen.SeenCalls())
-    for operator in (operators.ROUTER, *operators.MOE.values()):
-        operator.forget_plans()
+    forget_plans((operators.ROUTER, *operators.MOE.values()))
     with running_on("reference"):
         yield
 
