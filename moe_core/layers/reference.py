@@ -15,7 +15,7 @@ from moe_core.ops.moe.reference.forward import moe_stages, routing_stages, share
 from moe_core.ops.norm.reference import rms_norm
 from moe_core.ops.routing.reference import route
 from moe_core.specs import MatmulSpec, RouterSpec
-from moe_core.specs.operands import TopK
+from moe_core.specs.operands import MatmulOperands, TopK
 
 
 def layer_stages(
@@ -45,7 +45,7 @@ def layer_stages(
     product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
     rows, plain = x, dataclasses.replace(spec, router=None, shared_activation=None)
     if layer.latent is not None and weights.before is not None:
-        rows = matmul_ogs(rows, weights.before.weight, layout=None, spec=product)
+        rows = matmul_ogs(MatmulOperands(rows, weights.before.weight), product)
         rows = rows if layer.latent.norm is None else rms_norm(rows, weights.before.norm, spec=layer.latent.norm)
     if layer.norm_of_experts is None or weights.output is None:
         stages |= moe_stages(rows, weights.experts, given, plain)
@@ -56,7 +56,7 @@ def layer_stages(
         slots = to_float32(normed).reshape(*given.ids.shape, -1) * given.weights[..., None]
         routed = round_to(functools.reduce(np.add, slots.swapaxes(0, 1)), plain_name(x))
     if weights.after is not None:
-        routed = matmul_ogs(routed, weights.after.weight, layout=None, spec=product)
+        routed = matmul_ogs(MatmulOperands(routed, weights.after.weight), product)
     if weights.shared is not None:
         visited, gate = shared_output(x, weights.shared, spec, None)
         visited = to_float32(round_to(visited if gate is None else visited * sigmoid(gate), plain_name(x)))

@@ -39,7 +39,7 @@ def numpy_backward(
     gradients: OutputGradients, operands: MoEOperands, spec: MoESpec, stages: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """`moe_backward_stages` of an owner."""
-    return moe_backward_stages(gradients, operands.x, operands.experts, operands.routing, spec, stages)
+    return moe_backward_stages(gradients, operands, spec, stages)
 
 
 class Owner(NamedTuple):
@@ -190,7 +190,6 @@ def moe_backward(
         found.append({name: value for name, value in own.items() if name.startswith("d_experts.")})
     results = []
     for number, (given, rank, stages) in enumerate(zip(gradients, ranks, forward.stages, strict=True)):
-        arguments = (given, request, rank.x, rank.experts, rank.routing, spec, stages)
-        home = _Home(number, routes, (d_slots, d_weights), *arguments, rank.token_mask, None, rank.shared)
+        home = _Home(number, routes, (d_slots, d_weights), given, rank, spec, stages, request)
         results.append(home.run() | found[number])
     return tuple(results)

@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_core.errors import InvalidInput
 from moe_core.ops.common.rounding import plain_name, round_to
-from moe_core.ops.moe.reference.backward import EVERYTHING, MoEBackward, Request
+from moe_core.ops.moe.reference.backward import MoEBackward, Request
 from moe_core.ops.moe.reference.forward import routing_stages, shared_output
 from moe_core.ops.reduction.reference import reduce
 from moe_core.parallel import reference
@@ -169,11 +169,8 @@ def moe_backward(
         for index, rank in enumerate(row):
             d_x = _added([one[number]["d_x"] for one in found], index, split, "float32", None, spec)
             own = [_own(one[number]["d_routing.weights"], index, split) for one in found]
-            arguments = (gradients[number][index], EVERYTHING, rank.x, rank.experts, rank.routing, spec)
-            stages = forward.stages[number][index]
-            home = _Home(
-                d_x, functools.reduce(np.add, own), *arguments, stages, rank.token_mask, None, rank.shared
-            ).run()
+            arguments = gradients[number][index], rank, spec, forward.stages[number][index]
+            home = _Home(d_x, functools.reduce(np.add, own), *arguments).run()
             mine = {name: one for name, one in found[index][number].items() if name.startswith("d_experts.")}
             of_row.append(home | mine)
         results.append(tuple(of_row))

@@ -102,8 +102,8 @@ def reference_gradients(case: Case, forward: Mapping[str, np.ndarray]) -> Mappin
     stages |= {name: forward[name] for name in ("logits", "ids", "weights")}
     given = upstream(case)
     gradients = OutputGradients(given["output"], logits=given["logits"])
-    arguments = (gradients, case.x, case.experts, case.routing, case.spec, stages)
-    return moe_backward_stages(*arguments, token_mask=case.token_mask, shared=case.shared)
+    operands = MoEOperands(case.x, case.experts, case.routing, case.token_mask, shared=case.shared)
+    return moe_backward_stages(gradients, operands, case.spec, stages)
 
 
 def gradient_row(

@@ -9,6 +9,7 @@ import numpy as np
 
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.matmul.reference.forward import matmul_ogs
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.ops.quantize.rows import chooses_one_scale
 from moe_core.ops.reduction.reference import scale_rows
@@ -16,6 +17,7 @@ from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.case import Case
 from moe_core.parity.tolerance import Tolerance, quantized_matmul_tolerance
 from moe_core.specs import LayoutSpec, MatmulSpec
+from moe_core.specs.operands import MatmulOperands
 
 #: x and the hidden rows, quantised: uint8 `[rows, bytes]`, each row's codes and then its scales.
 QUANTIZED_X, QUANTIZED_HIDDEN = "quantized_x", "quantized_hidden"
@@ -65,7 +67,7 @@ class OwnRows:
         weights = None if spec.apply_router_weight_on_input else self._stages["weights"].reshape(-1)
         plain = MatmulSpec(spec.weight_layout, "slot", "slot", out_dtype=case.dtype)
         product = dataclasses.replace(plain, allow_tf32=spec.allow_tf32, fast_accumulate=spec.fast_accumulate)
-        arrays, bias = (self._hidden(), case.experts.down, *self._groups), case.experts.down_bias
-        slots = matmul_ogs(*arrays, bias=bias, row_weight=weights, layout=self._layout, spec=product)
+        operands = MatmulOperands(self._hidden(), case.experts.down, bias=case.experts.down_bias, row_weight=weights)
+        slots = matmul_ogs(operands, product, rows_of(self._layout, *self._groups))
         down = case.experts.down.format
         return slots, quantized_matmul_tolerance(case.dtype, case.d_ff, down, product, rows=self._format)

@@ -125,14 +125,12 @@ def _check_reference(step: ReferenceCall, plan: LaunchPlan) -> set[str]:
     """The buffers of a call of a NumPy twin."""
     if plan.target.compiled:
         raise _wrong(f"step {step.function}", f"a kernel, as its target is {plan.target}", "a NumPy twin")
-    given = [name for name, _ in (*step.inputs, *step.constants)]
-    parameters = inspect.signature(_reference(step.function)).parameters.values()
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [one for one in parameters if one.kind not in optional and one.name != "places"]
+    parameters = inspect.signature(_reference(step.function)).parameters
+    # A twin that takes its inputs as a mapping checks their names itself.
+    inputs = () if "arrays" in parameters else step.inputs
+    named = [one for one in parameters.values() if one.name not in ("arrays", "places")]
     needed = [one.name for one in named if one.default is inspect.Parameter.empty]
-    # A twin that takes any keyword checks them itself.
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
-    _require_names(step, given, given if takes_any else [one.name for one in named], needed)
+    _require_names(step, [name for name, _ in (*inputs, *step.constants)], [one.name for one in named], needed)
     return {*(buffer for _, buffer in step.inputs), *step.outputs}
 
 

@@ -228,7 +228,8 @@ class KernelLaunch:
 class ReferenceCall:
     """One call of a NumPy twin. function: `"module:function"` under `moe_core.ops`.
 
-    inputs: (keyword, buffer) pairs; constants: (keyword, option) pairs; outputs: buffers of the results, in order.
+    inputs: (keyword, buffer) pairs, one mapping to a twin with the parameter `arrays`; constants: (keyword, option)
+    pairs; outputs: buffers of the results, in order.
     """
 
     function: str

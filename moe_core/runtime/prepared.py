@@ -96,14 +96,15 @@ class HostPrepared(Prepared):
 
     def _reference(self, step: ReferenceCall) -> Callable[[list[int]], None]:
         function, constants = load_kernel(step.function), dict(step.constants)
-        takes_places = "places" in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
         inputs = [(keyword, self._index[buffer], host_view(self.plan.spec(buffer))) for keyword, buffer in step.inputs]
         outputs = [(self._index[buffer], host_view(self.plan.spec(buffer))) for buffer in step.outputs]
 
         def call(addresses: list[int]) -> None:
             places = tuple([view(addresses[index]) for index, view in outputs])
             given = {keyword: view(addresses[index]) for keyword, index, view in inputs}
-            memory = {"places": places} if takes_places else {}
+            given = {"arrays": given} if "arrays" in parameters else given
+            memory = {"places": places} if "places" in parameters else {}
             results = function(**given, **memory, **constants)
             results = results if isinstance(results, tuple) else (results,)
             for place, result in zip(places, results, strict=True):

@@ -11,6 +11,7 @@ import pytest
 from moe_core.errors import InvalidInput
 from moe_core.ops.activation import reference as activation_reference
 from moe_core.ops.matmul.reference import forward as matmul_reference
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.reduction import reference as reduction_reference
 from moe_core.ops.router import reference as router_reference
@@ -201,7 +202,8 @@ def test_stages_one_by_one(frontend: Frontend, engine: str) -> None:
         layout = ops.make_layout(given["ids"], NUM_EXPERTS)
         groups = [numpy(array) for array in (layout.group_sizes, layout.group_start, layout.slot_of_row)]
         hidden = ops.matmul_ogs(MatmulOperands(x, experts.gate_up), layout, first)
-        want = matmul_reference.matmul_ogs(layer.x, layer.experts.gate_up, *groups, layout=layout.spec, spec=first)
+        operands = MatmulOperands(layer.x, layer.experts.gate_up)
+        want = matmul_reference.matmul_ogs(operands, first, rows_of(layout.spec, *groups))
         tolerance = matmul_tolerance("bfloat16", "bfloat16", D_MODEL, activation=activation)
         assert_close(numpy(hidden), want, tolerance, "matmul 1 with its activation")
 
@@ -230,7 +232,7 @@ def test_dense_matmul(frontend: Frontend, engine: str) -> None:
     weight = layer.experts.gate_up[0]
     with frontend.running_on(engine):
         y = frontend.ops.matmul_ogs(MatmulOperands(*frontend.arrays((layer.x, weight))), None, spec)
-        want = matmul_reference.matmul_ogs(layer.x, weight, layout=None, spec=spec)
+        want = matmul_reference.matmul_ogs(MatmulOperands(layer.x, weight), spec)
         assert_close(frontend.numpy(y), want, matmul_tolerance("float32", "float16", D_MODEL), "dense matmul")
 
 

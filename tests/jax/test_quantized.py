@@ -27,6 +27,7 @@ from moe_core.formats import (
     scheme_named,
 )
 from moe_core.ops.matmul.reference.forward import matmul_ogs
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.quantize import reference
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.specs.operands import named_arrays
@@ -129,7 +130,7 @@ def test_a_product_equals_its_twin(engine: str, format: Format) -> None:
             arguments = to_jax((given, tensor, ids))
             layout = moe_jax.make_layout(arguments[2], E)
             arrays = [np.asarray(getattr(layout, name)) for name in ("group_sizes", "group_start", "slot_of_row")]
-            expected = matmul_ogs(given, tensor, *arrays, layout=LayoutSpec(T, K, E), spec=spec)
+            expected = matmul_ogs(MatmulOperands(given, tensor), spec, rows_of(LayoutSpec(T, K, E), *arrays))
             found = product(*arguments)
             if engine == "reference":
                 np.testing.assert_array_equal(np.asarray(found), expected)

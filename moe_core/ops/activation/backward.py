@@ -147,7 +147,7 @@ def plan_expert_activation_backward(
 
         builder.sums("d_weight: NumPy's pairwise sum over d_ff, fp32")
         options = {"activation": activation, "order": order, "outputs": outputs}
-        return builder.reference(twins.expert_activation_backward, present, options, outputs)
+        return builder.reference(twins.expert_activation_backward_plan, present, options, outputs)
     block_m, block_n = _row_tile(width, target)
     builder.sums(
         f"d_weight: d_ff in {block_n} partial sums in order, then a tree over them, fp32; then the bias product"

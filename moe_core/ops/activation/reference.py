@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from moe_core.base.threads import elements, row_blocks, spread
+from moe_core.ops.common.bundles import bundle_of
 from moe_core.ops.common.rounding import round_to, to_float32, working_dtype
 from moe_core.specs.matmul import Activation
+from moe_core.specs.operands import ExpertActivationOperands
 
 #: Beyond this argument erfc times any x that leads here is below the smallest fp32 number.
 _ERFC_LARGEST = 10.5
@@ -269,11 +271,7 @@ def activation_backward(
 
 
 def expert_activation_backward(
-    d_hidden: np.ndarray,
-    pre: np.ndarray,
-    row_of_slot: np.ndarray | None = None,
-    row_weight: np.ndarray | None = None,
-    bias_product: np.ndarray | None = None,
+    operands: ExpertActivationOperands,
     *,
     activation: Activation,
     order: str = "row",
@@ -294,6 +292,8 @@ def expert_activation_backward(
     has d_weight 0 and its row_weight is not read; rows that belong to no slot are never read and become exact zeros.
     fill: what writes d_hidden, and calls its argument, unless that is None, with every slice of rows it has written.
     """
+    d_hidden, pre, row_of_slot = operands.d_hidden, operands.pre, operands.row_of_slot
+    row_weight, bias_product = operands.row_weight, operands.bias_product
     places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
     slots = np.flatnonzero(places >= 0)
     rows = places[slots] if order == "row" else slots
@@ -341,5 +341,13 @@ def expert_activation_backward(
         fill(back if dense else None)
     if fill is None or not dense:
         spread(back, row_blocks(*pre.shape), elements(*pre.shape))
-    found = {"d_pre": d_pre, "weighted_hidden": weighted, "d_weight": d_weight}
-    return tuple(found[name] for name in outputs)
+    made = {"d_pre": d_pre, "weighted_hidden": weighted, "d_weight": d_weight}
+    return tuple(made[name] for name in outputs)
+
+
+def expert_activation_backward_plan(
+    arrays: Mapping[str, np.ndarray], *, activation: Activation, order: str, outputs: tuple[str, ...]
+) -> tuple[np.ndarray, ...]:
+    """`expert_activation_backward` by the names of a plan's inputs."""
+    operands = bundle_of(ExpertActivationOperands, arrays)
+    return expert_activation_backward(operands, activation=activation, order=order, outputs=outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.recent import PLANS_KEPT
@@ -122,17 +123,15 @@ def _declare_outputs(builder: PlanBuilder, problem: MatmulProblem) -> None:
 
 
 def _reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProblem) -> LaunchPlan:
+    """The plan with the NumPy twin in the place of launches."""
     from moe_core.ops.matmul.reference import forward as twins
 
-    """The plan with the NumPy twin in the place of launches."""
-
-    outputs, constants = problem.outputs, {"layout": problem.layout, "spec": problem.spec}
-    keeping = {} if outputs == ("y",) else {"outputs": outputs}
-    function, axis = twins.matmul_ogs_keeping if keeping else twins.matmul_ogs, "the whole reduction axis"
+    outputs, axis = problem.outputs, "the whole reduction axis"
+    constants: dict[str, Any] = {"layout": problem.layout, "spec": problem.spec, "outputs": outputs}
     if problem.quantized:
         constants |= {"tensors": tuple((name, tensor.spec) for name, tensor in problem.quantized.items())}
-        function, axis = twins.matmul_ogs_quantized, "every group of the reduction axis, in order"
+        axis = "every group of the reduction axis, in order"
         builder.note(", ".join(f"{name} {tensor}" for name, tensor in problem.quantized.items()))
     by_row = ", one row at a time" if problem.batch_invariant else ""
     builder.sums(f"reference: float32 BLAS over {axis}{by_row}")
-    return builder.reference(function, inputs, constants | keeping, outputs)
+    return builder.reference(twins.matmul_ogs_plan, inputs, constants, outputs)

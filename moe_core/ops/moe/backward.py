@@ -196,7 +196,7 @@ def plan_moe_backward(
             constants |= {"by_slot": True}
         made = tuple("rows of d_x" if pushes and name == "d_x" else name for name in wanted)
 
-        plan = builder.reference(twins.moe_backward, present, constants, made)
+        plan = builder.reference(twins.moe_backward_plan, present, constants, made)
         if not pushes:
             return plan
         names = {"y": "rows of d_x", "row_of_slot": f"{SAVED}row_of_slot", "results_at": "results_at"}

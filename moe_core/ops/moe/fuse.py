@@ -218,19 +218,18 @@ def join_twins(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | ReferenceCall) -> ReferenceCall | None:
-    from moe_core.ops.matmul.reference import forward as twins
-
     """Both steps in one, where they are two such products of plain arrays."""
+    from moe_core.ops.matmul.reference.forward import matmul_ogs_plan
+    from moe_core.ops.moe.reference.experts import both_products
+
     if not (isinstance(first, ReferenceCall) and isinstance(second, ReferenceCall)):
         return None
-    from moe_core.ops.moe.reference import experts
-
-    if first.function not in (function_name(twins.matmul_ogs), function_name(twins.matmul_ogs_keeping)):
-        return None
     options, others = dict(first.constants), dict(second.constants)
-    if second.function != function_name(twins.matmul_ogs) or options["layout"] != others["layout"]:
+    if {first.function, second.function} != {function_name(matmul_ogs_plan)} or "tensors" in {*options, *others}:
         return None
-    outputs = options.get("outputs", ("y",))
+    outputs = options["outputs"]
+    if options["layout"] != others["layout"] or others["outputs"] != ("y",):
+        return None
     if dict(zip(outputs, first.outputs, strict=True)).get("y") != dict(second.inputs)["x"]:
         return None
     if (options["spec"].scatter, others["spec"].gather) != ("row", "row"):
@@ -241,5 +240,5 @@ def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | Referenc
         inputs |= {name if name in _COMMON else f"{prefix}.{name}": buffer for name, buffer in own.items()}
     constants = {"layout": options["layout"], "first": options["spec"], "second": others["spec"], "outputs": outputs}
     made = (*first.outputs, *second.outputs)
-    function = function_name(experts.both_products)
+    function = function_name(both_products)
     return ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), made)

@@ -92,10 +92,8 @@ def plan_routing_backward(
     if not target.compiled:
         from moe_core.ops.routing import reference_backward as twins
 
-        keywords = {f"gradients.{name}": f"d_{name}" for name in gradient_shapes(0, 0, 0)}
-        inputs = {keywords.get(name, name.removeprefix("gradients.")): name for name in present}
         builder.sums("softmax and sums over experts and slots: NumPy's pairwise sums, fp32")
-        return builder.reference(twins.routing_backward, inputs, {"spec": spec}, ("d_logits",))
+        return builder.reference(twins.routing_backward_plan, present, {"spec": spec}, ("d_logits",))
     require_experts(num_experts)
     top_k = spec.require_top_k()
     columns, slots = padded(num_experts, 1), padded(top_k, 1)

@@ -7,12 +7,16 @@ logits; nothing the forward computed from them is saved, it is computed again by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from moe_core.ops.activation.reference import sigmoid
+from moe_core.ops.common.bundles import bundle_of
 from moe_core.ops.common.rounding import to_float32
 from moe_core.ops.routing.reference import scores_of, shares_of, softmax_and_log_sum
 from moe_core.ops.routing.reference_bounds import bounded, through_bounds
+from moe_core.specs.operands import RoutingGradients
 from moe_core.specs.routing import RouterSpec
 
 #: exp(-17) and exp(-37) are less than half a unit in the last place of 1.
@@ -159,29 +163,33 @@ def router_losses_backward(
 
 
 def routing_backward(
+    gradients: RoutingGradients,
     logits: np.ndarray,
-    ids: np.ndarray,
-    d_weights: np.ndarray | None = None,
-    d_logits: np.ndarray | None = None,
-    d_load_balance: np.ndarray | None = None,
-    d_z: np.ndarray | None = None,
-    tokens_per_expert: np.ndarray | None = None,
+    ids: np.ndarray | None,
     token_mask: np.ndarray | None = None,
     *,
     spec: RouterSpec,
 ) -> np.ndarray:
     """All that flows into the logits, fp32 `[T, E]`: through the weights (`route_backward`), + from the losses
-    (`router_losses_backward`), + d_logits as given; the arrays of `moe_core.specs.operands.RoutingGradients`.
+    (`router_losses_backward`), + gradients.logits. ids: None without gradients.weights.
 
     Masked tokens (token_mask bool `[T]`, False) get exact zeros whatever is given for them.
     """
     total = np.zeros(logits.shape, logits.dtype)
     kept = slice(None) if token_mask is None else token_mask
     with np.errstate(all="ignore"):
-        if d_weights is not None:
-            total += route_backward(d_weights, logits, ids, spec=spec)
-        if d_load_balance is not None or d_z is not None:
-            total += router_losses_backward(d_load_balance, d_z, logits, tokens_per_expert, token_mask, spec=spec)
-        if d_logits is not None:
-            total[kept] += d_logits[kept]
+        if gradients.weights is not None:
+            assert ids is not None
+            total += route_backward(gradients.weights, logits, ids, spec=spec)
+        if gradients.load_balance is not None or gradients.z is not None:
+            losses = gradients.load_balance, gradients.z
+            total += router_losses_backward(*losses, logits, gradients.tokens_per_expert, token_mask, spec=spec)
+        if gradients.logits is not None:
+            total[kept] += gradients.logits[kept]
     return total
+
+
+def routing_backward_plan(arrays: Mapping[str, np.ndarray], *, spec: RouterSpec) -> np.ndarray:
+    """`routing_backward` by the names of a plan's inputs."""
+    gradients = bundle_of(RoutingGradients, arrays, "gradients.")
+    return routing_backward(gradients, arrays["logits"], arrays.get("ids"), arrays.get("token_mask"), spec=spec)

@@ -98,12 +98,7 @@ def run_expert(
         slot_of_row=None if slot_of_row is None else spec_of(slot_of_row),
     )
     arrays = dict(named_arrays(operands)) | ({} if slot_of_row is None else {"slot_of_row": slot_of_row})
-    expected = reference.expert_activation_backward(
-        *(getattr(operands, field.name) for field in dataclasses.fields(operands)),
-        activation=activation,
-        order=order,
-        outputs=outputs,
-    )
+    expected = reference.expert_activation_backward(operands, activation=activation, order=order, outputs=outputs)
     return run_plan(plan, arrays), dict(zip(outputs, expected, strict=True))
 
 

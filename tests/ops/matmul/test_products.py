@@ -18,6 +18,7 @@ from moe_core.formats import QuantizedSpec, format_named, quantized_specs
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.quantized.plan import product_method
+from moe_core.ops.matmul.reference.rows import dense_rows
 from moe_core.ops.moe.reference.backward import _Chain
 from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, TileConfig
@@ -95,10 +96,10 @@ class Bundle:
 def test_one_call_of_threads_does_plain_matrices_alone(changes: dict[str, Any], expected: bool) -> None:
     bundle, x = Bundle(np.ones(2), np.ones(2), **{}), np.ones((2, 2), np.float32)
     bundle = dataclasses.replace(bundle, **changes)
-    chain: Any = _Chain(bundle, "d_", None, x, x, {})  # type: ignore[arg-type]
+    chain: Any = _Chain(bundle, "d_", None, x, x, dense_rows(2))  # type: ignore[arg-type]
     assert chain.at_once() is expected
-    assert not _Chain(bundle, "d_", np.zeros(1, np.int32), x, x, {}).at_once()  # type: ignore[arg-type]
-    assert not _Chain(bundle, "d_", None, x.astype(np.float16), x, {}).at_once()  # type: ignore[arg-type]
+    assert not _Chain(bundle, "d_", np.zeros(1, np.int32), x, x, dense_rows(2)).at_once()  # type: ignore[arg-type]
+    assert not _Chain(bundle, "d_", None, x.astype(np.float16), x, dense_rows(2)).at_once()  # type: ignore[arg-type]
 
 
 def product(weights: str, x: str | None, dtype: str = "bfloat16") -> MatmulOperands:

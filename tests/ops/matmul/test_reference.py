@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_core.errors import InvalidInput
 from moe_core.ops.matmul.reference.forward import matmul_ogs
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import against_exact, assert_close, matmul_tolerance
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec
@@ -58,10 +59,10 @@ class Problem:
 
     def run(self, **changes: Any) -> np.ndarray:
         arrays = dict(named_arrays(self.operands)) | changes
-        extra = {"group_sizes": self.sizes, "group_start": self.start, "slot_of_row": self.slot_of_row}
-        for array in (*arrays.values(), *extra.values()):
+        groups = self.sizes, self.start, self.slot_of_row
+        for array in (*arrays.values(), *groups):
             array.flags.writeable = False
-        return matmul_ogs(**arrays, **extra, layout=self.layout, spec=self.spec)
+        return matmul_ogs(MatmulOperands(**arrays), self.spec, rows_of(self.layout, *groups))
 
     def exact(self) -> np.ndarray:
         rows = self.layout.capacity if self.spec.scatter == "row" else self.layout.num_slots
@@ -125,9 +126,7 @@ def test_dense_product_is_one_group(layout: str):
     weight, up = (draw_array(rng, (40, 32), "bfloat16", rms=0.2) for _ in range(2))
     bias, up_bias = (draw_array(rng, (32,)) for _ in range(2))
     given = [np.ascontiguousarray(w.T) if layout == "out_in" else w for w in (weight, up)]
-    dense = matmul_ogs(
-        x, given[0], up=given[1], bias=bias, up_bias=up_bias, row_weight=row_weight, layout=None, spec=spec
-    )
+    dense = matmul_ogs(MatmulOperands(x, *given, bias, up_bias, row_weight), spec)
     own = {"weight": weight, "up": up, "bias": bias, "up_bias": up_bias}
     wanted = np.stack([exact_row(row, own, spec) for row in x]) * row_weight[:, None]
     assert_close(dense, wanted, matmul_tolerance("bfloat16", "float32", 40, activation=spec.activation), "dense")
@@ -154,36 +153,23 @@ def test_router_weight_comes_after_the_activation_and_before_the_only_rounding()
     spec = MatmulSpec("in_out", "token", "slot", Activation("relu2"), "bfloat16")
     row_weight = np.array([1 + 2.0**-7], np.float32)
     one = np.array([1], np.int32)
-    y = matmul_ogs(
-        x, weight, one, np.array([0, 1]), np.array([0]), row_weight=row_weight, layout=LayoutSpec(1, 1, 1), spec=spec
-    )
+    rows = rows_of(LayoutSpec(1, 1, 1), one, np.array([0, 1]), np.array([0]))
+    y = matmul_ogs(MatmulOperands(x, weight, row_weight=row_weight), spec, rows)
     # relu(2)^2 * 6 = 24, * 1.0078125 = 24.1875: halfway between 24.125 and 24.25, to even.
     assert float(y[0, 0]) == 24.25
 
 
 def test_padding_rows_inside_a_group_are_skipped():
     x = np.array([[1.0], [np.nan], [3.0]], np.float32)
-    y = matmul_ogs(
-        x,
-        np.ones((1, 1, 1), np.float32),
-        np.array([3], np.int32),
-        np.array([0, 3], np.int32),
-        np.array([0, -1, 2], np.int32),
-        layout=LayoutSpec(3, 1, 1),
-        spec=MatmulSpec("in_out"),
-    )
+    groups = np.array([3], np.int32), np.array([0, 3], np.int32), np.array([0, -1, 2], np.int32)
+    operands = MatmulOperands(x, np.ones((1, 1, 1), np.float32))
+    y = matmul_ogs(operands, MatmulSpec("in_out"), rows_of(LayoutSpec(3, 1, 1), *groups))
     assert y.tolist() == [[1.0], [0.0], [3.0]]
 
 
 def test_a_negative_size_is_that_of_a_group_without_rows():
     """As the kernels have it: sizes may come from anywhere."""
-    y = matmul_ogs(
-        np.array([[1.0], [2.0], [3.0]], np.float32),
-        np.array([[[1.0]], [[10.0]], [[100.0]]], np.float32),
-        np.array([1, -2, 2], np.int32),
-        np.array([0, 1, 1, 3], np.int32),
-        np.array([0, 1, 2], np.int32),
-        layout=LayoutSpec(3, 1, 3),
-        spec=MatmulSpec("in_out"),
-    )
+    groups = np.array([1, -2, 2], np.int32), np.array([0, 1, 1, 3], np.int32), np.array([0, 1, 2], np.int32)
+    x, weight = np.array([[1.0], [2.0], [3.0]], np.float32), np.array([[[1.0]], [[10.0]], [[100.0]]], np.float32)
+    y = matmul_ogs(MatmulOperands(x, weight), MatmulSpec("in_out"), rows_of(LayoutSpec(3, 1, 3), *groups))
     assert y.tolist() == [[1.0], [200.0], [300.0]]

@@ -17,6 +17,7 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close
 from moe_core.plan.steps import ReferenceCall
 from moe_core.specs import Activation, MoESpec
+from moe_core.specs.operands import MoEOperands
 from tests.support.moe import plan_of, run_layer, simple_layer
 from tests.support.strategies import RoutingCase
 
@@ -52,10 +53,9 @@ def test_the_backward_of_experts_without_biases(complete: bool) -> None:
     case = RoutingCase(ids, np.full((4, 2), 0.6, np.float32), 4)
     problem: Any = draw_problem(case, MoESpec(Activation("silu")), d_model=3, d_ff=2)
     problem = problem.replace(experts=dataclasses.replace(problem.experts, gate_up_bias=None, down_bias=None))
-    arguments, options = problem.arguments()
-    x, experts, routing, spec = arguments
+    (x, experts, routing, spec), options = problem.arguments()
     stages = moe_stages(x, experts, routing, spec, **options)
-    found = moe_backward_stages(problem.gradients, x, experts, routing, spec, stages, **options)
+    found = moe_backward_stages(problem.gradients, MoEOperands(x, experts, routing, **options), spec, stages)
     for name, expected in Loop(problem, stages["ids"]).autograd(torch.float64).items():
         rms = np.sqrt(np.square(expected).mean())
         assert_close(found[f"d_{name}"], expected, FP32, f"d_{name}", scale=rms)

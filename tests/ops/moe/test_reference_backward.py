@@ -18,7 +18,7 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import Tolerance, assert_close
 from moe_core.specs import Activation, LayoutSpec, MoESpec, RouterSpec
-from moe_core.specs.operands import ExpertWeights, OutputGradients, named_arrays
+from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, named_arrays
 from tests.support import strategies
 from tests.support.strategies import HARD_ROUTINGS, RoutingCase, hard_routing
 from tests.support.training.loop import ROUTERS, Loop, Problem, draw_problem, routed
@@ -40,7 +40,8 @@ def run(problem: Problem) -> tuple[dict[str, np.ndarray], np.ndarray]:
     row_of_slot = make_layout(stages["ids"], problem.expert_map, problem.token_mask, layout=layout)[3]
     stages["matmul1"] = stages["matmul1"].copy()
     stages["matmul1"][row_of_slot < 0] = np.nan
-    return moe_backward_stages(problem.gradients, *arguments, stages, **options), stages["ids"]
+    operands = MoEOperands(*arguments[:3], **options)
+    return moe_backward_stages(problem.gradients, operands, arguments[3], stages), stages["ids"]
 
 
 def check(problem: Problem, tolerance: Tolerance = FP32, dtype: torch.dtype = torch.float64) -> dict[str, np.ndarray]:

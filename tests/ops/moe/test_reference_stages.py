@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -15,13 +13,14 @@ from hypothesis import strategies as st
 from moe_core.ops.activation import reference as backward_activation
 from moe_core.ops.matmul.reference import backward as backward_matmul
 from moe_core.ops.matmul.reference.forward import matmul_ogs
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.router.reference import router_backward
 from moe_core.ops.routing import reference_backward as backward_routing
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference import route
 from moe_core.parity.tolerance import Tolerance, assert_close
 from moe_core.specs import Activation, LogitsSpec, MatmulSpec, RouterSpec
-from moe_core.specs.operands import LAYOUT_INPUTS
+from moe_core.specs.operands import ExpertActivationOperands, MatmulOperands
 from tests.support import strategies
 from tests.support.exact import packed
 from tests.support.strategies import RoutingCase, draw_array, draw_logits, hard_routing
@@ -118,13 +117,13 @@ def test_expert_activation_backward_by_row_and_by_slot(data: st.DataObject) -> N
     pre = pre.astype(strategies.numpy_dtype(dtype))
     weight = np.where(kept, case.weights.ravel(), np.nan).astype(F32)
     product = np.where(kept, 0.5, np.nan).astype(F32)
-    by_row = backward_activation.expert_activation_backward(z, pre, row_of_slot, weight, product, activation=activation)
+    operands = ExpertActivationOperands(z, pre, row_of_slot, weight, product)
+    by_row = backward_activation.expert_activation_backward(operands, activation=activation)
     place = np.maximum(row_of_slot, 0)
     empty = layout.capacity == 0
     slots = [np.zeros((layout.num_slots, a.shape[1]), a.dtype) if empty else a[place] for a in (z, pre)]
-    by_slot = backward_activation.expert_activation_backward(
-        *slots, row_of_slot, weight, product, activation=activation, order="slot"
-    )
+    operands = ExpertActivationOperands(*slots, row_of_slot, weight, product)
+    by_slot = backward_activation.expert_activation_backward(operands, activation=activation, order="slot")
     np.testing.assert_array_equal(by_row[2], by_slot[2])
     for rows, others in zip(by_row[:2], by_slot[:2], strict=True):
         assert rows.dtype == pre.dtype
@@ -142,7 +141,7 @@ def test_matmul_gradients(data: st.DataObject) -> None:
     weight_layout = data.draw(strategies.weight_layouts())
     groups = make_layout(case.ids, case.expert_map, case.token_mask, layout=layout)[:3]
     sizes, _, slot_of_row = groups
-    where: dict[str, Any] = dict(zip(LAYOUT_INPUTS, groups, strict=True), layout=layout)
+    rows_by_expert = rows_of(layout, *groups)
     shape = (case.num_experts, 5, 7) if weight_layout == "in_out" else (case.num_experts, 7, 5)
     weight = draw_array(rng, shape)
     weight[sizes == 0] = np.nan
@@ -152,7 +151,7 @@ def test_matmul_gradients(data: st.DataObject) -> None:
     bias, d_y = draw_array(rng, (case.num_experts, 7)), draw_array(rng, (layout.capacity, 7))
     d_y[slot_of_row < 0] = np.nan
     spec = MatmulSpec(weight_layout, gather="token", scatter="row")
-    y = matmul_ogs(x, weight, *groups, bias=bias, layout=layout, spec=spec)
+    y = matmul_ogs(MatmulOperands(x, weight, bias=bias), spec, rows_by_expert)
     assert y.shape == d_y.shape
 
     leaves = [wide(array) for array in (x, weight, bias)]
@@ -167,18 +166,19 @@ def test_matmul_gradients(data: st.DataObject) -> None:
     d_x, d_weight, d_bias = (gradient.numpy() for gradient in torch.autograd.grad(value, leaves))
 
     back = MatmulSpec(weight_layout, gather="row", scatter="slot")
-    slots = backward_matmul.input_gradient(d_y, weight, **where, spec=back)
+    slots = backward_matmul.input_gradient(MatmulOperands(d_y, weight), back, rows_by_expert)
     assert_close(slots.reshape(*case.ids.shape, 5).sum(axis=1), d_x, CLOSE, "d_x", scale=_rms(d_x))
     sides, gather = ((x, d_y), ("token", "row")) if weight_layout == "in_out" else ((d_y, x), ("row", "token"))
     into = draw_array(rng, shape)
     for base in (None, into):
-        found = backward_matmul.weight_gradient(*sides, base, **where, gather=gather, out_dtype="float32")
+        options = {"gather": gather, "out_dtype": "float32", "into": base}
+        found = backward_matmul.weight_gradient(*sides, rows_by_expert, **options)
         wanted = d_weight if base is None else d_weight + base
         assert_close(found, wanted, CLOSE, "d_weight", scale=_rms(wanted))
         np.testing.assert_array_equal(
             found[sizes == 0], np.zeros(shape)[sizes == 0] if base is None else base[sizes == 0]
         )
-    found = backward_matmul.bias_gradient(d_y, **where, out_dtype="float32")
+    found = backward_matmul.bias_gradient(d_y, rows_by_expert, out_dtype="float32")
     assert_close(found, d_bias, CLOSE, "d_bias", scale=_rms(d_bias))
 
 
@@ -296,11 +296,10 @@ def test_router_backward(weight_layout: str, dtype: str) -> None:
 def test_an_expert_without_rows_has_zeros_whatever_the_weights_hold() -> None:
     case: RoutingCase = hard_routing("no_expert")
     layout = case.layout(alignment=4)
-    groups: dict[str, Any] = dict(zip(LAYOUT_INPUTS, make_layout(case.ids, layout=layout)[:3], strict=True))
+    rows = rows_of(layout, *make_layout(case.ids, layout=layout)[:3])
     x = np.full((case.num_tokens, 3), np.nan, F32)
     d_y = np.full((layout.capacity, 2), np.nan, F32)
-    options = {"layout": layout, "out_dtype": "float32"}
-    assert not backward_matmul.weight_gradient(x, d_y, **groups, gather=("token", "row"), **options).any()
-    assert not backward_matmul.bias_gradient(d_y, **groups, **options).any()
-    product = backward_matmul.bias_product(d_y, d_y[:4], **groups, layout=layout)
+    d_weight = backward_matmul.weight_gradient(x, d_y, rows, gather=("token", "row"), out_dtype="float32")
+    assert not d_weight.any() and not backward_matmul.bias_gradient(d_y, rows, out_dtype="float32").any()
+    product = backward_matmul.bias_product(d_y, d_y[:4], rows)
     assert product.shape == (layout.num_slots,) and not product.any()

@@ -14,6 +14,7 @@ from moe_core.base.target import Target
 from moe_core.ops.activation.reference import sigmoid
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.matmul.reference.backward import bias_product
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.reduction.rowwise import (
     plan_add,
@@ -46,7 +47,7 @@ def test_bias_product(case: strategies.RoutingCase, width: int, seed: int) -> No
     groups = {"group_start": start, "slot_of_row": slot_of_row}
     plan = plan_bias_product(spec_of(d_y), spec_of(bias), layout, engine_target())
     found = run_plan(plan, {"d_y": d_y, "bias": bias} | groups)["products"]
-    expected = bias_product(d_y, bias, group_sizes=sizes, layout=layout, gather="token", **groups)
+    expected = bias_product(d_y, bias, rows_of(layout, sizes, **groups), gather="token")
     present = row_of_slot >= 0
     close(found[present], expected[present], width, "products")
 
@@ -60,7 +61,7 @@ def test_bias_product_of_many_experts_in_a_stack(layer: int) -> None:
     groups, index = {"group_start": start, "slot_of_row": slot_of_row}, np.array([layer], np.int32)
     plan = plan_bias_product(spec_of(d_y), spec_of(bias), layout, engine_target(), layer_index=spec_of(index))
     found = run_plan(plan, {"d_y": d_y, "bias": bias, "layer_index": index} | groups)["products"]
-    expected = bias_product(d_y, bias[layer], group_sizes=sizes, layout=layout, gather="token", **groups)
+    expected = bias_product(d_y, bias[layer], rows_of(layout, sizes, **groups), gather="token")
     close(found, expected, 24, "products")
 
 

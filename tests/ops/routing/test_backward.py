@@ -56,17 +56,7 @@ def run_both(
     arrays = {"logits": logits} | dict(named_arrays(gradients, "gradients."))
     arrays |= {"ids": ids} if has_ids else {}
     arrays |= {} if mask is None else {"token_mask": mask}
-    expected = reference_backward.routing_backward(
-        logits,
-        ids,
-        gradients.weights,
-        gradients.logits,
-        gradients.load_balance,
-        gradients.z,
-        gradients.tokens_per_expert,
-        mask,
-        spec=spec,
-    )
+    expected = reference_backward.routing_backward(gradients, logits, ids, mask, spec=spec)
     return run_plan(plan, arrays)["d_logits"], expected
 
 

@@ -72,7 +72,4 @@ def run_matmul(operands, layout, arrays, spec, target=None, config=None):
 
 
 def expected_matmul(operands, layout, arrays, spec):
-    given_arrays = dict(named_arrays(operands))
-    if layout is not None:
-        given_arrays |= {name: arrays[name] for name in ("group_sizes", "group_start", "slot_of_row")}
-    return reference.matmul_ogs(**given_arrays, layout=layout, spec=spec)
+    return reference.matmul_ogs(operands, spec, reference.planned_rows(layout, arrays, len(operands.x)))

@@ -8,13 +8,12 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.matmul.arguments import zero_counters
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.matmul.reference import forward as reference
 from moe_core.ops.routing.layout import add_schedule
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import LayoutSpec, MatmulSpec, TileConfig
-from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, named_arrays
-from tests.support.harness import engine_target, run_plan
+from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, map_arrays, named_arrays
+from tests.support.harness import engine_target, run_plan, spec_of
 
 
 def plan_composed(
@@ -61,8 +60,8 @@ def expected_composed(
 ) -> dict[str, np.ndarray]:
     """The reference's outputs; rows of no expert are zeros."""
     given = dict(named_arrays(operands)) | {name: arrays[name] for name in LAYOUT_INPUTS}
-    found = reference.matmul_ogs_keeping(**given, layout=layout, spec=spec, outputs=outputs)
-    return dict(zip(outputs, found, strict=True))
+    plan = plan_matmul_ogs(map_arrays(operands, spec_of), layout, spec, Target("reference"), stage=0, outputs=outputs)
+    return run_plan(plan, given)
 
 
 def filled_rows(layout: LayoutSpec, arrays: dict[str, np.ndarray]) -> np.ndarray:

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from moe_core.ops.matmul.reference import backward as reference
+from moe_core.ops.matmul.reference.rows import planned_rows
 from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
@@ -40,10 +41,10 @@ def expected_of(
     left, right = columns(operands.left, spec.left_columns), columns(operands.right, spec.right_columns)
     if operands.row_mask is not None:
         left, right = left[operands.row_mask], right[operands.row_mask]
-    found, groups = {}, groups or {}
+    found, rows = {}, planned_rows(layout, groups or {}, len(left))
     if spec.out_dtype is not None:
         found["d_weight"] = reference.weight_gradient(
-            left, right, into=operands.into, layout=layout, gather=spec.gather, out_dtype=spec.out_dtype, **groups
+            left, right, rows, gather=spec.gather, out_dtype=spec.out_dtype, into=operands.into
         )
     if spec.bias_side is not None:
         side, gather = (left, spec.gather[0]) if spec.bias_side == "left" else (right, spec.gather[1])
@@ -51,7 +52,7 @@ def expected_of(
             found["d_bias"] = side.astype(np.float32).sum(axis=0).astype(spec.bias_dtype)
         else:
             found["d_bias"] = reference.bias_gradient(
-                side, row_weight=operands.row_weight, layout=layout, gather=gather, out_dtype=spec.bias_dtype, **groups
+                side, rows, gather=gather, out_dtype=spec.bias_dtype, row_weight=operands.row_weight
             )
     return found
 

@@ -11,12 +11,13 @@ from moe_core.base.dtypes import numpy_dtype
 from moe_core.modular.weights import activation_of
 from moe_core.ops.activation.reference import activation
 from moe_core.ops.matmul.reference.forward import matmul_ogs
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.routing.reference import layout
 from moe_core.parity.tolerance import DEVIATIONS, EXACT, FP32, Tolerance, activated, product_tolerance, rounded
 from moe_core.specs import LayoutSpec, MatmulSpec, MoESpec
-from moe_core.specs.operands import ExpertWeights, TopK
+from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
 
 #: Local experts, hidden, columns after the activation, choices.
 E, K, F, TOPK = 5, 48, 32, 2
@@ -81,7 +82,8 @@ def expected_output(problem: Problem, rounds: str) -> np.ndarray:
         hidden = activation(stages["matmul1"], activation=activation_of("silu"), out_dtype=dtype.name)
         second = MatmulSpec("out_in", "slot", "slot")
         weights = problem.topk_weights.reshape(-1)
-        slots = matmul_ogs(hidden, problem.w2, sizes, start, slot_of_row, row_weight=weights, layout=spec, spec=second)
+        rows = rows_of(spec, sizes, start, slot_of_row)
+        slots = matmul_ogs(MatmulOperands(hidden, problem.w2, row_weight=weights), second, rows)
     else:
         slots = expected_stages(problem._replace(topk_weights=plain))["matmul2"]
         slots = scale_rows(slots, problem.topk_weights.reshape(-1, 1))

@@ -89,9 +89,8 @@ class Problem:
 
     def alone_backward(self, stages: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Every gradient on one device."""
-        extras = {"token_mask": self.token_mask, "shared": self.shared}
-        given = OutputGradients(self.d_output)
-        return moe_backward_stages(given, self.x, self.experts, self.routing, self.spec, stages, **extras)
+        operands = MoEOperands(self.x, self.experts, self.routing, self.token_mask, shared=self.shared)
+        return moe_backward_stages(OutputGradients(self.d_output), operands, self.spec, stages)
 
 
 def draw_problem(

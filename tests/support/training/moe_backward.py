@@ -100,7 +100,7 @@ class Problem:
         arguments = (operands.x, operands.experts, operands.routing, self.spec)
         extras = {name: getattr(operands, name) for name in ("token_mask", "expert_map", "shared")}
         stages = moe_stages(*arguments, **extras)
-        return moe_backward_stages(self.gradients, *arguments, stages, **extras, request=request or Request())
+        return moe_backward_stages(self.gradients, operands, self.spec, stages, request=request or Request())
 
     def recomputing(self) -> Problem:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, recompute=True))

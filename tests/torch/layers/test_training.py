@@ -20,7 +20,7 @@ from moe_core.layers import MoELayerSpec
 from moe_core.ops.moe.reference.backward import moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close
-from moe_core.specs.operands import OutputGradients, TopK
+from moe_core.specs.operands import MoEOperands, OutputGradients, TopK
 from moe_torch import MoE, trace
 from tests.support.layers import EVERYTHING, SPECS, D, draw_weights, draw_x, layer_cases
 from tests.support.torch import REAL_KERNELS, require_equal, running_on, to_numpy, to_torch
@@ -79,16 +79,8 @@ def test_any_layer_has_the_gradients_of_the_reference(
     forward, rows = stages(weights, x, mask), x.reshape(-1, spec.d_model)
     upstream = draw_x(rows.shape[:1], seed + 1, d_model=spec.d_model)
     flat = None if mask is None else mask.reshape(-1)
-    wanted = moe_backward_stages(
-        OutputGradients(upstream),
-        rows,
-        weights.experts,
-        weights.router,
-        weights.spec,
-        forward,
-        token_mask=flat,
-        shared=weights.shared,
-    )
+    operands = MoEOperands(rows, weights.experts, weights.router, flat, shared=weights.shared)
+    wanted = moe_backward_stages(OutputGradients(upstream), operands, weights.spec, forward)
     with running_on("reference"):
         layer, tokens = MoE.from_weights(weights), tensor(x).requires_grad_()
         layer(tokens, tensor(mask)).backward(tensor(upstream).view(tokens.shape))
@@ -194,9 +186,8 @@ def test_the_router_learns_from_a_replayed_routing(compiled: bool) -> None:
     given = dataclasses.replace(weights.spec, router=None)
     alone = stages_of(weights, x, TopK(routing.ids, routing.weights), given)
     alone |= {"logits": forward["logits"], "ids": routing.ids, "weights": routing.weights}
-    wanted = moe_backward_stages(
-        OutputGradients(upstream), x, weights.experts, weights.router, weights.spec, alone, shared=weights.shared
-    )
+    operands = MoEOperands(x, weights.experts, weights.router, shared=weights.shared)
+    wanted = moe_backward_stages(OutputGradients(upstream), operands, weights.spec, alone)
     with running_on("reference"):
         layer, tokens = MoE.from_weights(weights), to_torch(x).requires_grad_()
         call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer

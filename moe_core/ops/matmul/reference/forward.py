@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from moe_core.base import dtypes
 from moe_core.base.threads import Later, column_blocks, elements, products, row_blocks, spread, threads_for
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.activation.reference import apply, split
+from moe_core.ops.common.bundles import bundle_of, quantized_from
 from moe_core.ops.common.product import narrow_columns, operands, product
 from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.quantized import quantized_product
-from moe_core.ops.matmul.reference.rows import FEWEST_ROWS, Piece, Rows, rows_of
+from moe_core.ops.matmul.reference.rows import FEWEST_ROWS, Piece, Rows, dense_rows, planned_rows
 from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import map_arrays
+from moe_core.specs.operands import MatmulOperands, map_arrays
 from moe_core.specs.routing import LayoutSpec
 
 Matrix = np.ndarray | QuantizedTensor
@@ -85,76 +85,48 @@ def _out_dtype(x: Matrix, spec: MatmulSpec) -> np.dtype:
 
 
 def matmul_ogs(
-    x: Matrix,
-    weight: Matrix,
-    group_sizes: np.ndarray | None = None,
-    group_start: np.ndarray | None = None,
-    slot_of_row: np.ndarray | None = None,
-    up: Matrix | None = None,
-    bias: np.ndarray | None = None,
-    up_bias: np.ndarray | None = None,
-    row_weight: np.ndarray | None = None,
-    layer_index: np.ndarray | None = None,
-    *,
-    layout: LayoutSpec | None,
+    operands: MatmulOperands,
     spec: MatmulSpec,
+    rows: Rows | None = None,
+    *,
     places: tuple[np.ndarray, ...] = (),
-    known: Rows | None = None,
     later: Later | None = None,
     then: Callable[[slice], None] | None = None,
 ) -> np.ndarray:
     """y of `moe_core.ops.matmul.forward.plan_matmul_ogs`; rows without an expert are exact zeros.
 
     allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
-    spec.out_dtype. places: memory for y, none = a new array. known: the layout's rows, None = found. later:
-    what y may be computed by, without row_weight, bias and activation, and by what `then` follows in it. then: called
-    for each slice of rows that y has, where all of them have an expert.
+    spec.out_dtype. rows: None for a dense product. places: memory for y, none = a new array. later: computes y where
+    nothing follows its sums, and with it what `then` does. then: called for each slice of rows that y has, where all of
+    them have an expert.
     """
-    weights, groups = (weight, up, bias, up_bias), (group_sizes, group_start, slot_of_row)
-    y = places[0] if places else _empty(x, weight, up, layout, spec, _out_dtype(x, spec))
-    Product(x, weights, row_weight, layer_index, (layout, known, groups), spec, y).run(later, then)
+    rows = dense_rows(operands.x.shape[0]) if rows is None else rows
+    y = places[0] if places else _empty(operands, spec, rows)
+    Product(operands, spec, rows, y).run(later, then)
     return y
 
 
-def _empty(
-    x: Matrix, weight: Matrix, up: Any, layout: LayoutSpec | None, spec: MatmulSpec, dtype: np.dtype
-) -> np.ndarray:
+def _empty(operands: MatmulOperands, spec: MatmulSpec, rows: Rows) -> np.ndarray:
     """Memory for y."""
-    width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
-    gated = spec.activation is not None and spec.activation.gated and up is None
-    return np.empty((_num_rows(x, layout, spec), width // 2 if gated else width), dtype)
-
-
-def _num_rows(x: Matrix, layout: LayoutSpec | None, spec: MatmulSpec) -> int:
-    """Rows of the result."""
-    if layout is None:
-        return x.shape[0]
-    return layout.capacity if spec.scatter == "row" else layout.num_slots
+    layout, width = rows.layout, operands.weight.shape[-1 if spec.weight_layout == "in_out" else -2]
+    gated = spec.activation is not None and spec.activation.gated and operands.up is None
+    count = rows.count if layout is None else layout.capacity if spec.scatter == "row" else layout.num_slots
+    return np.empty((count, width // 2 if gated else width), _out_dtype(operands.x, spec))
 
 
 class Product:
     """One product of the rows of a layout: `run` computes all of it, `chain` a piece with everything that follows its
     sums, so that pieces of two products can follow each other in one thread.
 
-    y is filled, and pre, where given, with what the activation is applied to. nanoseconds: that all takes. where: the
-    layout, its rows (None = found here) and its arrays.
+    y is filled, and pre, where there is one, with the activation's input. nanoseconds: of the whole product.
     """
 
     def __init__(
-        self,
-        x: Matrix,
-        weights: tuple[Any, ...],
-        row_weight: np.ndarray | None,
-        layer_index: np.ndarray | None,
-        where: tuple[LayoutSpec | None, Rows | None, tuple[Any, ...]],
-        spec: MatmulSpec,
-        y: np.ndarray,
-        pre: np.ndarray | None = None,
+        self, operands: MatmulOperands, spec: MatmulSpec, rows: Rows, y: np.ndarray, pre: np.ndarray | None = None
     ) -> None:
-        self.layout, rows, groups = where
-        weight, up, bias, up_bias = (pick_layer(array, layer_index) for array in weights)
-        self.spec, self.y, self.pre = spec, y, pre
-        self.rows = rows_of(self.layout, x.shape[0], *groups) if rows is None else rows
+        x, arrays = operands.x, (operands.weight, operands.up, operands.bias, operands.up_bias)
+        weight, up, bias, up_bias = (pick_layer(array, operands.layer_index) for array in arrays)
+        self.layout, self.rows, self.spec, self.y, self.pre = rows.layout, rows, spec, y, pre
         self.of, self.to = self.rows.index[spec.gather], self.rows.index[spec.scatter]
         self.x, self.widens = x, isinstance(x, np.ndarray) and isinstance(weight, np.ndarray)
         # Whether a product is one call of NumPy with operands as they are.
@@ -173,6 +145,7 @@ class Product:
             isinstance(self.to, slice) and place is not None and (place.shape, place.dtype) == (self.shape, self.dtype)
         )
         self.sums = place if fits else None
+        row_weight = operands.row_weight
         self.row_weight = None if row_weight is None else row_weight.reshape(-1)[self.rows.index["slot"], None]
         self.columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(self.width)
         self.finished = self.sums is y and row_weight is None and all(added is None for _, added in self.sides)
@@ -297,53 +270,21 @@ class Product:
                 spread(step, row_blocks(*self.shape), elements(*self.shape))
 
 
-def quantized_from(arrays: dict[str, np.ndarray], tensors: tuple[tuple[str, QuantizedSpec], ...]) -> dict[str, Any]:
-    """Arrays by the names of a plan's inputs, those of quantised tensors (`weight.values`, `weight.scales`, ...) put
-    together. tensors: (name, what its arrays mean) of each."""
-    parts, rest = ("values", "scales", "zero_points"), dict(arrays)
-    built = {
-        name: QuantizedTensor(meaning, *(rest.pop(f"{name}.{part}", None) for part in parts))
-        for name, meaning in tensors
-    }
-    return rest | built
-
-
-def matmul_ogs_quantized(
-    *, tensors: tuple[tuple[str, QuantizedSpec], ...], outputs: tuple[str, ...] = ("y",), **arguments: Any
-) -> np.ndarray | tuple[np.ndarray, ...]:
-    """`matmul_ogs`, or with other outputs `matmul_ogs_keeping`, whose quantised operands come as their arrays: see
-    `quantized_from`."""
-    arguments = quantized_from(arguments, tensors)
-    return matmul_ogs(**arguments) if outputs == ("y",) else matmul_ogs_keeping(**arguments, outputs=outputs)
-
-
-def matmul_ogs_keeping(
-    x: np.ndarray,
-    weight: Matrix,
-    up: Matrix | None = None,
-    bias: np.ndarray | None = None,
-    up_bias: np.ndarray | None = None,
-    group_sizes: np.ndarray | None = None,
-    group_start: np.ndarray | None = None,
-    slot_of_row: np.ndarray | None = None,
-    layer_index: np.ndarray | None = None,
+def matmul_ogs_plan(
+    arrays: Mapping[str, np.ndarray],
     *,
     layout: LayoutSpec | None,
     spec: MatmulSpec,
     outputs: tuple[str, ...],
-    places: tuple[np.ndarray, ...] = (),
+    tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
+    places: tuple[np.ndarray, ...],
 ) -> tuple[np.ndarray, ...]:
-    """What outputs names of y, as `matmul_ogs` has it, and pre: what the activation is applied to, cast to the dtype of
-    x, `[*, 2N]` (ungated N); gate_layout `separate`: gate columns, then up. places: memory for them, none = new arrays.
+    """`matmul_ogs` by the names of a plan's inputs: writes y, pre or both (`plan_matmul_ogs`) to places.
+
+    tensors: of quantised operands, see `quantized_from`.
     """
-    assert spec.activation is not None
-    found = dict(zip(outputs, places, strict=False))
-    if "y" not in found:
-        dtype = x.dtype if spec.out_dtype is None else dtypes.numpy_dtype(spec.out_dtype)
-        found["y"] = _empty(x, weight, up, layout, spec, dtype)
-    if "pre" not in found:
-        width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
-        found["pre"] = np.empty((_num_rows(x, layout, spec), width if up is None else 2 * width), x.dtype)
-    groups, weights = (group_sizes, group_start, slot_of_row), (weight, up, bias, up_bias)
-    Product(x, weights, None, layer_index, (layout, None, groups), spec, found["y"], found["pre"]).run()
-    return tuple(found[name] for name in outputs)
+    operands = bundle_of(MatmulOperands, quantized_from(arrays, tensors))
+    rows, made = planned_rows(layout, arrays, operands.x.shape[0]), dict(zip(outputs, places, strict=True))
+    y = made["y"] if "y" in made else _empty(operands, spec, rows)
+    Product(operands, spec, rows, y, made.get("pre")).run()
+    return places

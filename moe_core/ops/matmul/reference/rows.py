@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moe_core.base.threads import BLOCK_ROWS
+from moe_core.specs.operands import LAYOUT_INPUTS
 from moe_core.specs.routing import LayoutSpec
 
 _ALL = slice(None)
@@ -21,9 +23,14 @@ Piece = tuple[tuple[int, slice], ...]
 
 
 class Rows(NamedTuple):
-    """count: of the rows. index: where an array that is indexed by `row`, `slot` or `token` has them. experts: of each
-    row, 0 where there is no layout. parts: (expert, its rows) of those that have any."""
+    """Rows by expert.
 
+    layout: None for dense rows, all of one expert. count: the number of rows. index: their places in an array that is
+    indexed by `row`, `slot` or `token`. experts: the expert of each row, 0 for dense rows. parts: (expert, its rows) of
+    every expert that has any.
+    """
+
+    layout: LayoutSpec | None
     count: int
     index: dict[str, Any]
     experts: Any
@@ -62,20 +69,18 @@ def _joined(blocks: list[tuple[int, slice]], costs: list[int], most: float) -> l
     return pieces
 
 
-def rows_of(
-    layout: LayoutSpec | None,
-    num_rows: int,
-    group_sizes: np.ndarray | None = None,
-    group_start: np.ndarray | None = None,
-    slot_of_row: np.ndarray | None = None,
-    known: Rows | None = None,
-) -> Rows:
-    """Those of a layout by its arrays, or what is known already. layout None: all num_rows, of one expert."""
-    if known is not None:
-        return known
-    if layout is None:
-        return Rows(num_rows, dict.fromkeys(("row", "slot", "token"), _ALL), 0, [(0, slice(0, num_rows))])
-    assert group_sizes is not None and group_start is not None and slot_of_row is not None
+def dense_rows(count: int) -> Rows:
+    """All of `count` rows, of one expert."""
+    return Rows(None, count, dict.fromkeys(("row", "slot", "token"), _ALL), 0, [(0, slice(0, count))])
+
+
+def planned_rows(layout: LayoutSpec | None, arrays: Mapping[str, np.ndarray], count: int) -> Rows:
+    """The rows of a plan's layout, whose arrays are among `arrays`, or all of `count` dense rows."""
+    return dense_rows(count) if layout is None else rows_of(layout, *(arrays[name] for name in LAYOUT_INPUTS))
+
+
+def rows_of(layout: LayoutSpec, group_sizes: np.ndarray, group_start: np.ndarray, slot_of_row: np.ndarray) -> Rows:
+    """The rows of a layout that have an expert, by its arrays."""
     if slot_of_row.min(initial=0) >= 0 and layout.capacity == layout.num_slots:
         starts = group_start.tolist()
         ends_of = list(itertools.pairwise(starts))
@@ -84,7 +89,7 @@ def rows_of(
             # Every slot has a row, without gaps.
             index = {"row": _ALL, "slot": slot_of_row, "token": slot_of_row // layout.top_k}
             parts = [(expert, slice(*ends)) for expert, ends in enumerate(ends_of) if ends[0] < ends[1]]
-            return Rows(layout.capacity, index, np.repeat(np.arange(len(group_sizes)), group_sizes), parts)
+            return Rows(layout, layout.capacity, index, np.repeat(np.arange(len(group_sizes)), group_sizes), parts)
     sizes = np.maximum(group_sizes, 0)
     experts = np.repeat(np.arange(len(sizes)), sizes)
     rows = np.arange(len(experts)) + np.repeat(group_start[:-1] - (np.cumsum(sizes) - sizes), sizes)
@@ -98,4 +103,4 @@ def rows_of(
     ends = np.searchsorted(experts, np.arange(len(sizes)), side="right").tolist()
     starts = [0, *ends[:-1]]
     parts = [(expert, slice(*ends_of)) for expert, ends_of in enumerate(zip(starts, ends, strict=True))]
-    return Rows(len(rows), index, experts, [(expert, part) for expert, part in parts if part.stop > part.start])
+    return Rows(layout, len(rows), index, experts, [(expert, part) for expert, part in parts if part.stop > part.start])

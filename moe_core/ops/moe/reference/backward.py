@@ -20,21 +20,38 @@ from moe_core.base.threads import Later
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec
 from moe_core.ops.activation.reference import expert_activation_backward, sigmoid
+from moe_core.ops.common.bundles import bundle_of, quantized_from
 from moe_core.ops.common.rounding import plain_name, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference import backward as matmul
-from moe_core.ops.matmul.reference.forward import matmul_ogs, pick_layer, quantized_from
-from moe_core.ops.matmul.reference.rows import rows_of
+from moe_core.ops.matmul.reference.forward import matmul_ogs, pick_layer
+from moe_core.ops.matmul.reference.rows import Rows, dense_rows, rows_of
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.router.reference import router, router_backward
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference_backward import routing_backward
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, OutputGradients, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.specs.operands import (
+    ExpertActivationOperands,
+    ExpertWeights,
+    MatmulOperands,
+    MoEOperands,
+    OutputGradients,
+    RouterLogits,
+    RouterWeights,
+    RoutingGradients,
+    SharedExpert,
+    TopK,
+)
 from moe_core.specs.routing import LayoutSpec, LogitsSpec
 
-Routing = RouterWeights | RouterLogits | TopK
 _ROUTING: dict[str, type] = {"routing.weight": RouterWeights, "routing.logits": RouterLogits, "routing.ids": TopK}
+#: What a forward saves -> the stage that it is.
+_SAVED = {
+    "saved.pre_activation": "pre_activation",
+    "saved.shared_pre_activation": "shared_matmul1",
+    "saved.shared_gate": "shared_gate",
+}
 
 
 @dataclass(frozen=True)
@@ -59,8 +76,8 @@ EVERYTHING = Request()
 class _Chain(NamedTuple):
     """Experts, or the shared expert: their weights, and how they find their rows.
 
-    x: the input of gate_up, d_out: the gradient of the output, both by row. where: the layout and its rows. tokens:
-    None, or the token of each row where x and d_out are still empty: the rows of `source` go there block by block.
+    x: the input of gate_up, d_out: the gradient of the output, both by row. tokens: None, or the token of each row
+    where x and d_out are still empty: the rows of `source` go there block by block.
     """
 
     bundle: ExpertWeights | SharedExpert
@@ -68,7 +85,7 @@ class _Chain(NamedTuple):
     layer_index: np.ndarray | None
     x: np.ndarray
     d_out: np.ndarray
-    where: dict[str, Any]
+    rows: Rows
     source: np.ndarray | None = None
     tokens: np.ndarray | None = None
 
@@ -83,20 +100,27 @@ class _Chain(NamedTuple):
     def pre_activation(self, spec: MoESpec) -> np.ndarray:
         """The product with gate_up (and up) before its activation, as the forward rounds it."""
         matmul = MatmulSpec(spec.weight_layout, "row", "row", None, plain_name(self.x), spec.allow_tf32)
-        options = {"layer_index": self.layer_index, "spec": matmul, **self.where}
         names = [name for name in ("gate_up", "up") if getattr(self.bundle, name) is not None]
         sides = [(getattr(self.bundle, name), getattr(self.bundle, f"{name}_bias", None)) for name in names]
-        return np.concatenate([matmul_ogs(self.x, weight, bias=bias, **options) for weight, bias in sides], axis=1)
+        products = [MatmulOperands(self.x, weight, bias=bias, layer_index=self.layer_index) for weight, bias in sides]
+        return np.concatenate([matmul_ogs(operands, matmul, self.rows) for operands in products], axis=1)
 
 
 class MoEBackward:
     """The stages of one backward; one method per part. `found` collects what `moe_backward_stages` returns, `by_row`
     what is by slot there and by layout row here."""
 
-    def __init__(self, gradients: OutputGradients, request: Request, *arguments: Any) -> None:
-        self.x, self.experts, self.routing, self.spec, self.stages = arguments[:5]
-        self.token_mask, self.expert_map, self.shared = arguments[5:]
-        self.gradients, self.request = gradients, request
+    def __init__(
+        self,
+        gradients: OutputGradients,
+        operands: MoEOperands,
+        spec: MoESpec,
+        stages: Mapping[str, Any],
+        request: Request = EVERYTHING,
+    ) -> None:
+        self.x, self.experts, self.routing = operands.x, operands.experts, operands.routing
+        self.token_mask, self.expert_map, self.shared = operands.token_mask, operands.expert_map, operands.shared
+        self.gradients, self.spec, self.stages, self.request = gradients, spec, stages, request
         self.found: dict[str, np.ndarray] = {}
         self.d_out = round_to(gradients.output, self.x.dtype)
         # What flows into x through the experts, and through all else, which is added up first, as kernels do.
@@ -131,59 +155,61 @@ class MoEBackward:
             self.d_rest = d_x if self.d_rest is None else self.d_rest + d_x
 
     def _through(
-        self, chain: _Chain, pre: np.ndarray | None, out_dtype: str | None, **weighting: Any
+        self, chain: _Chain, pre: np.ndarray | None, out_dtype: str | None, weighting: ExpertActivationOperands
     ) -> tuple[np.ndarray, ...]:
-        """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x in out_dtype; the chain's gradients are found.
+        """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x in out_dtype; keeps the chain's gradients.
 
-        pre: None = computed again. weighting: of `expert_activation_backward`."""
+        pre: None = computed again. weighting: row_of_slot, row_weight and bias_product."""
         bundle, d_out = chain.bundle, chain.d_out
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
-
-        def back(d_y: np.ndarray, dtype: str | None, weight: Any, up: Any = None, by: str = "row", **options: Any):
-            matmul_spec = MatmulSpec(spec.weight_layout, by, "row", None, dtype, spec.allow_tf32)
-            where = {"layer_index": chain.layer_index, **chain.where, **options}
-            return matmul.input_gradient(d_y, weight, up, spec=matmul_spec, **where)
-
+        product = MatmulSpec(spec.weight_layout, "row", "row", None, out_dtype, spec.allow_tf32)
         d_hidden = np.empty((len(pre), pre.shape[1] // (2 if spec.activation.gated else 1)), working_dtype(pre))
         later = Later()
 
         def fill(then: Callable[[slice], None] | None) -> None:
-            options = {"places": (d_hidden,), "later": later if then and chain.at_once() else None}
             source, tokens = chain.source, chain.tokens
-            if source is None or tokens is None or then is None:
-                back(d_out, "float32", bundle.down, then=then, **options)
-                return
+            d_y, gather, follow = d_out, "row", then
+            if source is not None and tokens is not None and then is not None:
 
-            def gather_too(block: slice) -> None:
-                for array, rows in ((source, chain.x), (self.d_out, d_out)):
-                    array.take(tokens[block], 0, rows[block], "clip")
-                then(block)
+                def gather_too(block: slice) -> None:
+                    for array, rows in ((source, chain.x), (self.d_out, d_out)):
+                        array.take(tokens[block], 0, rows[block], "clip")
+                    then(block)
 
-            back(self.d_out, "float32", bundle.down, by="token", then=gather_too, **options)
+                d_y, gather, follow = self.d_out, "token", gather_too
+            matmul.input_gradient(
+                MatmulOperands(d_y, bundle.down, layer_index=chain.layer_index),
+                dataclasses.replace(product, gather=gather, out_dtype="float32"),
+                chain.rows,
+                places=(d_hidden,),
+                later=later if then and chain.at_once() else None,
+                then=follow,
+            )
 
-        options = {"activation": spec.activation, "fill": fill}
-        d_pre, hidden, d_weight = expert_activation_backward(d_hidden, pre, **weighting, **options)
-        d_rows = back(d_pre, out_dtype, bundle.gate_up, bundle.up, later=later)
+        operands = dataclasses.replace(weighting, d_hidden=d_hidden, pre=pre)
+        d_pre, hidden, d_weight = expert_activation_backward(operands, activation=spec.activation, fill=fill)
+        operands = MatmulOperands(d_pre, bundle.gate_up, bundle.up, layer_index=chain.layer_index)
+        d_rows = matmul.input_gradient(operands, product, chain.rows, later=later)
         width = d_pre.shape[1] // 2 if bundle.up is not None else d_pre.shape[1]
         factors = {
             "down": (hidden, d_out),
             "gate_up": (chain.x, d_pre[:, :width]),
             "up": (chain.x, d_pre[:, width:]),
         }
-        for name, sides in factors.items():
+        for name, (left, right) in factors.items():
             matrix, full = getattr(bundle, name), chain.prefix + name
             if self.request.wants(full) and isinstance(matrix, np.ndarray):
                 request = self.request
-                stack = (matrix, chain.layer_index, request.into.get(full), request.places.get(full))
-                where = {"weight_layout": spec.weight_layout, "later": later, **chain.where}
-                by_row = (sides[0], "row"), (sides[1], "row")
-                self.found[full] = matmul.matrix_gradient(*by_row, *stack, **where)
+                trained = matmul.Trained(matrix, chain.layer_index, request.into.get(full), request.places.get(full))
+                options = {"weight_layout": spec.weight_layout, "later": later}
+                sides = (left, "row"), (right, "row")
+                self.found[full] = matmul.matrix_gradient(*sides, trained, chain.rows, **options)
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
             if bias is not None and self.request.wants(full):
-                weight, dtype = weighting["row_weight"] if name == "down" else None, plain_name(bias)
-                d_bias = matmul.bias_gradient(sides[1], row_weight=weight, out_dtype=dtype, **chain.where)
-                self.found[full] = matmul.in_stack(d_bias, bias, chain.layer_index)
+                weight = weighting.row_weight if name == "down" else None
+                d_bias = matmul.bias_gradient(right, chain.rows, row_weight=weight, out_dtype=plain_name(bias))
+                self.found[full] = matmul.Trained(bias, chain.layer_index).in_stack(d_bias)
         with np.errstate(all="ignore"):
             later.run()
         return d_hidden, d_pre, hidden, d_weight, d_rows
@@ -194,9 +220,9 @@ class MoEBackward:
         ids, weights = stages["ids"], stages["weights"].reshape(-1)
         num_experts = experts.down.shape[0 if layer_index is None else 1]
         layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, limit=self.spec.row_limit)
-        found = stages.get("layout") or make_layout(ids, self.expert_map, self.token_mask, layout=layout)
-        sizes, start, slot_of_row, self.row_of_slot = found[:4]
-        where = {"known": rows_of(layout, len(self.x), sizes, start, slot_of_row), "layout": layout}
+        arrays = stages.get("layout") or make_layout(ids, self.expert_map, self.token_mask, layout=layout)
+        sizes, start, slot_of_row, self.row_of_slot = arrays[:4]
+        rows = rows_of(layout, sizes, start, slot_of_row)
         on_input = self.spec.apply_router_weight_on_input
         source = scale_rows(self.x, stages["weights"]) if on_input else self.x
         # By layout row from here on; rows without a slot hold anything.
@@ -207,16 +233,15 @@ class MoEBackward:
             pre = stages["matmul1"][slots]
         product = None
         if experts.down_bias is not None:
-            product = matmul.bias_product(
-                self.d_out, pick_layer(experts.down_bias, layer_index), gather="token", **where
-            )
+            bias = pick_layer(experts.down_bias, layer_index)
+            product = matmul.bias_product(self.d_out, bias, rows, gather="token")
         row_of_slot = self.row_of_slot
         x, d_out = (np.empty((len(tokens), array.shape[1]), array.dtype) for array in (source, self.d_out))
-        chain = _Chain(experts, "d_experts.", layer_index, x, d_out, where, source, tokens)
+        chain = _Chain(experts, "d_experts.", layer_index, x, d_out, rows, source, tokens)
         if pre is None or not chain.at_once() or min(slot_of_row.min(initial=0), row_of_slot.min(initial=0)) < 0:
             chain = chain._replace(x=source[tokens], d_out=self.d_out[tokens], tokens=None)
-        weighting = {"row_of_slot": row_of_slot, "row_weight": None if on_input else weights, "bias_product": product}
-        d_hidden, d_pre, hidden, d_weight, d_rows = self._through(chain, pre, None, **weighting)
+        weighting = ExpertActivationOperands(None, None, row_of_slot, None if on_input else weights, product)
+        d_hidden, d_pre, hidden, d_weight, d_rows = self._through(chain, pre, None, weighting)
         self.by_row = {"d_hidden": d_hidden, "d_pre": d_pre, "weighted_hidden": hidden, "d_slots": d_rows}
         if on_input:
             # K = 1: a slot is its token. What was x times the weight gives gradients of both.
@@ -237,9 +262,9 @@ class MoEBackward:
         pre, gate = self.stages.get("shared_matmul1"), self.stages.get("shared_gate")
         if pre is None and shared.gate is not None:
             gate = router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
-        chain = _Chain(shared, "d_shared.", layer_index, x, self.d_out, {"layout": None})
-        weight = None if gate is None else sigmoid(gate)
-        *_, d_sigmoid, d_x = self._through(chain, pre, "float32", row_weight=weight)
+        chain = _Chain(shared, "d_shared.", layer_index, x, self.d_out, dense_rows(len(x)))
+        weighting = ExpertActivationOperands(None, None, row_weight=None if gate is None else sigmoid(gate))
+        *_, d_sigmoid, d_x = self._through(chain, pre, "float32", weighting)
         self._add(d_x)
         if gate is not None and shared.gate is not None:
             with np.errstate(all="ignore"):
@@ -260,12 +285,13 @@ class MoEBackward:
                 )
             self.found["d_routing.weights"] = d_weights
             return
+        assert spec.router is not None
         logits, ids = stages["logits"], stages["ids"]
         with np.errstate(all="ignore"):
             total = d_weights if given.weights is None else d_weights + given.weights
         counts = np.bincount(ids[ids >= 0], minlength=logits.shape[1])
-        flowing = (total, given.logits, given.load_balance, given.z, counts)
-        d_logits = routing_backward(logits, ids, *flowing, self.token_mask, spec=spec.router)
+        flowing = RoutingGradients(total, given.logits, given.load_balance, given.z, counts)
+        d_logits = routing_backward(flowing, logits, ids, self.token_mask, spec=spec.router)
         self.found |= {"d_weights": d_weights, "d_logits": d_logits}
         if isinstance(routing, RouterLogits):
             self.found["d_routing.logits"] = d_logits
@@ -281,15 +307,10 @@ class MoEBackward:
 
 def moe_backward_stages(
     gradients: OutputGradients,
-    x: np.ndarray,
-    experts: ExpertWeights,
-    routing: Routing,
+    operands: MoEOperands,
     spec: MoESpec,
-    stages: dict[str, np.ndarray],
+    stages: Mapping[str, np.ndarray],
     *,
-    token_mask: np.ndarray | None = None,
-    expert_map: np.ndarray | None = None,
-    shared: SharedExpert | None = None,
     request: Request = EVERYTHING,
 ) -> dict[str, np.ndarray]:
     """Every stage of one MoE backward; stages: what `moe_stages` returned for the same arguments, of which logits, ids,
@@ -307,26 +328,21 @@ def moe_backward_stages(
     used. Quantised matrices have none; what goes back through them is `input_gradient`'s.
     Raises InvalidInput where ids are given and a gradient of what comes before them is too.
     """
-    backward = MoEBackward(gradients, request, x, experts, routing, spec, stages, token_mask, expert_map, shared)
-    found = backward.run()
-    return found | {name: backward.rows_of_slots(rows) for name, rows in backward.by_row.items()}
+    backward = MoEBackward(gradients, operands, spec, stages, request)
+    return backward.run() | {name: backward.rows_of_slots(rows) for name, rows in backward.by_row.items()}
 
 
-def _bundle(kind: type, prefix: str, arrays: dict[str, np.ndarray]) -> Any:
-    return kind(**{name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)})
-
-
-def moe_backward(
+def moe_backward_plan(
+    arrays: Mapping[str, np.ndarray],
     *,
     spec: MoESpec,
     wanted: tuple[str, ...],
     accumulate: tuple[str, ...],
     one_layer: bool,
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
-    places: tuple[np.ndarray, ...] = (),
     wide: bool = False,
     by_slot: bool = False,
-    **arrays: np.ndarray,
+    places: tuple[np.ndarray, ...] = (),
 ) -> tuple[np.ndarray, ...]:
     """The gradients that wanted names, in its order; arrays: by the names of `plan_moe_backward`'s inputs.
 
@@ -336,25 +352,23 @@ def moe_backward(
     of wanted, which may be used. wide, by_slot: of `Request`.
     """
     arrays = quantized_from(arrays, tensors)
-    x, experts = arrays["x"], _bundle(ExpertWeights, "experts.", arrays)
-    routing = next(_bundle(kind, "routing.", arrays) for name, kind in _ROUTING.items() if name in arrays)
-    shared = _bundle(SharedExpert, "shared.", arrays) if "shared.gate_up" in arrays else None
+    routing = next(bundle_of(kind, arrays, "routing.") for name, kind in _ROUTING.items() if name in arrays)
+    shared = bundle_of(SharedExpert, arrays, "shared.") if "shared.gate_up" in arrays else None
+    experts, masks = bundle_of(ExpertWeights, arrays, "experts."), (arrays.get("token_mask"), arrays.get("expert_map"))
     source = vars(routing) if isinstance(routing, TopK) else arrays
     stages: dict[str, Any] = {name: source[name] for name in ("ids", "weights")}
     if not isinstance(routing, TopK):
         stages["logits"] = arrays["logits"] if isinstance(routing, RouterWeights) else routing.logits
     layout = "tokens_per_expert", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot"
     stages["layout"] = tuple(arrays[name] for name in layout)
-    if "saved.pre_activation" in arrays:
-        stages["pre_activation"] = arrays["saved.pre_activation"]
-    for name, stage in (("saved.shared_pre_activation", "shared_matmul1"), ("saved.shared_gate", "shared_gate")):
-        if name in arrays:
-            stages[stage] = arrays[name]
-    masks: dict[str, Any] = {name: arrays.get(name) for name in ("token_mask", "expert_map")}
+    stages |= {stage: arrays[name] for name, stage in _SAVED.items() if name in arrays}
     into = {name: arrays["into." + name.removeprefix("d_")] for name in accumulate}
     request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)), wide, by_slot)
-    gradients = _bundle(OutputGradients, "gradients.", arrays)
-    found = MoEBackward(gradients, request, x, experts, routing, spec, stages, *masks.values(), shared).run()
+    operands, gradients = (
+        MoEOperands(arrays["x"], experts, routing, *masks, shared),
+        bundle_of(OutputGradients, arrays, "gradients."),
+    )
+    found = MoEBackward(gradients, operands, spec, stages, request).run()
     if one_layer and experts.layer_index is not None:
         rank = len(experts.down.shape)
         ranks = {"d_experts": rank, "d_shared": rank - 1}

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from moe_core.base.threads import spread
+from moe_core.ops.common.bundles import bundle_of
 from moe_core.ops.matmul.reference.forward import Product
+from moe_core.ops.matmul.reference.rows import planned_rows
 from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.routing import LayoutSpec
-
-_GROUPS = ("group_sizes", "group_start", "slot_of_row")
 
 
 def both_products(
+    arrays: Mapping[str, np.ndarray],
     *,
     layout: LayoutSpec | None,
     first: MatmulSpec,
     second: MatmulSpec,
     outputs: tuple[str, ...],
     places: tuple[np.ndarray, ...],
-    **arrays: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
-    """What `matmul_ogs_keeping` with outputs (`y`, `pre`) writes, then what `matmul_ogs` makes of y by row.
+    """Write what `matmul_ogs_plan` makes with outputs (`y`, `pre`), then the product of y by row.
 
     arrays: their inputs as `first.x`, `first.weight`, ..., `second.weight`, and the layout's. places: memory for the
     results. Threads wake once where there are blocks for all of them; the bits are those of one product at a time.
     """
-    made, layer_index = dict(zip(outputs, places, strict=False)), arrays.get("layer_index")
-
-    def product(name: str, x: np.ndarray, spec: MatmulSpec, rows: Any, y: np.ndarray, pre: Any = None) -> Product:
-        weights = tuple(arrays.get(f"{name}.{part}") for part in ("weight", "up", "bias", "up_bias"))
-        where = layout, rows, tuple(arrays.get(part) for part in _GROUPS)
-        return Product(x, weights, arrays.get(f"{name}.row_weight"), layer_index, where, spec, y, pre)
-
-    one = product("first", arrays["first.x"], first, None, made["y"], made.get("pre"))
-    two = product("second", made["y"], second, one.rows, places[-1])
+    made, common = dict(zip(outputs, places, strict=False)), {"layer_index": arrays.get("layer_index")}
+    y, rows = made["y"], planned_rows(layout, arrays, len(arrays["first.x"]))
+    one, two = (
+        dataclasses.replace(bundle_of(MatmulOperands, {"second.x": y, **arrays}, prefix), **common)
+        for prefix in ("first.", "second.")
+    )
+    one, two = Product(one, first, rows, y, made.get("pre")), Product(two, second, rows, places[-1])
     work = one.nanoseconds + two.nanoseconds
     pieces = one.pieces(work)
     if pieces is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from moe_core.errors import InvalidInput
@@ -9,6 +11,7 @@ from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.activation.reference import activation
 from moe_core.ops.common.rounding import plain_name, round_to, to_float32
 from moe_core.ops.matmul.reference.forward import Matrix, matmul_ogs
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.norm.reference import rms_norm
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.ops.reduction.reference import reduce, scale_rows
@@ -17,7 +20,15 @@ from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference import route
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, LayerRouter, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.specs.operands import (
+    ExpertWeights,
+    LayerRouter,
+    MatmulOperands,
+    RouterLogits,
+    RouterWeights,
+    SharedExpert,
+    TopK,
+)
 from moe_core.specs.routing import LayoutSpec, LogitsSpec
 from moe_core.specs.tuning import MatmulTuning
 
@@ -52,11 +63,11 @@ def shared_output(
     """The shared expert's output fp32 `[T, D]` (never rounded) and its gate logits fp32 `[T, 1]` or None."""
     # A stack of layers may leave the shared expert's matrices unstacked.
     layer_index = layer_index if shared.gate_up.ndim == 3 else None
-    options = {"weight_layout": spec.weight_layout, "allow_tf32": spec.allow_tf32}
-    first = MatmulSpec(activation=spec.of_shared().activation, **options)
-    hidden = matmul_ogs(x, shared.gate_up, up=shared.up, layer_index=layer_index, layout=None, spec=first)
-    second = MatmulSpec(out_dtype="float32", **options)
-    output = matmul_ogs(hidden, shared.down, layer_index=layer_index, layout=None, spec=second)
+    product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
+    first = dataclasses.replace(product, activation=spec.of_shared().activation)
+    hidden = matmul_ogs(MatmulOperands(x, shared.gate_up, shared.up, layer_index=layer_index), first)
+    second = dataclasses.replace(product, out_dtype="float32")
+    output = matmul_ogs(MatmulOperands(hidden, shared.down, layer_index=layer_index), second)
     if shared.gate is None:
         return output, None
     return output, router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
@@ -108,23 +119,26 @@ def moe_stages(
     num_experts = experts.down.shape[0 if experts.layer_index is None else 1]
     layout = LayoutSpec(num_tokens, top_k, num_experts, limit=spec.row_limit)
     *groups, row_of_slot, invalid = make_layout(stages["ids"], expert_map, token_mask, layout=layout)[:5]
+    rows = rows_of(layout, *groups)
 
     tuning = MatmulTuning(batch_invariant=True) if spec.batch_invariant else None
 
-    def by_slot(values: Matrix, weight: Matrix, gather: str, out_dtype: str, **options: np.ndarray | None):
+    def by_slot(operands: MatmulOperands, gather: str, out_dtype: str) -> np.ndarray:
         matmul = MatmulSpec(spec.weight_layout, gather, "slot", None, out_dtype, spec.allow_tf32, tuning=tuning)
-        options |= {"layer_index": experts.layer_index}
-        return matmul_ogs(values, weight, *groups, layout=layout, spec=matmul, **options)
+        return matmul_ogs(dataclasses.replace(operands, layer_index=experts.layer_index), matmul, rows)
 
     source = _quantized(source, spec, experts.gate_up_input_scale, row_of_slot)
-    gate_up = by_slot(source, experts.gate_up, "token", "float32", bias=experts.gate_up_bias)
-    up = None if experts.up is None else by_slot(source, experts.up, "token", "float32", bias=experts.up_bias)
+    gate_up = by_slot(MatmulOperands(source, experts.gate_up, bias=experts.gate_up_bias), "token", "float32")
+    up = None
+    if experts.up is not None:
+        up = by_slot(MatmulOperands(source, experts.up, bias=experts.up_bias), "token", "float32")
     slot_dtype = plain_name(x)
     hidden = activation(gate_up, up, activation=spec.activation, out_dtype=slot_dtype)
     before = gate_up if up is None else np.concatenate([gate_up, up], axis=1)
     row_weight = None if spec.apply_router_weight_on_input else weights
-    rows = _quantized(hidden, spec, experts.down_input_scale, row_of_slot)
-    slots = by_slot(rows, experts.down, "slot", slot_dtype, bias=experts.down_bias, row_weight=row_weight)
+    second = _quantized(hidden, spec, experts.down_input_scale, row_of_slot)
+    product = MatmulOperands(second, experts.down, bias=experts.down_bias, row_weight=row_weight)
+    slots = by_slot(product, "slot", slot_dtype)
     extra = (None, None) if shared is None else shared_output(x, shared, spec, experts.layer_index)
     output = reduce(slots, row_of_slot, *extra, top_k=top_k, order="slot", out_dtype=spec.out_dtype or slot_dtype)
     return stages | {

@@ -15,6 +15,7 @@ from moe_core.ops.matmul.backward import plan_matmul_ogs_backward, why_no_gradie
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.quantized.transposed import choose_transposed_tile, plan_matmul_quantized_transposed
 from moe_core.ops.matmul.reference.backward import input_gradient
+from moe_core.ops.matmul.reference.rows import planned_rows
 from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.moe.checks import why_no_moe_gradient
 from moe_core.ops.moe.reference.backward import moe_backward_stages
@@ -91,8 +92,8 @@ def test_products_of_every_format(name: str, weight_layout: str) -> None:
     x[(case.ids < 0).all(axis=1)] = np.nan
     spec = MatmulSpec(weight_layout, "token", "slot")
     kernels, reference = run_both(MatmulOperands(x, weight), layout, spec, groups)
-    arrays = {name: groups[name] for name in ("group_sizes", "group_start", "slot_of_row")}
-    expected = input_gradient(x, dequantize(weight, "float32"), **arrays, layout=layout, spec=spec)
+    rows = planned_rows(layout, groups, len(x))
+    expected = input_gradient(MatmulOperands(x, dequantize(weight, "float32")), spec, rows)
     assert_both(kernels, reference, expected)
 
 
@@ -122,8 +123,7 @@ def test_two_matrices_of_one_layer_in_16_bits(case_name: str, dtype: str) -> Non
     spec = MatmulSpec("out_in", out_dtype="float32")
     kernels, reference = run_both(operands, layout, spec, groups)
     matrices = [dequantize(map_arrays(weight, lambda array: array[1]), dtype) for weight in (gate, up)]
-    arrays = {name: groups[name] for name in ("group_sizes", "group_start", "slot_of_row")}
-    expected = input_gradient(x, matrices[0], **arrays, up=matrices[1], layout=layout, spec=spec)
+    expected = input_gradient(MatmulOperands(x, *matrices), spec, planned_rows(layout, groups, len(x)))
     assert_both(kernels, reference, expected)
 
 
@@ -193,9 +193,7 @@ def test_the_reference_is_that_of_dequantised_weights() -> None:
     operands = problem.operands
     stages = moe_stages(operands.x, operands.experts, operands.routing, problem.spec, shared=operands.shared)
     found, expected = (
-        moe_backward_stages(
-            problem.gradients, operands.x, experts, operands.routing, problem.spec, stages, shared=operands.shared
-        )
+        moe_backward_stages(problem.gradients, dataclasses.replace(operands, experts=experts), problem.spec, stages)
         for experts in (operands.experts, plain(operands.experts))
     )
     absent = {f"d_experts.{name}" for name in ("gate_up", "up", "down")}

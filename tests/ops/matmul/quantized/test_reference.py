@@ -23,8 +23,9 @@ from moe_core.formats import (
     QuantizedTensor,
     scheme_named,
 )
-from moe_core.ops.matmul.reference.forward import matmul_ogs, matmul_ogs_quantized
+from moe_core.ops.matmul.reference.forward import matmul_ogs, matmul_ogs_plan
 from moe_core.ops.matmul.reference.quantized import quantized_product
+from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.quantize.reference import codes_and_scales, dequantize, quantize, quantize_rows
 from moe_core.ops.routing.reference import layout as make_layout
@@ -36,7 +37,7 @@ from moe_core.parity.tolerance import (
     stage_tolerances,
 )
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec
-from moe_core.specs.operands import TopK, map_arrays
+from moe_core.specs.operands import MatmulOperands, TopK, map_arrays
 from tests.support.exact import exact_row
 from tests.support.quantized.operands import LAYOUTS, SCHEMES, draw_experts, draw_weight, plain, reduction_of
 from tests.support.strategies import draw_array, hard_routing
@@ -63,7 +64,7 @@ def test_products_of_every_scheme(scheme, dtype):
     for layout in LAYOUTS:
         weight = draw_weight(rng, (515, inputs), scheme.weights, layout)
         spec = MatmulSpec(layout, out_dtype=dtype)
-        y = matmul_ogs(rows, weight, layout=None, spec=spec)
+        y = matmul_ogs(MatmulOperands(rows, weight), spec)
         tolerance = quantized_matmul_tolerance(dtype, inputs, scheme.weights, spec, rows=scheme.activations)
         assert_close(y, exact(rows, weight), against_exact(tolerance, dtype), f"{scheme} {layout}")
 
@@ -76,7 +77,7 @@ def test_ragged_products_are_products_of_dequantised_operands(scheme, layout):
     case = hard_routing("missing_ids")
     groups, inputs = case.layout(alignment=4), reduction_of(scheme)
     sizes, start, slot_of_row, row_of_slot, _ = make_layout(case.ids, layout=groups)
-    arrays = {"group_sizes": sizes, "group_start": start, "slot_of_row": slot_of_row, "row_weight": case.weights}
+    rows = rows_of(groups, sizes, start, slot_of_row)
     for gather, gate_layout in (("token", "halves"), ("slot", "interleaved"), ("row", "separate"), ("row", None)):
         activation = None if gate_layout is None else Activation("silu", True, gate_layout)
         spec = MatmulSpec(layout, gather, "slot" if gather == "row" else "row", activation, "float32")
@@ -96,13 +97,14 @@ def test_ragged_products_are_products_of_dequantised_operands(scheme, layout):
             else None,
             "bias": draw_array(rng, (*lead, width)),
             "up_bias": draw_array(rng, (*lead, width)) if gate_layout == "separate" else None,
+            "row_weight": case.weights,
             "layer_index": np.array([1], np.int32),
         }
-        y = matmul_ogs(**operands, **arrays, layout=groups, spec=spec)
+        y = matmul_ogs(MatmulOperands(**operands), spec, rows)
         # Against bf16 rows weights are rounded to bf16, unless they are microscaled.
         dtype = "bfloat16" if scheme.activations is None and not scheme.weights.has_e8m0_scales else "float32"
         wanted = {name: plain(value, dtype if name != "x" else "float32") for name, value in operands.items()}
-        expected = matmul_ogs(**wanted, **arrays, layout=groups, spec=spec)
+        expected = matmul_ogs(MatmulOperands(**wanted), spec, rows)
         tolerance = quantized_matmul_tolerance("bfloat16", inputs, scheme.weights, spec, rows=scheme.activations)
         assert np.isfinite(y).all()
         assert_close(y, expected, tolerance, f"{scheme} {gather} {gate_layout}")
@@ -114,8 +116,8 @@ def test_integer_weights_are_rounded_to_the_dtype_of_x():
     weight = draw_weight(rng, (33, 256), scheme_named("int4_w4a16_zp").weights, "out_in")
     for dtype in ("bfloat16", "float16", "float32"):
         x = draw_array(rng, (5, 256), dtype)
-        found = matmul_ogs(x, weight, layout=None, spec=MatmulSpec("out_in"))
-        again = matmul_ogs(x, dequantize(weight, dtype), layout=None, spec=MatmulSpec("out_in"))
+        found = matmul_ogs(MatmulOperands(x, weight), MatmulSpec("out_in"))
+        again = matmul_ogs(MatmulOperands(x, dequantize(weight, dtype)), MatmulSpec("out_in"))
         assert found.tobytes() == again.tobytes()
 
 
@@ -128,7 +130,7 @@ def test_scales_that_leave_the_range_of_float16(format, dtype):
     weight = dataclasses.replace(weight, scales=scales)
     x = draw_array(rng, (4, 96), dtype)
     spec = MatmulSpec("out_in", out_dtype="float32")
-    found = matmul_ogs(x, weight, layout=None, spec=spec)
+    found = matmul_ogs(MatmulOperands(x, weight), spec)
     assert_close(found, exact(x, weight), quantized_matmul_tolerance(dtype, 96, format, spec), "large scales")
 
 
@@ -173,7 +175,7 @@ def test_batch_invariance(scheme):
 
     def product(rows: np.ndarray) -> np.ndarray:
         operand = rows if scheme.activations is None else quantize(rows, scheme.activations)
-        return matmul_ogs(operand, weight, layout=None, spec=spec)
+        return matmul_ogs(MatmulOperands(operand, weight), spec)
 
     assert product(x)[4:5].tobytes() == product(x[4:5]).tobytes()
 
@@ -285,10 +287,9 @@ def test_stages_of_a_forward(scheme):
 def second_product(rows, experts, ids: np.ndarray, weights: np.ndarray, weight_layout: str) -> np.ndarray:
     """bf16 slots of rows by slot, bit by bit what the forward makes of the same rows."""
     groups = LayoutSpec(*ids.shape, experts.down.shape[-3])
-    arrays = make_layout(ids, layout=groups)[:3]
-    options = {"bias": experts.down_bias, "row_weight": weights}
+    operands = MatmulOperands(rows, experts.down, bias=experts.down_bias, row_weight=weights)
     spec = MatmulSpec(weight_layout, "slot", "slot", None, "bfloat16")
-    return matmul_ogs(rows, experts.down, *arrays, **options, layout=groups, spec=spec)
+    return matmul_ogs(operands, spec, rows_of(groups, *make_layout(ids, layout=groups)[:3]))
 
 
 def test_a_layer_of_a_stack_is_that_layer_alone():
@@ -343,10 +344,12 @@ def test_the_entrance_of_plans():
         "weight.scales": weight.scales,
     }
     spec = MatmulSpec("out_in", out_dtype="float32")
-    found = matmul_ogs_quantized(layout=None, spec=spec, tensors=(("x", x.spec), ("weight", weight.spec)), **arrays)
-    assert found.tobytes() == matmul_ogs(x, weight, layout=None, spec=spec).tobytes()
+    found = np.empty((3, 5), np.float32)
+    tensors = ("x", x.spec), ("weight", weight.spec)
+    matmul_ogs_plan(arrays, layout=None, spec=spec, outputs=("y",), tensors=tensors, places=(found,))
+    assert found.tobytes() == matmul_ogs(MatmulOperands(x, weight), spec).tobytes()
     with pytest.raises(InvalidInput, match=re.escape("spec.out_dtype must be given where x is quantised, got None")):
-        matmul_ogs(x, weight, layout=None, spec=MatmulSpec("out_in"))
+        matmul_ogs(MatmulOperands(x, weight), MatmulSpec("out_in"))
 
 
 @pytest.mark.parametrize("element", ["int8", "fp8", "mxfp8", "plain"])

@@ -1,0 +1,28 @@
+"""Bundles made of arrays by the names of a plan's inputs; what `moe_core.specs.operands.named_arrays` takes apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from moe_core.formats import QuantizedSpec, QuantizedTensor
+
+Bundle = TypeVar("Bundle")
+
+
+def bundle_of(kind: type[Bundle], arrays: Mapping[str, Any], prefix: str = "") -> Bundle:
+    """The bundle of the arrays with the names of its fields behind the prefix."""
+    names = {field.name: prefix + field.name for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    return kind(**{field: arrays[name] for field, name in names.items() if name in arrays})
+
+
+def quantized_from(arrays: Mapping[str, Any], tensors: tuple[tuple[str, QuantizedSpec], ...]) -> dict[str, Any]:
+    """Arrays by the names of a plan's inputs, those of quantised tensors (`weight.values`, `weight.scales`, ...) put
+    together. tensors: (name, what its arrays mean) of each."""
+    parts, rest = ("values", "scales", "zero_points"), dict(arrays)
+    built = {
+        name: QuantizedTensor(meaning, *(rest.pop(f"{name}.{part}", None) for part in parts))
+        for name, meaning in tensors
+    }
+    return rest | built
