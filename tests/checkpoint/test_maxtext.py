@@ -191,13 +191,13 @@ def _in_flax(layer: nnx.MoE, engine: str, calls: list[Any]) -> Callable[[Any], A
 def test_a_checkpoint_of_transformers_gives_the_same_logits_through_flax(tmp_path: Path, family: str, engine: str):
     import torch
 
-    from tests.support.transformers_models import build, tokens
+    from tools.sweep import models
 
-    model = build(family)
+    model, ids = models.build(family), torch.arange(24).view(2, 12) % 16
     model.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     with torch.no_grad():
-        expected = model(tokens()).logits
+        expected = model(ids).logits
     for number in checkpoint.moe_layers:
         weights = LayerWeights.from_checkpoint(checkpoint.layer(number))
         spec, block, calls = weights.layer_spec().stored_as(MAXTEXT), model.model.layers[number].mlp, []
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_transformers_gives_the_same_logits_through_flax(tmp_pat
 
         block.forward = returning_alike
         with torch.no_grad():
-            found = model(tokens()).logits
+            found = model(ids).logits
             theirs = own(calls[0][0])
         theirs = theirs[0] if isinstance(theirs, tuple) else theirs
         assert_close(calls[0][1], theirs.numpy(), output_tolerances(spec, "float32")["output"], f"layer {number}")

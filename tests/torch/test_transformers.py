@@ -21,40 +21,13 @@ from moe_core.errors import Unsupported
 from moe_torch import trace
 from tests.support.runtime.isolation import run_blocked
 from tests.support.torch import on_engines, require_equal, running_on
+from tools.sweep import models
+from tools.sweep.models import D, E, F, K
 
-T, D, F, E, K = 6, 32, 24, 8, 3
-_COMMON = {
-    "vocab_size": 32,
-    "hidden_size": D,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "num_experts_per_tok": K,
-    "pad_token_id": 0,
-}
-_HEADS = {"head_dim": 16}
+T = 6
 #: The published limits are never met by small numbers: these are.
 _CLAMPED = {"swiglu_limit": 0.75, "swiglu_alpha": 1.5}
-MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": {"intermediate_size": F, "num_local_experts": E},
-    "qwen3_moe": {"moe_intermediate_size": F, "num_experts": E, "norm_topk_prob": True, **_HEADS},
-    "gpt_oss": {"intermediate_size": F, "num_local_experts": E, **_HEADS, **_CLAMPED},
-    "deepseek_v3": {
-        "intermediate_size": 40,
-        "moe_intermediate_size": F,
-        "n_routed_experts": E,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "qk_nope_head_dim": 8,
-    },
-}
+MODELS: dict[str, dict[str, Any]] = {"mixtral": {}, "qwen3_moe": {}, "gpt_oss": _CLAMPED, "deepseek_v3": {}}
 on_models = pytest.mark.parametrize("name", MODELS)
 
 
@@ -82,10 +55,9 @@ def scatter(module: Any) -> None:
 
 def build(name: str, device: Any = "cpu", dtype: Any = torch.float32) -> Any:
     """A small random model with its experts on Moebius."""
-    config = transformers.AutoConfig.for_model(name, **_COMMON, **MODELS[name])
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="moebius").eval()
+    model = models.build(name, **MODELS[name])
+    model.set_experts_implementation("moebius")
     assert model.config._experts_implementation == "moebius"
-    scatter(model)
     return model.requires_grad_(False).to(device, dtype)
 
 

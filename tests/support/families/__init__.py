@@ -20,6 +20,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2_moe_sigmoid": ("cohere2_moe", {"expert_selection_fn": "sigmoid", "first_k_dense_replace": 1}),
     "deepseek_v4": ("deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe"], "swiglu_limit": 0.5}),
     "glm5_next": ("glm5_next", {"swiglu_limit": 0.5}),
+    "gpt_oss_clamped": ("gpt_oss", {"swiglu_limit": 0.75, "swiglu_alpha": 1.5}),
     "hy_v4": ("hy_v4", {"swiglu_limit": 0.5}),
     "longcat_flash": ("longcat_flash", {"zero_expert_num": 0}),
     "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy"}),

@@ -19,9 +19,9 @@ import transformers
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.transformers import register
 from moe_torch.transformers.parallel import DistributedConfig, MoebiusEP, expert_parallel
-from tests.support import transformers_models
 from tests.support.parallel.pool import Pool
 from tests.support.torch import running_on
+from tools.sweep.models import build
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers would take a GPU for every rank")
 
@@ -33,7 +33,7 @@ IDS = torch.arange(14).view(2, 7) % 16
 def models(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
-        transformers_models.build(family).save_pretrained(folder / family)
+        build(family).save_pretrained(folder / family)
     return str(folder)
 
 
