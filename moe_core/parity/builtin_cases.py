@@ -1,9 +1,9 @@
-"""Built-in cases: the MoE layers of public models, scaled down, structure kept, weights and inputs drawn.
+"""Built-in cases: the MoE layers of public models, scaled down, with drawn weights and inputs.
 
-What is kept: scoring, order of softmax and top-k, grouping, correction bias, renormalisation, scale, activation with
-its constants, gate and weight layout, biases, shared experts and their gate. Scaled: experts, K, widths, tokens.
-`small` suits Triton's interpreter, whose cost hardly depends on tile sizes; `large` a GPU. Widths are no powers of two
-where the model's are not. Quantised cases are the plain ones with the experts in the format the model is published in.
+Kept: scoring, order of softmax and top-k, grouping, correction bias, renormalisation, scale, activation with its
+constants, gate and weight layout, biases, shared experts and their gate. Scaled: experts, K, widths, tokens. `small`
+suits Triton's interpreter, `large` a GPU. Widths avoid powers of two if the model's do. Quantised cases are the plain
+ones in the format of the published model.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Sizes:
 class BuiltInCase:
     """The structure of a model's MoE layer. router: the routing rule at given sizes.
 
-    gain: standard deviation of the values before the activation, so that clamps are reached where there are any.
-    shared_width: d_ff of the shared expert as a multiple of d_ff, 0 = none. masked_tokens: padding at the end. scheme:
-    what the experts' weights and the activations are quantised to, None = neither.
+    gain: standard deviation of the values before the activation, large enough to reach clamps. shared_width: d_ff of
+    the shared expert as a multiple of d_ff, 0 = none. masked_tokens: padding at the end. scheme: formats of the
+    experts' weights and of activations, or None.
     """
 
     description: str
@@ -171,7 +171,7 @@ BUILT_IN |= {
 
 @dataclass(frozen=True)
 class Draw:
-    """How a built-in case is filled. num_tokens None = the case's own; large: the GPU sizes."""
+    """How a built-in case is filled. num_tokens None: the case's own. large: the GPU sizes."""
 
     dtype: str = "bfloat16"
     seed: int = 0
@@ -180,7 +180,7 @@ class Draw:
 
 
 class _Generator:
-    """Draws normal arrays in fp32 and casts them to the case's dtype."""
+    """Draw normal arrays in fp32 and cast them to the case's dtype."""
 
     def __init__(self, name: str, draw: Draw) -> None:
         self._random, self._dtype = np.random.default_rng([draw.seed, *name.encode()]), draw.dtype
@@ -197,7 +197,7 @@ class _Generator:
 
 
 def built_in_case(name: str, draw: Draw = Draw()) -> Case:
-    """Make the built-in case `name` (`mixtral`, ...). Raises InvalidInput for an unknown name or bad options."""
+    """Make the built-in case `name` (`mixtral`, ...). Raises InvalidInput."""
     require_choice("case", name, tuple(BUILT_IN))
     require_choice("dtype", draw.dtype, dtypes.MATMUL_DTYPES)
     model = BUILT_IN[name]

@@ -1,4 +1,4 @@
-"""A case: one MoE layer with its input, as NumPy arrays. What every parity engine is given."""
+"""A case: one MoE layer with its input, as NumPy arrays, for every parity engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
 class Case:
     """One layer and its input. Arrays are NumPy (ml_dtypes for bfloat16).
 
-    name: as reported. description: where the structure comes from. x `[T, D]`; experts, routing and shared as the
-    composed op `moe` takes them; spec: the layer's options, its router included. token_mask bool `[T]` or None: False =
-    padding, which visits no expert.
+    name: for reports. description: the origin of the structure. x `[T, D]`; experts, routing and shared: arguments of
+    the composed op `moe`. spec: the layer's options with its router. token_mask bool `[T]` or None: False = padding,
+    which visits no expert.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Case:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The formats of weights and activations, None of plain experts; one of no name is named by them."""
+        """The formats of weights and activations, None for plain experts. Unregistered schemes are named after them."""
         if not isinstance(self.experts.gate_up, QuantizedTensor):
             return None
         weights, activations = self.experts.gate_up.format, self.spec.activations
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def router(self) -> RouterSpec:
-        """The routing rule; a case always routes from x."""
+        """The routing rule. A case always routes from x."""
         assert self.spec.router is not None
         return self.spec.router
 
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every size that decides how much work a run is, by the letters of the documentation."""
+        """Every size that decides the work of a run, by the letters of the documentation."""
         return {"T": int(self.x.shape[0]), "E": self.num_experts, "K": self.top_k, "D": self.d_model, "F": self.d_ff}
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Case:
 
 
 def token_count(given: int | None, default: int) -> int:
-    """The number of tokens a case has; InvalidInput for fewer than one."""
+    """The number of tokens of a case. Raises InvalidInput for fewer than one."""
     if given is not None and given < 1:
         raise InvalidInput(f"tokens must be at least 1, got {given}; pass such a number")
     return default if given is None else given

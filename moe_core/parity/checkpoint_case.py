@@ -19,21 +19,21 @@ from moe_core.formats import QuantizedTensor
 from moe_core.parity.case import Case, token_count
 from moe_core.specs.operands import named_fields
 
-#: The dtype of a quantised checkpoint's hidden states, and of what is dequantised, where none is asked for.
+#: The default dtype of a quantised checkpoint's hidden states and dequantised weights.
 QUANTIZED_DTYPE = "bfloat16"
-#: Tokens drawn where neither a number nor a file is given: enough to visit many experts, few for an interpreter.
+#: Tokens to draw by default: enough to visit many experts, few for an interpreter.
 DEFAULT_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class CheckpointInput:
-    """What to take from a checkpoint directory.
+    """The parts of a checkpoint directory to compare.
 
-    layer: None = the first MoE layer. hidden_states: a .npy or .safetensors file `[T, d_model]`; None = standard normal
-    draws from `seed`. num_tokens: how many tokens to draw, or to keep of the file. dtype: casts the input and plain
-    weights; None = as stored, of quantised checkpoints bfloat16. Quantised experts stay as they are in the files and
-    meet activations in the format their scheme names; dequantize: they become plain weights first. Quantised shared
-    experts, which no op takes, always do.
+    layer: None: the first MoE layer. hidden_states: a .npy or .safetensors file `[T, d_model]`. None: standard normal
+    draws from `seed`. num_tokens: tokens to draw, or to keep of the file. dtype: of the input and plain weights. None:
+    as stored, for quantised checkpoints bfloat16. Quantised experts stay quantised and meet activations in their
+    scheme's format; dequantize: turn them into plain weights first. Quantised shared experts are always dequantised,
+    because no op takes them.
     """
 
     directory: str | os.PathLike[str]
@@ -46,7 +46,7 @@ class CheckpointInput:
 
 
 def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], object] | None = None) -> Case:
-    """Read one layer into a case. Raises what `open_checkpoint`, `Checkpoint.layer` and `load_hidden_states` raise."""
+    """Read one layer into a case. Raises errors of `open_checkpoint`, `Checkpoint.layer` and `load_hidden_states`."""
     checkpoint = open_checkpoint(source.directory)
     number = source.layer
     if number is None:
@@ -81,7 +81,7 @@ def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], 
 
 
 def _as_stored(layer: MoELayer, dtype: str) -> MoELayer:
-    """A quantised layer that computes as its scheme says: quantised experts as they are, all else plain in `dtype`."""
+    """A layer that computes in its scheme: quantised experts as they are, all else plain in `dtype`."""
     assert layer.scheme is not None
     biases = _plain_fields(layer.experts, dtype, lambda array: array.dtype.name != "float32")
     shared = layer.shared
@@ -93,7 +93,7 @@ def _as_stored(layer: MoELayer, dtype: str) -> MoELayer:
 
 
 def _cast_weights(layer: MoELayer, dtype: str) -> MoELayer:
-    """The layer with every plain weight in another dtype; the correction bias is fp32 by definition and stays so."""
+    """The layer with every plain weight in another dtype. The correction bias is always fp32."""
     bundles = {"experts": layer.experts, "router": layer.router, "shared": layer.shared}
     cast = {
         name: dataclasses.replace(bundle, **_plain_fields(bundle, dtype))
@@ -110,7 +110,7 @@ def _plain_fields(bundle: Any, dtype: str, which: Callable[[Any], bool] = lambda
 
 
 def _hidden_states(source: CheckpointInput, d_model: int) -> tuple[np.ndarray, str]:
-    """(x `[T, d_model]`, where it comes from)."""
+    """(x `[T, d_model]`, its origin)."""
     num_tokens = token_count(source.num_tokens, DEFAULT_TOKENS)
     if source.hidden_states is not None:
         x = load_hidden_states(source.hidden_states, d_model)
@@ -120,7 +120,7 @@ def _hidden_states(source: CheckpointInput, d_model: int) -> tuple[np.ndarray, s
 
 
 def print_progress(progress: ReadProgress) -> None:
-    """Show on stderr how far a read has come, on one line."""
+    """Show the progress of a read on one line of stderr."""
     share = progress.bytes_read / max(progress.bytes_total, 1)
     end = "\n" if progress.bytes_read >= progress.bytes_total else "\r"
     print(f"moe-parity: reading {progress.bytes_total / 2**20:.0f} MiB: {share:4.0%}", end=end, file=sys.stderr)

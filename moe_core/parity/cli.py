@@ -34,15 +34,15 @@ from moe_core.parity.run import run_case
 from moe_core.parity.summary import case_lines, closing_table
 
 AGREE, DIFFER, COULD_NOT_RUN = 0, 1, 2
-#: Both dtypes of the built-in cases; of quantised ones, whose weights have no dtype, the first.
+#: dtypes of the built-in cases. Quantised weights have none, and their cases take the first.
 _CASE_DTYPES = ("bfloat16", "float32")
-#: Built-in cases whose gradients are compared where nobody says which: every gradient there is but that of biases.
+#: Built-in cases with gradients by default: they cover every gradient except biases.
 _BACKWARD_CASES = ("deepseek_v3",)
-#: Distributions whose versions a report names.
+#: Distributions with versions in a report.
 _VERSIONED = ("numpy", "ml_dtypes", "triton", "torch", "jax")
-#: What begins sooner after the last line is not told.
+#: Steps that begin sooner after the last line print nothing.
 _SECONDS_BETWEEN_LINES = 5.0
-#: Raised by what a user passes or by what this machine lacks: the message says all there is to say.
+#: Errors of the user's input or of this machine: the message is enough.
 _EXPECTED = (InvalidInput, Unsupported, OSError)
 
 _HOW_TO_TEST = "unset TRITON_INTERPRET (or set it to 1) and name other engines than the reference"
@@ -94,12 +94,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, run, print the report; returns the exit status (argparse exits with 2 by itself)."""
+    """Parse the command line, run, print the report and return the exit status."""
     options = _parser().parse_args(arguments)
     if options.list:
         print(_listing())
         return AGREE
-    # Whatever reads the JSON from stdout must find nothing else there.
+    # A reader of JSON on stdout must find nothing else there.
     text_file = sys.stderr if options.json == "-" else sys.stdout
     reports: list[CaseReport] = []
     seconds: list[float] = []
@@ -147,19 +147,19 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _engines(options: argparse.Namespace) -> tuple[list[Engine], list[str]]:
-    """The engines to run, and a sentence for each one that is left out because its framework is not installed."""
+    """The engines to run, and a sentence for each one whose framework is not installed."""
     prefer_interpreter()
     if options.engines is None:
         return _installed_engines()
     names = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
     if not names:
         raise InvalidInput("engines must name at least one engine, got none; for example --engines reference,torch")
-    # Named alone, the reference is compared with itself, which the report then calls not tested.
+    # A lone reference is compared with itself, which the report calls not tested.
     return load_engines([name for name in names if name != REFERENCE] or [REFERENCE]), []
 
 
 def _installed_engines() -> tuple[list[Engine], list[str]]:
-    """Those of the default that are installed. An engine that is installed and does not start is an error."""
+    """The installed default engines. An installed engine that does not start is an error."""
     engines, left_out = [], []
     for name in DEFAULT_ENGINES:
         if name == REFERENCE:
@@ -177,7 +177,7 @@ def _installed_engines() -> tuple[list[Engine], list[str]]:
 
 
 def _missing_module(error: BaseException) -> str | None:
-    """The foreign module that could not be found, if that is the reason of an error."""
+    """The foreign module that could not be found, if that caused the error."""
     cause = error.__cause__
     if isinstance(cause, ModuleNotFoundError):
         return None if str(cause.name).startswith("moe_") else cause.name
@@ -186,8 +186,8 @@ def _missing_module(error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class _Step:
-    """One comparison. make: the case, made when its turn comes, since a layer can be large; of a backward None, which
-    takes the case before it."""
+    """One comparison. make: makes the case at its turn, because a layer can be large. None for a backward, which takes
+    the previous case."""
 
     label: str
     make: Callable[[], Case] | None
@@ -234,7 +234,7 @@ def _steps(options: argparse.Namespace) -> list[_Step]:
 
 
 class _Progress:
-    """Tells on stderr what a case that is slow does, with the seconds since it began."""
+    """Report on stderr the steps of a slow case, with seconds since its start."""
 
     def __init__(self, label: str) -> None:
         self._label, self._start = label, time.monotonic()
@@ -273,7 +273,7 @@ def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
 
 
 def _shares(reports: Sequence[CaseReport]) -> Iterator[str]:
-    """Each engine and its device, and on how many of the cases where it did not run on all."""
+    """Each engine and its device, and the number of its cases if it did not run all."""
     counts = Counter(f"{found.engine} ({found.device}" for case in reports for found in case.reports if found.tested)
     for engine, count in counts.items():
         yield f"{engine})" if count == len(reports) else f"{engine}, {count} of {len(reports)})"
@@ -309,7 +309,7 @@ def _listing() -> str:
 
 
 def _state(name: str, place: str) -> str:
-    """Where an engine is, or why it does not start here: found by starting it."""
+    """The place of an engine, or the reason it does not start here."""
     try:
         load_engines([name])
     except Unsupported as error:

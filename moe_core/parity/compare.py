@@ -1,12 +1,12 @@
-"""Compares named stage arrays: the library form of the parity tool.
+"""Compare named stage arrays: the library form of the parity tool.
 
     from moe_core.parity import assert_parity, compare
 
     report = compare({"logits": ..., "ids": ..., "output": ...}, {"logits": ..., "ids": ..., "output": ...})
     print(report); report.first_divergent
 
-The arrays are the user's own: NumPy, torch (any device) or JAX. The order of the reference's stages is the order of the
-computation, so that the first divergent one is where to look.
+The arrays are the user's own: NumPy, torch (any device) or JAX. List the reference's stages in the order of the
+computation: the first divergent one is the place to look.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_core.parity.report import AGREE, DIFFER, MISSING, NOT_TESTED, TIE, Repo
 from moe_core.parity.tolerance import EXACT, UNIT_ROUNDOFF, Tolerance, measure, stage_tolerances
 from moe_core.specs import Activation, MoESpec, RouterSpec
 
-#: The layer whose tolerances hold where the caller gives none: d_model and d_ff, K and E of a large model.
+#: The layer of the default tolerances: d_model and d_ff, K and E of a large model.
 _NOMINAL: dict[str, Any] = {"d_model": 4096, "d_ff": 4096, "top_k": 8, "num_experts": 128}
 _SAME_MEMORY = "candidate and reference are the same memory: nothing was compared"
 
@@ -35,7 +35,7 @@ def as_numpy(name: str, array: Any) -> np.ndarray:
     if hasattr(array, "detach") and hasattr(array, "cpu"):
         array = array.detach().cpu()
         if dtypes.canonical(array.dtype) == "bfloat16":
-            # torch hands NumPy no bfloat16; the way through fp32 keeps every value.
+            # torch gives NumPy no bfloat16. fp32 keeps every value.
             return array.float().numpy().astype(dtypes.numpy_dtype("bfloat16"))
         return array.numpy()
     result = np.asarray(array)
@@ -47,7 +47,7 @@ def as_numpy(name: str, array: Any) -> np.ndarray:
 def stage_row(
     stage: str, reference: np.ndarray, candidate: np.ndarray, tolerance: Tolerance, note: str = "", scale: Any = None
 ) -> StageRow:
-    """Compare one stage; scale: see `measure`. Arrays that are one and the same memory are `not tested`."""
+    """Compare one stage. scale: see `measure`. Arrays that share memory are `not tested`."""
     if candidate.size and np.shares_memory(candidate, reference):
         return StageRow(stage, NOT_TESTED, note=_SAME_MEMORY)
     difference = measure(candidate, reference, scale)
@@ -67,7 +67,7 @@ def ids_row(reference: np.ndarray, candidate: np.ndarray, flips: tuple[Flip, ...
 
 
 def logit_tolerance(logits: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-    """How far any logit of each token may be off, `[T]`: the worst element's bound times the largest logit."""
+    """The largest allowed error of a logit for each token, `[T]`: the worst element's bound times the largest logit."""
     with np.errstate(invalid="ignore"):
         return tolerance.worst * np.max(np.abs(logits.astype(np.float64)), axis=1, initial=0.0)
 
@@ -75,7 +75,7 @@ def logit_tolerance(logits: np.ndarray, tolerance: Tolerance) -> np.ndarray:
 def default_tolerance(stage: str, *arrays: np.ndarray) -> Tolerance:
     """The table's tolerance of a stage for the coarsest dtype among the arrays, in a layer of nominal size.
 
-    Integer and boolean arrays must be equal. Names the table does not know count as `output`, the last stage.
+    Integer and boolean arrays must be equal. Unknown names count as `output`, the last stage.
     """
     if all(array.dtype.kind in "iub" for array in arrays):
         return EXACT
@@ -84,7 +84,7 @@ def default_tolerance(stage: str, *arrays: np.ndarray) -> Tolerance:
     spec = MoESpec(Activation("silu"), RouterSpec(_NOMINAL["top_k"]))
     table = stage_tolerances(spec, coarsest, **_NOMINAL)
     chosen = table.get(stage, table["output"])
-    # A stage that is fp32 in our layers may be rounded in the caller's: then its dtype's own tolerance counts.
+    # The caller's layer may round a stage that is fp32 in ours. Then its own dtype's tolerance counts.
     return table["matmul1"] if stage in ("logits", "weights") and coarsest != "float32" else chosen
 
 
@@ -93,13 +93,17 @@ def compare(
 ) -> Report:
     """Compare the stages of two layers, in the reference's order.
 
-    reference, candidate: arrays by stage name; both must have the same names. `ids` (integers `[T, K]`) are compared by
-    token: where `logits` `[T, E]` are among the stages, a token whose experts differ by no more than the tolerance of
-    the logits is a tie, which does not fail. In later stages, of T rows or T * K in slot order, tokens with other
-    experts are left out, which would spoil them, and tokens with the same experts in other slots are compared slot by
-    slot in the reference's order (`weights` `[T, K]`, `[T * K, ...]` and `[T, K, ...]` arrays) or as they are (one row
-    per token). tolerances: by stage; None = `default_tolerance` for each. The same array on both sides, and a stage
-    of which no token is left, are `not tested` and fail. Raises InvalidInput for an unknown tolerance or no stages.
+    Integer `ids` `[T, K]` are compared by token. With `logits` `[T, E]` among the stages, a token is a tie, which does
+    not fail, if its experts differ by at most the tolerance of the logits. Later stages of T rows, or T * K in slot
+    order, leave out tokens with other experts. Tokens with the same experts in other slots are compared slot by slot in
+    the reference's order (`weights` `[T, K]`, `[T * K, ...]` and `[T, K, ...]` arrays) or as they are (one row per
+    token). The same array on both sides, and a stage without a remaining token, are `not tested` and fail.
+
+    Args:
+        reference, candidate: arrays by stage name. Both must have the same names.
+        tolerances: by stage. None: `default_tolerance` for each.
+
+    Raises InvalidInput for an unknown tolerance or no stages.
     """
     if not reference:
         raise InvalidInput("reference must hold at least one stage, got none; pass arrays by stage name")
@@ -134,7 +138,7 @@ def assert_parity(
     tolerances: Mapping[str, Tolerance] | None = None,
     label: str = "parity",
 ) -> Report:
-    """`compare`, raising AssertionError with the whole report unless every stage agrees; returns the report."""
+    """Return the report of `compare`. Raises AssertionError with the report unless every stage agrees."""
     report = compare(reference, candidate, tolerances=tolerances)
     if not report.agrees:
         raise AssertionError(f"{label}: {report.conclusion()}\n{report}")
@@ -144,7 +148,7 @@ def assert_parity(
 def _flips(
     wanted: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], tolerances: Mapping[str, Tolerance] | None
 ) -> tuple[Flip, ...]:
-    """Flips between two sets of ids, measured on the reference's logits where both sides have them."""
+    """Flips between two sets of ids, measured on the reference's logits if both sides have them."""
     ids, logits = (wanted["ids"], found["ids"]), wanted.get("logits")
     if logits is None or "logits" not in found or logits.ndim != 2 or len(logits) != len(ids[0]):
         return find_flips(*ids, None, np.zeros(len(ids[0])))
@@ -153,7 +157,7 @@ def _flips(
 
 
 def _matching_slots(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """From both ids `[T, K]`, the candidate's slot for every slot of the reference; -1 in tokens with other experts."""
+    """The candidate's slot for every slot of the reference, from both ids `[T, K]`; -1 in tokens with other experts."""
     wanted, found = (np.argsort(ids, axis=1, kind="stable") for ids in (reference, candidate))
     same = np.take_along_axis(reference, wanted, axis=1) == np.take_along_axis(candidate, found, axis=1)
     slots = np.empty_like(wanted)
@@ -164,10 +168,10 @@ def _matching_slots(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
 def _row_behind_flips(
     stage: str, expected: np.ndarray, actual: np.ndarray, tolerance: Tolerance, slots: np.ndarray
 ) -> StageRow:
-    """A stage behind flipped ids; slots: see `_matching_slots`. Stages of neither tokens nor slots are compared whole.
+    """A stage after flipped ids. slots: see `_matching_slots`. Stages of neither tokens nor slots are compared whole.
 
-    Tokens with other experts are left out, and those with the same experts in other slots are put in the reference's
-    order where the stage has slots: the sum over a token's slots only associates in another order.
+    Tokens with other experts are left out. Tokens with the same experts in other slots are put in the reference's order
+    if the stage has slots; other stages only sum in another order.
     """
     num_tokens, top_k = slots.shape
     rows_per_token = {num_tokens: 1, num_tokens * top_k: top_k}.get(expected.shape[0] if expected.ndim else -1)

@@ -1,4 +1,4 @@
-"""Where engines run, in words, and the choice of the CPU engine of a parity run."""
+"""Descriptions of engines' devices, and the choice of the CPU engine of a parity run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _VARIABLE = "TRITON_INTERPRET"
 
 
 def prefer_interpreter() -> None:
-    """Without a GPU, make the CPU engine of this process Triton's interpreter, unless the user chose one.
+    """Without a GPU, make Triton's interpreter the CPU engine of this process, unless the user chose one.
 
-    Call it before kernels are imported: Triton reads the variable when a kernel is defined. Where there is no
-    Triton, as on macOS, the NumPy reference stays the engine.
+    Call it before kernels are imported, because Triton reads the variable when a kernel is defined. Without Triton, as
+    on macOS, the NumPy reference stays the engine.
     """
     if not cuda_available() and has_triton():
         os.environ.setdefault(_VARIABLE, "1")
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed, in any version."""
+    """Return True if any version of Triton is installed."""
     try:
         return importlib.util.find_spec("triton") is not None
     except ModuleNotFoundError:  # of a finder that refuses it
@@ -31,12 +31,12 @@ def has_triton() -> bool:
 
 
 def use_gpu() -> bool:
-    """Whether engines should place arrays on a GPU: there is one, and the interpreter was not asked for."""
+    """Return True if there is a GPU and the interpreter was not requested."""
     return cuda_available() and os.environ.get(_VARIABLE, "0") != "1"
 
 
 def describe(device: tuple[str, int], explanation: str) -> tuple[str, bool]:
-    """(what ran, whether that was the NumPy reference), from the device and the `explain_moe` text of what was run."""
+    """(what ran, True for the NumPy reference), from the device and the `explain_moe` text."""
     if "NumPy reference" in explanation:
         return NUMPY, True
     kind, index = device

@@ -1,4 +1,4 @@
-"""Parity engines: what one must offer, and how they are found (entry points of the group `moebius.engines`)."""
+"""Parity engines: their protocol, and how they are found (entry points of the group `moebius.engines`)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ DEFAULT_ENGINES = (REFERENCE, "torch", "jax")
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What an engine computed for one case.
+    """Results of an engine for one case.
 
-    stages: NumPy arrays by stage name, computed one public op at a time. composed: the results of the composed op
-    (`output`, `ids`, `weights`, `tokens_per_expert`), or None where the engine has none.
-    device: what truly ran, as `"triton interpreter (cpu)"` or `"cuda sm_90 NVIDIA H200"`.
-    is_reference: the NumPy reference ran, so that a comparison with it would test nothing.
-    family: engines of one family must agree bitwise on one device. given: stages the engine was handed, not computed.
-    slot_order: how the engine orders a token's slots (`RouterSpec.slot_order`); the reference is ordered alike.
-    notes: remarks by stage, printed with its row.
+    Args:
+        stages: NumPy arrays by stage name, computed one public op at a time.
+        composed: results of the composed op (`output`, `ids`, `weights`, `tokens_per_expert`), or None.
+        device: what ran, as `"triton interpreter (cpu)"` or `"cuda sm_90 NVIDIA H200"`.
+        is_reference: the NumPy reference ran, so a comparison with it would test nothing.
+        family: engines of one family must agree bitwise on one device.
+        given: stages that the engine received and did not compute.
+        slot_order: the engine's order of a token's slots (`RouterSpec.slot_order`), also for the reference.
+        notes: remarks by stage, printed with its row.
     """
 
     engine: str
@@ -44,15 +46,15 @@ class EngineRun:
 
 
 class Engine(Protocol):
-    """An engine is made without arguments; a missing installation raises Unsupported or ImportError there."""
+    """An engine, made without arguments. Raises Unsupported or ImportError if something is not installed."""
 
     name: str
 
     def why_unsupported(self, case: Case) -> str | None:
-        """The reason why this case means something else here or cannot run, or None."""
+        """The reason this case cannot run here or would mean something else, or None."""
 
     def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
-        """Run every stage of a case; progress is called with a stage's name as it begins."""
+        """Run every stage of a case. progress is called with each stage's name at its start."""
         ...
 
 
@@ -62,7 +64,7 @@ def registered_engines() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def load_engines(names: Sequence[str]) -> list[Engine]:
-    """Make the named engines; raises InvalidInput for an unknown name, Unsupported for one that cannot start here."""
+    """Make the named engines. Raises InvalidInput for an unknown name, Unsupported for one that cannot start here."""
     points = registered_engines()
     engines = []
     for name in names:

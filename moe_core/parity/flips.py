@@ -1,7 +1,7 @@
-"""Router flips: tokens for which an engine chose other experts than the reference, each with its score margin.
+"""Router flips: tokens with other experts than the reference's, each with its score margin.
 
-A flip is a tie within tolerance where the reference's own scores of the swapped experts lie closer together than the
-tolerance of the logits allows two logits to move. Then drift of the logits explains it; otherwise the routing differs.
+A flip is a tie within tolerance if the reference's scores of the swapped experts are closer together than two logits
+may move within their tolerance. Otherwise the routing differs.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 from moe_core.ops.activation.reference import sigmoid
 from moe_core.specs.routing import RouterSpec
 
-#: How far a score can move when every logit moves by at most 1: the largest slopes of the scoring functions. Softmax:
-#: 2 p (1 - p), over all logits together; sigmoid: p (1 - p); the derivative of sqrt(softplus) peaks at 0.319.
+#: The largest change of a score when every logit moves by at most 1: the largest slopes of the scoring functions.
+#: Softmax: 2 p (1 - p), over all logits together. Sigmoid: p (1 - p). The derivative of sqrt(softplus) peaks at 0.319.
 _SLOPE = {"softmax": 0.5, "sigmoid": 0.25, "sqrt_softplus": 0.32}
-#: fp32 roundings between a logit and the score that is compared: a handful in each of exp, sum, division and bias.
+#: fp32 roundings between a logit and the compared score: a few in each of exp, sum, division and bias.
 _SCORE_ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
 class Flip:
-    """One token whose experts differ. reference, candidate: its ids by slot.
+    """One token with different experts. reference, candidate: its ids by slot.
 
-    kind: `set` (other experts), `group` (other expert groups), `order` (the same experts, other slots).
-    margin: how much better the reference's choice scores than the candidate's, in selection scores; None = not known.
-    allowed: the margin up to which the logits' tolerance explains the flip. own_choice: what the routing rule makes of
-    the candidate's own logits where that is not what the candidate chose: its routing differs, not its logits.
+    kind: `set` (other experts), `group` (other expert groups), `order` (the same experts, other slots). margin: how
+    much better the reference's choice scores than the candidate's, in selection scores, or None. allowed: the largest
+    margin that the logits' tolerance explains. own_choice: the routing rule's choice on the candidate's own logits, if
+    the candidate chose otherwise: then its routing is at fault, not its logits.
     """
 
     token: int
@@ -59,7 +59,7 @@ class Flip:
 def topk_scores(
     logits: np.ndarray, router: RouterSpec | None = None, correction_bias: np.ndarray | None = None
 ) -> np.ndarray:
-    """The fp32 scores `[T, E]` experts are ranked by: the logits, or score + bias where a correction bias is given."""
+    """The fp32 scores `[T, E]` that rank experts: the logits, or score + bias if a correction bias is given."""
     logits = np.asarray(logits, np.float32)
     if router is None or correction_bias is None:
         return logits
@@ -78,7 +78,7 @@ def topk_scores(
 
 @dataclass(frozen=True)
 class RouterScores:
-    """The reference's selection scores `[T, E]` and how far two of them may move apart per unit of logit tolerance."""
+    """The reference's selection scores `[T, E]`, and how far two of them may move apart per unit of logit tolerance."""
 
     scores: np.ndarray
     slope: float = 1.0
@@ -91,7 +91,7 @@ class RouterScores:
     def of(
         cls, logits: np.ndarray, router: RouterSpec | None = None, correction_bias: np.ndarray | None = None
     ) -> RouterScores:
-        """Scores for a routing rule; router None: the experts are ranked by their logits."""
+        """Scores for a routing rule. router None: the logits rank the experts."""
         scores = topk_scores(logits, router, correction_bias)
         if router is None:
             return cls(scores)
@@ -106,7 +106,7 @@ class RouterScores:
         )
 
     def allowed(self, token: int, logit_tolerance: float) -> float:
-        """The largest margin two scores of a token can lose when each logit moves by logit_tolerance."""
+        """The largest margin that two scores of a token can lose when each logit moves by logit_tolerance."""
         largest = float(np.max(np.abs(self.scores[token]), initial=0.0))
         rounding = self.roundings * float(np.finfo(np.float32).eps) * largest
         # A group score with a bias adds two scores, so it moves twice as far.
@@ -122,7 +122,7 @@ class RouterScores:
 def find_flips(
     reference_ids: np.ndarray, candidate_ids: np.ndarray, scores: RouterScores | None, logit_tolerance: np.ndarray
 ) -> tuple[Flip, ...]:
-    """Every token whose ids `[T, K]` differ; logit_tolerance `[T]`: how far a logit of the token may be off."""
+    """Every token with different ids `[T, K]`. logit_tolerance `[T]`: the allowed error of the token's logits."""
     flips = []
     for token in np.flatnonzero((reference_ids != candidate_ids).any(axis=1)):
         wanted, found = (tuple(int(e) for e in ids[token]) for ids in (reference_ids, candidate_ids))
@@ -134,10 +134,10 @@ def find_flips(
 def blame_routing(
     flips: tuple[Flip, ...], rule_ids: np.ndarray, candidate_ids: np.ndarray, own: RouterScores
 ) -> tuple[Flip, ...]:
-    """The flips, with `own_choice` set where not the logits but the candidate's routing is at fault.
+    """The flips, with `own_choice` set if the candidate's routing is at fault, not its logits.
 
-    rule_ids: what the reference routing makes of the candidate's own logits; own: the scores of those logits. Without
-    a correction bias the order of the logits decides, ties by id, and nothing is left to rounding.
+    rule_ids: the reference routing on the candidate's own logits. own: the scores of those logits. Without a correction
+    bias the order of the logits decides, ties by id, and rounding plays no role.
     """
     found = {flip.token: flip for flip in flips}
     for flip in find_flips(rule_ids, candidate_ids, own, np.zeros(len(rule_ids))):
@@ -149,7 +149,7 @@ def blame_routing(
 def _classify(
     wanted: tuple[int, ...], found: tuple[int, ...], scores: RouterScores | None, token: int, tolerance: float
 ) -> tuple[str, float | None, float]:
-    """(kind, margin, allowed) of one token; the margin is None where nothing can explain the difference."""
+    """(kind, margin, allowed) of one token. The margin is None if nothing can explain the difference."""
     removed, added = set(wanted) - set(found), set(found) - set(wanted)
     kind = "set" if removed or added else "order"
     if scores is None:

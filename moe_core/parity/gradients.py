@@ -1,8 +1,8 @@
-"""Gradients of a case: what flows back, the reference's, and the comparison with every engine's.
+"""Gradients of a case: the reference's, and the comparison with every engine's.
 
 An engine takes part with a method `gradients(case, progress) -> GradientRun`. The reference's backward follows the
-engine's own routing (ids, weights and logits of its forward), so that a router flip, which the forward's report tells,
-is none of the backward's.
+engine's own routing (ids, weights and logits of its forward), so that a router flip appears only in the forward's
+report.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SEED = 0x60AD
 
 @dataclass(frozen=True)
 class GradientRun:
-    """What an engine computed. forward: NumPy `ids`, `weights` and `logits`. gradients: by name, `d_x` and so on.
-    device, is_reference and family: as in `EngineRun`."""
+    """Results of an engine. forward: NumPy `ids`, `weights` and `logits`. gradients: by name, `d_x` and so on. device,
+    is_reference and family: as in `EngineRun`."""
 
     engine: str
     device: str
@@ -51,7 +51,7 @@ class GradientRun:
 
 
 def differentiated(case: Case) -> dict[str, np.ndarray]:
-    """The arrays of a case that have a gradient, by name: plain ones of `x`, `experts.*`, `routing.*`, `shared.*`."""
+    """The arrays of a case with a gradient, by name: plain ones of `x`, `experts.*`, `routing.*`, `shared.*`."""
     found = {"x": case.x} | dict(named_fields(case.experts, "experts.")) | dict(named_fields(case.routing, "routing."))
     found |= {} if case.shared is None else dict(named_fields(case.shared, "shared."))
     names = gradient_names(MoEOperands(case.x, case.experts, case.routing, shared=case.shared))
@@ -59,8 +59,11 @@ def differentiated(case: Case) -> dict[str, np.ndarray]:
 
 
 def upstream(case: Case) -> dict[str, np.ndarray]:
-    """What flows into the forward: `output` `[T, D]` in the dtype of the output, and `logits` fp32 `[T, E]`, as losses
-    of the router make it, zeros for masked tokens. Drawn, the same for every engine."""
+    """Drawn gradients of the forward's results, equal for every engine.
+
+    `output` is `[T, D]` in the dtype of the output. `logits` fp32 `[T, E]`, as from losses of the router, is zero for
+    masked tokens.
+    """
     random = np.random.default_rng(_SEED)
     output = random.standard_normal(case.x.shape, dtype=np.float32)
     logits = random.standard_normal((case.x.shape[0], case.num_experts), dtype=np.float32)
@@ -70,7 +73,7 @@ def upstream(case: Case) -> dict[str, np.ndarray]:
 
 
 def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], object]) -> CaseReport:
-    """Compute a case's gradients with every engine and compare them with the reference's: the report `... backward`."""
+    """Compare every engine's gradients of a case with the reference's: the report `... backward`."""
     reports, runs = [], []
     for engine in engines:
         compute = getattr(engine, "gradients", None)
@@ -97,7 +100,7 @@ def compare_gradients(case: Case, run: GradientRun) -> Report:
 
 
 def reference_gradients(case: Case, forward: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """The reference's, by `d_<name>`, behind an engine's own routing."""
+    """The reference's gradients, by `d_<name>`, after an engine's own routing."""
     stages = dict(reference_stages(case, TopK(forward["ids"], forward["weights"])))
     stages |= {name: forward[name] for name in ("logits", "ids", "weights")}
     given = upstream(case)
@@ -113,7 +116,7 @@ def gradient_row(
         return StageRow(name, DIFFER, note="the engine has no such gradient")
     if found.dtype != expected.dtype and found.shape == expected.shape:
         return StageRow(name, DIFFER, note=f"dtype {found.dtype}, expected {expected.dtype}")
-    # An expert's sums are as large as its tokens are many: each is measured by itself.
+    # An expert's sums grow with its number of tokens, so each expert is measured separately.
     axes = tuple(range(1 if name.startswith("d_experts.") else 0, expected.ndim))
     with np.errstate(all="ignore"):
         scale = np.sqrt(np.square(expected.astype(np.float64)).mean(axis=axes, keepdims=True))
@@ -123,7 +126,7 @@ def gradient_row(
 def arguments_of(
     case: Case, leaves: Mapping[str, Any], put: Callable[[np.ndarray], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(positional, by keyword) what `moe` takes: leaves in the place of `differentiated`, the rest through `put`."""
+    """(positional, keyword) arguments of `moe`: leaves replace `differentiated`, the rest goes through `put`."""
 
     def constant(value: Any) -> Any:
         return map_arrays(value, put) if isinstance(value, QuantizedTensor) else put(value)
@@ -140,11 +143,11 @@ def arguments_of(
 
 
 def gradient_tolerances(case: Case) -> Callable[[str], Tolerance]:
-    """The tolerance of every gradient by its name, `d_x` or `d_experts.down`, behind equal ids, weights and logits.
+    """The tolerance of every gradient by its name, `d_x` or `d_experts.down`, after equal ids, weights and logits.
 
     docs/user/training.md has the rounding points. z is stored in dtype on one side and in fp32 on the other: one
-    rounding of one side. An expert may have one row, where an error is not averaged, or all tokens. Whether a number is
-    clamped may change with its last bit, which no tolerance covers.
+    rounding of one side. An expert may have one row, where an error is not averaged, or all tokens. A last bit may
+    decide about a clamp, which no tolerance covers.
     """
     spec, dtype, num_tokens, d_ff, top_k = case.spec, case.dtype, case.x.shape[0], case.d_ff, case.top_k
     require_choice("dtype", dtype, dtypes.MATMUL_DTYPES)
@@ -157,12 +160,12 @@ def gradient_tolerances(case: Case) -> Callable[[str], Tolerance]:
         return Tolerance(max(one.relative_frobenius for one in every), max(one.worst for one in every))
 
     z, hidden = product(tolerance.EXACT, case.d_model) + Tolerance(one_side, one_side), tolerance.activated(pre)
-    # The derivative of the activation is as steep as the activation, and z one factor beside it.
+    # The derivative of the activation is as steep as the activation, and z is one factor of it.
     d_pre = tolerance.rounded(hidden + z, dtype)
     slots = tolerance.rounded(product(d_pre, spec.activation.input_width(d_ff)), dtype)
     sums = math.sqrt(top_k + 1) * tolerance.FP32
     d_x = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k + 1) * slots.worst + tolerance.DEVIATIONS * sums)
-    # d_w is a sum over F of products of either sign, and what reaches a logit a difference of two such sums.
+    # d_w is a sum over F of products of either sign, and the gradient of a logit is a difference of two such sums.
     d_weight = product(z, d_ff) + product(hidden, d_ff)
     d_logits = d_weight + d_weight
     table = {

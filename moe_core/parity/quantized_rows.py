@@ -1,4 +1,4 @@
-"""Quantised rows of a case, as stages that must be equal bit by bit, and the product behind an engine's own ones."""
+"""Quantised rows of a case, as stages that must be bitwise equal, and the product that follows an engine's own rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUANTIZED_X, QUANTIZED_HIDDEN = "quantized_x", "quantized_hidden"
 
 
 def row_bytes(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """uint8 `[R, bytes]`: the codes of every row and then its scales, of which those of all rows stand in each.
+    """uint8 `[R, bytes]`: the codes of every row and then its scales. Scales of all rows are repeated in each row.
 
     values `[R, *]`, scales `[R or 1, groups]`: of rows in the layout `out_in`.
     """
@@ -33,7 +33,7 @@ def row_bytes(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class OwnRows:
-    """The reference's quantised rows and second product, from what an engine computed before them."""
+    """The reference's quantised rows and second product, computed from an engine's earlier stages."""
 
     def __init__(self, case: Case, stages: Mapping[str, np.ndarray]) -> None:
         assert case.spec.activations is not None
@@ -62,7 +62,7 @@ class OwnRows:
         return row_bytes(rows.values, rows.scales)
 
     def second_product(self) -> tuple[np.ndarray, Tolerance]:
-        """The weighted slots `[T * K, D]`, and how far those of another sum of the same rows may lie from them."""
+        """The weighted slots `[T * K, D]`, and the tolerance of another sum of the same rows."""
         case, spec = self._case, self._case.spec
         weights = None if spec.apply_router_weight_on_input else self._stages["weights"].reshape(-1)
         plain = MatmulSpec(spec.weight_layout, "slot", "slot", out_dtype=case.dtype)

@@ -1,4 +1,4 @@
-"""The yardstick: every stage by the NumPy twins."""
+"""The reference engine: every stage by the NumPy twins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_core.specs.operands import TopK
 
 
 class ReferenceEngine:
-    """The NumPy reference as a parity engine; comparing it with itself is reported as not tested."""
+    """The NumPy reference as a parity engine. Comparing it with itself is reported as not tested."""
 
     name = REFERENCE
 
@@ -27,6 +27,6 @@ class ReferenceEngine:
 
 
 def reference_stages(case: Case, routing: TopK | None = None) -> dict[str, np.ndarray]:
-    """The reference's stages of a case; routing: ids and weights to use instead of the case's own routing."""
+    """The reference's stages of a case. routing: ids and weights that replace the case's own routing."""
     arguments = (case.x, case.experts, case.routing if routing is None else routing, case.spec)
     return moe_stages(*arguments, token_mask=case.token_mask, shared=case.shared)

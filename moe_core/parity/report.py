@@ -1,4 +1,4 @@
-"""What a comparison found: rows per stage, flips, verdicts; as text and as JSON-ready dictionaries."""
+"""Results of a comparison: rows per stage, flips, verdicts, as text and as JSON-ready dictionaries."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from moe_core.parity.tolerance import EXACT, Difference, Tolerance
 
 AGREE, TIE, GIVEN = "agree", "flip (tie within tolerance)", "given"
 DIFFER, MISSING, NOT_TESTED, SKIPPED = "differ", "missing", "not tested", "skipped"
-#: Verdicts that do not fail a run. A skipped engine is counted apart: an engine that was only skipped tested nothing.
+#: Verdicts that do not fail a run. An engine that was only skipped tested nothing, so skips are counted separately.
 PASSING = (AGREE, TIE, GIVEN, SKIPPED)
-#: Flips printed per stage; the JSON holds all of them.
+#: Flips printed per stage. The JSON holds all of them.
 _FLIPS_SHOWN = 5
-#: What the JSON holds of a flip.
+#: Fields of a flip in the JSON.
 _FLIP = ("token", "reference", "candidate", "kind", "margin", "allowed", "verdict", "own_choice")
 _HEADER = ("stage", "verdict", "rel. error", "limit", "worst", "limit", "worst element: reference vs candidate", "")
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of one engine. difference and tolerance: None where nothing was compared."""
+    """One stage of one engine. difference and tolerance: None if nothing was compared."""
 
     stage: str
     verdict: str
@@ -64,8 +64,7 @@ class StageRow:
 class Report:
     """The comparison of one candidate with the reference, stage by stage in the order of the computation.
 
-    engine and device: who computed the candidate and what truly ran. skipped: why the case was not run, or "". against:
-    what it was compared with.
+    engine, device: of the candidate. skipped: the reason the case was not run, or "". against: the other side.
     """
 
     engine: str
@@ -81,12 +80,12 @@ class Report:
 
     @property
     def tested(self) -> bool:
-        """Whether at least one stage was truly compared."""
+        """True if at least one stage was compared."""
         return any(row.verdict not in (GIVEN, SKIPPED, NOT_TESTED) for row in self.rows)
 
     @property
     def first_divergent(self) -> str | None:
-        """The first stage, in order, that fails; None when all pass."""
+        """The first stage that fails, or None."""
         return next((row.stage for row in self.rows if not row.passes), None)
 
     @property
@@ -129,7 +128,7 @@ class Report:
         return f"DIFFERS: first divergent stage is {self.first_divergent}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for JSON; numbers that JSON lacks (NaN, infinities) become strings."""
+        """The report for JSON. NaN and infinities become strings."""
         return {
             "engine": self.engine,
             "device": self.device,
@@ -143,7 +142,7 @@ class Report:
 
 @dataclass(frozen=True)
 class BitwiseRow:
-    """Whether two engines of one family gave the same bits. equal None: not compared, with the reason in `note`."""
+    """Whether two engines of one family gave the same bits. equal None: not compared, for the reason in `note`."""
 
     engines: tuple[str, str]
     device: str
@@ -161,7 +160,7 @@ class BitwiseRow:
 
 @dataclass(frozen=True)
 class CaseReport:
-    """Everything found on one case. scheme: of quantised experts."""
+    """All results of one case. scheme: of quantised experts."""
 
     case: str
     dtype: str
@@ -173,12 +172,12 @@ class CaseReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether every engine agrees with the reference, and all that must be bitwise equal are."""
+        """True if every engine agrees with the reference, and required bits are equal."""
         return all(report.agrees for report in self.reports) and all(row.equal is not False for row in self.bitwise)
 
     @property
     def differs(self) -> bool:
-        """Whether something truly compared differs; an engine that was not tested does not count."""
+        """True if a comparison differs. Engines that were not tested do not count."""
         bits_differ = any(row.equal is False for row in self.bitwise)
         return bits_differ or any(report.verdict == DIFFER for report in self.reports)
 
@@ -208,14 +207,14 @@ class CaseReport:
 
 
 def untested_engines(reports: Sequence[CaseReport]) -> tuple[str, ...]:
-    """Engines that were asked for and compared nothing on any case."""
+    """Requested engines that compared nothing on any case."""
     every = [report for case in reports for report in case.reports]
     tested = {report.engine for report in every if report.tested}
     return tuple(dict.fromkeys(report.engine for report in every if report.engine not in tested))
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: lists for tuples, strings for the numbers that it lacks."""
+    """A value for JSON: lists for tuples, strings for NaN and infinities."""
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,10 +1,10 @@
-"""Runs cases through engines and compares every stage with the reference.
+"""Run cases through engines and compare every stage with the reference.
 
-A router flip changes everything behind it, so the reference is run again on a flipping engine's own ids and weights:
-what then still differs is drift or a fault, not the flip. Stages that have no counterpart in the reference's forward
-(bitmatrix, layout, the activation op on the engine's own rows, quantised rows) are compared with the NumPy twins on the
-engine's inputs. So is the second product where hidden rows are quantised: drift of a hidden row may give it another
-code, a far larger step than any fault of the product that is worth finding.
+A router flip changes all later stages, so the reference runs again on a flipping engine's own ids and weights.
+Remaining differences are drift or a fault. Stages without a counterpart in the reference's forward (bitmatrix, layout,
+the activation op on the engine's own rows, quantised rows) are compared with the NumPy twins on the engine's inputs. So
+is the second product of quantised hidden rows: drift may give a hidden row another code, a far larger step than any
+fault worth finding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moe_core.parity.tolerance import EXACT, Tolerance, activation_tolerance, st
 from moe_core.specs.operands import TopK
 from moe_core.specs.routing import LayoutSpec
 
-#: Every engine must have these, in the order of the computation; the others only where it has such an op.
+#: Stages of every engine, in the order of the computation. Others are optional.
 REQUIRED = ("logits", "ids", "weights", "matmul1", "activation", "matmul2", "output")
 ORDER = (
     *("logits", "ids", "weights", "bitmatrix", "layout", QUANTIZED_X, "matmul1", "activation", "activation_op"),
@@ -63,7 +63,7 @@ class Yardstick:
 
 
 def run_case(case: Case, engines: Sequence[Engine], progress: Callable[[str], object]) -> CaseReport:
-    """Run every engine on a case and compare; progress is called with what begins, as `"torch: matmul1"`."""
+    """Run every engine on a case and compare. progress is called with each start, as `"torch: matmul1"`."""
     progress("reference")
     yardstick = Yardstick(case)
     yardstick.stages(case.router.slot_order)
@@ -100,7 +100,7 @@ def compare_run(yardstick: Yardstick, run: EngineRun) -> Report:
 
 
 class _Comparison:
-    """One engine's run against the reference, the reference following the engine's router flips."""
+    """One engine's run against the reference, which follows the engine's router flips."""
 
     def __init__(self, yardstick: Yardstick, run: EngineRun) -> None:
         self._yardstick, self._run = yardstick, run
@@ -116,7 +116,7 @@ class _Comparison:
 
     def rows(self) -> tuple[StageRow, ...]:
         if not self._routed_alike():
-            # Nothing behind a routing of other shapes can be laid beside the reference.
+            # Later stages of a routing with other shapes cannot be compared with the reference.
             return tuple(self._row(stage) for stage in _ROUTING)
         rows = [self._row(stage) for stage in ORDER if stage in self._run.stages]
         if self._run.composed is not None:
@@ -127,7 +127,7 @@ class _Comparison:
         return all(self._run.stages[stage].shape == self._reference[stage].shape for stage in _ROUTING)
 
     def _rule(self) -> tuple[np.ndarray, ...]:
-        """(ids, weights) the routing rule makes of the engine's own logits."""
+        """(ids, weights) of the routing rule on the engine's own logits."""
         bias, mask = self._case.routing.correction_bias, self._case.token_mask
         return route(self._run.stages["logits"], bias, mask, spec=self._case.router)
 
@@ -155,7 +155,7 @@ class _Comparison:
         return stage_row(stage, expected, found, tolerance, note)
 
     def _expected(self, stage: str) -> tuple[np.ndarray, Tolerance]:
-        """What the reference has for a stage, and its tolerance."""
+        """The reference's array of a stage, and its tolerance."""
         run, case = self._run, self._case
         if stage == "bitmatrix":
             packed, _, _ = pack_bitmatrix(run.stages["ids"], num_experts=case.num_experts)
@@ -181,7 +181,7 @@ class _Comparison:
         return OwnRows(self._case, self._run.stages)
 
     def _weights_row(self, expected: np.ndarray, found: np.ndarray, tolerance: Tolerance) -> StageRow:
-        """Weights where tokens flipped: tied ones against the rule on the engine's own logits, the others left out."""
+        """Weights with flipped tokens: ties against the rule on the engine's own logits, the others left out."""
         tied = [flip.token for flip in self.flips if flip.is_tie]
         wrong = [flip.token for flip in self.flips if not flip.is_tie]
         if len(wrong) == len(expected):
@@ -214,14 +214,14 @@ def _joined(*parts: np.ndarray) -> np.ndarray:
 
 
 def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays have equal shapes, dtypes and bytes."""
+    """Return True if two arrays have equal shapes, dtypes and bytes."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
 
 
 def compare_bits(runs: Sequence[Any], kind: str = "arrays") -> tuple[BitwiseRow, ...]:
-    """Every pair of engines of one family: whether all arrays of their runs have the same bits. kind: of the arrays."""
+    """Compare the bits of every pair of engines of one family. kind: of the arrays, for messages."""
     pairs = itertools.combinations(runs, 2)
     return tuple(_bitwise_row(*pair, kind) for pair in pairs if pair[0].family == pair[1].family is not None)
 

@@ -1,7 +1,7 @@
-"""Runs a case through a front-end's public ops, stage by stage, and through its composed op.
+"""Run a case through a front-end's public ops, stage by stage, and through its composed op.
 
-Both front-ends have the same functions under the same names, so one sequence serves them; a `FrontEnd` says which
-module holds the ops and how arrays move between NumPy and the framework.
+Both front-ends have the same functions under the same names, so one sequence serves them. A `FrontEnd` names the module
+of ops and moves arrays between NumPy and the framework.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moe_core.specs import LogitsSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, RaggedLayout, Routing, map_arrays
 
 Array = Any
-#: What is compared of the composed op's result.
+#: Compared results of the composed op.
 COMPOSED = ("output", "ids", "weights", "tokens_per_expert")
 
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """ops: a module with the public ops. put and get: NumPy to the framework's array on its device, and back."""
+    """ops: a module with the public ops. put, get: move NumPy arrays to the framework's device and back."""
 
     ops: Any
     put: Callable[[np.ndarray], Array]
@@ -35,7 +35,7 @@ class FrontEnd:
 
 
 class StageResults(NamedTuple):
-    """stages and composed as in `EngineRun`; explanation: the text of the composed plan that ran."""
+    """stages and composed as in `EngineRun`. explanation: the text of the composed plan that ran."""
 
     stages: dict[str, np.ndarray]
     composed: dict[str, np.ndarray]
@@ -43,7 +43,7 @@ class StageResults(NamedTuple):
 
 
 def run_stages(front_end: FrontEnd, case: Case, progress: Callable[[str], object]) -> StageResults:
-    """Every stage of a case, one public op at a time, then the composed op; progress is called as each begins."""
+    """Run every stage of a case by public ops, then the composed op. progress is called at each start."""
     runner = _Runner(front_end, case, progress)
     stages = runner.routing_stages() | runner.expert_stages()
     collected = {name: _collect(value, front_end.get) for name, value in stages.items()}
@@ -100,8 +100,8 @@ class _Runner:
         }
 
     def expert_stages(self) -> dict[str, Any]:
-        """matmul1 (before the activation), activation (fused), activation_op, matmul2 (weighted slots) and output, and
-        where activations are quantised quantized_x and quantized_hidden, which the products read."""
+        """matmul1 (before the activation), activation (fused), activation_op, matmul2 (weighted slots) and output. With
+        quantised activations also quantized_x and quantized_hidden, the inputs of the products."""
         ops, case, experts, weights = self._ops, self._case, self._experts, self._chosen.weights
         source, row_weight = self._x, weights.reshape(-1)
         if case.spec.apply_router_weight_on_input:
@@ -131,7 +131,7 @@ class _Runner:
         return stages
 
     def _quantized(self, stage: str, rows: Array, scale: Array | None) -> Any:
-        """Rows in the case's format of activations, or as they are. scale: a static one."""
+        """Rows in the case's format of activations, or plain. scale: a static one."""
         format = self._case.spec.activations
         if format is None:
             return rows
@@ -140,7 +140,7 @@ class _Runner:
         return self._ops.quantize_rows(rows, format, scales=scale, used_by=users)
 
     def composed(self) -> tuple[dict[str, np.ndarray], str]:
-        """The composed op's results, and the explanation of the plan that gave them."""
+        """The composed op's results, and the explanation of its plan."""
         self._progress("moe")
         arguments = (self._x, self._experts, self._router, self._case.spec)
         options = {"token_mask": self._token_mask, "shared": self._shared}
@@ -156,7 +156,7 @@ class _Runner:
         return dataclasses.replace(product, fast_accumulate=spec.fast_accumulate)
 
     def _shared_output(self) -> tuple[Array | None, Array | None]:
-        """The shared expert's fp32 output `[T, D]` and its gate logits fp32 `[T, 1]`, each None where there is none."""
+        """The shared expert's fp32 output `[T, D]` and its gate logits fp32 `[T, 1]`, or None."""
         shared, spec, ops = self._shared, self._case.spec, self._ops
         if shared is None:
             return None, None

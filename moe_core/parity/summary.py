@@ -1,4 +1,4 @@
-"""What a parity run prints by default: a few lines per case, whole tables of what failed, and one table at the end."""
+"""The default output of a parity run: a few lines per case, whole tables of failures, and one table at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _engine_line(report: Report) -> str:
 
 
 def _share_of_limit(row: StageRow) -> float:
-    """The larger of both errors of a stage over its limit; 0 where every bit is equal."""
+    """The larger of a stage's two errors over its limit; 0 if every bit is equal."""
     found, tolerance = row.difference, row.tolerance
     if found is None or tolerance is None:
         return 0.0
@@ -41,7 +41,7 @@ def _share_of_limit(row: StageRow) -> float:
 
 
 def closing_table(cases: Sequence[CaseReport], seconds: Sequence[float]) -> Iterator[str]:
-    """A row per case: the verdict of each engine, whether the front-ends' bits are equal, and how long it took."""
+    """A row per case: the verdict of each engine, whether the front-ends' bits are equal, and the seconds."""
     engines = list(dict.fromkeys(report.engine for case in cases for report in case.reports))
     table = [("case", "dtype", *engines, "bits", "seconds")]
     for case, duration in zip(cases, seconds, strict=True):

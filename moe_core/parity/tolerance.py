@@ -49,29 +49,29 @@ _TF32_TRUNCATION = 2.0**-10
 DEVIATIONS = 6.0
 #: Roundings of bias, row weight and dequantisation scale, on both sides.
 _EPILOGUE_ROUNDINGS = 4
-#: Slope of an activation over the ratio of its rms to that of its input. Worst: where one factor of a gated
-#: activation is near zero the other's size multiplies the error; products of two normal factors have such tails.
+#: Slope of an activation over the ratio of its rms to its input's. Worst: if one factor of a gated activation is near
+#: zero, the other's size multiplies the error, and products of two normal factors have such tails.
 _ACTIVATION_GAIN, _ACTIVATION_WORST_GAIN = 4.0, 8.0
-#: Roundings of an activation by itself. Worst: exp(x) loses |x| u, and |x| of 20 still counts.
+#: Roundings of an activation. Worst: exp(x) loses |x| u, and |x| of 20 still counts.
 _ACTIVATION_ROUNDINGS, _ACTIVATION_WORST_ROUNDINGS = 8, 32
-#: An absolute error of a logit is a relative error of its weight: logits of up to this many times their rms count.
+#: An absolute error of a logit is a relative error of its weight. Logits of up to this many times their rms count.
 _LOGIT_GAIN = 16.0
-#: Columns of fp8 products after which partial sums are added up in fp32, and what an instruction of 32 columns drops.
+#: Columns of fp8 products before partial sums are added in fp32, and the truncation of an instruction of 32 columns.
 _PROMOTED, _FP8_TRUNCATION = 128, 2.0**-13
-#: From one code to the next, over an element's scale: usually, and at worst. int8: a row's amax is 4, at worst 16 times
+#: The distance of two codes over an element's scale: usually, and at worst. int8: a row's amax is 4, at worst 16 times
 #: its rms. e2m1: half of the element, or an eighth of its group's amax, at worst 8 times the rms.
 _STEPS = {"e4m3": (2.0**-3, 2.0**-3), "int8": (2.0**-5, 2.0**-3), "e2m1": (2.0**-1, 1.0)}
-#: Rows at least this wide have a reliable rms of their own.
+#: Rows of at least this width have a reliable rms.
 _WIDE_ROW = 16
-#: So many elements of a small array may be at their worst at once.
+#: This many elements of a small array may be at their worst at once.
 _ELEMENTS_AT_WORST = 8
-#: Smaller numbers than this are what underflow leaves; they count as this large.
+#: Smaller numbers are remains of underflow and count as this large.
 _SMALLEST_SCALE = 2.0**-100
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """relative_frobenius: bound of |a - e| / |e| over the array; worst: bound of every element's error over its scale.
+    """relative_frobenius: bound of |a - e| / |e| over the array. worst: bound of every element's error over its scale.
 
     An element's scale is the larger of its own size and the rms of its row, see `measure`.
     """
@@ -87,23 +87,23 @@ class Tolerance:
                 )
 
     def __add__(self, other: Tolerance) -> Tolerance:
-        """Of a result in which both errors add up."""
+        """The tolerance of a result with both errors."""
         return Tolerance(self.relative_frobenius + other.relative_frobenius, self.worst + other.worst)
 
 
-#: Bitwise agreement but for the sign of zero: ids, counts, layouts.
+#: Bitwise agreement except for the sign of zero: ids, counts, layouts.
 EXACT = Tolerance(0.0, 0.0)
 
 
 def rounded(before: Tolerance, dtype: str) -> Tolerance:
-    """After one cast of both sides."""
+    """The tolerance after one cast of both sides."""
     unit = UNIT_ROUNDOFF[dtype]
     flips = math.sqrt(2 * unit * min(before.relative_frobenius, unit / 2))
     return before + Tolerance(flips, 2 * unit)
 
 
 def product_tolerance(source: Tolerance, in_dtype: str, length: int, allow_tf32: bool) -> Tolerance:
-    """The fp32 result of a product over `length` terms whose left operand is known to `source`."""
+    """The fp32 result of a product over `length` terms with a left operand of tolerance `source`."""
     sums = (math.sqrt(length) + _EPILOGUE_ROUNDINGS) * FP32
     if in_dtype != "float32":
         sums += length / 16 * FP32
@@ -115,7 +115,7 @@ def product_tolerance(source: Tolerance, in_dtype: str, length: int, allow_tf32:
 def _quantized_product(
     source: Tolerance, dtype: str, length: int, weights: Format, spec: MatmulSpec | MoESpec, rows: Format | None
 ) -> Tolerance:
-    """`product_tolerance` where weights are quantised, and rows if they have a format; dtype: that of plain rows."""
+    """`product_tolerance` for quantised weights, and for quantised rows if they have a format. dtype: of plain rows."""
     if rows is None:
         return product_tolerance(source, dtype, length, spec.allow_tf32)
     if rows.element == "int8":
@@ -131,21 +131,21 @@ def _quantized_product(
 
 
 def _requantized(before: Tolerance, format: Format) -> Tolerance:
-    """Rows known to `before`, after both sides have quantised them."""
+    """Rows of tolerance `before` after both sides have quantised them."""
     step, worst_step = _STEPS[format.element]
     flips = math.sqrt(step * min(2 * before.relative_frobenius, step))
     return Tolerance(2 * before.relative_frobenius + flips, 2 * before.worst + worst_step)
 
 
 def _carried(source: Tolerance, length: int, sums: float) -> Tolerance:
-    """The result of sums that are wrong by a share `sums` themselves, of terms whose left factor has `source`."""
+    """Sums with a relative error `sums` of their own and left factors of tolerance `source`."""
     # One row of a short operand may hold more than its share of elements at their worst.
     row = source.relative_frobenius + source.worst * math.sqrt(min(1.0, _ELEMENTS_AT_WORST / max(length, 1)))
     return Tolerance(source.relative_frobenius + sums, DEVIATIONS * (row + sums))
 
 
 def activated(before: Tolerance) -> Tolerance:
-    """After an activation in fp32."""
+    """The tolerance after an activation in fp32."""
     return Tolerance(
         _ACTIVATION_GAIN * before.relative_frobenius + _ACTIVATION_ROUNDINGS * FP32,
         _ACTIVATION_WORST_GAIN * before.worst + _ACTIVATION_WORST_ROUNDINGS * FP32,
@@ -175,9 +175,9 @@ def matmul_tolerance(
 def quantized_matmul_tolerance(
     dtype: str, reduction_length: int, weights: Format, spec: MatmulSpec, *, rows: Format | None = None
 ) -> Tolerance:
-    """A matmul with quantised weights, and rows where they have a format, and its epilogue, cast to spec.out_dtype.
+    """A matmul with quantised weights, optionally quantised rows, and its epilogue, cast to spec.out_dtype.
 
-    dtype: of plain rows, and of the result where spec.out_dtype is None.
+    dtype: of plain rows, and of the result if spec.out_dtype is None.
     """
     out_dtype = spec.out_dtype or dtype
     _check(dtype, out_dtype)
@@ -192,7 +192,7 @@ def router_tolerance(reduction_length: int, logits_dtype: str = "float32") -> To
 
 
 def routing_weights_tolerance(num_experts: int, logits: Tolerance = EXACT) -> Tolerance:
-    """Router weights where the ids agree: exp, a sum over experts, divisions. logits: the tolerance of the logits."""
+    """Router weights for equal ids: exp, a sum over experts, divisions. logits: the tolerance of the logits."""
     own = (_ACTIVATION_ROUNDINGS + math.sqrt(num_experts)) * FP32
     worst = (_ACTIVATION_WORST_ROUNDINGS + math.sqrt(num_experts)) * FP32
     before = Tolerance(_LOGIT_GAIN * logits.relative_frobenius + own, _LOGIT_GAIN * logits.worst + worst)
@@ -206,7 +206,7 @@ def activation_tolerance(out_dtype: str) -> Tolerance:
 
 
 def reduce_tolerance(out_dtype: str, top_k: int) -> Tolerance:
-    """The top-k reduction of equal slots, with or without a gated shared expert: the order of the sum is fixed."""
+    """The top-k reduction of equal slots, with or without a gated shared expert. The order of the sum is fixed."""
     _check("float32", out_dtype)
     sums = (math.sqrt(top_k) + _ACTIVATION_ROUNDINGS) * FP32
     return rounded(Tolerance(sums, DEVIATIONS * sums), out_dtype)
@@ -229,11 +229,11 @@ def stage_tolerances(
     routed_from: str = "x",
     weights_format: Format | None = None,
 ) -> dict[str, Tolerance]:
-    """The tolerance of every stage of `moe_core.ops.moe.reference.forward.moe_stages`, errors carried from stage to
-    stage.
+    """The tolerance of every stage of `moe_core.ops.moe.reference.forward.moe_stages`, with errors carried from stage
+    to stage.
 
-    dtype: that of x. routed_from: `x`, `logits` or `ids`, the first of them both sides were given. The stages behind
-    the ids are comparable only where the ids agree. weights_format: of quantised experts, None of plain ones.
+    dtype: of x. routed_from: `x`, `logits` or `ids`, the first that both sides were given. Stages after the ids are
+    comparable only for equal ids. weights_format: of quantised experts, or None.
     """
     _check(dtype, spec.out_dtype or dtype)
     require_choice("routed_from", routed_from, ("x", "logits", "ids"))
@@ -271,7 +271,7 @@ def stage_tolerances(
 
 
 def against_exact(tolerance: Tolerance, dtype: str, roundings: int = 1) -> Tolerance:
-    """The tolerance against float64 without rounding, where only one side casts to `dtype`, `roundings` times."""
+    """The tolerance against float64, if only one side casts to `dtype`, `roundings` times."""
     _check(dtype, dtype)
     require_at_least("roundings", roundings, 1)
     unit = UNIT_ROUNDOFF[dtype]
@@ -280,10 +280,10 @@ def against_exact(tolerance: Tolerance, dtype: str, roundings: int = 1) -> Toler
 
 @dataclass(frozen=True)
 class Difference:
-    """What `measure` found. relative_frobenius and worst: the errors, over finite elements; size: their number.
+    """Results of `measure`. relative_frobenius, worst: the errors over finite elements. size: their number.
 
-    where: index of the worst element (None for an empty array), whose values are `actual` and `expected`. mismatch:
-    None, or why the arrays cannot be compared element by element (shape, NaN or infinity in one of them alone).
+    where: index of the worst element (None for an empty array), with values `actual` and `expected`. mismatch: None, or
+    the reason the arrays cannot be compared by element (shape, NaN or infinity in only one of them).
     """
 
     relative_frobenius: float
@@ -295,12 +295,12 @@ class Difference:
     mismatch: str | None = None
 
     def frobenius_limit(self, tolerance: Tolerance) -> float:
-        """tolerance.relative_frobenius plus what a few elements at their worst make in an array of this size."""
+        """tolerance.relative_frobenius plus the share of a few elements at their worst in an array of this size."""
         few = math.sqrt(min(1.0, _ELEMENTS_AT_WORST / max(self.size, 1)))
         return tolerance.relative_frobenius + tolerance.worst * few
 
     def complaint(self, tolerance: Tolerance) -> str | None:
-        """None where the difference is within the tolerance, else what is wrong and where."""
+        """The fault and its place, or None within the tolerance."""
         if self.mismatch is not None:
             return self.mismatch
         limit = self.frobenius_limit(tolerance)
@@ -314,7 +314,7 @@ class Difference:
 
 
 def _scale(expected: np.ndarray, dtype: Any, scale: np.ndarray | None) -> np.ndarray:
-    """What every element's error is measured against; finite values only."""
+    """The magnitude that every element's error is measured against; finite values only."""
     size = np.abs(expected)
     if scale is not None:
         floor = np.broadcast_to(np.abs(np.asarray(scale, np.float64)), expected.shape)
@@ -324,18 +324,17 @@ def _scale(expected: np.ndarray, dtype: Any, scale: np.ndarray | None) -> np.nda
     smallest = _SMALLEST_SCALE
     if not np.issubdtype(dtype, np.integer) and dtype != np.bool_:
         smallest = max(smallest, float(ml_dtypes.finfo(dtype).smallest_normal))
-    # A row of exact zeros keeps the scale 0: it must be met exactly.
+    # A row of exact zeros keeps the scale 0 and must match exactly.
     return np.maximum(size, np.where(floor == 0, 0.0, np.maximum(floor, smallest)))
 
 
 def measure(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray | None = None) -> Difference:
-    """The errors of `actual` against `expected`: any float, integer or boolean dtypes, equal shapes; in float64.
+    """The errors of `actual` against `expected` in float64, for any float, integer or boolean dtypes and equal shapes.
 
     An element's error is measured against the larger of its own size and `scale`: by default the rms of its row (the
-    last axis), or of the whole array where rows have fewer than 16 elements. Where an array is too small to have a
-    reliable rms, give the rms its terms would have with random signs: `sqrt(x**2 @ w**2)` for a product. NaN equals
-    NaN and an infinity itself; they take no part in the errors. The Frobenius error is relative to the norm of
-    `expected`, or of these magnitudes where `scale` is given.
+    last axis), or of the whole array if rows have fewer than 16 elements. For an array too small for a reliable rms,
+    pass the rms of its terms with random signs: `sqrt(x**2 @ w**2)` for a product. NaN equals NaN and an infinity
+    itself, without an error. The Frobenius error is relative to the norm of `expected`, or of `scale` if given.
     """
     actual, expected = np.asarray(actual), np.asarray(expected)
     if actual.shape != expected.shape:
@@ -369,7 +368,7 @@ def measure(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray | None =
 def assert_close(
     actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance, label: str, scale: np.ndarray | None = None
 ) -> None:
-    """Raise AssertionError, naming `label`, the worst element, where, errors and tolerance, unless within tolerance."""
+    """Raise AssertionError, naming `label`, the worst element, errors and tolerance, unless within tolerance."""
     complaint = measure(actual, expected, scale).complaint(tolerance)
     if complaint is not None:
         raise AssertionError(f"{label}: {complaint}")
