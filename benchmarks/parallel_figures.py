@@ -10,6 +10,7 @@ Files that show what nobody measured say "predicted" or "simulated" in their tit
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
@@ -25,7 +26,7 @@ from benchmarks.plot import source_line
 from benchmarks.shapes import ALL_SHAPES, Shape
 from moe_core.layers.spec import MoELayerSpec
 from moe_core.parallel import ExchangeSpec, MachineRecord, Placement, Zipf, predict, simulate
-from moe_core.parallel.machine import H200
+from moe_core.parallel.machine import H200, machine_of
 
 _COLORS = (theme.OURS, *theme.PEERS)
 _MARKERS = "os^vDP"
@@ -139,7 +140,8 @@ def pairs(record: dict[str, Any], machine: Any) -> dict[str, list[tuple[float, f
         layer = layer_of(_SHAPES[row["shape"]], row["experts"])
         given = (row["alone_us"], row["experts_us"])
         spec = ExchangeSpec(rows=row["rows"], **EXCHANGES[row["mode"]])
-        predicted = predict(layer, row["tokens"], record["ranks"], machine, spec, measured=given)
+        of_layer = dataclasses.replace(machine_of(machine), products=given)
+        predicted = predict(layer, row["tokens"], record["ranks"], of_layer, spec)
         name = f"{row['mode']}, {'CUDA graph' if 'graph_us' in row else 'eager'}"
         found.setdefault(name, []).append((row.get("graph_us", row["us"]), predicted.us))
     return found

@@ -3,7 +3,7 @@
 The model. A rank sends and receives rows over NVLink within its domain and over the network to others, both at once,
 and the busiest rank decides. Ids and weights are left out, and counts but for one latency where the host reads them:
 they are below 2 % of the rows of real models. Products take the longer of two times: their operations at
-`Machine.tflops`, and the weights that a rank has at `Machine.memory`; unless measured times are given.
+`Machine.tflops`, and the weights that a rank has at `Machine.memory`; unless `Machine.products` has measured times.
 
 Stages follow one another, with two exceptions. With mode `peer` and results by slot, the last product stores its rows
 at their homes: of the way back, what takes longer than that product is left. With chunks, the messages of all chunks
@@ -130,17 +130,15 @@ def predict(
     spec: ExchangeSpec,
     *,
     imbalance: float = 1.0,
-    measured: tuple[float, float] | None = None,
     tensor: int = 1,
     training: bool = False,
 ) -> Prediction:
     """A forward (training: and its backward) of `tokens` tokens on each rank, routed uniformly.
 
     machine: what `machine_of` takes: a Machine, the path of a record of `moebius-tune --links`, or None for the record
-    that MOEBIUS_MACHINE names. imbalance: rows of the busiest rank over the mean; the others share the rest. measured:
-    microseconds of a forward on one device: of `tokens` tokens with all experts, and of a rank's part of all ranks'
-    tokens with its own experts; None = by the model. tensor: ranks of one NVLink domain that split each expert, each
-    with tokens of its own; there are tensor times `ranks` of them. Raises InvalidInput.
+    that MOEBIUS_MACHINE names. imbalance: rows of the busiest rank over the mean; the others share the rest.
+    tensor: ranks of one NVLink domain that split each expert, each with tokens of its own; there are tensor times
+    `ranks` of them. Raises InvalidInput, and Unsupported for training in chunks.
     """
     ranks = as_integer("ranks", ranks, 1, INT32_LIMIT)
     share = finite_float("imbalance", imbalance)
@@ -154,7 +152,7 @@ def predict(
     nothing = math.prod(max(0.0, E - E / ranks - i) / (E - i) for i in range(K))
     visits = np.minimum(1.0, slots * ranks * (1 - nothing))
     traffic = Traffic(visits, slots)
-    return _price(layer, tokens, machine, spec, traffic, -(-E // ranks), measured, training, tensor)
+    return _price(layer, tokens, machine, spec, traffic, -(-E // ranks), training, tensor)
 
 
 def simulate(
@@ -165,7 +163,6 @@ def simulate(
     machine: Machine | str | Path | None,
     spec: ExchangeSpec,
     *,
-    measured: tuple[float, float] | None = None,
     tensor: int = 1,
     training: bool = False,
 ) -> Prediction:
@@ -190,7 +187,7 @@ def simulate(
     found = []
     for ids in samples:
         traffic = traffic_of(ids, placement)
-        found.append(_price(layer, tokens, machine, spec, traffic, placement.per_rank, measured, training, tensor))
+        found.append(_price(layer, tokens, machine, spec, traffic, placement.per_rank, training, tensor))
     names = [name for name, _ in found[0].stages]
     stages = tuple((name, float(np.mean([dict(one.stages)[name] for one in found]))) for name in names)
     us, alone, uneven = (
@@ -222,7 +219,6 @@ def _price(
     spec: ExchangeSpec,
     traffic: Traffic,
     per_rank: int,
-    measured: tuple[float, float] | None,
     training: bool,
     tensor: int,
 ) -> Prediction:
@@ -245,10 +241,10 @@ def _price(
             f"machine must have a network for {ranks} ranks in domains of {machine.domain}, got None; pass a Link"
         )
     uneven = float(traffic.slots.max() * ranks)
-    if measured is None:
+    if machine.products is None:
         alone, share = _alone_us(layer, tokens, machine), _share_us(layer, tokens, machine, traffic, per_rank, tensor)
     else:
-        alone, share = measured[0], measured[1] * uneven
+        alone, share = machine.products[0], machine.products[1] * uneven
     plain, sent = layer.d_model * dtypes.itemsize(_DTYPE), _row_bytes(layer, spec)
     # Every rank of a tensor axis exchanges the tokens of all of them.
     out, back = _rows(layer, tokens * tensor, spec, traffic, per_rank)

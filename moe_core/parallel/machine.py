@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_core.base.checks import as_integer, require_choice, require_flag, require_kind, set_integer
+from moe_core.base.checks import as_integer, finite_float, require_choice, require_flag, require_kind, set_integer
 from moe_core.base.files import load_json, whole_file
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
@@ -29,6 +29,8 @@ _ROW_BYTES = 8192
 #: Modes whose messages are of another kind than their name.
 _KIND_OF_MODE = {"padded": "all_to_all"}
 _NUMBERS = ("domain", "tflops", "memory")
+#: Fields of a Machine in a file; times of products are those of a layer.
+_FIELDS = ("nvlink", "network", *_NUMBERS, "measured")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Machine:
     domain: ranks that nvlink connects, one after another; network: what connects others, None = there are none. tflops:
     10^12 operations per second of a layer's products. memory: its bandwidth in GB/s. measured: (kind, Link) of kinds of
     messages within a domain that were measured apart (`all_gather`, `all_to_all`, `peer`, `peer_pull`,
-    `ragged_all_to_all`); others take nvlink. Raises InvalidInput.
+    `ragged_all_to_all`); others take nvlink. products: measured microseconds of a layer's forward on one device: of a
+    rank's tokens with all experts, and of a rank's part of all ranks' tokens with its own experts; None: they follow
+    from tflops and memory. Raises InvalidInput.
     """
 
     nvlink: Link
@@ -47,6 +51,7 @@ class Machine:
     tflops: float
     memory: float
     measured: tuple[tuple[str, Link], ...] = ()
+    products: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         require_kind("nvlink", self.nvlink, Link)
@@ -58,6 +63,9 @@ class Machine:
         for kind, link in self.measured:
             require_choice("kind of measured", kind, KINDS)
             require_kind("link of measured", link, Link)
+        if self.products is not None:
+            alone, share = (finite_float("products", us) for us in self.products)
+            object.__setattr__(self, "products", (alone, share))
 
     def link(self, mode: str) -> Link:
         """What moves rows of an exchange's mode within a domain."""
@@ -123,7 +131,7 @@ class MachineRecord:
     def save(self, path: str | Path) -> None:
         """Write the file. Raises InvalidInput for a provenance that lacks a field."""
         _require_provenance(self.provenance, "provenance")
-        machine = dataclasses.asdict(self.machine)
+        machine = {name: value for name, value in dataclasses.asdict(self.machine).items() if name in _FIELDS}
         machine["measured"] = {kind: dataclasses.asdict(link) for kind, link in self.machine.measured}
         content = {"format": FORMAT_VERSION, "provenance": dict(self.provenance), "machine": machine}
         head = json.dumps(content | {"not_measured": dict(self.not_measured)}, indent=2).removesuffix("\n}")
@@ -180,7 +188,7 @@ def machine_of(machine: Machine | str | Path | None) -> Machine:
 
 
 def _machine(content: Any, name: str) -> Machine:
-    fields = _fields(content, tuple(field.name for field in dataclasses.fields(Machine)), name)
+    fields = _fields(content, _FIELDS, name)
     measured = fields["measured"]
     if not isinstance(measured, dict):
         raise InvalidInput(f"measured of {name} must map kinds to links, got {measured!r:.120}; measure again")

@@ -1,4 +1,4 @@
-"""What one exchange sends, in order, and what it needs: decided from shapes, without a device."""
+"""The messages of one exchange in order, and its memory: planned from shapes, without a device."""
 
 from __future__ import annotations
 
@@ -36,12 +36,10 @@ from moe_core.specs.exchange import TableSpec
 class ExchangePlan:
     """One exchange; made by `plan_exchange`.
 
-    forward, backward: the collectives in order; backward is empty without training. buffers: of the worst case, see
-    `buffers_of`; several of each where there are chunks. host_reads: 0 to 2. why_not_exact: why the bits are not those
-    of one device; empty: they are. expected_tokens, expected_experts: those of `Tuning`, with which an owner's products
-    add up as on one device. expected_rows: slots of all ranks. header: int32 `[8]`, what ranks compare. tensor: the
-    place of this rank on the axis that splits each expert. experts: of `experts_digest`, which ranks compare; 0 = they
-    do not.
+    forward, backward: messages in order; backward is empty without training. buffers: of the worst case, all sets of
+    them. host_reads: 0 to 2. why_not_exact: why the bits are not those of one device; empty: they are. expected_tokens,
+    expected_experts: for `Tuning`, so that an owner's sums have the order of one device. expected_rows: slots of all
+    ranks. tensor: this rank on the axis that splits each expert. experts: of `experts_digest`; 0: not compared.
     """
 
     tokens: int
@@ -64,52 +62,77 @@ class ExchangePlan:
 
     @property
     def brought(self) -> int:
-        """Tokens that a rank brings to the exchange: its own, or those of its tensor axis."""
+        """Tokens that a rank brings to the exchange: its own, or all of its tensor axis."""
         return self.tokens * self.tensor.token_ranks
 
     @property
     def exact(self) -> bool:
-        """Whether the bits are those of one device."""
+        """Return True if the bits are those of one device."""
         return not self.why_not_exact
 
     @property
     def direct(self) -> bool:
-        """Whether each token has its own row at every owner, see `is_direct`."""
+        """Return True if each token has its own row at every owner; see `is_direct`."""
         return is_direct(self.spec)
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """Rows of blocks and of the receive buffer, of one chunk."""
+        """Rows of blocks and of the receive buffer, for one chunk."""
         return bounds_of(self.spec, tokens_at_once(self.brought, self.spec), self.top_k, self.placement)
 
     @functools.cached_property
     def header(self) -> Header:
-        """int32 `[8]`: what ranks compare with `compare_headers`."""
+        """int32 `[8]`, which ranks compare with `compare_headers`."""
         sizes = self.brought, self.top_k, self.d_model, self.dtype
-        found = header_of(*sizes, self.placement, self.spec, self.training, self.tensor)
-        return found.of_experts(self.experts)
+        header = header_of(*sizes, self.placement, self.spec, self.training, self.tensor)
+        return header.of_experts(self.experts)
 
     def tensor_header(self, rank: int) -> Header:
-        """int32 `[8]`: what the ranks of the tensor axis compare; rank: this one's number on the axis of experts."""
+        """int32 `[8]`, which the ranks of the tensor axis compare; rank: this one's number on the axis of experts."""
         return self.header.on_tensor_axis(self.tokens, rank)
 
     @functools.cached_property
     def tables(self) -> TableSpec:
-        """The sizes of the tables that kernels make for `all_to_all`, `padded` and `all_gather`."""
+        """Sizes of the tables of `all_to_all`, `padded` and `all_gather`."""
         placement, spec = self.placement, self.spec
         sizes = placement.num_ranks, placement.per_rank, placement.num_experts
         return TableSpec(spec.mode, spec.rows, *sizes, self.bounds.block, self.bounds.back)
 
+    def of_group(self, tokens: int) -> ExchangePlan:
+        """The plan for a group of so many tokens in all. By default all ranks have equally many.
+
+        Raises InvalidInput, and Unsupported for too many rows.
+        """
+        if tokens < self.brought:
+            raise InvalidInput(f"tokens must be at least this rank's {self.brought}, got {tokens}; add up all ranks'")
+        if max(tokens, self.placement.num_ranks * self.brought) * self.top_k >= INT32_LIMIT:
+            raise Unsupported(
+                f"rows of all ranks must stay below 2**31, got {tokens} tokens of {self.top_k}; split the batch"
+            )
+        # At an owner a row of a slot is a token with one expert.
+        rows = tokens * (self.top_k if self.spec.rows == "slots" else 1)
+        return dataclasses.replace(self, expected_tokens=max(1, rows), expected_rows=tokens * self.top_k)
+
+    @functools.cached_property
+    def _by_digest(self) -> dict[int, ExchangePlan]:
+        return {}
+
+    def of_experts(self, digest: int) -> ExchangePlan:
+        """The plan whose ranks also compare this digest of `experts_digest`."""
+        if digest not in self._by_digest:
+            self._by_digest[digest] = dataclasses.replace(self, experts=digest)
+        return self._by_digest[digest]
+
     def buffers_of(self, received: int, returned: int) -> tuple[ExchangeBuffer, ...]:
-        """The buffers where counts are known: of rows received as an owner, and of results given back, in a chunk."""
+        """The buffers of a chunk for known counts: rows received, and results returned, both as an owner."""
         return _Planner(self).buffers(received, returned)
 
     def peak(self, received: int | None = None, returned: int | None = None, *, scratch: int = 0) -> int:
-        """Bytes that a forward has at once at most beside x and the weights: of these buffers and the output.
+        """The most bytes that buffers and output of a forward take at once.
 
-        received, returned: as for `buffers_of`, None = the worst case. scratch: bytes that the owner's op needs beside
-        its input and its results. Index arrays, of a few int32 for each slot, are left out. A rank frees rows as soon
-        as they have moved on; training keeps the rows that the op was given.
+        received, returned: as for `buffers_of`; None: the worst case. scratch: bytes of the owner's op besides input
+        and results. Index arrays are left out, a few int32 for each slot. A rank frees rows as soon as they have moved
+        on; training keeps the input of the op.
         """
         if received is None or returned is None:
             return _peak(self, self.buffers, scratch)
@@ -153,18 +176,15 @@ def plan_exchange(
     spec: ExchangeSpec,
     *,
     training: bool = False,
-    group_tokens: int | None = None,
     tensor: TensorSplit = WHOLE,
-    experts: int = 0,
 ) -> ExchangePlan:
-    """The exchange of a rank that has x `[tokens, d_model]` of dtype, and top_k experts for each token.
+    """Plan the exchange of a rank that has x `[tokens, d_model]` of dtype, and top_k experts for each token.
 
-    training: a backward follows. group_tokens: of all ranks together, None = as many on every rank. tensor: the place
-    of the rank on an axis that splits each expert. experts: of `experts_digest`, 0 = ranks do not compare it. Raises
-    InvalidInput, and Unsupported for training with replicas, whose gradients would be parts of one, a format or chunks.
+    training: a backward follows. tensor: the rank on an axis that splits each expert. Raises InvalidInput, and
+    Unsupported for training with replicas, whose gradients would be parts of one, with a format and with chunks.
     """
     sizes = tokens, top_k, d_model, dtype, placement, spec, training
-    draft = ExchangePlan(*sizes, (), (), (), 0, (), 0, 0, 0, tensor, experts)
+    draft = ExchangePlan(*sizes, (), (), (), 0, (), 0, 0, 0, tensor)
     for name, least in (("tokens", 0), ("top_k", 1), ("d_model", 1)):
         set_integer(draft, name, least, INT32_LIMIT)
     object.__setattr__(draft, "dtype", dtypes.canonical(dtype))
@@ -182,13 +202,6 @@ def plan_exchange(
         raise Unsupported(f"training moves rows as they are, got format={spec.format}: rounding has no gradient")
     if training:
         refuse_chunks(spec)
-    group = placement.num_ranks * draft.brought if group_tokens is None else group_tokens
-    if group < draft.brought:
-        raise InvalidInput(
-            f"group_tokens must be at least tokens = {draft.brought}, got {group_tokens}; add up all ranks'"
-        )
-    if max(group, placement.num_ranks * draft.brought) * draft.top_k >= INT32_LIMIT:
-        raise Unsupported(f"rows of all ranks must stay below 2**31, got {group} tokens of {top_k}; split the batch")
     planner, over = _Planner(draft), _over_tensor(draft) if tensor.size > 1 else None
     backward = planner.backward() if training else ()
     return dataclasses.replace(
@@ -198,11 +211,8 @@ def plan_exchange(
         buffers=planner.worst_buffers(),
         host_reads=int(spec.mode == "all_to_all") * (1 if over is None else 2),
         why_not_exact=why_not_exact(spec, tensor.size),
-        # At an owner a row of a slot is a token with one expert.
-        expected_tokens=max(1, group * (draft.top_k if spec.rows == "slots" else 1)),
         expected_experts=placement.num_experts,
-        expected_rows=group * draft.top_k,
-    )
+    ).of_group(placement.num_ranks * draft.brought)
 
 
 _BARRIER = Collective("barrier", "arrival", "int32", 0, 0)
@@ -225,7 +235,7 @@ class _Planner:
 
     @property
     def sent(self) -> int:
-        """Rows of x that a rank hands in at most."""
+        """The most rows of x that a rank sends."""
         if self.spec.mode == "all_gather":
             return self.tokens
         if self.bounds.block is not None:
@@ -234,31 +244,29 @@ class _Planner:
 
     @property
     def returned(self) -> int:
-        """Rows of results that come home at most."""
+        """The most rows of results that come home."""
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
         return self.tokens * self.top_k
 
     def _rows(self, kind: str) -> list[Collective]:
-        """The rows of x, as they are or quantised."""
+        """The rows of x, quantised if there is a format."""
         if self.spec.format is None:
             return [Collective(kind, "rows", self.plan.dtype, self.sent, self.sent * self.row_bytes)]
-        found = []
-        for what, dtype, size in quantized_bytes(self.spec, self.plan.d_model):
-            found.append(Collective(kind, what, dtype, self.sent, self.sent * size))
-        return found
+        parts = quantized_bytes(self.spec, self.plan.d_model)
+        return [Collective(kind, what, dtype, self.sent, self.sent * size) for what, dtype, size in parts]
 
     def _table(self, kind: str, what: str, dtype: str, rows: int, width: int) -> Collective:
         return Collective(kind, what, dtype, rows, rows * width * 4)
 
     def _results(self, what: str) -> Collective:
-        """The results, home."""
+        """The results on their way home."""
         kind, rows = "push" if self.spec.mode == "peer" else "all_to_all", self.given
         return Collective(kind, what, self.plan.dtype, rows, rows * self.row_bytes)
 
     @property
     def given(self) -> int:
-        """Rows of results that an owner hands in at most."""
+        """The most rows of results that an owner returns."""
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
         if self.plan.direct:
@@ -271,12 +279,12 @@ class _Planner:
         mode, header = self.spec.mode, len(Header._fields)
         if mode == "peer":
             return tuple(self._between_barriers()) * self.spec.chunks
-        # Ids, and weights as their bits, travel together; of slots whose rows are counted, weights alone.
+        # Ids travel with the bits of weights; if rows of slots are counted, weights travel without ids.
         width, what = (2 * self.width, "ids and weights") if self.width_of_ids else (self.width, "weights")
         routing = self._table(self._rows_kind, what, "int32", self.sent, width)
         if mode == "all_to_all":
-            # Of slots the rows of every place; of tokens their number, and that of their slots. All ranks get all: a
-            # home has to know where its rows begin, and what does not fit.
+            # Counts of slots by place, or of tokens and of their slots by owner. Every rank gets all counts: a home
+            # computes where its rows begin, and which do not fit.
             groups = self.plan.placement.num_places if self.spec.rows == "slots" else self.ranks * 2
             first = [self._table("all_gather", "header and counts", "int32", 1, header + groups * self.spec.chunks)]
         else:
@@ -284,21 +292,20 @@ class _Planner:
             size = routing.bytes + copies * header * 4
             first, routing = [dataclasses.replace(routing, what=f"header, {what}", bytes=size)], None
         chunk = [*self._rows(self._rows_kind), *([routing] if routing else []), self._results("results")]
-        # Counts of all chunks travel at once, so that the host reads once; a header in each message of routing.
+        # Counts of all chunks travel at once, so that the host reads once. Each message of routing has a header.
         messages = [*first, *chunk * self.spec.chunks] if routing else [*first, *chunk] * self.spec.chunks
         if self.bounds.block is not None or self.bounds.receive is not None:
             messages.append(self._table("all_reduce", "overflow", "int32", 1, 1))
         return tuple(messages)
 
     def _between_barriers(self) -> list[Collective]:
-        """Of one chunk with mode `peer`. What is stored in one stage is read behind the barrier that ends it."""
+        """One chunk with mode `peer`. Memory stored in a stage is read behind the barrier that ends the stage."""
         if self.plan.direct:
             told = self._table("push", "header, ids and weights", "int32", self.tokens, 2 * self.top_k)
             told = dataclasses.replace(told, bytes=told.bytes + 4 * TOLD)
             first, results = [_BARRIER] * self.plan.training, self._results("results")
             return [*first, told, *self._rows("push"), _BARRIER, results, _BARRIER]
         groups, by_token = self.plan.placement.num_places, self.spec.rows == "tokens"
-        # Beside what a rank tells of itself, counts: of slots by place.
         message = TOLD + groups + (self.ranks if by_token else 0)
         found = [self._table("push", "header and counts", "int32", 1, message), _BARRIER]
         if by_token and self.spec.receive is not None:
@@ -309,11 +316,11 @@ class _Planner:
 
     @property
     def width_of_ids(self) -> int:
-        """Local ids beside a row; 0 where the counts say them."""
+        """Local ids that travel with a row; 0 if they follow from the counts."""
         return 0 if self.spec.rows == "slots" and self.spec.mode != "padded" else self.width
 
     def backward(self) -> tuple[Collective, ...]:
-        """All messages of a backward, in order; counts are known."""
+        """All messages of a backward, in order."""
         barrier = [_BARRIER] * (self.spec.mode == "peer")
         rows = [dataclasses.replace(message, what="d_output") for message in self._rows(self._rows_kind)]
         results = self._results("d_x")
@@ -326,42 +333,41 @@ class _Planner:
         return {"peer": "push", "all_gather": "all_gather"}.get(self.spec.mode, "all_to_all")
 
     def worst_buffers(self) -> tuple[ExchangeBuffer, ...]:
-        """Of the most rows that there can be."""
         return self.buffers(rows_received(self.spec, self.tokens, self.top_k, self.plan.placement), self.given)
 
     def buffers(self, received: int, given: int) -> tuple[ExchangeBuffer, ...]:
-        """Memory of the exchange, beside x and the output."""
+        """Memory of the exchange, without x and the output."""
         incoming, symmetric = self.row_bytes, self.spec.mode == "peer"
         if self.spec.format is not None:
             incoming = sum(size for *_, size in quantized_bytes(self.spec, self.plan.d_model))
-        found = [ExchangeBuffer("received rows", received * incoming, symmetric)]
+        buffers = [ExchangeBuffer("received rows", received * incoming, symmetric)]
         by_slot = self.spec.rows == "tokens" and not self.plan.direct
         if self.plan.direct:
             numbers = (2 + self.plan.training) * self.top_k  # with gradients of weights
-            found.append(ExchangeBuffer("received ids and weights", received * numbers * 4, True))
+            buffers.append(ExchangeBuffer("received ids and weights", received * numbers * 4, True))
             if self.spec.format is not None or self.plan.training:
-                found.append(ExchangeBuffer("rows by slot", received * self.row_bytes, False))
+                buffers.append(ExchangeBuffer("rows by slot", received * self.row_bytes, False))
         elif symmetric:
-            # Weights and origins, and the row of a slot's token; gradients of weights.
+            # Weights, origins, the row of a slot's token, and gradients of weights.
             numbers = 3 + (self.spec.rows == "tokens") + self.plan.training
-            found.append(ExchangeBuffer("received weights and origins", given * numbers * 4, True))
+            buffers.append(ExchangeBuffer("received weights and origins", given * numbers * 4, True))
             by_slot |= self.plan.training or self.spec.format is not None
         else:
-            found.append(ExchangeBuffer("received ids", received * self.width_of_ids * 4, False))
-            found.append(ExchangeBuffer("received weights", received * self.width * 4, False))
+            buffers.append(ExchangeBuffer("received ids", received * self.width_of_ids * 4, False))
+            buffers.append(ExchangeBuffer("received weights", received * self.width * 4, False))
         if self.spec.mode not in ("all_gather", "peer"):
-            found.insert(0, ExchangeBuffer("sent rows", self.sent * incoming, False))
+            buffers.insert(0, ExchangeBuffer("sent rows", self.sent * incoming, False))
         if by_slot:
-            # The owner's op has a row for each slot; what it keeps for a backward must not be stored over.
-            found.append(ExchangeBuffer("rows by slot", given * self.row_bytes, False))
+            # The owner's op has a row for each slot. Rows kept for a backward must not be overwritten.
+            buffers.append(ExchangeBuffer("rows by slot", given * self.row_bytes, False))
         if not symmetric:
-            # Else the owner's op stores each at its home.
-            found.append(ExchangeBuffer("results", given * self.row_bytes, False))
-        found.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
-        lent = sets_of_buffers(self.spec)
+            # With mode `peer` the owner's op stores them at their homes.
+            buffers.append(ExchangeBuffer("results", given * self.row_bytes, False))
+        buffers.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
+        symmetric_sets = sets_of_buffers(self.spec)
         over = _over_tensor(self.plan).buffers() if self.plan.tensor.size > 1 else ()
-        sets = {True: lent, False: min(lent, 2)}
-        return (*(dataclasses.replace(one, bytes=sets[one.symmetric] * one.bytes) for one in found), *over)
+        sets = {True: symmetric_sets, False: min(symmetric_sets, 2)}
+        return (*(dataclasses.replace(one, bytes=sets[one.symmetric] * one.bytes) for one in buffers), *over)
 
 
 def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int) -> int:
@@ -370,15 +376,15 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
     symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
     given = size.get("rows by slot", 0 if symmetric else received)
     kept = given if plan.training else 0
-    # Of a tensor axis, whose parts are what the exchange gives.
+    # With a tensor axis, the exchange returns parts.
     gathered, parts = size.get("gathered rows", 0), size.get("parts", 0)
     ends = parts + size.get("returned parts", 0) + output + kept
     if symmetric:
-        # Chunks are of gathered rows, which stay until the last has gone. In lanes two of them are computed at once.
+        # Gathered rows stay until the last chunk has been sent. In lanes two chunks are computed at once.
         scratch *= 1 + runs_in_lanes(plan.spec)
         behind = parts or output
         if plan.spec.chunks > 1:
-            # It is made first, as each chunk writes its rows.
+            # The output is allocated first, since each chunk writes to it.
             gathered, behind = gathered + behind, 0
         held = gathered + max(given, results + given + scratch, results + kept + behind)
         return symmetric + max(held, ends)

@@ -345,7 +345,8 @@ def plan_of(
     tokens = parallel.max_tokens if parallel.exchange.mode == "peer" and parallel.max_tokens is not None else len(x)
     sizes = tokens, top_k, x.shape[1], DTYPE_NAMES[x.dtype]
     split = parallel.split
-    return plan_exchange(*sizes, placement, parallel.exchange, training=training, tensor=split, experts=experts)
+    plan = plan_exchange(*sizes, placement, parallel.exchange, training=training, tensor=split)
+    return plan.of_experts(experts)
 
 
 def tells_peers(parallel: ExpertParallel, device: torch.device) -> bool:

@@ -46,7 +46,8 @@ def test_bounds_of_four_h200(key: tuple[str, int]) -> None:
     (model, tokens), (measured, stated) = key, TABLE[key]
 
     def of(mode: str = "peer", **options: Any) -> Any:
-        return predict(LAYERS[model], tokens, 4, H200, ExchangeSpec(mode, **options), measured=measured)
+        machine = dataclasses.replace(H200, products=measured)
+        return predict(LAYERS[model], tokens, 4, machine, ExchangeSpec(mode, **options))
 
     exact, plain = of(), of("all_to_all", rows="slots")
     shares = [exact.efficiency, exact.hidden_for(0.85), plain.efficiency]

@@ -51,9 +51,8 @@ def test_kernels_give_every_bit_of_one_device(dtype: str) -> None:
         )
         output = whole.forward(target)[1]
         expected = whole.backward(target, kept=output) | {"output": output["output"]}
-        plan = plan_exchange(
-            max(tokens), 3, problem.x.shape[1], dtype, placement, way, training=True, group_tokens=sum(tokens)
-        )
+        plan = plan_exchange(max(tokens), 3, problem.x.shape[1], dtype, placement, way, training=True)
+        plan = plan.of_group(sum(tokens))
         assert plan.exact
         tuning = Tuning(expected_tokens=plan.expected_tokens, expected_experts=plan.expected_experts)
         spec = dataclasses.replace(PLAIN, tuning=tuning)

@@ -68,10 +68,13 @@ def test_modes_are_chosen_for_placements_and_machines_alone() -> None:
 
 
 def test_too_many_rows_of_all_ranks_are_refused() -> None:
-    for tokens, group in ((16, 2**29), (2**28, None)):
+    plan = plan_exchange(16, 4, 64, "bfloat16", TWO, ExchangeSpec())
+    for make in (lambda: plan.of_group(2**29), lambda: plan_exchange(2**28, 4, 64, "bfloat16", TWO, ExchangeSpec())):
         with pytest.raises(Unsupported, match="rows of all ranks must stay below 2\\*\\*31"):
-            plan_exchange(tokens, 4, 64, "bfloat16", TWO, ExchangeSpec(), group_tokens=group)
-    assert plan_exchange(16, 4, 64, "bfloat16", TWO, ExchangeSpec(), group_tokens=2**29 - 1).expected_rows == 2**31 - 4
+            make()
+    assert plan.of_group(2**29 - 1).expected_rows == 2**31 - 4
+    with pytest.raises(InvalidInput, match="tokens must be at least this rank's 16, got 15"):
+        plan.of_group(15)
 
 
 def test_messages_of_each_mode_in_order() -> None:
@@ -231,7 +234,7 @@ def test_tiles_are_chosen_for_the_whole_batch() -> None:
     tokens, slots = plan_of(ExchangeSpec()), plan_of(ExchangeSpec(rows="slots"))
     assert (tokens.expected_tokens, slots.expected_tokens) == (64, 256)
     assert tokens.expected_experts == slots.expected_experts == 8 and tokens.expected_rows == slots.expected_rows == 256
-    assert plan_of(ExchangeSpec(), group_tokens=20).expected_tokens == 20
+    assert plan_of(ExchangeSpec()).of_group(20).expected_tokens == 20
     assert plan_exchange(0, 4, 64, "bfloat16", LINEAR, ExchangeSpec()).expected_tokens == 1
 
 
@@ -274,7 +277,11 @@ def test_rows_of_a_plan_are_those_of_the_twin(
 def headers(*changes: dict[str, Any]) -> np.ndarray:
     """The headers of ranks that call with these changes."""
     plain = dict(tokens=5, top_k=2, d_model=16, dtype="float32", placement=LINEAR, spec=ExchangeSpec("padded"))
-    plans = [plan_exchange(**{**plain, **change}) for change in changes]
+    digests = [change.get("experts", 0) for change in changes]
+    changes = tuple({name: value for name, value in change.items() if name != "experts"} for change in changes)
+    plans = [
+        plan_exchange(**{**plain, **change}).of_experts(digest) for change, digest in zip(changes, digests, strict=True)
+    ]
     found = np.array([plan.header for plan in plans], np.int32)
     assert found.shape == (len(changes), 8)
     return found
@@ -339,7 +346,6 @@ def test_a_rank_that_failed_is_named_at_once() -> None:
         ({"placement": 4}, InvalidInput, "placement must be a Placement, got int"),
         ({"spec": "padded"}, InvalidInput, "spec must be an ExchangeSpec, got str"),
         ({"training": 1}, InvalidInput, "training must be True or False, got 1"),
-        ({"group_tokens": 3}, InvalidInput, "group_tokens must be at least tokens = 5, got 3"),
         ({"tokens": 2**29}, Unsupported, r"rows of all ranks must stay below 2\*\*31"),
         (
             {"placement": Placement.balanced([1] * 8, 4, 3), "training": True},
