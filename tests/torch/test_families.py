@@ -34,9 +34,9 @@ def test_a_family_is_as_the_table_says(family: str) -> None:
         row = measure(family)
     found, wanted = cells(row), TABLE[family]
     told = [reason for reason in REASONS if reason[0] == family]
-    assert (*found[:2], *found[4:]) == (*wanted[:2], *wanted[4:]), f"{row}: run python -m tools.sweep --write"
+    assert (found[0], found[3]) == (wanted[0], wanted[3]), f"{row}: run python -m tools.sweep --write"
     assert reasons(row) == told, "run python -m tools.sweep --write"
-    for error, text in ((row.logits, wanted[2]), (row.gradients, wanted[3])):
+    for error, text in ((row.logits, wanted[1]), (row.gradients, wanted[2])):
         assert (error is None) == (not text)
         assert error is None or error <= min(TOLERANCE, _ROUNDING * float(text))
 

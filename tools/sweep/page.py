@@ -10,7 +10,9 @@ from tools.sweep.measure import PARTS, Row
 PAGE = Path(__file__).parents[2] / "docs" / "user" / "families.md"
 #: What stands around the generated part of the page.
 BEGIN, END = "<!-- begin: python -m tools.sweep --write -->", "<!-- end -->"
-_HEADINGS = ("family", "experts", "logits", "gradients", "preset", "from_block", "read", "written")
+_HEADINGS = ("family", "logits", "gradients", "runs")
+#: How the page names each of PARTS.
+_NAMES = ("experts", "preset", "from_block", "read", "written")
 _REASONS = ("family", "what does not run", "reason", "instead")
 #: A part that does not run for want of another one needs no reason of its own.
 _FOLLOWS = "needs the "
@@ -38,9 +40,9 @@ def render(rows: Iterable[Row], version: str) -> str:
 
 def cells(row: Row) -> tuple[str, ...]:
     """The cells of a family, in the order of the headings."""
-    runs = {part: "no" if part in row.reasons else "yes" for part in PARTS}
+    runs = [name for part, name in zip(PARTS, _NAMES, strict=True) if part not in row.reasons]
     errors = ("" if error is None else f"{error:.0e}" for error in (row.logits, row.gradients))
-    return (row.family, runs["experts"], *errors, *(runs[part] for part in PARTS[1:]))
+    return (row.family, *errors, "all" if len(runs) == len(PARTS) else ", ".join(runs) or "nothing")
 
 
 def reasons(row: Row) -> list[tuple[str, ...]]:
