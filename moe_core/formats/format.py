@@ -64,7 +64,8 @@ class Format:
     Args:
         name: unique among registered formats.
         element: a name of ELEMENTS.
-        group_rows, group_columns: size of the group that shares a scale. None: the whole axis of the matrix.
+        group_rows: rows that share a scale. None: all rows of the matrix.
+        group_columns: likewise for columns.
         scale_rule: one of SCALE_RULES, for quantisers. Reading a tensor depends only on the kind of scales: e8m0 bytes
             (`floor`, `ceil`) or numbers.
         zero_points: the tensor has one per group (unsigned elements only).

@@ -100,7 +100,8 @@ def compare(
     token). The same array on both sides, and a stage without a remaining token, are `not tested` and fail.
 
     Args:
-        reference, candidate: arrays by stage name. Both must have the same names.
+        reference: arrays by stage name.
+        candidate: likewise, with the same names.
         tolerances: by stage. None: `default_tolerance` for each.
 
     Raises InvalidInput for an unknown tolerance or no stages.

@@ -28,12 +28,14 @@ class WeightGradientSpec:
 
     Args:
         gather: the index of left and right: layout `row`, `slot` or `token`.
-        left_columns, right_columns: (first, number) of the columns to take, or None for all.
+        left_columns: (first, number) of the columns to take, or None for all.
+        right_columns: likewise.
         out_dtype: the dtype of d_weight, or None if it is not wanted.
         bias_side: `left` or `right`: its column sums are d_bias, in bias_dtype. None: no d_bias.
         num_layers: layers of the result, where a layer index is given.
         family: kernels to use, `portable` or `sm90`. None: the faster one that can run.
-        expected_tokens, expected_experts: sizes that choose the family. None: those of the call.
+        expected_tokens: number that chooses the family. None: the call's.
+        expected_experts: likewise.
     """
 
     out_dtype: str | None

@@ -131,10 +131,13 @@ class ExpertWeights:
         gate_up: `[E, D, 2F]` (gated, halves or interleaved) or `[E, D, F]` (ungated, or the gate if `up` is given).
         up: `[E, D, F]` for gate_layout `separate`.
         down: `[E, F, D]`. gate_up (with up, in one format) and down may be `QuantizedTensor`s.
-        gate_up_bias, up_bias, down_bias: `[E, 2F]` or `[E, F]`, `[E, F]`, `[E, D]`.
+        gate_up_bias: `[E, 2F]` or `[E, F]`.
+        up_bias: `[E, F]`.
+        down_bias: `[E, D]`.
         layer_index: int32 `[1]` on the device. Every weight and bias then has a leading layer axis, and it picks one.
-        gate_up_input_scale, down_input_scale: fp32 `[1]` on the device, the scales of x and of the hidden rows where
-            `MoESpec.activations` has one per tensor. None: computed from the rows.
+        gate_up_input_scale: fp32 `[1]` on the device, the scale of x where `MoESpec.activations` has one per tensor.
+            None: computed from the rows.
+        down_input_scale: likewise for the hidden rows.
     """
 
     gate_up: Any
@@ -156,7 +159,8 @@ class MatmulOperands:
         x: `[T, D]` (gather `token`), `[T * K, D]` (`slot`) or `[capacity, D]` (`row`).
         weight: `[E, D, N]`, N = 2F when a gated activation with one buffer is fused.
         up: `[E, D, N]`, the second buffer of gate_layout `separate`.
-        bias, up_bias: `[E, N]`, fp32 or the dtype of x.
+        bias: `[E, N]`, fp32 or the dtype of x.
+        up_bias: likewise.
         row_weight: fp32 `[T * K]` or `[T, K]`, by slot, applied after the activation.
         layer_index: int32 `[1]`. Weights and biases then have a leading layer axis.
 
@@ -250,10 +254,9 @@ class MoEOperands:
 class OutputGradients:
     """Gradients of the results of one MoE. None: no gradient.
 
-    Args:
-        output: `[T, D]` in bf16, fp16 or fp32.
-        weights, logits: fp32 `[T, K]` and `[T, E]`, added to the gradients that come through the experts.
-        load_balance, z: fp32 `[1]`, of the losses of `moe_core.ops.routing.reference_backward.router_losses`.
+    output `[T, D]` in bf16, fp16 or fp32. The others are fp32: weights `[T, K]` and logits `[T, E]`, added to the
+    gradients that come through the experts, load_balance `[1]` and z `[1]` of
+    `moe_core.ops.routing.reference_backward.router_losses`.
     """
 
     output: Any
@@ -267,11 +270,8 @@ class OutputGradients:
 class RoutingGradients:
     """Gradients of the results of one routing. At least one is given.
 
-    Args:
-        weights: fp32 `[T, K]`, of the routing's weights.
-        logits: fp32 `[T, E]`, added as they are.
-        load_balance, z: fp32 `[1]`, of the router losses.
-        tokens_per_expert: int32 `[E]`, slots of every expert from the unmasked tokens. load_balance needs it.
+    fp32: weights `[T, K]`, logits `[T, E]`, added as they are, load_balance `[1]` and z `[1]` of the router losses.
+    load_balance needs tokens_per_expert int32 `[E]`, the slots of every expert from the unmasked tokens.
     """
 
     weights: Any = None
@@ -285,12 +285,9 @@ class RoutingGradients:
 class ExpertActivationOperands:
     """The operands of the backward between the two matmuls; R rows, in layout order or by slot.
 
-    Args:
-        d_hidden: `[R, F]`, the gradient of matmul 2's result pulled back through its weight, before the row weight, in
-            bf16, fp16 or fp32.
-        pre: `[R, 2F]` (ungated `[R, F]`), the stored pre-activation.
-        row_weight, bias_product: fp32 `[T * K]`, by slot. row_weight may be `[T, K]`.
-        row_of_slot: int32 `[T * K]`, -1 = no row. None: every row is a slot's.
+    d_hidden `[R, F]` in bf16, fp16 or fp32: the gradient of matmul 2's result pulled back through its weight, before
+    the row weight. pre `[R, 2F]` (ungated `[R, F]`): the stored pre-activation. row_weight fp32 `[T * K]` or `[T, K]`
+    and bias_product fp32 `[T * K]`, by slot. row_of_slot int32 `[T * K]`, -1 = no row. None: every row is a slot's.
     """
 
     d_hidden: Any
@@ -308,8 +305,10 @@ class Routing(NamedTuple):
 
 
 class RoundedRouting(NamedTuple):
-    """ids int32 `[T, W]` and weights fp32 `[T, W]` after token rounding, -1 and 0 where a token does not visit the
-    candidate; tokens_per_expert int32 `[E]`: those that chose each expert, before rounding."""
+    """ids int32 `[T, W]` and weights fp32 `[T, W]`, -1 and 0 where token rounding leaves the candidate out.
+
+    tokens_per_expert int32 `[E]`: the tokens that chose each expert, before rounding.
+    """
 
     ids: Any
     weights: Any
@@ -321,10 +320,9 @@ class RaggedLayout:
     """Rows grouped by expert, on the device, int32.
 
     group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]` (-1 = padding), row_of_slot `[T * K]` (-1 =
-    dropped or not local), invalid_ids `[1]` (ids outside [-1, E)), overflow `[1]` with spec.rows: slots that have no
-    row because there are too few. invalid_ids None: there were no ids. Worked example, T = 2,
-    K = 2, E = 3, ids [[2, 0], [0, -1]]: group_sizes [2, 0, 1], group_start [0, 2, 2, 3], slot_of_row [1, 2, 0, -1],
-    row_of_slot [2, 0, 1, -1].
+    dropped or not local), invalid_ids `[1]` (ids outside [-1, E)) or None without ids, overflow `[1]` with spec.rows:
+    slots that have no row because there are too few. Worked example, T = 2, K = 2, E = 3, ids [[2, 0], [0, -1]]:
+    group_sizes [2, 0, 1], group_start [0, 2, 2, 3], slot_of_row [1, 2, 0, -1], row_of_slot [2, 0, 1, -1].
     """
 
     spec: LayoutSpec
@@ -353,9 +351,9 @@ class LayoutArrays:
 
 
 def require_layout(layout: LayoutSpec, arrays: LayoutArrays) -> None:
-    """Raise InvalidInput unless the arrays given, ArraySpecs of them, are of this layout.
+    """Raise InvalidInput unless these ArraySpecs are of this layout.
 
-    A layout that was put together by hand, or made under a transformation, need not be what its spec says.
+    The arrays of a layout that was put together by hand, or made under a transformation, can differ from its spec.
     """
     own = LayoutArrays.specs(layout)
     for name, array in named_fields(arrays):
@@ -383,8 +381,9 @@ class WeightGradientOperands:
     """The operands of one gradient of weights; R rows.
 
     Args:
-        left, right: `[*, M]` and `[*, N]`. For `in_out` weights left is the product's input and right the gradient of
-            its output; for `out_in` the other way round. Rows may be strided.
+        left: `[*, M]`, the product's input for `in_out` weights, the gradient of its output for `out_in`. Rows may be
+            strided.
+        right: `[*, N]`, the other of the two.
         row_weight: fp32 `[T * K]` or `[T, K]` by slot, for the column sums only.
         row_mask: bool `[R]` (dense), the rows to read.
         layer_index: int32 `[1]`. The result then has a leading layer axis.

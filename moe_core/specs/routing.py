@@ -60,10 +60,12 @@ class RouterSpec:
         order: for softmax, `softmax_then_topk` (the default) or `topk_then_softmax`. The others take None.
         renormalize: divide by the sum of the chosen weights (a zero sum gives zeros).
         scale: multiplies the weights last.
-        num_groups, topk_group: grouped top-k (1 and 1 = off): the topk_group best of num_groups equal groups survive.
+        num_groups: equal groups of experts for grouped top-k. 1: off.
+        topk_group: number of best groups that survive.
         slot_order: `score` (descending selection score, ties to the lower id) or `expert` (ascending ids).
         epsilon: added to the sum of renormalize, for sigmoid and sqrt_softplus.
-        logit_scale, softcap: score logits * logit_scale, or softcap * tanh(logits * logit_scale / softcap).
+        logit_scale: score logits * logit_scale.
+        softcap: score softcap * tanh(logits * logit_scale / softcap).
         bias_on: add the correction bias to `scores` or to those `logits`.
         group_score: a group's `best` score, or the sum of its two best (`pair`). None: `pair` with a correction bias,
             else `best`.

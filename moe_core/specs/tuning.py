@@ -38,7 +38,8 @@ class MatmulTuning:
         config: use this one. None: choose.
         table: looked up before the shipped table and the heuristics.
         batch_invariant: choose without the number of rows, so that a row's result does not depend on the others.
-        expected_tokens, expected_experts: choose as for these numbers, whatever the call has. See `Tuning`.
+        expected_tokens: choose as for this number, whatever the call has. See `Tuning`.
+        expected_experts: likewise.
     """
 
     config: TileConfig | None = None
@@ -62,13 +63,15 @@ class Tuning:
     """How the tile configurations of a whole forward are chosen.
 
     Args:
-        matmul_1, matmul_2: of the experts' products. None: choose.
+        matmul_1: of the experts' first product. None: choose.
+        matmul_2: of the second.
         table: looked up before the shipped table.
         batch_invariant: one summation order for every number of tokens. A token's result is then bitwise the same in
             any batch, at a cost of speed (docs/developer/tuning.md).
-        expected_tokens, expected_experts: choose every tile of forward and backward as for this batch. None: the
-            call's. For parts of a batch, such as the rows that a rank of expert parallelism receives: all parts then
-            sum in the order of the whole.
+        expected_tokens: choose every tile of forward and backward as for a batch of this size. None: the call's. For
+            parts of a batch, such as the rows that a rank of expert parallelism receives: all parts then sum in the
+            order of the whole.
+        expected_experts: likewise, the experts of the whole.
     """
 
     matmul_1: TileConfig | None = None

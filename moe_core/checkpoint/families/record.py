@@ -41,19 +41,22 @@ class Naming:
     below `layers.<n>.<block>.`, or below `layers.<n>.` if they start with `/`.
 
     Args:
-        block: its first name is empty if router and experts are children of the decoder layer.
+        blocks: the first name is empty if router and experts are children of the decoder layer.
         fused: (gate_up, down) or (gate, up, down) of all experts. Ungated experts have up instead of gate_up. Biases
             add `_bias`.
         per_expert: (gate, up, down) module names below `experts.<e>.`, without gate for ungated experts. None: only
             fused storage.
         shared: (gate, up, down), or (gate_up, down) if gate and up are one tensor.
-        prefixes, nested_prefixes: before `layers.` in files of a text model, and of a model with a nested text model.
+        prefixes: before `layers.` in files of a text model.
+        nested_prefixes: likewise for a model with a nested text model.
         turned: files may hold the transposes of `fused`, recognised by their shapes.
         interleaved: the published `fused` alternates rows of gate and up.
         bias_row: files hold the correction bias as `[1, E]`.
         flat: `fused` holds all experts' F rows as `[E * F, D]`, down too.
         layers: the name of the list of layers.
-        norm, table, expert_scale: of the router.
+        norm: of the router.
+        table: of the router.
+        expert_scale: of the router.
         around: arrays around the experts, by the layer's names.
     """
 
@@ -113,7 +116,9 @@ class Family:
     Args:
         alone: the names in files of a text model that was saved without the rest of its multimodal model. None: the
             same.
-        hidden, width, experts: settings of d_model, d_ff and E.
+        hidden: setting of d_model.
+        width: setting of d_ff.
+        experts: setting of E.
         shared: None: no shared experts.
         correction_bias: True if there is one, or the setting that decides.
         shared_activation: None: the experts'.
