@@ -34,6 +34,13 @@ def test_parameters_in_prose_become_a_section() -> None:
     )
 
 
+def test_parameters_that_share_a_line_of_a_section_get_their_own() -> None:
+    text = "Sum.\n\nArgs:\n    rows, columns: of one matrix,\n        in this order.\n    other: alone.\n"
+    found = with_sections(text, ["rows", "columns", "other"], "Args")
+    both = "of one matrix,\n        in this order.\n"
+    assert found == f"Sum.\n\nArgs:\n    rows: {both}    columns: {both}    other: alone.\n"
+
+
 @pytest.mark.parametrize(
     "text", ["One line.", "Sum.\n\nArgs:\n    rows: a section\n", "Sum.\n\n- rows: of a list\n- columns: as well"]
 )

@@ -23,6 +23,8 @@ class Sections(griffe.Extension):
         given: Iterable[Any] = start.parameters if isinstance(start, griffe.Function) else ()
         parameters = [one.name.lstrip("*") for one in given if one.name != "self"]
         self._rewrite(cls, parameters or fields, "Args" if parameters else "Attributes")
+        if cls.docstring is not None and "NamedTuple" in map(str, cls.bases):  # griffe sees no parameters there
+            cls.docstring.value = cls.docstring.value.replace("\nArgs:\n", "\nAttributes:\n")
 
     def _rewrite(self, subject: griffe.Function | griffe.Class, names: Sequence[str], title: str) -> None:
         if subject.docstring is not None:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$", re.MULTILINE)
+#: An item of a section that names several parameters, with the lines that continue it.
+_JOINT = re.compile(r"^( +)(\w+(?:, \w+)+): (.*(?:\n\1 +.*)*)", re.MULTILINE)
 _RAISES = re.compile(r"(?<![\w.])Raises ((?:InvalidInput|Unsupported)[^.]*(?:\.(?![ \n]|$)[^.]*)*)\.?\s*$")
 
 
@@ -38,9 +40,9 @@ def parameters_of(text: str, names: Sequence[str]) -> tuple[str, list[tuple[str,
 
 
 def with_sections(text: str, names: Sequence[str], title: str) -> str:
-    """The docstring with a section of its parameters and one of its errors, where it has none."""
+    """The docstring with a section of its parameters and one of its errors, each parameter on its own line."""
     if _SECTION.search(text):
-        return text
+        return _JOINT.sub(lambda item: "\n".join(f"{item[1]}{name}: {item[3]}" for name in item[2].split(", ")), text)
     raises = _RAISES.search(text)
     if raises is not None:
         text = text[: raises.start()].rstrip()
