@@ -226,6 +226,9 @@ def main() -> int:
         return 1
     extras = options.extras or (EXTRAS if on_gpu else f"{EXTRAS},recipes,lint")
     directory = ROOT / options.directory
+    if directory.is_symlink():
+        print(f"{directory} must not be a link, whose target would be emptied; remove the link", file=sys.stderr)
+        return 1
     inside = pathlib.Path(sys.prefix).resolve() == directory.resolve()
     stamp, wanted = directory / "environment.json", fingerprint(on_gpu)
     made = json.loads(stamp.read_text()) if stamp.exists() else {}

@@ -85,6 +85,21 @@ def test_missing_extras_are_added_and_other_sources_start_anew(
     assert environment.main() == 0 and made[3:] == [("jax", False)]
 
 
+def test_a_linked_environment_is_refused(
+    environment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Making an environment anew empties its folder, which a link has from somewhere else."""
+    (tmp_path / "another").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "another")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "has_cuda_device", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["environment.py", "--directory", "link"])
+    assert environment.main() == 1 and "must not be a link" in capsys.readouterr().err
+
+
 def test_pip_says_what_it_does_and_shows_its_output_when_it_fails(
     environment: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
