@@ -6,7 +6,7 @@ import importlib
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,15 +52,12 @@ from benchmarks.training_problem import (
 )
 from moe_core.base.target import Target
 from moe_core.specs import TokenRounding, Tuning
-from tests.support.benchmarks import TINY, CallingTimer, TracingTimer, on_a_cpu, problem_of, tiny_host_time, tiny_models
+from tests.support.benchmarks import TINY, CallingTimer, TracingTimer, problem_of, tiny_host_time, tiny_models
 
 STORED = sorted(check.RESULTS.glob("forward*.json"))
 
 
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with on_a_cpu(monkeypatch):
-        yield
+pytestmark = pytest.mark.usefixtures("cpu")
 
 
 class Ratios(CallingTimer):

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,15 +34,12 @@ from benchmarks.training_record import add_training_ratios, read_sonicmoe_figure
 from moe_core.errors import InvalidInput
 from moe_core.specs.matmul import Activation
 from moe_core.trace import LayerRouting, RoutingTrace
-from tests.support.benchmarks import TINY, CallingTimer, libraries, on_a_cpu, problem_of
+from tests.support.benchmarks import TINY, CallingTimer, libraries, problem_of
 
 SILU = Shape("silu", 16, 32, 4, 2, Activation("silu"), False)
 
 
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with on_a_cpu(monkeypatch):
-        yield
+pytestmark = pytest.mark.usefixtures("cpu")
 
 
 # Timing.

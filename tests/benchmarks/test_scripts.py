@@ -7,7 +7,7 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,7 +38,7 @@ from benchmarks.weights import draw_weights
 from moe_core.base.target import Target
 from moe_core.runtime.warmup import KernelReport
 from moe_core.specs import Activation, TokenRounding, Tuning
-from tests.support.benchmarks import TINY, CallingTimer, TracingTimer, on_a_cpu, problem_of, tiny_host_time, tiny_models
+from tests.support.benchmarks import TINY, CallingTimer, TracingTimer, problem_of, tiny_host_time, tiny_models
 
 FOLDER = pathlib.Path(forward.__file__).parent
 README = (FOLDER / "README.md").read_text()
@@ -50,10 +50,7 @@ COMMANDS = sorted(
 QUANTIZED = Shape("tiny", 128, 128, 4, 2, Activation("swiglu_oai", gate_layout="interleaved"), True)
 
 
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with on_a_cpu(monkeypatch):
-        yield
+pytestmark = pytest.mark.usefixtures("cpu")
 
 
 class EagerTimer(CallingTimer):

@@ -31,10 +31,10 @@ from tests.support.flax import (
     draw_weights,
     linen_layer,
     nnx_layer,
-    output_tolerances,
     preset,
 )
 from tests.support.jax import ENGINES, running_on
+from tests.support.layers import tolerances
 
 DTYPES = ("bfloat16", "float32")
 UNGATED = MoELayerSpec(16, 12, 4, 2, experts=ExpertsSpec(Activation("relu2"), bias=True))
@@ -214,5 +214,5 @@ def test_a_checkpoint_of_transformers_gives_the_same_logits_through_flax(tmp_pat
             found = model(ids).logits
             theirs = own(calls[0][0])
         theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-        assert_close(calls[0][1], theirs.numpy(), output_tolerances(spec, "float32")["output"], f"layer {number}")
+        assert_close(calls[0][1], theirs.numpy(), tolerances(spec, "float32")["output"], f"layer {number}")
     torch.testing.assert_close(found, expected)

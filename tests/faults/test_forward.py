@@ -62,8 +62,7 @@ def run_parity_on(folders: dict[Path, Fault]) -> None:
 
 def test_every_kernel_file_has_faults() -> None:
     files = set(kernel_files())
-    # Gluon has no interpreter: tests/ops/matmul/sm90/test_matmul.py, tests/ops/matmul/sm90/test_tall.py and
-    # tests/ops/matmul/sm90_packed/test_tall.py run the Hopper kernels' faults on a GPU.
+    # Gluon has no interpreter: tests/ops/matmul/sm90/test_faults.py runs the Hopper kernels' faults on a GPU.
     # Waiting shows in what is compiled alone: tests/ops/moe/test_pdl.py runs the faults of launches that overlap.
     planted = (SM90_FAULTS, TALL_FAULTS, MIXED_INPUT_TALL_FAULTS, PDL_FAULTS)
     compiled = {name for products in planted for found in products.values() for name in found}

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_jax
-from moe_core.layers import MAXTEXT, ExpertsSpec, LayerWeights, MoEAux, MoELayerSpec, SharedExpertsSpec, Storage
+from moe_core.layers import MAXTEXT, LayerWeights, MoEAux, MoELayerSpec, Storage
 from moe_core.ops.routing.reference_backward import router_losses_backward
 from moe_core.parity.tolerance import EXACT, Tolerance, assert_close
-from moe_core.specs import Activation, RouterSpec
+from moe_core.specs import RouterSpec
 from moe_core.specs.operands import map_arrays
 from moe_jax import Target, export_target, layers, linen, nnx
 from tests.support import strategies
@@ -30,11 +30,11 @@ from tests.support.flax import (
     jax_array,
     linen_layer,
     nnx_layer,
-    output_tolerances,
     preset,
     stored_for_flax,
 )
 from tests.support.jax import REAL_KERNELS, on_engines, running_on
+from tests.support.layers import layer_cases, tolerances
 
 #: Sums of a few thousand fp32 terms near 1, in whatever order.
 LOSS = Tolerance(relative_frobenius=1e-5, worst=1e-5)
@@ -78,9 +78,9 @@ def check_flavours(
         require_same_bits(y.reshape(result.output.shape), result.output, "layer and op")
         require_same_bits(aux.ids, result.ids, "ids of layer and op")
     expected, expected_aux = in_numpy(x, weights, spec, token_mask)
-    tolerances = output_tolerances(spec, x.dtype.name)
-    assert_close(np.asarray(y), expected, tolerances["output"], "layer and NumPy twin")
-    check_aux(aux, expected_aux, tolerances, "layer and NumPy twin")
+    allowed = tolerances(spec, x.dtype.name)
+    assert_close(np.asarray(y), expected, allowed["output"], "layer and NumPy twin")
+    check_aux(aux, expected_aux, allowed, "layer and NumPy twin")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -91,52 +91,17 @@ def test_presets_on_the_real_kernels(family: str, dtype: str) -> None:
         check_flavours(draw_weights(spec, dtype), spec, draw_tokens(spec, dtype, 2, 5))
 
 
-@st.composite
-def layer_specs(draw: st.DrawFn) -> MoELayerSpec:
-    """Any layer of small sizes."""
-    num_experts = draw(st.integers(1, 9))
-    top_k = draw(st.integers(1, num_experts))
-    scoring = draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"]))
-    order = draw(st.sampled_from(["softmax_then_topk", "topk_then_softmax"])) if scoring == "softmax" else None
-    gated = draw(st.booleans())
-    name = draw(st.sampled_from(["silu", "gelu_tanh", "swiglu_oai"])) if gated else "relu2"
-    experts = ExpertsSpec(
-        Activation(name, gated=gated),
-        bias=draw(st.booleans()),
-        weight_layout=draw(st.sampled_from([None, "in_out", "out_in"])),
-        gate_layout=draw(st.sampled_from([None, "halves", "interleaved", "separate"])) if gated else None,
-    )
-    return MoELayerSpec(
-        d_model=draw(st.sampled_from([16, 32, 48])),
-        d_ff=draw(st.sampled_from([16, 24, 48])),
-        num_experts=num_experts,
-        top_k=top_k,
-        router=RouterSpec(
-            scoring=scoring, order=order, renormalize=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 2.5]))
-        ),
-        experts=experts,
-        shared_experts=draw(st.sampled_from([None, SharedExpertsSpec(24), SharedExpertsSpec(40, gate=True)])),
-        router_bias=draw(st.booleans()),
-        correction_bias=draw(st.booleans()),
-        apply_router_weight_on_input=top_k == 1 and draw(st.booleans()),
-        capacity_factor=draw(st.sampled_from([None, None, 0.5, 1.0])),
-    )
-
-
 @settings(max_examples=10)
 @given(
-    spec=layer_specs(),
+    case=layer_cases(),
     storage=st.sampled_from(
         [Storage("out_in", "halves", "out_in"), Storage("in_out", "interleaved", "out_in"), MAXTEXT]
     ),
-    shape=st.sampled_from([(), (1,), (7,), (2, 3), (0,), (2, 1, 2)]),
-    masked=st.booleans(),
-    seed=st.integers(0, 100),
+    capacity_factor=st.sampled_from([None, None, 0.5, 1.0]),
 )
-def test_any_layer_on_the_reference_engine(
-    spec: MoELayerSpec, storage: Storage, shape: tuple[int, ...], masked: bool, seed: int
-) -> None:
-    mask = np.random.default_rng(seed).random(shape) < 0.6 if masked else None
+def test_any_layer_on_the_reference_engine(case: Any, storage: Storage, capacity_factor: float | None) -> None:
+    spec, shape, mask, seed = case
+    spec = dataclasses.replace(spec, capacity_factor=capacity_factor)
     weights = draw_weights(spec, seed=seed, storage=storage)
     with running_on("reference"):
         check_flavours(weights, spec, draw_tokens(spec, "float32", *shape, seed=seed), mask)

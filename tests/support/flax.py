@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx as flax_nnx
 
-from moe_core.base.dtypes import numpy_dtype
 from moe_core.checkpoint.presets import layer_spec_from_config
 from moe_core.layers import HUGGING_FACE, MAXTEXT, LayerWeights, MoEAux, MoELayerSpec, Storage, convert_weights
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.router.reference import router
 from moe_core.ops.routing.reference import route
 from moe_core.ops.routing.reference_backward import router_losses
-from moe_core.parity.tolerance import Tolerance, stage_tolerances
-from moe_core.specs import LogitsSpec, MoESpec
+from moe_core.specs import LogitsSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK
 from moe_jax import linen, nnx
 from tests.support.jax import to_jax
+from tests.support.layers import draw_weights as any_weights
+from tests.support.layers import draw_x, drop_slots
 
 _SIZES = {"num_hidden_layers": 2, "hidden_size": 48, "hidden_act": "silu", "num_experts_per_tok": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -56,22 +56,13 @@ def preset(name: str) -> MoELayerSpec:
 def draw_weights(
     spec: MoELayerSpec, dtype: str = "float32", *, seed: int = 0, storage: Storage = HUGGING_FACE
 ) -> LayerWeights:
-    """Normal weights that keep an rms of about 1, as a checkpoint would store them."""
-    random = np.random.default_rng(seed)
-
-    def draw(role: str, fan_in: int, shape: tuple[int, ...]) -> np.ndarray:
-        scale = fan_in**-0.5 if role == "weight" else 0.2
-        kind = np.float32 if role == "buffer" else numpy_dtype(dtype)
-        return (random.standard_normal(shape) * scale).astype(np.float32).astype(kind)
-
-    arrays = {one.name: draw(one.role, one.fan_in, one.shape) for one in spec.parameters(storage)}
-    return LayerWeights.from_named(arrays, spec, storage)
+    """Weights as a checkpoint would store them."""
+    return any_weights(spec, seed, dtype, storage)
 
 
 def draw_tokens(spec: MoELayerSpec, dtype: str = "float32", *shape: int, seed: int = 1) -> np.ndarray:
     """x `[*shape, D]`."""
-    random = np.random.default_rng(seed)
-    return random.standard_normal((*shape, spec.d_model)).astype(np.float32).astype(numpy_dtype(dtype))
+    return draw_x(shape, seed, dtype, spec.d_model)
 
 
 def nnx_layer(weights: Any, spec: MoELayerSpec, **options: Any) -> nnx.MoE:
@@ -121,32 +112,12 @@ def in_numpy(
     logits = router(tokens, chosen.weight, chosen.bias, spec=logits_spec)
     ids, slot_weights = route(logits, chosen.correction_bias, mask, spec=spec.router)
     counts = np.bincount(ids[ids >= 0], minlength=spec.num_experts).astype(np.int32)
-    kept = _limited(ids, spec.capacity(len(tokens)), spec.num_experts)
+    kept = drop_slots(ids, spec.capacity(len(tokens)))
     own = dataclasses.replace(own, router=None, logits_dtype="float32")
     stages = moe_stages(tokens, weights.experts, TopK(kept, slot_weights), own, shared=weights.shared)
     losses = router_losses(logits, counts, mask, spec=spec.router)
     aux = MoEAux(*losses, counts, kept, slot_weights, np.zeros(1, np.int32), logits)
     return stages["output"].reshape(x.shape), aux
-
-
-def _limited(ids: np.ndarray, capacity: int, num_experts: int) -> np.ndarray:
-    """ids with every expert's slots past its first `capacity` set to -1."""
-    kept, used = ids.copy().reshape(-1), [0] * num_experts
-    for slot, expert in enumerate(kept):
-        if expert >= 0:
-            used[expert] += 1
-            if used[expert] > capacity:
-                kept[slot] = -1
-    return kept.reshape(ids.shape)
-
-
-def output_tolerances(spec: MoELayerSpec, dtype: str) -> dict[str, Tolerance]:
-    """Of a layer's output and of its routing weights, for d_ff the widest of routed and shared experts."""
-    widest = max(spec.d_ff, spec.shared_experts.d_ff if spec.shared_experts else 0)
-    moe_spec: MoESpec = spec.moe_spec(MAXTEXT)
-    return stage_tolerances(
-        moe_spec, dtype, d_model=spec.d_model, d_ff=widest, top_k=spec.top_k, num_experts=spec.num_experts
-    )
 
 
 def as_numpy(aux: MoEAux) -> MoEAux:

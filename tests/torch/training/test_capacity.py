@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,12 +32,6 @@ from tests.support.training.torch_layers import (
     require_all_equal,
     trainable,
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
 
 
 class LimitedLoop(Loop):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,6 @@ from tests.support.layers import EVERYTHING, SPECS, draw_x
 from tests.support.torch import on_engines, require_equal, running_on, to_numpy, to_torch
 from tests.support.training.torch import Seen, Step, routed_problem
 from tests.support.training.torch_layers import layer_name, objective, trainable
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
 
 
 def main_grad_step(device: Any = "cpu", dtype: str = "float32", **changes: Any) -> Step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,6 @@ from tests.support.torch import REAL_KERNELS, full_layer, on_engines, require_eq
 from tests.support.training.loop import ROUTERS, Loop, Problem, draw_problem
 from tests.support.training.tolerances import BF16_LOOP, FP32
 from tests.support.training.torch import SILU, Seen, Step, routed_problem
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
 
 
 def check(problem: Problem, engine: str = "reference", tolerance: Any = FP32) -> dict[str, Any]:

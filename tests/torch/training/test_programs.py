@@ -24,12 +24,6 @@ from tests.support.training.loop import draw_problem
 from tests.support.training.torch import SILU, Seen, Step, flow, routed_problem
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant: bool) -> None:
     step = Step(routed_problem())

@@ -49,12 +49,6 @@ CASES = {
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-
-
 class Frozen(NamedTuple):
     """A problem with dequantised experts, and the quantised matrices that these were, by name."""
 

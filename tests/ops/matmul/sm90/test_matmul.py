@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,6 @@ from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, MoEOperands, OutputGradients, RouterLogits
-from tests.support.faults.kernel_copies import NO_FAULT
-from tests.support.faults.sm90 import FAULTS, RESULT_DIFFERS, run_on_faulty_copies
 from tests.support.matmul.cases import Case, build, expected_matmul, run_matmul
 from tests.support.matmul.composed import expected_composed, filled_rows, run_composed
 from tests.support.matmul.sm90 import FIRST, KEEPING, SECOND, SM_90, cases, config_of, needs_sm_90
@@ -222,16 +219,6 @@ def test_other_tiles_are_refused(change: dict[str, int], reason: str) -> None:
     problem = MatmulProblem(operands, layout, spec, SM_90)
     assert reason in str(why_illegal(dataclasses.replace(SECOND, **change), problem))
     assert why_illegal(SECOND, problem) is None
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)
-def test_faults_are_found(tmp_path: Path) -> None:
-    """The unchanged copy is the control: what fails the others is the fault, not the copying."""
-    needs_sm_90()
-    for folder, fault in run_on_faulty_copies("run", tmp_path, FAULTS).items():
-        wanted = 0 if fault is NO_FAULT else RESULT_DIFFERS
-        assert (folder / "status").read_text() == str(wanted), f"{fault}\n{(folder / 'log').read_text()}"
 
 
 def test_weighted_input_is_planned_as_it_is_read() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,6 @@ from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec, TileConfig, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, MoEOperands, OutputGradients, RouterLogits
-from tests.support.faults.kernel_copies import NO_FAULT, kernel_files
-from tests.support.faults.sm90 import RESULT_DIFFERS, TALL_FAULTS, run_on_faulty_copies
 from tests.support.harness import engine_target, run_plan
 from tests.support.matmul.cases import Case, build, expected_matmul, random_array, run_matmul
 from tests.support.matmul.composed import filled_rows, run_composed
@@ -284,20 +281,3 @@ def test_a_layer_outside_the_stack_gives_nan() -> None:
     operands, layout, arrays = build(Case(400, 1, 2, 64, 128, "bfloat16", spec, "uniform", stacked=True))
     operands = dataclasses.replace(operands, layer_index=np.array([7], np.int32))
     assert np.isnan(run_matmul(operands, layout, arrays, spec, config=SECOND).astype(np.float32)).all()
-
-
-def test_faults_can_be_planted() -> None:
-    for files in TALL_FAULTS.values():
-        for name, faults in files.items():
-            source = kernel_files()[name].read_text()
-            assert all(fault.old in source for fault in faults), name
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)
-def test_faults_are_found(tmp_path: Path) -> None:
-    """The unchanged copy is the control."""
-    needs_sm_90()
-    for folder, fault in run_on_faulty_copies("run", tmp_path, TALL_FAULTS).items():
-        wanted = 0 if fault is NO_FAULT else RESULT_DIFFERS
-        assert (folder / "status").read_text() == str(wanted), f"{fault}\n{(folder / 'log').read_text()}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from moe_core.plan.steps import Constant, KernelLaunch, TensorMap
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.specs.operands import MatmulOperands, map_arrays
 from tests.support.compile_gate.prepacked_plans import EPILOGUES, INTEGERS, tall_config, tiled_weight
-from tests.support.faults.kernel_copies import NO_FAULT, kernel_files
-from tests.support.faults.sm90 import MIXED_INPUT_TALL_FAULTS, RESULT_DIFFERS, run_on_faulty_copies
 from tests.support.harness import engine_target, spec_of
 from tests.support.matmul.sm90 import SM_90, needs_sm_90
 from tests.support.matmul.sm90_packed import draw_product, prepacked, run_product
@@ -149,20 +146,3 @@ def test_integers_match_lower_tiles(name: str, scale_dtype: str) -> None:
             tuned = dataclasses.replace(spec, tuning=MatmulTuning(config))
             found.append(run_product(ours, layout, arrays, tuned, engine_target()).view(np.uint16))
         np.testing.assert_array_equal(found[1], found[0])
-
-
-def test_faults_can_be_planted() -> None:
-    for files in MIXED_INPUT_TALL_FAULTS.values():
-        for name, faults in files.items():
-            source = kernel_files()[name].read_text()
-            assert all(fault.old in source for fault in faults), name
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)
-def test_faults_are_found(tmp_path: Path) -> None:
-    """The unchanged copy is the control."""
-    needs_sm_90()
-    for folder, fault in run_on_faulty_copies("run", tmp_path, MIXED_INPUT_TALL_FAULTS).items():
-        wanted = 0 if fault is NO_FAULT else RESULT_DIFFERS
-        assert (folder / "status").read_text() == str(wanted), f"{fault}\n{(folder / 'log').read_text()}"
