@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 # BLAS and OpenMP pools otherwise take every core in every test process.
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
@@ -71,6 +72,17 @@ def pytest_collection_finish() -> None:
     """No later collection of garbage looks at what imports made: half a second for every whole one."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(params=["torch", "jax"])
+def frontend(request: pytest.FixtureRequest) -> Any:
+    """Each front-end (tests.support.frontends.Frontend) whose framework is there."""
+    pytest.importorskip(request.param)
+    if request.param == "jax":
+        pytest.importorskip("jax_tvm_ffi")
+    from tests.support.frontends import FRONTENDS
+
+    return FRONTENDS[request.param](request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,7 +23,7 @@ from moe_core.parity.tolerance import Tolerance, against_exact, assert_close, st
 from moe_core.specs.operands import TopK
 from tests.support.families import row_named, tiny
 from tests.support.families.judge import block_of, hidden_states, judge, saved
-from tests.support.frontends import FRONTENDS, Frontend
+from tests.support.frontends import Frontend
 from tests.support.frontends.small import on_engines
 from tests.support.torch import to_numpy
 from tools.sweep.models import D, E, F, K
@@ -68,12 +68,6 @@ def forward(frontend: Frontend, found: Judged, routing: Any, spec: Any) -> Any:
     """One composed forward through a front-end; its outputs in NumPy."""
     arrays = frontend.arrays((found.x, found.layer.experts, routing))
     return frontend.numpy(frontend.ops.moe(*arrays, spec, shared=frontend.arrays(found.layer.shared)))
-
-
-@pytest.fixture(params=FRONTENDS)
-def frontend(request: pytest.FixtureRequest) -> Frontend:
-    pytest.importorskip(request.param)
-    return FRONTENDS[request.param](request.param)
 
 
 @on_engines

@@ -10,7 +10,10 @@ import pytest
 from moe_core import InvalidInput
 from moe_core.layers import MoELayerSpec
 from moe_core.specs import MatmulSpec, MatmulTuning, MoESpec, TileConfig, Tuning
+from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.tile_table import TileEntry, TileKey, TileTable
+from tests.support.frontends import Frontend, require_equal
+from tests.support.frontends.small import REAL_KERNELS, small_layer
 
 FIRST, SECOND = TileConfig(16, 32, 32, 4, 2), TileConfig(64, 16, 16, 8, 1, 4)
 TABLE = TileTable.of([TileEntry(90, TileKey(64, 5, 48, 32, "bfloat16"), FIRST)])
@@ -38,32 +41,48 @@ def require_choices(explanation: str, tuning: Tuning | None) -> None:
         assert config is None or str(config) in line, line
 
 
+@pytest.mark.parametrize("tuning", TUNINGS, ids=str)
+def test_calls(frontend: Frontend, tuning: Tuning | None) -> None:
+    layer = small_layer()
+    spec = tuned(layer.spec, tuning)
+    with frontend.running_on(REAL_KERNELS):
+        arrays = frontend.arrays(tuple(layer[:3]))
+        require_choices(frontend.ops.explain_moe(*arrays, spec), tuning)
+        result = frontend.call(lambda *arrays: frontend.ops.moe(*arrays, spec).output, *arrays)
+        if tuning is not None and tuning.matmul_1 is None and tuning.matmul_2 is None and REAL_KERNELS != "cuda":
+            plain = frontend.ops.moe(*arrays, layer.spec).output
+            require_equal(*map(frontend.numpy, (result, plain)), "the interpreter has one tile")
+
+
+def test_one_product(frontend: Frontend) -> None:
+    layer = small_layer()
+    with frontend.running_on(REAL_KERNELS):
+        operands = MatmulOperands(*frontend.arrays((layer.x, layer.experts.gate_up[0])))
+        results = [
+            frontend.numpy(frontend.ops.matmul_ogs(operands, None, MatmulSpec("in_out", tuning=tuning)))
+            for tuning in (None, MatmulTuning(TileConfig(64, 32, 64, 4, 1)))
+        ]
+        if REAL_KERNELS != "cuda":
+            require_equal(*results, "one step along k in either tile")
+        with pytest.raises(InvalidInput, match=r"tuning\.config must be legal"):
+            tuning = MatmulTuning(TileConfig(24, 64, 64))
+            frontend.ops.matmul_ogs(operands, None, MatmulSpec("in_out", tuning=tuning))
+
+
 class TestTorch:
-    """On torch tensors."""
+    """Programs and layers of torch."""
 
     @pytest.fixture(autouse=True)
     def _torch(self) -> None:
         pytest.importorskip("torch")
-
-    @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
-    def test_eager(self, tuning: Tuning | None) -> None:
-        import moe_torch
-        from tests.support.torch import REAL_KERNELS, require_equal, running_on, torch_layer
-
-        with running_on(REAL_KERNELS) as device:
-            x, experts, routing, plain = torch_layer(device)
-            spec = tuned(plain, tuning)
-            require_choices(moe_torch.explain_moe(x, experts, routing, spec), tuning)
-            result = moe_torch.moe(x, experts, routing, spec).output
-            if tuning is not None and tuning.matmul_1 is None and tuning.matmul_2 is None and REAL_KERNELS != "cuda":
-                require_equal(result, moe_torch.moe(x, experts, routing, plain).output, "the interpreter has one tile")
 
     def test_compiled_programs_are_guarded_by_the_tuning(self) -> None:
         import torch
         from torch._dynamo.testing import CompileCounterWithBackend
 
         import moe_torch
-        from tests.support.torch import require_equal, running_on, torch_layer
+        from tests.support.torch import require_equal as equal_tensors
+        from tests.support.torch import running_on, torch_layer
 
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
@@ -73,7 +92,7 @@ class TestTorch:
             for tuning in (*TUNINGS, *TUNINGS):
                 spec = tuned(layer.spec, dataclasses.replace(tuning) if tuning is not None else None)
                 expected = moe_torch.moe(*layer[:3], spec)
-                require_equal(tuple(compiled(*layer[:3], spec)), tuple(expected), str(tuning))
+                equal_tensors(tuple(compiled(*layer[:3], spec)), tuple(expected), str(tuning))
         assert counter.frame_count == len(TUNINGS), "equal tunings reuse a program, others do not"
 
     @pytest.mark.parametrize("tuning", TUNINGS[1:], ids=str)
@@ -82,7 +101,8 @@ class TestTorch:
 
         import moe_torch
         from moe_torch.bridge.options import decode
-        from tests.support.torch import require_equal, running_on, torch_layer
+        from tests.support.torch import require_equal as equal_tensors
+        from tests.support.torch import running_on, torch_layer
 
         with running_on("reference") as device:
             x, experts, routing, plain = torch_layer(device)
@@ -95,27 +115,11 @@ class TestTorch:
             exported = torch.export.export(Program(), (x,))
             texts = [argument for node in exported.graph.nodes for argument in node.args if isinstance(argument, str)]
             assert [decode(text) for text in texts] == [(spec,)]
-            require_equal(exported.module()(x), Program()(x), "exported")
-
-    def test_one_product(self) -> None:
-        import moe_torch
-        from tests.support.torch import REAL_KERNELS, require_equal, running_on, torch_layer
-
-        with running_on(REAL_KERNELS) as device:
-            layer = torch_layer(device)
-            operands = moe_torch.MatmulOperands(layer.x, layer.experts.gate_up[0])
-            results = [
-                moe_torch.matmul_ogs(operands, None, MatmulSpec("in_out", tuning=tuning))
-                for tuning in (None, MatmulTuning(TileConfig(64, 32, 64, 4, 1)))
-            ]
-            if REAL_KERNELS != "cuda":
-                require_equal(results[0], results[1], "one step along k in either tile")
-            with pytest.raises(InvalidInput, match=r"tuning\.config must be legal"):
-                moe_torch.matmul_ogs(operands, None, MatmulSpec("in_out", tuning=MatmulTuning(TileConfig(24, 64, 64))))
+            equal_tensors(exported.module()(x), Program()(x), "exported")
 
     def test_layers(self) -> None:
         import moe_torch
-        from tests.support.torch import REAL_KERNELS, running_on
+        from tests.support.torch import running_on
 
         spec = MoELayerSpec(48, 32, 5, 2, tuning=TUNINGS[1])
         with running_on(REAL_KERNELS) as device:
@@ -127,35 +131,18 @@ class TestTorch:
 
 
 class TestJax:
-    """On JAX arrays."""
+    """Programs and layers of JAX."""
 
     @pytest.fixture(autouse=True)
     def _jax(self) -> None:
         pytest.importorskip("jax")
         pytest.importorskip("jax_tvm_ffi")
 
-    @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
-    def test_jitted(self, tuning: Tuning | None) -> None:
-        import jax
-        import numpy as np
-
-        import moe_jax
-        from tests.support.jax import REAL_KERNELS, running_on, small_layer, to_jax
-
-        layer = small_layer()
-        spec = tuned(layer.spec, tuning)
-        with running_on(REAL_KERNELS):
-            x, experts, routing = to_jax(tuple(layer[:3]))
-            require_choices(moe_jax.explain_moe(x, experts, routing, spec), tuning)
-            jitted = jax.jit(lambda x: moe_jax.moe(x, experts, routing, spec).output)
-            eager = moe_jax.moe(x, experts, routing, spec).output
-            assert np.asarray(jitted(x)).tobytes() == np.asarray(eager).tobytes()
-
     def test_specs_are_static_arguments(self) -> None:
         import jax
 
         import moe_jax
-        from tests.support.jax import running_on, small_layer, to_jax
+        from tests.support.jax import running_on, to_jax
 
         layer, traces = small_layer(), []
 
@@ -176,7 +163,7 @@ class TestJax:
 
         from moe_jax import linen
         from moe_jax import nnx as moebius_nnx
-        from tests.support.jax import REAL_KERNELS, running_on
+        from tests.support.jax import running_on
 
         with running_on(REAL_KERNELS):
             layer = moebius_nnx.MoE(48, 32, 5, 2, tuning=TUNINGS[1], rngs=nnx.Rngs(0))

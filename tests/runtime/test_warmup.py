@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moe_core import InvalidInput
@@ -18,10 +19,13 @@ from moe_core.base.target import Target
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
 from moe_core.runtime import warmup as warmup_module
 from moe_core.runtime.warmup import KernelReport, WarmupReport, compile_kernels, distinct_kernels, token_counts, warmup
+from moe_core.specs.operands import RouterLogits, TopK
 from moe_core.specs.tuning import Tuning
 from moe_core.tools.tune.products import PRESETS
 from tests.support.compile_gate.prepacked_plans import prepared
-from tests.support.harness import H200, engine_target
+from tests.support.frontends import Frontend
+from tests.support.frontends.small import NUM_EXPERTS, REAL_KERNELS, small_layer
+from tests.support.harness import H200
 from tests.support.moe import layer_plan
 from tests.support.paths import ROOT
 
@@ -134,55 +138,23 @@ def test_a_report_tells_new_kernels_from_others() -> None:
     assert str(report).startswith("3 plans ready after 2.00 s: 2 kernels, 1 compiled (1.50 s of work), 1 existed\n")
 
 
-@pytest.mark.parametrize("front_end", ["torch", "jax"])
 @pytest.mark.parametrize("routed_from", ["x", "logits", "ids"])
-def test_front_ends(front_end: str, routed_from: str) -> None:
+def test_front_ends(frontend: Frontend, routed_from: str) -> None:
     """The kernels of given arrays for other numbers of tokens; a call afterwards compiles none."""
-    report, call = _front_end(front_end, routed_from)
-    assert report.plans == 3
-    on_gpu = engine_target().kind == "cuda"
-    assert bool(report.kernels) == on_gpu, report
-    again, _ = _front_end(front_end, routed_from)
-    assert not again.compiled
-    call()
-
-
-def _front_end(front_end: str, routed_from: str) -> tuple[WarmupReport, Any]:
-    pytest.importorskip(front_end)
-    import numpy as np
-
-    from moe_core.specs.operands import RouterLogits, TopK
-
-    if front_end == "torch":
-        import moe_torch as package
-        from tests.support import torch as support
-
-        convert = support.to_torch
-    else:
-        pytest.importorskip("jax_tvm_ffi")
-        import moe_jax as package
-        from tests.support import jax as support
-
-        convert = support.to_jax
-    layer = support.small_layer()
-    tokens, spec = layer.x.shape[0], layer.spec
-    routing: Any = layer.routing
+    layer = small_layer()
+    tokens, spec, routing = len(layer.x), layer.spec, layer.routing
     if routed_from == "logits":
-        routing = RouterLogits(np.ones((tokens, 5), np.float32))
+        routing = RouterLogits(np.ones((tokens, NUM_EXPERTS), np.float32))
     if routed_from == "ids":
         routing = TopK(np.zeros((tokens, 2), np.int32), np.ones((tokens, 2), np.float32))
-        spec = package.MoESpec(spec.activation)
-    with support.running_on(support.REAL_KERNELS) as device:
-        convert_here = (lambda tree: convert(tree, device)) if front_end == "torch" else convert
-        x, experts, routing = (convert_here(one) for one in (layer.x, layer.experts, routing))
-        mask = convert_here(np.ones(tokens, bool))
-        report = package.warmup(x, experts, routing, spec, tokens=[1, 4, tokens], token_mask=mask)
-    return report, lambda: _call(support, package, x, experts, routing, spec, mask)
-
-
-def _call(support: Any, package: Any, x: Any, experts: Any, routing: Any, spec: Any, mask: Any) -> None:
-    with support.running_on(support.REAL_KERNELS):
-        assert package.moe(x, experts, routing, spec, token_mask=mask).output.shape == x.shape
+        spec = dataclasses.replace(spec, router=None)
+    with frontend.running_on(REAL_KERNELS):
+        *arrays, mask = frontend.arrays((layer.x, layer.experts, routing, np.ones(tokens, bool)))
+        counts = [1, 4, tokens]
+        report = frontend.ops.warmup(*arrays, spec, tokens=counts, token_mask=mask)
+        assert report.plans == 3 and bool(report.kernels) == (REAL_KERNELS == "cuda"), report
+        assert not frontend.ops.warmup(*arrays, spec, tokens=counts, token_mask=mask).compiled
+        assert frontend.ops.moe(*arrays, spec, token_mask=mask).output.shape == layer.x.shape
 
 
 #: Plans of a training step by capacity factor: the forward that keeps, its backward for the output's gradient alone and
@@ -196,43 +168,23 @@ def _explains_a_step(forward: str, step: str, factor: float | None) -> None:
     assert ("router_backward on " in step) == (factor is not None)
 
 
-@pytest.mark.parametrize("front_end", ["torch", "jax"])
-def test_training_of_given_arrays(front_end: str) -> None:
+def test_training_of_given_arrays(frontend: Frontend) -> None:
     """Plans of a training step beside those of a forward; with recompute the backward runs matmul 1."""
-    package, support, (x, experts, routing, spec) = _small_layer(front_end)
-    with support.running_on(support.REAL_KERNELS):
-        assert package.warmup(x, experts, routing, spec, tokens=[1, 4], training=True).plans == 8
-        text = package.explain_moe(x, experts, routing, spec, training=True)
-        again = package.explain_moe(x, experts, routing, dataclasses.replace(spec, recompute=True), training=True)
-    _explains_a_step(package.explain_moe(x, experts, routing, spec), text, None)
+    layer, ops = small_layer(), frontend.ops
+    with frontend.running_on(REAL_KERNELS):
+        arrays, spec = frontend.arrays(tuple(layer[:3])), layer.spec
+        assert ops.warmup(*arrays, spec, tokens=[1, 4], training=True).plans == 8
+        text = ops.explain_moe(*arrays, spec, training=True)
+        again = ops.explain_moe(*arrays, dataclasses.replace(spec, recompute=True), training=True)
+        _explains_a_step(ops.explain_moe(*arrays, spec), text, None)
     assert "gradients.logits" in text and "scratch pre_activation" not in text
     assert "saved.pre_activation" not in again and "scratch pre_activation" in again
-
-
-def _small_layer(front_end: str) -> tuple[Any, Any, tuple[Any, ...]]:
-    pytest.importorskip(front_end)
-    if front_end == "torch":
-        import moe_torch as package
-        from tests.support import torch as support
-
-        convert = support.to_torch
-    else:
-        pytest.importorskip("jax_tvm_ffi")
-        import moe_jax as package
-        from tests.support import jax as support
-
-        convert = support.to_jax
-    layer = support.small_layer()
-    with support.running_on(support.REAL_KERNELS) as device:
-        place = (lambda tree: convert(tree, device)) if front_end == "torch" else convert
-        arrays = tuple(place(one) for one in (layer.x, layer.experts, layer.routing))
-    return package, support, (*arrays, layer.spec)
 
 
 def test_torch_layers() -> None:
     pytest.importorskip("torch")
     import moe_torch
-    from tests.support.torch import REAL_KERNELS, running_on
+    from tests.support.torch import running_on
 
     with running_on(REAL_KERNELS) as device:
         for factor, plans in ((None, 2), (1.0, 8)):
@@ -253,7 +205,7 @@ def test_flax_layers() -> None:
 
     from moe_jax import linen
     from moe_jax import nnx as moebius_nnx
-    from tests.support.jax import REAL_KERNELS, running_on
+    from tests.support.jax import running_on
 
     with running_on(REAL_KERNELS):
         for factor, plans in ((None, 2), (1.0, 8)):
@@ -272,7 +224,7 @@ def test_jax_shapes_in_the_place_of_arrays() -> None:
     import jax.numpy as jnp
 
     import moe_jax
-    from tests.support.jax import running_on, small_layer
+    from tests.support.jax import running_on
 
     layer = small_layer()
     x, experts, routing = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, jnp.float32), tuple(layer[:3]))
