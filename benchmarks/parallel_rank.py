@@ -20,8 +20,8 @@ from benchmarks.shapes import Shape
 from benchmarks.weights import draw_weights
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.parallel import Placement, plan_exchange
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of
@@ -329,13 +329,15 @@ class _Problem:
         """The owner's op for the most rows that there can be."""
         operands, spec, options = self._owner_arguments()
         options |= {"save": self.cell.training} if options else {}
-        return plan_moe(operands.x, operands.experts, operands.routing, spec, target, **options)
+        return plan_moe(operands.x, operands.experts, operands.routing, spec, target, options=ForwardOptions(**options))
 
     def _owner_backward(self, target: Target) -> LaunchPlan:
         """Its backward, in which every array has a gradient."""
         operands, spec, options = self._owner_arguments()
         options |= {"wanted": gradient_names(operands), "overwrite": True}
-        return plan_moe_backward(OutputGradients(operands.x), operands, spec, target, **options)
+        return plan_moe_backward(
+            OutputGradients(operands.x), operands, spec, target, options=BackwardOptions(**options)
+        )
 
     def _owner_arguments(self) -> tuple[MoEOperands, MoESpec, dict[str, Any]]:
         """Its arrays, and where results go if that is elsewhere."""

@@ -22,8 +22,8 @@ from benchmarks.shapes import Shape
 from benchmarks.weights import draw_weights
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.moe.backward import plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, RouterWeights, named_arrays
 
@@ -82,8 +82,10 @@ class TrainingProblem:
         specs = arguments({name: _spec_of(array) for name, array in self.arrays.items()})
         wanted = tuple(f"d_{name}" for name in self.arrays)
         gradients = OutputGradients(_spec_of(self.gradient))
-        forward = plan_moe(*specs, self.spec, target, save=True)
-        backward = plan_moe_backward(gradients, MoEOperands(*specs), self.spec, target, wanted=wanted)
+        forward = plan_moe(*specs, self.spec, target, options=ForwardOptions(save=True))
+        backward = plan_moe_backward(
+            gradients, MoEOperands(*specs), self.spec, target, options=BackwardOptions(wanted=wanted)
+        )
         return forward.scratch_bytes, backward.scratch_bytes
 
 

@@ -31,7 +31,7 @@ from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Til
 from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.moe.backward import explain_training
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
@@ -391,4 +391,4 @@ def explain_moe(
     call, arguments, keywords = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
     if training:
         return explain_training(training_plans(call, arguments, keywords))
-    return call.plan(plan_moe, *arguments, **keywords).explain()
+    return call.plan(plan_moe, *arguments, options=ForwardOptions(**keywords)).explain()

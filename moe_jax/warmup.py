@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from moe_core.errors import InvalidInput
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.moe.names import BY_TOKEN
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime import warmup as core
@@ -56,7 +56,7 @@ def warmup(
             sized = dataclasses.replace(routing, **given)
         mask = None if token_mask is None else _with_tokens(token_mask, count)
         call, arguments, keywords = moe_request(_with_tokens(x, count), experts, sized, spec, mask, expert_map, shared)
-        plans.append(call.plan(plan_moe, *arguments, **keywords))
+        plans.append(call.plan(plan_moe, *arguments, options=ForwardOptions(**keywords)))
         if training:
             plans += training_plans(call, arguments, keywords)
     return make_ready(plans)

@@ -9,7 +9,7 @@ from moe_core.base.target import Target
 from moe_core.layers.spec import MoELayerSpec, Storage
 from moe_core.layers.stage_plans import StagePlans
 from moe_core.ops.moe.backward import explain_training, plan_training
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.router.backward import ROUTER_GRADIENTS, plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
@@ -56,7 +56,9 @@ def layer_plans(
             operands = dataclasses.replace(operands, x=rows, shared=None)
         given = {"token_mask": operands.token_mask, "shared": operands.shared}
         plain = dataclasses.replace(moe_spec, shared_activation=operands.shared and moe_spec.shared_activation)
-        whole = (plan_moe(operands.x, operands.experts, operands.routing, plain, target, **given),)
+        whole = (
+            plan_moe(operands.x, operands.experts, operands.routing, plain, target, options=ForwardOptions(**given)),
+        )
         steps = plan_training(operands, plain, target, one_layer=True) if training else ()
     if spec.latent is not None:
         last.projection(rows, spec.d_model, moe_spec)

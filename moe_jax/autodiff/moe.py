@@ -21,9 +21,9 @@ from moe_core.base.dtypes import numpy_dtype
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
-from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
+from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
 from moe_core.ops.moe.checks import why_no_moe_gradient
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.moe.names import FLOWING, result_names, saved_names
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.checks import require_known_ids
@@ -76,10 +76,8 @@ class MoERule(Rule):
         arrays = self._as_used(arrays)
         if self.replayed is not None:
             routing, spec = self.replayed, dataclasses.replace(spec, router=None)
-        options: dict[str, Any] = {name: getattr(given, name) for name in ("token_mask", "expert_map", "shared")}
-        if save:
-            options["save"] = True
-        outputs = self.execute(arrays, plan_moe, given.x, given.experts, routing, spec, **options)
+        options = ForwardOptions(given.token_mask, given.expert_map, given.shared, save)
+        outputs = self.execute(arrays, plan_moe, given.x, given.experts, routing, spec, options=options)
         if self.replayed is None or isinstance(given.routing, bundles.TopK):
             return outputs
         outputs |= {"ids": arrays["routing.ids"], "weights": arrays["routing.weights"]}
@@ -112,15 +110,13 @@ class MoERule(Rule):
         if isinstance(self.operands.routing, bundles.TopK):
             names = ("routing.ids", "routing.weights")
             given |= dict(zip(names, plain_top_k(*[given[name] for name in names]), strict=True))
-        options: dict[str, Any] = {"wanted": tuple("d_x" if name == "wide" else f"d_{name}" for name in asked)}
-        if "wide" in asked:
-            options["wide"] = True
-        if self.operands.experts.layer_index is not None:
-            options["one_layer"] = True
-        arguments = (bundle, self.operands, self.spec)
-        request = Request(
-            "moe_backward", plan_moe_backward, arguments, tuple(options.items()), tuple(given), self.targets
+        options = BackwardOptions(
+            tuple("d_x" if name == "wide" else f"d_{name}" for name in asked),
+            one_layer=self.operands.experts.layer_index is not None,
+            wide="wide" in asked,
         )
+        arguments, keywords = (bundle, self.operands, self.spec), (("options", options),)
+        request = Request("moe_backward", plan_moe_backward, arguments, keywords, tuple(given), self.targets)
         found = zip(asked, undifferentiable(request, *given.values()), strict=True)
         return {
             name: gradient if name == "wide" else self._in_stack(name, gradient, arrays) for name, gradient in found

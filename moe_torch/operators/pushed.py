@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_core.ops.moe.forward import launches_behind_hidden, plan_moe
+from moe_core.ops.moe.forward import launches_behind_hidden
 from moe_core.ops.moe.names import INPUT_SCALES, result_names
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.moe import MoESpec
@@ -24,7 +24,7 @@ from moe_torch.operators.requests import moe_request
 
 def _plan(*, memory: object, gradients_at: object, **given: Any) -> LaunchPlan:
     """memory: as of the other operators that store at peers, see `exchange.py`. gradients_at: of the backward."""
-    return plan_moe(**given)
+    return table.plan_forward(**given)
 
 
 def _plan_backward(*, memory: object, **given: Any) -> LaunchPlan:
@@ -55,7 +55,7 @@ def _in_two_parts(packet: str, *matrices: str) -> Operator:
     signature = Signature(tensors, ("spec", "multiprocessors"), table.moe_bundles(TopK), matrices)
 
     def plan(*, memory: object, **given: Any) -> LaunchPlan:
-        return plan_moe(**given)
+        return table.plan_forward(**given)
 
     def shapes(given: Any) -> Outputs:
         return table.moe_shapes(given) if given.results_at is None else _without_rows(table.moe_shapes, given)

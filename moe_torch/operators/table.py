@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.activation.backward import plan_activation_backward
 from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.backward import plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.moe.names import FLOWING, INPUT_SCALES, result_names, saved_names
 from moe_core.ops.norm.backward import plan_rms_norm_backward
 from moe_core.ops.norm.forward import plan_rms_norm
@@ -322,6 +323,12 @@ def training_shapes(given: Any) -> Outputs:
     return outputs + [shapes[name] for name in saved_names(spec, shared)]
 
 
+def plan_forward(
+    x: ArraySpec, experts: bundles.ExpertWeights, routing: Any, spec: MoESpec, target: Target, **options: Any
+) -> LaunchPlan:
+    return plan_moe(x, experts, routing, spec, target, options=ForwardOptions(**options))
+
+
 def plan_backward(
     gradients: bundles.OutputGradients,
     spec: MoESpec,
@@ -333,21 +340,26 @@ def plan_backward(
 ) -> LaunchPlan:
     operands = bundles.MoEOperands(**{name: given[name] for name, _ in bundles.array_fields(bundles.MoEOperands)})
     names = tuple("d_x" if name == "d_wide" else name for name in wanted)
-    options = {"wanted": names, "accumulate": accumulated(wanted, given.get("into")), "wide": names != wanted}
-    options |= {"overwrite": overwrite, "results_at": given.get("results_at")}
-    return plan_moe_backward(gradients, operands, spec, target, **options)
+    options = BackwardOptions(
+        names,
+        accumulated(wanted, given.get("into")),
+        wide=names != wanted,
+        overwrite=overwrite,
+        results_at=given.get("results_at"),
+    )
+    return plan_moe_backward(gradients, operands, spec, target, options=options)
 
 
 def _moe(kind: type, packet: str, *matrices: str) -> Operator:
     """Returns `result_names(kind)`."""
     tensors = (*moe_tensors(kind), *(f"{name}?" for name in INPUT_SCALES if matrices))
     signature = Signature(tensors, ("spec",), moe_bundles(kind), matrices)
-    return Operator(f"{packet}.{_OVERLOADS[kind]}", signature, plan_moe, moe_shapes, len(result_names(kind)))
+    return Operator(f"{packet}.{_OVERLOADS[kind]}", signature, plan_forward, moe_shapes, len(result_names(kind)))
 
 
 def _training(kind: type, packet: str, *matrices: str) -> Operator:
     signature = (MOE_QUANTIZED if matrices else MOE)[kind].signature
-    planner = functools.partial(plan_moe, save=True)
+    planner = functools.partial(plan_forward, save=True)
     return TrainingOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, training_shapes, None)
 
 

@@ -15,8 +15,8 @@ from moe_core.formats import QuantizedSpec, format_named, quantized_specs
 from moe_core.ops.activation.backward import plan_expert_activation_backward
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.routing.backward import plan_routing_backward
@@ -86,7 +86,7 @@ def layer_backward(routing: RouterLogits | TopK) -> LaunchPlan:
     operands = MoEOperands(floats(T, D), experts(**biases), routing, expert_map=integers(E + 2))
     spec = MoESpec(SILU, ROUTER if isinstance(routing, RouterLogits) else None)
     names = gradient_names(operands)
-    return plan_moe_backward(OutputGradients(floats(T, D)), operands, spec, HERE, wanted=names)
+    return plan_moe_backward(OutputGradients(floats(T, D)), operands, spec, HERE, options=BackwardOptions(wanted=names))
 
 
 def quantized(format: str) -> object:
@@ -144,7 +144,12 @@ PLANS: dict[str, Callable[[], LaunchPlan]] = {
     "bitmatrix": lambda: plan_pack_bitmatrix(integers(T, K), 40, HERE),
     "ids of a bitmatrix": lambda: plan_unpack_bitmatrix(ArraySpec((T, 2), "uint32"), 40, K, HERE),
     "layer": lambda: plan_moe(
-        floats(T, D), experts(), TopK(integers(T, K), floats(T, K)), MoESpec(SILU), HERE, expert_map=integers(E + 2)
+        floats(T, D),
+        experts(),
+        TopK(integers(T, K), floats(T, K)),
+        MoESpec(SILU),
+        HERE,
+        options=ForwardOptions(expert_map=integers(E + 2)),
     ),
     "layer of one token": lambda: plan_moe(
         floats(1, D), experts(), TopK(integers(1, K), floats(1, K)), MoESpec(SILU), HERE

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from moe_core.base.arrays import ArraySpec
-from moe_core.ops.moe.backward import plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.plan.steps import LaunchPlan
@@ -41,9 +41,14 @@ def operands_of(tokens: int, top_k: int, experts: int, model: str, shared: Any =
 
 
 def plans(operands: MoEOperands, spec: MoESpec, wanted: tuple[str, ...], **options: Any) -> list[LaunchPlan]:
-    forward = plan_moe(operands.x, operands.experts, operands.routing, spec, H200, shared=operands.shared)
+    forward = plan_moe(
+        operands.x, operands.experts, operands.routing, spec, H200, options=ForwardOptions(shared=operands.shared)
+    )
     gradients = OutputGradients(operands.x)
-    return [forward, plan_moe_backward(gradients, operands, spec, H200, wanted=wanted, **options)]
+    return [
+        forward,
+        plan_moe_backward(gradients, operands, spec, H200, options=BackwardOptions(wanted=wanted, **options)),
+    ]
 
 
 def sums(found: list[LaunchPlan], keep: Any) -> list[str]:
@@ -85,7 +90,7 @@ def test_an_owner_of_tokens_with_places_adds_up_as_one_device(model: str, tokens
         results_at = ArraySpec((own.routing.ids.size,), "int64")
         for limits in (None, (88, 44), (None, 1)):
             options: Any = {"results_at": results_at, "multiprocessors": limits}
-            found = plan_moe(own.x, own.experts, own.routing, spec, H200, **options)
+            found = plan_moe(own.x, own.experts, own.routing, spec, H200, options=ForwardOptions(**options))
             assert sums([found], lambda line: True) == sums([alone], lambda line: "slots" not in line)
 
 

@@ -18,7 +18,7 @@ from moe_core.base import codec
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.activation import reference
-from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
+from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
 from moe_core.ops.reduction.rowwise import CAST_ROWS
 from moe_core.plan import steps
 from moe_core.plan.arena import SCRATCH_ALIGNMENT, aligned, lend_memory, place_buffers
@@ -198,7 +198,9 @@ def test_scratch_of_a_backward(model: str, recompute: bool, overwrite: bool) -> 
     operands = MoEOperands(x, experts, RouterWeights(ArraySpec((e, d), "bfloat16")))
     spec = MoESpec(Activation("silu"), RouterSpec(k), "out_in", "out_in", recompute=recompute)
     wanted = gradient_names(operands)
-    made = plan_moe_backward(OutputGradients(x), operands, spec, CUDA, wanted=wanted, overwrite=overwrite)
+    made = plan_moe_backward(
+        OutputGradients(x), operands, spec, CUDA, options=BackwardOptions(wanted=wanted, overwrite=overwrite)
+    )
     most = SCRATCH[model][recompute or not overwrite]
     assert made.scratch_bytes < most * 2**20
     assert bool(made.over) == (recompute or overwrite)

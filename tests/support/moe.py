@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import Activation, MoESpec, RouterSpec, TileConfig, Tuning
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK, named_arrays
@@ -36,7 +36,14 @@ def layer_plan(
     shared = SharedExpert(ArraySpec((D, 2 * F), dtype), ArraySpec((F, D), dtype), gate=ArraySpec((D, 1), dtype))
     spec = MoESpec(Activation(activation), RouterSpec(K, renormalize=True), tuning=tuning)
     router = RouterWeights(ArraySpec((D, E), dtype))
-    return plan_moe(ArraySpec((num_tokens, D), dtype), experts, router, spec, target, shared=shared, save=save)
+    return plan_moe(
+        ArraySpec((num_tokens, D), dtype),
+        experts,
+        router,
+        spec,
+        target,
+        options=ForwardOptions(shared=shared, save=save),
+    )
 
 
 def tiles(plan: LaunchPlan) -> list[TileConfig]:
@@ -69,7 +76,14 @@ class Layer:
 
 def plan_of(layer: Layer, target: Target):
     extras = {name: spec_of(value) for name, value in layer.extras.items()}
-    return plan_moe(spec_of(layer.x), spec_of(layer.experts), spec_of(layer.routing), layer.spec, target, **extras)
+    return plan_moe(
+        spec_of(layer.x),
+        spec_of(layer.experts),
+        spec_of(layer.routing),
+        layer.spec,
+        target,
+        options=ForwardOptions(**extras),
+    )
 
 
 def run_layer(layer: Layer, target: Target | None = None) -> dict[str, np.ndarray]:

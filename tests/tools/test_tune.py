@@ -18,7 +18,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.layers import HUGGING_FACE, MAXTEXT, MoELayerSpec, SharedExpertsSpec
 from moe_core.ops.matmul.tile_choice import heuristic_tile
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.runtime.cuda import cuda_available
 from moe_core.specs import LayoutSpec, MatmulTuning, TileConfig, Tuning
 from moe_core.specs.operands import ExpertWeights, RouterLogits, SharedExpert
@@ -64,7 +64,9 @@ def test_products_are_those_that_a_forward_plans(storage: Any, num_tokens: int) 
     shared = SharedExpert(matrix(D, factor * S), matrix(S, D), up=None if one_buffer else matrix(D, S))
     spec = dataclasses.replace(LAYER.moe_spec(storage), tuning=Tuning(table=TileTable.of(entries)))
     logits = RouterLogits(ArraySpec((num_tokens, E), "float32"))
-    plan = plan_moe(ArraySpec((num_tokens, D), "bfloat16"), experts, logits, spec, H200, shared=shared)
+    plan = plan_moe(
+        ArraySpec((num_tokens, D), "bfloat16"), experts, logits, spec, H200, options=ForwardOptions(shared=shared)
+    )
     assert tiles(plan) == unusual
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from dataclasses import dataclass
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec
@@ -16,7 +17,7 @@ from moe_core.formats import QuantizedTensor
 from moe_core.ops.exchange.checks import require_width
 from moe_core.ops.moe.backward_stages import BackwardPlanner
 from moe_core.ops.moe.checks import quantized_experts
-from moe_core.ops.moe.forward import SAVED, plan_moe
+from moe_core.ops.moe.forward import SAVED, ForwardOptions, plan_moe
 from moe_core.ops.moe.names import CONSTANTS, INPUT_SCALES
 from moe_core.ops.routing.backward import gradient_shapes
 from moe_core.plan.builder import PlanBuilder
@@ -38,6 +39,30 @@ from moe_core.specs.operands import (
 _MATRICES = ("gate_up", "up", "down", "weight")
 #: Outputs of the forward that the backward does not read.
 _UNREAD = ("output", "invalid_ids")
+
+
+@dataclass(frozen=True)
+class BackwardOptions:
+    """What a backward computes.
+
+    wanted: those of gradient_names to compute; nothing is done for the rest.
+    accumulate: matrices among them whose gradient is added, in fp32, to the fp32 array `into.<name>`; the output, fp32
+    too, may lie in the same memory.
+    one_layer: gradients of a stack are those of the layer used, without the leading axis, instead of zeros for all
+    others.
+    wide: d_x is fp32, without its cast, for a caller that adds to it.
+    overwrite: on compiled targets the memory of `saved.pre_activation` is written to; it holds the pre-activation's
+    gradient in the end.
+    results_at int64 `[T * K]`, an input where routing is a TopK: the last product stores the row of each slot that has
+    an expert to the address there, a multiple of 16, 0 = nowhere. Nothing is summed, and d_x has no rows: `[0, D]`.
+    """
+
+    wanted: tuple[str, ...]
+    accumulate: tuple[str, ...] = ()
+    one_layer: bool = False
+    wide: bool = False
+    overwrite: bool = False
+    results_at: ArraySpec | None = None
 
 
 def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
@@ -75,12 +100,11 @@ def _validate(
     gradients: OutputGradients,
     operands: MoEOperands,
     forward: LaunchPlan,
-    wanted: tuple[str, ...],
-    accumulate: tuple[str, ...],
-    one_layer: bool,
+    options: BackwardOptions,
 ) -> None:
+    wanted, accumulate = options.wanted, options.accumulate
     require_wanted(wanted, gradient_names(operands))
-    if one_layer and accumulate:
+    if options.one_layer and accumulate:
         raise InvalidInput(f"accumulate must be () with one_layer, got {accumulate}; accumulate into the whole stack")
     summable = {name for name in wanted if name.rpartition(".")[2] in _MATRICES}
     if not set(accumulate) <= summable or len(set(accumulate)) != len(accumulate):
@@ -118,8 +142,8 @@ def _require_addresses(results_at: ArraySpec, operands: MoEOperands, otherwise: 
 
 def _forward(operands: MoEOperands, spec: MoESpec, target: Target) -> LaunchPlan:
     """The forward that saves what a backward reads."""
-    options = {"token_mask": operands.token_mask, "expert_map": operands.expert_map, "shared": operands.shared}
-    return plan_moe(operands.x, operands.experts, operands.routing, spec, target, **options, save=True)
+    options = ForwardOptions(operands.token_mask, operands.expert_map, operands.shared, save=True)
+    return plan_moe(operands.x, operands.experts, operands.routing, spec, target, options=options)
 
 
 @functools.lru_cache(PLANS_KEPT)
@@ -129,28 +153,15 @@ def plan_moe_backward(
     spec: MoESpec,
     target: Target,
     *,
-    wanted: tuple[str, ...],
-    accumulate: tuple[str, ...] = (),
-    one_layer: bool = False,
-    wide: bool = False,
-    overwrite: bool = False,
-    results_at: ArraySpec | None = None,
+    options: BackwardOptions,
 ) -> LaunchPlan:
     """One plan for the whole backward of `plan_moe`; equations and rounding points: docs/user/training.md.
 
     gradients, operands: bundles of ArraySpecs; gradients.output `[T, D]` in any matmul dtype, the others only where
-    the forward routes. wanted: of gradient_names, those to compute; nothing is done for the rest. accumulate: matrices
-    among them whose gradient is added, in fp32, to the fp32 array `into.<name>`; the output, fp32 too, may lie in the
-    same memory. one_layer: gradients of a stack are those of the layer used, without the leading axis, instead of zeros
-    for all others. An experts.layer_index outside the stack makes d_x and the gradients of weights and logits NaN;
+    the forward routes. An experts.layer_index outside the stack makes d_x and the gradients of weights and logits NaN;
     those of the stack are zeros then (or what was accumulated: no layer was used), with one_layer meaningless. The
-    reference raises. wide: d_x is fp32, without its cast, for who adds more to it. overwrite: on compiled targets the
-    memory of `saved.pre_activation` is written to; it holds the pre-activation's gradient in the end. Experts may be
-    quantised, x not (spec.activations): gradients go through weights that are dequantised to the dtype of x, tile by
-    tile.
-
-    results_at int64 `[T * K]`, an input where routing is a TopK: the last product stores the row of each slot that has
-    an expert to the address there, a multiple of 16, 0 = nowhere. Nothing is summed, and d_x has no rows: `[0, D]`.
+    reference raises. Experts may be quantised, x not (spec.activations): gradients go through weights that are
+    dequantised to the dtype of x, tile by tile.
 
     Inputs: `gradients.*`, those of the forward (without correction_bias; given ids as int32, given weights as fp32,
     like their gradient), its outputs tokens_per_expert, [ids], [weights], [logits] and `saved.*`, then `into.*`; with
@@ -164,7 +175,9 @@ def plan_moe_backward(
         routing = TopK(ArraySpec(ids, "int32"), ArraySpec(weights, "float32"))
         operands = dataclasses.replace(operands, routing=routing)
     forward = _forward(operands, spec, target)
-    _validate(gradients, operands, forward, wanted, accumulate, one_layer)
+    wanted, accumulate, one_layer, wide = options.wanted, options.accumulate, options.one_layer, options.wide
+    _validate(gradients, operands, forward, options)
+    results_at = options.results_at
     if wide and spec.apply_router_weight_on_input:
         raise InvalidInput("wide must be False with apply_router_weight_on_input, whose d_x is a product; leave it out")
     if results_at is not None:
@@ -204,7 +217,7 @@ def plan_moe_backward(
 
         return builder.reference(exchange.push_to_addresses, names, {}, ())
     builder.lend(*(name for name in wanted if name not in accumulate))
-    overwrites = overwrite and builder.has(f"{SAVED}pre_activation")
+    overwrites = options.overwrite and builder.has(f"{SAVED}pre_activation")
     BackwardPlanner(builder, operands, gradients, spec, overwrites).plan()
     return builder.build()
 
@@ -223,11 +236,12 @@ def plan_training(
     upstream = [OutputGradients(forward.spec("output"))]
     if isinstance(operands.routing, RouterWeights):
         upstream.append(OutputGradients(forward.spec("output"), logits=forward.spec("logits")))
-    options = {"wanted": gradient_names(operands), "one_layer": one_layer and operands.experts.layer_index is not None}
+    wanted, accumulate = gradient_names(operands), ()
     if spec.main_grad:
-        kept_apart = [name for name in options["wanted"] if name.startswith(("d_experts.", "d_shared."))]
-        options["accumulate"] = tuple(name for name in kept_apart if name.rpartition(".")[2] in _MATRICES)
-    return forward, *(plan_moe_backward(gradients, operands, spec, target, **options) for gradients in upstream)
+        kept_apart = [name for name in wanted if name.startswith(("d_experts.", "d_shared."))]
+        accumulate = tuple(name for name in kept_apart if name.rpartition(".")[2] in _MATRICES)
+    options = BackwardOptions(wanted, accumulate, one_layer and operands.experts.layer_index is not None)
+    return forward, *(plan_moe_backward(given, operands, spec, target, options=options) for given in upstream)
 
 
 def explain_training(plans: tuple[LaunchPlan, ...]) -> str:

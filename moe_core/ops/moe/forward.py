@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 from moe_core.base import dtypes
@@ -44,6 +45,34 @@ Routing = RouterWeights | bundles.RouterLogits | TopK
 SAVED = "saved."
 
 
+@dataclass(frozen=True)
+class ForwardOptions:
+    """What a forward has beside its experts and its routing, and what it does beside its output.
+
+    token_mask bool `[T]`, expert_map int32 `[E_global]` and shared: as in `MoEOperands`.
+
+    save: write too what `moe_core.ops.moe.backward.plan_moe_backward` reads: saved.pre_activation `[T * K, 2F]`
+    (ungated F), in layout order and the dtype of x, gate_layout `separate` as gate columns, then up; rows of no slot
+    hold anything; saved.group_start `[E + 1]`, saved.slot_of_row and saved.row_of_slot `[T * K]`; of a shared expert
+    saved.shared_pre_activation `[T, 2S]` and saved.shared_gate fp32 `[T, 1]`. The output keeps its bits. With
+    spec.recompute no pre-activation is saved.
+
+    results_at int64 `[T * K]`, an input: product 2 stores the row of each slot, cast to the dtype of the output, to the
+    address there, a multiple of 16, 0 = nowhere; slots of no expert go nowhere. Nothing is summed, and output has no
+    rows: `[0, D]`.
+
+    multiprocessors: the most that each product fills, as in MatmulProblem, for a plan in two parts: product 2 and what
+    follows it, the last `launches_behind_hidden` launches, may go to another stream. No bit depends on it.
+    """
+
+    token_mask: ArraySpec | None = None
+    expert_map: ArraySpec | None = None
+    shared: SharedExpert | None = None
+    save: bool = False
+    results_at: ArraySpec | None = None
+    multiprocessors: tuple[int | None, int | None] | None = None
+
+
 @functools.lru_cache(PLANS_KEPT)
 def plan_moe(
     x: ArraySpec,
@@ -52,12 +81,7 @@ def plan_moe(
     spec: MoESpec,
     target: Target,
     *,
-    token_mask: ArraySpec | None = None,
-    expert_map: ArraySpec | None = None,
-    shared: SharedExpert | None = None,
-    save: bool = False,
-    results_at: ArraySpec | None = None,
-    multiprocessors: tuple[int | None, int | None] | None = None,
+    options: ForwardOptions = ForwardOptions(),
 ) -> LaunchPlan:
     """One plan for the whole layer: [router] -> [routing] -> layout -> matmul 1 -> matmul 2 -> reduce.
 
@@ -65,32 +89,17 @@ def plan_moe(
     `[E_global]`], `shared.*`. Outputs: output `[T, D]`, tokens_per_expert `[E]`, invalid_ids `[1]`, then ids and
     weights `[T, K]` unless given, then logits `[T, E]` when routing from x. Raises InvalidInput, Unsupported.
 
-    save: also what `moe_core.ops.moe.backward.plan_moe_backward` reads: saved.pre_activation `[T * K, 2F]` (ungated F),
-    in layout order and the dtype of x, gate_layout `separate` as gate columns, then up; rows of no slot hold anything;
-    saved.group_start `[E + 1]`, saved.slot_of_row and saved.row_of_slot `[T * K]`; of a shared expert
-    saved.shared_pre_activation `[T, 2S]` and saved.shared_gate fp32 `[T, 1]`. The output is still computed from the
-    fp32 accumulator of matmul 1, to the bits of a forward that saves nothing. With spec.recompute no pre-activation is
-    saved.
-
-    results_at int64 `[T * K]`, an input: product 2 stores the row of each slot, cast to the dtype of the output, to the
-    address there, a multiple of 16, 0 = nowhere; slots of no expert go nowhere. Nothing is summed, and output has no
-    rows: `[0, D]`.
-
-    multiprocessors: that each product fills at most, as of MatmulProblem; for a plan in two parts, whose product 2 and
-    what is behind it, the last `launches_behind_hidden` launches, may go to another stream. No bit depends on it.
-
     Experts may be quantised, and x and the hidden rows are then too if spec.activations says so: what is computed is in
     docs/user/quantization.md. Nothing can be saved with spec.activations, whose rounding has no gradient.
     """
-    reason = why_no_moe_gradient(experts, spec, ()) if save else None
+    reason = why_no_moe_gradient(experts, spec, ()) if options.save else None
     if reason is not None:
         raise Unsupported(reason)
-    if multiprocessors is not None and (save or shared is not None):
-        what = "save must be False" if save else "shared must be None"
-        raise InvalidInput(f"{what} with multiprocessors, got {multiprocessors}; leave them out")
-    operands = bundles.MoEOperands(x, experts, routing, token_mask, expert_map, shared)
-    planner = _MoEPlanner(operands, spec, target, save, results_at, multiprocessors)
-    apart = 0 if multiprocessors is None else launches_behind_hidden(results_at)
+    if options.multiprocessors is not None and (options.save or options.shared is not None):
+        what = "save must be False" if options.save else "shared must be None"
+        raise InvalidInput(f"{what} with multiprocessors, got {options.multiprocessors}; leave them out")
+    planner = _MoEPlanner(x, experts, routing, spec, target, options)
+    apart = 0 if options.multiprocessors is None else launches_behind_hidden(options.results_at)
     return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant, apart=apart)
 
 
@@ -105,20 +114,20 @@ class _MoEPlanner:
 
     def __init__(
         self,
-        operands: bundles.MoEOperands,
+        x: ArraySpec,
+        experts: bundles.ExpertWeights,
+        routing: Routing,
         spec: MoESpec,
         target: Target,
-        save: bool,
-        results_at: ArraySpec | None,
-        multiprocessors: tuple[int | None, int | None] | None,
+        options: ForwardOptions,
     ) -> None:
-        self.x, self.experts, self.routing = operands.x, operands.experts, operands.routing
-        self.token_mask, self.expert_map, self.shared = operands.token_mask, operands.expert_map, operands.shared
-        self.spec, self.target, self.save, self.results_at = spec, target, save, results_at
+        self.x, self.experts, self.routing, self.shared = x, experts, routing, options.shared
+        self.token_mask, self.expert_map = options.token_mask, options.expert_map
+        self.spec, self.target, self.save, self.results_at = spec, target, options.save, options.results_at
         require_spec("x", self.x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
         self.tokens, self.d_model = self.x.shape
         self.out_dtype = self.spec.out_dtype or self.x.dtype
-        self.multiprocessors, self.builder = multiprocessors, PlanBuilder("moe", target=target)
+        self.multiprocessors, self.builder = options.multiprocessors, PlanBuilder("moe", target=target)
 
     @property
     def _outputs(self) -> tuple[str, ...]:
@@ -300,8 +309,8 @@ class _MoEPlanner:
     def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counters: int) -> None:
         """The layout and, where ids are not given, the routing before it: one plan has fewer launches than two."""
         builder, routing = self.builder, self.routing
-        options = {"token_mask": self.token_mask, "expert_map": self.expert_map, "block_ms": block_ms}
-        options["tile_counters"] = counters
+        maps = {"token_mask": self.token_mask, "expert_map": self.expert_map}
+        options = maps | {"block_ms": block_ms, "tile_counters": counters}
         bindings = {"ids": ids, "invalid_ids": "invalid_ids"} | dict(named_arrays(self.arrays))
         if isinstance(routing, TopK):
             if builder.has("row_weight"):
@@ -309,9 +318,9 @@ class _MoEPlanner:
                 bindings |= {"given_weights": "routing.weights", "row_weight": "row_weight"}
             plan = plan_layout(builder.spec(ids), layout, self.target, **options)
         else:
-            logits, bias = "logits" if isinstance(routing, RouterWeights) else "routing.logits", routing.correction_bias
-            array, router = builder.spec(logits), self.spec.router
-            plan = plan_route_and_layout(array, router, layout, self.target, correction_bias=bias, **options)
+            logits = builder.spec("logits" if isinstance(routing, RouterWeights) else "routing.logits")
+            scores = bundles.RouterLogits(logits, routing.correction_bias)
+            plan = plan_route_and_layout(scores, self.spec.router, layout, self.target, **options)
             bindings["weights"] = "weights"
         made = tuple(f"schedule_{block_m}" for block_m in block_ms)
         for name in (*made, *(("tile_counters",) if counters else ())):

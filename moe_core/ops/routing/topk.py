@@ -20,6 +20,7 @@ from moe_core.ops.routing.kernels import topk as topk_kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, LayoutLauncher, most_blocks, plan_layout, require_experts
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Argument, LaunchPlan, ReferenceCall, declare_kernel, passed
+from moe_core.specs.operands import RouterLogits
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 
 ROUTE = declare_kernel(topk_kernels.route, pdl="start", writes_layout=True, counts_slots=True)
@@ -198,12 +199,11 @@ def _launch_route(
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_route_and_layout(
-    logits: ArraySpec,
+    routing: RouterLogits,
     spec: RouterSpec,
     layout: LayoutSpec,
     target: Target,
     *,
-    correction_bias: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
     expert_map: ArraySpec | None = None,
     block_ms: tuple[int, ...] = (),
@@ -215,6 +215,7 @@ def plan_route_and_layout(
     [correction_bias], [token_mask], [expert_map]; outputs: ids and weights `[T, K]`, then those of `plan_layout`, with
     a schedule per height in block_ms and [tile_counters]. Raises InvalidInput, Unsupported.
     """
+    logits, correction_bias = routing.logits, routing.correction_bias
     require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape
     if (layout.num_tokens, layout.top_k) != (num_tokens, spec.require_top_k()):
@@ -229,18 +230,19 @@ def plan_route_and_layout(
             f"layout must have the {num_experts} experts of logits, got {layout.num_experts}; "
             "pass expert_map to map global ids to local experts"
         )
-    routing = plan_routing(logits, spec, target, correction_bias=correction_bias, token_mask=token_mask)
-    options = {"expert_map": expert_map, "block_ms": block_ms, "tile_counters": tile_counters}
-    placing = plan_layout(routing.spec("ids"), layout, target, **options)
+    routed = plan_routing(logits, spec, target, correction_bias=correction_bias, token_mask=token_mask)
+    placed = plan_layout(
+        routed.spec("ids"), layout, target, expert_map=expert_map, block_ms=block_ms, tile_counters=tile_counters
+    )
     builder = PlanBuilder("route_and_layout", target)
     builder.inputs(dict(zip(_ROUTED, (logits, correction_bias, token_mask, expert_map), strict=True)))
-    for buffer in (*routing.outputs, *placing.outputs):
+    for buffer in (*routed.outputs, *placed.outputs):
         builder.output(buffer.name, buffer.spec)
     if not target.compiled:
-        for step in (*routing.steps, *placing.steps):
+        for step in (*routed.steps, *placed.steps):
             assert isinstance(step, ReferenceCall)
             builder.add_reference(step)
-        for line in routing.summation:
+        for line in routed.summation:
             builder.sums(line)
         return builder.build()
     selection = _Selection(spec, num_experts, layout.top_k)

@@ -21,7 +21,7 @@ from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.sm90.plan import sm90_config
 from moe_core.ops.matmul.tile_choice import TileChoice, TileSource, choose_tile, given_tile, heuristic_tile, tile_key
 from moe_core.ops.moe import backward_stages, forward
-from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.router.forward import ROUTER
 from moe_core.plan.registry import export_plans, load_plans, register
@@ -116,7 +116,7 @@ def test_a_tile_is_chosen_once_for_every_product(monkeypatch: pytest.MonkeyPatch
     asked.clear()
     again = dataclasses.replace(spec, recompute=True)
     layer = MoEOperands(x, operands, routing)
-    plan_moe_backward.__wrapped__(OutputGradients(x), layer, again, H200, wanted=("d_x",))
+    plan_moe_backward.__wrapped__(OutputGradients(x), layer, again, H200, options=BackwardOptions(wanted=("d_x",)))
     # Those of the forward that it checks itself against, unless that is known, and its own.
     assert len(asked) == len(set(asked)) in (3, 5)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_core import InvalidInput
 from moe_core.base.target import Target
 from moe_core.ops.matmul.weight_gradient import WEIGHT_GRADIENT
-from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
 from moe_core.ops.moe.reference.backward import Request
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import assert_close
@@ -190,7 +190,9 @@ def test_one_layer_of_a_stack() -> None:
 
 def plan_for(problem: Problem, target: Target, wanted: tuple[str, ...], **options) -> LaunchPlan:
     gradients = map_arrays(problem.gradients, spec_of)
-    return plan_moe_backward(gradients, problem.specs(), problem.spec, target, wanted=wanted, **options)
+    return plan_moe_backward(
+        gradients, problem.specs(), problem.spec, target, options=BackwardOptions(wanted=wanted, **options)
+    )
 
 
 def test_frozen_weights_cost_nothing() -> None:

@@ -15,12 +15,20 @@ from moe_core.base.dtypes import numpy_dtype
 from moe_core.base.target import Target
 from moe_core.layers import MoELayerSpec
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.topk import plan_route_and_layout
 from moe_core.plan.steps import KernelLaunch
 from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, Tuning
-from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights, SharedExpert, map_arrays, named_arrays
+from moe_core.specs.operands import (
+    ExpertWeights,
+    MatmulOperands,
+    RouterLogits,
+    RouterWeights,
+    SharedExpert,
+    map_arrays,
+    named_arrays,
+)
 from tests.support.harness import engine_target, run_plan, spec_of
 
 PINNED = Tuning(batch_invariant=True)
@@ -70,7 +78,9 @@ def on_target(layer: Layer, target: Target) -> Forward:
         bundles = (("experts.", layer.experts), ("routing.", layer.router), ("shared.", layer.shared))
         arrays = {"x": x} | {name: array for prefix, bundle in bundles for name, array in named_arrays(bundle, prefix)}
         experts, router, shared = (map_arrays(bundle, spec_of) for _, bundle in bundles)
-        return run_plan(plan_moe(spec_of(x), experts, router, layer.spec, target, shared=shared), arrays)
+        return run_plan(
+            plan_moe(spec_of(x), experts, router, layer.spec, target, options=ForwardOptions(shared=shared)), arrays
+        )
 
     return forward
 
@@ -151,7 +161,7 @@ def test_routing(target: Target, router: RouterSpec) -> None:
 
     def forward(x: np.ndarray) -> dict[str, np.ndarray]:
         layout = LayoutSpec(len(x), router.require_top_k(), 96)
-        plan = plan_route_and_layout(spec_of(x), router, layout, target, block_ms=(16,))
+        plan = plan_route_and_layout(RouterLogits(spec_of(x)), router, layout, target, block_ms=(16,))
         kernels.add(tuple(step.kernel.name for step in plan.steps if isinstance(step, KernelLaunch)))
         return run_plan(plan, {"logits": x})
 

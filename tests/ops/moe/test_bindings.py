@@ -18,8 +18,8 @@ from moe_core.base.target import Target
 from moe_core.formats import QuantizedSpec, quantized_specs, scheme_named
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.plan import builder as building
 from moe_core.plan.builder import PlanBuilder
@@ -238,10 +238,10 @@ def plan_layer(layer: Layer, target: Target) -> None:
     operands, spec = layer.operands(), layer.spec
     options = {"token_mask": operands.token_mask, "expert_map": operands.expert_map, "shared": operands.shared}
     request = (operands.x, operands.experts, operands.routing, spec, target)
-    plan_moe.__wrapped__(*request, **options)
+    plan_moe.__wrapped__(*request, options=ForwardOptions(**options))
     if spec.activations is not None:
         return
-    plan_moe.__wrapped__(*request, **options, save=True)
+    plan_moe.__wrapped__(*request, options=ForwardOptions(**options, save=True))
     names = gradient_names(operands)
     biases = tuple(name for name in names if name.endswith("bias"))
     for gradients in gradients_of(layer, operands):
@@ -249,7 +249,7 @@ def plan_layer(layer: Layer, target: Target) -> None:
             summed = [name for name in wanted if name.endswith((".gate_up", ".up", ".down", ".weight"))]
             accumulate = tuple(summed) if layer.accumulate else ()
             training = {"wanted": wanted, "accumulate": accumulate, "one_layer": layer.one_layer}
-            plan_moe_backward.__wrapped__(gradients, operands, spec, target, **training)
+            plan_moe_backward.__wrapped__(gradients, operands, spec, target, options=BackwardOptions(**training))
 
 
 def plan_stages(target: Target) -> None:

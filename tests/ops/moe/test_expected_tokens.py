@@ -14,8 +14,8 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.plan.steps import LaunchPlan
@@ -37,9 +37,14 @@ def plans(shape: Shape, tokens: int, experts: int, top_k: int, tuning: Tuning | 
     weights = ExpertWeights(ArraySpec((experts, d, 2 * f), "bfloat16"), ArraySpec((experts, f, d), "bfloat16"))
     routing = TopK(rows_of(tokens, top_k, "int32"), rows_of(tokens, top_k, "float32"))
     operands, spec = MoEOperands(rows_of(tokens, d), weights, routing), MoESpec(Activation("silu"), tuning=tuning)
-    forward = [plan_moe(operands.x, weights, routing, spec, H200, save=save) for save in (False, True)]
+    forward = [
+        plan_moe(operands.x, weights, routing, spec, H200, options=ForwardOptions(save=save)) for save in (False, True)
+    ]
     upstream = OutputGradients(operands.x)
-    return [*forward, plan_moe_backward(upstream, operands, spec, H200, wanted=gradient_names(operands))]
+    return [
+        *forward,
+        plan_moe_backward(upstream, operands, spec, H200, options=BackwardOptions(wanted=gradient_names(operands))),
+    ]
 
 
 def orders(found: list[LaunchPlan]) -> list[list[str]]:
@@ -105,7 +110,9 @@ def test_a_composed_layer_with_a_shared_expert() -> None:
         shared = SharedExpert(rows_of(d, 2 * f), rows_of(f, d), gate=rows_of(d, 1))
         routing = TopK(rows_of(tokens, 6, "int32"), rows_of(tokens, 6, "float32"))
         spec = MoESpec(Activation("silu"), tuning=Tuning(expected_tokens=expected))
-        return plan_moe(rows_of(tokens, d), experts, routing, spec, H200, shared=shared).summation
+        return plan_moe(
+            rows_of(tokens, d), experts, routing, spec, H200, options=ForwardOptions(shared=shared)
+        ).summation
 
     assert of(16, 4096) == of(512, 4096) == of(4096, None) != of(16, None)
 

@@ -13,7 +13,7 @@ from moe_core.base.target import Target
 from moe_core.formats import FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, Format, Scheme, scheme_named
 from moe_core.ops.matmul.quantized.plan import MATMUL_QUANTIZED, QUANTIZED
 from moe_core.ops.matmul.sm90.fp8_plan import MATMUL_FP8, SM90_FP8
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.quantize.reference import quantize
 from moe_core.ops.quantize.rows import PARTIAL_MAXIMA
 from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
@@ -67,7 +67,7 @@ class Layer:
 def planned(layer: Layer, arrays: dict[str, Any], target: Target) -> LaunchPlan:
     """With the hidden rows' codes and scale, and the largest magnitudes, among the outputs."""
     x, experts, routing, mask = (spec_of(arrays[name]) for name in ("x", "experts", "routing", "token_mask"))
-    plan = plan_moe(x, experts, routing, layer.spec, target, token_mask=mask)
+    plan = plan_moe(x, experts, routing, layer.spec, target, options=ForwardOptions(token_mask=mask))
     hidden = tuple(buffer for buffer in plan.scratch if buffer.name in (*HIDDEN, MAXIMA))
     rest = tuple(buffer for buffer in plan.scratch if buffer.name not in (*HIDDEN, MAXIMA))
     return dataclasses.replace(plan, outputs=(*plan.outputs, *hidden), scratch=rest)

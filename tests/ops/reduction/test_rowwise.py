@@ -15,7 +15,7 @@ from moe_core.ops.activation.reference import sigmoid
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.matmul.reference.backward import bias_product
 from moe_core.ops.matmul.reference.rows import rows_of
-from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
 from moe_core.ops.reduction.rowwise import (
     plan_add,
     plan_bias_product,
@@ -126,6 +126,6 @@ def test_recompute_reads_weighted_rows_of_a_strided_x() -> None:
             MoEOperands(x, experts, routing),
             dataclasses.replace(spec, recompute=recompute),
             Target("interpreter"),
-            wanted=("d_x",),
+            options=BackwardOptions(wanted=("d_x",)),
         )
         assert plan.spec("d_x").shape == (8, 32)

@@ -19,7 +19,7 @@ from moe_core.ops.routing.layout import SLOTS_AT_ONCE, plan_layout
 from moe_core.ops.routing.topk import plan_route_and_layout
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.specs import LayoutSpec, MatmulSpec, RouterSpec
-from moe_core.specs.operands import MatmulOperands
+from moe_core.specs.operands import MatmulOperands, RouterLogits
 from tests.support import harness
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 
@@ -82,7 +82,9 @@ def test_rows_past_the_bound_are_counted_and_not_written(target: Target, tokens:
 def test_routing_with_a_bound(target: Target, tokens: int) -> None:
     logits = np.random.default_rng(1).standard_normal((tokens, E), np.float32)
     layout = LayoutSpec(tokens, K, E, rows=tokens)
-    found = run_plan(plan_route_and_layout(spec_of(logits), RouterSpec(K), layout, target), {"logits": logits})
+    found = run_plan(
+        plan_route_and_layout(RouterLogits(spec_of(logits)), RouterSpec(K), layout, target), {"logits": logits}
+    )
     for name, wanted in cut(found["ids"], tokens).items():
         np.testing.assert_array_equal(found[name], wanted, err_msg=name)
 
@@ -143,7 +145,10 @@ def test_a_changing_bound_compiles_nothing(name: str, tokens: int) -> None:
     found = [constants(plan_layout(ids, dataclasses.replace(layout, **{name: n}), H200)) for n in (1, 3, 64, 6000)]
     assert all(one == found[0] for one in found)
     logits, routed = ArraySpec((tokens, 64), "float32"), RouterSpec(8)
-    plans = [plan_route_and_layout(logits, routed, dataclasses.replace(layout, **{name: n}), H200) for n in (5, 77)]
+    plans = [
+        plan_route_and_layout(RouterLogits(logits), routed, dataclasses.replace(layout, **{name: n}), H200)
+        for n in (5, 77)
+    ]
     assert constants(plans[0]) == constants(plans[1])
 
 

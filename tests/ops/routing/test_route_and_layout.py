@@ -17,6 +17,7 @@ from moe_core.ops.routing import reference
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import FEW_TOKENS, plan_route_and_layout, plan_routing
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, ReferenceCall, Scalar
+from moe_core.specs.operands import RouterLogits
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 from tests.support import harness, strategies
 from tests.support.harness import H200, engine_target, run_plan
@@ -54,7 +55,9 @@ def check(
     mapped = {} if expert_map is None else {"expert_map": expert_map}
     specs = {name: ArraySpec(array.shape, array.dtype.name) for name, array in (routed | mapped).items()}
     array, target = ArraySpec(logits.shape, "float32"), engine_target()
-    plan = plan_route_and_layout(array, case.spec, layout, target, block_ms=block_ms, **specs)
+    scores, others = RouterLogits(array, specs.get("correction_bias")), dict(specs)
+    others.pop("correction_bias", None)
+    plan = plan_route_and_layout(scores, case.spec, layout, target, block_ms=block_ms, **others)
     found = run_plan(plan, {"logits": logits} | routed | mapped)
     expert_map_spec = specs.pop("expert_map", None)
     apart = run_plan(plan_routing(array, case.spec, target, **specs), {"logits": logits} | routed)
@@ -126,7 +129,9 @@ def test_sizes_of_models(num_experts: int, tokens: int, spec: RouterSpec) -> Non
 
 def test_reference_engine_routes_then_lays_out() -> None:
     logits = ArraySpec((5, 8), "float32")
-    plan = plan_route_and_layout(logits, RouterSpec(2), LayoutSpec(5, 2, 8), Target("reference"), block_ms=(16,))
+    plan = plan_route_and_layout(
+        RouterLogits(logits), RouterSpec(2), LayoutSpec(5, 2, 8), Target("reference"), block_ms=(16,)
+    )
     functions = [step.function for step in plan.steps if isinstance(step, ReferenceCall)]
     assert functions == ["routing.reference:route", "routing.reference:layout"]
     values = strategies.draw_logits(np.random.default_rng(0), "normal", 5, 8)
@@ -139,7 +144,7 @@ def test_reference_engine_routes_then_lays_out() -> None:
 
 def plan_on_h200(tokens: int, num_experts: int, top_k: int = 8, **options) -> LaunchPlan:
     logits, layout = ArraySpec((tokens, num_experts), "float32"), LayoutSpec(tokens, top_k, num_experts)
-    return plan_route_and_layout(logits, RouterSpec(top_k), layout, H200, block_ms=(16, 128), **options)
+    return plan_route_and_layout(RouterLogits(logits), RouterSpec(top_k), layout, H200, block_ms=(16, 128), **options)
 
 
 @pytest.mark.parametrize("num_experts", [8, 60, 128, 256, 384, 512])
@@ -166,7 +171,7 @@ def test_plans_say_why_two_launches(tokens: int, num_experts: int, top_k: int, r
 
 def test_further_schedules_are_launches_of_their_own() -> None:
     logits, layout = ArraySpec((9, 8), "float32"), LayoutSpec(9, 2, 8)
-    plan = plan_route_and_layout(logits, RouterSpec(2), layout, H200, block_ms=(16, 32, 64))
+    plan = plan_route_and_layout(RouterLogits(logits), RouterSpec(2), layout, H200, block_ms=(16, 32, 64))
     assert kernels(plan) == ["route_and_layout", "schedule"]
 
 
@@ -206,7 +211,9 @@ def test_blocks_of_tokens(tokens: int) -> None:
 )
 def test_wrong_arguments(layout: LayoutSpec, expert_map: ArraySpec | None, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        plan_route_and_layout(ArraySpec((9, 8), "float32"), RouterSpec(2), layout, H200, expert_map=expert_map)
+        plan_route_and_layout(
+            RouterLogits(ArraySpec((9, 8), "float32")), RouterSpec(2), layout, H200, expert_map=expert_map
+        )
 
 
 def test_routing_alone_says_the_same() -> None:

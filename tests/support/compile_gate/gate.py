@@ -167,7 +167,9 @@ def _layer_plan(
 ) -> LaunchPlan:
     """The composed forward."""
     layer, spec = _layer(model, tokens, dtype, tuning)
-    return moe.plan_moe(layer.x, layer.experts, layer.routing, spec, target, shared=layer.shared, save=save)
+    return moe.plan_moe(
+        layer.x, layer.experts, layer.routing, spec, target, options=moe.ForwardOptions(shared=layer.shared, save=save)
+    )
 
 
 def _without_tables(model: Model, tokens: int, target: Target, dtype: str) -> Tuning:
@@ -197,12 +199,16 @@ def _training(name: str) -> Callable[[Target], Iterator[LaunchPlan]]:
             yield _layer_plan(MODELS[name], tokens, target, dtype, save=True)
             for gradients in (OutputGradients(layer.x), OutputGradients(layer.x, load_balance=one, z=one)):
                 wanted = moe_backward.gradient_names(layer)
-                yield moe_backward.plan_moe_backward(gradients, layer, spec, target, wanted=wanted)
+                yield moe_backward.plan_moe_backward(
+                    gradients, layer, spec, target, options=moe_backward.BackwardOptions(wanted=wanted)
+                )
             accumulated = tuple(name for name in wanted if name.startswith(("d_experts", "d_routing.weight")))
             accumulated = tuple(name for name in accumulated if not name.endswith("bias"))
             again = dataclasses.replace(spec, recompute=True)
             options = {"wanted": accumulated, "accumulate": accumulated}
-            yield moe_backward.plan_moe_backward(OutputGradients(layer.x), layer, again, target, **options)
+            yield moe_backward.plan_moe_backward(
+                OutputGradients(layer.x), layer, again, target, options=moe_backward.BackwardOptions(**options)
+            )
 
     return plans
 

@@ -11,7 +11,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import QuantizedSpec, quantized_specs, scheme_named
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer
 from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
@@ -87,7 +87,14 @@ def layer_plan(
     router = RouterSpec(top_k) if routed == "logits" else None
     spec = MoESpec(Activation("silu"), router, weight_layout, apply_router_weight_on_input=on_input, tuning=tuning)
     beside = SharedExpert(matrix(192, 2 * width), matrix(width, 192)) if shared else None
-    return plan_moe(ArraySpec((tokens, 192), dtype), experts, routing, spec, target, shared=beside, **options)
+    return plan_moe(
+        ArraySpec((tokens, 192), dtype),
+        experts,
+        routing,
+        spec,
+        target,
+        options=ForwardOptions(shared=beside, **options),
+    )
 
 
 def quantized_plan(

@@ -10,8 +10,8 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import QuantizedSpec, format_named, quantized_specs, scheme_named
 from moe_core.ops.exchange.results import plan_result_addresses
-from moe_core.ops.moe.backward import plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, TopK
@@ -28,7 +28,7 @@ def _plan(
 ) -> LaunchPlan:
     routing = TopK(ArraySpec((count, 1), "int32"), ArraySpec((count, 1), "float32"))
     x, results_at = ArraySpec((count, width), dtype), ArraySpec((count,), "int64")
-    return plan_moe(x, experts, routing, spec, target, results_at=results_at, **options)
+    return plan_moe(x, experts, routing, spec, target, options=ForwardOptions(results_at=results_at, **options))
 
 
 def plain(target: Target) -> Iterator[LaunchPlan]:
@@ -73,7 +73,9 @@ def backward(target: Target) -> Iterator[LaunchPlan]:
             )
             operands, options = MoEOperands(x, experts, routing), {"results_at": ArraySpec((rows,), "int64")}
             wanted = ("d_x", "d_routing.weights")
-            yield plan_moe_backward(OutputGradients(x), operands, spec, target, wanted=wanted, **options)
+            yield plan_moe_backward(
+                OutputGradients(x), operands, spec, target, options=BackwardOptions(wanted=wanted, **options)
+            )
 
 
 def quantised(target: Target) -> Iterator[LaunchPlan]:

@@ -16,6 +16,7 @@ from moe_core.ops.routing.rounding import plan_candidates, plan_keep_candidates
 from moe_core.ops.routing.runs import plan_layout_of_runs
 from moe_core.ops.routing.topk import plan_route_and_layout, plan_routing
 from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.operands import RouterLogits
 from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec, TokenRounding
 
 
@@ -40,7 +41,7 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
         (1024, (4096, 8)),
     ):
         scores, layout = ArraySpec((tokens, num_experts), "float32"), LayoutSpec(tokens, top_k, num_experts)
-        yield plan_route_and_layout(scores, RouterSpec(top_k), layout, target, block_ms=(16, 128))
+        yield plan_route_and_layout(RouterLogits(scores), RouterSpec(top_k), layout, target, block_ms=(16, 128))
     for router in (
         RouterSpec(6, renormalize=True),
         RouterSpec(6, order="topk_then_softmax"),

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from moe_core.base.target import Target
-from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.moe.reference.backward import Request, moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.routing.reference import layout as make_layout
@@ -62,7 +62,9 @@ class Problem:
         """(plan, outputs)."""
         specs = self.specs()
         extras = {name: getattr(specs, name) for name in ("token_mask", "expert_map", "shared")}
-        plan = plan_moe(specs.x, specs.experts, specs.routing, self.spec, target, **extras, save=save)
+        plan = plan_moe(
+            specs.x, specs.experts, specs.routing, self.spec, target, options=ForwardOptions(**extras, save=save)
+        )
         return plan, run_plan(plan, self.arrays())
 
     def backward(
@@ -86,11 +88,13 @@ class Problem:
             self.specs(),
             self.spec,
             target,
-            wanted=wanted or self.names(),
-            accumulate=tuple(into),
-            one_layer=one_layer,
-            wide=wide,
-            overwrite=overwrite,
+            options=BackwardOptions(
+                wanted=wanted or self.names(),
+                accumulate=tuple(into),
+                one_layer=one_layer,
+                wide=wide,
+                overwrite=overwrite,
+            ),
         )
         assert [buffer.name for buffer in plan.outputs] == list(wanted or self.names())
         return run_plan(plan, {buffer.name: arrays[buffer.name] for buffer in plan.inputs})

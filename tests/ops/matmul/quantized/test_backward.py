@@ -16,7 +16,7 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.quantized.transposed import choose_transposed_tile, plan_matmul_quantized_transposed
 from moe_core.ops.matmul.reference.backward import input_gradient
 from moe_core.ops.matmul.reference.rows import planned_rows
-from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
 from moe_core.ops.moe.checks import why_no_moe_gradient
 from moe_core.ops.moe.reference.backward import moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages
@@ -280,10 +280,12 @@ def test_what_has_no_gradient() -> None:
     problem = layer("fp8", weight_layout="out_in")
     specs, gradients = problem.specs(), map_arrays(problem.gradients, spec_of)
     with pytest.raises(InvalidInput, match=r"wanted must name at least one of d_x, d_experts\.gate_up_bias"):
-        plan_moe_backward(gradients, specs, problem.spec, REFERENCE, wanted=("d_experts.down",))
+        plan_moe_backward(
+            gradients, specs, problem.spec, REFERENCE, options=BackwardOptions(wanted=("d_experts.down",))
+        )
     both = dataclasses.replace(problem.spec, activations=format_named("fp8_group"))
     with pytest.raises(Unsupported, match="no gradient with activations fp8_group: what rounds x"):
-        plan_moe_backward(gradients, specs, both, REFERENCE, wanted=("d_x",))
+        plan_moe_backward(gradients, specs, both, REFERENCE, options=BackwardOptions(wanted=("d_x",)))
     assert "experts.down.scales has no gradient" in str(
         why_no_moe_gradient(specs.experts, problem.spec, ["x", "experts.down.scales"])
     )

@@ -28,7 +28,7 @@ from moe_core.formats import (
     quantized_specs,
 )
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.specs import Activation, MatmulSpec, MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert, TopK
 
@@ -262,7 +262,7 @@ def test_other_operands_stay_plain():
     with pytest.raises(
         InvalidInput, match=re.escape("shared.down must be [128, 128] of bfloat16, got mxfp4[128, 128]")
     ):
-        plan_moe(X, experts, routing, spec, REFERENCE, shared=shared)
+        plan_moe(X, experts, routing, spec, REFERENCE, options=ForwardOptions(shared=shared))
     biased = dataclasses.replace(experts, down_bias=tensor(MXFP4, 2, 128))
     with pytest.raises(InvalidInput, match=re.escape("experts.down_bias must be [2, 128] of float32 or bfloat16, got")):
         plan_moe(X, biased, routing, spec, REFERENCE)

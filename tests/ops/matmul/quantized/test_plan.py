@@ -28,7 +28,7 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.quantized.plan import MATMUL_QUANTIZED
 from moe_core.ops.matmul.tile_choice import heuristic_tile
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close, stage_tolerances
 from moe_core.plan.registry import export_plans, load_plans, register
@@ -56,7 +56,7 @@ class Layer:
     def plan(self, target: Target, **options: Any) -> LaunchPlan:
         extras = {name: spec_of(value) for name, value in self.extras.items()}
         arguments = (spec_of(self.x), spec_of(self.experts), spec_of(self.routing), self.spec, target)
-        return plan_moe(*arguments, **extras, **options)
+        return plan_moe(*arguments, options=ForwardOptions(**extras, **options))
 
     def run(self, target: Target) -> dict[str, np.ndarray]:
         arrays = {"x": self.x, **dict(named_arrays(self.experts, "experts."))}

@@ -16,8 +16,8 @@ from moe_core.ops.matmul.families import why_illegal
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, sm90_config
-from moe_core.ops.moe.backward import plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.routing.layout import PLACE_BLOCKS, ZERO_COUNTERS
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
@@ -117,7 +117,9 @@ def keep_operands(gate_layout: str) -> tuple[MoEOperands, MoESpec]:
 def test_a_forward_that_keeps_runs_the_same_products(gate_layout: str) -> None:
     operands, spec = keep_operands(gate_layout)
     arrays = (operands.x, operands.experts, operands.routing)
-    plain, kept = (sm90_launches(plan_moe(*arrays, spec, SM_90, save=save)) for save in (False, True))
+    plain, kept = (
+        sm90_launches(plan_moe(*arrays, spec, SM_90, options=ForwardOptions(save=save))) for save in (False, True)
+    )
     names = ("pre", "pre_map", "gate_map")
     pre: dict[str, Any] = {
         name: TensorMap("saved.pre_activation", (640, 384), 384, (64, 128)) for name in ("pre_map", "gate_map")
@@ -139,7 +141,9 @@ def test_no_counter_of_a_backward_serves_twice(gate_layout: str, recompute: bool
     operands, spec = keep_operands(gate_layout)
     spec = dataclasses.replace(spec, recompute=recompute)
     wanted = ("d_x", "d_experts.gate_up", "d_experts.down")
-    backward = plan_moe_backward(OutputGradients(operands.x), operands, spec, SM_90, wanted=wanted)
+    backward = plan_moe_backward(
+        OutputGradients(operands.x), operands, spec, SM_90, options=BackwardOptions(wanted=wanted)
+    )
     launches = sm90_launches(backward)
     # The pull-back through gate and up as two buffers is one product that this family does not have.
     assert len(launches) == 1 + (gate_layout == "halves") + recompute

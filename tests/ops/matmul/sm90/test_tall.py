@@ -19,8 +19,8 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS
 from moe_core.ops.matmul.tile_choice import heuristic_tile
-from moe_core.ops.moe.backward import plan_moe_backward
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.routing import reference
 from moe_core.ops.routing.layout import plan_schedule
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
@@ -127,9 +127,9 @@ def test_boxes_are_panels_where_gate_and_up_lie_apart(gate_layout: str) -> None:
 def test_what_stores_the_pre_activation_refuses_it() -> None:
     x, experts, routing, spec = moe_arguments()
     with pytest.raises(InvalidInput, match="block_m 128 where the pre-activation is stored, as training does"):
-        plan_moe(x, experts, routing, spec, SM_90, save=True)
+        plan_moe(x, experts, routing, spec, SM_90, options=ForwardOptions(save=True))
     spec = moe_arguments(heights=(128, 192))[-1]
-    kept = launches(plan_moe(x, experts, routing, spec, SM_90, save=True))
+    kept = launches(plan_moe(x, experts, routing, spec, SM_90, options=ForwardOptions(save=True)))
     assert [name for name, _ in kept] == [SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS]
 
 
@@ -137,10 +137,12 @@ def test_a_backward_that_recomputes_has_lower_blocks() -> None:
     """To the forward's bits, which keeps no pre-activation and may have tall ones, chosen or given."""
     x, experts, routing, given = moe_arguments(heights=(192, 128))
     for spec in (dataclasses.replace(given, recompute=True), dataclasses.replace(given, recompute=True, tuning=None)):
-        first, _ = launches(plan_moe(x, experts, routing, spec, SM_90, save=True))
+        first, _ = launches(plan_moe(x, experts, routing, spec, SM_90, options=ForwardOptions(save=True)))
         assert first[0] == SM90_TALL_MATMUL_OGS
         operands = MoEOperands(x, experts, routing)
-        again = launches(plan_moe_backward(OutputGradients(x), operands, spec, SM_90, wanted=("d_x",)))[0]
+        again = launches(
+            plan_moe_backward(OutputGradients(x), operands, spec, SM_90, options=BackwardOptions(wanted=("d_x",)))
+        )[0]
         assert again[0] == SM90_MATMUL_OGS and again[1]["pre"] == Pointer("pre_activation")
 
 

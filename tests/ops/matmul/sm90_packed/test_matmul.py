@@ -26,7 +26,7 @@ from moe_core.ops.matmul.sm90_packed.plan import (
     why_illegal_mixed_input,
 )
 from moe_core.ops.matmul.tile_choice import heuristic_tile
-from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.forward import ForwardOptions, plan_moe
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan.steps import KernelLaunch
@@ -217,7 +217,7 @@ def test_a_layer_runs_on_them(tokens: int, kernel: str, family: str) -> None:
     assert [launch.dependent for launch in launches] == [False, True, True, True]
     assert f"family='{family}'" in plan.explain()
     with pytest.raises(Unsupported, match="restore"):
-        plan_moe(x, experts, routing, spec, SM_90, save=True)
+        plan_moe(x, experts, routing, spec, SM_90, options=ForwardOptions(save=True))
 
 
 def test_the_reference_takes_prepacked_weights() -> None:
