@@ -20,8 +20,9 @@ from benchmarks.shapes import Shape
 from benchmarks.weights import draw_weights
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.parallel import Placement, plan_exchange
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of

@@ -31,7 +31,8 @@ from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Til
 from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.moe.backward import explain_training
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix

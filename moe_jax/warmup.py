@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from moe_core.errors import InvalidInput
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.names import BY_TOKEN
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime import warmup as core
 from moe_core.runtime.warmup import WarmupReport

@@ -9,7 +9,8 @@ from moe_core.base.target import Target
 from moe_core.layers.spec import MoELayerSpec, Storage
 from moe_core.layers.stage_plans import StagePlans
 from moe_core.ops.moe.backward import explain_training, plan_training
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.ops.router.backward import ROUTER_GRADIENTS, plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward

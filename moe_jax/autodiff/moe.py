@@ -21,10 +21,11 @@ from moe_core.base.dtypes import numpy_dtype
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
-from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
+from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
 from moe_core.ops.moe.checks import why_no_moe_gradient
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.names import FLOWING, result_names, saved_names
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.checks import require_known_ids
 from moe_core.plan.steps import LaunchPlan

@@ -20,9 +20,10 @@ from moe_core.ops.activation.backward import plan_activation_backward
 from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.names import FLOWING, INPUT_SCALES, result_names, saved_names
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.norm.backward import plan_rms_norm_backward
 from moe_core.ops.norm.forward import plan_rms_norm
 from moe_core.ops.quantize.rows import plan_quantize_rows

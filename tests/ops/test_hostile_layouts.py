@@ -15,8 +15,9 @@ from moe_core.formats import QuantizedSpec, format_named, quantized_specs
 from moe_core.ops.activation.backward import plan_expert_activation_backward
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.routing.backward import plan_routing_backward

@@ -18,7 +18,8 @@ from moe_core.base import codec
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.activation import reference
-from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
+from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
+from moe_core.ops.moe.options import BackwardOptions
 from moe_core.ops.reduction.rowwise import CAST_ROWS
 from moe_core.plan import steps
 from moe_core.plan.arena import SCRATCH_ALIGNMENT, aligned, lend_memory, place_buffers

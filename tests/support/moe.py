@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import Activation, MoESpec, RouterSpec, TileConfig, Tuning
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK, named_arrays

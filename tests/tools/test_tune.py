@@ -18,7 +18,8 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.layers import HUGGING_FACE, MAXTEXT, MoELayerSpec, SharedExpertsSpec
 from moe_core.ops.matmul.tile_choice import heuristic_tile
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.runtime.cuda import cuda_available
 from moe_core.specs import LayoutSpec, MatmulTuning, TileConfig, Tuning
 from moe_core.specs.operands import ExpertWeights, RouterLogits, SharedExpert

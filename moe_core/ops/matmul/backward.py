@@ -190,15 +190,14 @@ def add_input_gradient(
     bindings: Mapping[str, str],
     *,
     stage: int | None = None,
-    role: Role = Role.D_ROWS,
     addressed: bool = False,
 ) -> str:
     """Add d_x = cast(d_y . weight^T), or with `up` of the gate's columns of d_y with weight and of the others with up.
 
     operands: x is d_y; weight (with up) as the forward has it, plain or quantised, and layer_index. spec: the forward's
     weight_layout; gather says where d_y lies, scatter where d_x goes. bindings: of x, weight, up, and of y if it has a
-    buffer yet, as `PlanBuilder.call` takes them. stage: as in `plan_matmul_ogs`; role: of the result. addressed:
-    of `MatmulProblem`; builder has `results_at`. Returns its buffer.
+    buffer yet, as `PlanBuilder.call` takes them. stage: as in `plan_matmul_ogs`; addressed: as in `MatmulProblem`, with
+    `results_at` in builder. Returns the result's buffer, which with spec.out_dtype is an addend.
     """
     target = builder.target
     if quantized_operands(operands):
@@ -212,17 +211,19 @@ def add_input_gradient(
         plan = plan_product(problem, tile, stage)
     assert tile is not None, "backwards of the reference are one call"
     bindings = {**bindings, **stage_inputs(builder, plan, layout, tile.config.block_m)}
+    role = Role.ADDEND if spec.out_dtype else Role.D_ROWS
     roles = {"x": Role.D_ROWS} | ({} if addressed else {"y": role})
     return builder.call(plan, label, bindings, roles)
 
 
 class Side(NamedTuple):
-    """One side of a gradient of weights: a buffer, how its rows are gathered, and (first, number) of the columns taken
-    (None = all)."""
+    """One side of a gradient of weights: a buffer, how its rows are gathered, and (first, number) of the columns taken,
+    None for all. role: of the gradient's side."""
 
     buffer: str
     gather: str = "row"
     columns: tuple[int, int] | None = None
+    role: Role = Role.D_ROWS
 
 
 def add_weight_gradient(
@@ -235,14 +236,12 @@ def add_weight_gradient(
     bindings: Mapping[str, str],
     *,
     trusted: bool = True,
-    role: Role = Role.D_ROWS,
 ) -> None:
     """Add d_weight = x^T d_y over every expert's rows, in spec.weight_layout, and d_bias, the column sums of d_y.
 
     x: may be None for d_bias alone, which does not read that side, whatever stands there. bindings: of d_weight and
     d_bias, which are left out where builder has none, and of row_weight (of d_bias alone), row_mask, into and
-    layer_index, where it has them. A result of one layer takes no layer_index. trusted: as in `plan_weight_gradient`;
-    role: of d_y.
+    layer_index, where it has them. A result of one layer takes no layer_index. trusted: as in `plan_weight_gradient`.
     """
     given = {name: buffer for name, buffer in bindings.items() if builder.has(buffer)}
     results = {name: given[name] for name in ("d_weight", "d_bias") if name in given}
@@ -263,5 +262,5 @@ def add_weight_gradient(
     expected = None, tuning.expected_tokens, tuning.expected_experts
     options = WeightGradientSpec(dtypes_of.get("d_weight"), *taken, *bias, num_layers, spec.allow_tf32, *expected)
     plan = plan_weight_gradient(operands, layout, options, builder.target, trusted=trusted)
-    roles: dict[str, str | Role] = {name: role for name in (("left", "right") if x is None else (side,))}
+    roles: dict[str, str | Role] = {name: d_y.role for name in (("left", "right") if x is None else (side,))}
     builder.call(plan, label, sides | results, roles)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from dataclasses import dataclass
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec
@@ -17,8 +16,9 @@ from moe_core.formats import QuantizedTensor
 from moe_core.ops.exchange.checks import require_width
 from moe_core.ops.moe.backward_stages import BackwardPlanner
 from moe_core.ops.moe.checks import quantized_experts
-from moe_core.ops.moe.forward import SAVED, ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import SAVED, plan_moe
 from moe_core.ops.moe.names import CONSTANTS, INPUT_SCALES
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.routing.backward import gradient_shapes
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.float64 import any_precision
@@ -39,30 +39,6 @@ from moe_core.specs.operands import (
 _MATRICES = ("gate_up", "up", "down", "weight")
 #: Outputs of the forward that the backward does not read.
 _UNREAD = ("output", "invalid_ids")
-
-
-@dataclass(frozen=True)
-class BackwardOptions:
-    """What a backward computes.
-
-    wanted: those of gradient_names to compute; nothing is done for the rest.
-    accumulate: matrices among them whose gradient is added, in fp32, to the fp32 array `into.<name>`; the output, fp32
-    too, may lie in the same memory.
-    one_layer: gradients of a stack are those of the layer used, without the leading axis, instead of zeros for all
-    others.
-    wide: d_x is fp32, without its cast, for a caller that adds to it.
-    overwrite: on compiled targets the memory of `saved.pre_activation` is written to; it holds the pre-activation's
-    gradient in the end.
-    results_at int64 `[T * K]`, an input where routing is a TopK: the last product stores the row of each slot that has
-    an expert to the address there, a multiple of 16, 0 = nowhere. Nothing is summed, and d_x has no rows: `[0, D]`.
-    """
-
-    wanted: tuple[str, ...]
-    accumulate: tuple[str, ...] = ()
-    one_layer: bool = False
-    wide: bool = False
-    overwrite: bool = False
-    results_at: ArraySpec | None = None
 
 
 def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
@@ -197,9 +173,8 @@ def plan_moe_backward(
     if not target.compiled:
         from moe_core.ops.moe.reference import backward as twins
 
-        constants = {"spec": spec, "wanted": wanted, "accumulate": accumulate, "one_layer": one_layer}
         tensors = tuple((name, matrix.spec) for name, matrix in quantized_experts(operands.experts).items())
-        constants |= ({"tensors": tensors} if tensors else {}) | ({"wide": True} if wide else {})
+        constants = {"spec": spec, "options": dataclasses.replace(options, results_at=None), "tensors": tensors}
         builder.sums("products and sums: the order of NumPy, fp32")
         present.pop("results_at", None)
         pushes = results_at is not None and "d_x" in wanted

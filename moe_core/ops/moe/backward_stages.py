@@ -104,8 +104,7 @@ class _Chain:
         gather = "row" if stage else self.gather
         options = MatmulSpec(spec.weight_layout, gather, "row", None, out_dtype, spec.allow_tf32, spec.matmul_tuning())
         bindings = {"x": d_y, "weight": self.prefix + name} | ({} if up is None else {"up": f"{self.prefix}up"})
-        label, role = f"{self.label}input gradient of {name}", Role.ADDEND if out_dtype else Role.D_ROWS
-        where = {"stage": stage, "role": role, "addressed": addressed}
+        label, where = f"{self.label}input gradient of {name}", {"stage": stage, "addressed": addressed}
         return add_input_gradient(self.builder, label, operands, self.layout, options, bindings, **where)
 
     def activation(self, z: str, weighting: dict[str, str], d_weight: Callable[[], str] | None) -> dict[str, str]:
@@ -148,17 +147,15 @@ class _Chain:
                     columns = (0 if name == "gate_up" else width, width)
                 self.weight_gradient(name, Side(self.source(), self.gather), Side(d_pre, columns=columns))
 
-    def weight_gradient(
-        self, name: str, x: Side | None, d_y: Side, role: Role = Role.D_ROWS, *, row_weight: str | None = None
-    ) -> None:
-        """The gradient of one matrix and of its bias, those wanted; role: of d_y."""
+    def weight_gradient(self, name: str, x: Side | None, d_y: Side, *, row_weight: str | None = None) -> None:
+        """The gradient of one matrix and of its bias, those wanted."""
         full, spec = self.prefix + name, self.spec
         bindings = {"d_weight": f"d_{full}", "d_bias": f"d_{full}_bias", "into": f"into.{full}"}
         bindings |= {"layer_index": "experts.layer_index"}
         bindings |= {} if row_weight is None else {"row_weight": row_weight}
         options = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning())
         label = f"{self.label}weight gradient of {name}"
-        add_weight_gradient(self.builder, label, x, d_y, self.layout, options, bindings, role=role)
+        add_weight_gradient(self.builder, label, x, d_y, self.layout, options, bindings)
 
 
 class BackwardPlanner:
@@ -239,7 +236,7 @@ class BackwardPlanner:
             plan = rowwise.plan_gate_gradient(builder.spec(gate), target)
             bindings, roles = {"d_weight": made["d_weight"], "gate": gate}, {"d_weight": Role.D_ROW_WEIGHT}
             d_gate = builder.call(plan, "shared gate gradient", bindings, roles)
-            chain.weight_gradient("gate", Side("x"), Side(d_gate), Role.D_LOGITS)
+            chain.weight_gradient("gate", Side("x"), Side(d_gate, role=Role.D_LOGITS))
             if builder.has("d_x"):
                 options = self.spec.shared_gate_spec()
                 parts.append(add_router_input_gradient(builder, "shared gate input", d_gate, "shared.gate", options))
@@ -311,8 +308,8 @@ class BackwardPlanner:
             return []
         layout, results = spec.router_weight_layout, {"d_weight": "d_routing.weight", "d_bias": "d_routing.bias"}
         bindings = results | {"into": "into.routing.weight", "row_mask": "token_mask"}
-        sides = Side("x"), Side(d_logits)
-        add_weight_gradient(builder, "router weight", *sides, None, MatmulSpec(layout), bindings, role=Role.D_LOGITS)
+        sides = Side("x"), Side(d_logits, role=Role.D_LOGITS)
+        add_weight_gradient(builder, "router weight", *sides, None, MatmulSpec(layout), bindings)
         if not builder.has("d_x"):
             return []
         return [add_router_input_gradient(builder, "router input", d_logits, "routing.weight", spec.logits_spec())]

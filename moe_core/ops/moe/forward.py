@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 from moe_core.base import dtypes
@@ -26,6 +25,7 @@ from moe_core.ops.moe.checks import (
 )
 from moe_core.ops.moe.fuse import fuse_launches, fusion_counters, join_twins, why_not_fused
 from moe_core.ops.moe.names import saved_pre_activation
+from moe_core.ops.moe.options import PLAIN, ForwardOptions
 from moe_core.ops.moe.pdl import use_pdl
 from moe_core.ops.moe.rows import Product, RowStages, with_scales
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
@@ -37,40 +37,12 @@ from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import operands as bundles
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import MatmulOperands, Role, RouterWeights, SharedExpert, TopK, named_arrays
+from moe_core.specs.operands import MatmulOperands, Role, RouterWeights, TopK, named_arrays
 from moe_core.specs.routing import LayoutSpec
 
 Routing = RouterWeights | bundles.RouterLogits | TopK
 #: Before the names of outputs that only a backward reads.
 SAVED = "saved."
-
-
-@dataclass(frozen=True)
-class ForwardOptions:
-    """What a forward has beside its experts and its routing, and what it does beside its output.
-
-    token_mask bool `[T]`, expert_map int32 `[E_global]` and shared: as in `MoEOperands`.
-
-    save: write too what `moe_core.ops.moe.backward.plan_moe_backward` reads: saved.pre_activation `[T * K, 2F]`
-    (ungated F), in layout order and the dtype of x, gate_layout `separate` as gate columns, then up; rows of no slot
-    hold anything; saved.group_start `[E + 1]`, saved.slot_of_row and saved.row_of_slot `[T * K]`; of a shared expert
-    saved.shared_pre_activation `[T, 2S]` and saved.shared_gate fp32 `[T, 1]`. The output keeps its bits. With
-    spec.recompute no pre-activation is saved.
-
-    results_at int64 `[T * K]`, an input: product 2 stores the row of each slot, cast to the dtype of the output, to the
-    address there, a multiple of 16, 0 = nowhere; slots of no expert go nowhere. Nothing is summed, and output has no
-    rows: `[0, D]`.
-
-    multiprocessors: the most that each product fills, as in MatmulProblem, for a plan in two parts: product 2 and what
-    follows it, the last `launches_behind_hidden` launches, may go to another stream. No bit depends on it.
-    """
-
-    token_mask: ArraySpec | None = None
-    expert_map: ArraySpec | None = None
-    shared: SharedExpert | None = None
-    save: bool = False
-    results_at: ArraySpec | None = None
-    multiprocessors: tuple[int | None, int | None] | None = None
 
 
 @functools.lru_cache(PLANS_KEPT)
@@ -81,7 +53,7 @@ def plan_moe(
     spec: MoESpec,
     target: Target,
     *,
-    options: ForwardOptions = ForwardOptions(),
+    options: ForwardOptions = PLAIN,
 ) -> LaunchPlan:
     """One plan for the whole layer: [router] -> [routing] -> layout -> matmul 1 -> matmul 2 -> reduce.
 

@@ -55,8 +55,8 @@ def plan_router_backward(
         builder.sums("products and sums: the order of NumPy, fp32")
         return builder.reference(twins.router_backward_plan, inputs, constants, wanted)
     options, results = MatmulSpec(spec.weight_layout), {name: name for name in wanted}
-    sides = Side("x"), Side("d_logits")
-    add_weight_gradient(builder, "weight", *sides, None, options, results, role=Role.D_LOGITS)
+    sides = Side("x"), Side("d_logits", role=Role.D_LOGITS)
+    add_weight_gradient(builder, "weight", *sides, None, options, results)
     of_x = [name for name in ("d_wide", "d_x") if name in wanted]
     if of_x:
         direct = next((name for name in of_x if made[name] == wide), None)

@@ -21,7 +21,8 @@ from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.sm90.plan import sm90_config
 from moe_core.ops.matmul.tile_choice import TileChoice, TileSource, choose_tile, given_tile, heuristic_tile, tile_key
 from moe_core.ops.moe import backward_stages, forward
-from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.options import BackwardOptions
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.router.forward import ROUTER
 from moe_core.plan.registry import export_plans, load_plans, register

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from moe_core import InvalidInput
 from moe_core.base.target import Target
 from moe_core.ops.matmul.weight_gradient import WEIGHT_GRADIENT
-from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.options import BackwardOptions
 from moe_core.ops.moe.reference.backward import Request
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import assert_close

@@ -15,7 +15,8 @@ from moe_core.base.dtypes import numpy_dtype
 from moe_core.base.target import Target
 from moe_core.layers import MoELayerSpec
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.topk import plan_route_and_layout
 from moe_core.plan.steps import KernelLaunch

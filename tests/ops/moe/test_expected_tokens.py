@@ -14,8 +14,9 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.plan.steps import LaunchPlan

@@ -13,7 +13,8 @@ from moe_core.base.target import Target
 from moe_core.formats import FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, Format, Scheme, scheme_named
 from moe_core.ops.matmul.quantized.plan import MATMUL_QUANTIZED, QUANTIZED
 from moe_core.ops.matmul.sm90.fp8_plan import MATMUL_FP8, SM90_FP8
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.ops.quantize.reference import quantize
 from moe_core.ops.quantize.rows import PARTIAL_MAXIMA
 from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan

@@ -15,7 +15,8 @@ from moe_core.ops.activation.reference import sigmoid
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.matmul.reference.backward import bias_product
 from moe_core.ops.matmul.reference.rows import rows_of
-from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.options import BackwardOptions
 from moe_core.ops.reduction.rowwise import (
     plan_add,
     plan_bias_product,

@@ -27,6 +27,7 @@ from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT
 from moe_core.ops.matmul.tile_choice import heuristic_tile
 from moe_core.ops.moe import backward as moe_backward
 from moe_core.ops.moe import forward as moe
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.reduction import reduce as reduction
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer
 from moe_core.runtime.compiler import compile_launch, launch_signature
@@ -168,7 +169,7 @@ def _layer_plan(
     """The composed forward."""
     layer, spec = _layer(model, tokens, dtype, tuning)
     return moe.plan_moe(
-        layer.x, layer.experts, layer.routing, spec, target, options=moe.ForwardOptions(shared=layer.shared, save=save)
+        layer.x, layer.experts, layer.routing, spec, target, options=ForwardOptions(shared=layer.shared, save=save)
     )
 
 
@@ -200,14 +201,14 @@ def _training(name: str) -> Callable[[Target], Iterator[LaunchPlan]]:
             for gradients in (OutputGradients(layer.x), OutputGradients(layer.x, load_balance=one, z=one)):
                 wanted = moe_backward.gradient_names(layer)
                 yield moe_backward.plan_moe_backward(
-                    gradients, layer, spec, target, options=moe_backward.BackwardOptions(wanted=wanted)
+                    gradients, layer, spec, target, options=BackwardOptions(wanted=wanted)
                 )
             accumulated = tuple(name for name in wanted if name.startswith(("d_experts", "d_routing.weight")))
             accumulated = tuple(name for name in accumulated if not name.endswith("bias"))
             again = dataclasses.replace(spec, recompute=True)
             options = {"wanted": accumulated, "accumulate": accumulated}
             yield moe_backward.plan_moe_backward(
-                OutputGradients(layer.x), layer, again, target, options=moe_backward.BackwardOptions(**options)
+                OutputGradients(layer.x), layer, again, target, options=BackwardOptions(**options)
             )
 
     return plans

@@ -10,8 +10,9 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import QuantizedSpec, format_named, quantized_specs, scheme_named
 from moe_core.ops.exchange.results import plan_result_addresses
-from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, TopK

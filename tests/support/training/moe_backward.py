@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from moe_core.base.target import Target
-from moe_core.ops.moe.backward import BackwardOptions, gradient_names, plan_moe_backward
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.moe.reference.backward import Request, moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.routing.reference import layout as make_layout

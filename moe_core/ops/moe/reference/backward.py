@@ -25,6 +25,7 @@ from moe_core.ops.common.rounding import plain_name, round_to, to_float32, worki
 from moe_core.ops.matmul.reference import backward as matmul
 from moe_core.ops.matmul.reference.forward import matmul_ogs, pick_layer
 from moe_core.ops.matmul.reference.rows import Rows, dense_rows, rows_of
+from moe_core.ops.moe.options import BackwardOptions
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.router.reference import router, router_backward
 from moe_core.ops.routing.reference import layout as make_layout
@@ -336,21 +337,19 @@ def moe_backward_plan(
     arrays: Mapping[str, np.ndarray],
     *,
     spec: MoESpec,
-    wanted: tuple[str, ...],
-    accumulate: tuple[str, ...],
-    one_layer: bool,
+    options: BackwardOptions,
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
-    wide: bool = False,
     by_slot: bool = False,
     places: tuple[np.ndarray, ...] = (),
 ) -> tuple[np.ndarray, ...]:
-    """The gradients that wanted names, in its order; arrays: by the names of `plan_moe_backward`'s inputs.
+    """The gradients that options.wanted names, in its order; arrays: by the names of `plan_moe_backward`'s inputs.
 
     The pre-activation comes from `saved.pre_activation` (by layout row; `saved.row_of_slot` finds a slot's) or, without
-    it, is computed again. Gradients that accumulate names are fp32 and added to `into.<name>`. one_layer: of a stack,
-    only the layer used. tensors: quantised inputs, see `quantized_from`. places: memory for the gradients, in the order
-    of wanted, which may be used. wide, by_slot: of `Request`.
+    it, is computed again. Gradients that accumulate names are fp32 and added to `into.<name>`. tensors: quantised
+    inputs, see `quantized_from`. places: memory for the gradients, in the order of wanted, which may be used. by_slot:
+    of `Request`.
     """
+    wanted = options.wanted
     arrays = quantized_from(arrays, tensors)
     routing = next(bundle_of(kind, arrays, "routing.") for name, kind in _ROUTING.items() if name in arrays)
     shared = bundle_of(SharedExpert, arrays, "shared.") if "shared.gate_up" in arrays else None
@@ -362,14 +361,14 @@ def moe_backward_plan(
     layout = "tokens_per_expert", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot"
     stages["layout"] = tuple(arrays[name] for name in layout)
     stages |= {stage: arrays[name] for name, stage in _SAVED.items() if name in arrays}
-    into = {name: arrays["into." + name.removeprefix("d_")] for name in accumulate}
-    request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)), wide, by_slot)
+    into = {name: arrays["into." + name.removeprefix("d_")] for name in options.accumulate}
+    request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)), options.wide, by_slot)
     operands, gradients = (
         MoEOperands(arrays["x"], experts, routing, *masks, shared),
         bundle_of(OutputGradients, arrays, "gradients."),
     )
     found = MoEBackward(gradients, operands, spec, stages, request).run()
-    if one_layer and experts.layer_index is not None:
+    if options.one_layer and experts.layer_index is not None:
         rank = len(experts.down.shape)
         ranks = {"d_experts": rank, "d_shared": rank - 1}
         for name in wanted:

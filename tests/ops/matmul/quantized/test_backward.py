@@ -16,8 +16,9 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.quantized.transposed import choose_transposed_tile, plan_matmul_quantized_transposed
 from moe_core.ops.matmul.reference.backward import input_gradient
 from moe_core.ops.matmul.reference.rows import planned_rows
-from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
+from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.moe.checks import why_no_moe_gradient
+from moe_core.ops.moe.options import BackwardOptions
 from moe_core.ops.moe.reference.backward import moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.quantize.reference import dequantize, quantize

@@ -28,7 +28,8 @@ from moe_core.formats import (
     quantized_specs,
 )
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.specs import Activation, MatmulSpec, MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert, TopK
 

@@ -28,7 +28,8 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.quantized.plan import MATMUL_QUANTIZED
 from moe_core.ops.matmul.tile_choice import heuristic_tile
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close, stage_tolerances
 from moe_core.plan.registry import export_plans, load_plans, register

@@ -16,8 +16,9 @@ from moe_core.ops.matmul.families import why_illegal
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, sm90_config
-from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.routing.layout import PLACE_BLOCKS, ZERO_COUNTERS
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap

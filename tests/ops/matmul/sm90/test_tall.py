@@ -19,8 +19,9 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS
 from moe_core.ops.matmul.tile_choice import heuristic_tile
-from moe_core.ops.moe.backward import BackwardOptions, plan_moe_backward
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.routing import reference
 from moe_core.ops.routing.layout import plan_schedule
 from moe_core.parity.tolerance import assert_close, matmul_tolerance

@@ -26,7 +26,8 @@ from moe_core.ops.matmul.sm90_packed.plan import (
     why_illegal_mixed_input,
 )
 from moe_core.ops.matmul.tile_choice import heuristic_tile
-from moe_core.ops.moe.forward import ForwardOptions, plan_moe
+from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
 from moe_core.plan.steps import KernelLaunch
