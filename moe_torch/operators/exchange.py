@@ -14,6 +14,7 @@ import torch
 from moe_core.base.arrays import ArraySpec
 from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.direct import plan_push_tokens_once, plan_sum_results
+from moe_core.ops.exchange.operands import Checks, HomeTokens, Places, RowsAt, TokenSizes, TokenTables, in_records
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
 from moe_core.ops.exchange.push import (
@@ -69,16 +70,26 @@ DISPATCH_PUSH = _operator(
     "dispatch_push",
     ("x", "owners", "rows", "rows_at", "scales_at?"),
     ("num_rows", "format", "programs"),
-    plan_dispatch_push,
+    in_records(plan_dispatch_push, places=Places),
 )
 PUSH_SLOTS = _operator(
-    "push_slots", ("weights", "owners", "rows", "weights_at?", "sources_at?"), ("rank", "num_rows"), plan_push_slots
+    "push_slots",
+    ("weights", "owners", "rows", "weights_at?", "sources_at?"),
+    ("rank", "num_rows"),
+    in_records(plan_push_slots, places=Places),
 )
+
+
+def _plan_combine_pull(*, results_at: ArraySpec, **flat: Any) -> LaunchPlan:
+    rows_at = RowsAt(results_at, *(flat.pop(name) for name in ("num_rows", "width", "dtype")))
+    return in_records(plan_combine_pull, places=Places)(results_at=rows_at, **flat)
+
+
 COMBINE_PULL = _operator(
     "combine_pull",
     ("owners", "rows", "results_at", "shared?", "shared_gate?"),
     ("width", "dtype", "num_rows", "out_dtype", "programs"),
-    plan_combine_pull,
+    _plan_combine_pull,
     lambda given: [((given.owners.shape[0], given.width), TORCH_DTYPES[given.out_dtype or given.dtype])],
     1,
 )
@@ -86,7 +97,7 @@ COMBINE_PULL_WEIGHTS = _operator(
     "combine_pull_weights",
     ("owners", "rows", "weights_at"),
     ("num_rows",),
-    plan_combine_pull_weights,
+    in_records(plan_combine_pull_weights, places=Places),
     lambda given: [(tuple(given.rows.shape), torch.float32)],
     1,
 )
@@ -111,7 +122,7 @@ PUSH_TOKENS_ONCE = _operator(
         "weights_at", "headers_at",
     ),
     ("rank", "per_rank", "num_experts", "most", "programs", "visits"),
-    plan_push_tokens_once,
+    in_records(plan_push_tokens_once, operands=HomeTokens, tables=TokenTables, sizes=TokenSizes),
     _once_shapes,
     None,
 )  # fmt: skip
@@ -122,19 +133,20 @@ def _sum_shapes(given: Any) -> Outputs:
     return [((given.row_of_slot.shape[0], given.y.shape[1]), dtype)]
 
 
+_plan_sum_results = in_records(plan_sum_results, checks=Checks)
 _SUMMED = ("y", "row_of_slot", "headers?", "agree?", "wanted?", "shared?", "shared_gate?")
 SUM_RESULTS = _operator(
     "sum_results",
     _SUMMED,
     ("out_dtype",),
-    plan_sum_results,
+    _plan_sum_results,
     _sum_shapes,
     1,
 )
 
 
 def _plan_sum_into(*, memory: object, out: ArraySpec, **given: Any) -> LaunchPlan:
-    plan = plan_sum_results(**given, out_dtype=out.dtype)
+    plan = _plan_sum_results(**given, out_dtype=out.dtype)
     if out != plan.spec("out"):
         raise InvalidInput(f"out must be {plan.spec('out')} like y and its tokens, got {out}; pass such rows")
     return plan

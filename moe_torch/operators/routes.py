@@ -6,6 +6,7 @@ from typing import Any
 
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.target import Target
+from moe_core.ops.exchange.operands import ReceiveOperands, SendOperands, record_of
 from moe_core.ops.exchange.receive_tables import plan_receive_tables, receive_shapes
 from moe_core.ops.exchange.send_tables import plan_send_tables, send_shapes
 from moe_core.ops.reduction.gather import plan_gather_rows
@@ -30,6 +31,10 @@ def _take_plan(x: ArraySpec, slot_of_row: ArraySpec, each: int, target: Target) 
     return plan_gather_rows(x, slot_of_row, ArraySpec((count * each,), "int32"), layout, target)
 
 
+def _plan_receive_tables(*, came: ArraySpec, header: Any, lost: Any, **options: Any) -> LaunchPlan:
+    return plan_receive_tables(ReceiveOperands(came, header, lost), **options)
+
+
 #: Returns the outputs of `send_shapes`.
 SEND_TABLES = Operator(
     "send_tables",
@@ -37,7 +42,7 @@ SEND_TABLES = Operator(
         ("ids", "weights", "places_of_experts", "start", "header", "token_mask?", "tokens?", "limits?"),
         ("spec", "rank"),
     ),
-    plan_send_tables,
+    lambda *, spec, rank, target, **arrays: plan_send_tables(record_of(SendOperands, arrays), spec, rank, target),
     lambda given: _typed(send_shapes(given.ids.shape[0], given.ids.shape[1], given.spec)),
     None,
 )
@@ -45,7 +50,7 @@ SEND_TABLES = Operator(
 RECEIVE_TABLES = Operator(
     "receive_tables",
     Signature(("came", "header?", "lost?"), ("spec", "rank", "top_k", "num_rows", "num_tokens")),
-    plan_receive_tables,
+    _plan_receive_tables,
     lambda given: _typed(receive_shapes(given.num_rows, given.num_tokens, given.spec)),
     None,
 )

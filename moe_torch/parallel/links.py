@@ -268,11 +268,11 @@ def pull_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[
     memory, places = _rows_of_peers(ranks, size, device)
     here, addresses = memory.regions[0]
     world, count, columns = here.shape
-    options: Any = {"width": columns, "dtype": here.dtype, "num_rows": world * count, "memory": here}
+    results_at = peer_ops.RowsAt(addresses, world * count, columns, here.dtype)
 
     def call() -> torch.Tensor:
         memory.barrier(ranks, "bytes")
-        return peer_ops.combine_pull(places, addresses, **options)
+        return peer_ops.combine_pull(places, results_at, memory=here)
 
     return call, here, len(places.owners) * columns * here.itemsize
 

@@ -20,6 +20,9 @@ from moe_core.base.checks import as_integer
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
 from moe_core.ops.exchange.checks import require_addresses
+from moe_core.ops.exchange.operands import Checks as Checks
+from moe_core.ops.exchange.operands import HomeTokens as HomeTokens
+from moe_core.ops.exchange.operands import RowsAt as RowsAt
 from moe_core.parallel.placement import Placement
 from moe_core.specs.operands import RaggedLayout
 from moe_torch.bridge.operator import call
@@ -28,6 +31,8 @@ from moe_torch.operators import exchange as operators
 from moe_torch.operators.pushed import BegunExperts as BegunExperts
 from moe_torch.operators.pushed import experts_begin as experts_begin
 from moe_torch.operators.pushed import experts_push as experts_push
+
+_NO_CHECKS = Checks()
 
 
 class PeerPlaces(NamedTuple):
@@ -175,11 +180,8 @@ def take_rows(
 
 def combine_pull(
     places: PeerPlaces,
-    results_at: torch.Tensor,
+    results_at: RowsAt,
     *,
-    width: int,
-    dtype: torch.dtype,
-    num_rows: int,
     shared: torch.Tensor | None = None,
     shared_gate: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -192,22 +194,20 @@ def combine_pull(
 
     Args:
         places: of `peer_places`, for slots. A slot without a row is skipped.
-        results_at: the table of the arrays `[num_rows, D]`.
-        width: D. A row has a multiple of 16 bytes.
-        dtype: bf16, fp16 or fp32, of the arrays.
-        num_rows: R.
+        results_at: the table of the arrays `[num_rows, width]` of bf16, fp16 or fp32. A row has a multiple of 16 bytes.
         shared: bf16, fp16 or fp32 `[T, D]`. It is added last. Rows may be strided.
         shared_gate: fp32 `[T, 1]`. The shared rows are multiplied with its sigmoid.
-        out_dtype: of the sum, None = dtype.
+        out_dtype: of the sum; None: that of the arrays.
         programs: as of `dispatch_push`.
         memory: see the module.
 
     Returns:
         out `[T, D]`.
     """
+    addresses, num_rows, width, dtype = results_at
     out = None if out_dtype is None else dtype_name("out_dtype", out_dtype)
     options = as_integer("width", width, 1), dtype_name("dtype", dtype), _rows(num_rows), out, programs
-    arrays = places.owners, places.rows, results_at, shared, shared_gate, memory
+    arrays = places.owners, places.rows, addresses, shared, shared_gate, memory
     return call(operators.COMBINE_PULL, *arrays, encode(*options))
 
 
@@ -271,58 +271,52 @@ class PushedTokens(NamedTuple):
 
 
 class TokensAt(NamedTuple):
-    """Tables of the arrays that `push_tokens_once` stores to, M tokens of every rank: rows `[W * M, D]`, None = they go
-    by themselves; ids int32 and weights fp32 `[W * M, K]`; headers int32 `[2 * W + 1, 12]`, the turns of the rank in
-    its last row, which all ranks begin with the same number."""
+    """Tables of the arrays that `push_tokens_once` stores to, of M = most tokens for every rank.
+
+    rows `[W * M, D]`; None: they are sent apart. ids int32 and weights fp32 `[W * M, K]`. headers int32
+    `[2 * W + 1, 12]`: the last row begins with the turns of the rank, which have to be equal at all ranks at first.
+    """
 
     rows: torch.Tensor | None
     ids: torch.Tensor
     weights: torch.Tensor
     headers: torch.Tensor
+    most: int
 
 
 def push_tokens_once(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
+    tokens: HomeTokens,
     header: torch.Tensor,
     at: TokensAt,
     *,
     rank: int,
     placement: Placement,
-    most: int,
-    places_of_experts: torch.Tensor | None = None,
-    given: torch.Tensor | None = None,
-    token_mask: torch.Tensor | None = None,
     programs: int | None = None,
     visits: bool = False,
     memory: torch.Tensor | None = None,
 ) -> PushedTokens:
-    """Store a rank's tokens, and all that owners need to know of them, in row `rank * most + t` of every array.
+    """Store a rank's tokens, their ids and their weights in row `rank * most + t` of every array.
 
-    Owners group what arrived by the ids beside it.
+    Owners group the rows by the ids that arrive with them.
 
     Args:
-        x: `[T, D]`, as of `dispatch_push`. Rows go where a token has an expert, or not without `at.rows`.
-        ids: int32 `[T, K]`. Experts, -1 = none. Their places among the owner's go to all ranks.
-        weights: fp32 `[T, K]`. They go to all ranks.
-        header: int32 `[8]`. It goes to all ranks, with T behind it, to two places by turns.
+        tokens: of this rank. Rows go where a token has an expert, and only with `at.rows`; ids and weights go to all
+            ranks.
+        header: int32 `[8]`. It goes to all ranks, followed by T, to one of two rows in turn.
         at: the tables.
         rank: this rank.
         placement: how many experts and places there are.
-        most: M, the most tokens that a rank has.
-        places_of_experts: int32 `[E]`. None = every expert's place has its number.
-        given: int32 `[T, K]`. The places of slots, where an expert has several.
-        token_mask: bool `[T]`. A token that is False has no experts.
-        programs, memory: as of `dispatch_push`.
-        visits: return owners and rows too.
+        programs, memory: as for `dispatch_push`.
+        visits: return owners and rows, too.
 
     Raises Unsupported for 2**31 slots or more, and on a GPU for more experts or top_k than kernels take.
     """
+    x, ids, weights, token_mask, places_of_experts, places = tokens
+    *tables, most = at
     sizes = placement.per_rank, placement.num_experts, _rows(most, "most")
     text = encode(as_integer("rank", rank, 0), *sizes, programs, visits)
     values = None if at.rows is None else x
-    arrays = values, ids, weights, header, places_of_experts, given, token_mask, *at, memory
+    arrays = values, ids, weights, header, places_of_experts, places, token_mask, *tables, memory
     return PushedTokens(*call(operators.PUSH_TOKENS_ONCE, *arrays, text))
 
 
@@ -330,24 +324,19 @@ def sum_results(
     y: torch.Tensor,
     places: torch.Tensor,
     *,
-    headers: torch.Tensor | None = None,
-    agree: torch.Tensor | None = None,
-    wanted: torch.Tensor | None = None,
+    checks: Checks = _NO_CHECKS,
     shared: torch.Tensor | None = None,
     shared_gate: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     memory: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add the results of each token's slots as `reduce(order="slot")` does; NaN where something went wrong.
+    """Add the results of each token's slots as `reduce(order="slot")` does; NaN where a check fails.
 
     Args:
         y: `[N, D]`. Results by slot, N at least T * K.
         places: int32 `[T, K]`, of `push_tokens_once`, or the rows of `peer_places`. A slot with -1 adds nothing.
-        headers: int32 `[2 * W + 1, 12]`, as `push_tokens_once` stores them. All is NaN unless their first eight numbers
-            agree.
-        agree: bool `[1]`. False makes all NaN.
-        wanted: int32 `[T, K]`. A token is NaN if a slot that is not -1 there has no place.
+        checks: see `Checks`.
         shared, shared_gate, out_dtype: as of `combine_pull`.
         out: `[T, D]` of the dtype of the sum, whose address is a multiple of 16. None = a new tensor.
         memory: see the module.
@@ -358,7 +347,7 @@ def sum_results(
     Raises:
         InvalidInput: arguments of the wrong shape or dtype, and out_dtype beside an out of another dtype.
     """
-    arrays = y, places, headers, agree, wanted, shared, shared_gate
+    arrays = y, places, *checks, shared, shared_gate
     if out is None:
         text = encode(None if out_dtype is None else dtype_name("out_dtype", out_dtype))
         return call(operators.SUM_RESULTS, *arrays, memory, text)

@@ -28,7 +28,6 @@ def draw_direct(draw: Draw, case: Case, tokens: list[int]) -> dict[str, Any]:
     kinds = {"rows": (W * most, case.D, dtype), "ids": (W * most, K, torch.int32)}
     kinds |= {"weights": (W * most, K, torch.float32), "told": (2 * W + 1, _HEADER + 4, torch.int32)}
     empty = {name: poisoned(*kind) for name, kind in kinds.items()}
-    empty["numbers"] = poisoned(W * most, 1, torch.int32).view(-1)
     empty["told"][-1, 0] = seed % 4
     given: dict[str, Any] = {"headers": headers, "most": most, "turn": seed % 4, "empty": empty}
     given |= {"tells": seed % 3 > 0, "wants": seed % 2 > 0}
@@ -53,9 +52,8 @@ def run_direct(case: Case, given: dict[str, Any], device: torch.device) -> dict[
         for place in places:
             owners[place // given["per_rank"]][place % given["per_rank"]] = expert
     placement = Placement(case.E, tuple(map(tuple, owners)))
-    numbers = memory["numbers"].at if case.by_token else None
     rows, ids, weights, told = (memory[name].at for name in ("rows", "ids", "weights", "told"))
-    at = peer_ops.TokensAt(rows, ids, weights, told, numbers)
+    at = peer_ops.TokensAt(rows, ids, weights, told, given["most"])
     places = [own[0] for own in given["places_of"]]
     in_order = places == list(range(case.E))
     table = None if in_order else torch.tensor(places, dtype=torch.int32, device=device)
@@ -63,23 +61,23 @@ def run_direct(case: Case, given: dict[str, Any], device: torch.device) -> dict[
     pushed, first = [], 0
     for rank, ids in enumerate(on["ids"]):
         mask = None if given["masks"][rank] is None else given["masks"][rank].to(device)
-        options: dict[str, Any] = {"places_of_experts": table}
+        own = peer_ops.HomeTokens(on["x"][rank], ids, on["weights"][rank], mask, table)
         if case.replicas:
-            options = {"given": _places(case, given, rank, first).to(device)}
+            own = own._replace(places_of_experts=None, given=_places(case, given, rank, first).to(device))
         first += len(ids)
-        arrays = on["x"][rank], ids, on["weights"][rank], on["headers"][rank], at
-        options |= {"token_mask": mask, "programs": case.programs or None}
-        one = peer_ops.push_tokens_once(*arrays, rank=rank, placement=placement, most=given["most"], **options)
+        options: dict[str, Any] = {"placement": placement, "programs": case.programs or None, "visits": case.by_token}
+        one = peer_ops.push_tokens_once(own, on["headers"][rank], at, rank=rank, **options)
         pushed.append(one)
         for name, array in one._asdict().items():
             if array is not None:
                 found[f"{'to' if name == 'rows' else name} {rank}"] = array
-    names = ("rows", "ids", "weights", "told") + ("numbers",) * case.by_token
-    found |= {f"{name} {rank}": memory[name].own[rank] for name in names for rank in range(W)}
+    found |= {f"{name} {rank}": memory[name].own[rank] for name in memory for rank in range(W)}
     for rank, one in enumerate(pushed):
         kept = torch.where(on["kept"][rank], one.places, -1)
-        options = {"headers": memory["told"].own[rank]} if given["tells"] else {}
-        options |= {"wanted": one.places} if given["wants"] else {}
+        checks = peer_ops.Checks(
+            memory["told"].own[rank] if given["tells"] else None, wanted=one.places if given["wants"] else None
+        )
+        options = {"checks": checks}
         options |= {"shared": on["shared"][rank]} if case.shared else {}
         options |= {"shared_gate": on["gate"][rank]} if case.shared_gate else {}
         options |= {"out_dtype": TORCH[case.out_dtype]} if case.out_dtype else {}

@@ -211,7 +211,8 @@ def _peer(case: Case, given: dict[str, Any], device: torch.device) -> dict[str, 
         if case.out_dtype:
             shared |= {"out_dtype": TORCH[case.out_dtype]}
         dtype, at = TORCH[case.dtype], memory["results"].at
-        found[f"sum {rank}"] = peer_ops.combine_pull(own, at, width=case.D, dtype=dtype, **options, **limited, **shared)
+        results_at = peer_ops.RowsAt(at, options["num_rows"], case.D, dtype)
+        found[f"sum {rank}"] = peer_ops.combine_pull(own, results_at, **limited, **shared)
         found[f"numbers {rank}"] = peer_ops.combine_pull_weights(own, memory["numbers"].at, **options)
         names = ("x",) if case.by_token else ("x", "weights", "sources", "home")
         found |= {f"{name} {rank}": memory[name].own[rank] for name in names + ("scales",) * bool(scales)}

@@ -1,7 +1,7 @@
-"""Planning of the exchange whose places follow from a token's number: all stores of a home at once, and its sums.
+"""Planning of the exchange without counts: all stores of a home in one launch, and its sums.
 
-Every home has rows of its own at every owner, so that nobody needs to know how many rows others send: row
-`home * most + t` is of token t. Owners lay out what arrived by the ids beside the rows.
+Every home has rows of its own at every owner, so no rank needs the counts of others: row `home * most + t` is of token
+t. Owners lay out the rows by the ids that arrive with them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.checks import copy_tile, require_programs, require_table, require_width
 from moe_core.ops.exchange.kernels import direct as kernels
+from moe_core.ops.exchange.operands import Checks, HomeTokens, TokenSizes, TokenTables
 from moe_core.ops.exchange.send_tables import HEADER, columns_of
 from moe_core.ops.reduction.reduce import reduce_tile, require_beside, unrolled
 from moe_core.ops.routing.layout import require_experts
@@ -26,71 +27,57 @@ from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 PUSH_TOKENS_ONCE = declare_kernel(kernels.push_tokens_once, counts_slots=True)
 SUM_RESULTS = declare_kernel(kernels.sum_results)
 
-#: What a rank tells: its header, its tokens, and what fills up 16 bytes.
+#: Numbers that a rank tells: its header, its tokens, and zeros up to 16 bytes.
 TOLD = HEADER + 4
 #: Warps of a program, at least.
 _WARPS = 4
-#: Slots that one step of counting takes: the first number that holds them all, else the last.
+#: Slots of one step of counting: the first number that holds them all, else the last.
 _COUNTED = {"gpu": (256, 1024), "interpreter": (16, 64)}
-#: Tokens of a program where rows go by themselves.
+#: Tokens of a program if rows are sent apart.
 _TOKENS = {"gpu": 32, "interpreter": 4}
-#: Ids of no token that one step of a program fills, and that one program fills in all.
+#: Ids of no token: how many one step of a program fills, and how many a program fills in all.
 _FILL, _FILLED = {"gpu": 512, "interpreter": 16}, 8192
+_NO_CHECKS = Checks()
 
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_push_tokens_once(
-    ids: ArraySpec,
-    weights: ArraySpec,
+    operands: HomeTokens,
     header: ArraySpec,
-    ids_at: ArraySpec,
-    weights_at: ArraySpec,
-    headers_at: ArraySpec,
+    tables: TokenTables,
+    sizes: TokenSizes,
     target: Target,
     *,
-    rank: int,
-    per_rank: int,
-    num_experts: int,
-    most: int,
-    x: ArraySpec | None = None,
-    rows_at: ArraySpec | None = None,
-    places_of_experts: ArraySpec | None = None,
-    given: ArraySpec | None = None,
-    token_mask: ArraySpec | None = None,
     programs: int | None = None,
     visits: bool = False,
 ) -> LaunchPlan:
-    """Store this rank's tokens, with all that owners need to know of them, at every owner of one of their experts.
+    """Store this rank's tokens, with their ids and weights, at every owner of one of their experts.
 
-    W ranks with L = per_rank places each, M = most: tokens that a rank has at most. ids int32 and weights fp32
-    `[T, K]`: of experts, -1 = none. header int32 `[8]`. x `[T, D]`: bf16, fp16 or fp32, rows may be strided; None with
-    rows_at: rows go by themselves. The place of an expert is its number, or places_of_experts int32 `[E]` says it;
-    given int32 `[T, K]`: the places of slots, of an expert with several. token_mask bool `[T]`: a token that is False
-    has no experts. programs: of the launch at most.
-
-    Token t of rank h has row h * M + t of the arrays x's dtype `[W * M, D]` at rows_at, stored where it visits alone,
-    and of int32 ids and fp32 weights `[W * M, K]` at ids_at and weights_at, stored at all ranks: an id is the number of
-    a place among the owner's, -1 = none of these, as behind a rank's last token. headers_at: of int32
-    `[2 * W + 1, 12]`: row h, and in every other turn row W + h, is the header of h, its tokens, and zeros. The last row
-    begins with the turns of its rank, as many before the first one at all ranks. Tables are int64 `[W]`.
+    Token t of rank h has row h * M + t, M = sizes.most. Rows are stored at the ranks that a token visits, ids and
+    weights at all ranks: an id is the number of a place among the owner's, -1: none of these, also behind a rank's last
+    token. Row h of the headers, and in every other turn row W + h, is header int32 `[8]` of rank h, its tokens, and
+    zeros. The last row begins with the turns of its rank, which have to be equal at all ranks at first. programs: of
+    the launch at most.
 
     Inputs: [x], ids, weights, header, [places_of_experts], [given], [token_mask], [rows_at], ids_at, weights_at,
-    headers_at. Outputs, int32: places `[T, K]`, -1 = none; tokens_per_expert `[E]`; invalid_ids `[1]`,
-    ids outside [-1, E); overflow `[1]`, which is 0; with visits owners and rows `[T, W]`: the ranks that a token
-    visits and its rows there, as of `plan_peer_places`. Raises InvalidInput, Unsupported.
+    headers_at. Outputs, int32: places `[T, K]`, -1: none; tokens_per_expert `[E]`; invalid_ids `[1]`, ids outside
+    [-1, E); overflow `[1]`, which is 0; with visits owners and rows `[T, W]`: the ranks that a token visits and its
+    rows there. Raises InvalidInput, Unsupported.
     """
+    x, ids, weights, token_mask, places_of_experts, given = operands
+    rank, per_rank, num_experts, most = sizes
     require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
     (tokens, top_k), width, stride, dtype = ids.shape, 1, 1, "float32"
     require_at_least("top_k of ids", top_k, 1)
     require_spec("weights", weights, ids.shape, "float32")
     require_spec("header", header, (HEADER,), "int32")
-    num_ranks = require_table("ids_at", ids_at)
-    tables = {"rows_at": rows_at, "ids_at": ids_at, "weights_at": weights_at, "headers_at": headers_at}
-    for name, table in tables.items():
+    num_ranks = require_table("ids_at", tables.ids_at)
+    addresses = {name: getattr(tables, name) for name in ("rows_at", "ids_at", "weights_at", "headers_at")}
+    for name, table in addresses.items():
         if table is not None:
             require_table(name, table, num_ranks)
-    if (x is None) != (rows_at is None):
-        raise InvalidInput(f"rows_at must be given with x alone, got {rows_at} with x {x}; pass both or neither")
+    if (x is None) != (tables.rows_at is None):
+        raise InvalidInput(f"rows_at must be given with x alone, got {tables.rows_at} with x {x}; pass both or neither")
     if x is not None:
         require_spec("x", x, (tokens, "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
         stride, width, dtype = row_stride("x", x), x.shape[1], x.dtype
@@ -111,16 +98,15 @@ def plan_push_tokens_once(
     require_flag("visits", visits)
     builder = PlanBuilder("push_tokens_once", target)
     arrays = {"x": x, "ids": ids, "weights": weights, "header": header, **optional}
-    present = builder.inputs(arrays | tables)
+    present = builder.inputs(arrays | addresses)
     outputs = [builder.output("places", ids), builder.output("tokens_per_expert", ArraySpec((num_experts,), "int32"))]
     outputs += [builder.output(name, ArraySpec((1,), "int32")) for name in ("invalid_ids", "overflow")]
     if visits:
         outputs += [builder.output(name, ArraySpec((tokens, num_ranks), "int32")) for name in ("owners", "rows")]
-    sizes = {"rank": rank, "most": most}
     if not target.compiled:
         from moe_core.ops.exchange import reference_direct as twins
 
-        constants = sizes | {"per_rank": per_rank, "num_experts": num_experts, "visits": visits}
+        constants = sizes._asdict() | {"visits": visits}
         return builder.reference(twins.push_tokens_once, present, constants, outputs)
     require_experts(num_experts)
     if x is None:
@@ -130,8 +116,10 @@ def plan_push_tokens_once(
     if warps < _WARPS:
         # The program that counts has as many warps as the others.
         block_n, warps = block_n * _WARPS // warps, _WARPS
-    arguments = builder.pointers(*arrays, *tables, "places", "tokens_per_expert", "invalid_ids", "overflow")
-    arguments |= builder.pointers("owners", "rows") | passed(num_tokens=tokens, num_ranks=num_ranks, **sizes)
+    arguments = builder.pointers(*arrays, *addresses, "places", "tokens_per_expert", "invalid_ids", "overflow")
+    arguments |= builder.pointers("owners", "rows") | passed(
+        num_tokens=tokens, num_ranks=num_ranks, rank=rank, most=most
+    )
     arguments |= passed(PER_RANK=per_rank, NUM_EXPERTS=num_experts, TOP_K=top_k, COLUMNS=columns_of(top_k), WIDTH=width)
     arguments |= passed(X_STRIDE=stride, DTYPE=dtype, HEADER=HEADER, EXPERTS=padded(num_experts, 32))
     arguments |= passed(CHUNK=first_holding(_COUNTED[target.engine], ids.size))
@@ -147,20 +135,15 @@ def plan_sum_results(
     row_of_slot: ArraySpec,
     target: Target,
     *,
-    headers: ArraySpec | None = None,
-    agree: ArraySpec | None = None,
-    wanted: ArraySpec | None = None,
+    checks: Checks = _NO_CHECKS,
     shared: ArraySpec | None = None,
     shared_gate: ArraySpec | None = None,
     out_dtype: str | None = None,
 ) -> LaunchPlan:
-    """out `[T, D]`: the sums that `plan_reduce` of order `slot` makes, or NaN where something went wrong.
+    """out `[T, D]`: the sums that `plan_reduce` of order `slot` makes, or NaN where a check fails.
 
-    y `[N, D]`, N >= T * K: results by slot. row_of_slot int32 `[T, K]`: -1 adds nothing. headers: int32
-    `[2 * W + 1, 12]`, of `plan_push_tokens_once`; all is NaN where ranks differ in the first eight numbers of the last
-    turn. agree bool `[1]`: False makes all NaN. wanted int32 `[T, K]`: a token is NaN of which a slot is not -1 there,
-    and has no row.
-    shared, shared_gate, out_dtype: as of `plan_reduce`.
+    y `[N, D]`, N >= T * K: results by slot. row_of_slot int32 `[T, K]`: -1 adds nothing. shared, shared_gate,
+    out_dtype: as for `plan_reduce`.
 
     Inputs: y, row_of_slot, [headers], [agree], [wanted], [shared], [shared_gate]. Raises InvalidInput, Unsupported.
     """
@@ -170,7 +153,7 @@ def plan_sum_results(
     rows, width = y.shape
     if rows < row_of_slot.size:
         raise InvalidInput(f"y must have a row for each of the {row_of_slot.size} slots, got {rows}; pass all results")
-    num_ranks = 0
+    num_ranks, (headers, agree, wanted) = 0, checks
     if headers is not None:
         require_spec("headers", headers, ("2 * num_ranks + 1", TOLD), "int32")
         num_ranks = headers.shape[0] // 2
@@ -186,8 +169,7 @@ def plan_sum_results(
     out_dtype = dtypes.canonical(out_dtype or y.dtype)
     require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
     builder = PlanBuilder("sum_results", target)
-    arrays = {"y": y, "row_of_slot": row_of_slot, "headers": headers, "agree": agree, "wanted": wanted}
-    arrays |= {"shared": shared, "shared_gate": shared_gate}
+    arrays = {"y": y, "row_of_slot": row_of_slot, **checks._asdict(), "shared": shared, "shared_gate": shared_gate}
     present = builder.inputs(arrays)
     builder.output("out", ArraySpec((tokens, width), out_dtype))
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))

@@ -22,6 +22,7 @@ from moe_core.ops.exchange.checks import (
     slots_block,
 )
 from moe_core.ops.exchange.kernels import pull as kernels
+from moe_core.ops.exchange.operands import Places, RowsAt
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 
@@ -31,14 +32,10 @@ PULL_WEIGHTS = declare_kernel(kernels.pull_weights)
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_combine_pull(
-    owners: ArraySpec,
-    rows: ArraySpec,
-    results_at: ArraySpec,
+    places: Places,
+    results_at: RowsAt,
     target: Target,
     *,
-    width: int,
-    dtype: str,
-    num_rows: int,
     shared: ArraySpec | None = None,
     shared_gate: ArraySpec | None = None,
     out_dtype: str | None = None,
@@ -47,14 +44,14 @@ def plan_combine_pull(
     """out `[T, D]` = sum over k of row rows[t, k] of the array `[num_rows, D]` of peer owners[t, k].
 
     In fp32, in the order k = 0..K-1 and with one cast: the bits of `plan_reduce` of order `row` on the same rows.
-    owners, rows int32 `[T, K]`: of `plan_peer_places`; -1 is skipped. results_at int64 `[W]`: the addresses of the
-    peers' arrays of dtype, multiples of 16. width: D. shared, shared_gate, out_dtype: as of `plan_reduce`. programs:
-    of the launch at most, None = one for each tile; the bits do not depend on it.
+    shared, shared_gate, out_dtype: as for `plan_reduce`. programs: the most of the launch; None: one for each tile. No
+    bit depends on it.
 
     Inputs: owners, rows, results_at, [shared], [shared_gate]. Raises InvalidInput.
     """
-    tokens, top_k = require_places(owners, rows)
-    num_ranks = require_table("results_at", results_at)
+    tokens, top_k = require_places(*places)
+    addresses, num_rows, width, dtype = results_at
+    num_ranks = require_table("results_at", addresses)
     dtype = dtypes.canonical(dtype)
     require_choice("dtype", dtype, dtypes.MATMUL_DTYPES)
     as_integer("width", width, 1, INT32_LIMIT)
@@ -70,7 +67,7 @@ def plan_combine_pull(
     out_dtype = dtypes.canonical(out_dtype or dtype)
     require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
     builder = PlanBuilder("combine_pull", target)
-    arrays = {"owners": owners, "rows": rows, "results_at": results_at, "shared": shared, "shared_gate": shared_gate}
+    arrays = {**places._asdict(), "results_at": addresses, "shared": shared, "shared_gate": shared_gate}
     present = builder.inputs(arrays)
     builder.output("out", ArraySpec((tokens, width), out_dtype))
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
@@ -91,18 +88,17 @@ def plan_combine_pull(
 
 
 @functools.lru_cache(PLANS_KEPT)
-def plan_combine_pull_weights(
-    owners: ArraySpec, rows: ArraySpec, weights_at: ArraySpec, target: Target, *, num_rows: int
-) -> LaunchPlan:
+def plan_combine_pull_weights(places: Places, weights_at: ArraySpec, target: Target, *, num_rows: int) -> LaunchPlan:
     """out fp32 `[T, K]` = entry rows[t, k] of the fp32 `[num_rows]` of peer owners[t, k]; 0 where rows is -1.
 
     Inputs: owners, rows, weights_at int64 `[W]`. Raises InvalidInput.
     """
-    require_places(owners, rows)
+    require_places(*places)
+    rows = places.rows
     num_ranks = require_table("weights_at", weights_at)
     as_integer("num_rows", num_rows, 0, INT32_LIMIT)
     builder = PlanBuilder("combine_pull_weights", target)
-    present = builder.inputs({"owners": owners, "rows": rows, "weights_at": weights_at})
+    present = builder.inputs({**places._asdict(), "weights_at": weights_at})
     builder.output("out", ArraySpec(rows.shape, "float32"))
     if not target.compiled:
         from moe_core.ops.exchange import reference as twins

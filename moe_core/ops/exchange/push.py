@@ -24,6 +24,7 @@ from moe_core.ops.exchange.checks import (
     slots_block,
 )
 from moe_core.ops.exchange.kernels import push as kernels
+from moe_core.ops.exchange.operands import Places
 from moe_core.ops.quantize.rows import rule_of
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
@@ -41,8 +42,7 @@ _SECTIONS = 13
 @functools.lru_cache(PLANS_KEPT)
 def plan_dispatch_push(
     x: ArraySpec,
-    owners: ArraySpec,
-    rows: ArraySpec,
+    places: Places,
     rows_at: ArraySpec,
     target: Target,
     *,
@@ -53,16 +53,16 @@ def plan_dispatch_push(
 ) -> LaunchPlan:
     """Store row t of x `[T, D]` to row rows[t, k] of an array `[num_rows, D]` of peer owners[t, k], for all k.
 
-    x: bf16, fp16 or fp32, rows may be strided. owners, rows int32 `[T, K]`: of `plan_peer_places`; -1 = nothing goes.
-    rows_at int64 `[W]`: the addresses of the peers' arrays, multiples of 16. format: of e4m3 with groups of one row;
-    codes go to rows_at and fp32 scales to the arrays `[num_rows, groups]` at scales_at, both with the bits of
-    `plan_quantize_rows`. programs: of the launch at most, None = one for each tile; the bits do not depend on it.
+    x: bf16, fp16 or fp32, rows may be strided. rows_at int64 `[W]`: the addresses of the peers' arrays, multiples of
+    16. format: of e4m3 with groups of one row; codes go to rows_at and fp32 scales to the arrays `[num_rows, groups]`
+    at scales_at, both with the bits of `plan_quantize_rows`. programs: the most of the launch; None: one for each tile.
+    No bit depends on it.
 
     Inputs: x, owners, rows, rows_at, [scales_at]; no outputs. Raises InvalidInput, and Unsupported for other formats.
     """
     require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
     stride, (tokens, width) = row_stride("x", x), x.shape
-    _, top_k = require_places(owners, rows, tokens)
+    _, top_k = require_places(*places, tokens)
     num_ranks = require_table("rows_at", rows_at)
     as_integer("num_rows", num_rows, 0, INT32_LIMIT)
     require_programs(programs)
@@ -73,7 +73,7 @@ def plan_dispatch_push(
     else:
         _require_format(format, width, scales_at, num_ranks)
     builder = PlanBuilder("dispatch_push", target)
-    arrays = {"x": x, "owners": owners, "rows": rows, "rows_at": rows_at, "scales_at": scales_at}
+    arrays = {"x": x, **places._asdict(), "rows_at": rows_at, "scales_at": scales_at}
     present = builder.inputs(arrays)
     if not target.compiled:
         from moe_core.ops.exchange import reference as twins
@@ -123,8 +123,7 @@ def _require_format(format: Format, width: int, scales_at: ArraySpec | None, num
 @functools.lru_cache(PLANS_KEPT)
 def plan_push_slots(
     weights: ArraySpec,
-    owners: ArraySpec,
-    rows: ArraySpec,
+    places: Places,
     target: Target,
     *,
     rank: int,
@@ -132,14 +131,15 @@ def plan_push_slots(
     weights_at: ArraySpec | None = None,
     sources_at: ArraySpec | None = None,
 ) -> LaunchPlan:
-    """Store what goes beside the rows of slots: weights, and where results go.
+    """Store the weights of slots at their rows, and where their results go.
 
-    weights fp32 `[T, K]`; owners, rows: of `plan_peer_places`. weights_at int64 `[W]`: addresses of fp32 `[num_rows]`.
+    weights fp32 `[T, K]`. weights_at int64 `[W]`: addresses of fp32 `[num_rows]`.
     sources_at int64 `[W]`: addresses of int32 `[num_rows, 2]`, (rank, slot t * K + k) of the home. rank: this one.
 
     Inputs: weights, owners, rows, [weights_at], [sources_at]; no outputs. Raises InvalidInput.
     """
-    require_places(owners, rows)
+    require_places(*places)
+    rows = places.rows
     require_spec("weights", weights, rows.shape, "float32")
     tables = {"weights_at": weights_at, "sources_at": sources_at}
     given = {name: table for name, table in tables.items() if table is not None}
@@ -153,7 +153,7 @@ def plan_push_slots(
     as_integer("rank", rank, 0, min(num_ranks))
     as_integer("num_rows", num_rows, 0, INT32_LIMIT)
     builder = PlanBuilder("push_slots", target)
-    present = builder.inputs({"weights": weights, "owners": owners, "rows": rows, **tables})
+    present = builder.inputs({"weights": weights, **places._asdict(), **tables})
     if not target.compiled:
         from moe_core.ops.exchange import reference as twins
 

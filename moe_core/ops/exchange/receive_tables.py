@@ -11,6 +11,7 @@ from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.kernels import receive_tables as kernels
+from moe_core.ops.exchange.operands import ReceiveOperands
 from moe_core.ops.exchange.send_tables import HEADER, LANES, blocks_of, columns_of
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
@@ -28,30 +29,25 @@ _LANES = {"gpu": 8 * LANES, "interpreter": 2 * LANES}
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_receive_tables(
-    came: ArraySpec,
+    operands: ReceiveOperands,
     spec: TableSpec,
     rank: int,
     top_k: int,
     num_rows: int,
     num_tokens: int,
     target: Target,
-    *,
-    header: ArraySpec | None = None,
-    lost: ArraySpec | None = None,
 ) -> LaunchPlan:
-    """The slots for this rank's experts among the rows that came, by what came beside them, int32.
+    """Find the slots for this rank's experts among the rows that arrive.
 
-    came: with `all_to_all` `[R, width]`, a row for each row of tokens; else `[W, 8 + rows * width]`, the `message` of
-    each rank's `plan_send_tables`. header int32 `[8]`: this rank's own, there alone. lost bool `[T]`: tokens of this
-    rank that are spoilt whatever came. num_rows: M, the slots that there is memory for; of blocks W * back_rows.
-    num_tokens: T.
+    num_rows: M, the slots that there is memory for; with blocks W * back_rows. num_tokens: T. With rows of tokens every
+    slot gets a row, by (source, token, k); with blocks at most `back` of a source, from a multiple of back_rows on.
 
-    Of rows of tokens every slot gets a row, by (source, token, k); with blocks `back` of a source at most, from a
-    multiple of back_rows on. Inputs: came, [header], [lost]. Outputs: ids int32 `[M, 1]`, the expert here of each slot,
-    -1 = none; weights fp32 `[M, 1]`, 0 there; of rows of tokens slot_of_row int32 `[M]`, the slot among those that
-    came, K for each row, -1 = none; with header spoilt bool `[T]`: lost, or a rank sent another header. Raises
-    InvalidInput, Unsupported.
+    Inputs: came, [header], [lost]. Outputs: ids int32 `[M, 1]`, the expert here of each slot, -1: none; weights fp32
+    `[M, 1]`, 0 without an expert; with rows of tokens slot_of_row int32 `[M]`, the slot among those that came, K for
+    each row, -1: none; with header spoilt bool `[T]`: lost, or a rank sent another header. Raises InvalidInput,
+    Unsupported.
     """
+    came, header, lost = operands
     require_kind("spec", spec, TableSpec)
     rank = as_integer("rank", rank, 0, spec.num_ranks)
     for name, value, least in (("top_k", top_k, 1), ("num_rows", num_rows, 0), ("num_tokens", num_tokens, 0)):
@@ -78,7 +74,7 @@ def plan_receive_tables(
         if array is not None:
             require_spec(name, array, shape, dtype)
     builder = PlanBuilder("receive_tables", target)
-    present = builder.inputs({"came": came, "header": header, "lost": lost})
+    present = builder.inputs(operands._asdict())
     outputs = [
         builder.output(name, ArraySpec(shape, dtype))
         for name, shape, dtype in receive_shapes(num_rows, num_tokens, spec)

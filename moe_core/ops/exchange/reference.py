@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from moe_core.base.arrays import ArraySpec, host_array
@@ -166,19 +168,10 @@ def _pulled(owners: np.ndarray, rows: np.ndarray, peers: list[np.ndarray]) -> tu
     return found, order
 
 
-def pull_rows(
-    owners: np.ndarray,
-    rows: np.ndarray,
-    results_at: np.ndarray,
-    shared: np.ndarray | None = None,
-    shared_gate: np.ndarray | None = None,
-    *,
-    num_rows: int,
-    width: int,
-    dtype: str,
-    out_dtype: str,
-) -> np.ndarray:
+def pull_rows(arrays: Mapping[str, np.ndarray], *, num_rows: int, width: int, dtype: str, out_dtype: str) -> np.ndarray:
     """The result of `moe_core.ops.exchange.pull.plan_combine_pull`."""
+    owners, rows, results_at = arrays["owners"], arrays["rows"], arrays["results_at"]
+    shared, shared_gate = arrays.get("shared"), arrays.get("shared_gate")
     found, order = _pulled(owners, rows, _peers(results_at, (num_rows, width), dtype))
     return reduce(found, order, shared, shared_gate, top_k=rows.shape[1], order="slot", out_dtype=out_dtype)
 

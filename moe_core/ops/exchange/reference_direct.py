@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from moe_core.base.arrays import ArraySpec, host_array
+from moe_core.ops.exchange.operands import HomeTokens, TokenTables, record_of
 from moe_core.ops.reduction.reference import reduce
 
 
 def push_tokens_once(
-    ids: np.ndarray,
-    weights: np.ndarray,
-    header: np.ndarray,
-    ids_at: np.ndarray,
-    weights_at: np.ndarray,
-    headers_at: np.ndarray,
-    x: np.ndarray | None = None,
-    rows_at: np.ndarray | None = None,
-    places_of_experts: np.ndarray | None = None,
-    given: np.ndarray | None = None,
-    token_mask: np.ndarray | None = None,
+    arrays: Mapping[str, np.ndarray],
     *,
     rank: int,
     per_rank: int,
@@ -30,7 +22,9 @@ def push_tokens_once(
     visits: bool,
 ) -> tuple[np.ndarray, ...]:
     """What `moe_core.ops.exchange.direct.plan_push_tokens_once` stores, and its results."""
-    num_ranks, (tokens, top_k) = len(ids_at), ids.shape
+    x, ids, weights, token_mask, places_of_experts, given = record_of(HomeTokens, {"x": None, **arrays})
+    ids_at, weights_at, headers_at, rows_at = record_of(TokenTables, arrays)
+    header, num_ranks, (tokens, top_k) = arrays["header"], len(ids_at), ids.shape
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
     valid = (known >= 0) & (known < num_experts)
     places = known if places_of_experts is None else places_of_experts[np.where(valid, known, 0)]

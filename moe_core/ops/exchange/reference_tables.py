@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from moe_core.ops.exchange.operands import SendOperands, record_of
 from moe_core.specs.exchange import TableSpec
 
 
-def send_tables(
-    ids: np.ndarray,
-    weights: np.ndarray,
-    places_of_experts: np.ndarray,
-    start: np.ndarray,
-    header: np.ndarray,
-    token_mask: np.ndarray | None = None,
-    tokens: np.ndarray | None = None,
-    limits: np.ndarray | None = None,
-    *,
-    spec: TableSpec,
-    rank: int,
-) -> tuple[np.ndarray, ...]:
+def send_tables(arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int) -> tuple[np.ndarray, ...]:
     """The results of `moe_core.ops.exchange.send_tables.plan_send_tables`; unused rows of `table` are 0."""
+    ids, weights, places_of_experts, start, header, token_mask, tokens, limits = record_of(SendOperands, arrays)
     num_tokens, top_k = ids.shape
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
     invalid = (known < -1) | (known >= spec.num_experts)

@@ -11,6 +11,7 @@ from moe_core.base.sizes import padded
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
 from moe_core.ops.exchange.kernels import send_tables as kernels
+from moe_core.ops.exchange.operands import SendOperands
 from moe_core.ops.routing.layout import require_experts
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
@@ -48,44 +49,26 @@ def columns_of(top_k: int) -> int:
 
 
 @functools.lru_cache(PLANS_KEPT)
-def plan_send_tables(
-    ids: ArraySpec,
-    weights: ArraySpec,
-    places_of_experts: ArraySpec,
-    start: ArraySpec,
-    header: ArraySpec,
-    spec: TableSpec,
-    rank: int,
-    target: Target,
-    *,
-    token_mask: ArraySpec | None = None,
-    tokens: ArraySpec | None = None,
-    limits: ArraySpec | None = None,
-) -> LaunchPlan:
-    """Everything that a rank knows about its slots before rows travel, from ids int32 and weights fp32 `[T, K]`.
-
-    places_of_experts int32 `[W * L]`, start int32 `[E + 1]`: a placement's tables. header int32 `[8]` travels first.
-    token_mask bool `[T]`: a token that is False has no slots. tokens int32 `[W]`: of all ranks, needed where experts
-    have replicas: the slot (t, k) of an expert with n places goes to that numbered (t + k) mod n, t counting the tokens
-    of all ranks. limits int32 `[2, W]`, with `all_to_all` alone: the rows that each owner takes of this rank and, of
-    rows of tokens, where its results begin at home.
+def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target: Target) -> LaunchPlan:
+    """Make the tables of a rank's slots before rows travel: what goes where, and what comes home.
 
     A row goes for each slot, or once for each (token, owner), ordered by (place, slot) or (owner, token). Results come
-    back by slot, owner after owner. Inputs in the order of the arguments. Outputs, int32 unless said:
+    back by slot, owner after owner. Inputs in the order of `SendOperands`. Outputs, int32 unless said:
 
-    - places `[T, K]`: physical ids, -1 = none. invalid_ids `[1]`: ids outside [-1, E). tokens_per_expert `[E]`.
-    - row_of_slot `[T * K]`: among the rows that come home, -1 = none. lost bool `[T]`: a slot of the token has a place
+    - places `[T, K]`: physical ids, -1: none. invalid_ids `[1]`: ids outside [-1, E). tokens_per_expert `[E]`.
+    - row_of_slot `[T * K]`: among the rows that come home, -1: none. lost bool `[T]`: a slot of the token has a place
       and no such row.
-    - counted `[W]`, by owner: of `all_to_all` the slots that arrive there, else rows and results without room.
-    - message: header, then of `all_to_all` `[8 + counts]` what `TableSpec.counts` says; of `all_gather` `[8 + T * 2K]`
-      the places and weights of each token; of `padded` `[W, 8 + block_rows * width]` those beside each row, -1 where
+    - counted `[W]`, by owner: with `all_to_all` the slots that arrive there, else rows and results without room.
+    - message: header, then with `all_to_all` `[8 + counts]` the counts of `TableSpec`; with `all_gather` `[8 + T * 2K]`
+      the places and weights of each token; with `padded` `[W, 8 + block_rows * width]` those of each row, -1 where
       there is none. Weights travel as their bits.
-    - slot_of_row, but with `all_gather`: the slot of each row that goes, -1 = none: `[W * block_rows]`, or of
+    - slot_of_row, except with `all_gather`: the slot of each row that goes, -1: none. `[W * block_rows]`, or with
       `all_to_all` one for each row that there can be, owner after owner without gaps.
-    - table, with `all_to_all`: what travels beside these rows; rows behind the last one are undefined.
+    - table, with `all_to_all`: the places or weights of these rows; rows behind the last one are undefined.
 
     Raises InvalidInput, Unsupported.
     """
+    ids, weights, places_of_experts, start, header, token_mask, tokens, limits = operands
     require_kind("spec", spec, TableSpec)
     rank = as_integer("rank", rank, 0, spec.num_ranks)
     require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
@@ -103,8 +86,7 @@ def plan_send_tables(
     if limits is not None and spec.mode != "all_to_all":
         raise Unsupported(f"limits are for mode 'all_to_all', got {spec.mode!r}, whose blocks are limits; leave it out")
     builder = PlanBuilder("send_tables", target)
-    arrays = {"ids": ids, "weights": weights, "places_of_experts": places_of_experts, "start": start, "header": header}
-    present = builder.inputs(arrays | optional)
+    present = builder.inputs(operands._asdict())
     outputs = [
         builder.output(name, ArraySpec(shape, dtype)) for name, shape, dtype in send_shapes(num_tokens, top_k, spec)
     ]

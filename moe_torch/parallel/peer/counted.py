@@ -231,10 +231,10 @@ class CountedRoutes:
         return peer_ops.result_addresses(*arrays, **sizes, dtype=TORCH_DTYPES[self.plan.dtype])
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal:
-        return self._start_total(rows, what, {"agree": self._agree, "wanted": self._wanted})
+        return self._start_total(rows, what, peer_ops.Checks(agree=self._agree, wanted=self._wanted))
 
-    def _start_total(self, rows: torch.Tensor | None, what: str, flags: dict[str, torch.Tensor | None]) -> PeerTotal:
-        """`start_total`, with these flags that make tokens NaN."""
+    def _start_total(self, rows: torch.Tensor | None, what: str, checks: peer_ops.Checks) -> PeerTotal:
+        """`start_total`, with these checks that make tokens NaN."""
         if rows is not None:
             sizes: Any = {"num_slots": self.sizes.returned, "programs": self.programs}
             arrays = rows, self._sources, self._received.group_start, self.memory.returned.addresses
@@ -242,7 +242,7 @@ class CountedRoutes:
 
         def total(**options: Any) -> torch.Tensor:
             self.arrive(what)
-            return summed(self.memory.returned.own, self.back.rows, flags, **options)
+            return summed(self.memory.returned.own, self.back.rows, checks, **options)
 
         return total
 
@@ -256,7 +256,7 @@ class CountedRoutes:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         memory, d_x, by_slot, total = self.memory, None, None, None
         if d_rows is not None:
-            total = self._start_total(None if stored else d_rows, "d_x and d_weights", {})
+            total = self._start_total(None if stored else d_rows, "d_x and d_weights", peer_ops.Checks())
         if d_weights is not None:
             memory.d_weights.own.copy_(d_weights.view(-1))
         if total is not None:

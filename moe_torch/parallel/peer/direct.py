@@ -106,8 +106,8 @@ def _constants_of(memory: Memory, rank: int) -> _Constants:
 class DirectRoutes:
     """The routes of one rank for one chunk; see `interface.PeerRoutes`. ids and weights are of all slots of each row.
 
-    ids, weights, token_mask, places, places_of_experts: as for `peer_ops.push_tokens_once`. number: which set of
-    buffers. programs: the most blocks of kernels that copy rows. `send` stores everything and sets `pushed`.
+    ids, weights, token_mask, places, places_of_experts: see `peer_ops.HomeTokens`. number: which set of buffers.
+    programs: the most blocks of kernels that copy rows. `send` stores everything and sets `pushed`.
     """
 
     pushed: peer_ops.PushedTokens
@@ -124,12 +124,11 @@ class DirectRoutes:
         number: int = 0,
         programs: int | None = None,
     ) -> None:
-        self.ranks, self.plan, self.tokens, header = call
+        self.ranks, self.plan, self.tokens, self._header = call
         self.programs, self.format = programs, call.plan.spec.format
         self.memory = memory_of(call.ranks, call.plan, weights.device, number)
         self._constants = _constants_of(self.memory, call.ranks.rank)
-        self._routing = ids, weights.detach(), header
-        self._optional = {"places_of_experts": places_of_experts, "given": places, "token_mask": token_mask}
+        self._routing = ids, weights.detach(), token_mask, places_of_experts, places
         self.ids, self.weights = self.memory.ids.own, self.memory.weights.own
         self._was_sent = False
 
@@ -144,14 +143,14 @@ class DirectRoutes:
         return self.pushed.overflow
 
     def send(self, values: torch.Tensor) -> None:
-        memory, sizes = self.memory, {"rank": self.ranks.rank, "most": _most(self.plan), "programs": self.programs}
-        quantised, tables = self.format is not None, (memory.ids.addresses, memory.weights.addresses)
-        rows = None if quantised else memory.rows.addresses
-        at = peer_ops.TokensAt(rows, *tables, memory.headers.addresses)
-        # The rows of a token at its owners, where quantised rows and its gradient go.
-        visits = quantised or self.plan.training
-        options: Any = {**self._optional, **sizes, "placement": self.plan.placement, "visits": visits}
-        self.pushed = peer_ops.push_tokens_once(values, *self._routing, at, **options)
+        memory, quantised = self.memory, self.format is not None
+        tables = memory.ids.addresses, memory.weights.addresses, memory.headers.addresses
+        at = peer_ops.TokensAt(None if quantised else memory.rows.addresses, *tables, _most(self.plan))
+        options: Any = {"rank": self.ranks.rank, "placement": self.plan.placement, "programs": self.programs}
+        # Quantised rows and gradients go to the rows of a token at its owners.
+        options["visits"] = quantised or self.plan.training
+        tokens = peer_ops.HomeTokens(values, *self._routing)
+        self.pushed = peer_ops.push_tokens_once(tokens, self._header, at, **options)
         self._was_sent = True
         if quantised:
             self._send_rows(values, format=self.format, scales_at=memory.scales.addresses)
@@ -199,7 +198,7 @@ class DirectRoutes:
 
         def total(**options: Any) -> torch.Tensor:
             self.arrive(what)
-            return summed(memory.returned.own, places, {"headers": memory.headers.own}, **options)
+            return summed(memory.returned.own, places, peer_ops.Checks(memory.headers.own), **options)
 
         return total
 

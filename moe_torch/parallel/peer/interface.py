@@ -66,16 +66,14 @@ class PeerRoutes(Routes, Protocol):
     def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal: ...
 
 
-def summed(
-    returned: torch.Tensor, places: torch.Tensor, flags: dict[str, torch.Tensor | None], **options: Any
-) -> torch.Tensor:
-    """`peer_ops.sum_results`, also to rows of an output that begin anywhere; flags: of `peer_ops.Checks`."""
+def summed(returned: torch.Tensor, places: torch.Tensor, checks: peer_ops.Checks, **options: Any) -> torch.Tensor:
+    """`peer_ops.sum_results`, also to rows of an output that begin anywhere."""
     out = options.get("out")
     if out is None or out.data_ptr() % ALIGNMENT == 0:
-        return peer_ops.sum_results(returned, places, **flags, **options)
+        return peer_ops.sum_results(returned, places, checks=checks, **options)
     # Rows of fewer than 16 bytes, of fp32 tokens for example.
     options |= {"out": None, "out_dtype": out.dtype}
-    return out.copy_(peer_ops.sum_results(returned, places, **flags, **options))
+    return out.copy_(peer_ops.sum_results(returned, places, checks=checks, **options))
 
 
 def scales_of(format: Format | None, d_model: int) -> int:

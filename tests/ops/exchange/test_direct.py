@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.ops.exchange.direct import TOLD, plan_push_tokens_once, plan_sum_results
+from moe_core.ops.exchange import direct
+from moe_core.ops.exchange.direct import TOLD
+from moe_core.ops.exchange.operands import Checks, HomeTokens, TokenSizes, TokenTables, in_records
 from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.parallel import Placement
 from moe_core.parallel.exchange import physical_ids
@@ -24,6 +26,10 @@ from tests.support.strategies import draw_array, seeds
 
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 D = 24
+plan_push_tokens_once = in_records(
+    direct.plan_push_tokens_once, operands=HomeTokens, tables=TokenTables, sizes=TokenSizes
+)
+plan_sum_results = in_records(direct.plan_sum_results, checks=Checks)
 
 
 class Home(dict[str, Any]):
@@ -198,7 +204,9 @@ def test_wrong_arguments() -> None:
             plan_push_tokens_once(**(arrays | sizes | changed))
     y, order, headers = ArraySpec((8, D), "bfloat16"), ArraySpec((4, 2), "int32"), ArraySpec((5, TOLD), "int32")
     options: dict[str, Any] = {"target": Target("reference")}
-    assert plan_sum_results(y, order, headers=headers, **options).outputs[0].spec == ArraySpec((4, D), "bfloat16")
+    assert plan_sum_results(y=y, row_of_slot=order, headers=headers, **options).outputs[0].spec == ArraySpec(
+        (4, D), "bfloat16"
+    )
     for bad, message in (
         ({"y": ArraySpec((7, D), "bfloat16")}, "y must have a row for each of the 8 slots, got 7"),
         ({"headers": ArraySpec((5, 8), "int32")}, r"headers must be \["),
@@ -209,4 +217,4 @@ def test_wrong_arguments() -> None:
         with pytest.raises(InvalidInput, match=message):
             plan_sum_results(**({"y": y, "row_of_slot": order} | bad), **options)
     with pytest.raises(InvalidInput, match="shared_gate must be None without shared"):
-        plan_sum_results(y, order, shared_gate=ArraySpec((4, 1), "float32"), **options)
+        plan_sum_results(y=y, row_of_slot=order, shared_gate=ArraySpec((4, 1), "float32"), **options)

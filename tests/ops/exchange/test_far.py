@@ -13,6 +13,7 @@ import pytest
 from moe_core.base.arrays import ArraySpec
 from moe_core.formats import format_named
 from moe_core.ops.exchange.direct import TOLD, plan_push_tokens_once
+from moe_core.ops.exchange.operands import HomeTokens, Places, RowsAt, TokenSizes, TokenTables, in_records
 from moe_core.ops.exchange.pull import plan_combine_pull
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push
 from moe_core.ops.exchange.take import plan_take_rows
@@ -48,7 +49,9 @@ def run(plan: Any, arrays: dict[str, np.ndarray], **others: np.ndarray) -> dict[
 def test_rows_of_tokens() -> None:
     last, there = draw(half(LAST, WIDTH)), sparse((ROWS, WIDTH), "bfloat16")
     arrays = {"x": far(half(ROWS, WIDTH), last), **places(), "rows_at": table(there)}
-    run(plan_dispatch_push(*map(spec_of, arrays.values()), HERE, num_rows=ROWS), arrays, there=there)
+    specs = {name: spec_of(array) for name, array in arrays.items()}
+    plan = in_records(plan_dispatch_push, places=Places)(**specs, target=HERE, num_rows=ROWS)
+    run(plan, arrays, there=there)
     agree(there[-LAST:, -COLUMNS:], last[:, -COLUMNS:])
 
 
@@ -56,8 +59,8 @@ def test_rows_of_codes() -> None:
     format, last = format_named("fp8_group"), draw(half(LAST, WIDTH))
     there, scales = sparse((ROWS, WIDTH), "uint8"), sparse((ROWS, -(-WIDTH // 128)), "float32")
     arrays = {"x": far(half(ROWS, WIDTH), last), **places(), "rows_at": table(there)}
-    specs = [spec_of(array) for array in arrays.values()]
-    plan = plan_dispatch_push(*specs, HERE, num_rows=ROWS, scales_at=ArraySpec((1,), "int64"), format=format)
+    specs = {name: spec_of(array) for name, array in arrays.items()} | {"scales_at": ArraySpec((1,), "int64")}
+    plan = in_records(plan_dispatch_push, places=Places)(**specs, target=HERE, num_rows=ROWS, format=format)
     run(plan, arrays | {"scales_at": table(scales)}, there=there, scales=scales)
     codes, expected = quantize_rows(last, format=format)
     agree(there[-LAST:, -COLUMNS:], codes.view(np.uint8)[:, -COLUMNS:])
@@ -87,7 +90,8 @@ def test_results_that_are_loaded() -> None:
     there = far(half(ROWS, WIDTH), last)
     arrays = {**places(), "results_at": table(there), "shared": far(half(ROWS, WIDTH), shared)}
     specs = {name: spec_of(array) for name, array in arrays.items()}
-    plan = plan_combine_pull(**specs, target=HERE, width=WIDTH, dtype="bfloat16", num_rows=ROWS)
+    specs["results_at"] = RowsAt(specs["results_at"], ROWS, WIDTH, "bfloat16")
+    plan = in_records(plan_combine_pull, places=Places)(**specs, target=HERE)
     found = run(plan, arrays, there=there)["out"]
     expected = last.astype(np.float32) + shared.astype(np.float32)
     agree(found[-LAST:, -COLUMNS:], expected[:, -COLUMNS:])
@@ -110,5 +114,6 @@ def test_tokens_at_their_places() -> None:
     arrays |= {"rows_at": table(there), **{f"{name[5:]}_at": table(array) for name, array in beside.items()}}
     specs = {name: spec_of(array) for name, array in arrays.items()}
     sizes = {"rank": 0, "per_rank": 1, "num_experts": 1, "most": ROWS}
-    run(plan_push_tokens_once(**specs, target=HERE, **sizes, programs=EVERY), arrays, there=there, **beside)
+    plan = in_records(plan_push_tokens_once, operands=HomeTokens, tables=TokenTables, sizes=TokenSizes)
+    run(plan(**specs, target=HERE, **sizes, programs=EVERY), arrays, there=there, **beside)
     agree(there[-LAST:, -COLUMNS:], last[:, -COLUMNS:])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from moe_core import InvalidInput
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.exchange.receive_tables import plan_receive_tables
+from moe_core.ops.exchange import receive_tables
+from moe_core.ops.exchange.operands import ReceiveOperands, in_records
 from moe_core.parallel import Placement
 from moe_core.plan.steps import Constant, KernelLaunch
 from moe_core.specs.exchange import TableSpec
@@ -23,6 +24,7 @@ from tests.support.parallel.tables import HEADER, WAYS, draw_sends, expected_tab
 from tests.support.strategies import seeds
 
 ENGINES = (engine_target(), Target("reference"))
+plan_receive_tables = in_records(receive_tables.plan_receive_tables, operands=ReceiveOperands)
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 STATIC = tuple(way for way in WAYS if way[0] != "all_to_all")
 
@@ -160,9 +162,9 @@ def test_rows_compile_nothing(way: tuple[str, str]) -> None:
             came = ArraySpec((4, 8 + block * spec.width(4)), "int32")
             num_rows = 4 * (spec.block_rows if spec.by_slot else spec.back_rows)
         header = None if way[0] == "all_to_all" else ArraySpec((8,), "int32")
-        for number, launch in enumerate(
-            plan_receive_tables(came, spec, rank, 4, num_rows, tokens, H200, header=header).steps
-        ):
+        options = {"top_k": 4, "num_rows": num_rows, "num_tokens": tokens, "target": H200}
+        plan = plan_receive_tables(came=came, header=header, spec=spec, rank=rank, **options)
+        for number, launch in enumerate(plan.steps):
             assert isinstance(launch, KernelLaunch)
             found.add((number, tuple((name, one) for name, one in launch.arguments if isinstance(one, Constant))))
     assert len(found) == (1 if way[1] == "slots" else 2)

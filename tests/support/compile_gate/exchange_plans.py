@@ -10,6 +10,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import format_named
 from moe_core.ops.exchange.direct import PUSH_TOKENS_ONCE, TOLD, plan_push_tokens_once, plan_sum_results
+from moe_core.ops.exchange.operands import Checks, HomeTokens, Places, RowsAt, TokenSizes, TokenTables
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
@@ -35,15 +36,16 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     cases = [(shape.d_model, shape.top_k, tokens, "bfloat16") for shape in SHAPES.values() for tokens in (1, 4096)]
     cases += [(2048, 8, 4096, "float32"), (1032, 9, 4096, "float16"), (72, 3, 64, "bfloat16")]
     for width, top_k, tokens, dtype in cases:
-        places = ArraySpec((tokens, top_k), "int32")
+        ids = ArraySpec((tokens, top_k), "int32")
+        places = Places(ids, ids)
         x, wide = ArraySpec((tokens, width), dtype), ArraySpec((tokens, width), "float32")
         gate = ArraySpec((tokens, 1), "float32")
         for programs in (None, PROGRAMS):
-            yield plan_dispatch_push(x, places, places, table, target, num_rows=ROWS, programs=programs)
-            options = {"width": width, "dtype": dtype, "num_rows": ROWS, "programs": programs}
-            yield plan_combine_pull(places, places, table, target, **options)
-            yield plan_combine_pull(places, places, table, target, **options, out_dtype="float32", shared=wide)
-            yield plan_combine_pull(places, places, table, target, **options, shared=x, shared_gate=gate)
+            yield plan_dispatch_push(x, places, table, target, num_rows=ROWS, programs=programs)
+            results_at, options = RowsAt(table, ROWS, width, dtype), {"programs": programs}
+            yield plan_combine_pull(places, results_at, target, **options)
+            yield plan_combine_pull(places, results_at, target, **options, out_dtype="float32", shared=wide)
+            yield plan_combine_pull(places, results_at, target, **options, shared=x, shared_gate=gate)
             sources, start = ArraySpec((tokens, 2), "int32"), ArraySpec((33,), "int32")
             yield plan_combine_push(x, sources, start, table, target, num_slots=tokens, programs=programs)
             rows, source = ArraySpec((tokens, 1), "int32"), ArraySpec((99, width), dtype)
@@ -56,38 +58,38 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
                 yield plan_take_rows(codes, rows, start, target, scales=scales, dtype=dtype, programs=programs)
             for name in ("fp8_group", "fp8_group_pow2") if width % 16 == 0 else ():
                 quantised = {"format": format_named(name), "scales_at": table}
-                yield plan_dispatch_push(
-                    x, places, places, table, target, num_rows=ROWS, programs=programs, **quantised
-                )
-        yield from _direct(x, places, table, target)
-    places, weights = ArraySpec((4096, 8), "int32"), ArraySpec((4096, 8), "float32")
+                yield plan_dispatch_push(x, places, table, target, num_rows=ROWS, programs=programs, **quantised)
+        yield from _direct(x, ids, table, target)
+    ids, weights = ArraySpec((4096, 8), "int32"), ArraySpec((4096, 8), "float32")
+    places = Places(ids, ids)
     for tables in ({"weights_at": table}, {"sources_at": table}, {"weights_at": table, "sources_at": table}):
-        yield plan_push_slots(weights, places, places, target, rank=1, num_rows=ROWS, **tables)
-    yield plan_combine_pull_weights(places, places, table, target, num_rows=ROWS)
+        yield plan_push_slots(weights, places, target, rank=1, num_rows=ROWS, **tables)
+    yield plan_combine_pull_weights(places, table, target, num_rows=ROWS)
     yield plan_push_counts(ArraySpec((264,), "int32"), table, target, rank=1)
     for num_places in (256, 4096):
-        layout = ArraySpec((num_places + 1,), "int32"), ArraySpec((places.size,), "int32")
+        layout = ArraySpec((num_places + 1,), "int32"), ArraySpec((ids.size,), "int32")
         counts = ArraySpec((RANKS, num_places), "int32")
-        yield plan_peer_places(places, *layout, counts, target, rank=1, receive=ROWS)
+        yield plan_peer_places(ids, *layout, counts, target, rank=1, receive=ROWS)
 
 
 def _direct(x: ArraySpec, ids: ArraySpec, table: ArraySpec, target: Target) -> Iterator[LaunchPlan]:
     """Rows of tokens that have their places, of experts in order and in others, masked and given; and the sums."""
     (tokens, width), experts = x.shape, 128
-    arrays = ids, ArraySpec(ids.shape, "float32"), ArraySpec((8,), "int32"), table, table, table
-    sizes = {"rank": 1, "per_rank": experts // RANKS, "num_experts": experts, "most": tokens + 5}
-    rows, mask = {"x": x, "rows_at": table}, ArraySpec((tokens,), "bool")
-    yield plan_push_tokens_once(*arrays, target, **sizes, **rows)
-    by_table = {"places_of_experts": ArraySpec((experts,), "int32"), "token_mask": mask}
-    yield plan_push_tokens_once(*arrays, target, **sizes, **rows, **by_table, programs=PROGRAMS)
-    yield plan_push_tokens_once(*arrays, target, **sizes, **rows, given=ids, visits=True)
+    weights, header, mask = ArraySpec(ids.shape, "float32"), ArraySpec((8,), "int32"), ArraySpec((tokens,), "bool")
+    tables, sizes = TokenTables(table, table, table, table), TokenSizes(1, experts // RANKS, experts, tokens + 5)
+    plain, others = HomeTokens(x, ids, weights), (header, tables, sizes, target)
+    yield plan_push_tokens_once(plain, *others)
+    by_table = plain._replace(places_of_experts=ArraySpec((experts,), "int32"), token_mask=mask)
+    yield plan_push_tokens_once(by_table, *others, programs=PROGRAMS)
+    yield plan_push_tokens_once(plain._replace(given=ids), *others, visits=True)
     if tokens > 1:
-        yield plan_push_tokens_once(*arrays, target, **sizes, visits=True)
+        apart = header, tables._replace(rows_at=None), sizes, target
+        yield plan_push_tokens_once(plain._replace(x=None), *apart, visits=True)
     results, told = ArraySpec((ids.size, width), x.dtype), ArraySpec((2 * RANKS + 1, TOLD), "int32")
-    gate = ArraySpec((tokens, 1), "float32")
-    yield plan_sum_results(results, ids, target, headers=told)
-    yield plan_sum_results(results, ids, target, headers=told, shared=x, shared_gate=gate, out_dtype="float32")
-    yield plan_sum_results(results, ids, target, agree=ArraySpec((1,), "bool"), wanted=ids)
+    gate, checks = ArraySpec((tokens, 1), "float32"), Checks(told)
+    yield plan_sum_results(results, ids, target, checks=checks)
+    yield plan_sum_results(results, ids, target, checks=checks, shared=x, shared_gate=gate, out_dtype="float32")
+    yield plan_sum_results(results, ids, target, checks=Checks(agree=ArraySpec((1,), "bool"), wanted=ids))
 
 
 def narrow_moves(launch: KernelLaunch, ptx: str) -> str:

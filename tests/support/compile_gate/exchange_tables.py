@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
+from moe_core.ops.exchange.operands import ReceiveOperands, SendOperands
 from moe_core.ops.exchange.receive_tables import plan_receive_tables
 from moe_core.ops.exchange.send_tables import plan_send_tables
 from moe_core.plan.steps import LaunchPlan
@@ -31,15 +32,14 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
             counted = mode == "all_to_all"
             spec = TableSpec(mode, rows, ranks, each, experts, *(() if counted else (tokens, 2 * tokens)))
             for limits in (None, ArraySpec((2, ranks), "int32")) if counted else (None,):
-                yield plan_send_tables(
-                    ids, weights, places, start, header, spec, 1, target, token_mask=mask, tokens=of_all, limits=limits
-                )
+                operands = SendOperands(ids, weights, places, start, header, mask, of_all, limits)
+                yield plan_send_tables(operands, spec, 1, target)
             if counted and rows == "slots":
                 continue
             came, num_rows = ArraySpec((tokens, spec.width(top_k)), "int32"), tokens
             if not counted:
                 came = ArraySpec((ranks, 8 + tokens * spec.width(top_k)), "int32")
                 num_rows = ranks * (tokens if spec.by_slot else spec.back_rows)
-            options = {"header": None if counted else header}
             lost = ArraySpec((tokens,), "bool") if number % 2 and not counted else None
-            yield plan_receive_tables(came, spec, 1, top_k, num_rows, tokens, target, **options, lost=lost)
+            received = ReceiveOperands(came, None if counted else header, lost)
+            yield plan_receive_tables(received, spec, 1, top_k, num_rows, tokens, target)

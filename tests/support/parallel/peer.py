@@ -137,12 +137,12 @@ def broken_direct(fault: str | None) -> Iterator[None]:
     def wrong(*arguments: Any, **options: Any) -> Any:
         first, second, *rest = arguments
         if fault == "ids_of_another":
-            return real(first, second.flip(0), *rest, **options)
+            return real(first._replace(ids=first.ids.flip(0)), second, *rest, **options)
         if fault == "weights_not_sent":
-            return real(first, second, torch.ones_like(rest[0]), *rest[1:], **options)
+            return real(first._replace(weights=torch.ones_like(first.weights)), second, *rest, **options)
         if fault == "other_place":
             table = torch.arange(options["placement"].num_experts, dtype=torch.int32)
-            return real(*arguments, **{**options, "places_of_experts": table.flip(0)})
+            return real(first._replace(places_of_experts=table.flip(0)), second, *rest, **options)
         if fault == "result_of_another":
             return real(first, second, *rest[:2], rest[2].view(-1, 2).flip(1).reshape(-1))
         if fault == "result_at_wrong_home":

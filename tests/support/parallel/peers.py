@@ -10,6 +10,8 @@ import numpy as np
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
+from moe_core.ops.exchange import operands
+from moe_core.ops.exchange.operands import in_records
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
@@ -106,8 +108,9 @@ class Peers:
         """`plan_dispatch_push` to the arrays `rows`, and `scales` with a format."""
         arrays = {"x": x, "owners": places.owners, "rows": places.rows, "rows_at": self.at("rows")}
         scales = self.at("scales") if "format" in options else None
-        specs = [spec_of(array) for array in arrays.values()]
-        plan = plan_dispatch_push(*specs, self.target, num_rows=num_rows, scales_at=spec_of(scales), **options)
+        sent = in_records(plan_dispatch_push, places=operands.Places)
+        specs = {name: spec_of(array) for name, array in arrays.items()}
+        plan = sent(**specs, target=self.target, num_rows=num_rows, scales_at=spec_of(scales), **options)
         self.run(plan, arrays | {"scales_at": scales})
 
     def push_slots(self, weights: np.ndarray, places: Places, rank: int, num_rows: int) -> None:
@@ -115,23 +118,25 @@ class Peers:
         arrays = {"weights": weights, "owners": places.owners, "rows": places.rows}
         tables = {"weights_at": self.at("weights"), "sources_at": self.at("sources")}
         specs = {name: spec_of(array) for name, array in (arrays | tables).items()}
-        self.run(plan_push_slots(**specs, target=self.target, rank=rank, num_rows=num_rows), arrays | tables)
+        plan = in_records(plan_push_slots, places=operands.Places)
+        self.run(plan(**specs, target=self.target, rank=rank, num_rows=num_rows), arrays | tables)
 
     def combine(self, places: Places, num_rows: int, **options: Any) -> np.ndarray:
         """`plan_combine_pull` from the arrays `results`."""
         arrays = {"owners": places.owners, "rows": places.rows, "results_at": self.at("results")}
         addends = {name: options.pop(name, None) for name in ("shared", "shared_gate")}
         spec = self.buffers["results"][0].spec
-        sizes = {"width": spec.shape[1], "dtype": spec.dtype, "num_rows": num_rows}
         specs = {name: spec_of(array) for name, array in (arrays | addends).items()}
-        plan = plan_combine_pull(**specs, target=self.target, **sizes, **options)
+        specs["results_at"] = operands.RowsAt(specs["results_at"], num_rows, spec.shape[1], spec.dtype)
+        plan = in_records(plan_combine_pull, places=operands.Places)(**specs, target=self.target, **options)
         return self.run(plan, arrays | addends)["out"]
 
     def combine_weights(self, places: Places, num_rows: int) -> np.ndarray:
         """`plan_combine_pull_weights` from the arrays `weights`."""
         arrays = {"owners": places.owners, "rows": places.rows, "weights_at": self.at("weights")}
-        specs = [spec_of(array) for array in arrays.values()]
-        return self.run(plan_combine_pull_weights(*specs, self.target, num_rows=num_rows), arrays)["out"]
+        specs = {name: spec_of(array) for name, array in arrays.items()}
+        plan = in_records(plan_combine_pull_weights, places=operands.Places)
+        return self.run(plan(**specs, target=self.target, num_rows=num_rows), arrays)["out"]
 
     def combine_push(self, rank: int, group_start: np.ndarray, num_slots: int, **options: Any) -> None:
         """`plan_combine_push` of a rank's `results`, by its `sources`, to the arrays `slots`."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from moe_core.base.arrays import ArraySpec, host_array
 from moe_core.base.target import Target
+from moe_core.ops.exchange.operands import Places, RowsAt
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
@@ -76,11 +77,12 @@ def _forward(rank: Rank, problem: Problem, num_rows: int, wait: Any, target: Tar
     found = rank.run(plan, arrays)
     places = {name: found[name] for name in ("owners", "rows")}
     arrays = {"x": operands.x, **places, "rows_at": rank.at("rows")}
-    rank.run(plan_dispatch_push(*map(spec_of, arrays.values()), target, num_rows=num_rows), arrays)
+    at = Places(*map(spec_of, places.values()))
+    rank.run(plan_dispatch_push(spec_of(operands.x), at, spec_of(rank.at("rows")), target, num_rows=num_rows), arrays)
     arrays = {"weights": operands.routing.weights, **places}
     arrays |= {"weights_at": rank.at("weights"), "sources_at": rank.at("sources")}
-    specs = {name: spec_of(array) for name, array in arrays.items()}
-    rank.run(plan_push_slots(**specs, target=target, rank=number, num_rows=num_rows), arrays)
+    specs = {name: spec_of(array) for name, array in arrays.items() if name not in places}
+    rank.run(plan_push_slots(**specs, places=at, target=target, rank=number, num_rows=num_rows), arrays)
     wait()
     local_ids, _, group_start, *_ = layout_of_runs(found["received"], num_rows=num_rows)
     arrived = int(group_start[-1])
@@ -92,9 +94,9 @@ def _forward(rank: Rank, problem: Problem, num_rows: int, wait: Any, target: Tar
     arrays["slots_at"] = rank.at("slots")
     rank.run(plan_combine_push(*map(spec_of, arrays.values()), target, num_slots=num_slots), arrays)
     wait()
-    sizes = {"width": problem.x.shape[1], "dtype": problem.x.dtype.name, "num_rows": num_rows}
     arrays = places | {"results_at": rank.at("results")}
-    pulled = rank.run(plan_combine_pull(*map(spec_of, arrays.values()), target, **sizes), arrays)["out"]
+    results_at = RowsAt(spec_of(arrays["results_at"]), num_rows, problem.x.shape[1], problem.x.dtype.name)
+    pulled = rank.run(plan_combine_pull(at, results_at, target), arrays)["out"]
     order = places["rows"]
     pushed = reduce(rank.own("slots")[: order.size], order.reshape(-1), top_k=order.shape[1], order="slot")
     wait()

@@ -20,8 +20,7 @@ def direct_results(case: Any, given: Mapping[str, Any]) -> tuple[dict[str, Tenso
     at slots that were not kept.
     """
     W, each, most = case.ranks, given["per_rank"], given["most"]
-    names = ("rows", "ids", "weights", "told", *(("numbers",) if case.by_token else ()))
-    held = {name: [given["empty"][name].clone() for _ in range(W)] for name in names}
+    held = {name: [empty.clone() for _ in range(W)] for name, empty in given["empty"].items()}
     exact: dict[str, Tensor] = {}
     sums, first = {}, 0
     for home, ids in enumerate(given["ids"]):
@@ -39,8 +38,6 @@ def direct_results(case: Any, given: Mapping[str, Any]) -> tuple[dict[str, Tenso
         first += len(ids)
         for owner in range(W):
             held["ids"][owner][home * most : (home + 1) * most] = -1
-            if case.by_token:
-                held["numbers"][owner][home * most : (home + 1) * most] = -1
             told = torch.cat([given["headers"][home], torch.tensor([len(ids), 0, 0, 0], dtype=torch.int32)])
             held["told"][owner][given["turn"] % 2 * W + home] = told
             for t in range(len(ids)):
@@ -51,8 +48,6 @@ def direct_results(case: Any, given: Mapping[str, Any]) -> tuple[dict[str, Tenso
                 if bool(here.any()):
                     held["rows"][owner][row] = given["x"][home][t]
                     owners[t, owner], rows[t, owner] = owner, row
-                    if case.by_token:
-                        held["numbers"][owner][row] = row * W + owner
         held["told"][home][-1, 0] = given["turn"] + 1
         exact |= {
             f"places {home}": places,
