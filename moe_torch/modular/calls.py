@@ -1,4 +1,4 @@
-"""Records of the published methods: the arguments of prepare, finalize and apply, and the result of prepare."""
+"""Records of the published methods: arguments of prepare, finalize and apply, and the result of prepare."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightA
 
 @dataclass(frozen=True, eq=False)
 class PreparedTokens:
-    """What `prepare` gives; unpacks to `(a1q, a1q_scale, expert_num_tokens)`.
+    """The result of `prepare`. Unpacks to `(a1q, a1q_scale, expert_num_tokens)`.
 
-    a1q: the activations in the class's format. expert_num_tokens: int32 `[E]`, of the batched format. topk_ids,
-    topk_weights `[M', topk]`: of the tokens in a1q where these are others than the caller's, as after a dispatch to
-    other ranks; None = the caller's. handle: whatever `finalize` of the same class wants to know. batch: the slots and
-    the experts of all ranks, where the experts' sums are to have the order that these have on one device.
+    expert_num_tokens: int32 `[E]`, batched format only. topk_ids and topk_weights: `[M', topk]`, for the tokens in a1q.
+    None: the caller's. handle: for `finalize` of the same class. batch: slots and experts of all ranks, if sums must
+    have the order of one device.
     """
 
     a1q: torch.Tensor
@@ -39,9 +38,9 @@ class PreparedTokens:
 
 
 class PrepareCall(NamedTuple):
-    """The arguments of `prepare` and `prepare_async` in all published generations, in the order of the newest.
+    """Arguments of `prepare` in all published generations, in the newest order.
 
-    a1 `[M, K]`; topk_weights and topk_ids `[M, topk]`. num_experts: of all ranks. num_local_experts: of w1. a1_scale,
+    a1 `[M, K]`. topk_weights and topk_ids `[M, topk]`. num_experts: of all ranks. num_local_experts: of w1. a1_scale,
     a2_scale: static scales of the activations before each product.
     """
 
@@ -59,7 +58,7 @@ class PrepareCall(NamedTuple):
 
 
 class FinalizeCall(NamedTuple):
-    """The arguments of `finalize` and `finalize_async`; output is `[M, K]`."""
+    """Arguments of `finalize` and `finalize_async`. output is `[M, K]`."""
 
     output: torch.Tensor
     fused_expert_output: torch.Tensor
@@ -71,7 +70,7 @@ class FinalizeCall(NamedTuple):
 
 
 class ExpertsCall(NamedTuple):
-    """The arguments of `FusedMoEPermuteExpertsUnpermute.apply`."""
+    """Arguments of `FusedMoEPermuteExpertsUnpermute.apply`."""
 
     output: torch.Tensor
     hidden_states: torch.Tensor
@@ -91,10 +90,8 @@ class ExpertsCall(NamedTuple):
 
 
 def taking(record: Any) -> Callable[[Callable[[Any, Any], Any]], Callable[..., Any]]:
-    """Turn a method of one record into a method with the record's fields as parameters.
-
-    The modular kernel reads its signature, which lists the fields.
-    """
+    """Turn a method that takes one record into a method that takes the record's fields. The modular kernel reads these
+    parameters from the signature."""
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for name in record._fields:
         default = record._field_defaults.get(name, inspect.Parameter.empty)

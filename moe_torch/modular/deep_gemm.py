@@ -1,4 +1,4 @@
-"""The grouped products of DeepGEMM's contract, under its names, on the kernels of this library."""
+"""Grouped products with DeepGEMM's names and contract, on this library's kernels."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def m_grouped_fp8_gemm_nt_contiguous(
 ) -> None:
     """Write `d[row] = a[row] @ b[m_indices[row]].T` for every row: the contiguous layout.
 
-    a: e4m3 `[M, K]` and scales fp32 `[M, K / 128]`, of any strides. b: e4m3 `[G, N, K]` and scales fp32 `[G, N / 128,
-    K / 128]`. K and N are multiples of 128. d `[M, N]`: bf16 (or fp16, fp32), dense rows. m_indices int32 `[M]`: the
-    group of each row, -1 = padding, which is not read and whose rows of d become zeros; numbers of no group count as
-    -1. Groups may begin anywhere and come in any order, so that rows padded to 128 are as good as others. recipe: None
-    or (1, 128, 128). compiled_dims, disable_ue8m0_cast: what upstream compiles for, and whether it rounds scales on
-    Blackwell; checked, without effect here: sizes are upstream's compiler's business, and scales are used as they are.
-    Works in CUDA graphs and under `torch.compile`; no gradient. Raises InvalidInput, Unsupported.
+    K and N are multiples of 128. Groups may begin anywhere, in any order. Works in CUDA graphs and under
+    `torch.compile`, without gradients.
+
+    a: e4m3 `[M, K]` and scales fp32 `[M, K / 128]`, of any strides. b: e4m3 `[G, N, K]` and scales fp32 `[G, N / 128, K
+    / 128]`. d: `[M, N]` in bf16, fp16 or fp32, dense rows. m_indices: int32 `[M]`, the group of each row. Rows with -1,
+    or any number of no group, are not read and are zero in d. recipe: None or (1, 128, 128). compiled_dims,
+    disable_ue8m0_cast: checked, without effect. Scales are used as they are.
     """
     _require_options(recipe, compiled_dims, disable_ue8m0_cast)
     _require_products(a, b, d, masked=False)
@@ -66,9 +66,9 @@ def m_grouped_fp8_gemm_nt_masked(
 ) -> None:
     """Write `d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g].T` for every group: the masked layout.
 
-    a: e4m3 `[G, M, K]` and scales fp32 `[G, M, K / 128]`. d `[G, M, N]`. masked_m int32 `[G]`, on the device; rows past
-    it are not read, and are zeros in d. expected_m: about how many rows of a group are used; tiles are chosen for it,
-    and what is computed does not depend on its being right. Everything else as in `m_grouped_fp8_gemm_nt_contiguous`.
+    a: e4m3 `[G, M, K]` and scales fp32 `[G, M, K / 128]`. d: `[G, M, N]`. masked_m: int32 `[G]` on the device. Rows
+    past it are not read, and are zeros in d. expected_m: about how many rows of a group are used, to choose tiles. All
+    else is as in `m_grouped_fp8_gemm_nt_contiguous`.
     """
     _require_options(recipe, compiled_dims, disable_ue8m0_cast)
     require_at_least("expected_m", expected_m, 1)
@@ -86,9 +86,9 @@ def m_grouped_fp8_gemm_nt_masked(
 
 
 def is_blackwell_deep_gemm_e8m0_used(device: torch.device | str | None = None) -> bool:
-    """Whether the chip is one on which DeepGEMM takes power-of-two scales alone: Blackwell, sm_100 to sm_109.
+    """Return True on chips where DeepGEMM takes power-of-two scales only: Blackwell, sm_100 to sm_109.
 
-    device: None = the current CUDA device, or none. Experts are in that mode if they are made with `e8m0=True`.
+    device: None: the current CUDA device, if any. Experts use such scales if they are made with `e8m0=True`.
     """
     if device is None:
         if not torch.cuda.is_available():
@@ -105,7 +105,7 @@ def _on_blackwell(index: int) -> bool:
 
 @constant_result
 def _tile(groups: int, n: int, k: int, rows: int, out_dtype: str, kind: str, index: int) -> tuple[Any, ...] | None:
-    """The fields of the tile for so many rows of a group; a constant of compiled programs."""
+    """Fields of the tile for this number of rows of a group, a constant of compiled programs."""
     found = tile_for_rows((groups, n, k), rows, out_dtype, target_of_device(torch.device(kind, index)))
     return None if found is None else tuple(getattr(found, name) for name in TileConfig.__match_args__)
 

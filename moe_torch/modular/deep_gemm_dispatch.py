@@ -1,4 +1,4 @@
-"""Experts that are Triton's or DeepGEMM's, chosen call by call."""
+"""Experts that choose Triton or DeepGEMM in each call."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ Self = TypeVar("Self", bound="TritonOrDeepGemmExperts")
 
 
 class TritonOrDeepGemmExperts(StandardExperts):
-    """`deep_gemm_expert` where it is allowed and a call is valid for it, else `triton_expert`.
+    """Run `deep_gemm_expert` if it is allowed and the call is valid for it, else `triton_expert`.
 
-    Allowed: allow_deep_gemm, use_fp8_w8a8 and block_shape [128, 128]; `deep_gemm_expert` is None otherwise. Valid, with
-    w2 `[E, K, N]`: at least 128 tokens, N and K multiples of 128, N > 512, w1 and w2 both e4m3, everything contiguous;
-    or any number of tokens that `prepare` has quantised, with a1q_scale; or e8m0 on a chip for which
-    `is_blackwell_deep_gemm_e8m0_used`. `explain` says which and why.
+    Allowed: allow_deep_gemm, use_fp8_w8a8 and block_shape [128, 128]. Otherwise `deep_gemm_expert` is None. Valid, with
+    w2 `[E, K, N]`: at least 128 tokens, N and K multiples of 128, N > 512, w1 and w2 e4m3, everything contiguous. Also
+    valid: tokens that `prepare` has quantised, with a1q_scale, and e8m0 if `is_blackwell_deep_gemm_e8m0_used`.
+    `explain` gives the reason. All chunks of a batch run on one member.
 
-    The first seven parameters are those of `FusedMoEQuantConfig.make`, arrays (scales, zero points, biases) its others.
-    e8m0: of `deep_gemm_expert`, see `DeepGemmContractExperts`. Chunks of a batch all run on
-    the member of the whole batch. Raises InvalidInput, and Unsupported for what a member does not support.
+    Parameters and arrays are those of `FusedMoEQuantConfig.make`. e8m0: see `DeepGemmContractExperts`. Raises
+    Unsupported for what a member does not support.
     """
 
     default_weight_layout = "out_in"
@@ -81,12 +80,11 @@ class TritonOrDeepGemmExperts(StandardExperts):
 
     @property
     def allow_deep_gemm(self) -> bool:
-        """Whether DeepGEMM may be chosen."""
         return self._not_allowed is None
 
     @property
     def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        """The members', which must agree."""
+        """The formats of both members, which must agree."""
         return self._agreed("activation_formats", lambda member: member.activation_formats)
 
     def supports_chunking(self) -> bool:
@@ -96,14 +94,14 @@ class TritonOrDeepGemmExperts(StandardExperts):
         return all(member.supports_expert_map() for member in self._members())
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """The members', which must agree."""
+        """The answer of both members, which must agree."""
         return self._agreed("finalize_weight_and_reduce_impl", lambda member: member.finalize_weight_and_reduce_impl())
 
     def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
         return self._members()[-1].workspace_dtype(activation_dtype)
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
-        """DeepGEMM's, which are strictly larger, where it may be chosen for such sizes; `apply` may yet take Triton."""
+        """DeepGEMM's shapes, the larger ones, if it may be chosen for these sizes. `apply` may still take Triton."""
         own = self.deep_gemm_expert
         if own is not None and (own.e8m0 or contract.why_not_valid_shape(size.M, size.N, size.K) is None):
             return own.shapes(size, F)
@@ -114,13 +112,12 @@ class TritonOrDeepGemmExperts(StandardExperts):
         return self, w1, w2
 
     def run(self, call: ExpertsCall) -> None:
-        """`apply` of the member that `explain` names."""
         member = self.chosen(call.hidden_states, call.w1, call.w2)
         size = self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
         F = self.adjust_N_for_activation(size.N, call.activation)
         own = self.deep_gemm_expert
         if own is member and own is not None and own.shapes(size, F) != self.shapes(size, F):
-            # For hidden states that are quantised already: `shapes`, which does not know them, named Triton's memory.
+            # For quantised hidden states: `shapes` does not see them and returned Triton's memory.
             workspace13, workspace2, _ = (call.workspace2.new_empty(shape) for shape in own.shapes(size, F))
             call = call._replace(workspace13=workspace13, workspace2=workspace2)
         member.apply(*call)
@@ -128,7 +125,7 @@ class TritonOrDeepGemmExperts(StandardExperts):
     def chosen(
         self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
     ) -> FusedMoEPermuteExpertsUnpermute:
-        """The member that runs such a call."""
+        """The member that runs this call."""
         choice = contract.choose_experts(self._not_allowed, self._case(hidden_states, w1, w2))
         if choice.member != contract.DEEP_GEMM:
             return self.triton_expert
@@ -136,11 +133,11 @@ class TritonOrDeepGemmExperts(StandardExperts):
         return self.deep_gemm_expert
 
     def explain(self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> str:
-        """Which member runs such a call, and why: one line. Runs nothing."""
+        """Name the member that runs this call, and the reason, in one line. Runs nothing."""
         return contract.explain_choice(self._not_allowed, self._case(hidden_states, w1, w2))
 
     def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
-        """The same experts, both members, with another configuration of the same scheme."""
+        """Copy both members with another configuration of the same scheme."""
         if quant_config is self.quant_config:
             return self
         changed = copy.copy(self)
@@ -153,11 +150,12 @@ class TritonOrDeepGemmExperts(StandardExperts):
     def chunked_as_whole(
         self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> FusedMoEPermuteExpertsUnpermute:
-        """The member of the whole: a chunk alone may have too few tokens for it, and other bits on the other one."""
+        """The member of the whole batch. A chunk may have too few tokens for it, and the other member has other
+        bits."""
         return self.chosen(x, w1, w2).chunked_as_whole(x, w1, w2, size, activation)
 
     def adding_as(self: Self, num_tokens: int, num_experts: int) -> Self:
-        """The same experts, both members, whose sums have the order of such a batch."""
+        """Copy both members with the summation order of this batch."""
         changed = super().adding_as(num_tokens, num_experts)
         changed.triton_expert = self.triton_expert.adding_as(num_tokens, num_experts)
         if self.deep_gemm_expert is not None:

@@ -1,4 +1,4 @@
-"""Experts of DeepGEMM's contract: fp8 in blocks of 128, on tokens in either format."""
+"""Experts with DeepGEMM's contract: fp8 in blocks of 128, tokens in either format."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _CONFIG = FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape=contract.deep_
 
 
 class DeepGemmContractExperts(GroupedExperts):
-    """What both formats share: the checks of the contract, its rows and its weights.
+    """The base of both formats: checks of the contract, its rows and its weights.
 
-    quant_config: fp8_w8a8 with block_shape [128, 128]; w1_scale fp32 `[E, N / 128, K / 128]` and w2_scale `[E, K / 128,
-    F / 128]` may come with the call. Hidden states are bf16, fp16 or fp32 and quantised here, or e4m3 with a1q_scale
-    fp32 `[.., K / 128]`; N, K and F are multiples of 128. e8m0: activations get power-of-two scales.
-    Raises InvalidInput, and Unsupported for other configurations and layouts.
+    quant_config: fp8_w8a8 with block_shape [128, 128]. w1_scale fp32 `[E, N / 128, K / 128]` and w2_scale `[E, K / 128,
+    F / 128]` may come with the call. Hidden states are bf16, fp16 or fp32, or e4m3 with a1q_scale fp32 `[.., K / 128]`.
+    N, K and F are multiples of 128. e8m0: activations get power-of-two scales. Raises InvalidInput, and Unsupported for
+    other configurations and layouts.
     """
 
     default_weight_layout = "out_in"
@@ -66,7 +66,6 @@ class DeepGemmContractExperts(GroupedExperts):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """e4m3 weights of 128 x 128 with e4m3 activations of 1 x 128."""
         known = ops.scheme_named("fp8_block")
         assert known.activations is not None
         return (weight_key, activation_key) == (quant_key(known.weights, True), quant_key(known.activations, False))
@@ -80,7 +79,7 @@ class DeepGemmContractExperts(GroupedExperts):
         return contract.activation_format(self.e8m0)
 
     def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
-        """That of the activations; bf16 where these are quantised already."""
+        """The dtype of the activations, bf16 if they are quantised already."""
         return torch.bfloat16 if activation_dtype == torch.float8_e4m3fn else activation_dtype
 
     def chunked_as_whole(
@@ -94,8 +93,7 @@ class DeepGemmContractExperts(GroupedExperts):
         return super().chunked_as_whole(x, w1, w2, size, activation)
 
     def operands_of(self, call: ExpertsCall) -> tuple[ExpertWeights, QuantizedTensor]:
-        """The weights, and the hidden states `[.., K]` as quantised rows; InvalidInput for others than the
-        contract's."""
+        """The weights, and the hidden states `[.., K]` as quantised rows. Raises InvalidInput."""
         if call.a2_scale is not None:
             raise InvalidInput(
                 "a2_scale must be None: activations have a scale per 128 columns, got a tensor; leave it out"
@@ -109,16 +107,15 @@ class DeepGemmContractExperts(GroupedExperts):
 
 
 class DeepGemmExperts(DeepGemmContractExperts):
-    """Tokens in the Standard format, products in the contiguous layout: the rows of each expert padded to 128.
+    """Standard format, products in the contiguous layout: the rows of each expert are padded to 128.
 
-    quantise -> product 1 -> `activation` -> quantise -> product 2, weighted -> sum by token. What lies between the
-    stages is rounded to the dtype of the hidden states (bf16 where they are quantised), as DeepGEMM's products are:
-    once more than in TritonExperts. `activation` may be overridden; rows of padding are exact zeros when it sees them.
-    Options: those of `DeepGemmContractExperts`.
+    quantise -> product 1 -> `activation` -> quantise -> product 2, weighted -> sum by token. Stages round to the dtype
+    of the hidden states (bf16 if these are quantised), once more than TritonExperts. An overridden `activation` sees
+    exact zeros in rows of padding. Options: see `DeepGemmContractExperts`.
     """
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
-        """For the most rows that padding can make of M * topk."""
+        """Sizes for the most rows that padding can make of M * topk."""
         rows = -(-(size.M * size.topk + size.E * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
         return (rows, max(size.N, size.K)), (rows, F), (size.M, size.K)
 
@@ -135,15 +132,17 @@ class DeepGemmExperts(DeepGemmContractExperts):
         hidden = view_as(workspace2, count, F)
         self.activation(call.activation, hidden, before)
         rows = ops.quantize_rows(hidden, self.activations)
-        # The memory of what the activation has read.
+        # Reuse the memory that the activation has read.
         memory = {"y": view_as(workspace13, M * topk, K)}
         slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=left.reshape(-1))
         sum_by_token(call.output, slots, layout.row_of_slot, topk, "slot")
 
 
 class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
-    """Tokens in the batched format, products in the masked layout; rows past an expert's count come out as zeros.
-    Further options: those of `DeepGemmContractExperts`."""
+    """Batched format, products in the masked layout. Rows past an expert's count come out as zeros.
+
+    Options: see `DeepGemmContractExperts`.
+    """
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         rows = self.max_num_tokens * self.num_dispatchers

@@ -35,9 +35,9 @@ from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
 from moe_torch.operators.table import ACTIVATION
 
 Self = TypeVar("Self", bound="FusedMoEPermuteExpertsUnpermute")
-#: What activations can be quantised to.
+#: Elements of quantised activations.
 _ACTIVATION_ELEMENTS = ("e4m3", "e2m1", "int8")
-#: Methods that ported classes override to put something of their own in.
+#: Methods that ported classes override.
 _OVERRIDES = ("activation", "moe_sum", "weights")
 _NO_MOE_CONFIG = types.SimpleNamespace(moe_parallel_config=None)
 #: (workspace13, workspace2, output)
@@ -45,22 +45,24 @@ WorkspaceShapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _is_ours(method: Any) -> bool:
-    """Whether a method is one of this library's, or none at all."""
+    """Return True for None and for a method of this library."""
     return method is None or getattr(method, "__module__", "").startswith(__name__.rpartition(".")[0])
 
 
 class FusedMoEPermuteExpertsUnpermute(abc.ABC):
-    """Experts: what `FusedMoEModularKernel` runs between `prepare` and `finalize`.
+    """Experts that `FusedMoEModularKernel` runs between `prepare` and `finalize`.
+
+    Letters: M tokens, E local experts, K hidden, N columns of the first product (2F if gated), F after the activation.
 
     quant_config: scheme, scales, zero points and biases of the weights. weight_layout: `out_in` (w1 `[E, N, K]`, w2
-    `[E, K, F]`) or `in_out` (w1 `[E, K, N]`, w2 `[E, F, K]`); None = the class's default, which is its family's.
-    tuning: how tiles are chosen, `batch_invariant` among it. Letters: M tokens, E local experts, K hidden, N columns of
-    the first product (2F if gated), F after the activation. Raises Unsupported where `why_unsupported` has a reason.
+    `[E, K, F]`) or `in_out` (w1 `[E, K, N]`, w2 `[E, F, K]`). None: the class's default. tuning: how tiles are chosen.
+    configs: quant_config, or the newest generation's moe_config, quant_config, max_num_tokens and num_dispatchers.
+    Raises Unsupported if `why_unsupported` gives a reason.
     """
 
-    #: The family's; `out_in` or `in_out`.
+    #: `out_in` or `in_out`, by family.
     default_weight_layout = "out_in"
-    #: Which of the methods that a subclass may override (`_OVERRIDES`) the `apply` of this library calls.
+    #: Methods of `_OVERRIDES` that this library's `apply` calls.
     calls: tuple[str, ...] = ("weights",)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -76,7 +78,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @classmethod
     def _require_called(cls, name: str) -> None:
-        """Raise Unsupported where the inherited `apply` would never call an overridden method."""
+        """Raise Unsupported if the inherited `apply` would never call an overridden method."""
         running = (cls.apply, getattr(cls, "run", None))
         if any(getattr(method, "__isabstractmethod__", False) for method in running):
             return
@@ -96,8 +98,6 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         weight_layout: str | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        """configs: quant_config, or as in the newest generation moe_config, quant_config, max_num_tokens and
-        num_dispatchers, which are kept for subclasses."""
         if len(configs) == 1:
             configs = (moe_config, *configs)
         named = (moe_config, quant_config, max_num_tokens, num_dispatchers)
@@ -122,7 +122,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @property
     def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        """Of the input and of the output of `apply`; a subclass defines it, or `activation_format`."""
+        """Formats of the input and output of `apply`. A subclass defines this or `activation_format`."""
         base = FusedMoEPermuteExpertsUnpermute
         if type(self).activation_format is base.activation_format:
             raise InvalidInput(
@@ -133,32 +133,31 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return found, found
 
     def activation_format(self) -> FusedMoEActivationFormat:
-        """Of the input. In the newest generation a static method, which subclasses may define so."""
+        """Format of the input. The newest generation has a static method, which subclasses may define."""
         return self.activation_formats[0]
 
     def supports_chunking(self) -> bool:
-        """Whether `apply` to some of the tokens gives their rows of the whole."""
+        """True if `apply` may run on a part of the tokens."""
         return False
 
     def supports_expert_map(self) -> bool:
-        """Whether `apply` takes an expert_map."""
+        """True if `apply` takes an expert_map."""
         return True
 
-    # What other systems' kernels ask experts.
+    # Questions of other systems' kernels.
 
     @staticmethod
     def is_monolithic() -> bool:
-        """Whether routing is inside: it never is."""
+        """False: routing is never inside."""
         return False
 
     @staticmethod
     def supports_lora() -> bool:
-        """Whether adapters of another system run inside: here they are injected by overriding."""
+        """False: no adapters of another system run inside. Override methods to inject them."""
         return False
 
     @staticmethod
     def _supports_routing_method(routing_method: Any, weight_key: Any, activation_key: Any) -> bool:
-        """Experts get ids and weights, whoever chose them."""
         return True
 
     @staticmethod
@@ -172,12 +171,12 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
-        """It is an option, `tuning`, and not asked for by default."""
+        """False by default: it is an option of `tuning`."""
         return False
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Whether `prepare` must leave quantising to the experts."""
+        """True if the experts quantise, and `prepare` must not."""
         return self.quant_config.quantizes_activations
 
     def output_hidden_dim(self, hidden_dim: int) -> int:
@@ -186,7 +185,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @abc.abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """What is left to do with what `apply` writes."""
+        """The weighting and reduction that remain to be done after `apply`."""
 
     @abc.abstractmethod
     def workspace_shapes(
@@ -200,10 +199,10 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: str | Activation,
     ) -> WorkspaceShapes:
-        """(workspace13, workspace2, output). 13 serves the first and the last product, 2 the activation."""
+        """Return (workspace13, workspace2, output). 13 serves the first and last product, 2 the activation."""
 
     def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
-        """That of the workspaces."""
+        """The dtype of the workspaces."""
         return activation_dtype
 
     @abc.abstractmethod
@@ -225,17 +224,17 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Write output; hidden_states are as `prepare` left them.
+        """Write output from hidden_states as `prepare` returned them.
 
-        topk_weights fp32 and topk_ids int32 `[M, topk]`, -1 = no expert. Shapes of the workspaces and of output: those
-        of `workspace_shapes`. apply_router_weight_on_input: the weight is on hidden_states already, and is not applied.
+        topk_weights fp32 and topk_ids int32 `[M, topk]`, -1 = no expert. `workspace_shapes` gives the shapes of
+        workspaces and output. apply_router_weight_on_input: hidden_states are weighted already, and no weight is
+        applied.
         """
 
     def activation(self, activation: str | Activation, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Write the activation of input `[R, N]` to output `[R, F]`, in fp32 with one cast; N = 2F where it is gated.
+        """Write the activation of input `[R, N]` to output `[R, F]`, in fp32 with one cast. N = 2F if it is gated.
 
-        Classes that fuse the activation into the first product, whose `calls` has no `activation`, refuse a subclass
-        that overrides it. Raises InvalidInput, a ValueError, for a name that does not exist.
+        Classes without `activation` in `calls` fuse it into the first product and refuse a subclass that overrides it.
         """
         chosen = core.activation_of(activation)
         dtype = str(output.dtype).removeprefix("torch.")
@@ -244,20 +243,19 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> ProblemSize:
-        """(E, M, N, K, topk), read off axes that no format packs; M of batched a1 `[E, max_num_tokens, K]` is its
-        second axis."""
+        """Return (E, M, N, K, topk), read from axes that no format packs. M of batched a1 is its second axis."""
         return moe_problem_size(a1.shape, w1.shape, w2.shape, topk_ids.shape, self.weight_layout)
 
     def adjust_N_for_activation(self, N: int, activation: str | Activation) -> int:  # noqa: N802
-        """F: N // 2 where the activation is gated."""
+        """F: N // 2 if the activation is gated, else N."""
         return core.width_after(N, activation)
 
     def weights(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
-        """w1 and w2 with what the configuration has beside them."""
+        """Join w1 and w2 with the scales, zero points and biases of the configuration."""
         return core.expert_weights(w1, w2, self.quant_config, self.weight_layout)
 
     def with_quant_config(self: Self, quant_config: core_config.FusedMoEQuantConfig) -> Self:
-        """The same experts with another configuration, a shallow copy."""
+        """Make a shallow copy with another configuration."""
         if quant_config is self.quant_config:
             return self
         reason = core.why_unsupported(quant_config)
@@ -268,18 +266,17 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return changed
 
     def as_stored(self, w1: Any, w2: Any) -> tuple[FusedMoEPermuteExpertsUnpermute, Any, Any]:
-        """The experts and the weights to go on with; ported classes read what they are given."""
+        """The experts and weights for the rest of the call. Ported classes keep the weights as they are."""
         return self, w1, w2
 
     def chunked_as_whole(
         self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
-        """The same experts, whose sums in every chunk of x `[M, K]` have the order of the whole: true of classes that
-        support chunking. The modular kernel calls it before it splits a batch."""
+        """Experts that add up every chunk of x `[M, K]` in the order of the whole. Called before a batch is split."""
         return self
 
     def adding_as(self: Self, num_tokens: int, num_experts: int) -> Self:
-        """The same experts, whose sums have the order of a batch of so many tokens and experts, a shallow copy."""
+        """Make a shallow copy with the summation order of a batch of this size."""
         tuning = Tuning() if self.tuning is None else self.tuning
         changed = copy.copy(self)
         changed.tuning = dataclasses.replace(tuning, expected_tokens=max(1, num_tokens), expected_experts=num_experts)
@@ -287,7 +284,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_current_device() -> bool:
-        """Whether there are kernels for the device that torch would use, or an engine for the CPU."""
+        """True if torch's current device has kernels, or is a CPU with an engine."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         try:
             target_of_device(device)
@@ -297,20 +294,18 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
-        """Whether activations that are not gated run."""
+        """Return True: ungated activations run."""
         return True
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Whether weights and activations of these keys (None = not quantised) run, of some sizes at least: activations
-        only beside weights, as floats or int8."""
+        """True if these keys (None: not quantised) run for some sizes: activations only with quantised weights."""
         if activation_key is None:
             return True
         return weight_key is not None and activation_key.symmetric and activation_key.dtype in _ACTIVATION_ELEMENTS
 
     @staticmethod
     def _supports_activation(activation: str | Activation) -> bool:
-        """Whether the activation exists."""
         try:
             core.activation_of(activation)
         except InvalidInput:
@@ -319,7 +314,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_parallel_config(parallel_config: FusedMoEParallelConfig) -> bool:
-        """Whether the experts run on each rank of it; narrower or fewer weights are all that is seen of it here."""
+        """Return True: experts only see narrower or fewer weights."""
         return True
 
     @classmethod
@@ -331,10 +326,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         activation: str | Activation | None = None,
         parallel_config: FusedMoEParallelConfig | None = None,
     ) -> str | None:
-        """The reason this class cannot run a configuration on a device, None if it can.
-
-        activation, parallel_config: asked too where they are given.
-        """
+        """Return the reason why this class cannot run a configuration on a device, or None if it can. activation,
+        parallel_config: checked too unless None."""
         try:
             require_kind("config", config, core_config.FusedMoEQuantConfig)
             target_of_device(torch.device(device))

@@ -1,4 +1,4 @@
-"""gpt-oss experts, tokens in the Standard format: classes, fused or open between the stages, and functions."""
+"""gpt-oss experts in the Standard format: classes, fused or open between the stages, and functions."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from moe_torch.ops import RaggedLayout, make_layout
 
 
 class BaseOAITritonExperts(GroupedExperts):
-    """w1 `[E, K, N]`, w2 `[E, F, K]` (weight_layout `in_out`); weights and reduction inside. `_make_routing_data` may
-    be overridden: the stages then run on what it returns."""
+    """Experts with w1 `[E, K, N]` and w2 `[E, F, K]` (`in_out`) that weight and reduce inside. A subclass may override
+    `_make_routing_data`. The stages then run on its result."""
 
     default_weight_layout = "in_out"
 
     def _make_routing_data(
         self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_local_experts: int
     ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
-        """Rows sorted by expert; topk_ids are local, -1 = not here."""
+        """Sort rows by expert. topk_ids are local, -1 = not here."""
         return make_routing_data(topk_ids, topk_weights, num_local_experts)
 
     def _routing_is_ours(self) -> bool:
-        # One may be put on the object too.
+        # It may also be set on the object.
         overridden = "_make_routing_data" in self.__dict__
         return not overridden and type(self)._make_routing_data is BaseOAITritonExperts._make_routing_data
 
@@ -51,14 +51,14 @@ class BaseOAITritonExperts(GroupedExperts):
         """The layout of `_make_routing_data`, and its weights by slot, fp32 `[M * topk]`."""
         weights = weights_left(call)
         if self._routing_is_ours():
-            # Its layout and weights, without the arrays that only others read.
+            # The same layout and weights, without the arrays that nothing here reads.
             return make_layout(call.topk_ids, num_local_experts, expert_map=call.expert_map), weights.reshape(-1)
         ids = local_ids(call.topk_ids, call.expert_map)
         return layout_and_weights(*self._make_routing_data(ids, weights, num_local_experts))
 
 
 class OAITritonExperts(BaseOAITritonExperts):
-    """The activation fused into the first product; one composed plan unless `_make_routing_data` is overridden."""
+    """Fuse the activation into the first product: one composed plan unless `_make_routing_data` is overridden."""
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         return (0, 0), (size.M * size.topk, F), (size.M, size.K)
@@ -77,10 +77,10 @@ class OAITritonExperts(BaseOAITritonExperts):
 
 
 class _Running(threading.local):
-    """What the injection points of the `apply` that runs on this thread are told."""
+    """The context of the `apply` that runs on this thread."""
 
     def __init__(self) -> None:
-        # Not an attribute of the class: compiled programs are guarded by where they find it.
+        # Set on the object because guards of compiled programs record where an attribute is.
         self.context: SlotContext | None = None
 
 
@@ -88,11 +88,11 @@ _running = _Running()
 
 
 class UnfusedOAITritonExperts(BaseOAITritonExperts):
-    """Stage by stage, with two places to inject something, LoRA for example: override `activation` and `moe_sum`.
+    """Run stage by stage, so that `activation` and `moe_sum` may be overridden, for LoRA for example.
 
-    matmul 1 without activation -> `activation` on rows by slot `[M * topk, N]` -> matmul 2 -> `moe_sum`. What lies
-    between the stages is rounded to the dtype of the hidden states: once more than in OAITritonExperts. Rows of slots
-    without an expert are exact zeros after either product. While they run, `context` says what the rows belong to.
+    matmul 1 -> `activation` on rows by slot `[M * topk, N]` -> matmul 2 -> `moe_sum`. Stages round to the dtype of the
+    hidden states, once more than OAITritonExperts. Rows of slots without an expert are exact zeros after both products.
+    `context` describes the rows while the overridden methods run.
     """
 
     calls = ("activation", "moe_sum", "weights")
@@ -100,8 +100,8 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
 
     @property
     def context(self) -> SlotContext:
-        """The tokens, layout and weights of the rows at hand; InvalidInput outside of `activation` and `moe_sum` that
-        `apply` calls on this thread."""
+        """Tokens, layout and weights of the rows. Raises InvalidInput unless `apply` is calling `activation` or
+        `moe_sum` on this thread."""
         if _running.context is None:
             raise InvalidInput(
                 "context must be read inside of activation or moe_sum, called by apply, got a call from elsewhere; "
@@ -133,7 +133,7 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         try:
             _running.context = context
             self.activation(call.activation, rows, before)
-            # The memory of what the activation has read.
+            # Reuse the memory that the activation has read.
             memory = {"y": view_as(call.workspace2, M * topk, K)}
             slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=row_weight)
             _running.context = dataclasses.replace(context, activated=rows)
@@ -143,7 +143,7 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
 
 
 def _activation(activation: str | Activation, alpha: float, limit: float | None) -> Activation:
-    """The named activation; InvalidInput for an alpha or a limit of another one than swiglu_oai."""
+    """The named activation. Raises InvalidInput for alpha or limit without swiglu_oai."""
     chosen = activation_of(activation)
     if isinstance(activation, Activation) or chosen.name != "swiglu_oai":
         if (alpha, limit) != (1.702, 7.0):
@@ -156,8 +156,8 @@ def _activation(activation: str | Activation, alpha: float, limit: float | None)
 
 
 def _stored(w1: Any, w2: Any, quant_config: core.FusedMoEQuantConfig | None) -> Stored:
-    """The weights with the caller's configuration, or with that of no quantisation; InvalidInput for weights in bytes
-    that no scheme explains."""
+    """The weights with the caller's configuration, or one without quantisation. Raises InvalidInput for
+    unexplained bytes."""
     config = FUSED_MOE_UNQUANTIZED_CONFIG if quant_config is None else quant_config
     require_instance("quant_config", config, core.FusedMoEQuantConfig)
     found = as_stored(w1, w2, FusedMoEQuantConfig.of(config), "in_out")
@@ -170,7 +170,7 @@ def _stored(w1: Any, w2: Any, quant_config: core.FusedMoEQuantConfig | None) -> 
 
 
 def _memory_for(output: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The beginning of output as memory of hidden_states' shape, as the original takes it; None: new memory."""
+    """The start of output as memory of hidden_states' shape, as in the original. None: new memory."""
     if output is None:
         return hidden_states.new_empty(hidden_states.shape)
     if output.shape == hidden_states.shape:
@@ -202,15 +202,13 @@ def triton_kernel_fused_experts(
     intermediate_cache: torch.Tensor | None = None,
     a1q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """output `[M, K]` of hidden_states `[M, K]` for a routing of `make_routing_data`.
+    """Return output `[M, K]` of hidden_states `[M, K]` for a routing of `make_routing_data`.
 
-    output_tensor: memory for the result, of which the beginning is used; None = new. w1 `[E, K, N]`, w2 `[E, F, K]`,
-    also K-contiguous views and Tensors around mxfp4 codes; biases (fp32) in quant_config.
-    activation: swiglu_oai unless another is asked for by name; columns as in `activation_of`. swiglu_alpha,
-    swiglu_limit: of swiglu_oai (None = no clamp). apply_router_weight_on_input: on hidden_states, in fp32, once (topk
-    1). global_num_experts: -1, or at least E. intermediate_cache: memory of M * topk * F elements, None = new.
-    Raises InvalidInput, among others for an expert_map: it belongs on the ids before `make_routing_data`; and
-    Unsupported where no kernel exists.
+    output_tensor: the result goes to its start. None: a new tensor. w1: `[E, K, N]`, a K-contiguous view, or a Tensor
+    around mxfp4 codes. w2: `[E, F, K]`, likewise. quant_config: with biases in fp32. activation: `activation_of` gives
+    the order of columns. swiglu_alpha, swiglu_limit: of swiglu_oai. None: no clamp. apply_router_weight_on_input:
+    weight hidden_states once, in fp32 (topk 1). global_num_experts: -1, or at least E. expert_map: None. Apply it to
+    the ids before `make_routing_data`. intermediate_cache: memory of M * topk * F elements. None: new.
     """
     require_instance("routing_data", routing_data, RoutingData)
     require_instance("gather_indx", gather_indx, GatherIndx)
@@ -264,11 +262,11 @@ def triton_kernel_moe_forward(
     global_num_experts: int = -1,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """output `[M, K]` of hidden_states `[M, K]` routed by gating_output `[M, E_global]`: one composed plan.
+    """Return output `[M, K]` of hidden_states `[M, K]` routed by gating_output `[M, E_global]`: one composed plan.
 
-    renormalize: top-k, then softmax over the chosen logits; else softmax, then top-k. Logits are taken as fp32. w1, w2,
-    activation, quant_config: as in `triton_kernel_fused_experts`. expert_map int32 `[E_global]`: global ids to local
-    ones, or -1; global_num_experts: -1, or E_global. Raises InvalidInput, Unsupported.
+    renormalize: top-k, then softmax over the chosen logits in fp32. False: softmax, then top-k. expert_map: int32
+    `[E_global]`, global ids to local ones, or -1. global_num_experts: -1, or E_global. All else is as in
+    `triton_kernel_fused_experts`.
     """
     require_flag("renormalize", renormalize)
     if global_num_experts not in (-1, gating_output.shape[-1]):

@@ -1,4 +1,4 @@
-"""Operators whose results lie in memory that the caller owns."""
+"""Run operators that write their results to the caller's memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SEVERAL = frozenset((PACK_BITMATRIX.name, *(found.name for found in (*MOE.value
 
 
 def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments: Any) -> bool:
-    """Run an operator with the buffers of these names, outputs or scratch of its plan, in the given tensors.
+    """Run an operator with the named buffers (outputs or scratch of its plan) in the given tensors.
 
-    False where the call is not plain (`moe_torch.bridge.eager`), and nothing has run. Buffers that are not named lie in
-    the scratch memory that the run allocates. Raises InvalidInput for memory that does not fit.
+    Returns False and runs nothing unless the call is plain (`moe_torch.bridge.eager`). Raises InvalidInput for memory
+    that does not fit.
     """
     if torch.compiler.is_compiling():
         return False
@@ -45,7 +45,7 @@ def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments:
 
 
 def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> Ready | None:
-    """The plan for such a call, None where it is not plain."""
+    """The plan of this call, or None if it is not plain."""
     key = eager.plain_key((*memory.values(), *arguments))
     if key is None:
         return None
@@ -65,14 +65,13 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
 
 
 class KnownRun(NamedTuple):
-    """A plan that reads some of the tensors of a call, and writes to memory the call brings; made by `known_run`."""
+    """A plan that reads some tensors of a call and writes to the call's memory. Made by `known_run`."""
 
     ready: Ready
     selection: tuple[int, ...]
 
     def run(self, tensors: Sequence[Any], places: tuple[torch.Tensor, ...]) -> bool:
-        """Run with tensors and memory like those it is known for; False, and nothing has run, for a misaligned
-        address."""
+        """Run with tensors and memory of the known kind. Returns False and runs nothing for a misaligned address."""
         try:
             self.ready.run([tensors[index].data_ptr() for index in self.selection], places)
         except InvalidInput:
@@ -83,8 +82,8 @@ class KnownRun(NamedTuple):
 def known_run(
     operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...], tensors: Sequence[Any]
 ) -> KnownRun | None:
-    """The run of a plain call of an operator whose arguments are all among the tensors of another function's call; None
-    where one is made on the way or given as two, as such calls cannot be told apart."""
+    """The run of a plain operator call that takes all its arguments from another function's tensors. None if an
+    argument is made on the way or occurs twice: such calls cannot be told apart."""
     ready, positions = _find(operator, memory, arguments), {id(tensor): place for place, tensor in enumerate(tensors)}
     given = [tensor for tensor in tensors if tensor is not None]
     if ready is None or len({id(tensor) for tensor in given}) < len(given):
@@ -94,15 +93,15 @@ def known_run(
 
 
 def write_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments: Any) -> None:
-    """Write the first result of an operator into the first tensor of memory, which has more buffers of the plan by
-    name. A call that is not plain copies the result, and autograd sees the copy."""
+    """Write the first result of an operator to the first tensor of memory, which names more buffers of the plan. A call
+    that is not plain copies the result, and autograd sees the copy."""
     if not run_into(operator, memory, *arguments):
         next(iter(memory.values())).copy_(_result(operator, arguments))
 
 
 def result_in(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments: Any) -> torch.Tensor:
-    """The first result of an operator: the first tensor of memory, or where there is none or the call is not plain, a
-    tensor of its own, which autograd may keep."""
+    """Return the first result of an operator, in the first tensor of memory if the call is plain. Otherwise it is a new
+    tensor, which autograd may keep."""
     if memory and run_into(operator, memory, *arguments):
         return next(iter(memory.values()))
     return _result(operator, arguments)

@@ -24,7 +24,7 @@ from moe_torch.modular.workspaces import Scratch, Workspaces
 
 
 class _Chunks(NamedTuple):
-    """What every chunk of a forward has in common. options: arguments of `apply` between topk_ids and workspace13."""
+    """Values that all chunks of a forward share. options: arguments of `apply` between topk_ids and workspace13."""
 
     experts: FusedMoEPermuteExpertsUnpermute
     scratch: Scratch
@@ -34,33 +34,30 @@ class _Chunks(NamedTuple):
     on_input: bool
 
 
-#: The parameters of the first published `prepare`, in its order.
+#: Parameters of the first published `prepare`, in order.
 _FIRST_PREPARE = (
     *("a1", "a1_scale", "a2_scale", "topk_weights", "topk_ids", "num_experts", "expert_map"),
     "apply_router_weight_on_input",
 )
-#: Fields of PrepareCall and FinalizeCall that a method takes by position.
+#: Fields that a method takes by position.
 _BY_POSITION = {PrepareCall: _FIRST_PREPARE, FinalizeCall: FinalizeCall._fields}
 
 
 class _Taken(NamedTuple):
-    """The fields of a record that a method takes: their names and indices. by_name: False passes them in order."""
+    """Names and indices of the fields of a record that a method takes, by name or in order."""
 
     fields: tuple[tuple[str, int], ...]
     by_name: bool
 
     def pass_to(self, method: Callable[..., Any], call: PrepareCall | FinalizeCall) -> Any:
-        """Call a method with these fields."""
         if self.by_name:
             return method(**{name: call[index] for name, index in self.fields})
         return method(*[call[index] for _, index in self.fields])
 
 
 def _taken(method: Callable[..., Any], record: type[PrepareCall] | type[FinalizeCall]) -> _Taken:
-    """Find the fields of a record that a method takes.
-
-    The parameter lists of the published generations differ. Raises InvalidInput for a parameter that no field fills.
-    """
+    """Match the parameters of a method, which differ between published generations, with a record's fields. Raises
+    InvalidInput for a parameter without a field."""
     known, in_order = record._fields, _BY_POSITION[record]
     parameters = inspect.signature(method).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
@@ -99,12 +96,12 @@ def _parts_of(part: FusedMoEPrepareAndFinalize) -> _Parts:
 class FusedMoEModularKernel(torch.nn.Module):
     """`kernel(hidden_states, w1, w2, topk_weights, topk_ids)`: prepare -> experts -> finalize.
 
-    chunk_size: experts get at most so many tokens at a time, which bounds the workspaces; a multiple of 16, None = all.
-    The result is bitwise that of all tokens at once: every chunk adds up in the order of the whole batch. All tokens
-    run at once on the reference engine, whose order depends on the batch, and under `torch.compile`. workspaces:
-    scratch to share with other kernels, None = its own. shared_experts: a function of hidden_states, run while tokens
-    are on their way to other ranks; the kernel then returns (its result, output). Raises InvalidInput where the formats
-    of the two parts differ, and for a chunk_size that the experts cannot do.
+    chunk_size: the most tokens that experts get at a time, a multiple of 16, to bound the workspaces. None: all. Chunks
+    add up in the order of the whole batch, so results are bitwise the same. The reference engine and `torch.compile`
+    run all tokens at once. workspaces: scratch to share with other kernels. None: its own. shared_experts: a function
+    of hidden_states that runs while tokens travel to other ranks. The kernel then returns (its result, output).
+
+    Raises InvalidInput if the formats of the two parts differ, or the experts cannot run in chunks.
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class FusedMoEModularKernel(torch.nn.Module):
             )
         if chunk_size is not None:
             require_at_least("chunk_size", chunk_size, 1)
-            # A slice of rows then starts at an address that kernels take, whatever the rows.
+            # Every slice of rows then starts at an address that kernels take.
             if chunk_size % ALIGNMENT:
                 raise InvalidInput(f"chunk_size must be a multiple of {ALIGNMENT}, got {chunk_size}; round it up")
             if not fused_experts.supports_chunking():
@@ -160,13 +157,13 @@ class FusedMoEModularKernel(torch.nn.Module):
         a2_scale: torch.Tensor | None = None,
         apply_router_weight_on_input: bool = False,
     ) -> Any:
-        """output `[M, K]` of hidden_states `[M, K]`, in their dtype: bf16, fp16 or fp32, that of w1 and w2.
+        """Return output `[M, K]` of hidden_states `[M, K]` in bf16, fp16 or fp32, the dtype of w1 and w2.
 
-        w1, w2: in the weight_layout of the experts. topk_weights floats, topk_ids integers `[M, topk]`, -1 = no expert;
-        ids outside count as -1. inplace: the output is written over hidden_states, and returned. global_num_experts: -1
-        = the experts of w1. expert_map int32 `[global_num_experts]`: global ids to local ones, or -1. Scales and zero
-        points: in addition to those of the experts' quant_config. apply_router_weight_on_input: on hidden_states, once
-        (topk 1). Raises InvalidInput, Unsupported.
+        w1, w2: in the weight_layout of the experts. topk_weights: floats `[M, topk]`. topk_ids: integers `[M, topk]`.
+        -1 and ids outside: no expert. inplace: write the output over hidden_states and return it. global_num_experts:
+        -1: the experts of w1. expert_map: int32 `[global_num_experts]`, global ids to local ones, or -1.
+        apply_router_weight_on_input: weight hidden_states, once (topk 1). Scales and zero points add to those in
+        quant_config.
         """
         part, parts = self.prepare_finalize, self._parts
         if parts.of is not part:
@@ -231,7 +228,7 @@ class FusedMoEModularKernel(torch.nn.Module):
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
     ) -> ProblemSize:
-        """The sizes; InvalidInput for arguments that do not fit together."""
+        """The sizes. Raises InvalidInput for arguments that do not fit together."""
         if hidden_states.dim() != 2:
             raise InvalidInput(
                 f"hidden_states must be [num_tokens, hidden], got {list(hidden_states.shape)}; flatten the batch axes "
@@ -260,7 +257,7 @@ class FusedMoEModularKernel(torch.nn.Module):
     def _run(
         self, call: _Chunks, prepared: PreparedTokens, routing: tuple[torch.Tensor, ...], output: torch.Tensor | None
     ) -> torch.Tensor:
-        """The experts' output: `output`, or None: scratch memory. routing: topk_weights and topk_ids."""
+        """Run the experts into `output`, or into scratch memory. routing: topk_weights and topk_ids."""
         experts, size, a1q, counts = call.experts, call.size, prepared.a1q, prepared.expert_num_tokens
         meta = ExpertTokensMetadata(counts) if isinstance(counts, torch.Tensor) else counts
         sizes = (size.N, size.K, size.topk, call.options[1], size.E, meta, call.options[0])
@@ -274,21 +271,21 @@ class FusedMoEModularKernel(torch.nn.Module):
         call = call._replace(experts=experts.chunked_as_whole(a1q, *call.weights, size, call.options[0]))
         for begin in range(0, size.M, chunk_size):
             part = slice(begin, min(begin + chunk_size, size.M))
-            # Counts are of all tokens; experts of the Standard format count for themselves.
+            # Counts are of all tokens. Standard experts count for themselves.
             _apply(call, sizes, tuple(tensor[part] for tensor in (output, a1q, *routing)), None)
         return output
 
 
 def _may_split(device: torch.device) -> bool:
-    """Whether tokens may go to the experts in chunks."""
-    # The compiler has the memory, and one program is for every number of tokens.
+    """True if tokens may go to the experts in chunks."""
+    # The compiler plans memory, and one program serves every number of tokens.
     return not torch.compiler.is_compiling() and target_of_device(device).compiled
 
 
 def _apply(
     call: _Chunks, sizes: tuple[Any, ...], tokens: tuple[torch.Tensor, ...], meta: ExpertTokensMetadata | None
 ) -> None:
-    """The experts on some tokens: (output, a1q, topk_weights, topk_ids)."""
+    """Run the experts on some tokens: (output, a1q, topk_weights, topk_ids)."""
     experts, (output, a1q, *routing) = call.experts, tokens
     dtype = experts.workspace_dtype(a1q.dtype)
     shape13, shape2, _ = experts.workspace_shapes(a1q.shape[-2], *sizes)
@@ -298,7 +295,6 @@ def _apply(
 
 
 def _output_for(hidden_states: torch.Tensor, inplace: bool, scratch: Scratch) -> torch.Tensor:
-    """The memory of the output: new, or that of hidden_states."""
     require_flag("inplace", inplace)
     if not inplace:
         return scratch.new(hidden_states.shape[0], hidden_states.shape[1], hidden_states.dtype)
@@ -314,6 +310,6 @@ def _output_for(hidden_states: torch.Tensor, inplace: bool, scratch: Scratch) ->
                 "torch.no_grad()"
             )
         if not torch.compiler.is_compiling() and not hidden_states.is_inference():
-            # Kernels write past autograd, which must still notice that a tensor it may have kept has changed.
+            # Kernels write past autograd, which must still see that a saved tensor has changed.
             torch.autograd.graph.increment_version(hidden_states)
     return hidden_states

@@ -1,4 +1,4 @@
-"""What comes before the experts and after them: the interface, and the classes for one device in both formats."""
+"""The steps before and after the experts: the interface, and the classes for one device in both formats."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _DELEGATE = TopKWeightAndReduceDelegate()
 
 
 class FusedMoEPrepareAndFinalize(abc.ABC):
-    """Brings tokens to the experts and their outputs back. Objects keep nothing between calls.
+    """Bring tokens to the experts and their outputs back. Objects keep nothing between calls.
 
-    Expert parallelism is one subclass: `prepare` sends tokens to the ranks of their experts (all-gather or all-to-all)
-    and returns what arrived, with its ids and weights and a handle; `finalize` reduces and sends back (reduce-scatter
-    or all-to-all). The modular kernel passes the one's result to the other.
+    For expert parallelism `prepare` sends tokens to the ranks of their experts and returns the arrived tokens with ids,
+    weights and a handle, and `finalize` reduces and sends back. It gets the result of `prepare`.
 
-    The modular kernel passes `prepare` and `finalize` what their parameters name, so that all published lists work: a
-    subclass may take quant_config, defer_input_quant and num_local_experts (those of w1), leave the scales out, or
-    leave out what finalize is not interested in. `prepare` may return PreparedTokens, or the published tuple of 3 or 5.
+    The modular kernel passes the arguments that both methods name, so all published lists work: a subclass may take
+    quant_config, defer_input_quant and num_local_experts (of w1), and leave out scales and unused arguments. `prepare`
+    may return PreparedTokens, or the published tuple of 3 or 5.
     """
 
     @property
@@ -47,10 +46,10 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
     ) -> PreparedTokens:
-        """Weight a1 `[M, K]` if asked to (topk 1), and dispatch. Never writes to a1. num_experts: all ranks'.
+        """Weight a1 `[M, K]` if requested (topk 1), and dispatch. Never writes to a1.
 
-        a1_scale, a2_scale: static scales of the activations before each product. A class that quantises while it
-        dispatches needs them; those here leave quantising to the experts, which have them in their configuration.
+        num_experts: of all ranks. a1_scale, a2_scale: static scales of the activations before each product, for classes
+        that quantise while they dispatch.
         """
 
     @abc.abstractmethod
@@ -64,54 +63,56 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
         prepared: PreparedTokens | None = None,
     ) -> None:
-        """Combine into output `[M, K]`, weighted unless the weight was on the input. weight_and_reduce_impl: what is
-        left to do; by default this class chooses. prepared: what `prepare` gave for the same tokens."""
+        """Combine into output `[M, K]`, weighted unless the weight was on the input.
+
+        weight_and_reduce_impl: the remaining work. prepared: the result of `prepare`.
+        """
 
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
-        """Whether experts of that kind may write the caller's output themselves, so that nothing is left to combine."""
+        """True if such experts may write the caller's output, with nothing left to combine."""
         return False
 
     @property
     def maps_experts(self) -> bool:
-        """Whether `prepare` applies expert_map, so that the experts must not."""
+        """True if `prepare` applies expert_map, so that the experts must not."""
         return False
 
     def supports_async(self) -> bool:
-        """Whether the kernel is to call `prepare_async` and `finalize_async`: these return a receiver, or a hook and a
-        receiver, which are called in this order; a receiver waits and returns what the method without async does."""
+        """True if the kernel shall call `prepare_async` and `finalize_async`. These return a receiver, or a hook and a
+        receiver, called in this order. The receiver waits and returns the result of the method without async."""
         return False
 
     def prepare_async(self, *arguments: Any, **named: Any) -> Any:
-        """`prepare` that does not wait for other ranks; its arguments."""
+        """`prepare` without waiting for other ranks, with the same arguments."""
         raise Unsupported(f"{type(self).__name__} has no prepare_async; let supports_async return False")
 
     def finalize_async(self, *arguments: Any, **named: Any) -> Any:
-        """`finalize` that does not wait for other ranks; its arguments."""
+        """`finalize` without waiting for other ranks, with the same arguments."""
         raise Unsupported(f"{type(self).__name__} has no finalize_async; let supports_async return False")
 
     def tell_failure(self, device: torch.device) -> None:
-        """What the kernel calls where it raises before `prepare`, so that no other rank waits for it."""
+        """The kernel calls this if it raises before `prepare`, so that no other rank waits for this one."""
         return
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """What `prepare` wants ids to be, None = int32."""
+        """The dtype of ids that `prepare` needs. None: int32."""
         return None
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """The most tokens of a call, None = any number."""
+        """The most tokens of a call. None: any number."""
         return None
 
     def num_dispatchers(self) -> int:
-        """How many ranks send tokens."""
+        """Number of ranks that send tokens."""
         return 1
 
     def output_is_reduced(self) -> bool:
-        """Whether `finalize` has reduced over ranks."""
+        """True if `finalize` has reduced over ranks."""
         return False
 
 
 def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, apply_router_weight_on_input: bool) -> torch.Tensor:
-    """a1, or with the flag a new tensor: a1 times the weight of its token in fp32, rounded once (topk 1 only)."""
+    """a1, or with the flag a1 times the weight of its token in fp32, rounded once (topk 1), in a new tensor."""
     if not apply_router_weight_on_input:
         return a1
     if topk_weights.shape[1] != 1:
@@ -122,7 +123,7 @@ def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, apply_router_we
 
 
 def finished(halves: Any) -> Any:
-    """Wait for an asynchronous method: call its hook, if it has one, and then its receiver."""
+    """Wait for an asynchronous method: call its hook, if any, then its receiver."""
     hook, receiver = halves if isinstance(halves, tuple) else (None, halves)
     if hook is not None:
         hook()
@@ -130,8 +131,6 @@ def finished(halves: Any) -> Any:
 
 
 class _OneDevice(FusedMoEPrepareAndFinalize):
-    """The base of both formats of one device."""
-
     def prepare(
         self, a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
     ) -> PreparedTokens:
@@ -147,7 +146,7 @@ class _OneDevice(FusedMoEPrepareAndFinalize):
 
     @abc.abstractmethod
     def prepared(self, call: PrepareCall) -> PreparedTokens:
-        """Prepare tokens; the experts' configuration has the scales."""
+        """Prepare tokens. Scales are in the experts' configuration."""
 
     @abc.abstractmethod
     def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
@@ -172,9 +171,11 @@ class MoEPrepareAndFinalizeNoEP(_OneDevice):
 class BatchedPrepareAndFinalize(_OneDevice):
     """One device, format BatchedExperts: a1q `[num_local_experts, max_num_tokens, K]`, unused rows zero.
 
+    An expert's block holds its tokens in order, each once. A call has at most max_num_tokens tokens (more:
+    InvalidInput).
+
     rank: the local experts are num_local_experts ids from rank * num_local_experts on, unless a call brings an
-    expert_map. An expert's rows are its tokens in order. A call has at most max_num_tokens tokens (more: InvalidInput),
-    and a token that names an expert more than once has one row there: the block of an expert holds all its tokens.
+    expert_map.
     """
 
     activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)
@@ -226,7 +227,7 @@ class BatchedPrepareAndFinalize(_OneDevice):
         return PreparedTokens(blocks, None, layout.group_sizes, handle=layout)
 
     def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
-        """Without prepared tokens, rows are found by rank, and an expert_map is not known."""
+        """Without prepared tokens, rows are located by rank, without an expert_map."""
         if prepared is None or prepared.handle is None:
             return reductions.TopKWeightAndReduceNaiveBatched(self.rank)
         return reductions.PlacedRows(prepared.handle)

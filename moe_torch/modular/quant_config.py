@@ -1,4 +1,4 @@
-"""The quantisation of experts, with what ported classes ask a configuration."""
+"""The quantisation of experts, with the attributes that ported classes read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from moe_core.modular import quant_config as core
 
-#: What activations are quantised to, as other systems name it: a dtype, or a name where torch has none.
+#: Other systems' names of quantised activations: a dtype, or a string where torch has none.
 _ELEMENTS = {"fp8_w8a8": torch.float8_e4m3fn, "int8_w8a8": torch.int8, "mxfp4_w4a4": "mxfp4"}
 
 
@@ -19,7 +19,7 @@ class FusedMoEQuantConfig(core.FusedMoEQuantConfig):
 
     @classmethod
     def of(cls, config: core.FusedMoEQuantConfig) -> FusedMoEQuantConfig:
-        """The same configuration, of this class."""
+        """Convert to this class."""
         if isinstance(config, cls):
             return config
         fields = [field.name for field in dataclasses.fields(config) if field.init]
@@ -27,7 +27,7 @@ class FusedMoEQuantConfig(core.FusedMoEQuantConfig):
 
     @property
     def quant_dtype(self) -> torch.dtype | str | None:
-        """What activations are quantised to, None where they are not."""
+        """The dtype of quantised activations, or None."""
         return _ELEMENTS.get(self.scheme or "")
 
     @property
@@ -55,7 +55,7 @@ class FusedMoEQuantConfig(core.FusedMoEQuantConfig):
     ocp_mx_scheme = a1_gscale = a2_gscale = gemm1_alpha = gemm1_beta = gemm1_clamp_limit = None
 
     def scale_shape(self, max_tokens: int, hidden_dim: int) -> tuple[int, int] | None:
-        """Of the scales of activations `[max_tokens, hidden_dim]`, None where these are not quantised."""
+        """Shape of the scales of activations `[max_tokens, hidden_dim]`, None if these are not quantised."""
         if not self.is_quantized:
             return None
         if self.block_shape is not None:

@@ -1,7 +1,7 @@
-"""Routing as gpt-oss experts and `triton_kernels` take it: rows sorted by expert, and the way there and back.
+"""Routing as gpt-oss experts and `triton_kernels` take it: rows sorted by expert, and the permutations both ways.
 
-Slot `m * n_expts_act + k` is choice k of token m; rows are slots sorted by expert, stably. -1 = none. Fields may be
-assigned to, as ported code does.
+Slot `m * n_expts_act + k` is choice k of token m. Rows are slots sorted by expert, stably. -1 = none. Fields are
+mutable for ported code.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moe_torch.modular.stages import as_ids, as_weights, weight_of_row
 from moe_torch.operators.table import PACK_BITMATRIX
 
 _WORD_BITS = 32
-#: Heights of the tiles that `ExptData` counts; the smallest bounds their number.
+#: Tile heights that `ExptData` counts. The smallest bounds the number of tiles.
 _BLOCK_MS = (16, 32, 64, 128)
 
 
 @dataclass(eq=False)
 class GatherIndx:
-    """`Y = X[src_indx]`. int32: src_indx, the slot of each row; dst_indx, the row of each slot."""
+    """`Y = X[src_indx]`. int32: src_indx is the slot of each row, dst_indx the row of each slot."""
 
     src_indx: torch.Tensor
     dst_indx: torch.Tensor
@@ -34,7 +34,7 @@ class GatherIndx:
 
 @dataclass(eq=False)
 class ScatterIndx:
-    """`Y[dst_indx] = X`. int32: src_indx, the row of each slot; dst_indx, the slot of each row."""
+    """`Y[dst_indx] = X`. int32: src_indx is the row of each slot, dst_indx the slot of each row."""
 
     src_indx: torch.Tensor
     dst_indx: torch.Tensor
@@ -42,11 +42,11 @@ class ScatterIndx:
 
 @dataclass(eq=False)
 class ExptData:
-    """int32: hist `[E]`, rows of each expert; token_offs_raw `[E + 1]`, where they start; by tile height (16 to 128),
-    token_offs_pad `[E + 1]`, tiles before each expert, and block_pid_map, what each tile is: `expert + (tile of the
-    expert << 16)`, -1 = idle. hist [20, 0, 3], height 16: token_offs_pad [0, 2, 2, 3], tiles [0, 1 << 16, 2, -1, ...].
+    """hist int32 `[E]`: rows of each expert. token_offs_raw int32 `[E + 1]`: starts of experts.
 
-    Our kernels need neither of the last two, which are mappings that compute what is looked up.
+    By tile height (16 to 128), computed on access: token_offs_pad `[E + 1]`, tiles before each expert, and
+    block_pid_map, `expert + (tile of the expert << 16)` for each tile, -1 = idle. hist [20, 0, 3], height 16:
+    token_offs_pad [0, 2, 2, 3], tiles [0, 1 << 16, 2, -1, ...].
     """
 
     hist: torch.Tensor | None
@@ -57,10 +57,10 @@ class ExptData:
 
 @dataclass(eq=False)
 class RoutingData:
-    """gate_scal fp32 `[M * n_expts_act]`: the weight of each row; rows without an expert come last. expt_hist int32
+    """gate_scal fp32 `[M * n_expts_act]`: the weight of each row, rows without an expert last. expt_hist int32
     `[n_expts_tot]`: rows of each expert.
 
-    expected_tokens_per_expt names profiles in the original; nothing here depends on it.
+    expected_tokens_per_expt names profiles in the original and has no effect here.
     """
 
     gate_scal: torch.Tensor | None
@@ -71,14 +71,14 @@ class RoutingData:
     expected_tokens_per_expt: int | None = None
 
     def n_blocks(self, n_rows: int, block_m: int) -> int:
-        """Tiles of height block_m that n_rows rows may need."""
+        """The most tiles of height block_m that n_rows rows can need."""
         if n_rows <= self.n_expts_tot:
             return n_rows
         return -(-(n_rows - self.n_expts_tot + 1) // block_m) + self.n_expts_tot - 1
 
 
 class _ByHeight(Mapping[int, torch.Tensor]):
-    """What a function of a tile's height gives, computed once where it is looked up."""
+    """Results of a function of a tile's height, computed once, on access."""
 
     def __init__(self, compute: Callable[[int], torch.Tensor]) -> None:
         self._compute = compute
@@ -124,8 +124,8 @@ def expert_data(hist: torch.Tensor, group_start: torch.Tensor, n_gates: int) -> 
 def sorted_by_expert(
     ids: torch.Tensor, weights: torch.Tensor, num_experts: int, absent: float | None
 ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
-    """Rows of ids int32 and weights fp32 `[M, topk]`; absent: the weight of rows without an expert, None if all have
-    one."""
+    """Sort ids int32 and weights fp32 `[M, topk]` into rows. absent: the weight of rows without an expert. None: there
+    are none."""
     layout = ops.make_layout(ids, num_experts)
     slots = layout.slot_of_row
     gate_scal = weights.reshape(-1)[slots] if absent is None else weight_of_row(weights, slots, absent)
@@ -137,17 +137,17 @@ def sorted_by_expert(
 def make_routing_data(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_local_experts: int
 ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
-    """Rows sorted by expert, of one expert in slot order, from ids and weights `[M, topk]`.
+    """Sort ids and weights `[M, topk]` into rows by expert, in slot order within an expert.
 
-    An id of -1, or outside [0, num_local_experts), has no row; its weight is -1 in gate_scal. ids are kept as int32 and
-    weights as fp32, any topk works. Apply an expert_map to the ids before. Raises InvalidInput.
+    An id of -1, or outside [0, num_local_experts), has no row and the weight -1 in gate_scal. ids are kept as int32 and
+    weights as fp32. Apply an expert_map to the ids before.
     """
     ids = as_ids(topk_ids)
     return sorted_by_expert(ids, as_weights(topk_weights, ids), num_local_experts, absent=-1.0)
 
 
 def group_starts(routing_data: RoutingData) -> torch.Tensor:
-    """int32 `[E + 1]`: where the rows of each expert begin. Raises InvalidInput where nothing says it."""
+    """int32 `[E + 1]`: the first row of each expert. Raises InvalidInput if it is unknown."""
     if routing_data.expt_hist is None:
         raise InvalidInput("expt_hist of routing_data must be a tensor, got None; pass the rows of each expert")
     data = routing_data.expt_data
@@ -157,7 +157,7 @@ def group_starts(routing_data: RoutingData) -> torch.Tensor:
 def layout_of(
     routing_data: RoutingData, slot_of_row: torch.Tensor, row_of_slot: torch.Tensor, top_k: int
 ) -> ops.RaggedLayout:
-    """The layout of a routing and its indices int32 `[M * top_k]`; InvalidInput where they do not fit."""
+    """The layout of a routing and its indices int32 `[M * top_k]`. Raises InvalidInput if they do not fit."""
     group_start, count = group_starts(routing_data), slot_of_row.shape[0]
     if row_of_slot.shape[0] != count or count % routing_data.n_expts_act:
         raise InvalidInput(
@@ -172,7 +172,7 @@ def layout_of(
 def layout_and_weights(
     routing_data: RoutingData, gather_indx: GatherIndx, scatter_indx: ScatterIndx
 ) -> tuple[ops.RaggedLayout, torch.Tensor]:
-    """The layout, and the weights by slot fp32 `[M * topk]` (0 without a row); InvalidInput where one is missing."""
+    """The layout, and weights by slot fp32 `[M * topk]` (0 without a row). Raises InvalidInput if one is missing."""
     if routing_data.gate_scal is None:
         raise InvalidInput("gate_scal of routing_data must be a tensor, got None; pass the weight of each row")
     slots, rows = gather_indx.src_indx, scatter_indx.src_indx
@@ -188,11 +188,10 @@ def pack_bitmatrix(
     BLOCK_SIZE_M: int = 512,
     BLOCK_SIZE_K: int = 32,
 ) -> None:
-    """Write bitmatrix uint32 `[n_rows, bm_cols]`: bit `e % 32` of word `e // 32` of a row says that e is among its ids.
+    """Write bitmatrix uint32 `[n_rows, bm_cols]`: bit `e % 32` of word `e // 32` is set if e is among the row's ids.
 
-    topk_ids `[n_rows, n_expts_act]`, any topk; -1, and ids past the words, set nothing. BLOCK_SIZE_M and BLOCK_SIZE_K
-    are the tile of a kernel that has no say in the result; they are checked, and our plan chooses its own.
-    Raises InvalidInput.
+    topk_ids `[n_rows, n_expts_act]`. -1 and ids past the words set nothing. BLOCK_SIZE_M, BLOCK_SIZE_K: checked,
+    without effect.
     """
     for name, value in (("BLOCK_SIZE_M", BLOCK_SIZE_M), ("BLOCK_SIZE_K", BLOCK_SIZE_K), ("bm_cols", bm_cols)):
         require_at_least(name, value, 1)

@@ -1,5 +1,4 @@
-"""The stages of experts on a layout that is given, and the small steps on rows that they share: ids and weights as the
-ops take them, weighting, sums by token."""
+"""Stages of experts on a layout, and small steps on rows: ids, weights, weighting, sums by token."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def as_ids(topk_ids: torch.Tensor) -> torch.Tensor:
-    """ids `[M, topk]` as contiguous int32. An int64 id that int32 cannot hold stays one that is out of range."""
+    """ids `[M, topk]` as contiguous int32. int64 ids beyond int32 stay out of range."""
     if topk_ids.dtype == torch.int32 and topk_ids.dim() == 2:
         return topk_ids.contiguous()
     if topk_ids.dim() != 2 or topk_ids.dtype not in _INTEGERS:
@@ -40,7 +39,7 @@ def as_ids(topk_ids: torch.Tensor) -> torch.Tensor:
 
 
 def as_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-    """weights `[M, topk]` as contiguous fp32, in which every bf16 and fp16 number is exact."""
+    """weights `[M, topk]` as contiguous fp32, exact for bf16 and fp16."""
     if topk_weights.dtype == torch.float32 and topk_weights.shape == topk_ids.shape:
         return topk_weights.contiguous()
     if topk_weights.shape != topk_ids.shape or not topk_weights.is_floating_point():
@@ -52,8 +51,8 @@ def as_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tens
 
 
 def weighted_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast to the dtype of rows; a new tensor. Where a gradient is
-    asked for it is torch's own product, of the same bits."""
+    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast to the dtype of rows, in a new tensor. For gradients it
+    is torch's product, with the same bits."""
     if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
         return (rows.float() * weights).to(rows.dtype)
     return ops.scale_rows(rows, weights)
@@ -62,22 +61,22 @@ def weighted_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def sum_by_token(output: torch.Tensor, rows: torch.Tensor, row_of_slot: torch.Tensor, top_k: int, order: str) -> None:
     """Write to output `[M, D]` each token's rows added in fp32 in the order k = 0..topk-1, one cast.
 
-    rows `[M * topk, D]` by slot (order `slot`) or `[capacity, D]` by layout row (`row`); row_of_slot int32
-    `[M * topk]`, -1 = adds nothing and is not read.
+    rows `[M * topk, D]` by slot (order `slot`) or `[capacity, D]` by layout row (`row`). row_of_slot int32 `[M *
+    topk]`, -1 = adds nothing.
     """
     dtype, sizes = str(output.dtype).removeprefix("torch."), (None, top_k, None, None, None)
     write_into(REDUCE, {"out": output}, rows, row_of_slot, None, None, encode(sizes, order, dtype))
 
 
 def slots_with_expert(topk_ids: torch.Tensor) -> torch.Tensor:
-    """row_of_slot int32 `[M * topk]` of rows that lie by slot: the slot, -1 where the id is negative."""
+    """row_of_slot int32 `[M * topk]` of rows by slot: the slot, -1 if the id is negative."""
     ids = topk_ids.reshape(-1)
     slots = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
     return torch.where(ids >= 0, slots, -1)
 
 
 def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Global ids as local ones: -1 for those of other ranks, for -1, and for ids that the map does not have."""
+    """Map global ids to local ones: -1 for other ranks' ids, for -1, and for ids outside the map."""
     if expert_map is None:
         return topk_ids
     if expert_map.dtype != torch.int32 or expert_map.dim() != 1 or not expert_map.shape[0]:
@@ -93,10 +92,8 @@ def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.
 def batches_of(
     topk_ids: torch.Tensor, num_experts: int, max_rows: int, expert_map: torch.Tensor | None = None
 ) -> ops.RaggedLayout:
-    """The layout of blocks `[E, max_rows, D]`, an expert's tokens in order; at most max_rows tokens fit any routing.
-
-    A token that names an expert more than once has one row there, to which each of these slots points.
-    """
+    """The layout of blocks `[E, max_rows, D]`, an expert's tokens in order, each once. All slots of a token that name
+    the same expert point to one row. At most max_rows tokens fit any routing."""
     ids = local_ids(topk_ids, expert_map)
     if ids.shape[1] == 1 or not ids.shape[0]:
         return ops.make_layout(ids, num_experts, max_rows=max_rows)
@@ -108,8 +105,7 @@ def batches_of(
 
 
 def batched_layout(num_experts: int, max_rows: int, group_sizes: torch.Tensor) -> ops.RaggedLayout:
-    """The layout of `[E, max_rows, D]` of which group_sizes int32 `[E]` rows each are used; every row is its own
-    slot."""
+    """The layout of `[E, max_rows, D]` with group_sizes int32 `[E]` used rows. Every row is its own slot."""
     spec = LayoutSpec(num_experts * max_rows, 1, num_experts, max_rows=max_rows)
     rows = torch.arange(num_experts * max_rows, dtype=torch.int32, device=group_sizes.device)
     starts = torch.arange(num_experts + 1, dtype=torch.int32, device=group_sizes.device) * max_rows
@@ -120,15 +116,15 @@ def batched_layout(num_experts: int, max_rows: int, group_sizes: torch.Tensor) -
 
 
 def weight_of_row(weights: torch.Tensor, slot_of_row: torch.Tensor, absent: float = 0.0) -> torch.Tensor:
-    """fp32 `[rows]` of weights fp32 `[M, topk]` or by slot: that of each row's slot, `absent` of a row without one."""
-    # -1 is an index too: of the last weight, which is not taken.
+    """fp32 `[rows]`: the weight (fp32 `[M, topk]` or by slot) of each row's slot, `absent` for a row without one."""
+    # Index -1 reads the last weight, which `where` drops.
     return torch.where(slot_of_row >= 0, weights.reshape(-1)[slot_of_row], absent)
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What both products of some experts have in common. tunings: of the first and of the second. activations: what
-    their rows are quantised to first, with the weights' input scale or one that is found."""
+    """Values that both products share. tunings: of the first and second. activations: the format of their quantised
+    rows, with the weights' input scale or a computed one."""
 
     weights: ExpertWeights
     weight_layout: str
@@ -145,8 +141,8 @@ class Stages:
         activation: Activation | None = None,
         row_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Product 1 or 2, in memory's `y` where the call is plain and memory has one. places: gather and scatter. x:
-        rows, or quantised rows, whose product has the dtype of `y`. row_weight: fp32 `[M * topk]` by slot, or None."""
+        """Product 1 or 2, in `y` of memory if the call is plain. places: gather and scatter. x: rows, or quantised
+        rows, and then the result has the dtype of `y`. row_weight: fp32 `[M * topk]` by slot, or None."""
         weight, bias, scale = self.weights.gate_up, self.weights.gate_up_bias, self.weights.gate_up_input_scale
         if number == 2:
             weight, bias, scale = self.weights.down, self.weights.down_bias, self.weights.down_input_scale
@@ -155,7 +151,7 @@ class Stages:
             dtype = memory["y"].dtype
         elif self.activations is not None:
             dtype = x.dtype
-            # Nothing wrote rows of no slot. One scale is found from rows that a slot reads, of x as well.
+            # Rows without a slot are unwritten. One scale is computed from rows that a slot reads.
             used_by = layout.slot_of_row if places[0] == "row" else None
             if used_by is None and chooses_one_scale(self.activations, scale is not None):
                 used_by = layout.row_of_slot
@@ -176,8 +172,8 @@ class Stages:
         activation: Activation,
         hidden: torch.Tensor | None = None,
     ) -> None:
-        """Both products, the activation fused into the first, and the sum by token, written to output `[M, K]`. hidden:
-        memory `[M * topk, F]` for the rows between."""
+        """Write both products, the activation in the first, and the sum by token to output `[M, K]`. hidden: memory `[M
+        * topk, F]` for the rows between."""
         rows = self.product(1, {} if hidden is None else {"y": hidden}, x, layout, ("token", "row"), activation)
         slots = self.product(2, {}, rows, layout, ("row", "slot"), row_weight=row_weight)
         sum_by_token(output, slots, layout.row_of_slot, layout.spec.top_k, "slot")

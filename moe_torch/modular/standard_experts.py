@@ -15,10 +15,10 @@ from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightA
 
 
 class StandardExperts(FusedMoEPermuteExpertsUnpermute):
-    """Experts of this library: `run` takes the arguments of `apply` as one, `shapes` what decides the workspaces.
+    """The base of this library's experts: `run` takes the arguments of `apply` as one record, `shapes` gives the
+    workspaces.
 
-    Tokens are in the Standard format, weighted and reduced inside, unless a class says otherwise. They need no
-    expert_tokens_meta: rows are counted from the ids.
+    By default tokens are in the Standard format, and weighted and reduced inside. Rows are counted from the ids.
     """
 
     @staticmethod
@@ -42,11 +42,11 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
         experts, w1, w2 = self.as_stored(call.w1, call.w2)
         experts.run(call if experts is self else call._replace(w1=w1, w2=w2))
 
-    # Not what else is said of the interface's: it is abstract.
+    # Without the attributes of the interface's method: it is abstract.
     functools.update_wrapper(apply, FusedMoEPermuteExpertsUnpermute.apply, updated=())
 
     def as_stored(self, w1: Any, w2: Any) -> tuple[StandardExperts, Any, Any]:
-        """Others where `stored.as_stored` finds something to unwrap, or to read in the other layout."""
+        """New experts and weights if `stored.as_stored` unwraps weights or reads them in the other layout."""
         if is_plain(w1, w2, self.quant_config):
             return self, w1, w2
         found = as_stored(w1, w2, self.quant_config, self.weight_layout)
@@ -59,4 +59,4 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
 
     @abc.abstractmethod
     def run(self, call: ExpertsCall) -> None:
-        """`apply`."""
+        """Do the work of `apply`."""

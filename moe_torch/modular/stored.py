@@ -1,4 +1,4 @@
-"""Weights as ported code holds them: wrapped, with scales inside of precision objects, and transposed views."""
+"""Weights as ported code holds them: wrapped, with scales in precision objects, and as transposed views."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_torch.modular.quant_config import FusedMoEQuantConfig
 
 
 class Stored(NamedTuple):
-    """Weights in plain memory, rows contiguous, with the configuration and the layout that belong to it."""
+    """Weights in plain memory, rows contiguous, with their configuration and layout."""
 
     w1: torch.Tensor
     w2: torch.Tensor
@@ -21,19 +21,18 @@ class Stored(NamedTuple):
 
 
 def is_plain(w1: Any, w2: Any, config: FusedMoEQuantConfig) -> bool:
-    """Whether `as_stored` has nothing to do; every call asks."""
+    """True if `as_stored` has nothing to do. Cheap, since every call asks."""
     tensors = isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor)
     return tensors and not config.is_wrapped and w1.stride(-1) == 1 == w2.stride(-1)
 
 
 def as_stored(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout: str) -> Stored:
-    """w1 and w2 as the ops take them; what is so already is returned as it is.
+    """Return w1 and w2 as the ops take them, unchanged if they are plain.
 
-    A `triton_kernels` Tensor gives its memory, a PrecisionConfig in the configuration its weight_scale. Weights whose
-    last axis but one is contiguous, such as `.mT` views and what `downcast_to_mxfp` returns, are read in the other
-    layout, with their scales; nothing is copied but scales whose order is not that of their weights.
-
-    Raises InvalidInput where only one of w1 and w2 is such a view, and Unsupported for swizzled memory.
+    A `triton_kernels` Tensor becomes its memory, a PrecisionConfig its weight_scale. Weights that are contiguous along
+    the last axis but one (`.mT` views, results of `downcast_to_mxfp`) are read in the other layout. Only scales in
+    another order than their weights are copied. Raises InvalidInput if only one of w1 and w2 is such a view, and
+    Unsupported for swizzled memory.
     """
     w1, w2 = memory_of("w1", w1), memory_of("w2", w2)
     if config.is_wrapped:
@@ -56,7 +55,7 @@ def as_stored(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout: str)
 
 
 def memory_of(name: str, array: Any) -> torch.Tensor:
-    """The tensor of a wrapper that has `storage.data` and `storage.layout`; a tensor as it is."""
+    """The tensor inside a wrapper with `storage.data` and `storage.layout`. A tensor is returned as it is."""
     if isinstance(array, torch.Tensor):
         return array
     storage: Any = getattr(array, "storage", None)
@@ -73,7 +72,7 @@ def memory_of(name: str, array: Any) -> torch.Tensor:
 
 
 def _with_plain_scales(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
-    """The configuration with arrays alone: scales out of precision objects and wrappers."""
+    """The configuration with scales taken out of precision objects and wrappers."""
     plain: dict[str, Any] = {"w1_precision": None, "w2_precision": None}
     for number in (1, 2):
         scale, precision = getattr(config, f"w{number}_scale"), getattr(config, f"w{number}_precision")
@@ -85,13 +84,13 @@ def _with_plain_scales(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
             scale = _scale_of(f"w{number}_precision", precision)
         if scale is not None:
             scale = memory_of(f"w{number}_scale", scale)
-            # Bytes of e8m0 have a dtype of their own, too.
+            # e8m0 bytes may also have torch's own dtype.
             plain[f"w{number}_scale"] = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
     return dataclasses.replace(config, **plain)
 
 
 def _scale_of(name: str, precision: Any) -> Any:
-    """The scales of the weights; Unsupported where a precision object says more that experts cannot honour."""
+    """The scales of the weights. Raises Unsupported for other settings of the precision object."""
     flex = getattr(precision, "flex_ctx", None)
     said = [getattr(getattr(flex, side, None), "scale", None) for side in ("lhs_data", "rhs_data")]
     said += [getattr(precision, field, None) for field in ("act_scale", "out_scale", "out_dtype")]

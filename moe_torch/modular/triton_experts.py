@@ -1,4 +1,4 @@
-"""Experts on Triton kernels: what all on the grouped matmul share, and the family's layout in either format."""
+"""Experts on Triton kernels: their base, and the family's layout in either format."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from moe_torch.modular.standard_experts import StandardExperts
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Composed forwards that have run, by what decides about them: see `GroupedExperts.run_composed`.
+#: Composed forwards that have run, see `GroupedExperts.run_composed`.
 _known: Recent[KnownRun] = Recent()
 Self = TypeVar("Self", bound="GroupedExperts")
 
 
 def view_as(workspace: torch.Tensor, *shape: int) -> torch.Tensor:
-    """The beginning of a workspace as a dense tensor of that shape. Raises InvalidInput where it is too small."""
+    """The start of a workspace as a dense tensor of this shape. Raises InvalidInput if it is too small."""
     rows, columns = shape
     if torch.compiler.is_compiling():
         return workspace.reshape(-1)[: rows * columns].view(rows, columns)
@@ -49,12 +49,12 @@ def view_as(workspace: torch.Tensor, *shape: int) -> torch.Tensor:
     return workspace.view(-1)[: rows * columns].view(rows, columns)
 
 
-#: One object for equal values, as its text is remembered by object.
+#: One object for equal values, since its text is cached by object.
 _known_moe_spec = functools.lru_cache(maxsize=1024)(MoESpec)
 
 
 class GroupedExperts(StandardExperts):
-    """Experts whose products are the core's grouped matmuls."""
+    """Experts that run the core's grouped matmuls."""
 
     #: Gather and scatter of both products.
     places = (("token", "row"), ("row", "slot"))
@@ -63,7 +63,7 @@ class GroupedExperts(StandardExperts):
         return rows_are_alone(self.quant_config)
 
     def require_input(self, call: ExpertsCall) -> None:
-        """Raise InvalidInput for hidden states or scales that are not what the configuration says."""
+        """Raise InvalidInput for hidden states or scales that the configuration excludes."""
         hidden_states, w1, a2_scale = call.hidden_states, call.w1, call.a2_scale
         if call.a1q_scale is not None:
             raise InvalidInput(
@@ -81,7 +81,7 @@ class GroupedExperts(StandardExperts):
             )
 
     def require_experts(self, call: ExpertsCall) -> None:
-        """Raise InvalidInput where ids cannot be of so many experts."""
+        """Raise InvalidInput if ids cannot be of this number of experts."""
         local, expert_map, global_num_experts = call.w1.shape[0], call.expert_map, call.global_num_experts
         if expert_map is not None:
             if global_num_experts not in (-1, local, expert_map.shape[0]):
@@ -96,8 +96,8 @@ class GroupedExperts(StandardExperts):
             )
 
     def run_composed(self, call: ExpertsCall, slots: torch.Tensor | None = None) -> None:
-        """One composed plan from ids to output `[M, K]`, found once for calls that look alike. workspace2 holds its `[M
-        * topk, F]` after the activation; slots, or else memory of its own, `[M * topk, K]` before the sum."""
+        """Run one composed plan from ids to output `[M, K]`, looked up once for calls that look alike. workspace2 holds
+        `[M * topk, F]` after the activation. slots, or new memory, holds `[M * topk, K]` before the sum."""
         config, hidden, on_input = self.quant_config, call.workspace2, call.apply_router_weight_on_input
         places = (call.output, hidden) if slots is None else (call.output, hidden, slots)
         tensors = (call.hidden_states, call.w1, call.w2, call.topk_weights, call.topk_ids, call.expert_map)
@@ -128,22 +128,20 @@ class GroupedExperts(StandardExperts):
             _known.put(key, found)
 
     def size_of(self, call: ExpertsCall) -> ProblemSize:
-        """`moe_problem_size` of a call."""
         return self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
 
     @property
     def activations(self) -> Format | None:
-        """What the rows of both products are quantised to."""
+        """The format of the quantised rows of both products."""
         return activation_quantization(self.quant_config)
 
     def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
-        """The specs of both products, as `run` asks for them."""
+        """The specs of both products in `run`."""
         fused, tunings = activation_of(activation) if "activation" not in self.calls else None, tunings_of(self.tuning)
         first = MatmulSpec(self.weight_layout, *self.places[0], fused, tuning=tunings[0])
         return first, MatmulSpec(self.weight_layout, *self.places[1], tuning=tunings[1])
 
     def stages(self, weights: ops.ExpertWeights) -> Stages:
-        """Both products one by one."""
         return Stages(weights, self.weight_layout, tunings_of(self.tuning), self.activations)
 
     def chunked_as_whole(
@@ -160,13 +158,13 @@ class GroupedExperts(StandardExperts):
 
 
 def weights_left(call: ExpertsCall) -> torch.Tensor:
-    """The weights that the experts apply: ones, which change no bit, where the weight is on the input already."""
+    """The weights that the experts apply: exact ones if the input is weighted already."""
     return torch.ones_like(call.topk_weights) if call.apply_router_weight_on_input else call.topk_weights
 
 
 class TritonExperts(GroupedExperts):
-    """w1 `[E, N, K]`, w2 `[E, K, F]` (weight_layout `out_in`): one composed plan from ids to weighted, reduced tokens.
-    The activation is fused into the first product: what it reads is never rounded or stored."""
+    """Experts with w1 `[E, N, K]` and w2 `[E, K, F]` (`out_in`): one composed plan from ids to weighted, reduced
+    tokens. The input of the activation is never rounded or stored."""
 
     default_weight_layout = "out_in"
 
@@ -180,11 +178,10 @@ class TritonExperts(GroupedExperts):
 
 
 class BatchedExperts(GroupedExperts):
-    """hidden_states and output `[E, max_num_tokens * num_dispatchers, K]`; w1 `[E, N, K]`, w2 `[E, K, F]`.
+    """Experts with hidden_states and output `[E, max_num_tokens * num_dispatchers, K]`, w1 `[E, N, K]`, w2 `[E, K, F]`.
 
-    Counts are `expert_tokens_meta.expert_num_tokens`, and stay on the device; rows past them are never read, and come
-    out as zeros. Outputs are neither weighted nor reduced: `finalize` does both, with the topk_weights and topk_ids of
-    the tokens. Further arguments are those of experts in the Standard format.
+    Counts are `expert_tokens_meta.expert_num_tokens` on the device. Rows past them are never read and come out as
+    zeros. `finalize` weights and reduces the outputs with the tokens' topk_weights and topk_ids.
     """
 
     @staticmethod
@@ -213,7 +210,7 @@ class BatchedExperts(GroupedExperts):
         return (0, 0), (size.E, rows, F), (size.E, rows, size.K)
 
     def require_blocks(self, call: ExpertsCall) -> tuple[ProblemSize, ExpertTokensMetadata]:
-        """The sizes and counts of a call; InvalidInput where it is not in the batched format."""
+        """Sizes and counts of a call. Raises InvalidInput unless it is in the batched format."""
         size, rows = self.size_of(call), self.max_num_tokens * self.num_dispatchers
         if call.hidden_states.dim() != 3 or rows != size.M:
             raise InvalidInput(
@@ -228,7 +225,7 @@ class BatchedExperts(GroupedExperts):
 
 
 class BatchedTritonExperts(BatchedExperts):
-    """`BatchedExperts` on the kernels of this library, the activation fused into the first product."""
+    """`BatchedExperts` on this library's kernels, with the activation fused into the first product."""
 
     default_weight_layout = "out_in"
 

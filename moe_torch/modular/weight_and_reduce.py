@@ -1,4 +1,4 @@
-"""How the outputs of experts become one row per token: by whom, and from which format."""
+"""Weight and reduce the outputs of experts to one row per token, for each format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_torch.modular.stages import as_ids, as_weights, batches_of, slots_with_
 
 
 class TopKWeightAndReduce(abc.ABC):
-    """What `FusedMoEPermuteExpertsUnpermute.finalize_weight_and_reduce_impl` answers; comparable by value."""
+    """The result of `FusedMoEPermuteExpertsUnpermute.finalize_weight_and_reduce_impl`, compared by value."""
 
     @abc.abstractmethod
     def apply(
@@ -25,8 +25,8 @@ class TopKWeightAndReduce(abc.ABC):
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        """Weight, unless the weight was on the input, and reduce into output `[M, K]` (None: a new tensor), which is
-        returned. topk_weights and topk_ids `[M, topk]`; fused_expert_output: see the class."""
+        """Weight, unless the input was weighted, and reduce into output `[M, K]`, which is returned. None: a new
+        tensor. topk_weights and topk_ids are `[M, topk]`. The class gives the shape of fused_expert_output."""
 
 
 def _output_for(output: torch.Tensor | None, fused_expert_output: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def _output_for(output: torch.Tensor | None, fused_expert_output: torch.Tensor, 
 
 @dataclass(frozen=True)
 class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
-    """The experts have weighted and reduced: fused_expert_output is `[M, K]`; copied unless it is the output."""
+    """The experts have weighted and reduced: fused_expert_output is `[M, K]`, copied unless it is the output."""
 
     def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input) -> torch.Tensor:
         if output is None or output is fused_expert_output:
@@ -55,7 +55,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
 
 @dataclass(frozen=True)
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """The experts have done neither, and prepare_finalize chooses how: it knows the format."""
+    """The experts have done neither, and prepare_finalize chooses how by its format."""
 
     def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input) -> torch.Tensor:
         raise Unsupported(
@@ -68,8 +68,8 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
     """fused_expert_output is `[M, topk, K]` or `[M * topk, K]`, by slot, not weighted.
 
-    Each row times its weight in fp32, rounded to its dtype; then the sum in fp32 in the order k = 0..topk-1, one cast.
-    Rows whose id is negative are not read.
+    Each row times its weight is rounded to its dtype. The sum is in fp32 in the order k = 0..topk-1, with one cast.
+    Rows with a negative id are not read.
     """
 
     def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input) -> torch.Tensor:
@@ -89,8 +89,10 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
 
 @dataclass(frozen=True)
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
-    """fused_expert_output is `[E, max_num_tokens, K]` as `BatchedPrepareAndFinalize` places rows, not weighted; rank's
-    experts are E ids from rank * E on. Rounding as in TopKWeightAndReduceContiguous."""
+    """fused_expert_output is `[E, max_num_tokens, K]`, placed by `BatchedPrepareAndFinalize`, not weighted.
+
+    rank's experts are E ids from rank * E on. Rounding as in TopKWeightAndReduceContiguous.
+    """
 
     rank: int = 0
 
@@ -106,7 +108,7 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
 
 @dataclass(frozen=True, eq=False)
 class PlacedRows(TopKWeightAndReduce):
-    """`TopKWeightAndReduceNaiveBatched` for a batched layout that is known."""
+    """`TopKWeightAndReduceNaiveBatched` with a known batched layout."""
 
     layout: ops.RaggedLayout
 
@@ -132,6 +134,6 @@ class PlacedRows(TopKWeightAndReduce):
 
 
 def ids_of_rank(topk_ids: torch.Tensor, rank: int, num_experts: int) -> torch.Tensor:
-    """Global ids int32 as ids of a rank that has num_experts experts from rank * num_experts on; others -1."""
+    """Map global ids int32 to the rank's num_experts experts from rank * num_experts on, others to -1."""
     own = topk_ids - rank * num_experts
     return torch.where((own >= 0) & (own < num_experts), own, -1)

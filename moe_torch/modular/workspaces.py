@@ -1,4 +1,4 @@
-"""Scratch memory of modular kernels, owned and used again."""
+"""Reusable scratch memory of modular kernels."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ class _Local(threading.local):
 class Workspaces:
     """Scratch tensors that grow and are kept until `clear`, one set per thread, device and stream.
 
-    Several kernels may share one object, all the layers of a model for example: a stream runs one forward after the
-    other, and what a forward leaves behind nobody reads. One forward must not begin inside another one that uses the
-    same object.
+    Several kernels, such as all layers of a model, may share one object. No forward may begin inside another one that
+    uses the same object.
 
-    Memory is owned outside of grad mode only. With gradients, autograd may keep what lies in it; under `torch.compile`
-    the compiler plans memory; while a CUDA graph is captured, memory must come from the graph's own pool, which lives
-    as long as the graph. There every call gets new tensors from torch's allocator.
+    Memory is kept outside of grad mode only. Otherwise every call gets new tensors: autograd may save them,
+    `torch.compile` plans memory, and a CUDA graph needs memory of its own pool.
     """
 
     def __init__(self) -> None:
         self._local = _Local()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A dense tensor of that shape, its values anything; valid until the next `take` of the same name."""
+        """A dense uninitialised tensor of this shape, valid until the next `take` of the same name."""
         return self.here(device).take(name, shape, dtype)
 
     def here(self, device: torch.device) -> Scratch:
-        """The memory for one forward on a device, in the state that this thread and its current stream are in."""
+        """The memory for one forward on a device, for this thread's state and current stream."""
         if torch.compiler.is_compiling() or not eager.plain_thread():
             return Scratch(device, owned=None, plain=False)
         if torch.is_grad_enabled():
@@ -56,11 +54,11 @@ class Workspaces:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this thread owns."""
+        """Bytes that this thread keeps."""
         return sum(scratch.nbytes for scratch in self._local.known.values())
 
     def clear(self) -> None:
-        """Give back what this thread owns."""
+        """Free the memory that this thread keeps."""
         self._local.known.clear()
 
     def __reduce__(self) -> Any:
@@ -69,8 +67,8 @@ class Workspaces:
 
 
 class Scratch:
-    """Where one forward takes its memory from. owned: by name the bytes, and as what they were taken last; None =
-    nothing is kept. plain: nothing on this thread watches allocations."""
+    """Memory of one forward. owned: for each name, the bytes and the last tensor taken. None: nothing is kept. plain:
+    nothing on this thread watches allocations."""
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class Scratch:
         self._device, self._owned, self._plain = device, owned, plain
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A dense tensor of that shape, its values anything; valid until the next `take` of the same name."""
+        """A dense uninitialised tensor of this shape, valid until the next `take` of the same name."""
         if self._owned is None:
             return torch.empty(shape, dtype=dtype, device=self._device)
         found = self._owned.get(name)
@@ -95,12 +93,11 @@ class Scratch:
         return tensor
 
     def new(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """A dense tensor `[rows, columns]` that the caller keeps, its values anything."""
+        """A dense uninitialised tensor `[rows, columns]` that the caller keeps."""
         if self._plain:
             return private.allocator(self._device)((rows, columns), (columns, 1), dtype)
         return torch.empty((rows, columns), dtype=dtype, device=self._device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
         return 0 if self._owned is None else sum(buffer.numel() for buffer, *_ in self._owned.values())

@@ -1,4 +1,4 @@
-"""Prepare and finalize on a caller's `deep_ep.Buffer`: DeepEP moves the rows, the experts here compute."""
+"""Prepare and finalize on a caller's `deep_ep.Buffer`: DeepEP moves the rows, our experts compute."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ from moe_torch.modular.weight_and_reduce import (
     TopKWeightAndReduceDelegate,
 )
 
-#: Ranks of a node; more exchange in messages of 512 bytes.
+#: Ranks of a node. Beyond it, messages have 512 bytes.
 _NODE = 8
 
 
 class _Sent(NamedTuple):
-    """What finalize has to know. handle: DeepEP's. ids: as DeepEP has them."""
+    """Values for finalize. handle: DeepEP's. ids: as DeepEP has them."""
 
     handle: Any
     ids: torch.Tensor
 
 
 class _OnBuffer(InHalves):
-    """What both kinds share: checks, and what they say of themselves.
+    """The base of both kinds of DeepEP kernels. Inference only, bf16 rows, DeepEP's order of sums.
 
-    buffer: a `deep_ep.Buffer` of the ranks that share the experts; all call, in the same order. num_dispatchers:
-    their number. Rank r has the experts from r * num_experts / num_dispatchers on. Rows are bf16; use_fp8_dispatch:
-    they travel as e4m3 with an fp32 scale per 128 columns, for experts that take such rows (`DeepGemmExperts`,
-    `BatchedDeepGemmExperts`). Sums are DeepEP's, not one device's bit by bit. Inference only.
+    Rank r has the experts from r * num_experts / num_dispatchers on.
 
-    Raises InvalidInput, and Unsupported for what the buffer cannot take.
+    buffer: a `deep_ep.Buffer` of the ranks that share the experts. All call, in the same order. num_dispatchers: number
+    of ranks. use_fp8_dispatch: rows travel as e4m3 with an fp32 scale per 128 columns, for `DeepGemmExperts` and
+    `BatchedDeepGemmExperts`. Raises Unsupported for what the buffer cannot take.
     """
 
-    #: Methods of a buffer that are called.
+    #: Methods of the buffer that are called.
     methods: ClassVar[tuple[str, ...]]
     most_choices: ClassVar[int]
     maps_experts = property(lambda self: True)
@@ -77,10 +76,13 @@ class _OnBuffer(InHalves):
 
     @taking(PrepareCall)
     def prepare_async(self, call: PrepareCall) -> Halves:
-        """(hook, receiver). a1 bf16 `[M, K]`; topk_weights and topk_ids `[M, topk]`, ids of all ranks' experts; ids
-        outside count as -1. expert_map, which the order of experts implies, is not read. defer_input_quant is not
-        asked: use_fp8_dispatch says how rows travel."""
-        # A number that is this rank's own is what the kernel says where the caller has said nothing.
+        """Return (hook, receiver). Neither expert_map, which the order of experts implies, nor defer_input_quant is
+        read.
+
+        a1 is bf16 `[M, K]`, topk_weights and topk_ids `[M, topk]` with ids of all ranks' experts. Ids outside count as
+        -1.
+        """
+        # The kernel's default num_experts is this rank's own number.
         num_experts, num_local_experts = call.num_experts, call.num_local_experts
         if num_experts in (-1, num_local_experts) and num_local_experts is not None:
             num_experts = num_local_experts * self.ranks
@@ -119,11 +121,11 @@ class _OnBuffer(InHalves):
         raise NotImplementedError
 
     def dispatch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> Halves:
-        """Hook and receiver of what is sent."""
+        """Return (hook, receiver) of the dispatch."""
         raise NotImplementedError
 
     def sent_of(self, prepared: PreparedTokens | None) -> _Sent:
-        """What prepare has left for finalize."""
+        """The values that prepare has left for finalize."""
         sent = None if prepared is None else prepared.handle
         if not isinstance(sent, _Sent):
             raise InvalidInput(
@@ -144,8 +146,8 @@ def _require_columns(x: torch.Tensor, what: str, fits: bool) -> None:
 class DeepEPHTPrepareAndFinalize(_OnBuffer):
     """DeepEP's high-throughput kernels, format Standard: a token travels once to each rank that has experts of it.
 
-    An owner's experts weight and add up a token's slots there, in bf16; DeepEP adds the ranks' rows. dp_size,
-    rank_expert_offset: as published; the latter must be the first expert of this rank.
+    That rank's experts weight and add up a token's slots in bf16. DeepEP adds the ranks' rows. dp_size,
+    rank_expert_offset: as published. The offset must be this rank's first expert.
     """
 
     methods = ("get_dispatch_layout", "dispatch", "combine")
@@ -172,7 +174,7 @@ class DeepEPHTPrepareAndFinalize(_OnBuffer):
                 f"rank_expert_offset must be {first}, the first of rank {self.buffer.rank}, got "
                 f"{self.rank_expert_offset}; leave it out"
             )
-        # Rows travel in units of so many bytes.
+        # Rows travel in units of this many bytes.
         unit = (32 if self.ranks <= _NODE else 512) // (1 if self.use_fp8_dispatch else 2)
         _require_columns(x, f"a multiple of {unit}", x.shape[1] % unit == 0)
 
@@ -196,14 +198,14 @@ class DeepEPHTPrepareAndFinalize(_OnBuffer):
         def receiver() -> PreparedTokens:
             event.current_stream_wait()
             a1q, scale = came if isinstance(came, tuple) else (came, None)
-            # Ids are local already, -1 where another rank has the expert.
+            # Ids are local already, -1 if another rank has the expert.
             return PreparedTokens(a1q, scale, None, as_ids(own_ids), own_weights, _Sent(handle, ids))
 
         return _nothing, receiver
 
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Halves:
-        """(hook, receiver): DeepEP's combine, into output `[M, K]`."""
+        """Return (hook, receiver) of DeepEP's combine into output `[M, K]`."""
         prepared, impl = call.prepared, call.weight_and_reduce_impl
         sent = self.sent_of(prepared)
         assert prepared is not None and prepared.topk_weights is not None and prepared.topk_ids is not None
@@ -223,13 +225,12 @@ class DeepEPHTPrepareAndFinalize(_OnBuffer):
 class DeepEPLLPrepareAndFinalize(_OnBuffer):
     """DeepEP's low-latency kernels, format BatchedExperts: a1q `[num_local_experts, max_tokens_per_rank * ranks, K]`.
 
-    For experts with max_num_tokens = max_tokens_per_rank and num_dispatchers, which leave weights and sums to finalize.
-    DeepEP weights and adds the slots at home. The experts of a token must differ. Tensors lie in the buffer, which has
-    room for two calls.
+    The experts need max_num_tokens = max_tokens_per_rank and num_dispatchers, and leave weights and sums to DeepEP. The
+    experts of a token must differ. Tensors are in the buffer, which has room for two calls.
     """
 
     methods = ("low_latency_dispatch", "low_latency_combine", "get_low_latency_rdma_size_hint")
-    #: Those that DeepEP's kernels are compiled for; 3072 from its version 2 on.
+    #: Sizes that DeepEP's kernels are compiled for, 3072 from version 2 on.
     SUPPORTED_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
     most_choices = 11
     activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)
@@ -278,7 +279,7 @@ class DeepEPLLPrepareAndFinalize(_OnBuffer):
 
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Halves:
-        """(hook, receiver): DeepEP's combine, weighted unless the weight was on the input, into output `[M, K]`."""
+        """Return (hook, receiver) of DeepEP's combine into output `[M, K]`, weighted unless the input was."""
         sent = self.sent_of(call.prepared)
         if not isinstance(call.weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             raise InvalidInput(

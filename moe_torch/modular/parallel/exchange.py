@@ -1,4 +1,4 @@
-"""Prepare and finalize that cross ranks: tokens go to the experts' ranks, and come home with the bits of one device."""
+"""Prepare and finalize across ranks: tokens travel to the experts' ranks and back, with the bits of one device."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from moe_torch.parallel.route import Routes
 from moe_torch.parallel.routes import plan_routes
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Two halves: what is called while messages travel, and what waits for them and returns.
+#: (hook to call while messages travel, receiver that waits and returns)
 Halves = tuple[Callable[[], None], Callable[[], Any]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _eager(function: Function) -> Function:
-    """A function that `torch.compile` leaves alone: in compiled programs a call is a graph break."""
+    """Exclude a function from `torch.compile`: calls in compiled programs are graph breaks."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **named: Any) -> Any:
@@ -47,13 +47,13 @@ def _eager(function: Function) -> Function:
 
 
 class _Sent(NamedTuple):
-    """What prepare leaves for finalize."""
+    """Values of prepare for finalize."""
 
     routes: Routes
 
 
 class _Attached(torch.autograd.Function):
-    """`(rows, source) -> rows`, with a gradient of source that is zero."""
+    """`(rows, source) -> rows`, with a zero gradient of source."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class _Attached(torch.autograd.Function):
 
 
 class InHalves(FusedMoEPrepareAndFinalize):
-    """What crosses ranks in two halves; the methods without async call both."""
+    """A prepare and finalize in two halves. The methods without async call both."""
 
     def supports_async(self) -> bool:
         return True
@@ -75,16 +75,14 @@ class InHalves(FusedMoEPrepareAndFinalize):
         return True
 
     def prepare(self, *arguments: Any, **named: Any) -> PreparedTokens:
-        """`prepare_async`, and what it returns, called."""
         return finished(self.prepare_async(*arguments, **named))
 
     def finalize(self, *arguments: Any, **named: Any) -> None:
-        """`finalize_async`, and what it returns, called."""
         finished(self.finalize_async(*arguments, **named))
 
 
 def require_lone_rows(quant_config: FusedMoEQuantConfig) -> None:
-    """Raise Unsupported where activations have one scale that is found from all rows."""
+    """Raise Unsupported if activations have one scale that is computed from all rows."""
     if not rows_are_alone(quant_config):
         raise Unsupported(
             f"activations of {quant_config.scheme} must have a scale for each row across ranks, or given scales: "
@@ -93,29 +91,27 @@ def require_lone_rows(quant_config: FusedMoEQuantConfig) -> None:
 
 
 class AcrossRanks(InHalves):
-    """What both exchanges share; format Standard. All ranks of a group call the kernel, in the same order.
+    """The base of both exchanges, format Standard. All ranks of a group call the kernel, in the same order.
 
-    A row that an owner gets is one slot: a token with one expert, whose weighted result goes home as a row. There the
-    rows of a token are added in fp32 in the order k = 0..topk-1, with one cast. Output and gradients have the bits that
-    the same kernel has on one device, with the tokens of all ranks in the order of ranks and all experts.
+    An owner receives one row per slot, and the weighted result travels home. There a token's rows are added in fp32 in
+    the order k = 0..topk-1, with one cast. Output and gradients have the bits of the same kernel on one device, with
+    the tokens of all ranks in rank order and all experts. A call's expert_map must agree with placement. It is compared
+    once. Rows beyond a bound of the exchange make the output of their tokens NaN.
 
     Args:
         mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group.
-        placement: which experts lie on which rank. w1 and w2 are the `placement.per_rank` places of this rank, in the
-            order of `placement.owners[rank]`; what an empty place holds is not read.
-        exchange: how rows travel, None = `ExchangeSpec(mode)` of the class's mode.
-        max_tokens: the most tokens that a rank has in one call, None = any number.
-        timeout: seconds that a message may take on a CPU, None = what the group was made with.
-
-    A call may bring the rank's expert_map, which must say what placement says; it is compared when it is first seen.
-    Rows beyond a bound of the exchange make the output of their tokens NaN.
+        placement: experts of each rank. w1 and w2 hold this rank's `placement.per_rank` experts in the order of
+            `placement.owners[rank]`. Empty places are not read.
+        exchange: how rows travel. None: `ExchangeSpec(mode)` of the class's mode.
+        max_tokens: the most tokens of a rank in one call. None: any number.
+        timeout: seconds that a message may take on a CPU. None: the group's.
 
     Raises:
         InvalidInput: arguments that do not fit together, ranks that disagree.
-        PeerFailed: another rank raised before it sent anything; its own error says why.
-        Unsupported: what `moe_torch.parallel.ExpertParallel` cannot do, `on_overflow="drop"`, activations with one
-            scale that is found from all rows, and gradients of replicas.
-        RuntimeError: a message that failed, because a rank died or is late.
+        PeerFailed: another rank raised before it sent anything. Its error gives the reason.
+        Unsupported: all that `moe_torch.parallel.ExpertParallel` cannot do, `on_overflow="drop"`, activations with one
+            scale that is computed from all rows, and gradients of replicas.
+        RuntimeError: a message failed, because a rank died or is late.
     """
 
     mode: ClassVar[str]
@@ -158,14 +154,14 @@ class AcrossRanks(InHalves):
     @_eager
     @taking(PrepareCall)
     def prepare_async(self, call: PrepareCall) -> Halves:
-        """(hook, receiver): the hook sends rows once the counts are known, the receiver waits for those that come. What
-        the caller does before either of them runs while messages travel.
+        """Return (hook, receiver). The hook sends rows once the counts are known, the receiver waits for arriving rows.
 
-        a1 `[M, K]` and its weights and ids `[M, topk]` are this rank's. Rows travel as they are, whatever
-        defer_input_quant says: experts quantise each row alike. num_experts: of all ranks. num_local_experts: of w1.
+        Messages travel while the caller works before either runs. a1 `[M, K]` and its weights and ids `[M, topk]` are
+        this rank's. Rows travel unquantised: experts quantise each row alike. num_experts: of all ranks.
+        num_local_experts: of w1.
         """
         try:
-            # A number that is this rank's own is what the kernel says where the caller has said nothing.
+            # The kernel's default num_experts is this rank's own number.
             if call.num_experts not in (self.placement.num_experts, call.num_local_experts, -1):
                 raise InvalidInput(
                     f"num_experts must be {self.placement.num_experts}, those of {self.placement}, got "
@@ -197,14 +193,14 @@ class AcrossRanks(InHalves):
             return PreparedTokens(rows, None, None, routes.ids, row_weights, _Sent(routes), batch)
 
         if self.mode != "all_to_all":
-            # Nothing is counted, so that nothing has to be waited for.
+            # Nothing is counted, so there is nothing to wait for.
             hook()
         return _eager(hook), _eager(receiver)
 
     @_eager
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Callable[[], None]:
-        """The receiver: it waits for the rows that come home, and adds them up into output `[M, K]`."""
+        """Return the receiver, which waits for the rows that come home and adds them up into output `[M, K]`."""
         prepared, output, impl = call.prepared, call.output, call.weight_and_reduce_impl
         sent = None if prepared is None else prepared.handle
         if prepared is None or not isinstance(sent, _Sent):
@@ -218,7 +214,7 @@ class AcrossRanks(InHalves):
         assert weights is not None and ids is not None
         rows = impl.apply(None, call.fused_expert_output, weights, ids, call.apply_router_weight_on_input)
         if torch.is_grad_enabled() and prepared.a1q.requires_grad and not rows.requires_grad:
-            # Experts that touch nothing where no row has come; other ranks wait for this one's backward all the same.
+            # Experts touch nothing if no row has come, but other ranks wait for this one's backward.
             rows = cast(torch.Tensor, _Attached.apply(rows, prepared.a1q))
         routes, rows = sent.routes, rows.contiguous()
         if not (torch.is_grad_enabled() and rows.requires_grad):
@@ -233,7 +229,7 @@ class AcrossRanks(InHalves):
         return _eager(receiver)
 
     def _start_sum(self, routes: Any, rows: torch.Tensor) -> Callable[[torch.Tensor], Any]:
-        """Send rows home, without gradients; the result waits, and writes the sums of tokens to output `[M, K]`."""
+        """Send rows home, without gradients. The result waits and writes the sums of tokens to output `[M, K]`."""
         arriving, at_home = routes.start_pull(rows, "results"), routes.at_home
 
         def write_sum(output: torch.Tensor) -> None:
@@ -249,7 +245,7 @@ class AcrossRanks(InHalves):
     def _begin(
         self, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor
     ) -> Callable[[], Callable[[], Routes]]:
-        """What begins an exchange when it is called; what that returns gives the routes, once they are known."""
+        """A function that begins an exchange. It returns a function that waits for the routes."""
         return plan_routes(self.parallel.ranks(), plan, ids, weights).start
 
     def _check_experts(
@@ -286,17 +282,17 @@ class AcrossRanks(InHalves):
 
 
 class MoEPrepareAndFinalizeNaiveEP(AcrossRanks):
-    """Every rank gets the tokens of all ranks, in an all-gather, and computes its experts' slots.
+    """Give every rank the tokens of all ranks in an all-gather. Each computes its experts' slots.
 
-    For few tokens, as many on every rank. The host reads nothing, so that on a GPU a CUDA graph may capture it; there
-    ranks that disagree make the output NaN. See `AcrossRanks`.
+    For few tokens, equally many on every rank. The host reads nothing, so CUDA graphs work, but ranks that disagree
+    make the output NaN. See `AcrossRanks`.
     """
 
     mode = "all_gather"
 
 
 class MoEPrepareAndFinalizeAllToAll(AcrossRanks):
-    """Ranks tell each other how many rows come, which the host reads once, then send those rows and no others.
+    """Exchange the numbers of rows, which the host reads once, then send only rows that are needed.
 
     Ranks may have different numbers of tokens, also none. See `AcrossRanks`.
     """

@@ -1,4 +1,4 @@
-"""Prepare and finalize that cross ranks by stores into peers' memory; for GPUs of one host, also in CUDA graphs."""
+"""Prepare and finalize by stores into peers' memory, for GPUs of one host, also in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from moe_torch.parallel.peer.counted import CountedRoutes
 
 
 class PeerPrepareAndFinalize(AcrossRanks):
-    """Ranks store as many rows as there are into each other's memory; format Standard. See `AcrossRanks`.
+    """Store rows into other ranks' memory, format Standard. See `AcrossRanks`.
 
-    max_tokens must be given: the first call makes memory for so many tokens of each rank, which all calls share. So one
-    call has to be finalized before another is prepared. Ranks may have different numbers of tokens, also none. On a GPU
-    the host reads nothing, and ranks that disagree make the output NaN.
+    max_tokens must be given: all calls share memory for that many tokens of each rank, so each call must be finalized
+    before the next is prepared. Ranks may have different numbers of tokens, also none. On a GPU the host reads nothing,
+    and ranks that disagree make the output NaN.
     """
 
     mode = "peer"
@@ -57,8 +57,8 @@ class _Blocks(NamedTuple):
 class PeerBatchedPrepareAndFinalize(PeerPrepareAndFinalize):
     """The same in format BatchedExperts: a1q `[num_local_experts, max_tokens * ranks, K]`, unused rows zero.
 
-    For experts with max_num_tokens = max_tokens and num_dispatchers, which leave weights and sums to finalize. The
-    experts of a token must differ. Without gradients.
+    The experts need max_num_tokens = max_tokens and num_dispatchers, and leave weights and sums to finalize. The
+    experts of a token must differ. No gradients.
     """
 
     activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)
@@ -86,7 +86,6 @@ class PeerBatchedPrepareAndFinalize(PeerPrepareAndFinalize):
 
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Callable[[], None]:
-        """The receiver, as of `PeerPrepareAndFinalize`."""
         blocks = None if call.prepared is None else call.prepared.handle
         if not isinstance(blocks, _Blocks):
             raise InvalidInput(
