@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,8 @@ from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_torch.bridge.options import decode
 from tests.support import jax as jax_support
 from tests.support import torch as torch_support
+from tests.support.frontends import FRONTENDS, Frontend, require_equal
+from tests.support.frontends.small import draw, on_engines
 from tests.support.training.jax import plans_in
 
 T, D, F, E, RANK = 6, 16, 12, 4, 4
@@ -41,7 +42,7 @@ def arrays(dtype: str) -> dict[str, np.ndarray]:
         "down_b": (E, RANK, D),
         "shared": (T, D),
     }
-    found = {name: jax_support.draw(random, *shape, dtype=dtype) for name, shape in shapes.items()}
+    found = {name: draw(random, *shape, dtype=dtype) for name, shape in shapes.items()}
     return found | {"weights": random.random(IDS.shape, np.float32)}
 
 
@@ -63,6 +64,10 @@ def stages(ops: Any, given: dict[str, Any], ids: Any, order: str, options: dict[
     return ops.reduce(y, layout, order=order, shared=given["shared"])
 
 
+def both() -> list[Frontend]:
+    return [kind(name) for name, kind in FRONTENDS.items()]
+
+
 def loop(given: dict[str, torch.Tensor], order: str) -> torch.Tensor:
     """The same, one token and expert after the other, in torch's own operations."""
     rows = []
@@ -80,68 +85,38 @@ def loop(given: dict[str, torch.Tensor], order: str) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def asked(given: dict[str, Any], order: str) -> list[str]:
-    return [name for name in given if order == "slot" or name != "weights"]
-
-
-def upstream(dtype: str) -> np.ndarray:
-    return jax_support.draw(np.random.default_rng(4), T, D, dtype=dtype)
-
-
-def through_torch(program: Callable[..., Any], device: Any, dtype: str, order: str) -> dict[str, np.ndarray]:
-    leaves = {name: torch_support.to_torch(array, device) for name, array in arrays(dtype).items()}
-    names = asked(leaves, order)
-    for name in names:
-        leaves[name].requires_grad_()
-    y = program(leaves)
-    found = torch.autograd.grad(y, [leaves[name] for name in names], torch_support.to_torch(upstream(dtype), device))
-    return {name: torch_support.to_numpy(one) for name, one in zip(names, found, strict=True)}
-
-
-def through_jax(dtype: str, order: str, options: dict[str, int]) -> dict[str, np.ndarray]:
-    given = jax_support.to_jax(arrays(dtype))
-    trained = {name: given[name] for name in asked(given, order)}
-
-    @jax.jit
-    def gradients(trained: dict[str, Any], flowing: jax.Array) -> dict[str, Any]:
-        run = lambda trained: stages(moe_jax, given | trained, jax.numpy.asarray(IDS), order, options)  # noqa: E731
-        return jax.vjp(run, trained)[1](flowing)[0]
-
-    return jax_support.to_numpy(gradients(trained, jax.numpy.asarray(upstream(dtype))))
-
-
-@pytest.mark.parametrize("engine", jax_support.ENGINES)
+@on_engines
 @pytest.mark.parametrize(("order", "options"), ORDERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_frameworks_give_equal_bits(engine: str, order: str, options: dict[str, int], dtype: str) -> None:
-    with jax_support.running_on(engine):
-        theirs = through_jax(dtype, order, options)
-    with torch_support.running_on(engine) as device:
-        ids = torch.tensor(IDS, device=device)
-        ours = through_torch(lambda given: stages(moe_torch, given, ids, order, options), device, dtype, order)
-        if dtype == "float32":
-            wanted = through_torch(lambda given: loop(given, order), device, dtype, order)
-    assert ours.keys() == theirs.keys()
-    for name, gradient in ours.items():
-        assert gradient.any() and gradient.dtype == theirs[name].dtype, name
-        assert gradient.tobytes() == theirs[name].tobytes(), f"{name}: {np.sum(gradient != theirs[name])} differ"
-        if dtype == "float32":
-            np.testing.assert_allclose(gradient, wanted[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    given, found = arrays(dtype), []
+    if order == "row":
+        del given["weights"]
+    for frontend in both():
+        with frontend.running_on(engine):
+            leaves, ids = frontend.arrays((given, IDS))
+            found.append(frontend.pull(lambda leaves: stages(frontend.ops, leaves, ids, order, options), leaves))  # noqa: B023
+            if frontend.name == "torch" and dtype == "float32":
+                wanted = frontend.pull(lambda leaves: loop(leaves, order), leaves)
+                for name, gradient in wanted.items():
+                    np.testing.assert_allclose(found[0][name], gradient, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert all(gradient.any() for gradient in found[0].values())
+    require_equal(*found)
 
 
 def test_activation_of_two_buffers() -> None:
-    split = Activation("silu", gate_layout="separate")
-    gate, up = (jax_support.draw(np.random.default_rng(seed), 3, 8) for seed in (0, 1))
-    with jax_support.running_on("reference"):
-        run = lambda gate, up: moe_jax.activation(gate, split, up=up).sum()  # noqa: E731
-        theirs = jax.grad(run, argnums=(0, 1))(jax.numpy.asarray(gate), jax.numpy.asarray(up))
-    leaves = [torch.tensor(array, requires_grad=True) for array in (gate, up)]
-    with torch_support.running_on("reference"):
-        ours = torch.autograd.grad(moe_torch.activation(leaves[0], split, up=leaves[1]).sum(), leaves)
-    wanted = torch.autograd.grad((torch.nn.functional.silu(leaves[0]) * leaves[1]).sum(), leaves)
-    for our, their, want in zip(ours, theirs, wanted, strict=True):
-        assert np.array_equal(our.numpy(), np.asarray(their))
-        torch.testing.assert_close(our, want)
+    split, random, found = Activation("silu", gate_layout="separate"), np.random.default_rng(0), []
+    given = {"gate": draw(random, 3, 8), "up": draw(random, 3, 8)}
+    for frontend in both():
+        with frontend.running_on("reference"):
+            run = lambda leaves: frontend.ops.activation(leaves["gate"], split, up=leaves["up"])  # noqa: B023, E731
+            found.append(frontend.pull(run, frontend.arrays(given)))
+            if frontend.name == "torch":
+                plain = lambda leaves: torch.nn.functional.silu(leaves["gate"]) * leaves["up"]  # noqa: E731
+                wanted = frontend.pull(plain, frontend.arrays(given))
+    require_equal(*found)
+    for name, gradient in wanted.items():
+        np.testing.assert_allclose(found[0][name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def frozen_layer(ops: Any, given: dict[str, Any], ids: Any) -> Any:
@@ -182,38 +157,27 @@ def test_frozen_weights_cost_nothing_in_torch(monkeypatch: pytest.MonkeyPatch) -
     assert all((given[name].grad is not None) == (name in TRAINED) for name in given)
 
 
-def test_programs_of_torch() -> None:
-    given, ids = {name: torch.tensor(array) for name, array in arrays("float32").items()}, torch.tensor(IDS)
+def test_programs(frontend: Frontend) -> None:
+    with frontend.running_on("reference"):
+        given, ids = frontend.arrays((arrays("float32"), IDS))
+        adapters = {name: given[name] for name in TRAINED}
 
-    def loss(adapters: dict[str, torch.Tensor]) -> torch.Tensor:
-        return frozen_layer(moe_torch, given | adapters, ids).square().sum()
+        def loss(adapters: dict[str, Any]) -> Any:
+            return (frozen_layer(frontend.ops, given | adapters, ids) ** 2).sum()
 
-    def gradients(program: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        adapters = {name: given[name].clone().requires_grad_() for name in TRAINED}
-        return torch.autograd.grad(program(adapters), list(adapters.values()))
-
-    with torch_support.running_on("reference"):
-        expected = gradients(loss)
-        compiled = gradients(torch.compile(loss, fullgraph=True, backend="aot_eager"))
-        functional = torch.func.grad(loss)({name: given[name] for name in TRAINED})
-    torch._dynamo.reset()
-    for one, other, name in zip(expected, compiled, TRAINED, strict=True):
-        assert torch.equal(one, other) and torch.equal(one, functional[name])
+        wanted = frontend.numpy(frontend.gradients(loss, adapters))
+        for name, derive in frontend.programs(loss).items():
+            require_equal(frontend.numpy(derive(adapters)), wanted, name)
 
 
-def test_programs_of_jax() -> None:
+def test_programs_are_batched_in_jax() -> None:
     with jax_support.running_on("reference"):
         given = jax_support.to_jax(arrays("float32"))
         adapters, ids = {name: given[name] for name in TRAINED}, jax.numpy.asarray(IDS)
-
-        def loss(adapters: dict[str, Any]) -> jax.Array:
-            return jax.numpy.square(frozen_layer(moe_jax, given | adapters, ids)).sum()
-
-        expected = jax.grad(loss)(adapters)
-        found = jax.jit(jax.grad(jax.checkpoint(loss)))(adapters)
-        batched = jax.vmap(jax.grad(loss))(jax.tree.map(lambda array: array[None], adapters))
-    for name in TRAINED:
-        assert np.array_equal(expected[name], found[name]) and np.array_equal(expected[name], batched[name][0])
+        gradients = jax.grad(lambda adapters: jax.numpy.square(frozen_layer(moe_jax, given | adapters, ids)).sum())
+        batched = jax.vmap(gradients)(jax.tree.map(lambda array: array[None], adapters))
+        for name, wanted in gradients(adapters).items():
+            assert np.array_equal(wanted, batched[name][0])
 
 
 def test_data_parallel_in_jax() -> None:
@@ -234,43 +198,40 @@ def test_data_parallel_in_jax() -> None:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_what_torch_refuses() -> None:
+def test_what_is_refused(frontend: Frontend) -> None:
+    ops = frontend.ops
+    separate = dataclasses.replace(SILU, gate_layout="separate")
+    with frontend.running_on("reference"):
+        x, weight, rows, gate, ids = frontend.arrays(
+            (*(np.ones(shape, np.float32) for shape in ((3, 8), (8, 6), (3,), (3, 1))), np.zeros((3, 1), np.int32))
+        )
+        layout = ops.make_layout(ids, 1)
+
+        def dense(x: Any = x, weight: Any = weight, activation: Activation | None = None, **more: Any) -> Any:
+            operands = ops.MatmulOperands(x, weight, **more)
+            return ops.matmul_ogs(operands, None, MatmulSpec("in_out", activation=activation)).sum()
+
+        refused = [
+            (r"fused activation has no gradient.*call the op `activation`", x, lambda x: dense(x, activation=SILU)),
+            ("fused activation has no gradient", weight, lambda up: dense(activation=separate, up=up)),
+            ("row_weight has no gradient without a layout", rows, lambda rows: dense(row_weight=rows)),
+            ("reduce with a shared_gate has", x, lambda x: ops.reduce(x, layout, shared=x, shared_gate=gate).sum()),
+        ]
+        for message, leaf, function in refused:
+            with pytest.raises(Unsupported, match=message):
+                frontend.gradients(lambda leaves: function(leaves["leaf"]), {"leaf": leaf})  # noqa: B023
+
+
+def test_second_derivatives_are_refused() -> None:
+    message = "matmul_ogs has no second derivative"
     x, weight = torch.ones(3, 8, requires_grad=True), torch.ones(8, 6)
-    dense = moe_torch.MatmulOperands(x, weight)
     with torch_support.running_on("reference"):
-        with pytest.raises(Unsupported, match=r"fused activation has no gradient.*call the op `activation`"):
-            moe_torch.matmul_ogs(dense, None, MatmulSpec("in_out", activation=SILU))
-        up = torch.ones(8, 6, requires_grad=True)
-        with pytest.raises(Unsupported, match="fused activation has no gradient"):
-            spec = MatmulSpec("in_out", activation=dataclasses.replace(SILU, gate_layout="separate"))
-            moe_torch.matmul_ogs(moe_torch.MatmulOperands(x.detach(), weight, up), None, spec)
-        weighted = moe_torch.MatmulOperands(x.detach(), weight, row_weight=torch.ones(3, requires_grad=True))
-        with pytest.raises(Unsupported, match="row_weight has no gradient without a layout"):
-            moe_torch.matmul_ogs(weighted, None, MatmulSpec("in_out"))
-        layout = moe_torch.make_layout(torch.zeros(3, 1, dtype=torch.int32), 1)
-        with pytest.raises(Unsupported, match="reduce with a shared_gate has none"):
-            moe_torch.reduce(x, layout, shared=x, shared_gate=torch.ones(3, 1))
-        y = moe_torch.matmul_ogs(dense, None, MatmulSpec("in_out"))
+        y = moe_torch.matmul_ogs(moe_torch.MatmulOperands(x, weight), None, MatmulSpec("in_out"))
         (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        with pytest.raises(Unsupported, match="matmul_ogs has no second derivative"):
+        with pytest.raises(Unsupported, match=message):
             slope.sum().backward()
-
-
-def test_what_jax_refuses() -> None:
-    x, weight = jax.numpy.ones((3, 8)), jax.numpy.ones((8, 6))
-
-    def dense(x: Any, activation: Activation | None = None, **more: Any) -> jax.Array:
-        operands = moe_jax.MatmulOperands(x, weight, **more)
-        return moe_jax.matmul_ogs(operands, None, MatmulSpec("in_out", activation=activation)).sum()
-
-    with jax_support.running_on("reference"):
-        with pytest.raises(Unsupported, match=r"fused activation has no gradient.*call the op `activation`"):
-            jax.grad(lambda x: dense(x, SILU))(x)
-        with pytest.raises(Unsupported, match="row_weight has no gradient without a layout"):
-            jax.grad(lambda weights: dense(x, row_weight=weights))(jax.numpy.ones(3))
-        layout = moe_jax.make_layout(jax.numpy.zeros((3, 1), "int32"), 1)
-        gate = jax.numpy.ones((3, 1))
-        with pytest.raises(Unsupported, match="reduce with a shared_gate has no derivative"):
-            jax.grad(lambda x: moe_jax.reduce(x, layout, shared=x, shared_gate=gate).sum())(x)
-        with pytest.raises(Unsupported, match="matmul_ogs has no second derivative"):
-            jax.grad(lambda x: jax.grad(lambda x: dense(x) ** 2)(x).sum())(x)
+    dense = lambda x: moe_jax.matmul_ogs(  # noqa: E731
+        moe_jax.MatmulOperands(x, jax.numpy.ones((8, 6))), None, MatmulSpec("in_out")
+    ).sum()
+    with jax_support.running_on("reference"), pytest.raises(Unsupported, match=message):
+        jax.grad(lambda x: jax.grad(lambda x: dense(x) ** 2)(x).sum())(jax.numpy.ones((3, 8)))

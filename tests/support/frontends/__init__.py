@@ -167,7 +167,7 @@ class Jax(Frontend):
         return self.jax.jit(self.jax.grad(function))(leaves)
 
     def pull(self, function: Callable[[dict[str, Any]], Any], leaves: dict[str, Any]) -> dict[str, np.ndarray]:
-        y, back = self.jax.vjp(function, leaves)
+        y, back = self.jax.vjp(self.jax.jit(function), leaves)
         factors = np.random.default_rng(0).standard_normal(y.shape, np.float32).astype(y.dtype)
         (found,) = back(self.arrays(factors))
         return self.numpy({"y": y} | {f"d_{name}": one for name, one in found.items()})
@@ -198,7 +198,7 @@ def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
     if tree is None or isinstance(tree, np.ndarray):
         yield "", tree
     elif isinstance(tree, dict):
-        yield from ((f".{name}{rest}", one) for name, value in tree.items() for rest, one in leaves_of(value))
+        yield from ((f".{name}{rest}", one) for name, value in sorted(tree.items()) for rest, one in leaves_of(value))
     elif isinstance(tree, (tuple, list)):
         names = getattr(tree, "_fields", range(len(tree)))
         pairs = zip(names, tree, strict=True)
@@ -211,8 +211,8 @@ def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def require_equal(first: Any, second: Any, label: str = "") -> None:
     """Raise AssertionError unless NumPy arrays in two trees have equal shapes, dtypes and bits."""
-    for (name, one), (_, other) in zip(leaves_of(first), leaves_of(second), strict=True):
-        assert (one is None) == (other is None), f"{label}{name}"
+    for (name, one), (other_name, other) in zip(leaves_of(first), leaves_of(second), strict=True):
+        assert name == other_name and (one is None) == (other is None), f"{label}{name}"
         if one is not None:
             assert (one.dtype, one.shape) == (other.dtype, other.shape), f"{label}{name}: {one.dtype} {other.dtype}"
             assert one.tobytes() == other.tobytes(), f"{label}{name} differs:\n{one}\n{other}"
