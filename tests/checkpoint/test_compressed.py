@@ -96,29 +96,16 @@ def test_int8_channels_with_activations_per_token(tmp_path):
     [
         (compressed("pack-quantized", strategy=None), int4_grouped(32), None),
         (compressed("pack-quantized", group_size=-1, strategy=None), int4_grouped(None), None),
-        (
-            compressed("pack-quantized", {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}),
-            int4_grouped(32),
-            FP8_TOKEN,
-        ),
-        (
-            compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
-            FP8_BLOCK,
-            None,
-        ),
+        (compressed("pack-quantized", {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}),
+            int4_grouped(32), FP8_TOKEN),
+        (compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
+            FP8_BLOCK, None),
         (compressed("mxfp4-pack-quantized", type="float"), MXFP4, None),
-        (
-            compressed(
-                "mxfp8-quantized",
-                {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True},
-                type="float",
-                num_bits=8,
-            ),
-            MXFP8,
-            MXFP8,
-        ),
+        (compressed("mxfp8-quantized",
+            {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}, type="float",
+            num_bits=8), MXFP8, MXFP8),
     ],
-)
+)  # fmt: skip
 def test_schemes_of_compressed_tensors(tmp_path, settings, weights, activations):
     scheme = open_checkpoint(write(tmp_path, quantized_config("qwen3_moe", settings, 64, 32), {})).scheme
     assert (scheme.weights, scheme.activations) == (weights, activations)
@@ -137,66 +124,36 @@ TWO_KINDS["config_groups"] = (
 @pytest.mark.parametrize(
     ("family", "settings", "error", "message"),
     [
-        (
-            "qwen3_moe",
-            MXFP4_CONFIG,
-            Unsupported,
-            "has quant_method mxfp4 for qwen3_moe; only gpt_oss is published in it",
-        ),
-        (
-            "qwen3_moe",
-            {"quant_method": "awq"},
-            Unsupported,
-            "quant_method 'awq'; the methods that can be read are mxfp4",
-        ),
+        ("qwen3_moe", MXFP4_CONFIG, Unsupported,
+            "has quant_method mxfp4 for qwen3_moe; only gpt_oss is published in it"),
+        ("qwen3_moe", {"quant_method": "awq"}, Unsupported,
+            "quant_method 'awq'; the methods that can be read are mxfp4"),
         ("qwen3_moe", "fp8", InvalidInput, "quantization_config in config.json must be an object, got 'fp8'"),
         ("qwen3_moe", FP8 | {"weight_block_size": None}, Unsupported, "weight_block_size None; it must be [128, 128]"),
         ("qwen3_moe", FP8 | {"fmt": "e5m2"}, Unsupported, "fmt 'e5m2'; it must be 'e4m3'"),
         ("qwen3_moe", FP8 | {"activation_scheme": "static"}, Unsupported, "activation_scheme 'static'; it must be"),
         ("qwen3_moe", compressed("marlin-24"), Unsupported, "format 'marlin-24' of int4_g32; the formats that can be"),
         ("qwen3_moe", compressed("pack-quantized", num_bits=3), Unsupported, "weights of 3 bits int, strategy 'group'"),
-        (
-            "qwen3_moe",
-            compressed("pack-quantized", actorder="group"),
-            Unsupported,
-            "actorder by group; permuted columns",
-        ),
+        ("qwen3_moe", compressed("pack-quantized", actorder="group"), Unsupported,
+            "actorder by group; permuted columns"),
         ("qwen3_moe", compressed("mxfp8-quantized", num_bits=8, type="float", strategy="channel"), Unsupported, "e8m0"),
         ("qwen3_moe", compressed("int-quantized", num_bits=8), Unsupported, "int8 values must have one scale per ch"),
-        (
-            "qwen3_moe",
+        ("qwen3_moe",
             compressed("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}),
-            Unsupported,
-            "input_activations with static scales; only dynamic ones",
-        ),
-        (
-            "qwen3_moe",
+            Unsupported, "input_activations with static scales; only dynamic ones"),
+        ("qwen3_moe",
             compressed("pack-quantized", {"num_bits": 3, "type": "int", "strategy": "token", "dynamic": True}),
-            Unsupported,
-            "input_activations of 3 bits int, strategy 'token', beside weights of int4_g32",
-        ),
-        (
-            "qwen3_moe",
-            compressed("pack-quantized", activations=7),
-            InvalidInput,
-            "input_activations in config.json must",
-        ),
+            Unsupported, "input_activations of 3 bits int, strategy 'token', beside weights of int4_g32"),
+        ("qwen3_moe", compressed("pack-quantized", activations=7), InvalidInput,
+            "input_activations in config.json must"),
         ("qwen3_moe", {"quant_method": "compressed-tensors"}, InvalidInput, "config_groups in config.json must map"),
-        (
-            "qwen3_moe",
-            {"quant_method": "compressed-tensors", "config_groups": {}},
-            Unsupported,
-            "0 groups of different kinds",
-        ),
-        (
-            "qwen3_moe",
-            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}},
-            Unsupported,
-            "a group without weights",
-        ),
+        ("qwen3_moe", {"quant_method": "compressed-tensors", "config_groups": {}}, Unsupported,
+            "0 groups of different kinds"),
+        ("qwen3_moe", {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}}, Unsupported,
+            "a group without weights"),
         ("qwen3_moe", TWO_KINDS, Unsupported, "2 groups of different kinds; every matrix must be quantised alike"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_cannot_be_read(tmp_path, family, settings, error, message):
     with pytest.raises(error, match=re.escape(message)):
         open_checkpoint(write(tmp_path, quantized_config(family, settings, 64, 32), {}))

@@ -65,61 +65,33 @@ def test_unknown_family_says_where_the_known_are(tmp_path, config, got):
         ("mixtral", {"hidden_size": ...}, InvalidInput, "config.json must give hidden_size, got 6 settings without it"),
         ("mixtral", {"num_local_experts": ...}, InvalidInput, "must give num_local_experts or num_experts, got"),
         ("mixtral", {"hidden_size": "24"}, InvalidInput, "hidden_size in config.json must be an integer of at least 1"),
-        (
-            "mixtral",
-            {"num_hidden_layers": 10**9},
-            InvalidInput,
-            "num_hidden_layers in config.json must be an integer of",
-        ),
+        ("mixtral", {"num_hidden_layers": 10**9}, InvalidInput,
+            "num_hidden_layers in config.json must be an integer of"),
         ("mixtral", {"num_experts_per_tok": [2, 3]}, Unsupported, "the same number for every layer, got [2, 3]"),
         ("mixtral", {"num_hidden_layers": 0}, InvalidInput, "num_hidden_layers in config.json must be an integer of"),
         ("mixtral", {"num_local_experts": True}, InvalidInput, "num_local_experts in config.json must be an integer"),
         ("mixtral", {"num_experts_per_tok": E + 1}, InvalidInput, f"top_k must be at most num_experts = {E}, got"),
         ("mixtral", {"hidden_act": "mish"}, Unsupported, "hidden_act in config.json must be one of silu, "),
         ("qwen3_moe", {"norm_topk_prob": ...}, InvalidInput, "config.json must give norm_topk_prob, got"),
-        (
-            "qwen3_moe",
-            {"norm_topk_prob": 1},
-            InvalidInput,
-            "norm_topk_prob in config.json must be true or false, got 1",
-        ),
-        (
-            "qwen3_moe",
-            {"mlp_only_layers": 3},
-            InvalidInput,
-            "mlp_only_layers in config.json must be a list of integers",
-        ),
-        (
-            "qwen3_moe",
-            {"decoder_sparse_step": 0},
-            InvalidInput,
-            "decoder_sparse_step in config.json must be an integer",
-        ),
+        ("qwen3_moe", {"norm_topk_prob": 1}, InvalidInput,
+            "norm_topk_prob in config.json must be true or false, got 1"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, InvalidInput,
+            "mlp_only_layers in config.json must be a list of integers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, InvalidInput,
+            "decoder_sparse_step in config.json must be an integer"),
         ("gpt_oss", {"swiglu_alpha": "1.7"}, InvalidInput, "swiglu_alpha in config.json must be a finite number, got"),
         ("gpt_oss", {"swiglu_limit": -1}, InvalidInput, "limit must be positive, got -1"),
         ("deepseek_v3", {"n_group": 3}, InvalidInput, f"num_groups must divide num_experts = {E}, got 3"),
         ("deepseek_v3", {"n_group": E, "topk_group": E}, InvalidInput, "at least two experts per group"),
-        (
-            "deepseek_v3",
-            {"scoring_func": "softmax"},
-            Unsupported,
-            "scoring_func in config.json must be 'sigmoid' for d",
-        ),
-        (
-            "deepseek_v3",
-            {"topk_method": "greedy"},
-            Unsupported,
-            "topk_method in config.json must be 'noaux_tc' for deep",
-        ),
+        ("deepseek_v3", {"scoring_func": "softmax"}, Unsupported,
+            "scoring_func in config.json must be 'sigmoid' for d"),
+        ("deepseek_v3", {"topk_method": "greedy"}, Unsupported,
+            "topk_method in config.json must be 'noaux_tc' for deep"),
         ("deepseek_v3", {"routed_scaling_factor": float("inf")}, InvalidInput, "routed_scaling_factor in config.json"),
-        (
-            "deepseek_v3",
-            {"n_shared_experts": -1},
-            InvalidInput,
-            "n_shared_experts in config.json must be an integer of",
-        ),
+        ("deepseek_v3", {"n_shared_experts": -1}, InvalidInput,
+            "n_shared_experts in config.json must be an integer of"),
     ],
-)
+)  # fmt: skip
 def test_wrong_settings(tmp_path, family, changes, error, message):
     with pytest.raises(error, match=re.escape(message)):
         open_checkpoint(write(tmp_path, config_of(family, **changes), {}))
@@ -241,38 +213,18 @@ def test_missing_experts_names_both_storages(tmp_path):
 @pytest.mark.parametrize(
     ("family", "storage", "changes", "message"),
     [
-        (
-            "mixtral",
-            "per_expert",
-            {"num_local_experts": 9},
-            rf"gate.weight in model.safetensors must be \[9, {D}\] by c",
-        ),
-        (
-            "qwen3_moe",
-            "per_expert",
-            {"moe_intermediate_size": 9},
-            rf"gate_proj.weight in .* must be \[9, {D}\] by conf",
-        ),
-        (
-            "qwen3_moe",
-            "fused",
-            {"moe_intermediate_size": 9},
-            rf"gate_up_proj in .*, 18, {D}\] by .*, got .*; use the co",
-        ),
-        (
-            "gpt_oss",
-            "fused",
-            {"intermediate_size": 30},
-            rf"gate_up_proj in .* must be \[{E}, {D}, 60\] by config.json, got",
-        ),
-        (
-            "deepseek_v3",
-            "fused",
-            {"n_shared_experts": 1},
-            rf"shared_experts.gate_proj.weight in .* must be \[{F}, {D}\]",
-        ),
+        ("mixtral", "per_expert", {"num_local_experts": 9},
+            rf"gate.weight in model.safetensors must be \[9, {D}\] by c"),
+        ("qwen3_moe", "per_expert", {"moe_intermediate_size": 9},
+            rf"gate_proj.weight in .* must be \[9, {D}\] by conf"),
+        ("qwen3_moe", "fused", {"moe_intermediate_size": 9},
+            rf"gate_up_proj in .*, 18, {D}\] by .*, got .*; use the co"),
+        ("gpt_oss", "fused", {"intermediate_size": 30},
+            rf"gate_up_proj in .* must be \[{E}, {D}, 60\] by config.json, got"),
+        ("deepseek_v3", "fused", {"n_shared_experts": 1},
+            rf"shared_experts.gate_proj.weight in .* must be \[{F}, {D}\]"),
     ],
-)
+)  # fmt: skip
 def test_shapes_that_disagree_with_config(tmp_path, family, storage, changes, message):
     path = write(tmp_path, config_of(family, **changes), {1: layer_tensors(family, 1, storage).stored})
     with pytest.raises(InvalidInput, match=message):

@@ -218,23 +218,14 @@ def test_nested_settings_are_found(tmp_path):
     ("change", "error", "message"),
     [
         ({"down_proj_scales": None}, InvalidInput, "must hold the tensor model.layers.0.mlp.experts.down_proj_scales"),
-        (
-            {"down_proj_scales": np.zeros((E, 64, 2), np.uint8)},
-            InvalidInput,
-            "down_proj_scales in model.safetensors must be [4, 64, 3] by config.json, got [4, 64, 2]",
-        ),
-        (
-            {"down_proj_scales": np.zeros((E, 64, 3), np.float32)},
-            Unsupported,
-            "down_proj_scales in model.safetensors must be U8 or F8_E8M0 by config.json, got F32",
-        ),
-        (
-            {"down_proj_g_idx": np.zeros(4, np.int32)},
-            Unsupported,
-            "down_proj_g_idx in model.safetensors belongs to a quantised tensor in a way that the quantization_config",
-        ),
+        ({"down_proj_scales": np.zeros((E, 64, 2), np.uint8)}, InvalidInput,
+            "down_proj_scales in model.safetensors must be [4, 64, 3] by config.json, got [4, 64, 2]"),
+        ({"down_proj_scales": np.zeros((E, 64, 3), np.float32)}, Unsupported,
+            "down_proj_scales in model.safetensors must be U8 or F8_E8M0 by config.json, got F32"),
+        ({"down_proj_g_idx": np.zeros(4, np.int32)}, Unsupported,
+            "down_proj_g_idx in model.safetensors belongs to a quantised tensor in a way that the quantization_config"),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_disagree(tmp_path, change, error, message):
     tensors = mxfp4_layer(64, 96)
     for name, array in change.items():

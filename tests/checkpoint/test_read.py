@@ -30,25 +30,16 @@ STORAGES = [(family, "per_expert") for family in FAMILIES if family != "gpt_oss"
 STORAGES += [(family, "fused") for family in FAMILIES]
 HALVES = Activation("silu", gate_layout="halves")
 SPECS = {
-    "mixtral": MoESpec(
-        HALVES, RouterSpec(K, order="softmax_then_topk", renormalize=True), "out_in", router_weight_layout="out_in"
-    ),
-    "qwen3_moe": MoESpec(
-        HALVES, RouterSpec(K, order="softmax_then_topk", renormalize=True), "out_in", router_weight_layout="out_in"
-    ),
-    "gpt_oss": MoESpec(
-        Activation("swiglu_oai", gate_layout="interleaved", alpha=1.702, limit=7.0),
-        RouterSpec(K, order="topk_then_softmax"),
-        "in_out",
-        router_weight_layout="out_in",
-    ),
-    "deepseek_v3": MoESpec(
-        HALVES,
-        RouterSpec(K, scoring="sigmoid", renormalize=True, scale=2.5, num_groups=4, topk_group=2),
-        "out_in",
-        router_weight_layout="out_in",
-    ),
-}
+    "mixtral": MoESpec(HALVES, RouterSpec(K, order="softmax_then_topk", renormalize=True), "out_in",
+        router_weight_layout="out_in"),
+    "qwen3_moe": MoESpec(HALVES, RouterSpec(K, order="softmax_then_topk", renormalize=True), "out_in",
+        router_weight_layout="out_in"),
+    "gpt_oss": MoESpec(Activation("swiglu_oai", gate_layout="interleaved", alpha=1.702, limit=7.0),
+        RouterSpec(K, order="topk_then_softmax"), "in_out", router_weight_layout="out_in"),
+    "deepseek_v3": MoESpec(HALVES,
+        RouterSpec(K, scoring="sigmoid", renormalize=True, scale=2.5, num_groups=4, topk_group=2), "out_in",
+        router_weight_layout="out_in"),
+}  # fmt: skip
 
 
 def arrays_of(layer: MoELayer) -> dict[str, np.ndarray]:

@@ -311,20 +311,12 @@ X = np.ones((2, 3, 48), np.float32)
         pytest.param((X[..., :40],), {}, r"x must be \[\.\.\., 48\] \(d_model\), got \(2, 3, 40\)", id="width"),
         pytest.param((np.float32(1),), {}, r"x must be a jax.Array, got float32", id="no array"),
         pytest.param((X.astype(np.int32),), {}, r"x must be bfloat16 or float16 or float32, got int32", id="tokens"),
-        pytest.param(
-            (X,),
-            {"token_mask": np.ones(6, bool)},
-            r"token_mask must be bool\[2, 3\], one for each token of x, got bool\[6\]",
-            id="mask",
-        ),
-        pytest.param(
-            (X,),
-            {"layer_index": 0},
-            r"layer_index must be given with a stack of layers and only then, got 0",
-            id="no stack",
-        ),
+        pytest.param((X,), {"token_mask": np.ones(6, bool)},
+            r"token_mask must be bool\[2, 3\], one for each token of x, got bool\[6\]", id="mask"),
+        pytest.param((X,), {"layer_index": 0}, r"layer_index must be given with a stack of layers and only then, got 0",
+            id="no stack"),
     ],
-)
+)  # fmt: skip
 def test_wrong_calls_are_refused(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     spec = preset("mixtral")
     with running_on("reference"), pytest.raises(InvalidInput, match=message):

@@ -210,29 +210,20 @@ def make(format=FP8_BLOCK, **changes):
         (FP8_BLOCK, {"spec": FP8_BLOCK}, "spec must be a QuantizedSpec, got Format"),
         (FP8_BLOCK, {"values": None}, "values must be an array, got NoneType"),
         (FP8_BLOCK, {"scales": 1.0}, "scales must be an array, got float"),
-        (
-            FP8_BLOCK,
-            {"values": ArraySpec((E, N, D), "uint8")},
-            "values of fp8_block must be float8_e4m3fn, got uint8; pass the arrays of that format",
-        ),
+        (FP8_BLOCK, {"values": ArraySpec((E, N, D), "uint8")},
+            "values of fp8_block must be float8_e4m3fn, got uint8; pass the arrays of that format"),
         (FP8_BLOCK, {"scales": ArraySpec((E, 3, 2), "bfloat16")}, "scales of fp8_block must be float32, got bfloat16"),
-        (
-            FP8_BLOCK,
-            {"scales": ArraySpec((E, 2, 2), "float32")},
-            "scales of fp8_block[3, 300, 256] out_in must be (3, 3, 2), got (3, 2, 2); check the layout and the group",
-        ),
+        (FP8_BLOCK, {"scales": ArraySpec((E, 2, 2), "float32")},
+            "scales of fp8_block[3, 300, 256] out_in must be (3, 3, 2), got (3, 2, 2); check the layout and the group"),
         (FP8_BLOCK, {"values": ArraySpec((D,), "float8_e4m3fn")}, "values must have at least 2 axes, got (256,)"),
         (FP8_BLOCK, {"zero_points": ArraySpec((E, 3, 2), "uint8")}, "zero_points must be None for fp8_block"),
         (int4_grouped(128, True), {"zero_points": None}, "zero_points must be an array for int4_g128_zp, got None"),
-        (
-            int4_grouped(128, True),
-            {"zero_points": ArraySpec((E, N, 2), "uint8")},
-            "zero_points of int4_g128_zp[3, 300, 256] out_in must be (3, 150, 2), got (3, 300, 2)",
-        ),
+        (int4_grouped(128, True), {"zero_points": ArraySpec((E, N, 2), "uint8")},
+            "zero_points of int4_g128_zp[3, 300, 256] out_in must be (3, 150, 2), got (3, 300, 2)"),
         (MXFP4, {"scales": ArraySpec((E, N, 8), "float32")}, "scales of mxfp4 must be uint8, got float32"),
         (MXFP4, {"values": np.zeros((2, 2), np.complex64)}, "values of mxfp4 must be uint8, got complex64"),
     ],
-)
+)  # fmt: skip
 def test_arrays_that_disagree_with_the_format(format, changes, message):
     with pytest.raises(InvalidInput, match=re.escape(message)):
         make(format, **changes)

@@ -301,33 +301,17 @@ CHANNELS = to_jax(reference.quantize(np.ones((8, D), np.float32), FP8_CHANNEL))
 FIRST = to_jax(reference.quantize(np.zeros((8, D), np.float32), MXFP4))
 CASES = (
     Case("scales shape", dense, (ROWS, wrong()), r"weight: scales of mxfp4.* must be \(3, 64, 2\), got \(3, 64, 1\)"),
-    Case(
-        "no scales",
-        lambda x, values: dense(x, QuantizedTensor.unchecked(FIRST.spec, values, None)),
-        (ROWS, FIRST.values),
-        r"weight\.scales must be an array, got None",
-    ),
-    Case(
-        "layout",
-        lambda x, w: moe_jax.matmul_ogs(MatmulOperands(x, w), None, MatmulSpec("in_out")),
-        (ROWS, FIRST),
-        "weight must be in_out like weight_layout",
-    ),
-    Case(
-        "plain weight",
-        lambda x, q: dense(q, x, out_dtype="float32"),
-        (ROWS, FIRST),
-        "weight must be quantised where x is",
-    ),
+    Case("no scales", lambda x, values: dense(x, QuantizedTensor.unchecked(FIRST.spec, values, None)),
+        (ROWS, FIRST.values), r"weight\.scales must be an array, got None"),
+    Case("layout", lambda x, w: moe_jax.matmul_ogs(MatmulOperands(x, w), None, MatmulSpec("in_out")), (ROWS, FIRST),
+        "weight must be in_out like weight_layout"),
+    Case("plain weight", lambda x, q: dense(q, x, out_dtype="float32"), (ROWS, FIRST),
+        "weight must be quantised where x is"),
     Case("out_dtype", dense, (FIRST, FIRST), "out_dtype must be given where x is quantised"),
     Case("format", lambda x: moe_jax.quantize_rows(x, untyped("mxfp4")), (ROWS,), "format must be Format, got 'mxfp4'"),
-    Case(
-        "static scale",
-        lambda x: moe_jax.quantize_rows(x, FP8_TENSOR, scales=untyped(0.5)),
-        (ROWS,),
-        r"scales must be a jax\.Array, got builtins\.float",
-    ),
-)
+    Case("static scale", lambda x: moe_jax.quantize_rows(x, FP8_TENSOR, scales=untyped(0.5)), (ROWS,),
+        r"scales must be a jax\.Array, got builtins\.float"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("jitted", [False, True])

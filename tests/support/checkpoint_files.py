@@ -23,20 +23,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": F, "num_local_experts": E},
     "qwen3_moe": {"intermediate_size": 40, "moe_intermediate_size": F, "num_experts": E, "norm_topk_prob": True},
     "gpt_oss": {"intermediate_size": F, "num_local_experts": E, "swiglu_limit": 7.0},
-    "deepseek_v3": {
-        "intermediate_size": 40,
-        "moe_intermediate_size": F,
-        "n_routed_experts": E,
-        "n_shared_experts": 2,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    },
-}
+    "deepseek_v3": {"intermediate_size": 40, "moe_intermediate_size": F, "n_routed_experts": E, "n_shared_experts": 2,
+        "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}  # fmt: skip
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:

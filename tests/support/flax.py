@@ -27,25 +27,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {**_SIZES, "intermediate_size": 40, "num_local_experts": 4},
     "qwen3_moe": {**_SIZES, "moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True},
     "gpt_oss": {**_SIZES, "intermediate_size": 48, "num_local_experts": 6},
-    "deepseek_v3": {
-        **_SIZES,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 0,
-        "n_group": 4,
-        "topk_group": 2,
-    },
-    "qwen2_moe": {
-        **_SIZES,
-        "moe_intermediate_size": 24,
-        "num_experts": 5,
-        "norm_topk_prob": False,
-        "shared_expert_intermediate_size": 40,
-    },
-}
+    "deepseek_v3": {**_SIZES, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 0, "n_group": 4,
+        "topk_group": 2},
+    "qwen2_moe": {**_SIZES, "moe_intermediate_size": 24, "num_experts": 5, "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 40},
+}  # fmt: skip
 
 
 def preset(name: str) -> MoELayerSpec:

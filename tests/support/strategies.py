@@ -128,9 +128,8 @@ _HARD: dict[str, _Maker] = {
     "last_expert": lambda rng: _case(rng, np.full((19, 1), 4), 5),
     "no_expert": lambda rng: _case(rng, np.full((9, 3), -1), 4),
     "missing_ids": lambda rng: _case(rng, _holes(rng, distinct_ids(rng, 33, 3, 7), -1), 7),
-    "out_of_range": lambda rng: _case(
-        rng, _holes(rng, distinct_ids(rng, 21, 4, 6), rng.choice(_OUT_OF_RANGE, (21, 4))), 6
-    ),
+    "out_of_range": lambda rng: _case(rng, _holes(rng, distinct_ids(rng, 21, 4, 6), rng.choice(_OUT_OF_RANGE, (21, 4))),
+        6),
     "duplicates": lambda rng: _case(rng, rng.integers(0, 3, (18, 4)), 8),
     "top_1": lambda rng: _case(rng, distinct_ids(rng, 40, 1, 6), 6),
     "all_experts": lambda rng: _case(rng, distinct_ids(rng, 11, 5, 5), 5),
@@ -138,22 +137,15 @@ _HARD: dict[str, _Maker] = {
     "no_tokens": lambda rng: _case(rng, np.zeros((0, 2)), 4),
     "one_token": lambda rng: _case(rng, distinct_ids(rng, 1, 2, 8), 8),
     "many_experts": lambda rng: _case(rng, distinct_ids(rng, 23, 6, 384), 384),
-    "token_mask": lambda rng: _case(
-        rng, _holes(rng, distinct_ids(rng, 30, 2, 6), 99, 0.1), 6, token_mask=rng.random(30) < 0.6
-    ),
+    "token_mask": lambda rng: _case(rng, _holes(rng, distinct_ids(rng, 30, 2, 6), 99, 0.1), 6,
+        token_mask=rng.random(30) < 0.6),
     "all_masked": lambda rng: _case(rng, distinct_ids(rng, 8, 2, 4), 4, token_mask=np.zeros(8, bool)),
-    "expert_map": lambda rng: _case(
-        rng, _holes(rng, distinct_ids(rng, 26, 3, 12), -1, 0.1), 5, expert_map=_mapped(rng, 12, 5)
-    ),
+    "expert_map": lambda rng: _case(rng, _holes(rng, distinct_ids(rng, 26, 3, 12), -1, 0.1), 5,
+        expert_map=_mapped(rng, 12, 5)),
     "nothing_local": lambda rng: _case(rng, distinct_ids(rng, 10, 2, 8), 3, expert_map=np.full(8, -1, np.int32)),
-    "map_mask_and_bad_ids": lambda rng: _case(
-        rng,
-        _holes(rng, distinct_ids(rng, 29, 3, 9), 12, 0.2),
-        4,
-        expert_map=_mapped(rng, 9, 4),
-        token_mask=rng.random(29) < 0.7,
-    ),
-}
+    "map_mask_and_bad_ids": lambda rng: _case(rng, _holes(rng, distinct_ids(rng, 29, 3, 9), 12, 0.2), 4,
+        expert_map=_mapped(rng, 9, 4), token_mask=rng.random(29) < 0.7),
+}  # fmt: skip
 #: Every hard routing by name, for `pytest.mark.parametrize`.
 HARD_ROUTINGS = tuple(_HARD)
 

@@ -107,23 +107,15 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Case], b
     "dropped bias": (_dropped("down_bias"), _is_plain_with_bias, "bias"),
     "off by one group": (_one_group_less, lambda case: case.kind == "route", "num_groups"),
     "wrong tie order": (_ties_to_the_higher_id, lambda case: case.kind == "route", ""),
-    "rounded before the weight": (
-        _weight_after_the_cast,
+    "rounded before the weight": (_weight_after_the_cast,
         lambda case: (case.kind, case.K, case.on_input, case.weights) == ("moe", 1, False, "") and "16" in case.dtype,
-        "dtype",
-    ),
-    "lost gradient of a loss": (
-        _lost_gradient_of_a_loss,
-        lambda case: case.kind == "layer" and case.balance > 0 and not (case.between or case.weights),
-        "balance",
-    ),
+        "dtype"),
+    "lost gradient of a loss": (_lost_gradient_of_a_loss,
+        lambda case: case.kind == "layer" and case.balance > 0 and not (case.between or case.weights), "balance"),
     "ids wrapped to int32": (_wrapped_ids, lambda case: case.kind in ("moe", "layout"), "ids_dtype"),
-    "one row beyond the bound": (
-        _one_row_beyond_the_bound,
-        lambda case: case.mode == "peer" and case.bound != "",
-        "bound",
-    ),
-}
+    "one row beyond the bound": (_one_row_beyond_the_bound, lambda case: case.mode == "peer" and case.bound != "",
+        "bound"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -85,103 +85,59 @@ def scales_elsewhere() -> Any:
 
 #: name -> (call, pattern): what no planner sees, or sees of tensors alone.
 INVALID: dict[str, tuple[Callable[[], Any], str]] = {
-    "dtype no plan knows": (
-        lambda: moe_torch.router(X.to(torch.complex64), ROUTING.weight),
-        r"x must have a dtype among float32, .*, got torch\.complex64; cast it",
-    ),
-    "layout put together": (
-        lambda: multiply(dataclasses.replace(layout_of(9), group_sizes=torch.zeros(4, dtype=torch.int32))),
-        r"layout\.group_sizes must be \[5\], got \(4,\); pass an array of that shape",
-    ),
-    "layout with other rows": (
-        lambda: multiply(dataclasses.replace(layout_of(9), slot_of_row=layout_of(8).slot_of_row)),
-        r"layout\.slot_of_row must be \[18\], got \(16,\); pass an array of that shape",
-    ),
-    "out_dtype of torch": (
-        lambda: moe_torch.activation(torch.zeros(4, 8), SILU, out_dtype=torch.complex64),
-        r"out_dtype must be a torch dtype, one of bfloat16, float16, float32, got torch\.complex64; pass one of these",
-    ),
-    "no tensor": (
-        lambda: moe_torch.router(X.numpy(), ROUTING.weight),
-        r"x must be a torch\.Tensor, got ndarray; convert it with moe_torch\.from_dlpack",
-    ),
-    "no tensor in a bundle": (
-        lambda: moe(gate_up=EXPERTS.gate_up.numpy()),
-        r"experts\.gate_up must be a torch\.Tensor, got ndarray; convert it with moe_torch\.from_dlpack",
-    ),
+    "dtype no plan knows": (lambda: moe_torch.router(X.to(torch.complex64), ROUTING.weight),
+        r"x must have a dtype among float32, .*, got torch\.complex64; cast it"),
+    "layout put together": (lambda: multiply(dataclasses.replace(layout_of(9),
+        group_sizes=torch.zeros(4, dtype=torch.int32))),
+        r"layout\.group_sizes must be \[5\], got \(4,\); pass an array of that shape"),
+    "layout with other rows": (lambda: multiply(dataclasses.replace(layout_of(9),
+        slot_of_row=layout_of(8).slot_of_row)),
+        r"layout\.slot_of_row must be \[18\], got \(16,\); pass an array of that shape"),
+    "out_dtype of torch": (lambda: moe_torch.activation(torch.zeros(4, 8), SILU, out_dtype=torch.complex64),
+        r"out_dtype must be a torch dtype, one of bfloat16, float16, float32, got torch\.complex64; pass one of these"),
+    "no tensor": (lambda: moe_torch.router(X.numpy(), ROUTING.weight),
+        r"x must be a torch\.Tensor, got ndarray; convert it with moe_torch\.from_dlpack"),
+    "no tensor in a bundle": (lambda: moe(gate_up=EXPERTS.gate_up.numpy()),
+        r"experts\.gate_up must be a torch\.Tensor, got ndarray; convert it with moe_torch\.from_dlpack"),
     "no spec": (lambda: moe_torch.route(LOGITS, 2), r"spec must be a RouterSpec, got int; build one from moe_torch"),
-    "no operands": (
-        lambda: moe_torch.matmul_ogs(X, None, DENSE),
-        r"operands must be a MatmulOperands, got Tensor; build one from moe_torch",
-    ),
+    "no operands": (lambda: moe_torch.matmul_ogs(X, None, DENSE),
+        r"operands must be a MatmulOperands, got Tensor; build one from moe_torch"),
     "no layout": (lambda: multiply(IDS), r"layout must be a RaggedLayout, got Tensor; build one from moe_torch"),
-    "no routing": (
-        lambda: moe(routing=LOGITS),
-        r"routing must be a RouterWeights or RouterLogits or TopK, got Tensor; build one from moe_torch",
-    ),
-    "no shared expert": (
-        lambda: moe(shared=(EXPERTS.gate_up[0], EXPERTS.down[0])),
-        r"shared must be a SharedExpert, got tuple; build one from moe_torch",
-    ),
-    "sparse tensor": (
-        lambda: moe_torch.router(X.to_sparse(), ROUTING.weight),
-        r"x must be a dense tensor, got layout torch\.sparse_coo; call to_dense\(\) on it",
-    ),
-    "nested tensor": (
-        lambda: moe_torch.router(nested(), ROUTING.weight),
-        r"x must be one dense tensor, got a nested tensor; call \.to_padded_tensor\(0\) or pass its \.values\(\)",
-    ),
-    "nested tensor in quantize_rows": (
-        lambda: moe_torch.quantize_rows(nested(), FP8),
-        r"x must be one dense tensor, got a nested tensor; call \.to_padded_tensor",
-    ),
-    "nested tensor in a bundle": (
-        lambda: moe(gate_up=nested()),
-        r"experts\.gate_up must be one dense tensor, got a nested tensor; call \.to_padded_tensor",
-    ),
-    "emptied x": (
-        lambda: moe_torch.router(emptied(X), ROUTING.weight),
-        r"x must have memory for float32\[9, 48\], got a null address, as of .* resize_\(0\); allocate it again",
-    ),
-    "emptied weight": (
-        lambda: moe(down=emptied(EXPERTS.down)),
-        r"experts\.down must have memory for .*, got a null address, .*; allocate it again",
-    ),
-    "emptied weight to quantise": (
-        lambda: moe_torch.quantize(emptied(X), FP8),
-        r"weight must have memory for .*, got a null address, .*; allocate it again",
-    ),
-    "mixed devices in dequantize": (
-        lambda: moe_torch.dequantize(scales_elsewhere()),
-        r"tensor\.scales must be on cpu like tensor\.values, got meta; move it with \.to\('cpu'\)",
-    ),
-    "mixed devices in restore_weights": (
-        lambda: moe_torch.restore_weights(scales_elsewhere()),
-        r"weights\.scales must be on cpu like weights\.values, got meta; move it with \.to\('cpu'\)",
-    ),
-    "layout of other tokens": (
-        lambda: multiply(dataclasses.replace(layout_of(9), spec=moe_torch.LayoutSpec(8, 2, NUM_EXPERTS))),
-        r"layout\.slot_of_row must be \[16\], got \(18,\); pass an array of that shape",
-    ),
-    "mixed devices": (
-        lambda: moe_torch.router(X, ROUTING.weight.to("meta")),
-        r"weight must be on cpu like x, got meta; call to_empty\(device=\.\.\.\) on the module that holds it",
-    ),
-    "mixed devices in moe": (
-        lambda: moe(x=X.to("meta")),
-        r"experts\.gate_up must be on meta like x, got cpu; move it with \.to\('meta'\)",
-    ),
-    "misaligned weight": (
-        lambda: moe(down=misaligned(EXPERTS.down)),
-        r"experts\.down must start at a multiple of 16 bytes, got address .* \(storage offset 1\); clone\(\) it",
-    ),
-    "misaligned second weight": (
-        lambda: multiply(
-            None, MatmulOperands(misaligned(X), EXPERTS.gate_up[0], misaligned(EXPERTS.gate_up[0])), SEPARATE
-        ),
-        r"up must start at a multiple of 16 bytes, got address .*; clone\(\) it",
-    ),
-}
+    "no routing": (lambda: moe(routing=LOGITS),
+        r"routing must be a RouterWeights or RouterLogits or TopK, got Tensor; build one from moe_torch"),
+    "no shared expert": (lambda: moe(shared=(EXPERTS.gate_up[0], EXPERTS.down[0])),
+        r"shared must be a SharedExpert, got tuple; build one from moe_torch"),
+    "sparse tensor": (lambda: moe_torch.router(X.to_sparse(), ROUTING.weight),
+        r"x must be a dense tensor, got layout torch\.sparse_coo; call to_dense\(\) on it"),
+    "nested tensor": (lambda: moe_torch.router(nested(), ROUTING.weight),
+        r"x must be one dense tensor, got a nested tensor; call \.to_padded_tensor\(0\) or pass its \.values\(\)"),
+    "nested tensor in quantize_rows": (lambda: moe_torch.quantize_rows(nested(), FP8),
+        r"x must be one dense tensor, got a nested tensor; call \.to_padded_tensor"),
+    "nested tensor in a bundle": (lambda: moe(gate_up=nested()),
+        r"experts\.gate_up must be one dense tensor, got a nested tensor; call \.to_padded_tensor"),
+    "emptied x": (lambda: moe_torch.router(emptied(X), ROUTING.weight),
+        r"x must have memory for float32\[9, 48\], got a null address, as of .* resize_\(0\); allocate it again"),
+    "emptied weight": (lambda: moe(down=emptied(EXPERTS.down)),
+        r"experts\.down must have memory for .*, got a null address, .*; allocate it again"),
+    "emptied weight to quantise": (lambda: moe_torch.quantize(emptied(X), FP8),
+        r"weight must have memory for .*, got a null address, .*; allocate it again"),
+    "mixed devices in dequantize": (lambda: moe_torch.dequantize(scales_elsewhere()),
+        r"tensor\.scales must be on cpu like tensor\.values, got meta; move it with \.to\('cpu'\)"),
+    "mixed devices in restore_weights": (lambda: moe_torch.restore_weights(scales_elsewhere()),
+        r"weights\.scales must be on cpu like weights\.values, got meta; move it with \.to\('cpu'\)"),
+    "layout of other tokens": (lambda: multiply(dataclasses.replace(layout_of(9),
+        spec=moe_torch.LayoutSpec(8, 2, NUM_EXPERTS))),
+        r"layout\.slot_of_row must be \[16\], got \(18,\); pass an array of that shape"),
+    "mixed devices": (lambda: moe_torch.router(X, ROUTING.weight.to("meta")),
+        r"weight must be on cpu like x, got meta; call to_empty\(device=\.\.\.\) on the module that holds it"),
+    "mixed devices in moe": (lambda: moe(x=X.to("meta")),
+        r"experts\.gate_up must be on meta like x, got cpu; move it with \.to\('meta'\)"),
+    "misaligned weight": (lambda: moe(down=misaligned(EXPERTS.down)),
+        r"experts\.down must start at a multiple of 16 bytes, got address .* \(storage offset 1\); clone\(\) it"),
+    "misaligned second weight": (lambda: multiply(None,
+        MatmulOperands(misaligned(X), EXPERTS.gate_up[0], misaligned(EXPERTS.gate_up[0])), SEPARATE),
+        r"up must start at a multiple of 16 bytes, got address .*; clone\(\) it"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", INVALID)

@@ -223,61 +223,37 @@ def weights(**changes: Any) -> Any:
 #: (call, pattern): refused when weights are bound.
 INVALID: dict[str, tuple[Callable[[], Any], str]] = {
     "no experts": (lambda: bind(experts=X), r"experts must be a ExpertWeights, got Tensor; build one"),
-    "no routing": (
-        lambda: bind(routing=X),
-        r"routing must be a RouterWeights, or the class .*, got a Tensor; bind the",
-    ),
-    "routing of each call": (
-        lambda: bind(routing=RouterLogits(X)),
-        r"routing must be a RouterWeights, or the class RouterLogits or TopK, got a RouterLogits; bind the router, ",
-    ),
-    "class of the routing": (
-        lambda: bind(routing=moe_torch.RouterWeights),
-        r"routing must be a RouterWeights, or the class RouterLogits or TopK, got RouterWeights; bind the router",
-    ),
+    "no routing": (lambda: bind(routing=X),
+        r"routing must be a RouterWeights, or the class .*, got a Tensor; bind the"),
+    "routing of each call": (lambda: bind(routing=RouterLogits(X)),
+        r"routing must be a RouterWeights, or the class RouterLogits or TopK, got a RouterLogits; bind the router, "),
+    "class of the routing": (lambda: bind(routing=moe_torch.RouterWeights),
+        r"routing must be a RouterWeights, or the class RouterLogits or TopK, got RouterWeights; bind the router"),
     "no spec": (lambda: bind(spec=None), r"spec must be a MoESpec, got NoneType; build one"),
-    "no tensor": (
-        lambda: bind(experts=weights(down=EXPERTS.down.numpy())),
-        r"experts\.down must be a torch\.Tensor, got ndarray; convert it",
-    ),
-    "device": (
-        lambda: bind(experts=weights(down=EXPERTS.down.to("meta"))),
-        r"experts\.down must be on cpu like experts\.gate_up, got meta; call to_empty",
-    ),
-    "misaligned": (
-        lambda: bind(experts=weights(down=misaligned(EXPERTS.down))),
-        r"experts\.down must start at a multiple of 16 bytes, got address .*; clone\(\) it",
-    ),
+    "no tensor": (lambda: bind(experts=weights(down=EXPERTS.down.numpy())),
+        r"experts\.down must be a torch\.Tensor, got ndarray; convert it"),
+    "device": (lambda: bind(experts=weights(down=EXPERTS.down.to("meta"))),
+        r"experts\.down must be on cpu like experts\.gate_up, got meta; call to_empty"),
+    "misaligned": (lambda: bind(experts=weights(down=misaligned(EXPERTS.down))),
+        r"experts\.down must start at a multiple of 16 bytes, got address .*; clone\(\) it"),
     "shape of x": (lambda: bind()(X[None]), r"x must be \[num_tokens, d_model\], got \(1, 9, 48\); flatten"),
     "width of x": (lambda: bind()(X[:, :32]), r"experts\.gate_up must be \[num_experts, 32, width\], got .*; pass"),
     "dtype of x": (lambda: bind()(X.half()), r"experts\.gate_up must be float16, got float32; cast it"),
     "x of another device": (lambda: bind()(X.to("meta")), r"experts\.gate_up must be on meta like x, got cpu; move it"),
     "no x": (lambda: bind()(X.numpy()), r"x must be a torch\.Tensor, got ndarray; convert it"),
-    "shape of down": (
-        lambda: bind(experts=weights(down=EXPERTS.down[:, :16].contiguous()))(X),
-        rf"experts\.down must be \[5, {D_FF}, {D_MODEL}\], got \(5, 16, {D_MODEL}\); pass an array of that shape",
-    ),
-    "bound routing": (
-        lambda: bind()(X, RouterLogits(X)),
-        r"routing must be None where RouterWeights are bound, got a RouterLogits; leave it out",
-    ),
-    "missing routing": (
-        lambda: bind(routing=RouterLogits)(X),
-        r"routing must be a RouterLogits, got NoneType; build one",
-    ),
-    "two routings": (
-        lambda: bind(routing=TopK)(X, TopK(torch.zeros(9, 2, dtype=torch.int32), torch.zeros(9, 2))),
-        r"spec\.router must be None when ids and weights are given; remove one",
-    ),
-    "K above E": (
-        lambda: bind(spec=dataclasses.replace(SPEC, router=RouterSpec(9)))(X),
-        r"top_k must be at most num_experts = 5, got 9; lower top_k",
-    ),
-    "token mask": (
-        lambda: bind()(X, token_mask=torch.ones(9)),
-        r"token_mask must be bool, got float32; cast it to bool",
-    ),
-}
+    "shape of down": (lambda: bind(experts=weights(down=EXPERTS.down[:, :16].contiguous()))(X),
+        rf"experts\.down must be \[5, {D_FF}, {D_MODEL}\], got \(5, 16, {D_MODEL}\); pass an array of that shape"),
+    "bound routing": (lambda: bind()(X, RouterLogits(X)),
+        r"routing must be None where RouterWeights are bound, got a RouterLogits; leave it out"),
+    "missing routing": (lambda: bind(routing=RouterLogits)(X),
+        r"routing must be a RouterLogits, got NoneType; build one"),
+    "two routings": (lambda: bind(routing=TopK)(X, TopK(torch.zeros(9, 2, dtype=torch.int32), torch.zeros(9, 2))),
+        r"spec\.router must be None when ids and weights are given; remove one"),
+    "K above E": (lambda: bind(spec=dataclasses.replace(SPEC, router=RouterSpec(9)))(X),
+        r"top_k must be at most num_experts = 5, got 9; lower top_k"),
+    "token mask": (lambda: bind()(X, token_mask=torch.ones(9)),
+        r"token_mask must be bool, got float32; cast it to bool"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", INVALID)

@@ -203,21 +203,13 @@ def test_given_scales():
     [
         (np.zeros((2, 2)), FP8_TENSOR, None, "x's dtype must be one of bfloat16, float16, float32, got 'float64'"),
         (np.zeros((2, 40), np.float32), MXFP4, None, "the input axis must be a multiple of 32 for mxfp4"),
-        (
-            np.zeros((2, 2), np.float32),
-            FP8_TENSOR,
-            np.ones(1, np.float32),
-            "scales of fp8_tensor must be float32[1, 1]",
-        ),
+        (np.zeros((2, 2), np.float32), FP8_TENSOR, np.ones(1, np.float32),
+            "scales of fp8_tensor must be float32[1, 1]"),
         (np.zeros((2, 2), np.float32), FP8_TENSOR, np.ones((1, 1)), "got float64[1, 1]; pass those of this tensor"),
-        (
-            np.zeros((2, 32), np.float32),
-            int8_grouped(32, True),
-            np.ones((2, 1), np.float32),
-            "scales must be None for int8_g32_zp",
-        ),
+        (np.zeros((2, 32), np.float32), int8_grouped(32, True), np.ones((2, 1), np.float32),
+            "scales must be None for int8_g32_zp"),
     ],
-)
+)  # fmt: skip
 def test_inputs_that_are_refused(x, format, scales, message):
     with pytest.raises(InvalidInput, match=re.escape(message)):
         quantize(x, format, scales=scales)

@@ -90,27 +90,13 @@ class Fp8Case:
 CASES = {
     "halves": Fp8Case(MatmulSpec("out_in", "token", "row", Activation("silu"), "bfloat16"), 384, 256),
     "slots": Fp8Case(MatmulSpec("out_in", "row", "slot", None, "bfloat16"), 400, 264, bias=True, row_weight=True),
-    "interleaved": Fp8Case(
-        MatmulSpec("out_in", "slot", "row", Activation("swiglu_oai", gate_layout="interleaved"), "float16"),
-        656,
-        200,
-        bias=True,
-        stacked=True,
-    ),
-    "fast": Fp8Case(
-        MatmulSpec("out_in", "token", "slot", Activation("relu2", False), "bfloat16", fast_accumulate=True),
-        512,
-        136,
-        scheme_named("fp8_tensor"),
-    ),
-    "channels": Fp8Case(
-        MatmulSpec("out_in", "token", "row", Activation("silu", gate_layout="separate"), "bfloat16"),
-        272,
-        128,
-        scheme_named("fp8_channel"),
-        bias=True,
-    ),
-}
+    "interleaved": Fp8Case(MatmulSpec("out_in", "slot", "row", Activation("swiglu_oai", gate_layout="interleaved"),
+        "float16"), 656, 200, bias=True, stacked=True),
+    "fast": Fp8Case(MatmulSpec("out_in", "token", "slot", Activation("relu2", False), "bfloat16", fast_accumulate=True),
+        512, 136, scheme_named("fp8_tensor")),
+    "channels": Fp8Case(MatmulSpec("out_in", "token", "row", Activation("silu", gate_layout="separate"), "bfloat16"),
+        272, 128, scheme_named("fp8_channel"), bias=True),
+}  # fmt: skip
 #: The product whose results are codes, of groups cut short too.
 CODES = Fp8Case(
     MatmulSpec("out_in", "token", "row", Activation("silu", gate_layout="interleaved"), "bfloat16"), 400, 208, bias=True

@@ -216,112 +216,55 @@ _FACTORS = np.repeat(np.exp2(_SCALES.astype(np.float32) - 127), 32, axis=-1)
 _WORDS = np.array([2**31 - 1, -1, -(2**31), 3], np.int32)
 
 FAULTS = {
-    "bfloat16 dot": Fault(
-        dot_kernel,
-        {"output": (_small(16, 16) @ _small(16, 16, seed=1)).astype(np.float32)},
-        {"a": _small(16, 16).astype(BF16), "b": _small(16, 16, seed=1).astype(BF16)},
-        {"PRECISION": "ieee"},
-    ),
-    "tf32 dot rounds its operands": Fault(
-        dot_kernel,
-        {"output": np.full((16, 16), 1 + 2.0**-9, np.float32)},
-        {"a": _TF32_A, "b": _TF32_B},
-        {"PRECISION": "tf32"},
-    ),
+    "bfloat16 dot": Fault(dot_kernel, {"output": (_small(16, 16) @ _small(16, 16, seed=1)).astype(np.float32)},
+        {"a": _small(16, 16).astype(BF16), "b": _small(16, 16, seed=1).astype(BF16)}, {"PRECISION": "ieee"}),
+    "tf32 dot rounds its operands": Fault(dot_kernel, {"output": np.full((16, 16), 1 + 2.0**-9, np.float32)},
+        {"a": _TF32_A, "b": _TF32_B}, {"PRECISION": "tf32"}),
     "bfloat16 sum": Fault(sum_kernel, {"output": _small(64, 4).sum(0).astype(BF16)}, {"a": _small(64, 4).astype(BF16)}),
-    "bfloat16 arithmetic": Fault(
-        arithmetic_kernel, {"output": np.where(_X < _Y, _X * _Y + _X, _X - _Y)}, {"a": _X, "b": _Y}
-    ),
+    "bfloat16 arithmetic": Fault(arithmetic_kernel, {"output": np.where(_X < _Y, _X * _Y + _X, _X - _Y)},
+        {"a": _X, "b": _Y}),
     "float32 to bfloat16 rounds": Fault(cast_kernel, {"output": _FLOATS.astype(BF16)}, {"a": _FLOATS}, {"N": 8}),
-    "float32 to bfloat16 towards zero": Fault(
-        truncate_kernel,
-        {"output": (_FLOATS.view(np.uint32) >> 16).astype(np.uint16).view(BF16)},
-        {"a": _FLOATS},
-        {"N": 8},
-    ),
+    "float32 to bfloat16 towards zero": Fault(truncate_kernel,
+        {"output": (_FLOATS.view(np.uint32) >> 16).astype(np.uint16).view(BF16)}, {"a": _FLOATS}, {"N": 8}),
     "float32 to fp8 carries and saturates": Fault(cast_kernel, {"output": _FP8}, {"a": _FOR_FP8}, {"N": 8}),
     "fp8 to float32": Fault(cast_kernel, {"output": _ALL_FP8.astype(np.float32)}, {"a": _ALL_FP8}, {"N": 256}),
-    "loops over run-time bounds": Fault(
-        loop_kernel, {"output": np.array([9], np.int32)}, {"start": 2, "count": 5}, right_from=(3, 7)
-    ),
+    "loops over run-time bounds": Fault(loop_kernel, {"output": np.array([9], np.int32)}, {"start": 2, "count": 5},
+        right_from=(3, 7)),
     "bfloat16 constants": Fault(constant_kernel, {"output": np.full(4, 1.5, BF16)}, right_from=(3, 9)),
-    "minimum and maximum drop NaN unless told": Fault(
-        minimum_kernel,
-        {"output": np.array([1, 1, _NAN, -2, 1, 2, _NAN, -1, _NAN, 2, _NAN, -1], np.float32)},
-        {"a": np.array([1, 2, _NAN, -2], np.float32), "b": np.array([_NAN, 1, _NAN, -1], np.float32)},
-        right_from=(3, 8),
-    ),
-    "clamp drops NaN": Fault(
-        clamp_kernel,
-        {"output": np.array([-1, 0.5, 1, -1], np.float32)},
-        {"a": np.array([-2, 0.5, 3, _NAN], np.float32)},
-        right_from=(3, 8),
-    ),
-    "fma rounds once": Fault(
-        fma_kernel,
-        {"output": np.full(4, 2.0**-24, np.float32)},
-        {"a": _CANCEL, "b": _CANCEL, "c": np.full(4, -(1 + 2.0**-11), np.float32)},
-        right_from=(3, 9),
-    ),
-    "histogram drops values out of range": Fault(
-        histogram_kernel,
-        {"output": np.array([2, 1, 0, 1], np.int32)},
-        {"a": np.array([0, 0, 1, 3, 4, 4, -1, 9], np.int32)},
-        right_from=(3, 9),
-    ),
-    "shifts leave their operands alone": Fault(
-        shift_kernel,
-        {"output": np.array([8, 4, 0, 2**31], np.float32)},
-        {"a": np.array([8, 8, 1, 7], np.int32), "b": np.array([0, 1, 2, 2**31], np.uint32)},
-        right_from=(3, 8),
-    ),
-    "booleans wrap around": Fault(
-        boolean_kernel,
-        {"output": np.array([0, 1, 1, 0], np.int32)},
-        {"a": np.array([1, 1, 0, 0], np.int32), "b": np.array([1, 0, 1, 0], np.int32)},
-        right_from=(3, 9),
-    ),
-    "unsigned complement": Fault(
-        invert_kernel,
-        {"output": ~np.array([0, 1, 2**31, 2**32 - 1], np.uint32)},
-        {"a": np.array([0, 1, 2**31, 2**32 - 1], np.uint32)},
-        right_from=(3, 9),
-    ),
-    "argmax with NaN": Fault(
-        argmax_kernel,
+    "minimum and maximum drop NaN unless told": Fault(minimum_kernel, {"output": np.array([1, 1, _NAN, -2, 1, 2, _NAN,
+        -1, _NAN, 2, _NAN, -1], np.float32)}, {"a": np.array([1, 2, _NAN, -2], np.float32), "b": np.array([_NAN, 1,
+        _NAN, -1], np.float32)}, right_from=(3, 8)),
+    "clamp drops NaN": Fault(clamp_kernel, {"output": np.array([-1, 0.5, 1, -1], np.float32)},
+        {"a": np.array([-2, 0.5, 3, _NAN], np.float32)}, right_from=(3, 8)),
+    "fma rounds once": Fault(fma_kernel, {"output": np.full(4, 2.0**-24, np.float32)},
+        {"a": _CANCEL, "b": _CANCEL, "c": np.full(4, -(1 + 2.0**-11), np.float32)}, right_from=(3, 9)),
+    "histogram drops values out of range": Fault(histogram_kernel, {"output": np.array([2, 1, 0, 1], np.int32)},
+        {"a": np.array([0, 0, 1, 3, 4, 4, -1, 9], np.int32)}, right_from=(3, 9)),
+    "shifts leave their operands alone": Fault(shift_kernel, {"output": np.array([8, 4, 0, 2**31], np.float32)},
+        {"a": np.array([8, 8, 1, 7], np.int32), "b": np.array([0, 1, 2, 2**31], np.uint32)}, right_from=(3, 8)),
+    "booleans wrap around": Fault(boolean_kernel, {"output": np.array([0, 1, 1, 0], np.int32)},
+        {"a": np.array([1, 1, 0, 0], np.int32), "b": np.array([1, 0, 1, 0], np.int32)}, right_from=(3, 9)),
+    "unsigned complement": Fault(invert_kernel, {"output": ~np.array([0, 1, 2**31, 2**32 - 1], np.uint32)},
+        {"a": np.array([0, 1, 2**31, 2**32 - 1], np.uint32)}, right_from=(3, 9)),
+    "argmax with NaN": Fault(argmax_kernel,
         {"values": np.array([3, _NAN, 0, 5], np.float32), "positions": np.array([2, 0, 2, 0], np.int32)},
-        {"a": _WITH_NAN},
-    ),
-    "max of NaN alone does not warn": Fault(
-        maximum_kernel, {"output": np.array([3, _NAN], np.float32)}, {"a": _WITH_NAN[:2]}
-    ),
-    "infinities do not warn": Fault(
-        overflow_kernel,
+        {"a": _WITH_NAN}),
+    "max of NaN alone does not warn": Fault(maximum_kernel, {"output": np.array([3, _NAN], np.float32)},
+        {"a": _WITH_NAN[:2]}),
+    "infinities do not warn": Fault(overflow_kernel,
         {"output": np.array([np.inf, -np.inf, np.nan, np.inf], np.float32)},
-        {"a": np.array([1000, -1, 0, 1], np.float32)},
-    ),
-    "bfloat16 atomics": Fault(
-        atomic_kernel,
-        {"output": np.array([4, 6], BF16)},
-        {"a": np.array([1, 2, 4, 8], BF16)},
-        initial={"output": np.array([1, 2], BF16)},
-    ),
-    "scaled dot": Fault(
-        dot_scaled_kernel,
-        {"output": (_UNPACKED * _FACTORS[0]) @ (_small(64, 16).astype(np.float32) * _FACTORS[1].T)},
-        {"a": _NIBBLES, "a_scale": _SCALES[0], "b": _small(64, 16).astype(E4M3), "b_scale": _SCALES[1]},
-        right_from=(3, 8),
-    ),
-    "masked lanes without a value are poison": Fault(
-        masked_kernel, {"output": np.array([1, 2, _NAN, _NAN], np.float32)}, {"a": np.arange(1, 5, dtype=np.float32)}
-    ),
-    "high half of an unsigned product": Fault(
-        multiply_high_kernel,
+        {"a": np.array([1000, -1, 0, 1], np.float32)}),
+    "bfloat16 atomics": Fault(atomic_kernel, {"output": np.array([4, 6], BF16)}, {"a": np.array([1, 2, 4, 8], BF16)},
+        initial={"output": np.array([1, 2], BF16)}),
+    "scaled dot": Fault(dot_scaled_kernel, {"output": (_UNPACKED * _FACTORS[0]) @ (_small(64,
+        16).astype(np.float32) * _FACTORS[1].T)}, {"a": _NIBBLES, "a_scale": _SCALES[0], "b": _small(64,
+        16).astype(E4M3), "b_scale": _SCALES[1]}, right_from=(3, 8)),
+    "masked lanes without a value are poison": Fault(masked_kernel,
+        {"output": np.array([1, 2, _NAN, _NAN], np.float32)}, {"a": np.arange(1, 5, dtype=np.float32)}),
+    "high half of an unsigned product": Fault(multiply_high_kernel,
         {"output": ((_WORDS.view(np.uint32).astype(np.uint64) ** 2) >> 32).astype(np.uint32).view(np.int32)},
-        {"a": _WORDS, "b": _WORDS},
-        right_from=(3, 9),
-    ),
-}
+        {"a": _WORDS, "b": _WORDS}, right_from=(3, 9)),
+}  # fmt: skip
 
 
 def _run_as_shipped(fault: Fault) -> bool:

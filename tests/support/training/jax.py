@@ -229,37 +229,18 @@ SILU = Activation("silu")
 #: (name, spec, kind of routing, options of `make`): every argument and every kind of array that has a gradient.
 CASES: list[tuple[str, MoESpec, type, dict[str, Any]]] = [
     ("softmax", MoESpec(SILU, RouterSpec(K)), RouterWeights, {}),
-    (
-        "gpt-oss",
-        MoESpec(
-            Activation("swiglu_oai", gate_layout="interleaved"),
-            RouterSpec(K, order="topk_then_softmax"),
-            weight_layout="out_in",
-            router_weight_layout="out_in",
-        ),
-        RouterWeights,
-        {"bias": True, "mask": True},
-    ),
-    (
-        "deepseek",
-        MoESpec(
-            Activation("silu", gate_layout="separate"),
-            RouterSpec(K, scoring="sigmoid", renormalize=True, scale=2.5),
-            shared_activation=Activation("silu", gate_layout="separate", limit=0.5),
-        ),
-        RouterWeights,
-        {"correction_bias": True, "shared": "gate", "bias": True},
-    ),
-    (
-        "ungated logits",
-        MoESpec(Activation("relu2", gated=False), RouterSpec(K, scoring="sqrt_softplus")),
-        RouterLogits,
-        {"shared": True, "mask": True},
-    ),
+    ("gpt-oss",
+        MoESpec(Activation("swiglu_oai", gate_layout="interleaved"), RouterSpec(K, order="topk_then_softmax"),
+        weight_layout="out_in", router_weight_layout="out_in"), RouterWeights, {"bias": True, "mask": True}),
+    ("deepseek", MoESpec(Activation("silu", gate_layout="separate"), RouterSpec(K, scoring="sigmoid", renormalize=True,
+        scale=2.5), shared_activation=Activation("silu", gate_layout="separate", limit=0.5)), RouterWeights,
+        {"correction_bias": True, "shared": "gate", "bias": True}),
+    ("ungated logits", MoESpec(Activation("relu2", gated=False), RouterSpec(K, scoring="sqrt_softplus")), RouterLogits,
+        {"shared": True, "mask": True}),
     ("map", MoESpec(SILU, RouterSpec(K, renormalize=True)), RouterLogits, {"expert_map": True, "bias": True}),
     ("decided", MoESpec(Activation("gelu")), TopK, {"expert_map": True, "mask": True}),
     ("on input", MoESpec(SILU, RouterSpec(1), apply_router_weight_on_input=True), RouterWeights, {"bias": True}),
-]
+]  # fmt: skip
 
 
 SOFTMAX = CASES[0][1]

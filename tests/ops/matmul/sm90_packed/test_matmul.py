@@ -121,22 +121,12 @@ TOKENS = MatmulSpec("out_in", "token")
         (described(dtype="float16"), LAYOUT, TOKENS, SM_90, "bfloat16 rows, to bfloat16, got float16"),
         (described(), LAYOUT, dataclasses.replace(TOKENS, out_dtype="float32"), SM_90, "got bfloat16 to float32"),
         (described(n=36), LAYOUT, TOKENS, SM_90, "multiples of 16 bytes, got 256 columns of x, 256"),
-        (
-            MatmulOperands(ArraySpec((64, 2**15), "bfloat16"), tiled_weight((1024, 2**15, 2**15), None)),
-            LayoutSpec(64, 2, 1024),
-            TOKENS,
-            SM_90,
-            "count lines of 128 bytes in 32 bits, got 549755813888",
-        ),
-        (
-            described(Activation("gelu")),
-            LAYOUT,
-            dataclasses.replace(TOKENS, activation=Activation("gelu")),
-            SM_90,
-            "use gelu_tanh",
-        ),
+        (MatmulOperands(ArraySpec((64, 2**15), "bfloat16"), tiled_weight((1024, 2**15, 2**15), None)),
+            LayoutSpec(64, 2, 1024), TOKENS, SM_90, "count lines of 128 bytes in 32 bits, got 549755813888"),
+        (described(Activation("gelu")), LAYOUT, dataclasses.replace(TOKENS, activation=Activation("gelu")), SM_90,
+            "use gelu_tanh"),
     ],
-)
+)  # fmt: skip
 def test_says_why_there_is_no_kernel(
     operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, target: Target, reason: str
 ) -> None:
