@@ -15,12 +15,12 @@ jax = pytest.importorskip("jax")
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import scheme_named
 from moe_core.layers import HUGGING_FACE, MAXTEXT, ExpertsSpec, LayerWeights, convert_weights
-from moe_core.layers.reference import layer_stages
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs import NormSpec, RouterSpec
 from moe_torch import LatentSpec, MoE, MoELayerSpec, OutputSpec, SharedExpertsSpec
 from tests.support.jax import on_a_cpu as on_a_cpu
 from tests.support.jax import running_on as jax_running_on
+from tests.support.layer_reference import layer_stages
 from tests.support.layers import draw_weights, masked_rows, tolerances
 from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
 

@@ -16,12 +16,12 @@ import moe_jax.layers
 import moe_jax.ops
 import moe_torch
 from moe_core.errors import InvalidInput
-from moe_core.layers.reference import layer_stages
 from moe_core.ops.routing import reference, reference_backward
 from moe_core.specs import RouterSpec
 from moe_jax.layers import RoutedBy
 from moe_torch import MoE, MoELayerSpec, SharedExpertsSpec
 from tests.support.jax import on_a_cpu as on_a_cpu
+from tests.support.layer_reference import layer_stages
 from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
 
 T, D, E, K = 9, 16, 12, 3

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from moe_core.checkpoint import Checkpoint, MoELayer, open_checkpoint
 from moe_core.layers import LayerWeights
-from moe_core.layers.reference import layer_stages
 from moe_core.parity.tolerance import assert_close
+from tests.support.layer_reference import layer_stages
 from tests.support.layers import tolerances
 from tests.support.torch import to_numpy
 from tools.sweep import models

@@ -41,19 +41,19 @@ def layer_stages(
     stages = routing_stages(x, weights.router, spec, token_mask, ids)
     if layer.sparse_mixer is not None:
         stages |= _sparse_mixed(stages["logits"], layer.sparse_mixer, token_mask)
-    given = TopK(stages["ids"], stages["weights"])
+    routing = TopK(stages["ids"], stages["weights"])
     product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
     rows, plain = x, dataclasses.replace(spec, router=None, shared_activation=None)
     if layer.latent is not None and weights.before is not None:
         rows = matmul_ogs(MatmulOperands(rows, weights.before.weight), product)
         rows = rows if layer.latent.norm is None else rms_norm(rows, weights.before.norm, spec=layer.latent.norm)
     if layer.norm_of_experts is None or weights.output is None:
-        stages |= moe_stages(rows, weights.experts, given, plain)
+        stages |= moe_stages(rows, weights.experts, routing, plain)
         routed = stages["output"]
     else:
-        stages |= moe_stages(rows, weights.experts, TopK(given.ids, np.ones_like(given.weights)), plain)
+        stages |= moe_stages(rows, weights.experts, TopK(routing.ids, np.ones_like(routing.weights)), plain)
         normed = rms_norm(stages["matmul2"], weights.output.norm, spec=layer.norm_of_experts)
-        slots = to_float32(normed).reshape(*given.ids.shape, -1) * given.weights[..., None]
+        slots = to_float32(normed).reshape(*routing.ids.shape, -1) * routing.weights[..., None]
         routed = round_to(functools.reduce(np.add, slots.swapaxes(0, 1)), plain_name(x))
     if weights.after is not None:
         routed = matmul_ogs(MatmulOperands(routed, weights.after.weight), product)
@@ -61,7 +61,7 @@ def layer_stages(
         visited, gate = shared_output(x, weights.shared, spec, None)
         visited = to_float32(round_to(visited if gate is None else visited * sigmoid(gate), plain_name(x)))
         routed = round_to(to_float32(routed) + visited, plain_name(x))
-    return stages | {"weights": given.weights, "output": _finished(routed, weights)}
+    return stages | {"weights": routing.weights, "output": _finished(routed, weights)}
 
 
 def _sparse_mixed(logits: np.ndarray, epsilon: float, token_mask: np.ndarray | None) -> dict[str, np.ndarray]:
