@@ -1,1 +1,1 @@
-"""Interfaces of other libraries on our ops: code that was written for them runs with another import."""
+"""Interfaces of other libraries on our ops: their callers change only the import."""

@@ -1,22 +1,19 @@
-"""The experts of Hugging Face models on Moebius.
+"""Run the experts of Hugging Face models on Moebius.
 
     import moe_torch.transformers
     model = AutoModelForCausalLM.from_pretrained(name)
     print(moe_torch.transformers.use(model))
 
-Router, attention and everything else stay as transformers has them; the experts' two products, activation and weighted
-sum run as one operator, on the model's own weights, where they lie and as they lie: nothing is converted. `use` raises
-for a model whose experts cannot run. Works in `generate` and under `torch.compile`.
+The experts' two products, activation and weighted sum run as one operator on the model's own weights, without
+conversion. All else, such as router and attention, stays transformers'. `use` raises if the experts of a model cannot
+run. Works in `generate`, under `torch.compile` and in training, with gradients of the router.
 
 transformers' own argument works too: `register()`, then `from_pretrained(name, experts_implementation="moebius")`. But
-transformers accepts any registered name for every model, and ignores it where the experts do not go through its experts
-interface; `use` says so.
+transformers ignores any registered name, without an error, if a model's experts bypass its experts interface.
 
 Rounding: products, biases, activation and router weights are computed in float32, and cast to the weights' dtype after
-each product; eager experts round in more places. Float32 models agree closely, others within their dtype. Under
-`torch.autocast`, x and the experts' weights are cast to autocast's dtype, as those of `torch.nn.Linear` are.
-
-Differentiable: training works, of the model's router too, which gets the gradient of the weights it gave.
+each product. Eager experts round more often. Float32 models agree closely, others within their dtype. Under
+`torch.autocast`, x and the experts' weights are cast to autocast's dtype, as in `torch.nn.Linear`.
 """
 
 from moe_torch.transformers.experts import NAME, ExpertsOptions, align_weights, experts_forward, register

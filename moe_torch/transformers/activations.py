@@ -1,4 +1,4 @@
-"""The activations of transformers' experts, as Moebius has them."""
+"""The activations of transformers' experts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moe_core.errors import Unsupported
 from moe_core.specs import Activation
 from moe_torch.bridge.options import constant_result
 
-#: What `experts_implementation` is to be.
+#: The value of `experts_implementation`.
 NAME = "moebius"
 
-#: Modules and functions that models use as `act_fn` -> the activation they compute.
+#: Modules and functions of models' `act_fn` -> the activation.
 _ACTIVATIONS = {
     activations.SiLUActivation: "silu",
     torch.nn.SiLU: "silu",
@@ -26,13 +26,13 @@ _ACTIVATIONS = {
     activations.ReLUSquaredActivation: "relu2",
 }
 _FUNCTIONS = {torch.nn.functional.silu: "silu", torch.nn.functional.gelu: "gelu"}
-#: The gate of experts that have none of their own: act(gate) * up of two halves.
+#: The default gate of experts: act(gate) * up of two halves.
 _PLAIN_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 _FP8_GATE = ("transformers.integrations.finegrained_fp8", "FP8Experts._apply_gate")
 
 
 def _swiglu_oai(alpha: str, limit: str, layout: str = "halves") -> tuple[str, Callable[[Any], Activation]]:
-    """(gate layout, the activation of experts that hold its constants as attributes of these names)."""
+    """(gate layout, the activation of experts that hold its constants in these attributes)."""
     return layout, lambda experts: Activation(
         "swiglu_oai", gate_layout=layout, alpha=getattr(experts, alpha), limit=getattr(experts, limit)
     )
@@ -43,7 +43,7 @@ def _softcapped(experts: Any) -> Activation:
     return Activation("softcapped_silu", alpha=caps.gate_softcap.softcap, limit=caps.up_softcap.softcap)
 
 
-#: Gates of models' own -> (gate layout, the activation).
+#: Models' own gates -> (gate layout, the activation).
 _GATES: dict[str, tuple[str, Callable[[Any], Activation]]] = {
     "GptOssExperts._apply_gate": _swiglu_oai("alpha", "limit", "interleaved"),
     "OpenAIPrivacyFilterExperts._apply_gate": _swiglu_oai("alpha", "limit"),
@@ -58,7 +58,7 @@ _GATES: dict[str, tuple[str, Callable[[Any], Activation]]] = {
 
 
 def _of_fp8(experts: Any) -> Activation:
-    """transformers' fp8 experts gate as their settings say, whatever the model."""
+    """transformers' fp8 experts gate by their settings, for every model."""
     if getattr(experts, "gate_softcap", None) is not None:
         return Activation("softcapped_silu", alpha=experts.gate_softcap, limit=experts.up_softcap)
     if experts.swiglu_alpha is not None:
@@ -69,7 +69,7 @@ def _of_fp8(experts: Any) -> Activation:
 
 
 def activation_of(experts: Any) -> Activation:
-    """What the experts compute between their products; Unsupported where Moebius has no such activation."""
+    """The activation between the experts' products. Raises Unsupported if Moebius lacks it."""
     if not experts.has_gate:
         return Activation(_name(experts), gated=False)
     module, gate = _gate(type(experts))
@@ -87,7 +87,7 @@ def activation_of(experts: Any) -> Activation:
 
 @constant_result
 def _gate(kind: type) -> tuple[str, str]:
-    """(module, qualified name) of the function with which a class of experts gates."""
+    """(module, qualified name) of the gate function of a class of experts."""
     function: Any = kind._apply_gate  # type: ignore[attr-defined]
     return function.__module__, function.__qualname__
 

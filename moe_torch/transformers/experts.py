@@ -1,4 +1,4 @@
-"""The forward of an experts module of transformers, on the module's own weights."""
+"""The forward of transformers' experts modules, on their own weights."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ except ImportError as error:
     ) from error
 from moe_torch.transformers.fp8 import fp8_weights
 
-#: The attribute of an experts module that holds its ExpertsOptions.
+#: The attribute that holds a module's ExpertsOptions.
 OPTIONS = "moebius_options"
 
 
 @dataclass(frozen=True)
 class ExpertsOptions:
-    """How experts run; the fields of `moe_torch.MoESpec` of the same names. batch_invariant: that of the tuning."""
+    """Fields of `moe_torch.MoESpec` with these names. batch_invariant: of the tuning."""
 
     recompute: bool = False
     tuning: Tuning | None = None
@@ -62,29 +62,28 @@ _WEIGHT_DTYPES = tuple(TORCH_DTYPES[name] for name in ROUTER_WEIGHT_DTYPES)
 
 def register() -> None:
     """Make `experts_implementation="moebius"` and `DistributedConfig(ep_implementation="moebius")` known to
-    transformers, in this process. Calling it again changes nothing.
+    transformers.
 
-    transformers accepts the name for every model, also for one whose experts never look at it: `use` raises there.
-    Experts that cannot run on Moebius raise Unsupported, with the reason, when they are called.
+    Calling it again changes nothing. transformers accepts the name for every model, even if its experts never read it:
+    `use` raises there. Experts that cannot run on Moebius raise Unsupported when they are called.
     """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    # Before 5.23 transformers has no such names.
+    # Before 5.23 transformers lacks these names.
     if torch.distributed.is_available() and util.find_spec("transformers.distributed.expert_parallel"):
         importlib.import_module("moe_torch.transformers.parallel")
 
 
 def has_interface(module: torch.nn.Module) -> bool:
-    """Whether transformers dispatches the module's forward by its config's experts_implementation."""
+    """True if transformers selects the module's forward by its config's experts_implementation."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
 def align_weights(model: torch.nn.Module) -> int:
-    """Copy every expert weight that starts at no multiple of 16 bytes to memory that does; how many there were.
+    """Copy expert weights to addresses that are multiples of 16 bytes; returns the number of copies.
 
     transformers leaves stacked weights in the mapped file on a CPU, at addresses that kernels do not take. The first
-    eager forward copies them, one after the other, and so does `use`. Call this before a first forward that is
-    compiled. The parameters stay the same objects.
+    eager forward and `use` copy them. Call this before a compiled first forward. Parameters stay the same objects.
     """
     return sum(_align(module) for module in model.modules() if has_interface(module))
 
@@ -99,20 +98,18 @@ def _align(experts: torch.nn.Module) -> int:
 def experts_forward(
     experts: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The forward of an experts module of transformers: output `[T, D]` in the dtype of hidden_states.
+    """Run an experts module of transformers: output `[T, D]` in the dtype of hidden_states.
 
-    experts: a class decorated with transformers' `use_experts_implementation`, whose flags say how its weights lie.
-    hidden_states `[T, D]`, cast to the weights' dtype where it has another; top_k_index `[T, K]` integers, one outside
-    [0, E) is no expert (transformers' mark of another process's experts); top_k_weights `[T, K]`. Kernels read int64
-    ids and bf16 or fp16 weights as they are.
+    experts: a class decorated with transformers' `use_experts_implementation`. Its flags give the layout of weights.
+    hidden_states: `[T, D]`, cast to the weights' dtype. top_k_index: `[T, K]` integers. Numbers outside [0, E) are no
+    expert (transformers' mark of another process's experts). top_k_weights: `[T, K]`.
 
-    Under `torch.autocast` hidden_states and the weights are cast to autocast's dtype, and the output has it, as
-    `torch.nn.Linear` does; gradients arrive in the weights' own dtype. fp8 weights (`FP8Experts`) run in fp8, with
-    hidden states quantised as the model says, or as they are where these or top_k_weights need a gradient.
+    Under `torch.autocast` hidden_states, weights and output have autocast's dtype, as in `torch.nn.Linear`, and
+    gradients the weights' own. fp8 weights (`FP8Experts`) run in fp8. Hidden states are quantised as the model says,
+    unless these or top_k_weights need a gradient. Experts with `has_post_expert_norm` run as several operators around
+    the norm, which traces of `moe_torch.trace` do not show.
 
-    Experts whose results are normalised one by one (`has_post_expert_norm`) run as several operators around the norm,
-    and the traces of `moe_torch.trace` do not see them. Raises Unsupported for experts with weights in another format,
-    or activated in a way Moebius does not have.
+    Raises Unsupported for weights in another format and for unknown activations.
     """
     x, weights, routing, spec = operands_of(experts, hidden_states, top_k_index, top_k_weights)
     run = _around_norm if getattr(experts, "has_post_expert_norm", False) else _whole
@@ -121,14 +118,14 @@ def experts_forward(
 
 
 def options_of(experts: Any) -> ExpertsOptions:
-    """Those that `use` gave the experts."""
+    """The options that `use` set on the experts."""
     return getattr(experts, OPTIONS, _DEFAULTS)
 
 
 def operands_of(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> tuple[torch.Tensor, ExpertWeights, TopK, MoESpec]:
-    """What `moe_torch.moe` takes, of what `experts_forward` is given."""
+    """Translate arguments of `experts_forward` to arguments of `moe_torch.moe`."""
     options, device = options_of(experts), hidden_states.device.type
     if device == "cpu" and not torch.compiler.is_compiling():
         _align(experts)
@@ -143,29 +140,29 @@ def operands_of(
     else:
         weights = _weights(experts, dtype, options.main_grad)
         dtype = weights.down.dtype
-    # A spec that is the same object as in the last call is recognised at once.
+    # The same object as in the last call is recognised at once.
     make = _new_spec if torch.compiler.is_compiling() else _known_spec
     spec = make(activation_of(experts), experts.is_transposed, options, activations)
     return _dense(hidden_states, dtype), weights, given_routing(top_k_index, top_k_weights), spec
 
 
 def given_routing(top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> TopK:
-    """A router's results as kernels read them: most routers' as they are."""
+    """A router's results as kernels read them, mostly unchanged."""
     return TopK(_dense(top_k_index, *_ID_DTYPES), _dense(top_k_weights, *_WEIGHT_DTYPES))
 
 
 def _dense(array: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
-    """The array in a dtype among some, in the first of them unless it is."""
+    """The contiguous array in its dtype if that is listed, else in the first one."""
     return (array if array.dtype in dtypes else array.to(dtypes[0])).contiguous()
 
 
 def _cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`array.to(dtype)`, which takes the host longer to find that there is nothing to do."""
+    """`array.to(dtype)`, faster on the host if nothing changes."""
     return array if array.dtype == dtype else array.to(dtype)
 
 
 def why_unsupported(experts: torch.nn.Module, options: ExpertsOptions = _DEFAULTS) -> str | None:
-    """Why the forward would raise Unsupported for these experts; None where it runs."""
+    """The reason why the forward would raise Unsupported for these experts, or None."""
     try:
         is_fp8 = _is_fp8(experts)
         _require_options(experts, options, is_fp8)
@@ -217,7 +214,7 @@ _known_spec = functools.lru_cache(maxsize=256)(_new_spec)
 
 
 def _weights(experts: Any, dtype: torch.dtype | None, main_grad: bool) -> ExpertWeights:
-    """dtype: autocast's, None = their own."""
+    """dtype: autocast's. None: their own."""
     first = _first(experts)
     _require_plain(experts, first)
     if dtype is None:
@@ -240,7 +237,7 @@ def _whole(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK,
 
 
 def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
-    """Experts with a norm between the second product and the router weight: stage by stage, with the model's norm."""
+    """Run stage by stage, with the model's norm between the second product and the router weight."""
     layout = ops.make_layout(routing.ids, weights.down.shape[0])
     into = MatmulSpec(spec.weight_layout, "token", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(1))
     first = MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias)
@@ -248,7 +245,7 @@ def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing:
     second = MatmulOperands(hidden, weights.down, bias=weights.down_bias)
     out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
     slots = ops.matmul_ogs(second, layout, out)
-    # A slot without a row counts in no gradient, whatever its weight is.
+    # A slot without a row adds to no gradient, whatever its weight is.
     factors = routing.weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
     weighted = experts.post_expert_norm(slots).float() * factors
     return ops.reduce(weighted, layout, out_dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""fp8 experts as transformers loads them (`FP8Experts`), as quantised matrices: the same values, the same scales."""
+"""transformers' fp8 experts (`FP8Experts`) as quantised matrices with the same values and scales."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ _BLOCKS = {(128, 128): (FP8_BLOCK, FP8_GROUP), (1, 32): (MXFP8, MXFP8)}
 
 
 def fp8_weights(experts: Any) -> tuple[ExpertWeights, Format | None]:
-    """(the weights, what hidden states are quantised to before each product: None = as they are).
+    """(the weights, format of the quantised hidden states before each product or None).
 
-    Values lie where they lay; scales that are stored shorter than Moebius' are copied. No gradient reaches either.
-    Raises Unsupported for static activation scales, blocks other than 128 x 128 and 1 x 32, and blocks that hold rows
-    of both gate and up.
+    Only scales that are stored shorter than ours are copied. No gradient reaches weights or scales. Raises Unsupported
+    for static activation scales, blocks other than 128 x 128 and 1 x 32, and blocks with rows of both gate and up.
     """
     if experts.activation_scheme != "dynamic":
         raise unsupported(experts, f"quantises hidden states by {experts.activation_scheme} scales of each expert")
@@ -60,7 +59,7 @@ def _matrix(experts: Any, name: str, format: Format) -> QuantizedTensor:
     shape = (num_experts, rows, columns * format.own_element.per_byte)
     wanted = quantized_shapes(spec, shape).scales
     if format is FP8_CHANNEL:
-        # One scale, or one for the gate and one for the up: a row of the matrix has one of its own here.
+        # One scale, or one for gate and one for up: here each row of the matrix has its own.
         scales = scales.float().repeat_interleave(rows // scales.shape[1], dim=1)
     elif format.has_e8m0_scales:
         if scales.dtype.itemsize != 1:

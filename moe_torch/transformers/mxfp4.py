@@ -1,4 +1,4 @@
-"""gpt-oss with the mxfp4 experts that transformers loads on a GPU, on Moebius' kernels."""
+"""gpt-oss with transformers' mxfp4 experts for GPUs, on Moebius' kernels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _GROUP = 32
 
 
 class Mxfp4Experts(torch.nn.Module):
-    """The experts of one gpt-oss layer, in the place of transformers' `Mxfp4GptOssExperts`.
+    """The experts of one gpt-oss layer, replacing transformers' `Mxfp4GptOssExperts`.
 
-    The parameters have the names, shapes and bytes of the published checkpoint: `<matrix>_blocks` uint8
-    `[E, N, D / 32, 16]`, `<matrix>_scales` uint8 `[E, N, D / 32]`, `<matrix>_bias` `[E, N]` for gate_up_proj and
-    down_proj. They are frozen; gradients reach hidden states and router.
+    Parameters are frozen, with the names, shapes and bytes of the published checkpoint: `<matrix>_blocks` uint8 `[E, N,
+    D / 32, 16]`, `<matrix>_scales` uint8 `[E, N, D / 32]`, `<matrix>_bias` `[E, N]` for gate_up_proj and down_proj.
+    Gradients reach hidden states and router.
     """
 
-    #: transformers' block then routes with its own router and gives the experts ids and weights.
+    #: transformers' block then routes itself and passes ids and weights.
     _is_hooked = True
 
     def __init__(self, experts: Any) -> None:
@@ -42,7 +42,7 @@ class Mxfp4Experts(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Output `[T, D]` in the dtype of hidden_states `[T, D]`; an id outside [0, E) is no expert."""
+        """Output `[T, D]` in the dtype of hidden_states `[T, D]`. Ids outside [0, E) are no expert."""
         options: Any = self.moebius_options
         device = hidden_states.device.type
         dtype = hidden_states.dtype
@@ -65,9 +65,9 @@ class Mxfp4Experts(torch.nn.Module):
 
 
 def _rows(tensor: Any) -> torch.Tensor:
-    """The bytes of a tensor of triton_kernels, as the checkpoint has them: rows of outputs.
+    """The bytes of a triton_kernels tensor as in the checkpoint: rows of outputs.
 
-    As transformers does to save them: a layout that pads, as Hopper's and Blackwell's do, trims what it unswizzles.
+    As in transformers' saving: layouts that pad (Hopper's, Blackwell's) trim while they unswizzle.
     """
     storage = tensor.storage
     return storage.layout.unswizzle_data(storage.data).transpose(-1, -2).contiguous()

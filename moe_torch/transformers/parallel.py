@@ -1,4 +1,4 @@
-"""The experts of Hugging Face models on several ranks, through transformers' own expert parallelism."""
+"""Hugging Face models' experts on several ranks, through transformers' own expert parallelism."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ except ImportError as error:
 class MoebiusEP(EPImplementation):
     """`DistributedConfig(ep_implementation="moebius")`: the experts run on Moebius, with the bits of one process.
 
-    Ranks of one tensor-parallel group have the same batch: each sends its part of the tokens to the experts, and all
-    get the results of all. The tokens of all ranks are then those of one process, in its order. The experts run on
-    Moebius whatever `experts_implementation` says.
+    Ranks of one tensor-parallel group have the same batch. Each sends its part of the tokens to the experts, and all
+    get all results. The experts run on Moebius whatever `experts_implementation` is.
 
-    exchange: how rows travel; for another, register a subclass under a name of its own.
+    exchange: how rows travel. For another exchange, register a subclass under its own name.
 
-    Raises Unsupported for experts that Moebius cannot run, or not across ranks, when the model is loaded.
+    Raises Unsupported, when the model is loaded, for experts that Moebius cannot run, or not across ranks.
     """
 
     exchange = ExchangeSpec()
@@ -62,7 +61,7 @@ class MoebiusEP(EPImplementation):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Output `[T, D]` of the tokens that this rank has, in the dtype of hidden_states."""
+        """Output `[T, D]` of this rank's tokens, in the dtype of hidden_states."""
         if options_of(self.experts).main_grad:
             raise Unsupported("main_grad cannot be had across ranks; leave it out of use(model)")
         tokens, dtype = hidden_states.shape[0], hidden_states.dtype
@@ -79,7 +78,7 @@ class MoebiusEP(EPImplementation):
         return parts.full_tensor()
 
     def _own(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's part of rows that all ranks of the tensor-parallel group have."""
+        """This rank's part of rows that the whole tensor-parallel group has."""
         if self.tp_mesh.size() == 1:
             return rows
         same = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
@@ -90,11 +89,11 @@ EPImplementationInterface.register(NAME, MoebiusEP)
 
 
 def expert_parallel(config: Any, ranks: int) -> DistributedConfig:
-    """What `from_pretrained(name, distributed_config=...)` takes to share experts out among ranks, and nothing else.
+    """Make the `distributed_config` of `from_pretrained` that shares experts out among ranks, and nothing else.
 
-    config: of a causal language model. Attention, router and all else are whole on every rank, and every rank is called
-    with the same batch, so that logits are those of one process, bit by bit. transformers' own plans split attention
-    too: `DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation="moebius")`, with other bits.
+    config: of a causal language model. All else is whole on every rank, and every rank gets the same batch, so logits
+    have the bits of one process. transformers' own plans split attention too: `DistributedConfig(tp_size=ranks,
+    ep_size=ranks, ep_implementation="moebius")`, with other bits.
 
     Raises InvalidInput for a model without a plan for its experts.
     """

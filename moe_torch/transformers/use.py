@@ -1,4 +1,4 @@
-"""Put a model's experts on Moebius, or say why not."""
+"""Put a model's experts on Moebius, or report why not."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from moe_torch.transformers.experts import (
 )
 from moe_torch.transformers.mxfp4 import Mxfp4Experts
 
-#: Classes that compute routed experts, if nothing in them goes through the experts interface.
+#: Classes that compute routed experts, if none of their modules uses the experts interface.
 _EXPERTS = re.compile(r"(?<!Shared)(Experts|MoE|Moe)$")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `use` put on Moebius.
+    """The result of `use`.
 
-    modules: the paths of the experts modules. copied: how many weights now lie in aligned memory of their own. options:
-    those that the experts run with.
+    modules: paths of the experts modules. copied: number of weights copied to aligned memory. options: of the experts.
     """
 
     modules: tuple[str, ...]
@@ -55,12 +54,12 @@ def use(
 ) -> Report:
     """Run every experts module of a Hugging Face model on Moebius from now on.
 
-    model: of transformers, or a module around one. The other arguments are those of `moe_torch.MoESpec`, and
-    batch_invariant that of its tuning; calling `use` again replaces them. gpt-oss as transformers loads it in mxfp4
-    gets experts modules of ours in the place of its own, with the same bytes.
+    model: of transformers, or a module around one. The other arguments are as in `moe_torch.MoESpec`, and
+    batch_invariant as in its tuning. Calling `use` again replaces them. Modules of mxfp4 gpt-oss are replaced by ours
+    with the same bytes.
 
-    Raises Unsupported, and changes nothing, where any routed experts of the model would not run: it names each kind of
-    module, the first path it is at, and the reason. Raises InvalidInput for a model without experts.
+    Raises Unsupported, and changes nothing, if any routed experts of the model would not run, naming each kind of
+    module, its first path and the reason. Raises InvalidInput for a model without experts.
     """
     require_instance("model", model, torch.nn.Module)
     options = ExpertsOptions(recompute, tuning, allow_tf32, batch_invariant, main_grad)
@@ -103,14 +102,14 @@ def use(
 
 
 def _restore_forward(block: torch.nn.Module) -> None:
-    """Before 5.23 transformers gives the block of mxfp4 experts another forward, which routes by kernels of its own."""
+    """Remove transformers' forward (before 5.23) of the block of mxfp4 experts, which routes by its own kernels."""
     own = getattr(mxfp4, "mlp_forward", None)
     if own is not None and getattr(block.__dict__.get("forward"), "__func__", None) is own:
         del block.forward
 
 
 def _why_outside(module: torch.nn.Module) -> str | None:
-    """Why experts without the interface do not run; None for every other module."""
+    """The reason why experts without the interface do not run, None for other modules."""
     if not _EXPERTS.search(type(module).__name__) or isinstance(module, Mxfp4Experts):
         return None
     if any(has_interface(part) or isinstance(part, (Mxfp4GptOssExperts, Mxfp4Experts)) for part in module.modules()):

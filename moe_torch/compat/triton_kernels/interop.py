@@ -1,8 +1,7 @@
-"""Objects of the other library's as ours, and ours as its.
+"""Convert objects of triton_kernels to ours and back.
 
-Classes are told by the module and the name they have there, and carried over field by field, so that several releases
-work; nothing is copied but swizzled memory. Tuples, lists and mappings are carried over element by element, tensors and
-other values as they are.
+Classes are recognised by module and name and converted field by field, so several releases work. Only swizzled memory
+is copied. Tuples, lists and mappings are converted element by element, other values are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _INSTALL = (
     "put python/triton_kernels of the Triton repository (github.com/triton-lang/triton, tag v3.5.1) on PYTHONPATH; the "
     "distribution named triton-kernels on the package index is an unrelated project"
 )
-#: The modules there, each with ours and the classes in it.
+#: Upstream modules, our modules, and the classes in them.
 _MODULES = {
     "routing": (routing, "RoutingData GatherIndx ScatterIndx ExptData"),
     "matmul_ogs": (matmul_ogs, "FnSpecs FusedActivation Epilogue FlexCtx PrecisionConfig"),
@@ -29,23 +28,23 @@ _MODULES = {
     "numerics": (numerics, "InFlexData OutFlexData"),
     "tensor": (tensor, "Storage IntegerType FloatType Tensor Bitmatrix"),
 }
-#: The module and name of every class there, and ours.
+#: (upstream module, name) -> our class.
 _CLASSES: dict[tuple[str, str], type] = {
     (module, name): getattr(ours, name) for module, (ours, names) in _MODULES.items() for name in names.split()
 }
 _NAMES = {ours: name for name, ours in _CLASSES.items()}
 _PLAIN_TYPES = (torch.dtype, bool, int, float, str, tuple, type(None))
-#: What is carried over as it is.
+#: Kept as they are.
 _PLAIN = (torch.Tensor, torch.dtype, bool, int, float, str, type(None))
-#: A function that converts a value inside of another one.
+#: Converts a value inside of another one.
 _Convert = Callable[[Any], Any]
 
 
 def from_upstream(value: Any) -> Any:
-    """Ours for an object of triton_kernels: `from_upstream(routing(logits, 4))` gives our three.
+    """Convert an object of triton_kernels: `from_upstream(routing(logits, 4))` returns our three objects.
 
-    Swizzled memory is brought back to plain memory, K contiguous. Raises InvalidInput for a class that is not carried
-    over, Unsupported for a fused function that our kernels do not have.
+    Swizzled memory becomes plain memory, K contiguous. Raises InvalidInput for an unknown class, and Unsupported for a
+    fused function that our kernels lack.
     """
     if isinstance(value, _PLAIN):
         return value
@@ -68,10 +67,10 @@ def from_upstream(value: Any) -> Any:
 
 
 def to_upstream(value: Any, package: str = "triton_kernels") -> Any:
-    """An object of triton_kernels, or of a package like it, for ours.
+    """Convert our object to one of triton_kernels, or of a similar package.
 
-    A RoutingData gets the tiles that kernels there read. Raises InvalidInput for what is not ours, and Unsupported
-    where the package cannot be imported or has no place for a value.
+    A RoutingData gets the tiles that kernels there read. Raises InvalidInput for objects that are not ours, and
+    Unsupported if the package cannot be imported or cannot hold a value.
     """
 
     def convert(value: Any) -> Any:
@@ -101,7 +100,7 @@ def to_upstream(value: Any, package: str = "triton_kernels") -> Any:
 
 
 def _elements(value: Any, convert: _Convert) -> Any:
-    """A tuple, list or mapping with converted elements; None for anything else."""
+    """Convert the elements of a tuple, list or mapping. Returns None for anything else."""
     if isinstance(value, Mapping):
         return {key: convert(element) for key, element in value.items()}
     if type(value) in (tuple, list):
@@ -110,7 +109,7 @@ def _elements(value: Any, convert: _Convert) -> Any:
 
 
 def _rebuilt(value: Any, target: type, convert: _Convert) -> Any:
-    """A target with the fields of value; those that only value has must be at their defaults."""
+    """A target with the fields of value. Fields that the target lacks must be at their defaults."""
     names, known = _fields(type(value)), _fields(target)
     for name, default in names.items():
         held = getattr(value, name)
@@ -122,15 +121,14 @@ def _rebuilt(value: Any, target: type, convert: _Convert) -> Any:
 
 
 def _fields(kind: type) -> dict[str, Any]:
-    """The names of what makes an object of a class, and the defaults."""
+    """Names and defaults of the fields that make an object."""
     if kind.__name__ == "Bitmatrix":
-        # Unlike its base it says by itself what its elements are.
+        # Unlike its base it has the element type itself.
         return dict.fromkeys(("storage", "shape", "shape_max", "scratchpad"))
     return {field.name: field.default for field in dataclasses.fields(kind) if field.init}
 
 
 def _our_function(fn: Any) -> Any:
-    """swiglu_fn for that of triton_kernels, a compiled function."""
     if fn is None:
         return None
     if str(getattr(fn, "__name__", "")).strip("_") == "swiglu_fn":
@@ -139,7 +137,7 @@ def _our_function(fn: Any) -> Any:
 
 
 def _plain_memory(storage: Any) -> torch.Tensor:
-    """The memory of a storage, in place where it is not swizzled; else without what its layout pads."""
+    """The memory of a storage, copied without padding if it is swizzled."""
     layout = storage.layout
     if layout is None or getattr(layout, "name", None) is None:
         return storage.data

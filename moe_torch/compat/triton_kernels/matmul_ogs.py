@@ -3,8 +3,7 @@
     y[rows of e] = gammas * activation(out_alpha * (x[gather(rows of e)] @ w[e] + betas * bias[e]))
     with scatter: y[token] = sum of the rows of its slots, in fp32, in the order of the slots
 
-Everything up to the cast of a row is fp32. gammas never come before the activation, which the original lets them do
-where it scatters.
+All is fp32 until a row is cast. gammas never precede the activation, unlike the original with scatter.
 """
 
 from __future__ import annotations
@@ -60,16 +59,17 @@ def matmul_ogs(
     fused_activation: FusedActivation | None = None,
     epilogue: Epilogue | None = None,
 ) -> torch.Tensor:
-    """The product of the rows of x with the matrices of w; a torch tensor.
+    """Multiply the rows of x with the matrices of w; returns a torch tensor.
 
-    With routing_data: w `[E, K, N]`, bias `[E, N]`; x `[T, K]` with gather_indx, else a row for every row of the
-    routing; result `[rows, N]`, or with scatter_indx `[rows / n_expts_act, N]`. Without: x `[M, K]`, w `[K, N]`, bias
-    `[N]`; or x `[B, M, K]`, w `[B, K, N]`, bias `[B, N]`, result `[B, M, N]`. N is halved by a fused `swiglu_fn`. betas
-    and gammas: `[rows]`, of a batch `[M]`. y: memory for the result, of one matrix or routing with a leading axis of 1.
+    With routing_data: w `[E, K, N]`, bias `[E, N]`, x `[T, K]` with gather_indx, else one row for every row of the
+    routing. The result is `[rows, N]`, or with scatter_indx `[rows / n_expts_act, N]`. Without: x `[M, K]`, w `[K, N]`,
+    bias `[N]`, or batched x `[B, M, K]`, w `[B, K, N]`, bias `[B, N]` and result `[B, M, N]`. A fused `swiglu_fn`
+    halves N. betas and gammas are `[rows]`, of a batch `[M]`. y is memory for the result, with a leading axis of 1 for
+    one matrix or a routing.
 
-    Rows of bf16, fp16 or fp32; w the same, or mxfp4, mxfp8 or fp8 with its scales in precision_config (and x fp8).
-    Rows without an expert are zeros. There are gradients as those of `moe_torch.matmul_ogs`. Raises InvalidInput, and
-    Unsupported for options and formats that we do not have.
+    x is bf16, fp16 or fp32. w is the same, or mxfp4, mxfp8 or fp8 (then x may be fp8) with scales in precision_config.
+    Rows without an expert are zeros. Gradients are as in `moe_torch.matmul_ogs`. Raises InvalidInput, and Unsupported
+    for options and formats that we lack.
     """
     precision, activation = checked_precision(precision_config), activation_of(fused_activation)
     require_no_epilogue(epilogue)
@@ -112,7 +112,7 @@ def _rows(
     indices: tuple[GatherIndx | None, ScatterIndx | None],
     routed: bool,
 ) -> tuple[Any, Rows]:
-    """x as our op takes it, and what its rows are."""
+    """x as our op takes it, and its rows."""
     gather, scatter = indices
     shape = memory_of("x", x).shape
     if len(shape) == 3:
@@ -153,7 +153,7 @@ def _rows(
 
 
 def _gathered(values: Any, src_indx: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Rows of x for one matrix, whose kernel reads rows in order."""
+    """Gather rows of x for one matrix. Its kernel reads rows in order."""
     if isinstance(values, QuantizedTensor):
         raise InvalidInput(
             "gather_indx must be None for a quantised x without routing_data, got indices; index x and its scales"
@@ -170,7 +170,7 @@ def _first(values: Any, count: int) -> Any:
 
 
 def _factors(name: str, given: torch.Tensor | None, count: int, batch: int | None) -> torch.Tensor | None:
-    """fp32 factors of all rows; those of a batch are the same for each of its matrices."""
+    """fp32 factors of all rows. All matrices of a batch share theirs."""
     if given is None:
         return None
     wanted = count if batch is None else count // max(batch, 1)
@@ -181,7 +181,7 @@ def _factors(name: str, given: torch.Tensor | None, count: int, batch: int | Non
 
 
 def _bias(bias: torch.Tensor | None, weight: Weight, values: Any, rows: Rows) -> torch.Tensor | None:
-    """`[E, N]`, `[N]` of one matrix; fp32 unless it has the dtype of x."""
+    """`[E, N]`, or `[N]` of one matrix, in fp32 unless it has the dtype of x."""
     if bias is None:
         return None
     plain = None if isinstance(values, QuantizedTensor) else values.dtype
@@ -203,11 +203,11 @@ def _product(
     factors: tuple[torch.Tensor | None, torch.Tensor | None, float | None],
     scatter: ScatterIndx | None,
 ) -> tuple[torch.Tensor, str]:
-    """(`[rows, N]`, their order) for betas, gammas and alpha: one op, unless betas or alpha come before the activation,
-    or gammas need a gradient, which our op has without an activation and for rows written by slot alone."""
+    """(`[rows, N]`, their order) for betas, gammas and alpha, in one op unless betas or alpha precede the activation or
+    gammas need a gradient, which our op has only without an activation and for rows by slot."""
     (betas, gammas, alpha), bias = factors, operands.bias
     one_op = (betas is None or bias is None) and alpha in (None, 1.0)
-    # Written where they are added up if the way back is that of the rows: then weights have gradients too.
+    # Rows are written by slot if the scatter belongs to the layout. Then weights have gradients too.
     order = "slot" if scatter is not None and rows.leads_back(scatter) else "row"
     differentiated = gammas is not None and gammas.requires_grad and torch.is_grad_enabled()
     if one_op and not (differentiated and (order == "row" or spec.activation is not None)):

@@ -13,7 +13,7 @@ MAX_FINITE_FLOAT8E4B8 = 240.0
 
 @dataclass(frozen=True, eq=False)
 class BaseFlexData:
-    """dtype: what bytes are read as, None = what they say."""
+    """dtype: how bytes are read. None: as they are."""
 
     dtype: torch.dtype | None = None
 
@@ -21,13 +21,13 @@ class BaseFlexData:
         return x if self.dtype is None else x.view(self.dtype)
 
     def reinterpret(self, x: torch.Tensor) -> torch.Tensor:
-        """x, read as dtype where its elements are bytes."""
+        """View x as dtype if its elements are bytes."""
         return x if self.dtype is None or x.dtype.itemsize > 1 else x.view(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class InFlexData(BaseFlexData):
-    """scale fp32 `[1]` or, of weights, `[E]`: multiplies what is read; None = 1."""
+    """scale fp32 `[1]` or, of weights, `[E]`: multiplies values that are read. None: 1."""
 
     scale: torch.Tensor | None = None
 
@@ -38,7 +38,7 @@ class InFlexData(BaseFlexData):
 
 @dataclass(frozen=True, eq=False)
 class OutFlexData(BaseFlexData):
-    """Scales of fp8 results; none of our ops writes these."""
+    """Scales of fp8 results, which our ops do not write."""
 
     expected_scale: torch.Tensor | None = None
     actual_scale: torch.Tensor | None = None
@@ -48,12 +48,12 @@ class OutFlexData(BaseFlexData):
         return iter((self.expected_scale, self.actual_scale, self.checksum_scale))
 
 
-#: No scales: the defaults.
+#: Defaults: no scales.
 PLAIN_INPUT, PLAIN_OUTPUT = InFlexData(), OutFlexData()
 
 
 def why_not_plain_output(data: OutFlexData, saturate_inf: bool) -> str | None:
-    """The reason a result cannot be written as these options say, None where they are the defaults."""
+    """The reason why a result cannot be written with these options, or None for the defaults."""
     given = [name for name in data.__match_args__ if getattr(data, name) is not None]
     if given:
         return f"results are bf16, fp16 or fp32 and have no scale, so {given[0]} of the output's flex data must be None"

@@ -1,7 +1,4 @@
-"""Rows sorted by expert: which experts a token goes to, and the way of its rows there and back.
-
-The objects are those of `moe_torch.modular`.
-"""
+"""Choose experts and sort rows by expert, with the objects of `moe_torch.modular`."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from moe_torch.modular.routing_data import (
 
 
 def compute_expt_data(expt_hist: torch.Tensor | None, n_expts_tot: int, n_gates: int) -> ExptData:
-    """The ExptData of a histogram int32 `[n_expts_tot]` whose sum is at most n_gates; None of None."""
+    """The ExptData of a histogram int32 `[n_expts_tot]` whose sum is at most n_gates, or None for None."""
     if expt_hist is None:
         return ExptData(None, None, None, None)
     return expert_data(expt_hist, starts(expt_hist), n_gates)
@@ -40,12 +37,12 @@ def routing(
     simulated_ep: int = 1,
     n_rows: int | torch.Tensor | None = None,
 ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
-    """Route logits `[T, E]` to n_expts_act experts each, a token's in ascending order; any number up to E.
+    """Route logits `[T, E]` to n_expts_act experts each, up to E, in ascending order.
 
-    sm_first: softmax over all experts, then the choice; else over the chosen. expt_indx `[T, n_expts_act]`: ids that
-    are decided, in their order. simulated_ep: only the first `E / simulated_ep` experts are kept, with the weights that
-    all of them have. n_rows: an integer, or a tensor of one; later tokens go nowhere. Rows without an expert come last;
-    their gate_scal is 0. Logits count as fp32 and gate_scal is fp32. Raises InvalidInput.
+    sm_first: softmax over all experts, then the choice. False: over the chosen ones. expt_indx: `[T, n_expts_act]`,
+    chosen ids, kept in their order. simulated_ep: keep only the first `E / simulated_ep` experts, with their weights
+    among all. n_rows: an integer, or a tensor of one. Later tokens go nowhere. Logits count as fp32 and gate_scal is
+    fp32. Rows without an expert come last with gate_scal 0.
     """
     require_flag("sm_first", sm_first)
     require_at_least("simulated_ep", simulated_ep, 1)
@@ -56,7 +53,6 @@ def routing(
     if simulated_ep > 1:
         num_experts //= simulated_ep
         kept = (ids >= 0) & (ids < num_experts)
-        # Those kept come first.
         order = (~kept).to(torch.int32).argsort(dim=1, stable=True)
         ids, values = torch.where(kept, ids, -1).gather(1, order), torch.where(kept, values, 0.0).gather(1, order)
         complete = False
@@ -68,8 +64,7 @@ def routing_from_bitmatrix(
 ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
     """Route ids expt_indx and weights expt_scal, both `[T, n_expts_act]`, in their order.
 
-    A slot has a row where its id is in [0, n_expts_tot), its bit is set and its token is within bitmatrix.shape[0].
-    Raises InvalidInput.
+    A slot has a row if its id is in [0, n_expts_tot), its bit is set and its token is within bitmatrix.shape[0].
     """
     require_instance("bitmatrix", bitmatrix, Bitmatrix)
     wanted = (bitmatrix.data.shape[0], n_expts_act)
@@ -85,7 +80,7 @@ def routing_from_bitmatrix(
 
 
 def filled(routing_data: RoutingData) -> RoutingData:
-    """The same with its ExptData, made of the histogram where it is missing; InvalidInput where that is impossible."""
+    """Add the ExptData, made of the histogram, if it is missing. Raises InvalidInput if that is impossible."""
     if routing_data.expt_data is not None or routing_data.expt_hist is None:
         return routing_data
     if routing_data.gate_scal is None:

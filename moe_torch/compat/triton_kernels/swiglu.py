@@ -26,7 +26,7 @@ PLAIN_FLEX = FlexCtx()
 
 @dataclass(frozen=True, eq=False)
 class PrecisionConfig:
-    """limit: g is at most limit and u within it on both sides; None = no clamp."""
+    """limit: upper bound of g, and bound of u on both sides. None: no clamp."""
 
     limit: float | None
     flex_ctx: FlexCtx = PLAIN_FLEX
@@ -37,17 +37,16 @@ def swiglu_activation(alpha: float, limit: float | None) -> Activation:
 
 
 def swiglu_fn(input: torch.Tensor, alpha: float, limit: float | None) -> torch.Tensor:
-    """`[R, F]` in the dtype of input `[R, 2F]`; as `FnSpecs.fn` it is fused into `matmul_ogs`."""
+    """`[R, F]` in the dtype of input `[R, 2F]`. As `FnSpecs.fn` it is fused into `matmul_ogs`."""
     return ops.activation(input, swiglu_activation(alpha, limit))
 
 
 def swiglu(
     a: torch.Tensor, alpha: float, precision_config: PrecisionConfig, routing_data: RoutingData | None = None
 ) -> torch.Tensor:
-    """`[..., F]` of a `[..., 2F]`, in its dtype.
+    """`[..., F]` of a `[..., 2F]`, in its dtype, for all rows, whatever routing_data says.
 
-    routing_data says in the original how many rows exist; here all rows are computed, those that do not exist too.
-    Raises InvalidInput, and Unsupported for flex data, which is about fp8.
+    Raises InvalidInput, and Unsupported for flex data, which concerns fp8.
     """
     require_instance("precision_config", precision_config, PrecisionConfig)
     if routing_data is not None:

@@ -1,7 +1,4 @@
-"""Tensors with a layout and with elements that torch has no dtype for, and matrices of bits.
-
-Fields may be assigned to, as ported code does.
-"""
+"""Tensors with a layout and element types that torch lacks, and matrices of bits. Mutable, as ported code needs."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _WORD_BITS = 32
 
 @dataclass(eq=False)
 class Storage:
-    """Memory and how it is to be read; layout None = as torch has it."""
+    """Memory and its layout. None: torch's."""
 
     data: torch.Tensor
     layout: Layout | None = None
@@ -65,8 +62,8 @@ def bitwidth(type: ElementType) -> int:
 class Tensor:
     """A torch tensor, or a Storage, with its element type and its logical shape.
 
-    dtype: None = that of the memory. shape: integers, or integer tensors of one element for sizes that only the device
-    knows; None = that of the memory, for elements of whole bytes. shape_max: upper bounds, None = the shape.
+    dtype: None: that of the memory. shape: integers, or integer tensors of one element for sizes on the device. None:
+    the memory's, for elements of whole bytes. shape_max: upper bounds. None: the shape.
     """
 
     storage: Any
@@ -98,7 +95,6 @@ class Tensor:
 
     @property
     def data(self) -> torch.Tensor:
-        """The memory."""
         return self.storage.data
 
     @property
@@ -116,7 +112,7 @@ class Tensor:
         return self.data.data_ptr()
 
     def numel(self) -> int:
-        """Elements of the memory."""
+        """Number of elements of the memory."""
         return self.data.numel()
 
     def element_size(self) -> int:
@@ -130,9 +126,9 @@ class Tensor:
 
 
 class Bitmatrix(Tensor):
-    """Memory uint32 `[T, ceil(E / 32)]`: bit `e % 32` of word `e // 32` of a row says that it chose e.
+    """Memory uint32 `[T, ceil(E / 32)]`: bit `e % 32` of word `e // 32` is set if the row chose e.
 
-    shape: rows, and 32 times the words. scratchpad: memory of another library's kernel; ours need none.
+    shape: rows, and 32 times the words. scratchpad: for another library's kernel, unused here.
     """
 
     def __init__(self, storage: Any, shape: Any, shape_max: Any = None, scratchpad: torch.Tensor | None = None) -> None:
@@ -144,13 +140,13 @@ class Bitmatrix(Tensor):
         self.scratchpad = scratchpad
 
     def holds(self, columns: torch.Tensor) -> torch.Tensor:
-        """bool `[T, K]`: whether the bits of columns int32 `[T, K]`, each in `[0, 32 * words)`, are set."""
+        """bool `[T, K]`: True if the bit of the column int32 `[T, K]`, in `[0, 32 * words)`, is set."""
         words = self.data.view(torch.int32).gather(1, (columns // _WORD_BITS).long())
-        # Integers of torch keep their sign when shifted; the lowest bit is the one asked for all the same.
+        # Shifts of torch's integers keep the sign, but only the lowest bit is read.
         return ((words >> (columns % _WORD_BITS)) & 1).bool()
 
     def sum(self, partials_block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 (ones of each column, the same of each block of that many rows `[blocks, columns]`)."""
+        """Count the ones: int32 (of each column, of each column per block of rows `[blocks, columns]`)."""
         require_at_least("partials_block_size", partials_block_size, 1)
         rows, columns = self.data.shape[0], self.shape[1]
         bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=self.device)
@@ -162,14 +158,14 @@ class Bitmatrix(Tensor):
 
 
 def get_layout(tensor: torch.Tensor | Tensor | None) -> Any:
-    """The layout of a Tensor, the class of that of a torch tensor."""
+    """The layout of a Tensor, or StridedLayout for a torch tensor."""
     if tensor is None:
         return None
     return tensor.storage.layout if isinstance(tensor, Tensor) else StridedLayout
 
 
 def wrap_torch_tensor(torch_tensor: torch.Tensor, dtype: ElementType | None = None) -> Tensor:
-    """Memory as elements of dtype, of which several may lie in one of torch's, along the axis whose stride is 1."""
+    """Read memory as elements of dtype. Several may share one of torch's, along the axis with stride 1."""
     dtype = torch_tensor.dtype if dtype is None else dtype
     shape, strides = list(torch_tensor.shape), torch_tensor.stride()
     if 1 not in strides:
@@ -179,7 +175,7 @@ def wrap_torch_tensor(torch_tensor: torch.Tensor, dtype: ElementType | None = No
 
 
 def convert_layout(tensor: Tensor, layout_cls: type[Layout], **layout_kwargs: Any) -> Tensor:
-    """The same tensor in another layout; Unsupported for layouts that no kernel of ours reads."""
+    """Convert to another layout. Raises Unsupported for layouts that our kernels do not read."""
     require_instance("tensor", tensor, Tensor)
     data = tensor.storage.layout.unswizzle_data(tensor.data)
     layout = layout_cls(data.shape, **layout_kwargs)

@@ -1,4 +1,4 @@
-"""The K largest columns of every row, in ascending order of their indices."""
+"""The K largest columns of every row, in ascending order of index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD_BITS = 32
 
 
 class Choice(NamedTuple):
-    """ids int32 `[T, K]`, values fp32 `[T, K]`; complete: no id is -1, whatever the numbers are."""
+    """ids int32 `[T, K]`, values fp32 `[T, K]`. complete: no id can be -1."""
 
     ids: torch.Tensor
     values: torch.Tensor
@@ -31,12 +31,11 @@ def topk(
     y_indx: torch.Tensor | None = None,
     n_rows: int | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Bitmatrix]:
-    """(values fp32 `[T, K]`, indices int32 `[T, K]`, Bitmatrix `[T, E]`) of x `[T, E]`; any K up to E.
+    """Return (values fp32 `[T, K]`, indices int32 `[T, K]`, Bitmatrix `[T, E]`) of x `[T, E]`, K up to E.
 
-    Indices ascend; ties go to the lower one. y_indx `[T, K]`: indices that are decided, in their order; those outside
-    [0, E) are -1. apply_softmax: values are the softmax over the chosen of a row, else the numbers themselves. n_rows:
-    an integer, or a tensor of one; further rows have indices -1 and values 0. Raises InvalidInput, and Unsupported for
-    another dim or no bitmatrix.
+    Indices ascend. Ties go to the lower one. y_indx: `[T, K]`, chosen indices, kept in their order, -1 if outside [0,
+    E). apply_softmax: values are the softmax over a row's chosen numbers. n_rows: an integer, or a tensor of one.
+    Further rows have indices -1 and values 0. Raises InvalidInput, and Unsupported for another dim or no bitmatrix.
     """
     if dim not in (1, -1):
         raise Unsupported(f"dim must be 1, the columns, got {dim}: experts are columns here; transpose x")
@@ -54,7 +53,7 @@ def topk(
 def choose(
     logits: torch.Tensor, k: int, softmax: str, given: torch.Tensor | None, n_rows: int | torch.Tensor | None
 ) -> Choice:
-    """k columns of logits `[T, E]`, or given ids. softmax: over the `chosen` logits of a token, over `all`, or
+    """Choose k columns of logits `[T, E]`, unless ids are given. softmax: over a token's `chosen` logits, `all`, or
     `none`."""
     if logits.ndim != 2:
         raise InvalidInput(f"logits must be [T, E], got {list(logits.shape)}; flatten the leading axes first")

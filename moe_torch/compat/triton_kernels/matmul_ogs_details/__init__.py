@@ -1,1 +1,1 @@
-"""What `matmul_ogs` is made of."""
+"""Parts of `matmul_ogs`."""

@@ -1,6 +1,6 @@
-"""Where x, w, their scales and a routing become operands of our ops: arrays or `QuantizedTensor`s, and layouts.
+"""Turn x, w, their scales and a routing into operands of our ops.
 
-Bytes of w are mxfp4 codes, two along the reduction; fp8 has one scale for each tensor (or expert), or mxfp8 scales.
+Bytes of w are mxfp4 codes, two along the reduction. fp8 has one scale for each tensor (or expert), or mxfp8 scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FP8 = torch.float8_e4m3fn
 
 
 class Weight(NamedTuple):
-    """array: w, or a QuantizedTensor of it, as weight_layout says; shape: logical, `[(E,) K, N]`."""
+    """w, perhaps as a QuantizedTensor, stored as weight_layout. shape: logical, `[(E,) K, N]`."""
 
     array: Any
     weight_layout: str
@@ -34,7 +34,7 @@ class Weight(NamedTuple):
 
 
 def memory_of(name: str, array: Any) -> torch.Tensor:
-    """The tensor behind a Tensor; a tensor as it is. Raises InvalidInput, and Unsupported for foreign layouts."""
+    """The tensor behind a Tensor, or the tensor. Raises InvalidInput, and Unsupported for foreign layouts."""
     if isinstance(array, Tensor):
         layout = array.storage.layout
         if layout is None or layout.name is not None:
@@ -68,7 +68,7 @@ def memory_of(name: str, array: Any) -> torch.Tensor:
 
 
 def _is_pairs(array: Tensor) -> bool:
-    """Whether its sizes are those of its memory, of one axis twice those."""
+    """True if one axis of the tensor has twice the size of its memory, and the others have equal sizes."""
     if any(isinstance(size, torch.Tensor) for size in array.shape) or len(array.shape) != array.data.ndim:
         return False
     ratios = [(size, held) for size, held in zip(array.shape, array.data.shape, strict=True) if size != held]
@@ -76,13 +76,13 @@ def _is_pairs(array: Tensor) -> bool:
 
 
 def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
-    """w `[(E,) K, N]` with its scales; column-major memory is our `out_in`. Raises InvalidInput, and Unsupported for
-    formats and layouts without kernels."""
+    """w `[(E,) K, N]` with its scales, `out_in` if it is column-major. Raises InvalidInput, and Unsupported without a
+    kernel."""
     flex = precision.flex_ctx.rhs_data
     data = flex.reinterpret(memory_of("w", w))
     if data.ndim not in (2, 3):
         raise InvalidInput(f"w must be [K, N] or [E, K, N], got {list(data.shape)}; reshape it")
-    # Of one row of codes, two of K, both strides may be 1.
+    # One row of codes (two of K) may have both strides 1.
     columns_first = data.stride(-2) == 1 and (data.stride(-1) != 1 or data.shape[-2] == 1)
     layout = "out_in" if columns_first else "in_out"
     held = data.mT if columns_first else data
@@ -101,7 +101,7 @@ def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
 
 
 def rows_of(x: Any, precision: PrecisionConfig) -> torch.Tensor | QuantizedTensor:
-    """x `[M, K]` with its scales. Raises InvalidInput, and Unsupported for formats without kernels."""
+    """x `[M, K]` with its scales. Raises InvalidInput, and Unsupported without a kernel."""
     flex, scale = precision.flex_ctx.lhs_data, precision.act_scale
     data = flex.reinterpret(memory_of("x", x))
     if scale is None and data.dtype != _FP8:
@@ -123,7 +123,7 @@ def rows_of(x: Any, precision: PrecisionConfig) -> torch.Tensor | QuantizedTenso
 
 
 def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, layout: str) -> QuantizedTensor:
-    """held, with a scale for every 32 elements along the reduction; data: the same, K before the last axis."""
+    """held, with a scale for every 32 elements along the reduction. data: the same, K before the last axis."""
     format = {torch.uint8: MXFP4, _FP8: MXFP8}.get(data.dtype)
     if format is None:
         raise Unsupported(f"{name} must be mxfp4 (bytes) or fp8 e4m3 where it has microscales, got {data.dtype}")
@@ -144,7 +144,7 @@ def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, 
 
 
 def fitting(operands: MatmulOperands, weight: Weight, shape: Sequence[int]) -> MatmulOperands:
-    """The operands of w and of x of a logical shape, with the same K in memory and without an empty axis.
+    """Pad w and x, of a logical shape, to the same K in memory and no empty axis.
 
     Our ops take neither partial groups nor empty axes: zeros fill K up, and N = 0 gets two columns, to be cut off.
     """
@@ -160,7 +160,7 @@ def fitting(operands: MatmulOperands, weight: Weight, shape: Sequence[int]) -> M
             "for every column of x"
         )
     if not (k and n):
-        # Numbers in a format mean nothing where there is no product.
+        # Without a product, quantised values have no meaning.
         dtype = next((array.dtype for array in (x, w) if isinstance(array, torch.Tensor)), torch.bfloat16)
         x, w = (
             array if isinstance(array, torch.Tensor) else array.values.new_zeros(array.shape, dtype=dtype)
@@ -172,7 +172,7 @@ def fitting(operands: MatmulOperands, weight: Weight, shape: Sequence[int]) -> M
 
 
 def _padded(array: Any, layout: str, columns: int, rows: int = 0) -> Any:
-    """Zeros behind the axis that a product sums over, and behind the other; the same where there are none to add."""
+    """Append zeros to the axis that a product sums over, and to the other one."""
     if not (columns or rows):
         return array
     if isinstance(array, QuantizedTensor):
@@ -183,14 +183,14 @@ def _padded(array: Any, layout: str, columns: int, rows: int = 0) -> Any:
 
 
 def indexed(array: Any, index: int | None) -> Any:
-    """A matrix of w, None = all as a stack of one."""
+    """One matrix of w. None: all, as a stack of one."""
     if isinstance(array, QuantizedTensor):
         return replace(array, values=array.values[index], scales=array.scales[index])
     return array[index]
 
 
 def with_scales_of_rows(precision: PrecisionConfig, shape: Sequence[int]) -> PrecisionConfig:
-    """The options with act_scale `[B * M, K / 32]` for that of x `[B, M, K]`."""
+    """Reshape act_scale of x `[B, M, K]` to `[B * M, K / 32]`."""
     if precision.act_scale is None:
         return precision
     scales, (batch, rows, columns) = memory_of("act_scale", precision.act_scale), shape
@@ -222,7 +222,6 @@ def _require_unscaled(name: str, data: torch.Tensor, flex: InFlexData, option: s
 
 
 def _require_dense(name: str, held: torch.Tensor) -> None:
-    """held: as a QuantizedTensor takes it."""
     if not held.is_contiguous():
         raise InvalidInput(
             f"{name} must be dense, values and scales of one tensor in the same order of axes, got strides "
@@ -232,25 +231,24 @@ def _require_dense(name: str, held: torch.Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """layout: the rows by expert, None = those of one matrix. gather: `token` or `row`. count: how many rows."""
+    """layout: the rows by expert. None: of one matrix. gather: `token` or `row`. count: number of rows."""
 
     layout: RaggedLayout | None
     gather: str
     count: int
 
     def leads_back(self, scatter: ScatterIndx) -> bool:
-        """Whether the scatter's rows of slots are those of the layout."""
+        """True if the scatter's rows of slots are the layout's."""
         return self.layout is not None and scatter.src_indx is self.layout.row_of_slot
 
     def by_slot(self, factors: torch.Tensor) -> torch.Tensor:
-        """fp32 factors of rows `[count]` in the order of slots; a slot without a row, never multiplied, gets any
-        other's."""
+        """fp32 factors of rows `[count]` by slot. A slot without a row is never multiplied and gets any factor."""
         if self.layout is None or self.layout.slot_of_row is self.layout.row_of_slot:
             return factors
         return factors[self.layout.row_of_slot]
 
     def expert_of_row(self) -> torch.Tensor | None:
-        """int32 `[count]`, rows without one get the last; None where there is one matrix."""
+        """int32 `[count]`, the last expert for rows without one. None for one matrix."""
         if self.layout is None:
             return None
         ends = self.layout.group_start[1:]
@@ -266,7 +264,7 @@ class Rows:
 
 
 def batched_rows(batch: int, rows: int, device: torch.device) -> Rows:
-    """The rows of `batch` matrices, one after the other."""
+    """The rows of `batch` matrices in order."""
     integers = {"dtype": torch.int32, "device": device}
     slots = torch.arange(batch * rows, **integers)
     layout = RaggedLayout(
@@ -283,7 +281,7 @@ def batched_rows(batch: int, rows: int, device: torch.device) -> Rows:
 def ragged_rows(
     routing_data: RoutingData, gather: GatherIndx | None, scatter: ScatterIndx | None, num_rows: int
 ) -> Rows:
-    """The rows of a routing; num_rows: those of x, which count where nothing else says it."""
+    """The rows of a routing. num_rows: of x, used if nothing else gives the number."""
     top_k = 1
     if gather is not None:
         slot_of_row, row_of_slot, top_k = gather.src_indx, gather.dst_indx, routing_data.n_expts_act
@@ -298,7 +296,7 @@ def ragged_rows(
 
 
 def scattered(scatter: ScatterIndx, top_k: int) -> RaggedLayout:
-    """What `ops.reduce` reads of a layout: the row of each slot."""
+    """The part of a layout that `ops.reduce` reads: the row of each slot."""
     row_of_slot = scatter.src_indx
     if row_of_slot.shape[0] % top_k:
         raise InvalidInput(
@@ -312,7 +310,7 @@ def scattered(scatter: ScatterIndx, top_k: int) -> RaggedLayout:
 def require_indices(
     routing_data: RoutingData | None, gather: GatherIndx | None, scatter: ScatterIndx | None
 ) -> RoutingData:
-    """Check the kinds of the three; the routing, or that of one matrix."""
+    """Check the kinds of the three. Returns the routing, or one for a single matrix."""
     for name, value, kind in (
         ("routing_data", routing_data, RoutingData),
         ("gather_indx", gather, GatherIndx),

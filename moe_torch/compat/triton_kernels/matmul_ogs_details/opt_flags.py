@@ -1,7 +1,4 @@
-"""Constraints on tiles, by the names they have there.
-
-They have no effect: our plans choose the tiles. Names are checked, and nothing is kept.
-"""
+"""Constraints on tiles under their upstream names, checked and ignored: our plans choose tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 from moe_core.errors import InvalidInput
 
-#: What kernels there can be held to, on NVIDIA's devices or on AMD's.
+#: Upstream constraints on NVIDIA's or AMD's devices.
 _NAMES = (
     "block_m", "block_n", "block_k", "split_k", "is_persistent", "fused_scatter", "epilogue_subtile", "num_stages",
     "idle_sms",
@@ -18,11 +15,11 @@ _NAMES = (
 
 
 class InapplicableConstraint(Exception):
-    """What callers expect where kernels cannot keep a constraint; nothing here raises it."""
+    """For callers that catch it. Nothing here raises it."""
 
 
 def update_opt_flags_constraints(constraints: Mapping[str, Any]) -> None:
-    """Check the names of constraints, which have no effect: plans choose tiles. Raises InvalidInput for others."""
+    """Check the names of constraints, which have no effect. Raises InvalidInput for unknown names."""
     if not isinstance(constraints, Mapping):
         raise InvalidInput(
             f"constraints must be a dict of names and values, got {type(constraints).__name__}; pass {{'split_k': 1}}"
@@ -36,4 +33,4 @@ def update_opt_flags_constraints(constraints: Mapping[str, Any]) -> None:
 
 
 def reset_opt_flags_constraints() -> None:
-    """Forget the constraints; there are none to forget, as they have no effect."""
+    """Do nothing: no constraint is kept."""

@@ -1,4 +1,4 @@
-"""The options of `matmul_ogs`, and what they become for our ops."""
+"""The options of `matmul_ogs`, and their translation for our ops."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class FnSpecs:
-    """A function to be fused, by its name and the names of its arguments. fn: None, or `swiglu.swiglu_fn`.
+    """A function to fuse, its name and the names of its arguments. fn: None, or `swiglu.swiglu_fn`.
 
-    fn_arg_do_not_specialize is about compilation in the original and changes no result.
+    fn_arg_do_not_specialize concerns compilation in the original and changes no result.
     """
 
     name: str
@@ -41,7 +41,7 @@ NO_FUNCTION = FnSpecs.default()
 
 @dataclass(frozen=True)
 class FusedActivation:
-    """fn_args: values, in the order of specs.fn_arg_names. reduction_n: columns that become one."""
+    """fn_args: values in the order of specs.fn_arg_names. reduction_n: columns that become one."""
 
     specs: FnSpecs = NO_FUNCTION
     fn_args: tuple[Any, ...] = ()
@@ -50,7 +50,7 @@ class FusedActivation:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is done to results before they are stored; only the default, nothing, is supported."""
+    """A function on results before they are stored. Only the default, no function, is supported."""
 
     specs: FnSpecs = NO_FUNCTION
     fn_arg_values_matmul: tuple[Any, ...] = ()
@@ -67,7 +67,7 @@ EpilogueSpecs = FnSpecs
 
 @dataclass(frozen=True, eq=False)
 class FlexCtx:
-    """Scales of x, w and the result, each of a whole tensor (w: or of every expert)."""
+    """Scales of x, w (one, or one per expert) and the result."""
 
     lhs_data: numerics.InFlexData = numerics.PLAIN_INPUT
     rhs_data: numerics.InFlexData = numerics.PLAIN_INPUT
@@ -79,12 +79,11 @@ PLAIN_FLEX = FlexCtx()
 
 @dataclass(eq=False)
 class PrecisionConfig:
-    """allow_tf32: fp32 products may use TF32, as is the default here. flex_ctx: None = no scales. act_scale,
-    weight_scale: bytes of e8m0 scales, one for 32 elements along the reduction. out_dtype: None = that of x.
-    enforce_bitwise_invariance: one summation order for any number of rows. max_num_imprecise_acc permits less exact
-    sums than ours, and changes nothing.
+    """Mutable, as ported code needs.
 
-    Fields may be assigned to, as ported code does.
+    allow_tf32: fp32 products may use TF32, the default here. flex_ctx: None: no scales. act_scale, weight_scale: e8m0
+    bytes, one for 32 elements along the reduction. out_dtype: None: that of x. enforce_bitwise_invariance: one
+    summation order for any number of rows. max_num_imprecise_acc: no effect, since our sums are at least as precise.
     """
 
     max_num_imprecise_acc: int | None = None
@@ -100,7 +99,7 @@ class PrecisionConfig:
     enforce_bitwise_invariance: bool = False
 
     def __post_init__(self) -> None:
-        # A default of the field itself could not be made while a program is compiled.
+        # A field's default could not be made while a program is compiled.
         if self.flex_ctx is None:
             self.flex_ctx = PLAIN_FLEX
 
@@ -109,7 +108,7 @@ _DEFAULT = PrecisionConfig()
 
 
 def checked_precision(precision: PrecisionConfig | None) -> PrecisionConfig:
-    """The options, None = the defaults. Raises Unsupported where one of them cannot be honoured."""
+    """The options, or the defaults. Raises Unsupported for an option that we cannot honour."""
     if precision is None:
         return _DEFAULT
     require_instance("precision_config", precision, PrecisionConfig)
@@ -131,7 +130,7 @@ def checked_precision(precision: PrecisionConfig | None) -> PrecisionConfig:
 
 
 def activation_of(fused: FusedActivation | None) -> Activation | None:
-    """A fused activation for our kernels, None for none. Raises InvalidInput; Unsupported for other functions."""
+    """A fused activation for our kernels. Raises InvalidInput, and Unsupported for other functions."""
     if fused is None:
         return None
     require_instance("fused_activation", fused, FusedActivation)
@@ -157,7 +156,7 @@ def activation_of(fused: FusedActivation | None) -> Activation | None:
 
 
 def require_no_epilogue(epilogue: Epilogue | None) -> None:
-    """Raise Unsupported for an epilogue that does something."""
+    """Raise Unsupported for an epilogue with a function."""
     if epilogue is None:
         return
     require_instance("epilogue", epilogue, Epilogue)

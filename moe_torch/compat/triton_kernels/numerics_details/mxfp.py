@@ -1,4 +1,4 @@
-"""mxfp4 and mxfp8: 32 elements along an axis share a power of two, a byte b that means 2^(b - 127).
+"""mxfp4 and mxfp8: 32 elements along an axis share a power of two, stored as byte b for 2^(b - 127).
 
 mxfp4 codes are packed in pairs along that axis, the even index in the low nibble.
 """
@@ -16,15 +16,15 @@ from moe_core.formats.mx import GROUP
 from moe_torch.quantize import dequantize, quantize
 
 MXFP_BLOCK_SIZE = GROUP
-#: Types of values, each with its largest number.
+#: Types of values, with their largest number.
 _LARGEST = {torch.uint8: 6.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _TYPES = ", ".join(map(str, _LARGEST))
 _MANTISSA_BITS, _ONE, _NAN = 23, 127, 255
 
 
 class DequantScaleRoundingMode(Enum):
-    """ROUND_UP: the smallest power of two with which nothing saturates. ROUND_DOWN: the largest one with which the
-    largest number of a group fills its type, and may saturate."""
+    """ROUND_UP: the smallest power of two without saturation. ROUND_DOWN: the largest one with which the largest number
+    of a group fills its type, and may saturate."""
 
     ROUND_UP = 0
     ROUND_DOWN = 1
@@ -36,12 +36,11 @@ def downcast_to_mxfp(
     axis: int,
     DEQUANT_SCALE_ROUNDING_MODE: DequantScaleRoundingMode = DequantScaleRoundingMode.ROUND_UP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, scales uint8) of src_tensor (bf16, fp16 or fp32), both contiguous along axis.
+    """Quantise src_tensor (bf16, fp16 or fp32) to (values, scales uint8), both contiguous along axis.
 
-    out_quant_type: torch.uint8 (mxfp4, the axis halved, which must be even), torch.float8_e4m3fn or float8_e5m2. The
-    last group of an axis of K, of `ceil(K / 32)`, may be partial. Ties go to the even code, what is too large for a
-    type becomes its largest number, and a group of zeros has the scale 1. Raises InvalidInput, and Unsupported for
-    other types.
+    out_quant_type: torch.uint8 (mxfp4, an even axis, halved), torch.float8_e4m3fn or float8_e5m2. An axis of K has
+    `ceil(K / 32)` groups, the last perhaps partial. Ties go to the even code, too large numbers saturate, and a group
+    of zeros has the scale 1. Raises InvalidInput, and Unsupported for other types.
     """
     mode = DEQUANT_SCALE_ROUNDING_MODE
     if not isinstance(mode, DequantScaleRoundingMode):
@@ -71,7 +70,7 @@ def downcast_to_mxfp(
 
 
 def upcast_from_mxfp(tensor: torch.Tensor, scale: torch.Tensor, target_dtype: torch.dtype, axis: int) -> torch.Tensor:
-    """The numbers of what `downcast_to_mxfp` gives, contiguous, in bf16, fp16 or fp32; scale byte 255 gives NaN.
+    """Dequantise results of `downcast_to_mxfp` to bf16, fp16 or fp32, contiguous. Scale byte 255 gives NaN.
 
     Raises InvalidInput, and Unsupported for elements other than mxfp4 (bytes) and fp8.
     """
@@ -106,22 +105,22 @@ def upcast_from_mxfp(tensor: torch.Tensor, scale: torch.Tensor, target_dtype: to
 def _scaled(
     numbers: torch.Tensor, kind: torch.dtype, mode: DequantScaleRoundingMode
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, scales) of whole groups along the last axis: what `quantize` has no format for."""
+    """(values, scales) of whole groups along the last axis, for formats that `quantize` lacks."""
     groups = numbers.float().unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
     finite, largest = amax.isfinite(), _LARGEST[kind]
-    # Divided by a tensor, as a GPU would multiply with the reciprocal of a number.
+    # Divided by a tensor: a GPU multiplies with the reciprocal of a number.
     bits = (torch.where(finite, amax, 0.0) / amax.new_full((), largest)).view(torch.int32)
     if mode is DequantScaleRoundingMode.ROUND_UP:
         bits = bits + (2**_MANTISSA_BITS - 1)
     exponent = bits >> _MANTISSA_BITS
-    # Rounded down, the smallest groups have no scale of a normal number: they become zeros.
+    # If rounded down, the smallest groups have no normal scale and become zeros.
     quotients = groups / (exponent.clamp(min=1) << _MANTISSA_BITS).view(torch.float32)
     quotients = torch.where(exponent > 0, quotients, 0.0).clamp(-largest, largest).flatten(-2)
     scales = torch.where(finite, torch.where(amax == 0, _ONE, exponent), _NAN).to(torch.uint8).squeeze(-1)
     if kind == torch.float8_e5m2:
         return quotients.to(kind), scales
-    # The largest number of a group is the type's largest now, so that each has the scale 1.
+    # Each group's largest number is now the type's largest, so its scale is 1.
     return quantize(quotients, MXFP4_CEIL if kind == torch.uint8 else MXFP8_CEIL).values, scales
 
 

@@ -1,4 +1,4 @@
-"""Layouts by name. Our kernels read plain strided memory on every device: so are the default layouts."""
+"""Layouts by name. Defaults are plain strided memory, which our kernels read on every device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_core.errors import Unsupported
 
 
 class Layout:
-    """How the elements of a tensor of initial_shape lie in memory."""
+    """The memory order of a tensor of initial_shape."""
 
     name: str | None = None
 
@@ -26,7 +26,7 @@ class Layout:
 
 
 class StridedLayout(Layout):
-    """As torch has it."""
+    """torch's own."""
 
     def swizzle_data(self, data: torch.Tensor) -> torch.Tensor:
         return data
@@ -36,7 +36,7 @@ class StridedLayout(Layout):
 
 
 class _SwizzledLayout(Layout):
-    """A layout for kernels that are not ours: it can be named and compared, not made."""
+    """A layout of other kernels: it can be named and compared, not made."""
 
     def __init__(self, shape: Sequence[int], **options: Any) -> NoReturn:
         raise Unsupported(
@@ -66,10 +66,10 @@ class CDNA4MXScaleLayout(_SwizzledLayout):
 
 
 def make_default_matmul_mxfp4_w_layout(mx_axis: int) -> tuple[type[Layout], dict[str, Any]]:
-    """(layout, its options) of packed mxfp4 weights on any device; mx_axis, the packed one, makes no difference."""
+    """(layout, options) of packed mxfp4 weights on any device. mx_axis: the packed axis, without effect."""
     return StridedLayout, {}
 
 
 def make_default_matmul_mxfp4_w_scale_layout(mx_axis: int, num_warps: int = 8) -> tuple[type[Layout], dict[str, Any]]:
-    """(layout, its options) of mxfp4 scales on any device; neither argument makes a difference to plain memory."""
+    """(layout, options) of mxfp4 scales on any device. Neither argument has an effect."""
     return StridedLayout, {}
