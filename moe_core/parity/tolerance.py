@@ -205,19 +205,6 @@ def activation_tolerance(out_dtype: str) -> Tolerance:
     return rounded(activated(EXACT), out_dtype)
 
 
-def reduce_tolerance(out_dtype: str, top_k: int) -> Tolerance:
-    """The top-k reduction of equal slots, with or without a gated shared expert. The order of the sum is fixed."""
-    _check("float32", out_dtype)
-    sums = (math.sqrt(top_k) + _ACTIVATION_ROUNDINGS) * FP32
-    return rounded(Tolerance(sums, DEVIATIONS * sums), out_dtype)
-
-
-def scale_rows_tolerance(dtype: str) -> Tolerance:
-    """One fp32 product and one cast: the same bits everywhere."""
-    _check(dtype, dtype)
-    return EXACT
-
-
 def stage_tolerances(
     spec: MoESpec,
     dtype: str,
@@ -268,14 +255,6 @@ def stage_tolerances(
         "tokens_per_expert": EXACT,
         "invalid_ids": EXACT,
     }
-
-
-def against_exact(tolerance: Tolerance, dtype: str, roundings: int = 1) -> Tolerance:
-    """The tolerance against float64, if only one side casts to `dtype`, `roundings` times."""
-    _check(dtype, dtype)
-    require_at_least("roundings", roundings, 1)
-    unit = UNIT_ROUNDOFF[dtype]
-    return tolerance + Tolerance(roundings * unit, DEVIATIONS * (roundings - 1) * unit)
 
 
 @dataclass(frozen=True)

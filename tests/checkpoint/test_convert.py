@@ -21,11 +21,12 @@ from moe_core.checkpoint import ConversionProgress, MoELayer, convert_checkpoint
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_GROUP, MXFP4, MXFP4_CEIL, MXFP8, format_named, format_names
 from moe_core.formats import int4_grouped as int4
-from moe_core.ops.quantize.reference import dequantize, quantization_error, quantize
+from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_core.specs.operands import named_arrays
 from moe_core.tools.convert_cli import main
 from tests.support.checkpoint_files import MOE_LAYERS, E, config_of, write
 from tests.support.paths import ROOT
+from tests.support.quantized.codes import quantization_error
 
 D, F = 128, 64
 WEIGHT_FORMATS = [

@@ -19,8 +19,9 @@ pytest.importorskip("transformers", reason="the judge needs transformers")
 
 from moe_core.checkpoint import MoELayer
 from moe_core.ops.moe.reference.forward import moe_stages
-from moe_core.parity.tolerance import Tolerance, against_exact, assert_close, stage_tolerances
+from moe_core.parity.tolerance import Tolerance, assert_close, stage_tolerances
 from moe_core.specs.operands import TopK
+from tests.support.exact import against_exact
 from tests.support.families import row_named, tiny
 from tests.support.families.judge import block_of, hidden_states, judge, saved
 from tests.support.frontends import Frontend

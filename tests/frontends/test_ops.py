@@ -23,13 +23,13 @@ from moe_core.parity.tolerance import (
     activation_tolerance,
     assert_close,
     matmul_tolerance,
-    reduce_tolerance,
     router_tolerance,
     routing_weights_tolerance,
     stage_tolerances,
 )
 from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, RouterLogits, TopK
+from tests.support.exact import reduce_tolerance
 from tests.support.frontends import Frontend
 from tests.support.frontends.small import D_FF, D_MODEL, NUM_EXPERTS, Layer, draw, full_layer, on_engines, small_layer
 

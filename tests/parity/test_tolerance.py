@@ -18,19 +18,17 @@ from moe_core.parity.tolerance import (
     UNIT_ROUNDOFF,
     Tolerance,
     activation_tolerance,
-    against_exact,
     assert_close,
     matmul_tolerance,
     measure,
-    reduce_tolerance,
     router_tolerance,
     routing_weights_tolerance,
-    scale_rows_tolerance,
     stage_tolerances,
 )
 from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights
 from tests.support import strategies
+from tests.support.exact import against_exact, reduce_tolerance
 from tests.support.strategies import draw_array, numpy_dtype
 
 F32 = np.float32
@@ -207,7 +205,6 @@ def test_tolerances_of_the_small_ops_are_a_few_roundings():
         for tolerance in (activation_tolerance(dtype), reduce_tolerance(dtype, 8)):
             assert 2 * unit <= tolerance.worst < 2 * unit + 2e-5
             assert tolerance.relative_frobenius < max(unit, 2e-6)
-        assert scale_rows_tolerance(dtype) == EXACT
     assert routing_weights_tolerance(128).worst < 1e-5
     assert router_tolerance(2880).worst < 5e-5
 

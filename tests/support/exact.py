@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_core.parity.tolerance import DEVIATIONS, FP32, UNIT_ROUNDOFF, Tolerance, rounded
 from moe_core.specs import Activation, MatmulSpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, named_arrays
 from tests.support.strategies import draw_array
@@ -131,3 +132,15 @@ def has_near_tie(logits: list[float], bias: list[float], spec: RouterSpec) -> bo
         for values in (ranked, pairs)
         if len(values)
     )
+
+
+def reduce_tolerance(out_dtype: str, top_k: int) -> Tolerance:
+    """The top-k reduction of equal slots, with or without a gated shared expert. The order of the sum is fixed."""
+    sums = (math.sqrt(top_k) + 8) * FP32
+    return rounded(Tolerance(sums, DEVIATIONS * sums), out_dtype)
+
+
+def against_exact(tolerance: Tolerance, dtype: str, roundings: int = 1) -> Tolerance:
+    """The tolerance against float64, if only one side casts to `dtype`, `roundings` times."""
+    unit = UNIT_ROUNDOFF[dtype]
+    return tolerance + Tolerance(roundings * unit, DEVIATIONS * (roundings - 1) * unit)

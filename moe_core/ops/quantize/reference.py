@@ -357,12 +357,3 @@ class ErrorSum:
         if self._original == 0:
             return 0.0 if self._difference == 0 else float("inf")
         return float(np.sqrt(self._difference / self._original))
-
-
-def quantization_error(original: np.ndarray, tensor: QuantizedTensor) -> float:
-    """Relative Frobenius error of a quantised tensor, one matrix of a stack at a time."""
-    total = ErrorSum()
-    restored = dequantize(tensor)
-    for index in np.ndindex(restored.shape[:-2]):
-        total.add(np.asarray(original)[index], restored[index])
-    return total.relative_frobenius

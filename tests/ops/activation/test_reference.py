@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 
 from moe_core.ops.activation.reference import activation, normal_cdf, sigmoid
-from moe_core.parity.tolerance import activation_tolerance, against_exact, assert_close
+from moe_core.parity.tolerance import activation_tolerance, assert_close
 from moe_core.specs.matmul import Activation
 from tests.support import strategies
-from tests.support.exact import exact, packed
+from tests.support.exact import against_exact, exact, packed
 
 F32 = np.float32
 

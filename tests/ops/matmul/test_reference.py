@@ -13,11 +13,11 @@ from moe_core.errors import InvalidInput
 from moe_core.ops.matmul.reference.forward import matmul_ogs
 from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.routing.reference import layout as make_layout
-from moe_core.parity.tolerance import against_exact, assert_close, matmul_tolerance
+from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, named_arrays
 from tests.support import strategies
-from tests.support.exact import exact_row
+from tests.support.exact import against_exact, exact_row
 from tests.support.strategies import HARD_ROUTINGS, RoutingCase, draw_array, hard_routing, numpy_dtype
 
 

@@ -20,11 +20,10 @@ from moe_core.ops.quantize.reference import (
     e8m0_to_float32,
     float32_to_e2m1,
     pack_nibbles,
-    quantization_error,
     quantize,
     unpack_nibbles,
 )
-from tests.support.quantized.codes import all_codes
+from tests.support.quantized.codes import all_codes, quantization_error
 from tests.support.quantized.formulas import E2M1, E4M3, HALF_STEP, expected, formula, scales_of
 
 FORMATS = [format_named(name) for name in format_names()]

@@ -13,8 +13,9 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.reduction import reference
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
-from moe_core.parity.tolerance import assert_close, reduce_tolerance, scale_rows_tolerance
+from moe_core.parity.tolerance import EXACT, assert_close
 from moe_core.specs.routing import LayoutSpec
+from tests.support.exact import reduce_tolerance
 from tests.support.harness import engine_target, run_plan
 from tests.support.strategies import ID_KINDS, draw_ids, layout_arrays
 
@@ -115,7 +116,7 @@ def test_scale_rows(dtype: str, num_tokens: int) -> None:
     weights = random.standard_normal((num_tokens, 1), np.float32)
     plan = plan_scale_rows(ArraySpec(x.shape, dtype), ArraySpec(weights.shape, "float32"), engine_target())
     actual = run_plan(plan, {"x": x, "weights": weights})["y"]
-    assert_close(actual, reference.scale_rows(x, weights), scale_rows_tolerance(dtype), label="y")
+    assert_close(actual, reference.scale_rows(x, weights), EXACT, label="y")
 
 
 @pytest.mark.parametrize(

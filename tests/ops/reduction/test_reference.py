@@ -8,8 +8,9 @@ from hypothesis import given
 
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.routing.reference import layout as make_layout
-from moe_core.parity.tolerance import against_exact, assert_close, reduce_tolerance
+from moe_core.parity.tolerance import assert_close
 from tests.support import strategies
+from tests.support.exact import against_exact, reduce_tolerance
 from tests.support.strategies import RoutingCase, draw_array, numpy_dtype
 
 F32 = np.float32

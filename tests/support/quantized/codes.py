@@ -7,6 +7,7 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, format_named, format_names, quantized_shapes
+from moe_core.ops.quantize.reference import ErrorSum, dequantize
 
 
 def all_codes(format: Format, layout: str, rows: int) -> QuantizedTensor:
@@ -45,3 +46,12 @@ def hard_rows(rows: int, d: int, dtype: str, whole: bool = False) -> np.ndarray:
         if not whole:
             x[7, d // 2], x[8, d - 1] = np.nan, np.inf
     return x.astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+
+
+def quantization_error(original: np.ndarray, tensor: QuantizedTensor) -> float:
+    """Relative Frobenius error of a quantised tensor, one matrix of a stack at a time."""
+    total = ErrorSum()
+    restored = dequantize(tensor)
+    for index in np.ndindex(restored.shape[:-2]):
+        total.add(np.asarray(original)[index], restored[index])
+    return total.relative_frobenius

@@ -29,16 +29,10 @@ from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.quantize.reference import codes_and_scales, dequantize, quantize, quantize_rows
 from moe_core.ops.routing.reference import layout as make_layout
-from moe_core.parity.tolerance import (
-    UNIT_ROUNDOFF,
-    against_exact,
-    assert_close,
-    quantized_matmul_tolerance,
-    stage_tolerances,
-)
+from moe_core.parity.tolerance import UNIT_ROUNDOFF, assert_close, quantized_matmul_tolerance, stage_tolerances
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec
 from moe_core.specs.operands import MatmulOperands, TopK, map_arrays
-from tests.support.exact import exact_row
+from tests.support.exact import against_exact, exact_row
 from tests.support.quantized.operands import LAYOUTS, SCHEMES, draw_experts, draw_weight, plain, reduction_of
 from tests.support.strategies import draw_array, hard_routing
 
