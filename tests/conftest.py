@@ -18,9 +18,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Programs do not record which lines their operations come from: a twelfth of the time of tests of gradients.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # The interpreter's dots are NumPy's. OpenBLAS kernels for newer processors add up a row in an order that depends on its
-# place in the tile, unlike any GPU; this one's order is the same for every row.
+# place in the tile, unlike any GPU; this one's order is the same for every row, whatever the machine sets.
 if platform.machine() in ("x86_64", "AMD64"):
-    os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
+    os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 
 from moe_core.runtime.cuda import cuda_available
 

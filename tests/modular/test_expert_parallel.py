@@ -180,7 +180,8 @@ def test_rows_beyond_a_bound_make_their_tokens_nan(ranks: Pool) -> None:
         spoilt = np.isnan(part["output"]).all(axis=1)
         lost += spoilt.sum()
         # NumPy adds up few rows in another order than many.
-        np.testing.assert_allclose(part["output"][~spoilt], expected["output"][~spoilt], 1e-5, 1e-5)
+        # NumPy adds up few rows in another order than many.
+        np.testing.assert_allclose(part["output"][~spoilt], expected["output"][~spoilt], 1e-5)
     assert lost == 10 - 4
 
 

@@ -77,7 +77,7 @@ def prepare(alone: bool) -> None:
     """
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         os.environ.setdefault(name, "1")
-    os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
+    os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
     os.environ.setdefault("TRITON_INTERPRET", "1")
     for name in ALONE if alone else SHARED:
         try:
