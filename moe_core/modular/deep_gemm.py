@@ -1,9 +1,9 @@
-"""DeepGEMM's contract: what its grouped products take, and its mode of scales.
+"""DeepGEMM's contract: shapes and dtypes of its grouped products, and its mode of scales.
 
 Grouped products `D = A @ B.T` of e4m3: A with fp32 scales of 1 x 128 values, B with fp32 scales of 128 x 128.
-Contiguous layout: A `[M, K]`, the rows of a group side by side and padded to 128, `m_indices [M]` names the group of
-each row. Masked layout: A `[G, M, K]`, of which `masked_m [G]` rows of each group are used.
-Source: the README and the tests of github.com/deepseek-ai/DeepGEMM.
+Contiguous layout: A `[M, K]`, the rows of a group together and padded to 128, `m_indices [M]` names the group of each
+row. Masked layout: A `[G, M, K]` with `masked_m [G]` used rows in each group. Source: README and tests of
+github.com/deepseek-ai/DeepGEMM.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import MatmulTuning
 
-#: Rows that every group of the contiguous layout is padded to, and the sides of a weight's block.
+#: Groups of the contiguous layout are padded to this number of rows. Also the sides of a weight's block.
 ALIGNMENT = 128
 _E4M3 = "float8_e4m3fn"
-#: What A's scales and B's are scales of, in upstream's terms: rows of A, rows of B, columns of both.
+#: Upstream's term for the values that share a scale: rows of A, rows of B, columns of both.
 RECIPE = (1, ALIGNMENT, ALIGNMENT)
 
 
 def deep_gemm_block_shape() -> list[int]:
-    """[rows, columns] of the weights that share a scale; the rows of a group are padded to the first of them."""
+    """[rows, columns] of weights that share a scale. The rows of a group are padded to the first number."""
     return [ALIGNMENT, ALIGNMENT]
 
 
 def has_e8m0_mode(target: Target) -> bool:
-    """Whether DeepGEMM's kernels for the target take power-of-two scales alone: on Blackwell, sm_100 to sm_109."""
+    """True if DeepGEMM's kernels for the target take power-of-two scales only: Blackwell, sm_100 to sm_109."""
     return target.is_sm100
 
 
 def activation_format(e8m0: bool) -> Format:
-    """What activations are quantised to: 1 x 128, with e8m0 the scales rounded up to powers of two."""
+    """The format of quantised activations: 1 x 128, with e8m0 the scales rounded up to powers of two."""
     return formats.FP8_GROUP_POW2 if e8m0 else FP8_GROUP
 
 
 def why_not_deep_gemm(config: FusedMoEQuantConfig) -> str | None:
-    """The reason DeepGEMM's experts cannot run a configuration, None if they can."""
+    """The reason why DeepGEMM's experts cannot run a configuration, or None."""
     found = weight_quantization(config), activation_quantization(config)
     if found == (FP8_BLOCK, FP8_GROUP):
         return None
@@ -66,7 +66,7 @@ def why_not_deep_gemm(config: FusedMoEQuantConfig) -> str | None:
 
 
 class Pair(NamedTuple):
-    """Shapes and dtypes, by their canonical names, of one side of a product: its values and their scales."""
+    """Shapes and canonical dtype names of one side of a product: its values and their scales."""
 
     values: Sequence[Any]
     values_dtype: str
@@ -79,7 +79,7 @@ def _name(array: Any) -> str:
 
 
 def pair_of(name: str, pair: Any) -> Pair:
-    """Shapes and dtypes of values and scales; InvalidInput for what is no pair."""
+    """Shapes and dtypes of values and scales. Raises InvalidInput unless it is a pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise InvalidInput(f"{name} must be (values, scales), got {type(pair).__name__}; pass both arrays")
     values, scales = pair
@@ -90,7 +90,7 @@ def pair_of(name: str, pair: Any) -> Pair:
 
 
 def check_experts(experts: ExpertWeights) -> ExpertWeights:
-    """The weights; InvalidInput where a product with them is not the contract's."""
+    """The weights. Raises InvalidInput if a product with them breaks the contract."""
     for weight in (experts.gate_up, experts.down):
         k = weight.values.shape[2]
         rows = Pair((0, k), _E4M3, (0, k // ALIGNMENT), "float32")
@@ -99,7 +99,7 @@ def check_experts(experts: ExpertWeights) -> ExpertWeights:
 
 
 def has_scales(hidden_states: Any, a1q_scale: Any) -> bool:
-    """Whether hidden states `[.., K]` are e4m3 with scales `[.., K / 128]`, not bf16, fp16 or fp32 without."""
+    """True if hidden states `[.., K]` are e4m3 with scales `[.., K / 128]`, False for bf16, fp16 or fp32 without."""
     dtype, (*lead, columns) = _name(hidden_states), hidden_states.shape
     if dtype == _E4M3 and a1q_scale is None:
         raise InvalidInput("a1q_scale must be given for e4m3 hidden_states, got None; pass their scales")
@@ -119,8 +119,8 @@ def has_scales(hidden_states: Any, a1q_scale: Any) -> bool:
 
 
 def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]:
-    """The shape of D: `[M, N]` (masked: `[G, M, N]`). Raises InvalidInput for what is not the contract's; Unsupported
-    for scales that are packed into integers."""
+    """The shape of D: `[M, N]` (masked: `[G, M, N]`). Raises InvalidInput outside the contract, and Unsupported for
+    scales packed into integers."""
     for name, pair in (("a", a), ("b", b)):
         if pair.values_dtype != _E4M3:
             raise InvalidInput(f"{name}[0] must be {_E4M3}, got {pair.values_dtype}; quantise it with quantize_rows")
@@ -166,8 +166,7 @@ def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]
 
 @functools.lru_cache(maxsize=1024)
 def tile_for_rows(sizes: tuple[int, int, int], rows: int, out_dtype: str, target: Target) -> TileConfig | None:
-    """The tiles of products with so many rows in each group, as `expected_m` says; sizes: (G, N, K). None where there
-    are no tiles."""
+    """The tiles of products with this number of rows in each group (`expected_m`), or None. sizes: (G, N, K)."""
     groups, n, k = sizes
     layout = LayoutSpec(groups * rows, 1, groups)
     x = quantized_specs(QuantizedSpec(FP8_GROUP), (groups * rows, k))
@@ -179,7 +178,7 @@ def tile_for_rows(sizes: tuple[int, int, int], rows: int, out_dtype: str, target
 def plan_masked(
     operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, expected_m: int, target: Target
 ) -> LaunchPlan:
-    """`plan_matmul_ogs` of a masked product, with the tiles of `tile_for_rows`."""
+    """Plan a masked product with the tiles of `tile_for_rows`."""
     groups, n, k = operands.weight.shape
     assert spec.out_dtype is not None
     config = tile_for_rows((groups, n, k), expected_m, spec.out_dtype, target)
@@ -189,18 +188,18 @@ def plan_masked(
 
 
 def matmul_side(format: Format, values: Any, scales: Any) -> QuantizedTensor:
-    """The rows or weights of a product, of arrays that `check_products` has seen; sizes may be symbolic."""
+    """One side of a product, from arrays that `check_products` has checked. Sizes may be symbolic."""
     return QuantizedTensor.unchecked(QuantizedSpec(format), values, scales)
 
 
 TRITON, DEEP_GEMM = "triton_expert", "deep_gemm_expert"
-#: Columns of the second product's input up to which DeepGEMM is not worth it.
+#: DeepGEMM does not pay for this number of input columns of the second product, or fewer.
 _LEAST_WIDTH = 512
 
 
 @dataclass(frozen=True)
 class ExpertsChoice:
-    """Which member of `TritonOrDeepGemmExperts` runs, `triton_expert` or `deep_gemm_expert`, and why."""
+    """The chosen member of `TritonOrDeepGemmExperts`, `triton_expert` or `deep_gemm_expert`, and the reason."""
 
     member: str
     reason: str
@@ -210,7 +209,7 @@ class ExpertsChoice:
 
 
 def why_not_allowed(allow_deep_gemm: bool, use_fp8_w8a8: bool, block_shape: Sequence[int] | None) -> str | None:
-    """The reason DeepGEMM is not allowed, whatever the sizes; None if it is."""
+    """The reason why DeepGEMM is not allowed at any size, or None."""
     if not allow_deep_gemm:
         return "allow_deep_gemm is False"
     if not use_fp8_w8a8:
@@ -221,8 +220,8 @@ def why_not_allowed(allow_deep_gemm: bool, use_fp8_w8a8: bool, block_shape: Sequ
 
 
 def why_not_valid_shape(M: Any, N: Any, K: Any) -> str | None:
-    """The reason DeepGEMM is not for these sizes, of which M may be symbolic, None if it is. N: columns, of w1 for
-    memory, of w2's input to choose."""
+    """The reason why DeepGEMM is not for these sizes, or None. M may be symbolic. N: columns of w1 for memory, of w2's
+    input for the choice."""
     if M < ALIGNMENT:
         return f"there are fewer than {ALIGNMENT} tokens"
     if N % ALIGNMENT or K % ALIGNMENT:
@@ -234,9 +233,9 @@ def why_not_valid_shape(M: Any, N: Any, K: Any) -> str | None:
 
 @dataclass(frozen=True)
 class DispatchCase:
-    """What the choice depends on. M tokens; w2: its shape `[E, K, N]`; dtypes: of w1 and w2, by their canonical names;
-    strided: names of arrays that are not contiguous; e8m0_used: whether the chip's mode of scales is in use;
-    quantized: whether `prepare` has quantised the hidden states, which only DeepGEMM's member takes."""
+    """The facts that decide the choice. M tokens. w2: its shape `[E, K, N]`. dtypes: canonical names of w1's and w2's.
+    strided: names of arrays that are not contiguous. e8m0_used: the chip's mode of scales is in use. quantized:
+    `prepare` has quantised the hidden states, which only DeepGEMM's member takes."""
 
     M: Any
     w2: Sequence[int]
@@ -247,8 +246,8 @@ class DispatchCase:
 
 
 def choose_experts(not_allowed: str | None, case: DispatchCase) -> ExpertsChoice:
-    """DeepGEMM where it is allowed, and the case is valid for it, the hidden states are quantised already, or the
-    chip's mode of scales is in use."""
+    """DeepGEMM if it is allowed, and the case is valid, the hidden states are quantised or the chip's mode of scales is
+    in use."""
     if not_allowed is not None:
         return ExpertsChoice(TRITON, not_allowed)
     if case.e8m0_used:
@@ -267,7 +266,7 @@ def choose_experts(not_allowed: str | None, case: DispatchCase) -> ExpertsChoice
 
 
 def explain_choice(not_allowed: str | None, case: DispatchCase) -> str:
-    """`choose_experts` with the numbers, one line."""
+    """`choose_experts` with the numbers, in one line."""
     _, k, n = case.w2
     choice = choose_experts(not_allowed, case)
     return f"{choice} (M = {case.M}, N = {n}, K = {k}; w1 and w2 {' and '.join(case.dtypes)})"

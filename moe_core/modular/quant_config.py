@@ -1,4 +1,4 @@
-"""How the weights of one layer's experts are quantised, and the arrays that say so."""
+"""The quantisation of one layer's experts, and its arrays."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from moe_core.base.checks import require_at_least, require_choice, require_flag
 from moe_core.errors import InvalidInput
 
-#: What `FusedMoEQuantConfig.scheme` can be, beside None.
+#: Values of `FusedMoEQuantConfig.scheme`, besides None.
 SCHEMES = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16", "mxfp4_w4a4", "mxfp4_w4a16")
 _MXFP4 = ("mxfp4_w4a4", "mxfp4_w4a16")
 #: Schemes of unsigned codes in groups along the input axis.
 _GROUPED = ("int8_w8a16", "int4_w4a16")
-#: Schemes whose activations are quantised.
+#: Schemes with quantised activations.
 _QUANTIZED_ACTIVATIONS = ("fp8_w8a8", "int8_w8a8", "mxfp4_w4a4")
 #: Arrays that only quantised weights have.
 QUANTIZATION_ARRAYS = ("w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1_scale", "a2_scale")
@@ -27,14 +27,15 @@ def _is_scheme(name: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class FusedMoEQuantConfig:
-    """One scheme, or None for weights in bf16, fp16 or fp32, and the arrays beside the weights.
+    """One scheme, or None for weights in bf16, fp16 or fp32, and the arrays that go with the weights.
 
-    scheme: a name of SCHEMES. per_act_token_quant: activations have a scale per token (weights one per output channel),
-    else one per tensor. block_shape: (rows, columns) of weights that share a scale, None = as the scheme has it.
-    w1_bias fp32 `[E, N]`, w2_bias fp32 `[E, K]`. w1_scale, w2_scale, w1_zp, w2_zp: of the weights. a1_scale, a2_scale:
-    static scales of the activations before the first and the second product, None = chosen as they come.
-    w1_precision, w2_precision: upstream's precision objects, whose weight_scale is the scale; w1_scale and w2_scale
-    take them too. Equal only to itself, as it holds arrays. Raises InvalidInput for contradictions.
+    Equal only to itself, as it holds arrays. Raises InvalidInput for contradictions.
+
+    scheme: a name of SCHEMES. per_act_token_quant: activations have a scale per token and weights one per output
+    channel. False: one per tensor. block_shape: (rows, columns) of weights that share a scale. None: the scheme's.
+    w1_bias, w2_bias: fp32 `[E, N]` and `[E, K]`. w1_scale, w2_scale, w1_zp, w2_zp: of the weights. Scales may be in
+    upstream's precision objects. a1_scale, a2_scale: static scales of the activations before each product. None: chosen
+    as they come. w1_precision, w2_precision: upstream's precision objects, with the scale as weight_scale.
     """
 
     scheme: str | None = None
@@ -50,7 +51,7 @@ class FusedMoEQuantConfig:
     w2_zp: Any = None
     a1_scale: Any = None
     a2_scale: Any = None
-    #: Whether scales are inside of precision objects or wrappers, which `moe_torch.modular` takes apart.
+    #: True if scales are in precision objects or wrappers, which `moe_torch.modular` unwraps.
     is_wrapped: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class FusedMoEQuantConfig:
             rows_columns = tuple(self.block_shape)
             if len(rows_columns) != 2:
                 raise InvalidInput(f"block_shape must be (rows, columns), got {self.block_shape}; pass two numbers")
-            # 0 rows is how checkpoints of grouped integers say "no grouping of output channels".
+            # In checkpoints of grouped integers, 0 rows means "no grouping of output channels".
             grouped = self.scheme in _GROUPED
             require_at_least("block_shape rows", rows_columns[0], 0 if grouped else 1)
             require_at_least("block_shape columns", rows_columns[1], 1)
@@ -116,7 +117,7 @@ class FusedMoEQuantConfig:
         block_shape: Sequence[int] | None = None,
         **arrays: Any,
     ) -> FusedMoEQuantConfig:
-        """The configuration of at most one scheme (more: InvalidInput, a ValueError). arrays: the other fields."""
+        """The configuration of at most one scheme (more: InvalidInput). arrays: the other fields."""
         given = (use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, use_mxfp4_w4a4)
         flags = dict(zip(SCHEMES[:5], given, strict=True))
         for name, flag in flags.items():
@@ -135,7 +136,7 @@ class FusedMoEQuantConfig:
         return cls(chosen[0] if chosen else None, per_act_token_quant, block, **arrays)  # pyright: ignore[reportArgumentType]
 
     def with_arrays(self, **arrays: Any) -> FusedMoEQuantConfig:
-        """The configuration with arrays that a call brings, None = none; InvalidInput for one that it has already."""
+        """Add the arrays of a call. None: no array. Raises InvalidInput for an array that is set already."""
         given = {name: array for name, array in arrays.items() if array is not None}
         for name, array in given.items():
             own = getattr(self, name)
@@ -145,12 +146,12 @@ class FusedMoEQuantConfig:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """What is no array."""
+        """All fields that are not arrays."""
         return self.scheme, self.per_act_token_quant, self.block_shape
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The biases, scales and zero points, None where there is none."""
+        """The biases, scales and zero points, or None."""
         weights = (self.w1_scale, self.w2_scale, self.w1_zp, self.w2_zp)
         return (self.w1_bias, self.w2_bias, *weights, self.a1_scale, self.a2_scale)
 

@@ -1,4 +1,4 @@
-"""Sizes, formats and descriptions that the modular kernels of both front-ends take and return."""
+"""Sizes, formats and descriptions for the modular kernels of both front-ends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moe_core.specs.operands import RaggedLayout
 
 
 class FusedMoEActivationFormat(enum.Enum):
-    """Standard: `[M, K]`, a row per token. BatchedExperts: `[E, max_num_tokens, K]`, a block of rows per expert, whose
-    first `expert_num_tokens[e]` rows are used."""
+    """Standard: `[M, K]`, a row per token. BatchedExperts: `[E, max_num_tokens, K]`, a block of rows per expert with
+    `expert_num_tokens[e]` used rows, the first ones."""
 
     Standard = "standard"
     BatchedExperts = "batched_experts"
@@ -24,8 +24,8 @@ class FusedMoEActivationFormat(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class ExpertTokensMetadata:
-    """expert_num_tokens: int32 `[E]` on the device, the rows of each local expert. expert_num_tokens_cpu: the same on
-    the host, where somebody had it anyway; None else. Nothing here waits for the device to make it."""
+    """expert_num_tokens: int32 `[E]` on the device, rows of each local expert. expert_num_tokens_cpu: the same on the
+    host, if a caller has it. Nothing here waits for the device to make it."""
 
     expert_num_tokens: Any
     expert_num_tokens_cpu: Any = None
@@ -33,7 +33,8 @@ class ExpertTokensMetadata:
 
 @dataclass(frozen=True)
 class FusedMoEParallelConfig:
-    """Sizes and ranks of parallelism; use_ep: whole experts are split over ranks. InvalidInput for contradictions."""
+    """Sizes and ranks of parallelism. use_ep: split whole experts over ranks. Raises InvalidInput for
+    contradictions."""
 
     tp_size: int = 1
     dp_size: int = 1
@@ -69,11 +70,10 @@ class ProblemSize(NamedTuple):
 def moe_problem_size(
     a1: Sequence[int], w1: Sequence[int], w2: Sequence[int], topk_ids: Sequence[int], weight_layout: str
 ) -> ProblemSize:
-    """From shapes: a1 `[M, K]` or batched `[E, max_num_tokens, K]`; w1 `[E, N, K]`, w2 `[E, K, F]` (`out_in`) or
-    `[E, K, N]`, `[E, F, K]` (`in_out`); topk_ids `[tokens, topk]`.
+    """Read sizes from shapes, N and K from output axes because sub-byte formats pack the input axes.
 
-    N and K are the output axes of w1 and w2: sub-byte formats pack the input axes, of weights and of a1. Raises
-    InvalidInput for other ranks and for numbers of experts that differ.
+    a1 `[M, K]` or batched `[E, max_num_tokens, K]`, w1 `[E, N, K]`, w2 `[E, K, F]` (`out_in`) or `[E, K, N]`, `[E, F,
+    K]` (`in_out`), topk_ids `[tokens, topk]`. Raises InvalidInput for other ranks and for different numbers of experts.
     """
     if not (len(w1) == len(w2) == 3 and len(topk_ids) == 2 and len(a1) in (2, 3)):
         shapes = {"w1": (w1, (3,)), "w2": (w2, (3,)), "topk_ids": (topk_ids, (2,)), "a1": (a1, (2, 3))}
@@ -95,8 +95,8 @@ def moe_problem_size(
 
 @dataclass(frozen=True)
 class ScaleDesc:
-    """dtype of the scales, whether they are static (known before the call), and (rows, columns) that share one; -1 is
-    the whole axis."""
+    """dtype of the scales, static (known before the call) or not, and (rows, columns) that share one, -1 for the whole
+    axis."""
 
     dtype: str
     static: bool
@@ -105,7 +105,7 @@ class ScaleDesc:
 
 @dataclass(frozen=True)
 class QuantKey:
-    """One side of a scheme: dtype of the elements (`e4m3`, `int8`, `uint8`, `uint4`, `e2m1`), their scales, and whether
+    """One side of a scheme: dtype of the elements (`e4m3`, `int8`, `uint8`, `uint4`, `e2m1`), their scales, and True if
     they are symmetric around zero (no zero points)."""
 
     dtype: str
@@ -114,7 +114,6 @@ class QuantKey:
 
 
 def quant_key(format: Format, static: bool) -> QuantKey:
-    """The key of a format."""
     group = tuple(-1 if extent is None else extent for extent in (format.group_rows, format.group_columns))
     return QuantKey(
         format.element, ScaleDesc(format.scale_dtypes[0], static, (group[0], group[1])), not format.zero_points
@@ -123,11 +122,11 @@ def quant_key(format: Format, static: bool) -> QuantKey:
 
 @dataclass(frozen=True, eq=False)
 class SlotContext:
-    """What the rows at an injection point belong to: one row for each slot, slot `s = m * topk + k`.
+    """The tokens of the rows at an injection point: one row for each slot `s = m * topk + k`.
 
-    hidden_states `[M, K]`: what the first product reads. layout: the slots by expert, for further grouped matmuls.
-    row_weight fp32 `[M * topk]`: what the second product multiplies each slot by (ones where the router's weight is on
-    the hidden states). activated `[M * topk, F]`: what the second product reads, None before the activation.
+    hidden_states: `[M, K]`, input of the first product. layout: the slots by expert, for further grouped matmuls.
+    row_weight: fp32 `[M * topk]`, factors of the slots in the second product (ones if the hidden states are weighted).
+    activated: `[M * topk, F]`, input of the second product. None before the activation.
     """
 
     hidden_states: Any

@@ -1,4 +1,4 @@
-"""Weights of modular experts: activations by name, quantisation, and tiles that suit every chunk of a batch."""
+"""Weights of modular experts: activations by name, quantisation, and tiles for all chunks of a batch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from moe_core.specs.operands import ExpertWeights, MatmulOperands
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tuning import Tuning
 
-#: Appended to the name of an activation that multiplies by nothing: `silu_no_mul`.
+#: Ends the name of an ungated activation: `silu_no_mul`.
 UNGATED_SUFFIX = "_no_mul"
-#: How the family stores gate and up columns: gate first, but for gpt-oss, which interleaves them.
+#: Order of gate and up columns in the family: gate first, but interleaved for gpt-oss.
 _NAMES = {
     "silu": Activation("silu"),
     "gelu": Activation("gelu"),
@@ -38,13 +38,12 @@ _NAMES |= {name + UNGATED_SUFFIX: Activation(name, gated=False) for name in ("si
 
 
 def activation_of(activation: str | enum.Enum | Activation) -> Activation:
-    """The activation of a name of the family, or of a member of an enumeration whose value is one; an `Activation` is
-    returned as it is.
+    """The activation of the family with this name or enumeration value. An `Activation` is returned as it is.
 
     Gated names read a buffer of twice their width: `silu`, `gelu`, `gelu_tanh`, `relu2` with the gate columns first,
     `swiglu_oai` (or `swigluoai`; alpha 1.702, limit 7) with gate and up interleaved. `silu_no_mul`, `gelu_no_mul`,
-    `gelu_tanh_no_mul`, `relu2_no_mul` are not gated. Other alphas, limits and gate layouts: pass an `Activation`, whose
-    gate_layout must not be `separate`. Raises InvalidInput (a ValueError) for other names.
+    `gelu_tanh_no_mul`, `relu2_no_mul` are not gated. Pass an `Activation` for other alphas, limits and gate layouts,
+    except `separate`. Raises InvalidInput for other names.
     """
     if isinstance(activation, Activation):
         if activation.gate_layout == "separate":
@@ -53,7 +52,7 @@ def activation_of(activation: str | enum.Enum | Activation) -> Activation:
                 "choose halves or interleaved"
             )
         return activation
-    # Ported code may have the names as members of an enumeration.
+    # Ported code may have the names in an enumeration.
     name = activation.value if isinstance(activation, enum.Enum) else activation
     found = _NAMES.get(name) if isinstance(name, str) else None
     if found is None:
@@ -64,7 +63,7 @@ def activation_of(activation: str | enum.Enum | Activation) -> Activation:
 
 
 def width_after(width: int, activation: str | Activation) -> int:
-    """Columns that an activation makes of `width` columns: half of them if it is gated."""
+    """Columns after the activation of `width` columns: half of them if it is gated."""
     return width // 2 if activation_of(activation).gated else width
 
 
@@ -72,18 +71,18 @@ _INT8_TENSOR = Format("int8_tensor", "int8", None, None)
 
 
 def _grouped(element: str, name: str, rows: int, columns: int, known: Format) -> Format:
-    """The format of a block of an element; the registered one where it has these sizes."""
+    """The format of blocks of an element, a registered one if the sizes match."""
     if (known.group_rows, known.group_columns) == (rows, columns):
         return known
     return Format(f"{name}_{rows}x{columns}", element, rows, columns)
 
 
 def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
-    """The format of w1 and w2, None for weights that are not quantised.
+    """The format of w1 and w2, or None.
 
-    fp8_w8a8: per block of block_shape, per output channel with per_act_token_quant, else per tensor. int8_w8a8: alike.
-    int8_w8a16, int4_w4a16: unsigned codes in groups of block_shape[1] along the input axis (None: one group), with zero
-    points where they are given. mxfp4: e2m1 in groups of 32.
+    fp8_w8a8 and int8_w8a8: per block of block_shape, per output channel with per_act_token_quant, else per tensor.
+    int8_w8a16, int4_w4a16: unsigned codes in groups of block_shape[1] along the input axis (None: one group), perhaps
+    with zero points. mxfp4: e2m1 in groups of 32.
     """
     block, scheme = config.block_shape, config.scheme
     if scheme == "fp8_w8a8":
@@ -104,7 +103,7 @@ def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
 
 
 def activation_quantization(config: FusedMoEQuantConfig) -> Format | None:
-    """The format of the activations before each product, None where they are not quantised."""
+    """The format of the activations before each product, or None."""
     if not config.quantizes_activations:
         return None
     if config.scheme == "mxfp4_w4a4":
@@ -121,8 +120,7 @@ def activation_quantization(config: FusedMoEQuantConfig) -> Format | None:
 
 
 def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
-    """The reason experts of this configuration cannot run anywhere, whatever the sizes and the device; None if they
-    can."""
+    """The reason why experts of this configuration cannot run at any size on any device, or None."""
     for name, precision in (("w1_precision", config.w1_precision), ("w2_precision", config.w2_precision)):
         if precision is not None and not hasattr(precision, "weight_scale"):
             return f"{name} is a precision object of another library; pass its scales as {name[:2]}_scale"
@@ -130,7 +128,7 @@ def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
 
 
 def rows_are_alone(config: FusedMoEQuantConfig) -> bool:
-    """Whether a token's result depends on that token alone: not where one scale is found from all of them."""
+    """True if each token's result depends on that token only, False if one scale is computed from all."""
     format = activation_quantization(config)
     if format is None or format.group_rows is not None:
         return True
@@ -138,12 +136,12 @@ def rows_are_alone(config: FusedMoEQuantConfig) -> bool:
 
 
 def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout: str) -> ExpertWeights:
-    """w1 and w2, with biases, scales and zero points of the configuration, as what the ops take.
+    """Join w1 and w2 with biases, scales and zero points of the configuration for the ops.
 
-    Scales and zero points have the shapes of `QuantizedTensor`; axes of size 1 may be left out or added: `[E]` for
-    `[E, 1, 1]`, for example. Scales of activations become the input scales, fp32 `[1]`.
-    Signed int8 weights of int8_w8a16 have a scale per output channel. Raises InvalidInput for scales and zero points
-    that are missing or do not fit, Unsupported for precision objects.
+    Scales and zero points have the shapes of `QuantizedTensor`, with axes of size 1 left out or added (`[E]` for `[E,
+    1, 1]`). Scales of activations become the input scales, fp32 `[1]`. Signed int8 weights of int8_w8a16 have a scale
+    per output channel. Raises InvalidInput for missing or wrong scales and zero points, Unsupported for precision
+    objects.
     """
     for name in ("w1_precision", "w2_precision"):
         if getattr(config, name) is not None:
@@ -157,7 +155,7 @@ def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout:
             )
         format = formats.INT8_CHANNEL
     if format is None:
-        # Without a scheme a configuration has biases alone.
+        # Without a scheme only biases are left.
         return ExpertWeights(w1, w2, gate_up_bias=config.w1_bias, down_bias=config.w2_bias)
     return ExpertWeights(
         _quantized("w1", w1, config.w1_scale, config.w1_zp, QuantizedSpec(format, weight_layout)),
@@ -200,8 +198,8 @@ def _quantized(name: str, values: Any, scales: Any, zero_points: Any, spec: Quan
 
 
 def _without_unit_axes(name: str, array: Any, wanted: tuple[int, ...], what: str) -> Any:
-    """The array in the wanted shape. Axes of size 1 may be inserted or dropped, which moves no element; any other
-    shape raises InvalidInput, by name where it is the transposed one."""
+    """Insert or drop axes of size 1, which moves no element. Raises InvalidInput for other shapes, with a hint if it is
+    transposed."""
     got = tuple(array.shape)
     if got == wanted:
         return array
@@ -224,12 +222,11 @@ def tuning_of_whole(
     target: Target,
     activations: Format | None = None,
 ) -> Tuning | None:
-    """The tuning with which chunks of a batch add up as both products of the whole do; None = what they have is enough,
-    or an engine without tiles.
+    """The tuning with which chunks add up like both products of the whole batch. None: the products' own is enough, or
+    the engine has no tiles.
 
-    x `[M, K]` and experts: ArraySpecs; products: the specs of both for the whole batch, their tuning included;
-    activations: the format of rows. A tile configuration decides the order of a sum: here it is chosen once, for size.M
-    tokens.
+    A tile configuration decides the order of a sum: here it is chosen once, for size.M tokens. x `[M, K]` and experts
+    are ArraySpecs, products the specs of both for the whole batch with their tuning, activations the format of rows.
     """
     if not target.compiled:
         return None

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, convert, print the report; returns the exit status (argparse exits with 2 by itself)."""
+    """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         report = convert_checkpoint(

@@ -1,4 +1,4 @@
-"""The command `moebius-doctor`: what this machine runs, whether it computes right, and what cannot be trusted here."""
+"""The command `moebius-doctor`: show what this machine runs, test its results, and list what cannot be trusted."""
 
 from moe_core.tools.doctor.cli import main
 

@@ -40,8 +40,6 @@ _EPILOG = "exit status: 0 healthy, 1 a self-test failed, 2 nothing could be test
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything the doctor found."""
-
     packages: tuple[Package, ...]
     gpus: tuple[Gpu, ...]
     no_gpu: str
@@ -56,7 +54,7 @@ class Diagnosis:
         return HEALTHY if self.outcome.tested else NOTHING_TESTED
 
     def untrusted(self) -> Iterator[str]:
-        """What cannot be trusted here, one sentence each."""
+        """Sentences about all that cannot be trusted here."""
         outcome = self.outcome
         for result in outcome.failures:
             where = f" on {result.device}" if result.device else ""
@@ -134,7 +132,7 @@ class Diagnosis:
                 yield f"  {workload.name}"
                 if workload.refused:
                     yield f"    refused: {workload.refused}"
-                # Plans repeat small kernels; what is told is each kernel with each of its configurations.
+                # Plans repeat small kernels: print each kernel once with each configuration.
                 for (kernel, configuration), count in Counter(workload.launches).items():
                     times = f" ({count} times)" if count > 1 else ""
                     yield f"    {kernel}{times}{f': {configuration}' if configuration else ''}"
@@ -168,13 +166,13 @@ class Diagnosis:
 
 
 def diagnose(progress: Any) -> Diagnosis:
-    """Look, plan and test; takes seconds on a CPU."""
+    """Look, plan and test, in seconds on a CPU."""
     start = time.perf_counter()
-    # JAX would otherwise take most of a GPU's memory, which torch needs part of.
+    # JAX would otherwise take most of a GPU's memory, and torch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     progress("looking for packages and GPUs")
     found, devices = packages(), gpus()
-    # Triton decides when it is imported; a process that did so before can only have the NumPy reference on its CPU.
+    # Triton decides at import: if it is imported already, a CPU can only run the NumPy reference.
     if "triton" not in sys.modules:
         prefer_interpreter()
     targets = list(dict.fromkeys(gpu.target for gpu in devices if gpu.target is not None)) if use_gpu() else []
@@ -185,7 +183,7 @@ def diagnose(progress: Any) -> Diagnosis:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine this machine, print the report; returns the exit status."""
+    """Examine this machine, print the report, and return the exit status."""
     parser = argparse.ArgumentParser(
         "moebius-doctor", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Which kernels a target gets for typical layers, and why other configurations were refused."""
+"""Kernels of a target for typical layers, and reasons for refused configurations."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from moe_core.plan.steps import KernelLaunch
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights
 
-#: A layer of Qwen3-30B-A3B: experts, K, d_model, d_ff.
+#: Qwen3-30B-A3B: experts, K, d_model, d_ff.
 _E, _K, _D, _F = 128, 8, 2048, 768
 #: Tokens of a decoding step, of a batch of them, and of a prompt.
 _TOKENS = (1, 64, 4096)
 _DTYPES = ("bfloat16", "float32")
-#: Where configurations are collected from, to say which of them a target refuses.
+#: Sources of the configurations that a target may refuse.
 _REFERENCE_TARGETS = (Target("cuda", 80, 108), Target("cuda", 90, 132))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a target runs for one layer. launches: (kernel, tile sides and warps) in order; notes: the plan's decisions.
+    """Kernels for one layer. launches: (kernel, tile sides and warps) in order. notes: the plan's decisions.
 
     refused: why there is no plan, or "".
     """
@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What one target gets. refused: (configuration, reason)."""
+    """Kernels of one target. refused: (configuration, reason)."""
 
     target: str
     workloads: tuple[Workload, ...] = ()
@@ -59,7 +59,7 @@ class Kernels:
 
 
 def kernels_of(target: Target) -> Kernels:
-    """Plans typical layers for a target; runs nothing. Off the GPU one layer tells all: tiles hardly depend on it."""
+    """Plan typical layers for a target, without running them. One layer is enough off the GPU: tiles hardly vary."""
     layers = itertools.product(_DTYPES, _TOKENS) if target.on_gpu else [("bfloat16", 64)]
     return Kernels(str(target), tuple(_workload(target, *layer) for layer in layers), _refused(target))
 
@@ -81,7 +81,7 @@ def _workload(target: Target, dtype: str, tokens: int) -> Workload:
 
 
 def _refused(target: Target) -> tuple[tuple[str, str], ...]:
-    """Configurations in use somewhere that this target cannot run, with the reason; each once."""
+    """Each configuration of the reference targets that this target cannot run, with the reason."""
     if not target.compiled:
         return (("every Triton kernel", "the NumPy reference computes, because Triton is missing or was switched off"),)
     if target.interpreted:

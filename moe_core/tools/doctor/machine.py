@@ -1,4 +1,4 @@
-"""What is installed and what the machine has: packages and GPUs."""
+"""Installed packages and GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_core.base.target import Target
 from moe_core.errors import Unsupported
 from moe_core.runtime.cuda import cuda_available, cuda_target, driver
 
-#: Distribution -> (module, first supported version, first one that is not supported any more). As pyproject.toml says.
+#: Distribution -> (module, first supported version, first unsupported later version), as in pyproject.toml.
 PACKAGES: dict[str, tuple[str, str | None, str | None]] = {
     "numpy": ("numpy", "2", None),
     "ml_dtypes": ("ml_dtypes", "0.5", None),
@@ -30,13 +30,13 @@ PACKAGES: dict[str, tuple[str, str | None, str | None]] = {
     "transformers": ("transformers", "5.17", None),
     "matplotlib": ("matplotlib", "3.9", None),
 }
-#: The architecture whose tile configurations were chosen by measurement.
+#: The architecture with measured tile configurations.
 TUNED_ARCH = 90
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution: version None = not importable here. problem: why its version is not supported, or ""."""
+    """A distribution. version: None: not importable here. problem: why its version is unsupported, or ""."""
 
     name: str
     version: str | None
@@ -45,7 +45,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device; target None = refused, for the reason."""
+    """A CUDA device. target: None: refused, for the reason."""
 
     index: int
     name: str
@@ -58,7 +58,7 @@ class Gpu:
 
 
 def packages() -> tuple[Package, ...]:
-    """Python, Moebius and everything it works with."""
+    """Python, Moebius and its dependencies."""
     own = [Package("python", platform.python_version()), Package("moebius", moe_core.__version__)]
     return (*own, *(_package(name) for name in PACKAGES))
 
@@ -82,13 +82,13 @@ def _package(name: str) -> Package:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers a version begins with: `2.13.0+cpu` -> (2, 13, 0)."""
+    """The leading numbers of a version: `2.13.0+cpu` -> (2, 13, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every CUDA device the driver shows."""
+    """All CUDA devices of the driver."""
     return tuple(_gpu(index) for index in range(driver().device_count)) if cuda_available() else ()
 
 

@@ -1,4 +1,4 @@
-"""Poisoned memory: what a kernel forgot to write, or took for zero, shows as NaN or -1."""
+"""Poisoned memory: values that a kernel forgot to write, or expected to be zero, show as NaN or -1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POISON = 0xFF
 
 @dataclass
 class Poisoned:
-    """How much was poisoned: arrays that plans write, and workspaces."""
+    """Numbers of poisoned arrays that plans write, and of workspaces."""
 
     outputs: int = 0
     workspaces: int = 0
@@ -30,9 +30,9 @@ class Poisoned:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[Poisoned]:
-    """Inside, every plan that any front-end runs finds its outputs and workspace full of 0xFF bytes.
+    """Fill outputs and workspaces of every plan of any front-end with 0xFF bytes before it runs.
 
-    It changes how plans run in the whole process, on every thread (XLA calls from its own): for a process of one's own.
+    This changes the whole process, on every thread (XLA calls from its own), so run it in a separate process.
     """
     found = Poisoned()
     runs = {kind: kind.__dict__["__call__"] for kind in (Prepared, CudaPrepared)}
@@ -41,7 +41,7 @@ def poisoned() -> Iterator[Poisoned]:
         def poison_and_run(
             prepared: Prepared, pointers: Sequence[int], stream: int = 0, steps: slice | None = None
         ) -> None:
-            # What runs in two parts is poisoned before the first.
+            # Plans in two parts are poisoned before the first.
             if steps is None or not steps.start:
                 plan = prepared.plan
                 sizes = [buffer.spec.nbytes for buffer in plan.outputs]

@@ -1,6 +1,6 @@
-"""The self-test: every public op of every front-end against the NumPy reference, on what this machine has.
+"""The self-test: every public op of every front-end against the NumPy reference, on this machine.
 
-A `SelfTest` is one direction of the computation; `self_tests` lists them. Another direction joins by being added there.
+A `SelfTest` is one direction of the computation. `self_tests` lists them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from moe_core.parity.run import COMPOSED_STAGE, Yardstick, compare_bits, compare
 from moe_core.tools.doctor.poison import Poisoned, poisoned
 
 PASS, FAIL, UNTESTED = "pass", "FAIL", "not tested"
-#: Front-end -> where its engine is.
+#: Front-end -> its engine.
 FRONT_ENDS = {"torch": "moe_torch.parity.torch:TorchEngine", "jax": "moe_jax.parity:JaxEngine"}
-#: Public op -> the stages that tell about it.
+#: Public op -> stages that test it.
 OPS: dict[str, tuple[str, ...]] = {
     "router": ("logits",),
     "route": ("ids", "weights"),
@@ -41,7 +41,7 @@ OPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What one op of one front-end did in one case. device: what truly ran, "" where nothing did."""
+    """One op of one front-end in one case. device: where it really ran, or ""."""
 
     direction: str
     front_end: str
@@ -54,7 +54,7 @@ class Result:
 
 @dataclass(frozen=True)
 class EqualBits:
-    """Whether the front-ends have equal bits in one case. equal None: nobody can tell, and note says why."""
+    """Equality of the front-ends' bits in one case. equal: None: unknown, for the reason in note."""
 
     direction: str
     case: str
@@ -62,7 +62,7 @@ class EqualBits:
     note: str
 
 
-#: Of one op: its name, the rows that tell about it, and all rows of the report.
+#: Name of an op, the rows that test it, and all rows of the report.
 Judged = tuple[str, list[StageRow], tuple[StageRow, ...]]
 
 
@@ -77,7 +77,7 @@ class SelfTest(abc.ABC):
         self.runs: list[tuple[str, Any]] = []
 
     def run(self, name: str, engine: Engine, progress: Callable[[str], object]) -> Iterator[Result]:
-        """The results of one front-end; raises what the front-end raises."""
+        """The results of one front-end. Raises the front-end's errors."""
         for case_name, dtype, tokens in self.CASES:
             case = built_in_case(case_name, Draw(dtype=dtype, num_tokens=tokens))
             progress(f"{name} {self.direction}, {case}")
@@ -88,20 +88,20 @@ class SelfTest(abc.ABC):
 
     @abc.abstractmethod
     def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[Judged]]:
-        """The engine's run of a case, and what it tells of each op."""
+        """The engine's run of a case, and its judged ops."""
 
     def bitwise(self) -> Iterator[EqualBits]:
-        """What ran on more than one front-end, compared bit by bit; nothing where it ran on one alone."""
+        """Compare results of several front-ends bit by bit."""
         for case_name, _, _ in self.CASES:
             for row in compare_bits([run for name, run in self.runs if name == case_name], self.KIND):
                 yield EqualBits(self.direction, case_name, row.equal, row.note)
 
 
 class ForwardTest(SelfTest):
-    """Small layers that between them meet every op, both dtypes, every gate layout of fused weights and all extras."""
+    """Small layers that cover every op, both dtypes, every gate layout of fused weights and all extras."""
 
     direction, KIND = "forward", "arrays"
-    # llama4 is the one that scales rows.
+    # Only llama4 scales rows.
     CASES = (("gpt_oss", "bfloat16", 6), ("deepseek_v3", "bfloat16", 6), ("llama4", "float32", 9))
 
     def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[Judged]]:
@@ -130,7 +130,7 @@ class BackwardTest(SelfTest):
 
 
 def _judge(rows: list[StageRow], every: tuple[StageRow, ...]) -> tuple[str, str]:
-    """(verdict, note) of an op from its stages; a report that stops early tells about no op behind."""
+    """(verdict, note) of an op from its stages. A report that stops early says nothing about later ops."""
     wrong = [row for row in rows if not row.passes and row.verdict != NOT_TESTED]
     if wrong:
         return FAIL, "; ".join(f"{row.stage}: {' '.join(filter(None, row.cells()[1:]))}" for row in wrong)
@@ -144,7 +144,7 @@ def _judge(rows: list[StageRow], every: tuple[StageRow, ...]) -> tuple[str, str]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything the self-test found. absent: front-end -> why it could not start."""
+    """Results of the self-test. absent: front-end -> why it could not start."""
 
     results: tuple[Result, ...]
     absent: dict[str, str]
@@ -164,7 +164,7 @@ class Outcome:
         return not self.failures and all(row.equal is not False for row in self.bitwise)
 
     def interpreted(self) -> bool:
-        """Whether only Triton's interpreter ran kernels."""
+        """True if only Triton's interpreter ran kernels."""
         return {result.device for result in self.results if result.verdict != UNTESTED} <= {INTERPRETER}
 
 
@@ -173,7 +173,7 @@ def self_tests() -> tuple[SelfTest, ...]:
 
 
 def run_self_tests(progress: Callable[[str], object]) -> Outcome:
-    """Every direction of every front-end that starts, on poisoned memory. What a front-end raises is its failure."""
+    """Run every direction of every front-end that starts, on poisoned memory. An exception counts as its failure."""
     tests, absent = self_tests(), {}
     results: list[Result] = []
     per_front_end = sum(len(test.CASES) for test in tests)
@@ -198,7 +198,7 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
                 continue
             for test in tests:
                 try:
-                    # One by one, so that what was found before an exception is kept.
+                    # One by one, to keep results from before an exception.
                     for result in test.run(name, engine, tell):
                         results.append(result)
                 except Exception as error:

@@ -1,7 +1,4 @@
-"""`moebius-tune`: measures tile configurations on this machine's GPU and writes the table that plans look up.
-
-Nothing here runs while a layer runs: a plan reads tables and never measures.
-"""
+"""`moebius-tune`: measure tile configurations on this machine's GPU and write the table that plans read."""
 
 from moe_core.tools.tune.cli import main
 

@@ -1,4 +1,4 @@
-"""Runs the candidates of a product on a GPU: compiles them ahead, checks each against the heuristics' result, times."""
+"""Run the candidates of a product on a GPU: compile them, compare each with the heuristics' result, time them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from moe_core.specs.operands import named_arrays
 from moe_core.tools.tune.device import Device
 from moe_core.tools.tune.products import Product
 
-#: Rows of a result that are compared element by element; all are searched for what is not finite.
+#: Rows that are compared element by element. All rows are searched for infinities and NaN.
 _COMPARED_ROWS = 4096
-#: Timed rounds: as many as fit into the time, within bounds.
+#: Timed rounds fill this time, within bounds.
 _ROUNDS_SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 0.4, 7, 31
-#: A candidate this many times slower than the heuristics' choice in one run is not timed further.
+#: Candidates this many times slower than the heuristics' choice are not timed further.
 _TOO_SLOW = 3.0
-#: Bits of the exponent: where all are set the number is not finite.
+#: Bits of the exponent: a number with all of them set is not finite.
 _EXPONENT = {"bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00), "float32": (np.uint32, 0x7F800000)}
-#: Bytes of the two tile counters of families that count tiles.
+#: Bytes of the two tile counters.
 _COUNTER_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What became of a configuration: its median microseconds, or (None) why it has none."""
+    """Median microseconds of a configuration, or None and the reason."""
 
     config: TileConfig
     microseconds: float | None
@@ -46,14 +46,12 @@ class Timing:
 
 
 class GpuBench:
-    """Times configurations on one device."""
-
     def __init__(self, device: Device, target: Target, workers: int) -> None:
         self._device, self._target, self._workers = device, target, workers
 
     def measure(self, product: Product, configs: Sequence[TileConfig]) -> list[Timing]:
-        """A Timing for each configuration, in order; the first, the heuristics', must run, and its result is what the
-        others' must agree with. Raises RuntimeError where it does not run."""
+        """A Timing for each configuration, in order. The first, the heuristics', must run (else RuntimeError). Its
+        result is the reference for the others."""
         plans = [plan_of(product, config, self._target) for config in configs]
         problems = self._compile(plans)
         if problems[0]:
@@ -65,14 +63,14 @@ class GpuBench:
             self._device.free(mark)
 
     def _compile(self, plans: Sequence[LaunchPlan]) -> list[str]:
-        """Why each plan does not compile, or ""."""
+        """The reason why each plan does not compile, or ""."""
 
         def attempt(plan: LaunchPlan) -> str:
             try:
                 for step in plan.steps:
                     if isinstance(step, KernelLaunch):
                         compile_launch(plan, step, plan.target)
-            # A compiler that fails for one configuration fails with whatever it likes; the report says so.
+            # A failing compiler may raise anything, and the report shows it.
             except Exception as error:
                 return f"does not compile: {type(error).__name__}: {error}"
             return ""
@@ -98,7 +96,7 @@ class GpuBench:
             except RuntimeError as error:
                 if number == 0:
                     raise
-                # An error that the device does not recover from shows again here.
+                # An error that the device does not recover from is raised again here.
                 self._device.synchronize()
                 problems[number] = f"does not run: {error}"
                 continue
@@ -114,7 +112,7 @@ class GpuBench:
 
 
 def plan_of(product: Product, config: TileConfig, target: Target) -> LaunchPlan:
-    """A product alone, as it stands in the plan of a whole forward: its schedule given, absent rows not filled."""
+    """A single product as in the plan of a whole forward: with a schedule, without filling absent rows."""
     stage = 0 if product.layout is not None else None
     return plan_matmul_ogs(product.operands, product.layout, product.spec, target, config=config, stage=stage)
 
@@ -129,7 +127,7 @@ def random_ids(layout: LayoutSpec, seed: int) -> np.ndarray:
 
 
 class _Arrays:
-    """The device arrays of a product, shared by its candidates."""
+    """Device arrays of a product, shared by its candidates."""
 
     def __init__(self, device: Device, product: Product, plans: Sequence[LaunchPlan]) -> None:
         self._device, self._product, self.plans, self.key = device, product, plans, product.key
@@ -151,7 +149,7 @@ class _Arrays:
         self._counters = device.allocate(_COUNTER_BYTES)
 
     def runner(self, plan: LaunchPlan, config: TileConfig) -> Callable[[], None]:
-        """Launches the plan on the arrays; loads it now."""
+        """Load the plan; returns a function that launches it on the arrays."""
         buffers = dict(self._buffers)
         if self._product.layout is not None:
             buffers["schedule"] = self._schedule(self._product.layout, config.block_m)
@@ -160,13 +158,13 @@ class _Arrays:
         pointers = [buffers[buffer.name] for buffer in (*plan.inputs, *plan.outputs)]
         if plan.scratch_bytes:
             pointers.append(self._scratch)
-        # 0xFF bytes are NaN: what a candidate does not write is found.
+        # 0xFF bytes are NaN and show elements that a candidate does not write.
         self._device.fill(buffers["y"], self._y.nbytes, 0xFF)
         if not any(buffer.name == "tile_counters" for buffer in plan.inputs):
             return lambda: prepared(pointers)
 
         def run() -> None:
-            # Timed with it: a forward clears the counters too.
+            # Part of the timing, since a forward clears the counters too.
             self._device.fill(self._counters, _COUNTER_BYTES, 0)
             prepared(pointers)
 
@@ -176,7 +174,7 @@ class _Arrays:
         return self._device.download(self._buffers["y"], self._y)
 
     def complaint(self, result: np.ndarray, expected: np.ndarray) -> str:
-        """Why a result is not the heuristics', or ""."""
+        """How a result differs from the heuristics', or ""."""
         bits, mask = _EXPONENT[self._y.dtype]
         if ((result.view(bits) & bits(mask)) == mask).any():
             return "wrong result: an element is not finite, or was not written"

@@ -1,7 +1,6 @@
 """The command line of `moebius-tune`.
 
-Exit status: 0 the table was written, 1 a measurement failed, 2 nothing could be measured here or the arguments are
-wrong.
+Exit status: 0 table written, 1 a measurement failed, 2 nothing to measure here or wrong arguments.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from moe_core.tools.tune.search import Limits, Result, candidates, search
 
 WRITTEN, FAILED, NOTHING_MEASURED = 0, 1, 2
 _TOKENS = tuple(2**exponent for exponent in range(15))
-#: The options that describe a layer by its sizes.
+#: Options for the sizes of a layer.
 _SIZES = (("d-model", "D"), ("d-ff", "F, of one expert"), ("experts", "E"), ("top-k", "K"))
-#: What a dry run plans for where there is no GPU.
+#: The target of a dry run without a GPU.
 _DRY_TARGET = Target("cuda", 90, 132)
 _DESCRIPTION = """\
 Time tile configurations of the grouped matmuls of MoE layers on this machine's GPU, and write the fastest to a table:
@@ -47,7 +46,7 @@ _EPILOG = "exit status: 0 written, 1 a measurement failed, 2 nothing could be me
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(given)
@@ -178,7 +177,7 @@ def _measure(products: Sequence[Product], options: argparse.Namespace, given: Se
     def report(result: Result) -> None:
         results.append(result)
         print(_row(result), flush=True)
-        # After each product: what was measured survives an interruption.
+        # After each product, so that an interruption loses nothing.
         write()
 
     try:

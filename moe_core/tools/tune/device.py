@@ -13,15 +13,15 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.dtypes import numpy_dtype
 from moe_core.runtime.cuda import driver
 
-#: Written before each timed run, so that no run finds its weights in L2: several times the largest cache there is, and
-#: long enough on the device for the host to hand over the run behind it.
+#: Written before each timed run. Several times the largest L2 cache, so that no run finds its weights there, and long
+#: enough for the host to launch the run behind it.
 _FLUSH_BYTES = 256 * 2**20
-#: Random numbers drawn on the host; larger arrays repeat them.
+#: Random numbers drawn on the host. Larger arrays repeat them.
 _PATTERN_BYTES = 16 * 2**20
 
 
 class Device:
-    """One CUDA device's memory, its default stream and its clock. A `with` block frees everything it gave out."""
+    """Memory, default stream and clock of one CUDA device. Leaving a `with` block frees all allocations."""
 
     def __init__(self, index: int) -> None:
         self.index, self._driver = index, driver()
@@ -44,11 +44,11 @@ class Device:
         self._driver.make_current(self._before)
 
     def mark(self) -> int:
-        """What has been allocated so far, for `free`."""
+        """The number of allocations, for `free`."""
         return len(self._addresses)
 
     def free(self, mark: int) -> None:
-        """Free all that was allocated since `mark`, when the device has finished."""
+        """Wait for the device, then free all allocations since `mark`."""
         self._lib.cuCtxSynchronize()
         while len(self._addresses) > mark:
             self._lib.cuMemFree_v2(ctypes.c_uint64(self._addresses.pop()))
@@ -70,7 +70,7 @@ class Device:
         return address
 
     def random(self, spec: ArraySpec, scale: float, seed: int) -> int:
-        """The address of a contiguous array of normal numbers times `scale`, which repeat after some megabytes."""
+        """The address of contiguous normal numbers times `scale`, which repeat after some megabytes."""
         dtype = numpy_dtype(spec.dtype)
         count = min(spec.size, _PATTERN_BYTES // dtype.itemsize)
         numbers = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * np.float32(scale)
@@ -86,7 +86,7 @@ class Device:
         return address
 
     def download(self, address: int, spec: ArraySpec) -> np.ndarray:
-        """A contiguous array as it is after all work on the device."""
+        """A contiguous array after all work on the device."""
         array = np.empty(spec.shape, numpy_dtype(spec.dtype))
         self.synchronize()
         if array.nbytes:
@@ -95,13 +95,13 @@ class Device:
         return array
 
     def synchronize(self) -> None:
-        """Wait for all work; raises RuntimeError if any of it failed."""
+        """Wait for all work. Raises RuntimeError if any of it failed."""
         self.check(self._lib.cuCtxSynchronize(), "waiting for the device")
 
     def time(self, runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
         """Median microseconds of each run, L2 flushed before it.
 
-        Rounds of all runs alternate: the clock drifts with temperature and load, and so it drifts for all alike.
+        Rounds of all runs alternate, so that drifts of the clock affect all alike.
         """
         while len(self._events) < 2 * rounds * len(runs):
             event = ctypes.c_void_p()
@@ -124,7 +124,7 @@ class Device:
         self.check(self._lib.cuMemcpyHtoD_v2(ctypes.c_uint64(address), source, size), "copying to the device")
 
     def _elapsed(self, start: ctypes.c_void_p, end: ctypes.c_void_p) -> float:
-        """Microseconds from one event to another."""
+        """Microseconds between two events."""
         milliseconds = ctypes.c_float()
         code = self._lib.cuEventElapsedTime(ctypes.byref(milliseconds), start, end)
         self.check(code, "cuEventElapsedTime")

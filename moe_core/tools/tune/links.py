@@ -1,4 +1,4 @@
-"""`moebius-tune --links`: messages between ranks, timed, and the record that the cost model reads."""
+"""`moebius-tune --links`: time messages between ranks and write the record of the cost model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from moe_core.parallel.machine import VARIABLE, MachineRecord
 from moe_core.runtime.cuda import cuda_available
 from moe_core.tools.tune.provenance import provenance
 
-#: What sends messages; the core imports neither by name.
+#: Senders of messages. The core imports neither by name.
 _TORCH, _JAX = "moe_torch.parallel.links", "moe_jax.parallel.links"
 _SECONDS = 30.0
 WRITTEN, FAILED = 0, 1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `--links`."""
     group = parser.add_argument_group("links (alone, or under torchrun for several hosts)")
     group.add_argument("--links", action="store_true", help="time messages between ranks, no products of layers")
     group.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl where there is a GPU")
@@ -42,7 +41,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def measure(options: argparse.Namespace, given: Sequence[str]) -> int:
-    """Measure, print and write the record; the exit status. Raises InvalidInput and Unsupported."""
+    """Measure, print and write the record; returns the exit status. Raises InvalidInput and Unsupported."""
     if options.output is None:
         raise InvalidInput("--output must name the record to write, got none; add --output machine.json")
     if importlib.util.find_spec("torch") is None:

@@ -1,4 +1,4 @@
-"""The grouped matmuls a layer runs for a number of tokens, as `plan_moe` asks for them."""
+"""Grouped matmuls of a layer for a number of tokens, as in `plan_moe`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRESETS: Mapping[str, MoELayerSpec] = {
 
 @dataclass(frozen=True)
 class Product:
-    """One grouped matmul of a layer. name: which, for people; operands: a bundle of ArraySpecs; layout None = dense."""
+    """One grouped matmul of a layer. name: for people. operands: a bundle of ArraySpecs. layout: None: dense."""
 
     name: str
     num_tokens: int
@@ -38,22 +38,22 @@ class Product:
     spec: MatmulSpec
 
     def problem(self, target: Target) -> MatmulProblem:
-        """What a configuration is chosen by."""
+        """The problem that a configuration is chosen for."""
         return MatmulProblem(self.operands, self.layout, self.spec, target)
 
     @property
     def key(self) -> TileKey:
-        """What tables know of it, on whatever target."""
+        """Its key in tables of every target."""
         return tile_key(self.problem(Target("reference")))
 
     @property
     def bucket(self) -> TileKey:
-        """What an entry of a table is found by."""
+        """The key of its table entry."""
         return entry_key(self.key)
 
 
 def products_of(layer: MoELayerSpec, storage: Storage, dtype: str, num_tokens: int) -> tuple[Product, ...]:
-    """Both products of a layer's experts, then those of its shared experts, for weights stored as `storage`."""
+    """Both products of a layer's experts, then its shared experts', for weights stored as `storage`."""
     spec, (D, F, E, K) = layer.moe_spec(storage), (layer.d_model, layer.d_ff, layer.num_experts, layer.top_k)
     activation = spec.activation
     separate = activation.gate_layout == "separate"
@@ -83,7 +83,7 @@ def products_of(layer: MoELayerSpec, storage: Storage, dtype: str, num_tokens: i
 
 
 def distinct_products(products: Iterable[Product]) -> Sequence[Product]:
-    """One product for each entry a table can hold, in order: of those that share an entry, the one with most rows."""
+    """One product for each table entry, in order: the one with most rows."""
     kept: dict[TileKey, Product] = {}
     for product in products:
         known = kept.get(product.bucket)

@@ -1,4 +1,4 @@
-"""The search: which product is measured when, what won, and what that makes of a table."""
+"""The search: measure products, choose winners, and make a table."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from moe_core.specs.tile_table import Measurement, TileEntry
 from moe_core.tools.tune.bench import Timing
 from moe_core.tools.tune.products import Product
 
-#: A candidate must be faster than the heuristics' choice by this share to replace it: less is noise.
+#: A candidate must be faster than the heuristics' choice by this share. Less is noise.
 LEAST_GAIN = 0.02
 
 
 class Bench(Protocol):
-    """What times configurations: `bench.GpuBench`."""
+    """The interface of `bench.GpuBench`, which times configurations."""
 
     def measure(self, product: Product, configs: Sequence[TileConfig]) -> list[Timing]:
-        """A Timing for each configuration, in order; the first is the heuristics'."""
+        """A Timing for each configuration, in order, the heuristics' first."""
         ...
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one product got. heuristic, best: (configuration, microseconds); invariant: microseconds of the one under
-    `batch_invariant`, None where it did not run or was too slow to be timed; refused: candidates without a time."""
+    """The result of one product. heuristic, best: (configuration, microseconds). invariant: microseconds under
+    `batch_invariant`, None if it did not run or was too slow to be timed. refused: candidates without a time."""
 
     product: Product
     arch: int
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def gain(self) -> float:
-        """The share of time the winner saves."""
+        """The share of time that the winner saves."""
         return 1 - self.best[1] / self.heuristic[1]
 
     @property
@@ -56,14 +56,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a search goes. candidates: configurations per product; seconds: no product is begun after them."""
+    """Limits of a search. candidates: configurations per product. seconds: no product begins later."""
 
     candidates: int
     seconds: float
 
 
 def candidates(problem: MatmulProblem, limit: int) -> tuple[TileConfig, ...]:
-    """At most `limit` legal configurations: the heuristics' own, then those of the families by turns."""
+    """At most `limit` legal configurations: the heuristics' first, then from each family in turn."""
     able = [family for family in families_for(problem) if family.why_not(problem) is None]
     legal = [
         dict.fromkeys(config for config in family.candidates(problem) if why_illegal(config, problem) is None)
@@ -82,7 +82,7 @@ def search(
     progress: Callable[[Result], None] = lambda result: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Result], list[Product]]:
-    """(results, products that the time did not suffice for), in order."""
+    """(results, products without enough time), in order."""
     start, results = clock(), []
     for number, product in enumerate(products):
         if clock() - start >= limits.seconds:
@@ -94,7 +94,7 @@ def search(
 
 
 def measure_product(product: Product, target: Target, bench: Bench, limit: int) -> Result:
-    """Time a product's candidates and the configuration it has under `batch_invariant`, and choose."""
+    """Time a product's candidates and its configuration under `batch_invariant`, and choose."""
     problem = product.problem(target)
     pinned = dataclasses.replace(problem.spec, tuning=MatmulTuning(batch_invariant=True))
     configs = candidates(problem, limit)
@@ -102,7 +102,7 @@ def measure_product(product: Product, target: Target, bench: Bench, limit: int) 
     timings = bench.measure(product, tuple(dict.fromkeys((*configs, invariant))))
     times = {timing.config: timing.microseconds for timing in timings if timing.microseconds is not None}
     own = times[configs[0]]
-    # The configuration under batch_invariant competes too: it is as legal as the others.
+    # The batch_invariant configuration competes too, being legal.
     config, microseconds = min(times.items(), key=lambda item: item[1])
     if microseconds > own * (1 - LEAST_GAIN):
         config, microseconds = configs[0], own
