@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -166,27 +166,18 @@ def test_callbacks_on_four_devices_do_not_deadlock_nor_outlive_python() -> None:
 
 def test_threads() -> None:
     """Eager ops of several threads on several devices, planned and traced at the same time."""
-    failures: list[BaseException] = []
     devices = jax.devices("cpu")[:NUM_DEVICES]
 
     def work(number: int) -> None:
-        try:
-            layer = small_layer(num_tokens=3 + number % 2, seed=number)
-            with jax.default_device(devices[number % len(devices)]), moe_jax.cpu_engine("reference"):
-                arrays = to_jax(layer[:3])
-                results = [np.asarray(moe_jax.moe(*arrays, spec=layer.spec).output) for _ in range(5)]
-                for result in results:
-                    np.testing.assert_array_equal(result, results[0])
-        except BaseException as error:
-            failures.append(error)
+        layer = small_layer(num_tokens=3 + number % 2, seed=number)
+        with jax.default_device(devices[number % len(devices)]), moe_jax.cpu_engine("reference"):
+            arrays = to_jax(layer[:3])
+            results = [np.asarray(moe_jax.moe(*arrays, spec=layer.spec).output) for _ in range(5)]
+            for result in results:
+                np.testing.assert_array_equal(result, results[0])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "a thread hangs"
-    assert not failures, failures
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6), timeout=60))
 
 
 def test_a_sharded_array_outside_shard_map_is_refused() -> None:

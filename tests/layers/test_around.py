@@ -19,10 +19,9 @@ from moe_core.parity.tolerance import assert_close
 from moe_core.specs import NormSpec, RouterSpec
 from moe_torch import LatentSpec, MoE, MoELayerSpec, OutputSpec, SharedExpertsSpec
 from tests.support.jax import on_a_cpu as on_a_cpu
-from tests.support.jax import running_on as jax_running_on
 from tests.support.layer_reference import layer_stages
 from tests.support.layers import draw_weights, masked_rows, tolerances
-from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
+from tests.support.torch import REAL_KERNELS, running_on
 
 D, E, K, L = 24, 6, 3, 16
 #: A gate of shared experts beside stages rounds as the framework's sigmoid does, so there is none.
@@ -48,40 +47,23 @@ rows_of = pytest.mark.parametrize("name", SPECS)
 def test_both_frameworks_agree_with_the_reference(engine: str, name: str) -> None:
     """Outputs are the same bits in both, and so are gradients, but for those of the router where each expert's result
     is normalised: there the framework sums over columns."""
-    nnx = pytest.importorskip("moe_jax.nnx")
+    pytest.importorskip("flax")
+    from tests.support.training.both import train_both
+
     spec, (x, mask) = SPECS[name], masked_rows(D)
     weights = draw_weights(spec, 3)
-    d_y = np.random.default_rng(4).standard_normal(x.shape).astype(np.float32)
-    with running_on(engine) as device:
-        layer = MoE.from_spec(spec, device=device, dtype=torch.float32)
-        layer.load_weights(weights)
-        leaf = to_torch(x, device).requires_grad_()
-        y = layer(leaf, to_torch(mask, device))
-        y.backward(to_torch(d_y, device))
-        found = {name: to_numpy(one.grad) for name, one in layer.named_parameters()}  # type: ignore[arg-type]
-    assert all(gradient.any() for gradient in found.values())
+    ours, theirs = train_both(spec, weights, engine)
+    assert all(gradient.any() for gradient in ours.gradients.values())
     if spec.capacity_factor is None:
         expected = layer_stages(weights, x.reshape(-1, D), mask.reshape(-1))["output"]
-        assert_close(to_numpy(y).reshape(-1, D), expected, tolerances(spec, "float32")["output"], label="output")
-    with jax_running_on(engine):
-        other = nnx.MoE.from_spec(spec.stored_as(HUGGING_FACE), rngs=nnx.nnx.Rngs(0))
-        other.load_weights(weights)
-        graph, state = nnx.nnx.split(other)
-
-        def loss(state: Any, x: Any) -> tuple[Any, Any]:
-            y = nnx.nnx.merge(graph, state)(x, token_mask=mask)
-            return (y * d_y).sum(), y
-
-        gradients, by_jax = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(state, x)
-        found_by_jax = nnx.nnx.merge(graph, gradients[0])
-        rest = convert_weights(found_by_jax.export_weights(), HUGGING_FACE).named()
-    np.testing.assert_array_equal(by_jax, to_numpy(y))
-    for parameter, gradient in found.items():
+        assert_close(ours.y.reshape(-1, D), expected, tolerances(spec, "float32")["output"], label="output")
+    np.testing.assert_array_equal(theirs.y, ours.y)
+    for parameter, gradient in ours.gradients.items():
         if parameter.startswith("router.") and spec.norm_of_experts is not None:
-            np.testing.assert_allclose(rest[parameter], gradient, rtol=1e-4, atol=1e-5, err_msg=parameter)
+            np.testing.assert_allclose(theirs.gradients[parameter], gradient, rtol=1e-4, atol=1e-5, err_msg=parameter)
         else:
-            np.testing.assert_array_equal(rest[parameter], gradient, err_msg=parameter)
-    np.testing.assert_allclose(gradients[1], to_numpy(leaf.grad), rtol=1e-4, atol=1e-5)
+            np.testing.assert_array_equal(theirs.gradients[parameter], gradient, err_msg=parameter)
+    np.testing.assert_allclose(theirs.d_x, ours.d_x, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["sum", "both"])

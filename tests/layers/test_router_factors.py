@@ -19,7 +19,6 @@ from moe_core.parity.tolerance import assert_close
 from moe_core.specs import NormSpec, RouterSpec
 from moe_torch import MoE, MoELayerSpec, SharedExpertsSpec
 from tests.support.jax import on_a_cpu as on_a_cpu
-from tests.support.jax import running_on as jax_running_on
 from tests.support.layers import draw_weights, masked_rows, tolerances
 from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
 
@@ -73,35 +72,15 @@ def test_forward(engine: str) -> None:
 @pytest.mark.parametrize("limit", [None, 1.0])
 @pytest.mark.parametrize("engine", ["reference", REAL_KERNELS])
 def test_both_frameworks_train_to_the_same_bits(engine: str, limit: float | None) -> None:
-    nnx = pytest.importorskip("moe_jax.nnx")
-    weights, (x, mask) = weights_of(SPEC), masked_rows(D)
-    spec = dataclasses.replace(SPEC, capacity_factor=limit)
-    d_y = np.random.default_rng(4).standard_normal(x.shape).astype(np.float32)
-    with running_on(engine) as device:
-        layer = MoE.from_spec(spec, device=device, dtype=torch.float32)
-        layer.load_weights(weights)
-        leaf = to_torch(x, device).requires_grad_()
-        y = layer(leaf, to_torch(mask, device))
-        y.backward(to_torch(d_y, device))
-        grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
-        found = {name: to_numpy(grad) for name, grad in grads.items() if grad is not None}
-    with jax_running_on(engine):
-        other = nnx.MoE.from_spec(spec.stored_as(HUGGING_FACE), rngs=nnx.nnx.Rngs(0))
-        other.load_weights(weights)
-        graph, state = nnx.nnx.split(other)
+    pytest.importorskip("flax")
+    from tests.support.training.both import train_both
 
-        def loss(state: Any, x: Any) -> tuple[Any, Any]:
-            y = nnx.nnx.merge(graph, state)(x, token_mask=mask)
-            return (y * d_y).sum(), y
-
-        gradients, by_jax = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(state, x)
-    np.testing.assert_array_equal(by_jax, to_numpy(y))
-    np.testing.assert_array_equal(gradients[1], to_numpy(leaf.grad))
-    gate = gradients[0]["gate"]
-    for name, mine in (("norm", "router.norm"), ("expert_scale", "router.expert_scale")):
-        assert found[mine].any()
-        np.testing.assert_array_equal(gate[name].get_value(), found[mine], err_msg=mine)
-    np.testing.assert_array_equal(np.asarray(gate["kernel"].get_value()).T, found["router.weight"])
+    ours, theirs = train_both(dataclasses.replace(SPEC, capacity_factor=limit), weights_of(SPEC), engine)
+    np.testing.assert_array_equal(theirs.y, ours.y)
+    np.testing.assert_array_equal(theirs.d_x, ours.d_x)
+    for name in ("router.norm", "router.expert_scale", "router.weight"):
+        assert ours.gradients[name].any()
+        np.testing.assert_array_equal(theirs.gradients[name], ours.gradients[name], err_msg=name)
 
 
 def test_gradients_are_derivatives() -> None:
