@@ -19,7 +19,7 @@ from moe_core.formats import format_names
 from tests.support.paths import ROOT
 from tools.fuzz import __main__ as command
 from tools.fuzz import run, run_jax, run_torch
-from tools.fuzz.case import KINDS, WEIGHT_FORMATS, Case, has_any, parse, why_illegal
+from tools.fuzz.case import KINDS, WEIGHT_FORMATS, Case, parse, why_illegal
 from tools.fuzz.data import draw
 from tools.fuzz.draw import Drawn, draw_static, packed_sets, sets_of
 from tools.fuzz.oracle import formats, routing
@@ -218,13 +218,6 @@ def test_nothing_is_found_where_nothing_is_wrong(capsys: pytest.CaptureFixture[s
     assert " 0 failures" in capsys.readouterr().out
 
 
-def test_cases_that_have_an_option() -> None:
-    case = parse("kind=layer source=x latent=2 out_scale=2.0")
-    assert has_any(case, []) and has_any(case, ["table", "out_scale"]) and not has_any(case, ["table", "mixer"])
-    with pytest.raises(SystemExit):
-        command.main(["--having", "tokens"])
-
-
 def test_packed_problems(capsys: pytest.CaptureFixture[str]) -> None:
     """Many problems in one call, each counted: right ones pass, and one wrong number among them is found."""
     sets = packed_sets(0, "reference", 36_000, 18_000)
@@ -233,12 +226,6 @@ def test_packed_problems(capsys: pytest.CaptureFixture[str]) -> None:
     small = [Drawn(dataclasses.replace(drawn.static, packs=7), "", 1) for drawn in sets[:2] + sets[-2:]]
     report = run.fuzz(small, "reference")
     assert (report.count(False, True), report.count(True, True), report.failures) == (14, 14, []), report
-
-
-def test_other_processes_examine_sets() -> None:
-    drawn = Drawn(parse("kind=route T=3 K=2 E=4 source=logits"), "", 3)
-    (report,) = run._side_by_side([drawn], "reference", None, True, 1)
-    assert (report.count(False), report.failures) == (3, [])
 
 
 def test_front_ends_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -88,16 +86,3 @@ def test_planted_failures_are_found(tmp_path, monkeypatch, fault: Callable[[], o
     assert repeat == "python -m tools.parser_fuzz --seed 7 --first 2 --cases 1"
     assert (tmp_path / "kept" / "7-2-x.json").read_bytes() == calls[2]
     assert (tmp_path / "x.json").read_bytes() == b'{"a": 1}'
-
-
-def test_a_process_that_dies_or_waits_is_found(monkeypatch, capsys):
-    monkeypatch.setattr(tool.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=-6, stdout=""))
-    assert tool.main(["--cases", "10"]) == 1
-    assert "the process ended with status -6" in capsys.readouterr().out
-
-    def waits(*arguments: object, **options: object) -> None:
-        raise subprocess.TimeoutExpired("x", 1)
-
-    monkeypatch.setattr(tool.subprocess, "run", waits)
-    assert tool.main(["--cases", "10"]) == 1
-    assert "a case waited" in capsys.readouterr().out

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import pathlib
-import tomllib
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +32,6 @@ from moe_core.tools.tune.provenance import joined
 from moe_core.tools.tune.search import LEAST_GAIN, Limits, measure_product, search
 from tests.support.harness import H200
 from tests.support.moe import tiles
-from tests.support.paths import ROOT
 from tests.support.runtime.fake_cuda import TICK, FakeDriver
 
 LAYER = MoELayerSpec(64, 32, 4, 2, shared_experts=SharedExpertsSpec(48))
@@ -345,12 +342,6 @@ def test_what_the_time_did_not_suffice_for_is_named(
     assert run("--preset", "mixtral-8x7b", "--tokens", "1", "--seconds", "0", "--output", str(path)) == 0
     assert "not measured, 0 seconds are over: gate_up at 1 tokens, down at 1 tokens" in capsys.readouterr().out
     assert TileTable.load(path) == TileTable.of([])
-
-
-def test_the_command_exists() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    module, _, name = project["project"]["scripts"]["moebius-tune"].partition(":")
-    assert getattr(importlib.import_module(module), name) is tune.main
 
 
 @pytest.mark.gpu
