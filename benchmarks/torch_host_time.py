@@ -74,8 +74,7 @@ def calls(device: str, *, computes: bool = True) -> dict[str, Call]:
     from_x = moe_torch.prepare_moe(experts, router, spec)
     from_logits = moe_torch.prepare_moe(experts, moe_torch.RouterLogits, spec)
     from_ids = moe_torch.prepare_moe(experts, moe_torch.TopK, unrouted)
-    operator, arrays, options = moe_request(x, experts, router, spec, None, None, None)
-    arguments = (*arrays, options)
+    operator, arguments = moe_request(x, experts, router, spec)
     if eager.plain_key(arguments) is None:
         raise SystemExit("moe is no plain eager call here; nothing was timed")
     for name, found in {"layer": layer(x), "layer of a batch": layer(batched), "launcher": from_x(x)}.items():

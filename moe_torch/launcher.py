@@ -14,11 +14,12 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_torch.bridge import eager
-from moe_torch.bridge.operator import Operator, call_first, target_of_device
+from moe_torch.bridge.arrays import target_of_device
+from moe_torch.bridge.operator import Operator, call_first
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.ready import Ready
 from moe_torch.bridge.seen import SeenCalls
-from moe_torch.operators.requests import moe_request, routing_arrays
+from moe_torch.operators.requests import moe_request
 
 _address_of = torch.Tensor.data_ptr
 
@@ -48,7 +49,7 @@ def prepare_moe(
             f"routing must be a RouterWeights, or the class RouterLogits or TopK, got {_name(routing)}; bind the "
             "router, or bring logits or ids with each call"
         )
-    return MoELauncher(kind, *moe_request(None, experts, known, spec, None, expert_map, shared))
+    return MoELauncher(kind, *moe_request(None, experts, known, spec, expert_map=expert_map, shared=shared))
 
 
 def _name(value: object) -> str:
@@ -68,8 +69,8 @@ class MoELauncher:
     compilation, transforms, modes, profilers, or for gradients) takes the tensors as they are then.
     """
 
-    def __init__(self, kind: type, operator: Operator, arrays: Sequence[Any], options: str) -> None:
-        names, named = operator.names, operator.present(arrays)
+    def __init__(self, kind: type, operator: Operator[..., Any], arguments: tuple[Any, ...]) -> None:
+        arrays, names, named = arguments[:-1], operator.names, operator.present(arguments[:-1])
         # What is no tensor, and devices without kernels, are refused.
         operator.specs(arrays)
         target_of_device(operator.device_of(arrays))
@@ -79,8 +80,8 @@ class MoELauncher:
                     f"{name} must be an ordinary CPU or CUDA tensor to be bound, got {type(tensor).__name__}; "
                     "call moe_torch.moe with it"
                 )
-        operator.require_alignment((*arrays, options), names)
-        self._operator, self._kind, self._arrays, self._options = operator, kind, tuple(arrays), options
+        operator.require_alignment(arguments, names)
+        self._operator, self._kind, self._arrays, self._options = operator, kind, arrays, arguments[-1]
         self._names, self._bound = [name for name, _ in named], [tensor for _, tensor in named]
         # Aliases keep memory, shapes and strides, even when the tensors get others.
         self._kept = tuple(None if array is None else array.detach() for array in arrays)
@@ -102,7 +103,7 @@ class MoELauncher:
         """
         if self._kind is not RouterWeights:
             require_instance("routing", routing, self._kind)
-            given = (x, *routing_arrays(routing), token_mask)  # pyright: ignore[reportArgumentType]
+            given = (x, *_routing_arrays(routing), token_mask)
         elif routing is None:
             given = (x, token_mask)
         else:
@@ -110,14 +111,14 @@ class MoELauncher:
                 f"routing must be None where RouterWeights are bound, got {_name(routing)}; leave it out"
             )
         if torch.compiler.is_compiling():
-            return call_first(self._operator, *self._arguments(self._arrays, given))
+            return call_first(self._operator, self._arguments(self._arrays, given))
         arguments: tuple[Any, ...] = (*given, *self._bound)
         outputs = self._seen.run(self._options, arguments)
         if outputs is not None:
             return outputs[0]
         key = eager.plain_key((*given, self._options))
         if key is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)):
-            return call_first(self._operator, *self._arguments(self._arrays, given))
+            return call_first(self._operator, self._arguments(self._arrays, given))
         addresses = list(map(_address_of, self._bound))
         if addresses != self._addresses or [_form(tensor) for tensor in self._bound] != self._forms:
             self._refuse_replaced()
@@ -130,7 +131,7 @@ class MoELauncher:
             # Where something of the call is misaligned, the operator copies it.
             if not any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in given):
                 raise
-        return self._operator.first(*self._arguments(self._kept, given))
+        return self._operator.first(self._arguments(self._kept, given))
 
     def _arguments(self, bound: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
         """The operator's arguments."""
@@ -160,6 +161,12 @@ class MoELauncher:
         ready = dataclasses.replace(ready, selection=tuple(places.index(place) for place in ready.selection))
         self._ready.put(key, ready)
         return ready
+
+
+def _routing_arrays(routing: Any) -> tuple[Any, Any]:
+    if type(routing) is TopK:
+        return routing.ids, routing.weights
+    return routing.logits, routing.correction_bias
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

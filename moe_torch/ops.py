@@ -4,11 +4,9 @@ Every function runs on the tensors' device and current stream. None synchronises
 the NumPy reference runs, or the real kernels in Triton's interpreter under TRITON_INTERPRET=1.
 
 - Programs: all functions work under `torch.compile(fullgraph=True)`, in `torch.export` and in CUDA graphs. Run a
-  function once before capturing it, because kernels are compiled and loaded then. A changing number of tokens
-  recompiles nothing.
+  function once before you capture it: this compiles and loads kernels. A changing number of tokens recompiles nothing.
 - Gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation` and
-  `reduce` have them (docs/user/training.md).
-  `scale_rows` refuses a tensor that requires one in grad mode. Forward mode raises Unsupported.
+  `reduce` have them (docs/user/training.md). Forward mode raises Unsupported.
 - Errors: every function raises InvalidInput for an argument with the wrong type, rank, shape, dtype, layout, strides or
   device, for weights at misaligned addresses (other tensors may start anywhere), and for options that contradict each
   other. It raises Unsupported for a device without kernels, and for a required gradient where there is none.
@@ -44,9 +42,10 @@ from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec, TokenRoun
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileTable
 from moe_core.specs.tuning import MatmulTuning, Tuning
-from moe_torch.bridge.operator import call, target_of_device
-from moe_torch.bridge.options import dtype_name, encode, layout_spec, require_instance
-from moe_torch.operators import table as operators
+from moe_torch.bridge.arrays import target_of_device
+from moe_torch.bridge.operator import call
+from moe_torch.bridge.options import dtype_name, layout_spec, require_instance
+from moe_torch.operators import stages
 from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, training_plans
 from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_torch.rounding import route_rounded
@@ -86,7 +85,8 @@ def router(
         logits fp32 `[T, E]`.
     """
     require_instance("spec", spec, LogitsSpec)
-    return call(operators.ROUTER, x if wide is None else x.detach(), weight, bias, wide, encode(spec))
+    x = x if wide is None else x.detach()
+    return stages.ROUTER.call(x=x, weight=weight, bias=bias, wide=wide, spec=spec)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, spec: NormSpec = _DEFAULT_NORM) -> torch.Tensor:
@@ -101,7 +101,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, spec: NormSpec = _DEFAULT_NO
         y `[R, D]` in the dtype of x.
     """
     require_instance("spec", spec, NormSpec)
-    return call(operators.RMS_NORM, x, weight, encode(spec))
+    return stages.RMS_NORM.call(x=x, weight=weight, spec=spec)
 
 
 def route(
@@ -130,7 +130,8 @@ def route(
         InvalidInput: K > E, groups that do not fit E, or ids with a correction bias.
     """
     require_instance("spec", spec, RouterSpec)
-    return Routing(*call(operators.ROUTE, logits, correction_bias, token_mask, ids, encode(spec)))
+    route = stages.ROUTE.call
+    return Routing(*route(logits=logits, correction_bias=correction_bias, token_mask=token_mask, given=ids, spec=spec))
 
 
 def make_layout(
@@ -167,11 +168,16 @@ def make_layout(
     num_experts, alignment = as_integer("num_experts", num_experts, 1), as_integer("alignment", alignment, 1)
     max_rows = None if max_rows is None else as_integer("max_rows", max_rows, 1)
     if rows is None:
-        arrays = call(operators.MAKE_LAYOUT, ids, expert_map, token_mask, encode(num_experts, alignment, max_rows))
+        arrays = stages.MAKE_LAYOUT.call(
+            ids=ids, expert_map=expert_map, token_mask=token_mask, num_experts=num_experts, alignment=alignment,
+            max_rows=max_rows,
+        )  # fmt: skip
     else:
         rows = as_integer("rows", rows, 0)
-        text = encode(num_experts, alignment, max_rows, rows)
-        arrays = call(operators.MAKE_BOUNDED_LAYOUT, ids, expert_map, token_mask, text)
+        arrays = stages.MAKE_BOUNDED_LAYOUT.call(
+            ids=ids, expert_map=expert_map, token_mask=token_mask, num_experts=num_experts, alignment=alignment,
+            max_rows=max_rows, rows=rows,
+        )  # fmt: skip
     layout = layout_spec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows, rows)
     if checked:
         require_known_ids(int(arrays[4]), num_experts if expert_map is None else expert_map.shape[0])
@@ -197,7 +203,7 @@ def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False
     """
     _require_checkable(checked)
     num_experts = as_integer("num_experts", num_experts, 1)
-    bitmatrix, duplicates, invalid_ids = call(operators.PACK_BITMATRIX, ids, encode(num_experts))
+    bitmatrix, duplicates, invalid_ids = stages.PACK_BITMATRIX.call(ids=ids, num_experts=num_experts)
     if checked:
         require_known_ids(int(invalid_ids), num_experts)
         require_distinct_ids(int(duplicates))
@@ -216,7 +222,7 @@ def unpack_bitmatrix(bitmatrix: torch.Tensor, num_experts: int, top_k: int) -> t
         ids int32 `[T, K]`, ascending, then -1.
     """
     num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
-    return call(operators.UNPACK_BITMATRIX, bitmatrix, encode(num_experts, top_k))
+    return stages.UNPACK_BITMATRIX.call(bitmatrix=bitmatrix, num_experts=num_experts, top_k=top_k)
 
 
 def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> torch.Tensor:
@@ -235,8 +241,7 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
         y `[capacity, N]` (scatter `row`), `[T * K, N]` (`slot`) or `[T, N]` (dense), in `spec.out_dtype`. N is the
         width after gating. Rows without an expert are exact zeros.
     """
-    operator, arrays, text = matmul_request(operands, layout, spec)
-    return call(operator, *arrays, text)
+    return call(*matmul_request(operands, layout, spec))
 
 
 def activation(
@@ -258,7 +263,7 @@ def activation(
         y `[R, F]`.
     """
     require_instance("activation", activation, Activation)
-    return call(operators.ACTIVATION, x, up, encode(activation, dtype_name("out_dtype", out_dtype)))
+    return stages.ACTIVATION.call(x=x, up=up, activation=activation, out_dtype=dtype_name("out_dtype", out_dtype))
 
 
 def reduce(
@@ -285,8 +290,10 @@ def reduce(
     """
     require_instance("layout", layout, RaggedLayout)
     require_choice("order", order, ("slot", "row"))
-    text = encode(layout_sizes(layout), order, dtype_name("out_dtype", out_dtype))
-    return call(operators.REDUCE, y, layout.row_of_slot, shared, shared_gate, text)
+    return stages.REDUCE.call(
+        y=y, row_of_slot=layout.row_of_slot, shared=shared, shared_gate=shared_gate, sizes=layout_sizes(layout),
+        order=order, out_dtype=dtype_name("out_dtype", out_dtype),
+    )  # fmt: skip
 
 
 def moe(
@@ -337,8 +344,8 @@ def moe(
     """
     if checked is not False:
         _require_checkable(checked)
-    operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
-    results = call(operator, *arrays, text)
+    request = moe_request(x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared)
+    results = call(*request)
     output, tokens_per_expert, invalid_ids = results[:3]
     if isinstance(routing, TopK):
         ids, weights, logits = routing.ids, routing.weights, None
@@ -363,9 +370,7 @@ def explain_moe(
     shared: SharedExpert | None = None,
     training: bool = False,
 ) -> str:
-    """Describe what `moe` would run for these arguments.
-
-    Every buffer, kernel, decision and summation order. Runs nothing. The arguments are those of `moe`.
+    """Describe what `moe` would run for these arguments: buffers, kernels, decisions and summation orders.
 
     Args:
         training: explain the forward of a training step, then its backward with every gradient.
@@ -373,11 +378,13 @@ def explain_moe(
     Returns:
         the plan as text.
     """
-    operator, arrays, text = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
-    target = target_of_device(operator.device_of(arrays))
+    operator, arguments = moe_request(
+        x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared
+    )
+    target = target_of_device(operator.device_of(arguments[:-1]))
     if training:
-        return explain_training(training_plans(operator, arrays, text, target))
-    return operator.plan(arrays, text, target).explain()
+        return explain_training(training_plans(operator, arguments, target))
+    return operator.plan(arguments, target).explain()
 
 
 def _require_checkable(checked: bool) -> None:

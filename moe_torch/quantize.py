@@ -19,9 +19,9 @@ from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_s
 from moe_core.ops.prepack import prepack as core
 from moe_core.specs import MoESpec
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
-from moe_torch.bridge.operator import array_spec, call, require_memory
-from moe_torch.bridge.options import TORCH_DTYPES, dtype_name, encode, require_instance
-from moe_torch.operators.table import QUANTIZE_ROWS
+from moe_torch.bridge.arrays import array_spec, require_memory
+from moe_torch.bridge.options import TORCH_DTYPES, dtype_name, require_instance
+from moe_torch.operators.stages import QUANTIZE_ROWS
 
 Weights = TypeVar("Weights", QuantizedTensor, ExpertWeights)
 _TORCH = core.ArrayFunctions(torch.permute, torch.stack, lambda array, rows, columns: pad(array, (0, columns, 0, rows)))
@@ -54,9 +54,9 @@ def quantize_rows(
         Unsupported: on a device without kernels.
     """
     require_instance("format", format, Format)
-    values, found = call(QUANTIZE_ROWS, x, scales, used_by, encode(format))
+    values, scales = QUANTIZE_ROWS.call(x=x, static_scale=scales, used_by=used_by, format=format)
     # Shapes are the operator's; a check would fix a symbolic number of rows.
-    return QuantizedTensor.unchecked(QuantizedSpec(format), values, found)
+    return QuantizedTensor.unchecked(QuantizedSpec(format), values, scales)
 
 
 @torch.no_grad()

@@ -6,8 +6,7 @@ import torch
 
 from moe_core.specs.operands import RoundedRouting
 from moe_core.specs.routing import RouterSpec, TokenRounding
-from moe_torch.bridge.operator import call
-from moe_torch.bridge.options import encode, require_instance
+from moe_torch.bridge.options import require_instance
 from moe_torch.operators.rounding import ROUTE_ROUNDED
 
 
@@ -43,5 +42,7 @@ def route_rounded(
     """
     require_instance("spec", spec, RouterSpec)
     require_instance("rounding", rounding, TokenRounding)
-    results = call(ROUTE_ROUNDED, logits, correction_bias, token_mask, encode(spec, rounding))
+    results = ROUTE_ROUNDED.call(
+        logits=logits, correction_bias=correction_bias, token_mask=token_mask, spec=spec, rounding=rounding
+    )
     return RoundedRouting(*results[:3])

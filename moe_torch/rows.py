@@ -6,9 +6,8 @@ import torch
 
 from moe_core.base.checks import as_integer
 from moe_core.specs.operands import RaggedLayout
-from moe_torch.bridge.operator import call
-from moe_torch.bridge.options import encode, layout_spec
-from moe_torch.operators import table as operators
+from moe_torch.bridge.options import layout_spec
+from moe_torch.operators import stages
 from moe_torch.operators.requests import layout_sizes
 
 
@@ -31,7 +30,7 @@ def layout_of_runs(
     """
     num_rows = as_integer("num_rows", num_rows, 0)
     stride = None if stride is None else as_integer("stride", stride, 0)
-    ids, *own, overflow = call(operators.LAYOUT_OF_RUNS, counts, encode(num_rows, stride))
+    ids, *own, overflow = stages.LAYOUT_OF_RUNS.call(counts=counts, num_rows=num_rows, stride=stride)
     spec = layout_spec(num_rows, 1, counts.shape[1], 1, None, num_rows)
     return ids, RaggedLayout(spec, own[0], own[1], own[2], own[3], None, overflow)
 
@@ -51,8 +50,10 @@ def gather_rows(x: torch.Tensor, layout: RaggedLayout, *, wide: torch.Tensor | N
     Returns:
         y `[capacity, D]` in the dtype of x.
     """
-    text, x = encode(layout_sizes(layout)), x if wide is None else x.detach()
-    return call(operators.GATHER_ROWS, x, layout.slot_of_row, layout.row_of_slot, wide, text)
+    return stages.GATHER_ROWS.call(
+        x=x if wide is None else x.detach(), slot_of_row=layout.slot_of_row, row_of_slot=layout.row_of_slot, wide=wide,
+        sizes=layout_sizes(layout),
+    )  # fmt: skip
 
 
 def scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -65,4 +66,4 @@ def scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     Returns:
         y `[T, D]` in the dtype of x.
     """
-    return call(operators.SCALE_ROWS, x, weights, encode())
+    return stages.SCALE_ROWS.call(x=x, weights=weights)

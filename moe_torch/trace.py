@@ -38,7 +38,8 @@ from moe_core.specs.operands import RouterWeights, TopK
 from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, sizes_of
 from moe_torch.bridge import private
 from moe_torch.bridge.operator import Operator
-from moe_torch.bridge.options import decode, encode
+from moe_torch.bridge.options import decode
+from moe_torch.operators import stages
 from moe_torch.operators import table as operators
 from moe_torch.operators.kinds import as_float32, as_int32
 from moe_torch.operators.table import MOE_QUANTIZED, QUANTIZED_TRAINING, TRAINING
@@ -132,9 +133,9 @@ class _Call:
 
     def run_with(self, ids: torch.Tensor, weights: torch.Tensor) -> Any:
         """What the call returns with these ids and weights as its routing."""
-        options = encode(dataclasses.replace(self._spec, router=None), *self._formats)
-        given = {**self.arguments, "routing.ids": ids, "routing.weights": weights}
-        results = self._forward.overload(*[given[name] for name in self._forward.names], options)
+        tensors = {**self.arguments, "routing.ids": ids, "routing.weights": weights}
+        spec = dataclasses.replace(self._spec, router=None)
+        results = self._forward.overload(*self._forward.by_name(tensors, spec, *self._formats))
         if self.kind is TopK:
             return results
         # In training ids, weights and what is kept follow. Else results must be the caller's own: ids and weights may
@@ -143,8 +144,11 @@ class _Call:
         if len(results) == 3:
             routed = (*results, ids.clone(), weights.clone())
         if self.kind is RouterWeights:
-            router = [*[self.arguments[name] for name in ("x", "routing.weight", "routing.bias")], None]
-            routed = (*routed, operators.ROUTER.overload(*router, encode(self._spec.logits_spec())))
+            arguments = stages.ROUTER.arguments(
+                x=self.arguments["x"], weight=self.arguments["routing.weight"], bias=self.arguments["routing.bias"],
+                wide=None, spec=self._spec.logits_spec(),
+            )  # fmt: skip
+            routed = (*routed, stages.ROUTER.overload(*arguments))
         return [*routed, *kept] if kept else routed
 
 

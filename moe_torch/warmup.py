@@ -11,7 +11,7 @@ from moe_core.runtime import warmup as core
 from moe_core.runtime.warmup import WarmupReport
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
-from moe_torch.bridge.operator import target_of_device
+from moe_torch.bridge.arrays import target_of_device
 from moe_torch.operators.requests import moe_request, training_plans
 
 
@@ -37,16 +37,18 @@ def warmup(
     Returns the kernels with the seconds each took, and which existed before; on a CPU there are none. Raises
     InvalidInput, Unsupported.
     """
-    operator, arrays, options = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
-    device, plans, resized = operator.device_of(arrays), [], list(arrays)
+    operator, arguments = moe_request(
+        x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared
+    )
+    device, plans, resized = operator.device_of(arguments[:-1]), [], list(arguments)
     target = target_of_device(device)
     for count in core.token_counts(tokens):
-        for place, (name, array) in enumerate(zip(operator.names, arrays, strict=True)):
+        for place, (name, array) in enumerate(zip(operator.names, arguments, strict=False)):
             if name in BY_TOKEN and isinstance(array, torch.Tensor):
                 # Rows as far apart as those given, without memory.
                 shape, like = (count, *array.shape[1:]), {"dtype": array.dtype, "device": "meta"}
                 resized[place] = torch.empty_strided(shape, array.stride(), **like)
-        plans.append(operator.plan(resized, options, target))
+        plans.append(operator.plan(resized, target))
         if training:
-            plans += training_plans(operator, resized, options, target)
+            plans += training_plans(operator, tuple(resized), target)
     return core.warmup(plans, (device.index or 0,))

@@ -15,7 +15,7 @@ import torch
 
 from moe_core.errors import Unsupported
 from moe_torch.bridge import private
-from moe_torch.bridge.operator import Operator, call
+from moe_torch.bridge.operator import DIFFERENTIABLE, Operator, call
 
 
 class Rule:
@@ -27,15 +27,17 @@ class Rule:
     """
 
     flowing: Sequence[int] | None = (0,)
+    #: Whether messages name the operator among those with a gradient.
+    named = True
 
     def __init__(self, operator: Operator, differentiable: Collection[str], forward: Operator | None = None) -> None:
         self.operator, self.differentiable, self.forward = operator, frozenset(differentiable), forward or operator
         #: What messages call the operator.
         self.op = operator.name.partition(".")[0].partition("_backward")[0].removesuffix("_quantized")
 
-    def run(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def run(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """The results of `forward`."""
-        results = call(self.forward, *arguments)
+        results = call(self.forward, arguments)
         return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
     def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
@@ -76,7 +78,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(rule: Rule, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        return rule.run(*arguments)
+        return rule.run(arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -119,5 +121,7 @@ def _differentiated(rule: Rule, *arguments: Any) -> Any:
 
 def define_gradient(rule: Rule, *backwards: Operator) -> None:
     """Give an operator its gradient. backwards: the operators that compute it, which have none themselves."""
+    if rule.named and rule.op not in DIFFERENTIABLE:
+        DIFFERENTIABLE.append(rule.op)
     for each in (rule, *[_Backward(backward) for backward in backwards]):
         each.operator.define_gradient(each.differentiable, functools.partial(_differentiated, each))

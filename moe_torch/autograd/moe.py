@@ -20,7 +20,7 @@ from moe_torch.autograd.function import Rule, define_gradient
 from moe_torch.autograd.main_grad import destination, main_grads, require_eager
 from moe_torch.bridge import eager, private
 from moe_torch.bridge.operator import Operator, call
-from moe_torch.bridge.options import TORCH_DTYPES, decode, encode
+from moe_torch.bridge.options import TORCH_DTYPES, decode
 from moe_torch.operators import pushed, table
 from moe_torch.operators.kinds import MATRICES
 
@@ -100,9 +100,8 @@ class _MoE(Rule):
             known["saved.pre_activation"] = pre.clone()
         overwrites = alone and pre is not None and eager.plain_tensor(pre)
         operator = self.backwards(known)[bool(into or overwrites)]
-        options = encode(spec, tuple(f"d_{name}" for name in asked), *formats)
-        found = call(operator, *[known.get(name) for name in operator.names], options)
-        return dict(zip([name for name in asked if name not in into], found, strict=True))
+        gradients = call(operator, operator.by_name(known, spec, tuple(f"d_{name}" for name in asked), *formats))
+        return dict(zip([name for name in asked if name not in into], gradients, strict=True))
 
 
 def _stand_in(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -113,6 +112,8 @@ def _stand_in(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class _Pushed(_MoE):
     """Of rows that are stored elsewhere: what gets the output's gradient has its shape and no memory of its own; so has
     the gradient of x, where there are addresses for its rows. pushing: the backwards that store these."""
+
+    named = False
 
     def __init__(self, kind: type, *operators: Operator, pushing: tuple[Operator, Operator]) -> None:
         super().__init__(kind, *operators)
@@ -130,8 +131,8 @@ class _Pushed(_MoE):
             found["x"] = _stand_in(found["x"], saved["x"])
         return found
 
-    def run(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        output, *others = super().run(*arguments)
+    def run(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        output, *others = super().run(arguments)
         return _stand_in(output, arguments[0]), *others
 
 

@@ -15,29 +15,30 @@ import torch
 from moe_core.errors import Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.matmul.backward import why_no_gradient
-from moe_core.specs.operands import MatmulOperands, array_fields
+from moe_core.specs.operands import MatmulOperands, RoutingGradients, array_fields
 from moe_torch.autograd.function import Rule, define_gradient
 from moe_torch.bridge.operator import Operator, call
-from moe_torch.bridge.options import decode, encode
-from moe_torch.operators import table
+from moe_torch.bridge.options import decode
+from moe_torch.operators import stages
 from moe_torch.operators.rounding import ROUTE_ROUNDED, ROUTE_ROUNDED_BACKWARD
 
 
 class _Rows(Rule):
     """Of `router` and `rms_norm`: their backwards take what the forwards take."""
 
-    def __init__(self, operator: Operator, differentiable: tuple[str, ...], backward: Operator) -> None:
+    def __init__(self, operator: Operator, differentiable: tuple[str, ...], backward: Operator, upstream: str) -> None:
         super().__init__(operator, differentiable)
-        self._backward = backward
+        self._backward, self._upstream = backward, upstream
 
     def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         # Where the gradient of x goes is not read.
         return {name: tensor for name, tensor in given.items() if name != "wide"}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
-        (spec,) = decode(ctx.options)
-        options = encode(spec, tuple(f"d_{name}" for name in asked))
-        return dict(zip(asked, call(self._backward, *upstream, *saved.values(), options), strict=True))
+        (spec,), backward = decode(ctx.options), self._backward
+        known = {**saved, self._upstream: upstream[0]}
+        gradients = call(backward, backward.by_name(known, spec, tuple(f"d_{name}" for name in asked)))
+        return dict(zip(asked, gradients, strict=True))
 
 
 class _Route(Rule):
@@ -47,7 +48,8 @@ class _Route(Rule):
         return {"logits": given["logits"], "ids": results[0], "token_mask": given["token_mask"]}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
-        return {"logits": call(table.ROUTE_BACKWARD, *upstream, *saved.values(), ctx.options)}
+        gradients, (spec,) = RoutingGradients(weights=upstream[0]), decode(ctx.options)
+        return {"logits": stages.ROUTE_BACKWARD.call(gradients=gradients, spec=spec, **saved)}
 
 
 class _RouteRounded(Rule):
@@ -57,13 +59,15 @@ class _RouteRounded(Rule):
         return {"logits": given["logits"], "ids": results[0], "candidates": results[3]}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
-        return {"logits": call(ROUTE_ROUNDED_BACKWARD, *upstream, *saved.values(), ctx.options)}
+        spec, rounding = decode(ctx.options)
+        arguments = {"d_weights": upstream[0], **saved}
+        return {"logits": ROUTE_ROUNDED_BACKWARD.call(spec=spec, rounding=rounding, **arguments)}
 
 
 class _Product(Rule):
     def __init__(self, operator: Operator, backward: Operator) -> None:
         # Whatever may ask; `refuse` says where a gradient cannot be had.
-        super().__init__(operator, set(operator.names) - {"layer_index", *table.LAYOUT})
+        super().__init__(operator, set(operator.names) - {"layer_index", *stages.LAYOUT})
         self._backward = backward
 
     def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
@@ -75,8 +79,9 @@ class _Product(Rule):
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         spec, sizes, *formats = decode(ctx.options)
-        options = encode(spec, sizes, tuple(f"d_{name}" for name in asked), *formats)
-        return dict(zip(asked, call(self._backward, *upstream, *saved.values(), options), strict=True))
+        known, wanted = {**saved, "d_y": upstream[0]}, tuple(f"d_{name}" for name in asked)
+        gradients = call(self._backward, self._backward.by_name(known, spec, sizes, wanted, *formats))
+        return dict(zip(asked, gradients, strict=True))
 
 
 class _Gather(Rule):
@@ -87,7 +92,10 @@ class _Gather(Rule):
         (sizes,), (d_y,) = decode(ctx.options), upstream
 
         def total(dtype: str | None) -> torch.Tensor:
-            return call(table.REDUCE, d_y, saved["row_of_slot"], None, None, encode(sizes, "row", dtype))
+            return stages.REDUCE.call(
+                y=d_y, row_of_slot=saved["row_of_slot"], shared=None, shared_gate=None, sizes=sizes, order="row",
+                out_dtype=dtype,
+            )  # fmt: skip
 
         return {name: total("float32" if name == "wide" else None) for name in asked}
 
@@ -95,8 +103,10 @@ class _Gather(Rule):
 class _Activation(Rule):
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         activation, _ = decode(ctx.options)
-        found = call(table.ACTIVATION_BACKWARD, *upstream, *saved.values(), encode(activation))
-        return dict(zip(("x", "up"), found, strict=False))
+        gradients = stages.ACTIVATION_BACKWARD.call(
+            d_y=upstream[0], x=saved["x"], up=saved["up"], activation=activation
+        )
+        return dict(zip(("x", "up"), gradients, strict=False))
 
 
 class _Reduce(Rule):
@@ -127,19 +137,19 @@ class _Reduce(Rule):
 
 def define_stage_gradients() -> None:
     """Give the stage ops their gradients."""
-    for forward, backward, names in (
-        (table.ROUTER, table.ROUTER_BACKWARD, ("x", "weight", "bias", "wide")),
-        (table.RMS_NORM, table.RMS_NORM_BACKWARD, ("x", "weight")),
+    for forward, backward, upstream in (
+        (stages.ROUTER, stages.ROUTER_BACKWARD, "d_logits"),
+        (stages.RMS_NORM, stages.RMS_NORM_BACKWARD, "d_y"),
     ):
-        define_gradient(_Rows(forward, names, backward), backward)
-    define_gradient(_Route(table.ROUTE, ("logits",)), table.ROUTE_BACKWARD)
+        define_gradient(_Rows(forward, forward.names, backward, upstream), backward)
+    define_gradient(_Route(stages.ROUTE, ("logits",)), stages.ROUTE_BACKWARD)
     define_gradient(_RouteRounded(ROUTE_ROUNDED, ("logits",)), ROUTE_ROUNDED_BACKWARD)
     products = (
-        (table.MATMUL_OGS, table.MATMUL_OGS_BACKWARD),
-        (table.MATMUL_OGS_QUANTIZED, table.MATMUL_OGS_QUANTIZED_BACKWARD),
+        (stages.MATMUL_OGS, stages.MATMUL_OGS_BACKWARD),
+        (stages.MATMUL_OGS_QUANTIZED, stages.MATMUL_OGS_QUANTIZED_BACKWARD),
     )
     for forward, backward in products:
         define_gradient(_Product(forward, backward), backward)
-    define_gradient(_Gather(table.GATHER_ROWS, ("x", "wide")))
-    define_gradient(_Activation(table.ACTIVATION, ("x", "up")), table.ACTIVATION_BACKWARD)
-    define_gradient(_Reduce(table.REDUCE, ("y", "shared", "shared_gate")))
+    define_gradient(_Gather(stages.GATHER_ROWS, ("x", "wide")))
+    define_gradient(_Activation(stages.ACTIVATION, ("x", "up")), stages.ACTIVATION_BACKWARD)
+    define_gradient(_Reduce(stages.REDUCE, ("y", "shared", "shared_gate")))

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -22,87 +23,45 @@ from moe_core.base.arrays import ALIGNMENT, ArraySpec
 from moe_core.base.recent import Recent
 from moe_core.base.target import Target, cpu_target
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import QuantizedTensor
 from moe_core.plan.float64 import any_precision, require_one_precision
 from moe_core.plan.steps import LaunchPlan
-from moe_core.runtime.devices import target_of
 from moe_core.runtime.prepare import prepare
 from moe_core.specs.operands import role_of
 from moe_torch.bridge import eager, private
-from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, decode
+from moe_torch.bridge.arrays import MAKE_MEMORY, NoHintError, array_spec, target_of_device
+from moe_torch.bridge.options import TORCH_DTYPES, decode, encode
 from moe_torch.bridge.ready import Begun, Ready, dense
 from moe_torch.bridge.seen import SeenCalls
-from moe_torch.bridge.signature import Signature
+from moe_torch.bridge.signature import Declaration, Signature
 
 #: The namespace of every operator; kept for the life of the process, as its registrations are.
 LIBRARY = torch.library.Library("moebius", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_MAKE_MEMORY = "call to_empty(device=...) on the module that holds it, then load or initialise its values"
 #: Last in the keys of plans whose first output alone is wanted.
 _FIRST = "first"
 
+#: The ops with a gradient, for messages.
+DIFFERENTIABLE: list[str] = []
+
 #: From outputs to what a call returns, by the number of tensors; None = a list.
 _PACKS: dict[int | None, Callable[[Sequence[torch.Tensor]], Any]] = {None: list, 0: lambda _: None, 1: itemgetter(0)}
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 #: Shape and dtype of every output.
 Outputs = list[tuple[tuple[Any, ...], torch.dtype]]
 
 
-def array_spec(name: str, tensor: Any) -> ArraySpec:
-    """The spec of a tensor; symbolic sizes count as their hints. Raises InvalidInput for what is no dense tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        fix = "dequantize" if isinstance(tensor, QuantizedTensor) else "from_dlpack"
-        raise InvalidInput(
-            f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with moe_torch.{fix}"
-        )
-    if tensor.is_nested:
-        raise InvalidInput(
-            f"{name} must be one dense tensor, got a nested tensor; call .to_padded_tensor(0) or pass its .values()"
-        )
-    if tensor.layout != torch.strided:
-        raise InvalidInput(f"{name} must be a dense tensor, got layout {tensor.layout}; call to_dense() on it")
-    if tensor.dtype not in DTYPE_NAMES:
-        raise InvalidInput(f"{name} must have a dtype among {', '.join(TORCH_DTYPES)}, got {tensor.dtype}; cast it")
-    sizes, strides = [_hint(size) for size in tensor.shape], [_hint(step) for step in tensor.stride()]
-    return ArraySpec(tuple(sizes), DTYPE_NAMES[tensor.dtype], tuple(strides))
-
-
-def require_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidInput for a tensor whose storage was emptied, which torch's own operations would crash on."""
-    if eager.plain_tensor(tensor) and tensor.numel() and not tensor.data_ptr():
-        raise InvalidInput(
-            f"{name} must have memory for {array_spec(name, tensor)}, got a null address, as of a storage emptied by "
-            "resize_(0); allocate it again before the call"
-        )
-
-
-class _NoHintError(Exception):
-    """A symbolic size without an example value."""
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """The example value behind a symbolic size, without guarding on it."""
-    if not isinstance(size, torch.SymInt):
-        return size
-    if not size.node.has_hint():
-        raise _NoHintError
-    return int(size.node.hint)
-
-
-def target_of_device(device: torch.device) -> Target:
-    """The target for tensors on a CPU or CUDA device; others raise Unsupported, and meta tensors InvalidInput."""
-    if device.type == "meta":
-        raise InvalidInput(f"arrays must have memory, got tensors on meta; {_MAKE_MEMORY}")
-    return target_of((device.type, device.index or 0))
-
-
-class Operator:
+class Operator(Generic[_Parameters, _Result]):
     """One operator of the namespace `moebius`.
 
-    name: with its overload, as `moe.top_k`. signature: its arguments. planner(**given, target=target): the plan, from
-    ArraySpecs and options by name. shapes(given): shape and dtype of every output; `given` has tensors and options as
-    attributes, and sizes may be symbolic. returns: how many tensors, 0 = it stores at addresses that it is given;
-    None = a list of them.
+    Args:
+        name: with its overload, as `moe.top_k`.
+        declaration: the class or Signature that declares its arguments.
+        planner: makes the plan from ArraySpecs and options by name, and the target.
+        shapes: shape and dtype of every output, from an object with tensors and options as attributes. Sizes may be
+            symbolic.
     """
 
     #: Whether a run is that of the plan and nothing else.
@@ -111,18 +70,22 @@ class Operator:
     def __init__(
         self,
         name: str,
-        signature: Signature,
+        declaration: Callable[_Parameters, Declaration[_Result]] | Signature,
         planner: Callable[..., LaunchPlan],
         shapes: Callable[[Any], Outputs],
-        returns: int | None = 1,
     ) -> None:
-        several = "Tensor[]" if returns is None else f"({', '.join(['Tensor'] * returns)})"
-        LIBRARY.define(f"{name}({signature.schema}) -> {'Tensor' if returns == 1 else several}", tags=_TAGS)
-        self.name, self.signature, self.names, self.returns = name, signature, signature.names, returns
+        # A class, whose parameters and result a type checker reads.
+        signature = declaration if isinstance(declaration, Signature) else Signature.of(declaration)  # type: ignore[arg-type]
+        LIBRARY.define(name + signature.schema, tags=_TAGS)
+        self.name, self.signature, self.names, self.returns = name, signature, signature.names, signature.returns
+        if signature.is_called:
+            #: The operator's arguments in order, and a call with them, from named arguments.
+            self.arguments: Callable[_Parameters, tuple[Any, ...]] = signature.typed(lambda arguments: arguments)
+            self.call: Callable[_Parameters, _Result] = signature.typed(functools.partial(call, self))
         self._packet, _, overload = name.partition(".")
         self.overload = getattr(getattr(torch.ops.moebius, self._packet), overload or "default")
         #: From outputs to what a call returns.
-        self.pack: Callable[[Sequence[torch.Tensor]], Any] = _PACKS.get(returns, tuple)
+        self.pack: Callable[[Sequence[torch.Tensor]], Any] = _PACKS.get(self.returns, tuple)
         self._planner, self._shapes = planner, shapes
         roles = {name: (role_of(name) or "").partition(".")[0] for name in self.names}
         kept = {"weight", "into", *(("up",) if "weight" in roles.values() else ())}  # an activation's up is rows
@@ -140,12 +103,16 @@ class Operator:
         LIBRARY.impl(self.name, self._refuse_backend, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moebius::{self.name}", self._infer, lib=LIBRARY)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def by_name(self, tensors: Mapping[str, Any], *options: Any) -> tuple[Any, ...]:
+        """The operator's arguments. tensors: by the names of `names`; others are left out, and absent ones are None."""
+        return (*[tensors.get(name) for name in self.names], encode(*options))
+
+    def run(self, arguments: tuple[Any, ...]) -> Any:
         """Call the operator from eager code."""
         outputs = self._run_plain(arguments, first=False)
         return self._dispatch(arguments) if outputs is None else self.pack(outputs)
 
-    def first(self, *arguments: Any) -> torch.Tensor:
+    def first(self, arguments: tuple[Any, ...]) -> torch.Tensor:
         """The first of several outputs. In a plain call the others lie in the scratch memory: none is allocated."""
         outputs = self._run_plain(arguments, first=True)
         return (self._dispatch(arguments) if outputs is None else outputs)[0]
@@ -197,12 +164,13 @@ class Operator:
         (first, one), *others = present
         for name, tensor in others:
             if tensor.device != one.device:
-                fix = f"move it with .to({str(one.device)!r})" if tensor.device.type != "meta" else _MAKE_MEMORY
+                fix = f"move it with .to({str(one.device)!r})" if tensor.device.type != "meta" else MAKE_MEMORY
                 raise InvalidInput(f"{name} must be on {one.device} like {first}, got {tensor.device}; {fix}")
         return one.device
 
-    def plan(self, tensors: Sequence[Any], options: str, target: Target) -> LaunchPlan:
-        """The plan for tensors (None where absent), each input's spec compared with what was planned."""
+    def plan(self, arguments: Sequence[Any], target: Target) -> LaunchPlan:
+        """The plan for a call's arguments, each input's spec compared with what was planned."""
+        *tensors, options = arguments
         specs = self.specs(tensors)
         given = dict(zip(self.names, specs, strict=True))
         require_one_precision((name, spec.dtype) for name, spec in given.items() if spec is not None)
@@ -255,9 +223,8 @@ class Operator:
         names: the plan's buffers that are outputs, in this order, all others scratch; none = its own outputs. first: of
         these the first alone.
         """
-        *tensors, options = arguments
-        device = self.device_of(tensors)
-        plan = self.plan(tensors, options, target_of_device(device))
+        device = self.device_of(arguments[:-1])
+        plan = self.plan(arguments, target_of_device(device))
         if first or names:
             buffers = {buffer.name: buffer for buffer in (*plan.scratch, *plan.outputs)}
             outputs = tuple(buffers.pop(name) for name in names or (plan.outputs[0].name,))
@@ -303,8 +270,8 @@ class Operator:
         """
         *tensors, options = arguments
         device = self.device_of(tensors)
-        with contextlib.suppress(_NoHintError):
-            self.plan(tensors, options, Target("reference"))
+        with contextlib.suppress(NoHintError):
+            self.plan(arguments, Target("reference"))
         shapes = self._shapes(SimpleNamespace(**self.signature.shapes(tensors, decode(options))))
         if any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors):
             shapes = [(shape, torch.float64 if dtype == torch.float32 else dtype) for shape, dtype in shapes]
@@ -349,8 +316,8 @@ class Operator:
                 if self._gradient is None:
                     raise Unsupported(
                         f"{name} requires a gradient, and {self._packet} defines none: of the operators of moe_torch "
-                        "moe, router, rms_norm, route, route_rounded, matmul_ogs, gather_rows, activation and reduce "
-                        f"do; call one of them, or call {self._packet} under torch.no_grad() or pass {name}.detach()"
+                        f"{', '.join(DIFFERENTIABLE[:-1])} and {DIFFERENTIABLE[-1]} do; call one of them, or call "
+                        f"{self._packet} under torch.no_grad() or pass {name}.detach()"
                     )
                 asked = asked or name in self._differentiable
         return asked
@@ -378,15 +345,18 @@ def _argument(buffer: str) -> str:
     return buffer.removesuffix(".values")
 
 
-def call(operator: Operator, *arguments: Any) -> Any:
-    """Call an operator: from traced code straight, so that its graph shows it; from eager code through `Operator`."""
+def call(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call an operator: from traced code straight, so that its graph shows it; from eager code through `Operator`.
+
+    arguments: as `Operator.arguments` or `Operator.by_name` makes them.
+    """
     if torch.compiler.is_compiling():
         return operator.overload(*arguments)
-    return operator(*arguments)
+    return operator.run(arguments)
 
 
-def call_first(operator: Operator, *arguments: Any) -> torch.Tensor:
+def call_first(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> torch.Tensor:
     """`call` of an operator with several outputs for its first alone."""
     if torch.compiler.is_compiling():
         return operator.overload(*arguments)[0]
-    return operator.first(*arguments)
+    return operator.first(arguments)

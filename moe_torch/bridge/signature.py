@@ -1,21 +1,53 @@
-"""The arguments of an operator: as its schema lists them, as plans call them, and as bundles for its planner."""
+"""The arguments of an operator, declared once: its schema, how it is called, and what its planner takes.
+
+A declaration is a class with annotated fields, as a NamedTuple has, or for operators of bundles a `Signature`. From it
+follow the schema in order, the options string, the typed call and the planner's keywords. Calls name all arguments: one
+by position is refused, so that no two can be mistaken for each other.
+"""
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar
+
+import torch
 
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.specs.operands import array_fields
+from moe_torch.bridge.options import encode
 
-#: What a quantised matrix has beside its values.
+#: What a quantised matrix has besides its values.
 _PARTS = ("scales", "zero_points")
+
+_Returned = TypeVar("_Returned")
+
+
+@typing.dataclass_transform(kw_only_default=True)
+class Declaration(Generic[_Returned]):
+    """Declares the arguments of an operator, tensors and then options, and its result: tensors, a list or None."""
+
+
+# Annotations of fields. Those with any other annotation are options.
+Tensor = torch.Tensor
+MaybeTensor = torch.Tensor | None
+#: The operator writes to it.
+Written = Annotated[torch.Tensor | None, "!"]
+#: Symmetric memory of this rank: declared as written to, so that traced programs keep the order of stores, barriers and
+#: loads. No plan reads it.
+Memory = Annotated[torch.Tensor | None, "!", "not planned"]
+#: How many tensors operators return, by what their declaration says.
+_RETURNS: dict[Any, int | None] = {torch.Tensor: 1, type(None): 0, list[torch.Tensor]: None}
 
 
 def fields_of(kind: type, bundle: str = "", *, without: Sequence[str] = (), optional: bool = False) -> tuple[str, ...]:
     """The arrays of a bundle's class in the notation of `Signature`: `experts.gate_up`, `experts.up?`, ...
 
-    bundle: what stands before the dot, if anything. without: shown names to leave out. optional: all may be None.
+    Args:
+        kind: the bundle's class.
+        bundle: what stands before the dot, if anything.
+        without: shown names to leave out.
+        optional: all may be None.
     """
     dot = "." if bundle else ""
     fields = [(f"{bundle}{dot}{name}", required and not optional) for name, required in array_fields(kind)]
@@ -25,10 +57,15 @@ def fields_of(kind: type, bundle: str = "", *, without: Sequence[str] = (), opti
 class Signature:
     """The tensors of an operator in order, and the values in its options string.
 
-    tensors: as plans call them (`x`, `experts.down`), with `?` behind one that may be None, and `!` behind one that may
-    be None and else is written to. options: names of the values. bundles: the class that `experts` in `experts.down`
-    stands for. matrices: tensors that may be `QuantizedTensor`s. Scales and zero points follow each in the schema, and
-    the options end with `formats`, the QuantizedSpec of each matrix, None for a plain one.
+    Args:
+        tensors: as plans call them (`x`, `experts.down`), with `?` behind one that may be None, and `!` behind one that
+            may be None and else is written to.
+        options: names of the values.
+        bundles: the class that `experts` in `experts.down` stands for.
+        matrices: tensors that may be `QuantizedTensor`s. Scales and zero points follow each in the schema, and the
+            options end with `formats`, the QuantizedSpec of each matrix, None for a plain one.
+        returns: number of tensors that the operator returns, 0 where it writes to its arguments; None: a list.
+        unplanned: tensors that planners do not take.
     """
 
     def __init__(
@@ -36,12 +73,16 @@ class Signature:
         tensors: Sequence[str],
         options: tuple[str, ...] = (),
         bundles: Mapping[str, type] | None = None,
+        *,
         matrices: Sequence[str] = (),
+        returns: int | None = 1,
+        unplanned: Sequence[str] = (),
     ) -> None:
         self._arrays = tuple(tensor.rstrip("?!") for tensor in tensors)
-        self._matrices, self._bundles = frozenset(matrices), bundles or {}
+        self._matrices, self._bundles, self._unplanned = frozenset(matrices), bundles or {}, frozenset(unplanned)
         self._required = {tensor.partition(".")[0] for tensor in tensors if tensor[-1] not in "?!"}
-        self.options = (*options, "formats") if matrices else options
+        self._values, self.returns = options, returns
+        self._options = (*options, "formats") if matrices else options
         listed: list[str] = []
         for tensor, name in zip(tensors, self._arrays, strict=True):
             listed.append(tensor)
@@ -52,24 +93,62 @@ class Signature:
         kinds = {"?": lambda: "Tensor?", "!": lambda: f"Tensor({next(letters)}!)?"}
         schema = [kinds.get(tensor[-1], lambda: "Tensor")() for tensor in listed]
         pairs = zip(schema, self.names, strict=True)
-        self.schema = ", ".join((*[f"{kind} {name.replace('.', '_')}" for kind, name in pairs], "str options"))
+        inputs = ", ".join((*[f"{kind} {name.replace('.', '_')}" for kind, name in pairs], "str options"))
+        several = "Tensor[]" if returns is None else f"({', '.join(['Tensor'] * returns)})"
+        self.schema = f"({inputs}) -> {'Tensor' if returns == 1 else several}"
 
-    def tensors(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """The operator's tensors for arrays in the order of `tensors` above, of which matrices may be quantised."""
-        if not self._matrices:
-            return arrays
-        flat: list[Any] = []
-        for name, array in zip(self._arrays, arrays, strict=True):
-            if isinstance(array, QuantizedTensor) and name in self._matrices:
-                flat += [array.values, array.scales, array.zero_points]
+    @classmethod
+    def of(cls, declaration: type[Declaration[Any]]) -> Signature:
+        """The signature that a class declares."""
+        (result,) = typing.get_args(declaration.__orig_bases__[0])  # pyright: ignore[reportAttributeAccessIssue]
+        tensors, options, bundles, unplanned = [], [], {}, []
+        for name, hint in typing.get_type_hints(declaration, include_extras=True).items():
+            marks = getattr(hint, "__metadata__", ())
+            if marks and isinstance(marks[0], tuple):  # Some arrays of a bundle.
+                tensors += [f"{name}.{field}" for field in marks[0]]
+                bundles[name] = typing.get_args(hint)[0]
+            elif hint in (Tensor, MaybeTensor, Written, Memory):
+                tensors.append(name + (marks[0] if marks else "?" if hint == MaybeTensor else ""))
+                unplanned += [name] if hint == Memory else []
             else:
-                flat += [array, None, None] if name in self._matrices else [array]
-        return flat
+                options.append(name)
+        returns = _RETURNS[result] if result in _RETURNS else len(typing.get_args(result))
+        return cls(tensors, tuple(options), bundles, returns=returns, unplanned=unplanned)
 
-    def formats(self, arrays: Sequence[Any]) -> tuple[QuantizedSpec | None, ...]:
-        """The last of the options for such arrays."""
-        matrices = [array for name, array in zip(self._arrays, arrays, strict=True) if name in self._matrices]
-        return tuple([array.spec if isinstance(array, QuantizedTensor) else None for array in matrices])
+    @property
+    def is_called(self) -> bool:
+        """False where tensors are by name only: no bundle of a call has such fields."""
+        return all("." not in name or name.partition(".")[0] in self._bundles for name in self._arrays)
+
+    def typed(self, run: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
+        """A function of named parameters, the tensors and bundles and then the options, that calls `run` with the
+        operator's arguments in order."""
+        bundles = [name.partition(".")[0] for name in self._arrays]
+        arrays = []
+        for bundle, name in zip(bundles, self._arrays, strict=True):
+            absent = "." in name and bundle not in self._required
+            arrays.append(f"(None if {bundle} is None else {name})" if absent else name)
+        flat, options = f"({', '.join(arrays)},)", ", ".join(self._values)
+        body = f"finish({flat}, {options})" if self._matrices else f"({flat[1:-1]} encode({options}))"
+        # A closure, which Dynamo can follow; the text has nothing but names of our declarations.
+        source = (
+            f"lambda run, encode, finish: lambda *, {', '.join((*dict.fromkeys(bundles), *self._values))}: run({body})"
+        )
+        return eval(source)(run, encode, self._quantized)
+
+    def _quantized(self, arrays: Sequence[Any], *options: Any) -> tuple[Any, ...]:
+        """The operator's arguments for arrays in the order of `tensors` above, of which matrices may be quantised."""
+        flat, formats = [], []
+        for name, array in zip(self._arrays, arrays, strict=True):
+            if name not in self._matrices:
+                flat.append(array)
+            elif isinstance(array, QuantizedTensor):
+                flat += [array.values, array.scales, array.zero_points]
+                formats.append(array.spec)
+            else:
+                flat += [array, None, None]
+                formats.append(None)
+        return (*flat, encode(*options, tuple(formats)))
 
     def keywords(
         self, tensors: Sequence[Any], options: Sequence[Any], build: Callable[..., QuantizedTensor] = QuantizedTensor
@@ -78,22 +157,23 @@ class Signature:
 
         build: `QuantizedTensor.unchecked` for tensors of transformations or of symbolic shape, which a check would fix.
         """
-        found = dict(zip(self.options, options, strict=True))
-        formats, given, bundles = iter(found.pop("formats", ())), iter(tensors), {}
+        values: dict[str, Any] = dict(zip(self._options, options, strict=True))
+        formats: Any = iter(values.pop("formats", ()))
+        flat, bundles = iter(tensors), {}
         for name in self._arrays:
-            array = next(given)
+            array = next(flat)
             if name in self._matrices:
-                scales, zero_points, format = next(given), next(given), next(formats)
+                scales, zero_points, format = next(flat), next(flat), next(formats)
                 array = array if format is None else build(format, array, scales, zero_points)
             bundle, _, field = name.partition(".")
             if field:
                 bundles.setdefault(bundle, {})[field] = array
-            else:
-                found[name] = array
+            elif name not in self._unplanned:
+                values[name] = array
         for bundle, fields in bundles.items():
             is_there = bundle in self._required or any(array is not None for array in fields.values())
-            found[bundle] = self._bundles.get(bundle, dict)(**fields) if is_there else None
-        return found
+            values[bundle] = self._bundles.get(bundle, dict)(**fields) if is_there else None
+        return values
 
     def shapes(self, tensors: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
         """`keywords` for what reads shapes: values stand for their matrices, unless they are tiled.
@@ -102,6 +182,8 @@ class Signature:
         """
         if self._matrices:
             *options, formats = options
-            tiled = [None if format is None or format.tiling is None else format for format in formats]
+            tiled: list[QuantizedSpec | None] = [
+                None if format is None or format.tiling is None else format for format in formats
+            ]
             options = [*options, tiled]
         return self.keywords(tensors, options, QuantizedTensor.unchecked)

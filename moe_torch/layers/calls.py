@@ -77,7 +77,7 @@ def output_of(layer: Any, x: torch.Tensor, arrays: list[Any], key: str, tensors:
     call is not to be seen.
     """
     operator, options, finish = layer._operator, layer._options, layer.output
-    output = call_first(operator, *arrays, options)
+    output = call_first(operator, (*arrays, options))
     if tensors is not None and not output.requires_grad:
         ready = operator.known((*arrays, options))
         # Rows that are a copy have an address of their own.

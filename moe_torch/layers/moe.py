@@ -296,7 +296,7 @@ class MoE(PrepackedExperts, PlannedLayer):
             output, ids, chosen, logits, counts, invalid, *_ = found
             overflow = getattr(found, "overflow", None)
         else:
-            results, overflow = call(self._operator, *arrays, self._options), None
+            results, overflow = call(self._operator, (*arrays, self._options)), None
             output, counts, invalid, ids, chosen, logits = results
         output = output if self.output is None else self.output(output)
         y = output if x.dim() == 2 else output.view_as(x)

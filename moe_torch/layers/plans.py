@@ -14,7 +14,8 @@ from moe_core.layers.costs import count_tokens
 from moe_core.layers.plans import explain_layer, layer_plans
 from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
 from moe_core.specs.operands import MoEOperands
-from moe_torch.bridge.operator import Operator, target_of_device
+from moe_torch.bridge.arrays import target_of_device
+from moe_torch.bridge.operator import Operator
 from moe_torch.operators.requests import operands_of
 
 
@@ -76,4 +77,4 @@ class PlannedLayer(torch.nn.Module):
         arrays = self._arrays(self._parts())
         dtype = arrays[self._like_place].dtype
         arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=dtype, device="meta")
-        return operands_of(self._operator, arrays, self._options)
+        return operands_of(self._operator, (*arrays, self._options))

@@ -16,7 +16,7 @@ from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
-from moe_torch.bridge.operator import target_of_device
+from moe_torch.bridge.arrays import target_of_device
 from moe_torch.bridge.options import constant_result
 from moe_torch.modular.into import write_into
 from moe_torch.modular.stages import batched_layout
@@ -116,8 +116,8 @@ def _name(tensor: torch.Tensor) -> str:
 
 def _write(d: torch.Tensor, a: Quantized, b: Quantized, layout: ops.RaggedLayout, spec: MatmulSpec) -> None:
     sides = (matmul_side(format, side[0], side[1].contiguous()) for format, side in ((FP8_GROUP, a), (FP8_BLOCK, b)))
-    operator, arrays, text = matmul_request(MatmulOperands(*sides), layout, spec)
-    write_into(operator, {"y": d}, *arrays, text)
+    operator, arguments = matmul_request(MatmulOperands(*sides), layout, spec)
+    write_into(operator, {"y": d}, arguments)
 
 
 def _require_products(a: Quantized, b: Quantized, d: torch.Tensor, masked: bool) -> tuple[Any, ...]:

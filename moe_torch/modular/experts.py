@@ -27,12 +27,11 @@ from moe_core.modular.types import (
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights
 from moe_core.specs.tuning import Tuning
-from moe_torch.bridge.operator import target_of_device
-from moe_torch.bridge.options import encode
+from moe_torch.bridge.arrays import target_of_device
 from moe_torch.modular.into import write_into
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
-from moe_torch.operators.table import ACTIVATION
+from moe_torch.operators.stages import ACTIVATION
 
 Self = TypeVar("Self", bound="FusedMoEPermuteExpertsUnpermute")
 #: Elements of quantised activations.
@@ -238,7 +237,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         """
         chosen = core.activation_of(activation)
         dtype = str(output.dtype).removeprefix("torch.")
-        write_into(ACTIVATION, {"y": output}, input, None, encode(chosen, dtype))
+        arguments = ACTIVATION.arguments(x=input, up=None, activation=chosen, out_dtype=dtype)
+        write_into(ACTIVATION, {"y": output}, arguments)
 
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor

@@ -13,14 +13,15 @@ from moe_core.errors import InvalidInput
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator, call, call_first
 from moe_torch.bridge.ready import Ready
-from moe_torch.operators.table import MOE, MOE_QUANTIZED, PACK_BITMATRIX
+from moe_torch.operators.stages import PACK_BITMATRIX
+from moe_torch.operators.table import MOE, MOE_QUANTIZED
 
 _ready: Recent[Ready] = Recent()
 #: Operators with more than one result.
 _SEVERAL = frozenset((PACK_BITMATRIX.name, *(found.name for found in (*MOE.values(), *MOE_QUANTIZED.values()))))
 
 
-def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments: Any) -> bool:
+def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> bool:
     """Run an operator with the named buffers (outputs or scratch of its plan) in the given tensors.
 
     Returns False and runs nothing unless the call is plain (`moe_torch.bridge.eager`). Raises InvalidInput for memory
@@ -92,20 +93,20 @@ def known_run(
     return None if None in selection else KnownRun(ready, tuple(selection))  # pyright: ignore[reportArgumentType]
 
 
-def write_into(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments: Any) -> None:
+def write_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> None:
     """Write the first result of an operator to the first tensor of memory, which names more buffers of the plan. A call
     that is not plain copies the result, and autograd sees the copy."""
-    if not run_into(operator, memory, *arguments):
+    if not run_into(operator, memory, arguments):
         next(iter(memory.values())).copy_(_result(operator, arguments))
 
 
-def result_in(operator: Operator, memory: Mapping[str, torch.Tensor], *arguments: Any) -> torch.Tensor:
+def result_in(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> torch.Tensor:
     """Return the first result of an operator, in the first tensor of memory if the call is plain. Otherwise it is a new
     tensor, which autograd may keep."""
-    if memory and run_into(operator, memory, *arguments):
+    if memory and run_into(operator, memory, arguments):
         return next(iter(memory.values()))
     return _result(operator, arguments)
 
 
 def _result(operator: Operator, arguments: tuple[Any, ...]) -> torch.Tensor:
-    return (call_first if operator.name in _SEVERAL else call)(operator, *arguments)
+    return (call_first if operator.name in _SEVERAL else call)(operator, arguments)

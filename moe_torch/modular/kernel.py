@@ -14,7 +14,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular.quant_config import QUANTIZATION_ARRAYS
 from moe_core.modular.types import ExpertTokensMetadata, ProblemSize
 from moe_core.specs.matmul import Activation
-from moe_torch.bridge.operator import target_of_device
+from moe_torch.bridge.arrays import target_of_device
 from moe_torch.bridge.options import require_instance
 from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute

@@ -14,10 +14,10 @@ import torch
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_torch import ops
-from moe_torch.bridge.options import encode, layout_spec
+from moe_torch.bridge.options import layout_spec
 from moe_torch.modular.into import write_into
 from moe_torch.modular.stages import as_ids, as_weights, weight_of_row
-from moe_torch.operators.table import PACK_BITMATRIX
+from moe_torch.operators.stages import PACK_BITMATRIX
 
 _WORD_BITS = 32
 #: Tile heights that `ExptData` counts. The smallest bounds the number of tiles.
@@ -201,4 +201,5 @@ def pack_bitmatrix(
             raise InvalidInput(f"{name} must be {list(shape)}, got {list(array.shape)}; pass the sizes it has")
     if bitmatrix.dtype != torch.uint32:
         raise InvalidInput(f"bitmatrix must be torch.uint32, got {bitmatrix.dtype}; allocate it so")
-    write_into(PACK_BITMATRIX, {"bitmatrix": bitmatrix}, ids, encode(_WORD_BITS * bm_cols))
+    arguments = PACK_BITMATRIX.arguments(ids=ids, num_experts=_WORD_BITS * bm_cols)
+    write_into(PACK_BITMATRIX, {"bitmatrix": bitmatrix}, arguments)

@@ -17,11 +17,10 @@ from moe_core.specs.operands import ExpertWeights, MatmulOperands
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
-from moe_torch.bridge.options import encode
 from moe_torch.modular.into import result_in, write_into
 from moe_torch.operators.kinds import as_int32
 from moe_torch.operators.requests import matmul_request
-from moe_torch.operators.table import REDUCE
+from moe_torch.operators.stages import REDUCE
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
@@ -65,7 +64,10 @@ def sum_by_token(output: torch.Tensor, rows: torch.Tensor, row_of_slot: torch.Te
     topk]`, -1 = adds nothing.
     """
     dtype, sizes = str(output.dtype).removeprefix("torch."), (None, top_k, None, None, None)
-    write_into(REDUCE, {"out": output}, rows, row_of_slot, None, None, encode(sizes, order, dtype))
+    arguments = REDUCE.arguments(
+        y=rows, row_of_slot=row_of_slot, shared=None, shared_gate=None, sizes=sizes, order=order, out_dtype=dtype,
+    )  # fmt: skip
+    write_into(REDUCE, {"out": output}, arguments)
 
 
 def slots_with_expert(topk_ids: torch.Tensor) -> torch.Tensor:
@@ -160,8 +162,8 @@ class Stages:
         if dtype is not None:
             spec = dataclasses.replace(spec, out_dtype=str(dtype).removeprefix("torch."))
         operands = MatmulOperands(x, weight, bias=bias, row_weight=row_weight)
-        operator, arrays, text = matmul_request(operands, layout, spec)
-        return result_in(operator, memory, *arrays, text)
+        operator, arguments = matmul_request(operands, layout, spec)
+        return result_in(operator, memory, arguments)
 
     def run(
         self,

@@ -20,7 +20,7 @@ from moe_core.specs.operands import TopK, map_arrays
 from moe_core.specs.tuning import tunings_of
 from moe_torch import ops
 from moe_torch.bridge import eager
-from moe_torch.bridge.operator import array_spec, target_of_device
+from moe_torch.bridge.arrays import array_spec, target_of_device
 from moe_torch.modular.calls import ExpertsCall
 from moe_torch.modular.experts import WorkspaceShapes
 from moe_torch.modular.into import KnownRun, known_run, write_into
@@ -120,10 +120,9 @@ class GroupedExperts(StandardExperts):
         routing, weights = TopK(call.topk_ids, weights_left(call)), self.weights(call.w1, call.w2)
         make, activation = MoESpec if torch.compiler.is_compiling() else _known_moe_spec, activation_of(call.activation)
         spec = make(activation, weight_layout=self.weight_layout, tuning=self.tuning, activations=self.activations)
-        asked = ops.moe_request(call.hidden_states, weights, routing, spec, None, call.expert_map, None)
-        operator, arrays, text = asked
-        write_into(operator, memory, *arrays, text)
-        found = None if key is None else known_run(operator, memory, (*arrays, text), tensors)
+        operator, arguments = ops.moe_request(call.hidden_states, weights, routing, spec, expert_map=call.expert_map)
+        write_into(operator, memory, arguments)
+        found = None if key is None else known_run(operator, memory, arguments, tensors)
         if found is not None:
             _known.put(key, found)
 

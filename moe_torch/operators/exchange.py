@@ -1,18 +1,14 @@
-"""The operators that store and load at peers' addresses.
-
-`memory` is this rank's own symmetric tensor: declared as written to, so that traced programs keep the order of stores,
-barriers and loads. No plan reads it.
-"""
+"""The operators that store and load at peers' addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.errors import InvalidInput
+from moe_core.formats import Format
 from moe_core.ops.exchange.direct import plan_push_tokens_once, plan_sum_results
 from moe_core.ops.exchange.operands import Checks, HomeTokens, Places, RowsAt, TokenSizes, TokenTables, in_records
 from moe_core.ops.exchange.places import plan_peer_places
@@ -28,19 +24,10 @@ from moe_core.ops.exchange.take import plan_take_rows
 from moe_core.plan.steps import LaunchPlan
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
-from moe_torch.bridge.signature import Signature
+from moe_torch.bridge.signature import Declaration, MaybeTensor, Memory, Tensor, Written
 
-
-def _operator(
-    name: str,
-    tensors: tuple[str, ...],
-    options: tuple[str, ...],
-    planner: Callable[..., LaunchPlan],
-    shapes: Callable[[Any], Outputs] = lambda _: [],
-    returns: int | None = 0,
-) -> Operator:
-    signature = Signature((*tensors, "memory!"), options)
-    return Operator(name, signature, lambda *, memory, **given: planner(**given), shapes, returns)
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
 
 
 def _places_shapes(given: Any) -> Outputs:
@@ -49,35 +36,103 @@ def _places_shapes(given: Any) -> Outputs:
     return [(shape, torch.int32) for shape in shapes]
 
 
+class _PeerPlaces(Declaration[tuple[Tensor, Tensor, Tensor, Tensor]]):
+    ids: Tensor
+    group_start: Tensor
+    row_of_slot: Tensor
+    counts: Tensor
+    rank: int
+    receive: int
+
+
+class _PeerTakeRows(Declaration[Tensor]):
+    x: Tensor
+    scales: MaybeTensor
+    rows: Tensor
+    group_start: Tensor
+    dtype: str | None
+    programs: int | None
+
+
+class _PushCounts(Declaration[None]):
+    counts: Tensor
+    counts_at: Tensor
+    memory: Memory
+    rank: int
+
+
+class _DispatchPush(Declaration[None]):
+    x: Tensor
+    owners: Tensor
+    rows: Tensor
+    rows_at: Tensor
+    scales_at: MaybeTensor
+    memory: Memory
+    num_rows: int
+    format: Format | None
+    programs: int | None
+
+
+class _PushSlots(Declaration[None]):
+    weights: Tensor
+    owners: Tensor
+    rows: Tensor
+    weights_at: MaybeTensor
+    sources_at: MaybeTensor
+    memory: Memory
+    rank: int
+    num_rows: int
+
+
+class _CombinePull(Declaration[Tensor]):
+    owners: Tensor
+    rows: Tensor
+    results_at: Tensor
+    shared: MaybeTensor
+    shared_gate: MaybeTensor
+    memory: Memory
+    width: int
+    dtype: str | None
+    num_rows: int
+    out_dtype: str | None
+    programs: int | None
+
+
+class _CombinePullWeights(Declaration[Tensor]):
+    owners: Tensor
+    rows: Tensor
+    weights_at: Tensor
+    memory: Memory
+    num_rows: int
+
+
+class _CombinePush(Declaration[None]):
+    y: Tensor
+    sources: Tensor
+    group_start: Tensor
+    slots_at: Tensor
+    memory: Memory
+    num_slots: int
+    programs: int | None
+
+
+def _nothing(given: Any) -> Outputs:
+    return []
+
+
 #: Returns owners, rows, received, overflow.
-PEER_PLACES = Operator(
-    "peer_places",
-    Signature(("ids", "group_start", "row_of_slot", "counts"), ("rank", "receive")),
-    plan_peer_places,
-    _places_shapes,
-    4,
-)
+PEER_PLACES = Operator("peer_places", _PeerPlaces, plan_peer_places, _places_shapes)
 TAKE_ROWS = Operator(
     "peer_take_rows",
-    Signature(("x", "scales?", "rows", "group_start"), ("dtype", "programs")),
+    _PeerTakeRows,
     plan_take_rows,
     lambda given: [
         ((given.rows.shape[0], given.x.shape[1]), TORCH_DTYPES[given.dtype] if given.dtype else given.x.dtype)
     ],
 )
-PUSH_COUNTS = _operator("push_counts", ("counts", "counts_at"), ("rank",), plan_push_counts)
-DISPATCH_PUSH = _operator(
-    "dispatch_push",
-    ("x", "owners", "rows", "rows_at", "scales_at?"),
-    ("num_rows", "format", "programs"),
-    in_records(plan_dispatch_push, places=Places),
-)
-PUSH_SLOTS = _operator(
-    "push_slots",
-    ("weights", "owners", "rows", "weights_at?", "sources_at?"),
-    ("rank", "num_rows"),
-    in_records(plan_push_slots, places=Places),
-)
+PUSH_COUNTS = Operator("push_counts", _PushCounts, plan_push_counts, _nothing)
+DISPATCH_PUSH = Operator("dispatch_push", _DispatchPush, in_records(plan_dispatch_push, places=Places), _nothing)
+PUSH_SLOTS = Operator("push_slots", _PushSlots, in_records(plan_push_slots, places=Places), _nothing)
 
 
 def _plan_combine_pull(*, results_at: ArraySpec, **flat: Any) -> LaunchPlan:
@@ -85,25 +140,19 @@ def _plan_combine_pull(*, results_at: ArraySpec, **flat: Any) -> LaunchPlan:
     return in_records(plan_combine_pull, places=Places)(results_at=rows_at, **flat)
 
 
-COMBINE_PULL = _operator(
+COMBINE_PULL = Operator(
     "combine_pull",
-    ("owners", "rows", "results_at", "shared?", "shared_gate?"),
-    ("width", "dtype", "num_rows", "out_dtype", "programs"),
+    _CombinePull,
     _plan_combine_pull,
     lambda given: [((given.owners.shape[0], given.width), TORCH_DTYPES[given.out_dtype or given.dtype])],
-    1,
 )
-COMBINE_PULL_WEIGHTS = _operator(
+COMBINE_PULL_WEIGHTS = Operator(
     "combine_pull_weights",
-    ("owners", "rows", "weights_at"),
-    ("num_rows",),
+    _CombinePullWeights,
     in_records(plan_combine_pull_weights, places=Places),
     lambda given: [(tuple(given.rows.shape), torch.float32)],
-    1,
 )
-COMBINE_PUSH = _operator(
-    "combine_push", ("y", "sources", "group_start", "slots_at"), ("num_slots", "programs"), plan_combine_push
-)
+COMBINE_PUSH = Operator("combine_push", _CombinePush, plan_combine_push, _nothing)
 
 
 def _once_shapes(given: Any) -> Outputs:
@@ -114,18 +163,34 @@ def _once_shapes(given: Any) -> Outputs:
     return [(size, torch.int32) for size in sizes]
 
 
+class _PushTokensOnce(Declaration[list[Tensor]]):
+    x: MaybeTensor
+    ids: Tensor
+    weights: Tensor
+    header: Tensor
+    places_of_experts: MaybeTensor
+    given: MaybeTensor
+    token_mask: MaybeTensor
+    rows_at: MaybeTensor
+    ids_at: Tensor
+    weights_at: Tensor
+    headers_at: Tensor
+    memory: Memory
+    rank: int
+    per_rank: int
+    num_experts: int
+    most: int
+    programs: int | None
+    visits: bool
+
+
 #: Returns places, tokens_per_expert, invalid_ids, overflow, with visits also owners and rows.
-PUSH_TOKENS_ONCE = _operator(
+PUSH_TOKENS_ONCE = Operator(
     "push_tokens_once",
-    (
-        "x?", "ids", "weights", "header", "places_of_experts?", "given?", "token_mask?", "rows_at?", "ids_at",
-        "weights_at", "headers_at",
-    ),
-    ("rank", "per_rank", "num_experts", "most", "programs", "visits"),
+    _PushTokensOnce,
     in_records(plan_push_tokens_once, operands=HomeTokens, tables=TokenTables, sizes=TokenSizes),
     _once_shapes,
-    None,
-)  # fmt: skip
+)
 
 
 def _sum_shapes(given: Any) -> Outputs:
@@ -133,26 +198,38 @@ def _sum_shapes(given: Any) -> Outputs:
     return [((given.row_of_slot.shape[0], given.y.shape[1]), dtype)]
 
 
+class _Summed(Declaration[_Returned]):
+    y: Tensor
+    row_of_slot: Tensor
+    headers: MaybeTensor
+    agree: MaybeTensor
+    wanted: MaybeTensor
+    shared: MaybeTensor
+    shared_gate: MaybeTensor
+
+
+class _SumResults(_Summed[Tensor]):
+    memory: Memory
+    out_dtype: str | None
+
+
+class _SumResultsInto(_Summed[None]):
+    out: Written
+    memory: Memory
+
+
 _plan_sum_results = in_records(plan_sum_results, checks=Checks)
-_SUMMED = ("y", "row_of_slot", "headers?", "agree?", "wanted?", "shared?", "shared_gate?")
-SUM_RESULTS = _operator(
-    "sum_results",
-    _SUMMED,
-    ("out_dtype",),
-    _plan_sum_results,
-    _sum_shapes,
-    1,
-)
+SUM_RESULTS = Operator("sum_results", _SumResults, _plan_sum_results, _sum_shapes)
 
 
-def _plan_sum_into(*, memory: object, out: ArraySpec, **given: Any) -> LaunchPlan:
-    plan = _plan_sum_results(**given, out_dtype=out.dtype)
+def _plan_sum_into(*, out: ArraySpec, **arrays: Any) -> LaunchPlan:
+    plan = _plan_sum_results(**arrays, out_dtype=out.dtype)
     if out != plan.spec("out"):
         raise InvalidInput(f"out must be {plan.spec('out')} like y and its tokens, got {out}; pass such rows")
     return plan
 
 
-class _IntoOperator(Operator):
+class _IntoOperator(Operator[_Parameters, _Returned]):
     """The plan's output is written to `out`, which exists."""
 
     _runs_plan_alone = False
@@ -165,17 +242,22 @@ class _IntoOperator(Operator):
         return []
 
 
-SUM_RESULTS_INTO = _IntoOperator(
-    "sum_results_into",
-    Signature((*_SUMMED, "out!", "memory!"), ()),
-    _plan_sum_into,
-    lambda _: [],
-    0,
-)
+SUM_RESULTS_INTO = _IntoOperator("sum_results_into", _SumResultsInto, _plan_sum_into, _nothing)
+
+
+class _ResultAddresses(Declaration[Tensor]):
+    sources: Tensor
+    group_start: Tensor
+    slots_at: Tensor
+    num_slots: int
+    width: int
+    dtype: str | None
+
+
 #: Returns results_at.
 RESULT_ADDRESSES = Operator(
     "result_addresses",
-    Signature(("sources", "group_start", "slots_at"), ("num_slots", "width", "dtype")),
+    _ResultAddresses,
     plan_result_addresses,
     lambda given: [((given.sources.shape[0],), torch.int64)],
 )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from moe_core.base.sizes import INT32_LIMIT
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 #: The arrays of a moe operator whose gradients a backward can add to tensors that are there already.
 MATRICES = ("experts.gate_up", "experts.down", "experts.up", "shared.gate_up", "shared.down", "shared.up")
@@ -31,7 +34,7 @@ def as_float32(weights: torch.Tensor) -> torch.Tensor:
     return weights.float() if weights.dtype in (torch.bfloat16, torch.float16) else weights
 
 
-class TrainingOperator(Operator):
+class TrainingOperator(Operator[_Parameters, _Result]):
     """A forward that saves what its backward reads. Given ids and weights are copied, as int32 and fp32: no operator
     returns an alias."""
 
@@ -49,7 +52,7 @@ class TrainingOperator(Operator):
         return outputs
 
 
-class BackwardOperator(Operator):
+class BackwardOperator(Operator[_Parameters, _Result]):
     """A backward. Results: the gradients that the options name, in that order.
 
     With arguments `into`, gradients of matrices for which there is one are added to it and are no results, and the

@@ -18,6 +18,9 @@ from moe_core.specs import LayoutSpec
 from moe_core.specs import operands as bundles
 from moe_torch.bridge.operator import Outputs
 
+#: `layout_sizes` of a layout, the number of tokens None where programs leave it out.
+Sizes = tuple[int | None, ...]
+
 
 def layout_of(sizes: tuple[Any, ...], arrays: bundles.LayoutArrays) -> LayoutSpec:
     """The layout of an operator's `layout_sizes`, whose number of tokens row_of_slot may have to tell."""
@@ -31,11 +34,19 @@ def layout_of(sizes: tuple[Any, ...], arrays: bundles.LayoutArrays) -> LayoutSpe
 
 
 def make_layout_plan(
-    ids: ArraySpec, num_experts: int, alignment: int, max_rows: int | None, target: Target, **optional: Any
+    ids: ArraySpec,
+    num_experts: int,
+    alignment: int,
+    max_rows: int | None,
+    target: Target,
+    *,
+    expert_map: ArraySpec | None,
+    token_mask: ArraySpec | None,
+    rows: int | None = None,
 ) -> LaunchPlan:
     require_spec("ids", ids, ("num_tokens", "top_k"), ID_DTYPES)
-    layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows, optional.pop("rows", None))
-    return plan_layout(ids, layout, target, **optional)
+    layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows, rows)
+    return plan_layout(ids, layout, target, expert_map=expert_map, token_mask=token_mask)
 
 
 def layout_shapes(given: Any) -> Outputs:
@@ -59,18 +70,28 @@ def runs_shapes(given: Any) -> Outputs:
     return [(shape, torch.int32) for shape in shapes]
 
 
-def reduce_plan(sizes: tuple[Any, ...], row_of_slot: ArraySpec, **given: Any) -> LaunchPlan:
+def reduce_plan(
+    y: ArraySpec,
+    row_of_slot: ArraySpec,
+    sizes: Sizes,
+    target: Target,
+    *,
+    order: str,
+    shared: ArraySpec | None,
+    shared_gate: ArraySpec | None,
+    out_dtype: str | None,
+) -> LaunchPlan:
     if sizes[2] is None:
-        # Rows that the modular kernels placed, in no layout of experts: as many as there are.
-        rows = given["y"].shape[0] if given["order"] == "row" else None
+        # Rows that the modular kernels placed, in no layout of experts: all that there are.
+        rows = y.shape[0] if order == "row" else None
         sizes = (*sizes[:2], 1, 1, rows or None)
     layout = layout_of(sizes, bundles.LayoutArrays(row_of_slot=row_of_slot))
-    return plan_reduce(row_of_slot=row_of_slot, layout=layout, **given)
+    addend: Any = {"shared": shared, "shared_gate": shared_gate}
+    return plan_reduce(y, row_of_slot, layout, target, order=order, out_dtype=out_dtype, **addend)
 
 
 def gather_rows_plan(
-    sizes: tuple[Any, ...], row_of_slot: ArraySpec, slot_of_row: ArraySpec, **given: Any
+    x: ArraySpec, slot_of_row: ArraySpec, row_of_slot: ArraySpec, sizes: Sizes, target: Target, wide: ArraySpec | None
 ) -> LaunchPlan:
-    arrays = bundles.LayoutArrays(row_of_slot=row_of_slot, slot_of_row=slot_of_row)
-    layout = layout_of(sizes, arrays)
-    return plan_gather_rows(slot_of_row=slot_of_row, row_of_slot=row_of_slot, layout=layout, **given)
+    layout = layout_of(sizes, bundles.LayoutArrays(row_of_slot=row_of_slot, slot_of_row=slot_of_row))
+    return plan_gather_rows(x, slot_of_row, row_of_slot, layout, target, wide=wide)

@@ -9,26 +9,18 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.ops.moe.forward import launches_behind_hidden
-from moe_core.ops.moe.names import INPUT_SCALES, result_names
-from moe_core.plan.steps import LaunchPlan
+from moe_core.ops.moe.names import result_names
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOutput, TopK
-from moe_torch.bridge.operator import Operator, Outputs, call
-from moe_torch.bridge.options import decode, encode
+from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.ready import Begun
 from moe_torch.bridge.signature import Signature
 from moe_torch.operators import table
 from moe_torch.operators.kinds import BackwardOperator, TrainingOperator
-from moe_torch.operators.requests import moe_request
+from moe_torch.operators.requests import reads_formats
+from moe_torch.operators.shapes import wide_gradients
 
-
-def _plan(*, memory: object, gradients_at: object, **given: Any) -> LaunchPlan:
-    """memory: as of the other operators that store at peers, see `exchange.py`. gradients_at: of the backward."""
-    return table.plan_forward(**given)
-
-
-def _plan_backward(*, memory: object, **given: Any) -> LaunchPlan:
-    return table.plan_backward(**given)
+_BUNDLES, _RESULTS = table.moe_bundles(TopK), len(result_names(TopK))
 
 
 def _without_rows(shapes: Any, given: Any) -> Outputs:
@@ -38,44 +30,44 @@ def _without_rows(shapes: Any, given: Any) -> Outputs:
 
 def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
     """The forward, and the one that saves what its backward reads, which is that of `moe`."""
-    scales = (f"{name}?" for name in INPUT_SCALES if matrices)
-    tensors = (*table.moe_tensors(TopK), *scales, "results_at", "gradients_at?", "memory!")
-    signature = Signature(tensors, ("spec",), table.moe_bundles(TopK), matrices)
+    tensors = (*table.moe_tensors(TopK, matrices), "results_at", "gradients_at?", "memory!")
+    declare = functools.partial(
+        Signature, tensors, ("spec",), _BUNDLES, matrices=matrices, unplanned=("gradients_at", "memory")
+    )
     forward, training = (functools.partial(_without_rows, one) for one in (table.moe_shapes, table.training_shapes))
+    save = functools.partial(table.plan_forward, save=True)
     return (
-        Operator(packet, signature, _plan, forward, len(result_names(TopK))),
-        TrainingOperator(f"{packet}_training", signature, functools.partial(_plan, save=True), training, None),
+        Operator(packet, declare(returns=_RESULTS), table.plan_forward, forward),
+        TrainingOperator(f"{packet}_training", declare(returns=None), save, training),
     )
 
 
 def _in_two_parts(packet: str, *matrices: str) -> Operator:
     """The forward whose product 2 may run on another stream; results_at is optional."""
-    scales = (f"{name}?" for name in INPUT_SCALES if matrices)
-    tensors = (*table.moe_tensors(TopK), *scales, "results_at?", "memory!")
-    signature = Signature(tensors, ("spec", "multiprocessors"), table.moe_bundles(TopK), matrices)
-
-    def plan(*, memory: object, **given: Any) -> LaunchPlan:
-        return table.plan_forward(**given)
+    tensors = (*table.moe_tensors(TopK, matrices), "results_at?", "memory!")
+    options = ("spec", "multiprocessors")
+    signature = Signature(tensors, options, _BUNDLES, matrices=matrices, returns=_RESULTS, unplanned=("memory",))
 
     def shapes(given: Any) -> Outputs:
         return table.moe_shapes(given) if given.results_at is None else _without_rows(table.moe_shapes, given)
 
-    return Operator(packet, signature, plan, shapes, len(result_names(TopK)))
+    return Operator(packet, signature, table.plan_forward, shapes)
 
 
 def _gradients(given: Any) -> Outputs:
     """d_x has no rows."""
     given.x = given.x[:0]
-    return table.wide_gradients(given)
+    return wide_gradients(given)
 
 
 def _backward(packet: str, *matrices: str) -> Operator:
     """That of `moe`, whose last product stores the rows of d_x at addresses."""
     into = packet.endswith("_into")
     tensors = table.backward_tensors(TopK, ("results_at", "memory!"), into=into)
-    signature = Signature(tensors, ("spec", "wanted"), table.moe_bundles(TopK), matrices)
-    planner = functools.partial(_plan_backward, overwrite=into)
-    return BackwardOperator(packet, signature, planner, _gradients, None)
+    options = ("spec", "wanted")
+    signature = Signature(tensors, options, _BUNDLES, matrices=matrices, returns=None, unplanned=("memory",))
+    planner = functools.partial(table.plan_backward, overwrite=into)
+    return BackwardOperator(packet, signature, planner, _gradients)
 
 
 EXPERTS_PUSH, EXPERTS_PUSH_TRAINING = _pushed("experts_push")
@@ -120,9 +112,11 @@ def experts_push(
     Raises:
         InvalidInput: as `moe`, and a spec with out_dtype.
     """
-    operator, tensors, text = moe_request(x, experts, routing, spec, None, None, None)
-    operator = EXPERTS_PUSH if operator is table.MOE[TopK] else EXPERTS_PUSH_QUANTIZED
-    output, tokens_per_expert, invalid_ids = call(operator, *tensors, results_at, gradients_at, memory, text)
+    operator = EXPERTS_PUSH_QUANTIZED if reads_formats(experts, routing, spec) else EXPERTS_PUSH
+    output, tokens_per_expert, invalid_ids = operator.call(
+        x=x, experts=experts, routing=routing, token_mask=None, expert_map=None, shared=None, results_at=results_at,
+        gradients_at=gradients_at, memory=memory, spec=spec,
+    )  # fmt: skip
     return MoEOutput(output, routing.ids, routing.weights, None, tokens_per_expert, invalid_ids)
 
 
@@ -153,14 +147,9 @@ def experts_begin(
     multiprocessors: that product 1 and product 2 fill at most, None = all. No bit depends on it. Raises as
     `experts_push`.
     """
-    operator, tensors, text = moe_request(x, experts, routing, spec, None, None, None)
-    operator = EXPERTS_IN_PARTS if operator is table.MOE[TopK] else EXPERTS_IN_PARTS_QUANTIZED
-    arguments = (*tensors, results_at, None, _with_limits(text, multiprocessors))
+    operator = EXPERTS_IN_PARTS_QUANTIZED if reads_formats(experts, routing, spec) else EXPERTS_IN_PARTS
+    arguments = operator.arguments(
+        x=x, experts=experts, routing=routing, token_mask=None, expert_map=None, shared=None, results_at=results_at,
+        memory=None, spec=spec, multiprocessors=multiprocessors,
+    )  # fmt: skip
     return BegunExperts(routing, operator.begin(arguments, launches_behind_hidden(results_at)))
-
-
-@functools.lru_cache(maxsize=256)
-def _with_limits(text: str, multiprocessors: tuple[int | None, int | None]) -> str:
-    """The options of `moe`, and how many multiprocessors products fill."""
-    spec, *formats = decode(text)
-    return encode(spec, multiprocessors, *formats)

@@ -1,9 +1,8 @@
-"""What a call of an op with bundles calls: the operator, its tensors in order and its options."""
+"""The operator that an op with bundles calls, and its arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +14,7 @@ from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
+    LayoutArrays,
     MatmulOperands,
     MoEOperands,
     RaggedLayout,
@@ -26,46 +26,23 @@ from moe_core.specs.operands import (
 )
 from moe_core.specs.routing import LayoutSpec
 from moe_torch.bridge.operator import Operator
-from moe_torch.bridge.options import decode, encode, require_instance
-from moe_torch.operators.table import MATMUL_OGS, MATMUL_OGS_QUANTIZED, MOE, MOE_QUANTIZED
+from moe_torch.bridge.options import decode, require_instance
+from moe_torch.operators.stages import MATMUL_OGS, MATMUL_OGS_QUANTIZED
+from moe_torch.operators.table import MOE, MOE_QUANTIZED
 
-#: An operator, its tensors in order (None where absent), its options.
-Request = tuple[Operator, Sequence[Any], str]
-
-
-# Dynamo reads no attrgetter, and a loop over names takes longer.
-def _operand_arrays(operands: MatmulOperands) -> tuple[Any, ...]:
-    """The arrays of a bundle in the order of the operators' arguments, as those below."""
-    return (
-        operands.x, operands.weight, operands.up, operands.bias, operands.up_bias, operands.row_weight,
-        operands.layer_index,
-    )  # fmt: skip
+#: The arrays of a product without a layout.
+_NO_LAYOUT = LayoutArrays()
 
 
-def _expert_arrays(experts: ExpertWeights) -> tuple[Any, ...]:
-    return (
-        experts.gate_up, experts.down, experts.up, experts.gate_up_bias, experts.up_bias, experts.down_bias,
-        experts.layer_index, experts.gate_up_input_scale, experts.down_input_scale,
-    )  # fmt: skip
+class Request(NamedTuple):
+    """What an op calls. arguments: the operator's tensors in order (None where absent) and its options."""
 
-
-def routing_arrays(routing: RouterWeights | RouterLogits | TopK) -> tuple[Any, ...]:
-    if isinstance(routing, RouterWeights):
-        return routing.weight, routing.bias, routing.correction_bias
-    if isinstance(routing, RouterLogits):
-        return routing.logits, routing.correction_bias
-    return routing.ids, routing.weights
-
-
-def _shared_arrays(shared: SharedExpert | None) -> tuple[Any, ...]:
-    if shared is None:
-        return None, None, None, None
-    require_instance("shared", shared, SharedExpert)
-    return shared.gate_up, shared.down, shared.up, shared.gate
+    operator: Operator[..., Any]
+    arguments: tuple[Any, ...]
 
 
 def _is_quantized(first: Any, second: Any, third: Any) -> bool:
-    """Whether one of three matrices is a `QuantizedTensor`."""
+    """Return True if one of three matrices is a `QuantizedTensor`."""
     kind = QuantizedTensor
     return isinstance(first, kind) or isinstance(second, kind) or isinstance(third, kind)
 
@@ -83,24 +60,24 @@ def layout_sizes(layout: RaggedLayout) -> tuple[Any, ...]:
 
 
 def matmul_request(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> Request:
-    """What `matmul_ogs` calls for such operands. Raises InvalidInput for arguments of another type."""
+    """The call of `matmul_ogs` for such operands. Raises InvalidInput for arguments of another type."""
     require_instance("operands", operands, MatmulOperands)
     require_instance("spec", spec, MatmulSpec)
-    sizes, grouping = None, (None, None, None, None)
-    if layout is not None:
-        sizes = layout_sizes(layout)
-        grouping = (layout.group_sizes, layout.group_start, layout.slot_of_row, layout.row_of_slot)
-    arrays = (*_operand_arrays(operands), *grouping)
+    sizes, arrays = (None, _NO_LAYOUT) if layout is None else (layout_sizes(layout), layout)
+    operator = MATMUL_OGS
     if _is_quantized(operands.x, operands.weight, operands.up):
-        signature = MATMUL_OGS_QUANTIZED.signature
-        return MATMUL_OGS_QUANTIZED, signature.tensors(arrays), encode(spec, sizes, signature.formats(arrays))
-    return MATMUL_OGS, arrays, encode(spec, sizes)
+        operator = MATMUL_OGS_QUANTIZED
+    arguments = operator.arguments(
+        x=operands.x, weight=operands.weight, up=operands.up, bias=operands.bias, up_bias=operands.up_bias,
+        row_weight=operands.row_weight, layer_index=operands.layer_index, group_sizes=arrays.group_sizes,
+        group_start=arrays.group_start, slot_of_row=arrays.slot_of_row, row_of_slot=arrays.row_of_slot, spec=spec,
+        sizes=sizes,
+    )  # fmt: skip
+    return Request(operator, arguments)
 
 
-def moe_request(
-    x: Any, experts: Any, routing: Any, spec: Any, token_mask: Any, expert_map: Any, shared: Any
-) -> Request:
-    """What `moe` calls for such experts and routing. Raises InvalidInput for arguments of another type."""
+def reads_formats(experts: Any, routing: Any, spec: Any, shared: Any = None) -> bool:
+    """Return True if `moe` takes the operator of quantised matrices. Raises InvalidInput for other types."""
     # In line: every eager call asks.
     if type(experts) is not ExpertWeights:
         require_instance("experts", experts, ExpertWeights)
@@ -108,24 +85,42 @@ def moe_request(
         require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
     if type(spec) is not MoESpec:
         require_instance("spec", spec, MoESpec)
-    *own, scale_1, scale_2 = _expert_arrays(experts)
-    arrays = [x, *own, *routing_arrays(routing), token_mask, expert_map, *_shared_arrays(shared)]
+    if shared is not None:
+        require_instance("shared", shared, SharedExpert)
     # Scales beside plain experts are refused by the planner, which that operator reaches with them.
-    if scale_1 is not None or scale_2 is not None or _is_quantized(experts.gate_up, experts.down, experts.up):
-        operator = MOE_QUANTIZED[type(routing)]
-        arrays += [scale_1, scale_2]
-        return operator, operator.signature.tensors(arrays), encode(spec, operator.signature.formats(arrays))
-    return MOE[type(routing)], arrays, encode(spec)
+    if experts.gate_up_input_scale is not None or experts.down_input_scale is not None:
+        return True
+    return _is_quantized(experts.gate_up, experts.down, experts.up)
 
 
-def operands_of(operator: Operator, tensors: Sequence[Any], options: str) -> MoEOperands:
-    """The specs of the tensors of a moe operator (None where absent), as its planner takes them."""
-    given = operator.signature.keywords(operator.specs(tensors), decode(options))
-    return MoEOperands(**{name: given[name] for name, _ in array_fields(MoEOperands)})
+def moe_request(
+    x: Any,
+    experts: Any,
+    routing: Any,
+    spec: Any,
+    *,
+    token_mask: Any = None,
+    expert_map: Any = None,
+    shared: Any = None,
+) -> Request:
+    """The call of `moe` for such experts and routing. Raises InvalidInput for arguments of another type."""
+    operators = MOE_QUANTIZED if reads_formats(experts, routing, spec, shared) else MOE
+    operator = operators[type(routing)]
+    arguments = operator.arguments(
+        x=x, experts=experts, routing=routing, token_mask=token_mask, expert_map=expert_map, shared=shared, spec=spec,
+    )  # fmt: skip
+    return Request(operator, arguments)
 
 
-def training_plans(operator: Operator, tensors: Sequence[Any], options: str, target: Target) -> tuple[LaunchPlan, ...]:
-    """The plans of a training step for the tensors of a moe operator and its options."""
+def operands_of(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> MoEOperands:
+    """The specs of the arguments of a moe operator, as its planner takes them."""
+    *tensors, options = arguments
+    keywords = operator.signature.keywords(operator.specs(tensors), decode(options))
+    return MoEOperands(**{name: keywords[name] for name, _ in array_fields(MoEOperands)})
+
+
+def training_plans(operator: Operator[..., Any], arguments: tuple[Any, ...], target: Target) -> tuple[LaunchPlan, ...]:
+    """The plans of a training step for the arguments of a moe operator."""
     # Checks what a call checks.
-    operator.plan(tensors, options, target)
-    return plan_training(operands_of(operator, tensors, options), decode(options)[0], target)
+    operator.plan(arguments, target)
+    return plan_training(operands_of(operator, arguments), decode(arguments[-1])[0], target)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from moe_core.ops.routing.rounding import plan_route_rounded, plan_route_rounded_backward
+from moe_core.specs.routing import RouterSpec, TokenRounding
 from moe_torch.bridge.operator import Operator, Outputs
-from moe_torch.bridge.signature import Signature
+from moe_torch.bridge.signature import Declaration, MaybeTensor, Tensor
 from moe_torch.operators.kinds import BackwardOperator
 
 
@@ -23,17 +24,28 @@ def _rounded(given: Any) -> Outputs:
     ]
 
 
+class _RouteRounded(Declaration[tuple[Tensor, Tensor, Tensor, Tensor]]):
+    logits: Tensor
+    correction_bias: MaybeTensor
+    token_mask: MaybeTensor
+    spec: RouterSpec
+    rounding: TokenRounding
+
+
+class _RouteRoundedBackward(Declaration[Tensor]):
+    d_weights: Tensor
+    logits: Tensor
+    ids: Tensor
+    candidates: Tensor
+    spec: RouterSpec
+    rounding: TokenRounding
+
+
 #: Returns ids, weights, tokens_per_expert, candidates.
-ROUTE_ROUNDED = Operator(
-    "route_rounded",
-    Signature(("logits", "correction_bias?", "token_mask?"), ("spec", "rounding")),
-    plan_route_rounded,
-    _rounded,
-    4,
-)
+ROUTE_ROUNDED = Operator("route_rounded", _RouteRounded, plan_route_rounded, _rounded)
 ROUTE_ROUNDED_BACKWARD = BackwardOperator(
     "route_rounded_backward",
-    Signature(("d_weights", "logits", "ids", "candidates"), ("spec", "rounding")),
+    _RouteRoundedBackward,
     plan_route_rounded_backward,
     lambda given: [(tuple(given.logits.shape), torch.float32)],
 )

@@ -11,10 +11,11 @@ from moe_core.ops.exchange.receive_tables import plan_receive_tables, receive_sh
 from moe_core.ops.exchange.send_tables import plan_send_tables, send_shapes
 from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.plan.steps import LaunchPlan
+from moe_core.specs.exchange import TableSpec
 from moe_core.specs.routing import LayoutSpec
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
-from moe_torch.bridge.signature import Signature
+from moe_torch.bridge.signature import Declaration, MaybeTensor, Tensor
 
 
 def _typed(shapes: list[tuple[str, tuple[int, ...], str]]) -> Outputs:
@@ -35,24 +36,49 @@ def _plan_receive_tables(*, came: ArraySpec, header: Any, lost: Any, **options: 
     return plan_receive_tables(ReceiveOperands(came, header, lost), **options)
 
 
+class _SendTables(Declaration[list[Tensor]]):
+    ids: Tensor
+    weights: Tensor
+    places_of_experts: Tensor
+    start: Tensor
+    header: Tensor
+    token_mask: MaybeTensor
+    tokens: MaybeTensor
+    limits: MaybeTensor
+    spec: TableSpec
+    rank: int
+
+
+class _ReceiveTables(Declaration[list[Tensor]]):
+    came: Tensor
+    header: MaybeTensor
+    lost: MaybeTensor
+    spec: TableSpec
+    rank: int
+    top_k: int
+    num_rows: int
+    num_tokens: int
+
+
+class _TakeRows(Declaration[Tensor]):
+    x: Tensor
+    slot_of_row: Tensor
+    each: int
+
+
 #: Returns the outputs of `send_shapes`.
 SEND_TABLES = Operator(
     "send_tables",
-    Signature(
-        ("ids", "weights", "places_of_experts", "start", "header", "token_mask?", "tokens?", "limits?"),
-        ("spec", "rank"),
-    ),
+    _SendTables,
     lambda *, spec, rank, target, **arrays: plan_send_tables(record_of(SendOperands, arrays), spec, rank, target),
     lambda given: _typed(send_shapes(given.ids.shape[0], given.ids.shape[1], given.spec)),
-    None,
 )
 #: Returns the outputs of `receive_shapes`.
 RECEIVE_TABLES = Operator(
     "receive_tables",
-    Signature(("came", "header?", "lost?"), ("spec", "rank", "top_k", "num_rows", "num_tokens")),
+    _ReceiveTables,
     _plan_receive_tables,
     lambda given: _typed(receive_shapes(given.num_rows, given.num_tokens, given.spec)),
-    None,
 )
 
 
@@ -60,4 +86,4 @@ def _taken(given: Any) -> Outputs:
     return [((given.slot_of_row.shape[0], given.x.shape[1]), given.x.dtype)]
 
 
-TAKE_ROWS = Operator("take_rows", Signature(("x", "slot_of_row"), ("each",)), _take_plan, _taken)
+TAKE_ROWS = Operator("take_rows", _TakeRows, _take_plan, _taken)

@@ -14,8 +14,8 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, SharedExpert, TopK, named_arrays
 from moe_core.specs.tuning import Tuning
 from moe_torch.bridge.operator import call, call_first
-from moe_torch.bridge.options import encode, require_instance
-from moe_torch.operators import table
+from moe_torch.bridge.options import require_instance
+from moe_torch.operators import stages, table
 
 _FORWARD, _TRAINING, _BACKWARD = (kinds[TopK] for kinds in (table.MOE, table.TRAINING, table.BACKWARD))
 _RESULTS = (*result_names(TopK), "routing.ids", "routing.weights")
@@ -34,7 +34,7 @@ class _Dense(torch.autograd.Function):
     def forward(ctx: Any, given: dict[str, Any], spec: MoESpec, x: torch.Tensor, wide: torch.Tensor, *own: Any) -> Any:
         given = given | {"x": x} | dict(zip(_SHARED, own, strict=True))
         ungated = given | {"shared.gate": None}
-        results = call(_TRAINING, *[ungated.get(name) for name in _TRAINING.names], encode(spec))
+        results = call(_TRAINING, _TRAINING.by_name(ungated, spec))
         names = (*_RESULTS, *saved_names(spec, SharedExpert(own[0], own[1])))
         logits = gate_logits(x, own[3], spec)
         saved = given | dict(list(zip(names, results, strict=True))[1:]) | {"saved.shared_gate": logits}
@@ -50,15 +50,16 @@ class _Dense(torch.autograd.Function):
         places = ("wide", *_SHARED)
         asked = [name for name, needed in zip(places, ctx.needs_input_grad[3:], strict=True) if needed]
         known = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | {"gradients.output": d_rows.contiguous()}
-        options = encode(ctx.spec, tuple(f"d_{name}" for name in asked))
-        results = call(_BACKWARD, *[known.get(name) for name in _BACKWARD.names], options)
+        results = call(_BACKWARD, _BACKWARD.by_name(known, ctx.spec, tuple(f"d_{name}" for name in asked)))
         found = dict(zip(asked, results, strict=True))
         return None, None, None, *[found.get(name) for name in places]
 
 
 def gate_logits(x: torch.Tensor, gate: torch.Tensor | None, spec: MoESpec) -> torch.Tensor | None:
     """fp32 `[T, 1]`, None without a gate."""
-    return None if gate is None else call(table.ROUTER, x, gate.detach(), None, None, encode(spec.shared_gate_spec()))
+    if gate is None:
+        return None
+    return stages.ROUTER.call(x=x, weight=gate.detach(), bias=None, wide=None, spec=spec.shared_gate_spec())
 
 
 _SHARED = ("shared.gate_up", "shared.down", "shared.up", "shared.gate")
@@ -102,5 +103,5 @@ def shared_output(
         found: Any = _Dense.apply(given, spec, x, wide, *own)
         return found
     given |= {"x": x} | dict(zip(_SHARED[:3], own[:3], strict=True))
-    rows = call_first(_FORWARD, *[given.get(name) for name in _FORWARD.names], encode(spec))
+    rows = call_first(_FORWARD, _FORWARD.by_name(given, spec))
     return rows, gate_logits(x, shared.gate, spec)

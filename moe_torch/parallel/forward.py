@@ -30,7 +30,7 @@ from moe_core.specs.operands import (
     named_arrays,
 )
 from moe_torch import ops
-from moe_torch.bridge.operator import array_spec
+from moe_torch.bridge.arrays import array_spec
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.bridge.private import graph_break, uncompiled
 from moe_torch.operators.kinds import as_float32, as_int32

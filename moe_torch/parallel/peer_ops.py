@@ -1,12 +1,11 @@
 """Stores and loads at the addresses of other ranks: what the mode `peer` of an exchange is made of.
 
 A table `*_at` is an int64 `[W]` tensor: for every rank, this one included, the address of one array in the symmetric
-allocation. On a CPU these are addresses of shared memory. Barriers are the caller's: behind stores before anybody
-reads, and behind reads before anybody stores there again. `memory`, where given, is this rank's own symmetric tensor:
-traced programs keep the order of all calls that have it. No call waits for the host or has a gradient.
+allocation. On a CPU these are addresses of shared memory. Barriers are the caller's: between stores and reads, and
+between reads and later stores. `memory`, where given, is this rank's own symmetric tensor: traced programs keep the
+order of all calls that have it. No call waits for the host or has a gradient.
 
-Letters: W ranks, L places of a rank, P = W * L, T tokens of this rank, K top-k, D columns, slot `s = t * K + k`, R rows
-that an owner has memory for.
+Letters: W ranks, L places of a rank, P = W * L, T tokens of a rank, K top-k, D columns, slot `s = t * K + k`, R rows.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from moe_core.ops.exchange.operands import HomeTokens as HomeTokens
 from moe_core.ops.exchange.operands import RowsAt as RowsAt
 from moe_core.parallel.placement import Placement
 from moe_core.specs.operands import RaggedLayout
-from moe_torch.bridge.operator import call
-from moe_torch.bridge.options import dtype_name, encode
+from moe_torch.bridge.options import dtype_name
 from moe_torch.operators import exchange as operators
 from moe_torch.operators.pushed import BegunExperts as BegunExperts
 from moe_torch.operators.pushed import experts_begin as experts_begin
@@ -73,10 +71,11 @@ def peer_places(
         InvalidInput: arguments of the wrong shape or dtype.
         Unsupported: more than 8192 counts for one rank, on a GPU.
     """
-    arrays = ids, layout.group_start, layout.row_of_slot, counts
-    return PeerPlaces(
-        *call(operators.PEER_PLACES, *arrays, encode(as_integer("rank", rank, 0), _rows(receive, "receive")))
-    )
+    places = operators.PEER_PLACES.call(
+        ids=ids, group_start=layout.group_start, row_of_slot=layout.row_of_slot, counts=counts,
+        rank=as_integer("rank", rank, 0), receive=_rows(receive, "receive"),
+    )  # fmt: skip
+    return PeerPlaces(*places)
 
 
 def push_counts(
@@ -90,7 +89,8 @@ def push_counts(
         rank: this rank.
         memory: see the module.
     """
-    call(operators.PUSH_COUNTS, counts, counts_at, memory, encode(as_integer("rank", rank, 0)))
+    rank = as_integer("rank", rank, 0)
+    operators.PUSH_COUNTS.call(counts=counts, counts_at=counts_at, memory=memory, rank=rank)
 
 
 def dispatch_push(
@@ -122,8 +122,10 @@ def dispatch_push(
         InvalidInput: rows that are no multiple of 16 bytes, and arguments of the wrong shape or dtype.
         Unsupported: another format.
     """
-    text = encode(_rows(num_rows), format, programs)
-    call(operators.DISPATCH_PUSH, x, places.owners, places.rows, rows_at, scales_at, memory, text)
+    operators.DISPATCH_PUSH.call(
+        x=x, owners=places.owners, rows=places.rows, rows_at=rows_at, scales_at=scales_at, memory=memory,
+        num_rows=_rows(num_rows), format=format, programs=programs,
+    )  # fmt: skip
 
 
 def push_routing(
@@ -147,8 +149,10 @@ def push_routing(
         num_rows: R.
         memory: see the module.
     """
-    text = encode(as_integer("rank", rank, 0), _rows(num_rows))
-    call(operators.PUSH_SLOTS, weights, places.owners, places.rows, weights_at, sources_at, memory, text)
+    operators.PUSH_SLOTS.call(
+        weights=weights, owners=places.owners, rows=places.rows, weights_at=weights_at, sources_at=sources_at,
+        memory=memory, rank=as_integer("rank", rank, 0), num_rows=_rows(num_rows),
+    )  # fmt: skip
 
 
 def take_rows(
@@ -174,8 +178,8 @@ def take_rows(
         y `[R, D]`, of which rows from `group_start[-1]` on are not written. Codes are multiplied with their scales in
         fp32, with one cast, as `dequantize` does.
     """
-    text = encode(None if dtype is None else dtype_name("dtype", dtype), programs)
-    return call(operators.TAKE_ROWS, x, scales, rows, group_start, text)
+    options = {"dtype": dtype_name("dtype", dtype), "programs": programs}
+    return operators.TAKE_ROWS.call(x=x, scales=scales, rows=rows, group_start=group_start, **options)
 
 
 def combine_pull(
@@ -204,11 +208,12 @@ def combine_pull(
     Returns:
         out `[T, D]`.
     """
-    addresses, num_rows, width, dtype = results_at
-    out = None if out_dtype is None else dtype_name("out_dtype", out_dtype)
-    options = as_integer("width", width, 1), dtype_name("dtype", dtype), _rows(num_rows), out, programs
-    arrays = places.owners, places.rows, addresses, shared, shared_gate, memory
-    return call(operators.COMBINE_PULL, *arrays, encode(*options))
+    return operators.COMBINE_PULL.call(
+        owners=places.owners, rows=places.rows, results_at=results_at.addresses, shared=shared,
+        shared_gate=shared_gate, memory=memory, width=as_integer("width", results_at.width, 1),
+        dtype=dtype_name("dtype", results_at.dtype), num_rows=_rows(results_at.num_rows),
+        out_dtype=dtype_name("out_dtype", out_dtype), programs=programs,
+    )  # fmt: skip
 
 
 def combine_pull_weights(
@@ -225,8 +230,9 @@ def combine_pull_weights(
     Returns:
         fp32 `[T, K]`, 0 where a slot has no row.
     """
-    text = encode(_rows(num_rows))
-    return call(operators.COMBINE_PULL_WEIGHTS, places.owners, places.rows, weights_at, memory, text)
+    return operators.COMBINE_PULL_WEIGHTS.call(
+        owners=places.owners, rows=places.rows, weights_at=weights_at, memory=memory, num_rows=_rows(num_rows)
+    )
 
 
 def combine_push(
@@ -250,8 +256,10 @@ def combine_push(
         programs: as of `dispatch_push`.
         memory: see the module.
     """
-    text = encode(_rows(num_slots, "num_slots"), programs)
-    call(operators.COMBINE_PUSH, y, sources, group_start, slots_at, memory, text)
+    operators.COMBINE_PUSH.call(
+        y=y, sources=sources, group_start=group_start, slots_at=slots_at, memory=memory,
+        num_slots=_rows(num_slots, "num_slots"), programs=programs,
+    )  # fmt: skip
 
 
 class PushedTokens(NamedTuple):
@@ -311,13 +319,13 @@ def push_tokens_once(
 
     Raises Unsupported for 2**31 slots or more, and on a GPU for more experts or top_k than kernels take.
     """
-    x, ids, weights, token_mask, places_of_experts, places = tokens
-    *tables, most = at
-    sizes = placement.per_rank, placement.num_experts, _rows(most, "most")
-    text = encode(as_integer("rank", rank, 0), *sizes, programs, visits)
-    values = None if at.rows is None else x
-    arrays = values, ids, weights, header, places_of_experts, places, token_mask, *tables, memory
-    return PushedTokens(*call(operators.PUSH_TOKENS_ONCE, *arrays, text))
+    values = tokens if at.rows is not None else tokens._replace(x=None)
+    pushed = operators.PUSH_TOKENS_ONCE.call(
+        **values._asdict(), header=header, rows_at=at.rows, ids_at=at.ids, weights_at=at.weights,
+        headers_at=at.headers, memory=memory, rank=as_integer("rank", rank, 0), per_rank=placement.per_rank,
+        num_experts=placement.num_experts, most=_rows(at.most, "most"), programs=programs, visits=visits,
+    )  # fmt: skip
+    return PushedTokens(*pushed)
 
 
 def sum_results(
@@ -347,13 +355,13 @@ def sum_results(
     Raises:
         InvalidInput: arguments of the wrong shape or dtype, and out_dtype beside an out of another dtype.
     """
-    arrays = y, places, *checks, shared, shared_gate
+    optional = {**checks._asdict(), "shared": shared, "shared_gate": shared_gate}
     if out is None:
-        text = encode(None if out_dtype is None else dtype_name("out_dtype", out_dtype))
-        return call(operators.SUM_RESULTS, *arrays, memory, text)
+        out_name = dtype_name("out_dtype", out_dtype)
+        return operators.SUM_RESULTS.call(y=y, row_of_slot=places, **optional, memory=memory, out_dtype=out_name)
     if out_dtype not in (None, out.dtype):
         raise InvalidInput(f"out_dtype must be that of out, {out.dtype}, got {out_dtype}; leave it out")
-    call(operators.SUM_RESULTS_INTO, *arrays, out, memory, encode())
+    operators.SUM_RESULTS_INTO.call(y=y, row_of_slot=places, **optional, out=out, memory=memory)
     return out
 
 
@@ -369,8 +377,10 @@ def result_addresses(
     Returns:
         int64 `[R]`: the address of every row's slot at its home, 0 = the row has no source.
     """
-    text = encode(_rows(num_slots, "num_slots"), as_integer("width", width, 1), dtype_name("dtype", dtype))
-    return call(operators.RESULT_ADDRESSES, sources, group_start, slots_at, text)
+    return operators.RESULT_ADDRESSES.call(
+        sources=sources, group_start=group_start, slots_at=slots_at, num_slots=_rows(num_slots, "num_slots"),
+        width=as_integer("width", width, 1), dtype=dtype_name("dtype", dtype),
+    )  # fmt: skip
 
 
 def _rows(number: int, name: str = "num_rows") -> int:

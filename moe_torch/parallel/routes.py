@@ -20,8 +20,6 @@ from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
-from moe_torch.bridge.operator import call
-from moe_torch.bridge.options import encode
 from moe_torch.operators import routes as operators
 from moe_torch.parallel.exchange import constants, placement_tables
 from moe_torch.parallel.group import Arriving, Ranks
@@ -123,7 +121,7 @@ class CollectiveRoutes:
 
 def take_slots(rows: torch.Tensor, slots: torch.Tensor, each: int = 1) -> torch.Tensor:
     """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0."""
-    return call(operators.TAKE_ROWS, rows, slots, encode(each))
+    return operators.TAKE_ROWS.call(x=rows, slot_of_row=slots, each=each)
 
 
 def plan_routes(
@@ -213,7 +211,14 @@ class _Planner:
             places, start, self.header = moving.places, moving.start, moving.header(plan.header)
         mask = None if token_mask is None else token_mask.contiguous()
         weights = (weights.detach() if weights.requires_grad else weights).contiguous()
-        self._given = ids.contiguous(), weights, places, start, self.header, mask
+        self._given = {
+            "ids": ids.contiguous(),
+            "weights": weights,
+            "places_of_experts": places,
+            "start": start,
+            "header": self.header,
+            "token_mask": mask,
+        }
         self.tokens: torch.Tensor | None = None
         if plan.spec.mode in STATIC_MODES and (moving is not None or plan.placement.has_replicas):
             # Ranks have equally many. What is captured has to hold for placements to come.
@@ -223,8 +228,10 @@ class _Planner:
         self._first = None if asks else self.tables()
 
     def tables(self, limits: torch.Tensor | None = None) -> _Tables:
-        text = encode(self.spec, self.rank)
-        return _Tables(*call(operators.SEND_TABLES, *self._given, self.tokens, limits, text))
+        tables = operators.SEND_TABLES.call(
+            **self._given, tokens=self.tokens, limits=limits, spec=self.spec, rank=self.rank
+        )
+        return _Tables(*tables)
 
     def first_tables(self) -> _Tables:
         """The tables, after the first messages of the exchange."""
@@ -236,8 +243,10 @@ class _Planner:
         self, came: torch.Tensor, num_rows: int, header: torch.Tensor | None = None, lost: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         """The outputs of `plan_receive_tables`."""
-        text = encode(self.spec, self.rank, self.top_k, num_rows, self.num_tokens)
-        return call(operators.RECEIVE_TABLES, came, header, lost, text)
+        return operators.RECEIVE_TABLES.call(
+            came=came, header=header, lost=lost, spec=self.spec, rank=self.rank, top_k=self.top_k, num_rows=num_rows,
+            num_tokens=self.num_tokens,
+        )  # fmt: skip
 
     def routes(
         self,

@@ -232,8 +232,7 @@ def _weights(experts: Any, dtype: torch.dtype | None, main_grad: bool) -> Expert
 
 
 def _whole(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
-    operator, arrays, text = moe_request(x, weights, routing, spec, None, None, None)
-    return call_first(operator, *arrays, text)
+    return call_first(*moe_request(x, weights, routing, spec))
 
 
 def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:

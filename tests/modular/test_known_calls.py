@@ -56,12 +56,12 @@ def test_they_read_their_own_tensors() -> None:
 def test_memory_is_blamed_only_where_it_is_misaligned() -> None:
     outside = moe_torch.ExpertWeights(W1[None], W2[None], layer_index=torch.tensor([1], dtype=torch.int32))
     spec = MoESpec(Activation("silu"), weight_layout="out_in")
-    operator, arrays, text = moe_request(X, outside, moe_torch.TopK(IDS, WEIGHTS), spec, None, None, None)
+    operator, arguments = moe_request(X, outside, moe_torch.TopK(IDS, WEIGHTS), spec)
     memory = torch.empty(X.numel() + 1)
     with running_on("reference"), torch.no_grad():
         for place, message in ((memory[:-1], "layer_index must be in"), (memory[1:], "the memory of output must")):
             with pytest.raises(InvalidInput, match=message):
-                into.write_into(operator, {"output": place.view(6, K)}, *arrays, text)
+                into.write_into(operator, {"output": place.view(6, K)}, arguments)
 
 
 def test_plain_calls_write_to_the_memory_that_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,9 @@ def test_nothing_is_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_on("reference"), torch.no_grad():
         kernel(X, W1, W2, WEIGHTS, IDS)
         expected, requests, request = composed(-X, W1, W2), [], ops.moe_request
-        monkeypatch.setattr(ops, "moe_request", lambda *arguments: requests.append(arguments) or request(*arguments))
+        monkeypatch.setattr(
+            ops, "moe_request", lambda *given, **named: requests.append(given) or request(*given, **named)
+        )
         require_equal(kernel(-X, W1, W2, WEIGHTS, IDS), expected, "other tokens")
         assert not requests
         kernel.fused_experts.tuning = moe_torch.Tuning(batch_invariant=True)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_torch
 from moe_torch.bridge.operator import Operator
+from moe_torch.operators import stages
 from moe_torch.operators import table as operators
 from tests.support.torch import (
     D_FF,
@@ -219,13 +220,13 @@ def test_bundles_are_arguments_of_exported_programs() -> None:
 def operator_samples(device: Any) -> dict[str, tuple[Operator, tuple[Any, ...]]]:
     """Every operator with arguments, every optional tensor given somewhere, as the public functions call them."""
     samples: dict[str, tuple[Operator, tuple[Any, ...]]] = {}
-    original = Operator.__call__
+    original = Operator.run
 
-    def record(operator: Operator, *arguments: Any) -> Any:
+    def record(operator: Operator, arguments: tuple[Any, ...]) -> Any:
         samples[f"{operator.name} {sum(item is not None for item in arguments)} arguments"] = (operator, arguments)
-        return original(operator, *arguments)
+        return original(operator, arguments)
 
-    Operator.__call__ = record
+    Operator.run = record
     try:
         layer = torch_layer(device)
         _, _, _, ids, _ = staged(layer.x, layer)
@@ -268,7 +269,7 @@ def operator_samples(device: Any) -> dict[str, tuple[Operator, tuple[Any, ...]]]
         shared, shared_gate = torch.randn(7, 8, device=device), torch.randn(7, 1, device=device)
         moe_torch.reduce(torch.randn(14, 8, device=device), layout, shared=shared, shared_gate=shared_gate)
     finally:
-        Operator.__call__ = original
+        Operator.run = original
     return samples
 
 
@@ -278,8 +279,8 @@ def test_opcheck_of_every_operator(engine: str) -> None:
     with running_on(engine) as device:
         samples = operator_samples(device)
         every = {operator.name for operator, _ in samples.values()}
-        declared = [value for value in vars(operators).values() if type(value) is Operator]
-        quantised = {operators.MATMUL_OGS_QUANTIZED.name, operators.QUANTIZE_ROWS.name}
+        declared = [value for value in vars(stages).values() if type(value) is Operator]
+        quantised = {stages.MATMUL_OGS_QUANTIZED.name, stages.QUANTIZE_ROWS.name}
         assert every == {operator.name for operator in (*declared, *operators.MOE.values())} - quantised
         utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         # Fakes and graphs do not depend on the engine: the slow one checks what runs.
@@ -298,11 +299,13 @@ def test_operators_keep_strides_and_are_known_to_the_compiler() -> None:
 def test_fake_and_meta_tensors_have_the_shapes_of_real_ones() -> None:
     with running_on("reference"):
         for label, (operator, arguments) in operator_samples("cpu").items():
-            real = operator(*arguments)
-            meta = operator(*[item.to("meta") if isinstance(item, torch.Tensor) else item for item in arguments])
+            real = operator.run(arguments)
+            meta = operator.run(
+                tuple(item.to("meta") if isinstance(item, torch.Tensor) else item for item in arguments)
+            )
             with FakeTensorMode() as mode:
                 fakes = [mode.from_tensor(item) if isinstance(item, torch.Tensor) else item for item in arguments]
-                fake = operator(*fakes)
+                fake = operator.run(tuple(fakes))
             for kind in (meta, fake):
                 for one, other in zip(
                     *(item if isinstance(item, tuple) else (item,) for item in (real, kind)), strict=True

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import moe_torch
 from moe_core.base.recent import Recent
+from moe_torch.operators import stages
 from moe_torch.operators import table as operators
 from tests.support.torch import (
     NUM_EXPERTS,
@@ -63,7 +64,7 @@ def test_threads_get_their_own_results(engine: str) -> None:
 
 
 def test_the_cache_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = operators.SCALE_ROWS
+    operator = stages.SCALE_ROWS
     monkeypatch.setattr(operator, "_cache", Recent(3))
     with running_on("reference"):
         for rows in (1, 2, 3, 4, 5, 1, 6, 7, 8, 9):

@@ -20,7 +20,8 @@ from moe_core.specs.operands import map_arrays
 from moe_torch import MatmulOperands, MatmulSpec, RouterLogits, TopK, prepare_moe, trace
 from moe_torch.bridge.operator import Operator
 from moe_torch.layers.weights import to_numpy
-from moe_torch.operators.table import MATMUL_OGS_QUANTIZED, MOE_QUANTIZED, QUANTIZE_ROWS
+from moe_torch.operators.stages import MATMUL_OGS_QUANTIZED, QUANTIZE_ROWS
+from moe_torch.operators.table import MOE_QUANTIZED
 from tests.support.torch import NUM_EXPERTS, REAL_KERNELS, Layer, require_equal, running_on, to_torch
 
 D_MODEL, D_FF = 128, 128
@@ -168,14 +169,14 @@ def test_products_of_quantised_rows() -> None:
 def samples() -> dict[str, tuple[Operator, tuple[Any, ...]]]:
     """A call of every operator of quantised matrices, as the functions make it."""
     found: dict[str, tuple[Operator, tuple[Any, ...]]] = {}
-    original = Operator.__call__
+    original = Operator.run
 
-    def record(self: Operator, *arguments: Any) -> Any:
+    def record(self: Operator, arguments: tuple[Any, ...]) -> Any:
         if self in (MATMUL_OGS_QUANTIZED, QUANTIZE_ROWS, *MOE_QUANTIZED.values()):
             found[self.name] = self, arguments
-        return original(self, *arguments)
+        return original(self, arguments)
 
-    Operator.__call__ = record
+    Operator.run = record
     try:
         layer = quantized_layer("int4_w4a16_zp")
         chosen = moe_torch.moe(*layer)
@@ -189,7 +190,7 @@ def samples() -> dict[str, tuple[Operator, tuple[Any, ...]]]:
         spec = MatmulSpec("out_in", "token", "slot", layer.spec.activation, out_dtype="float16")
         moe_torch.matmul_ogs(MatmulOperands(rows, layer.experts.gate_up), layout, spec)
     finally:
-        Operator.__call__ = original
+        Operator.run = original
     return found
 
 

@@ -10,8 +10,6 @@ import torch
 import moe_torch
 from moe_core.parallel.header import Header
 from moe_core.specs.exchange import TableSpec
-from moe_torch.bridge.operator import call
-from moe_torch.bridge.options import encode
 from moe_torch.operators import routes as operators
 from moe_torch.parallel import peer_ops
 from tools.fuzz.case import Case
@@ -239,18 +237,28 @@ def _tables(case: Case, given: dict[str, Any], device: torch.device) -> dict[str
     sent: list[dict[str, Tensor]] = []
     for rank in ranks:
         mask = None if given["masks"][rank] is None else given["masks"][rank].to(device)
-        arrays = given["ids"][rank].to(device), given["weights"][rank].to(device), *fixed, mask, told
+        arguments = {
+            "ids": given["ids"][rank].to(device),
+            "weights": given["weights"][rank].to(device),
+            "places_of_experts": fixed[0],
+            "start": fixed[1],
+            "header": fixed[2],
+            "token_mask": mask,
+            "tokens": told,
+            "spec": spec,
+            "rank": rank,
+        }
         limits = None
         if case.mode == "all_to_all" and case.bound:
             limits = torch.zeros(2, W, dtype=torch.int64)
             limits[0] = torch.tensor(given["kept"][rank])
-            first = call(operators.SEND_TABLES, *arrays, limits.int().to(device), encode(spec, rank))
+            first = operators.SEND_TABLES.call(limits=limits.int().to(device), **arguments)
             slots = first[5].cpu()
             limits[1] = slots.cumsum(0) - slots
             limits = limits.int().to(device)
         names = ("places", "invalid_ids", "tokens_per_expert", "row_of_slot", "lost", "counted", "message")
         names += ("slot_of_row",) * (case.mode != "all_gather") + ("table",) * (case.mode == "all_to_all")
-        sent.append(dict(zip(names, call(operators.SEND_TABLES, *arrays, limits, encode(spec, rank)), strict=True)))
+        sent.append(dict(zip(names, operators.SEND_TABLES.call(limits=limits, **arguments), strict=True)))
     went = [_went(case, given, own, rank) for rank, own in enumerate(sent)]
     found: dict[str, Tensor] = {}
     for rank, own in enumerate(sent):
@@ -269,9 +277,11 @@ def _tables(case: Case, given: dict[str, Any], device: torch.device) -> dict[str
         else:
             came = torch.stack([own["message"] if case.mode == "all_gather" else own["message"][rank] for own in sent])
             count = W * (spec.block_rows if spec.by_slot else spec.back_rows)
-        text = encode(spec, rank, K, count, len(given["ids"][rank]))
+        sizes = {"top_k": K, "num_rows": count, "num_tokens": len(given["ids"][rank])}
         names = ("own ids", "own weights") + ("own slots",) * case.by_token + ("spoilt",) * (header[0] is not None)
-        tables = call(operators.RECEIVE_TABLES, came, *header, text)
+        tables = operators.RECEIVE_TABLES.call(
+            came=came, header=header[0], lost=header[1], spec=spec, rank=rank, **sizes
+        )
         found |= {f"{name} {rank}": array for name, array in zip(names, tables, strict=True)}
     return found
 

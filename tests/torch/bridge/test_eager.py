@@ -19,12 +19,12 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_torch
-from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.specs.operands import ExpertWeights, SharedExpert
 from moe_core.specs.routing import LogitsSpec
 from moe_core.tools.doctor.poison import poisoned
 from moe_torch.bridge import eager, private
 from moe_torch.bridge.options import encode
-from moe_torch.operators import requests
+from moe_torch.operators import stages
 from moe_torch.operators import table as operators
 from tests.support.torch import D_MODEL, NUM_EXPERTS, REAL_KERNELS, on_engines, require_equal, running_on, torch_layer
 
@@ -43,7 +43,7 @@ def reference_engine() -> Iterator[None]:
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the operators that eager code called through the dispatcher, as they come."""
     calls: list[str] = []
-    for operator in (operators.ROUTER, *operators.MOE.values()):
+    for operator in (stages.ROUTER, *operators.MOE.values()):
 
         def note(*arguments: Any, overload: Any = operator.overload, name: str = operator.name) -> Any:
             calls.append(name)
@@ -296,20 +296,21 @@ def test_metadata_changed_in_place_is_seen() -> None:
         moe_torch.router(x, weight, bias=torch.zeros(NUM_EXPERTS))
 
 
-def test_arguments_are_in_the_order_of_the_bundles() -> None:
-    """The functions that take bundles apart name every field, in order."""
-    takers = {
-        ExpertWeights: requests._expert_arrays,
-        MatmulOperands: requests._operand_arrays,
-        RouterWeights: requests.routing_arrays,
-        RouterLogits: requests.routing_arrays,
-        TopK: requests.routing_arrays,
-        SharedExpert: requests._shared_arrays,
-    }
-    for bundle, take in takers.items():
-        names = tuple(field.name for field in dataclasses.fields(bundle))
-        assert take(bundle(*names)) == names
-    assert requests._shared_arrays(None) == (None,) * len(dataclasses.fields(SharedExpert))
+@pytest.mark.parametrize("shared", [None, SharedExpert("shared.gate_up", "shared.down", "shared.up", "shared.gate")])
+@pytest.mark.parametrize("kind", operators.MOE)
+def test_bundles_are_taken_apart_by_name(kind: type, shared: SharedExpert | None) -> None:
+    experts = ExpertWeights(*[f"experts.{field.name}" for field in dataclasses.fields(ExpertWeights)][:7])
+    routing = kind(*[f"routing.{field.name}" for field in dataclasses.fields(kind)])
+    for operator in (operators.MOE[kind], operators.MOE_QUANTIZED[kind]):
+        *tensors, text = operator.arguments(
+            x="x", experts=experts, routing=routing, token_mask="token_mask", expert_map="expert_map", shared=shared,
+            spec=SPEC,
+        )  # fmt: skip
+        absent = () if shared else tuple(name for name in operator.names if name.startswith("shared."))
+        parts = ("scales", "zero_points", "input_scale")
+        wanted = [None if name.endswith(parts) or name in absent else name for name in operator.names]
+        assert tensors == wanted
+        assert text == encode(SPEC, *([(None, None, None)] if operator is operators.MOE_QUANTIZED[kind] else []))
 
 
 def test_texts_of_specs_are_kept_by_identity_and_mean_the_value() -> None:

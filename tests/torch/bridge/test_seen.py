@@ -21,6 +21,7 @@ import moe_torch
 from moe_core.runtime.prepared import HostPrepared
 from moe_torch.bridge import eager, seen
 from moe_torch.layers import calls
+from moe_torch.operators import stages
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import moe_request
 from tests.support.torch import D_MODEL, NUM_EXPERTS, forget_plans, on_engines, require_equal, running_on, torch_layer
@@ -34,7 +35,7 @@ MASK = torch.arange(len(X)) % 3 > 0
 def reference_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing has been seen when a test begins."""
     monkeypatch.setattr(calls, "_seen", seen.SeenCalls())
-    forget_plans((operators.ROUTER, *operators.MOE.values()))
+    forget_plans((stages.ROUTER, *operators.MOE.values()))
     with running_on("reference"):
         yield
 
@@ -327,19 +328,19 @@ def test_replaced_parameters_are_read() -> None:
 
 def test_calls_that_take_turns_are_all_seen_sooner_or_later(keys: list[Any]) -> None:
     """Two calls with one key: the one remembered is replaced by the other after some misses, not at each."""
-    operator, arrays, text = moe_request(X, EXPERTS, ROUTING, SPEC, None, None, None)
-    masked = moe_request(X, EXPERTS, ROUTING, SPEC, MASK, None, None)[1]
+    operator, arguments = moe_request(X, EXPERTS, ROUTING, SPEC)
+    masked = moe_request(X, EXPERTS, ROUTING, SPEC, token_mask=MASK).arguments
     for _ in range(2):
-        operator.first(*arrays, text)
+        operator.first(arguments)
     keys.clear()
     for _ in range(seen._MISSES - 1):
-        operator.first(*masked, text)
-        operator.first(*arrays, text)
+        operator.first(masked)
+        operator.first(arguments)
     assert len(keys) == seen._MISSES - 1
     for _ in range(2):
-        operator.first(*masked, text)
+        operator.first(masked)
     keys.clear()
-    operator.first(*masked, text)
+    operator.first(masked)
     assert keys == []
 
 

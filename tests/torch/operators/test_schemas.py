@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import moe_torch
 from moe_torch.bridge.operator import Operator
-from moe_torch.operators import exchange, routes, table
+from moe_torch.operators import exchange, routes, stages, table
 
 # What many operators have in common, as it stands in their schemas.
 PARTS = {
@@ -200,5 +200,5 @@ def test_schemas_are_those_that_programs_were_exported_with() -> None:
         keys = ("CPU", "CUDA", "Meta")
         name = f"{schema.name}.{schema.overload_name}".rstrip(".")
         assert all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys), name
-    known_here = (*vars(table).values(), *vars(routes).values(), *vars(exchange).values())
+    known_here = (*vars(table).values(), *vars(stages).values(), *vars(routes).values(), *vars(exchange).values())
     assert {one.name for one in known_here if isinstance(one, Operator)} <= names

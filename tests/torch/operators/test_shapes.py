@@ -15,9 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import moe_torch
 from moe_core.specs.exchange import TableSpec
 from moe_torch import ops
-from moe_torch.bridge.operator import call
-from moe_torch.bridge.options import encode
-from moe_torch.operators import routes, table
+from moe_torch.operators import routes, stages
 from tests.support.torch import running_on
 
 T, K, E, D, F = 6, 2, 5, 8, 12
@@ -52,16 +50,22 @@ def send_tables(*sizes: Any) -> Any:
     mode, rows, *blocks = sizes
     spec: Any = TableSpec(mode, rows, 2, 3, E, *blocks)
     places = torch.arange(6, dtype=torch.int32)
-    given = ids(), ones(T, K, dtype=torch.float32), places, places, ones(8, dtype=torch.int32)
-    return tuple(call(routes.SEND_TABLES, *given, None, None, None, encode(spec, 0)))
+    tables = routes.SEND_TABLES.call(
+        ids=ids(), weights=ones(T, K, dtype=torch.float32), places_of_experts=places, start=places,
+        header=ones(8, dtype=torch.int32), token_mask=None, tokens=None, limits=None, spec=spec, rank=0,
+    )  # fmt: skip
+    return tuple(tables)
 
 
 def receive_tables(mode: str, rows: str, *came: int) -> Any:
     spec = TableSpec(mode, rows, 2, 3, E, *(() if mode == "all_to_all" else (3, 7)))
     header = None if mode == "all_to_all" else ones(8, dtype=torch.int32)
     count = 11 if mode == "all_to_all" else 6 if rows == "slots" else 14
-    given = ones(*came, dtype=torch.int32), header, None, encode(spec, 0, K, count, T)
-    return tuple(call(routes.RECEIVE_TABLES, *given))
+    tables = routes.RECEIVE_TABLES.call(
+        came=ones(*came, dtype=torch.int32), header=header, lost=None, spec=spec, rank=0, top_k=K, num_rows=count,
+        num_tokens=T,
+    )  # fmt: skip
+    return tuple(tables)
 
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -76,7 +80,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "make_layout": lambda: tuple(vars(layout()).values()),
     "gather_rows": lambda: ops.gather_rows(ones(T, D), layout()),
     "quantize_rows": lambda: ops.quantize_rows(ones(T, 64), ops.format_named("fp8_token")),
-    "take_rows": lambda: call(routes.TAKE_ROWS, ones(T, D), ids().view(-1), encode(K)),
+    "take_rows": lambda: routes.TAKE_ROWS.call(x=ones(T, D), slot_of_row=ids().view(-1), each=K),
     **{f"send_tables {sizes}": lambda sizes=sizes: send_tables(*sizes) for sizes in SENT},
     **{f"receive_tables {sizes}": lambda sizes=sizes: receive_tables(*sizes) for sizes in RECEIVED},
     "moe of logits": lambda: moe(moe_torch.RouterLogits(ones(T, E, dtype=torch.float32)), moe_torch.RouterSpec(K)),
@@ -93,7 +97,7 @@ def described(found: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_gives_what_compilers_are_told(name: str) -> None:
-    assert table.SCALE_ROWS.name == "scale_rows"
+    assert stages.SCALE_ROWS.name == "scale_rows"
     with running_on("reference"), torch.no_grad():
         wanted = described(CALLS[name]())
         with FakeTensorMode():

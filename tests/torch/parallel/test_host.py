@@ -114,12 +114,12 @@ def launches(group: Any, problem: Problem, way: ExchangeSpec) -> tuple[list[str]
     but views."""
     own = problem.ranks()[torch.distributed.get_rank(group)]
     parallel, steps, barriers = ExpertParallel(group, way, len(own.x)), [], []
-    real, barrier, check = Operator.__call__, Symmetric.barrier, mock.patch.object(chunks, "check_headers")
+    real, barrier, check = Operator.run, Symmetric.barrier, mock.patch.object(chunks, "check_headers")
 
-    def called(self: Operator, *arguments: Any) -> Any:
-        plan = self.plan(arguments[:-1], arguments[-1], Target("cuda", 90, 132))
+    def called(self: Operator, arguments: tuple[Any, ...]) -> Any:
+        plan = self.plan(arguments, Target("cuda", 90, 132))
         steps.extend(step.kernel.function for step in plan.steps if isinstance(step, KernelLaunch))
-        return real(self, *arguments)
+        return real(self, arguments)
 
     def waited(self: Symmetric, *arguments: Any) -> None:
         barriers.append(barrier(self, *arguments))
@@ -128,7 +128,7 @@ def launches(group: Any, problem: Problem, way: ExchangeSpec) -> tuple[list[str]
         x, experts, routing = to_torch((own.x, own.experts, own.routing))
         placed: Any = {"parallel": parallel, "placement": problem.placement}
         parallel_moe(x, experts, routing, problem.spec, **placed)
-        seen = mock.patch.object(Operator, "__call__", called), mock.patch.object(Symmetric, "barrier", waited)
+        seen = mock.patch.object(Operator, "run", called), mock.patch.object(Symmetric, "barrier", waited)
         with seen[0], seen[1], _Counting() as counting:
             parallel_moe(x, experts, routing, problem.spec, **placed)
     views = ("moebius", "detach", "alias", "slice", "select", "view")
@@ -187,7 +187,7 @@ def plans_made(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[i
 
     def planned(self: Operator, *arguments: Any) -> Any:
         made.append(self.name)
-        return real(self, *arguments)
+        return real(self, arguments)
 
     with mock.patch.object(Operator, "plan", planned):
         for problem in problems:

@@ -18,7 +18,7 @@ from moe_core.layers import MoELayerSpec
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs.routing import LogitsSpec, RouterSpec
 from moe_torch.operators.kinds import MATRICES
-from moe_torch.operators.table import ROUTE_BACKWARD, ROUTER_BACKWARD
+from moe_torch.operators.stages import ROUTE_BACKWARD, ROUTER_BACKWARD
 from tests.support.layers import EVERYTHING, SPECS, draw_weights, draw_x, drop_slots
 from tests.support.torch import on_engines, require_equal, running_on, to_numpy, to_torch
 from tests.support.training.loop import Loop

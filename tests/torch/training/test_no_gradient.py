@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import moe_torch
-from moe_torch.operators import table as operators
+from moe_torch.operators import stages
 from tests.support.torch import NUM_EXPERTS, running_on, torch_layer
 
 #: torch's forward-mode differentiation scripts its own decompositions when first used.
@@ -113,4 +113,4 @@ def test_integer_operators_do_not_mind_grad_mode() -> None:
     ids = torch.zeros(3, 2, dtype=torch.int32)
     assert torch.is_grad_enabled()
     moe_torch.make_layout(ids, NUM_EXPERTS)
-    assert operators.MAKE_LAYOUT.overload is torch.ops.moebius.make_layout.default
+    assert stages.MAKE_LAYOUT.overload is torch.ops.moebius.make_layout.default

@@ -24,12 +24,8 @@ from moe_core.specs.operands import OutputGradients, map_arrays, named_fields
 from moe_torch import ExpertsSpec, MatmulOperands, MoE, MoELayerSpec, SharedExpertsSpec, trace
 from moe_torch.bridge.operator import Operator
 from moe_torch.layers.weights import from_numpy
-from moe_torch.operators.table import (
-    MATMUL_OGS_QUANTIZED_BACKWARD,
-    QUANTIZED_BACKWARD,
-    QUANTIZED_BACKWARD_INTO,
-    QUANTIZED_TRAINING,
-)
+from moe_torch.operators.stages import MATMUL_OGS_QUANTIZED_BACKWARD
+from moe_torch.operators.table import QUANTIZED_BACKWARD, QUANTIZED_BACKWARD_INTO, QUANTIZED_TRAINING
 from tests.support.strategies import hard_routing
 from tests.support.torch import REAL_KERNELS, require_equal, running_on, to_numpy, to_torch
 from tests.support.training.loop import Loop, Problem, draw_problem, routed

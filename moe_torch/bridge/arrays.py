@@ -1,0 +1,65 @@
+"""Tensors as the core describes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedTensor
+from moe_core.runtime.devices import target_of
+from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
+from moe_torch.bridge.private import plain_tensor
+
+MAKE_MEMORY = "call to_empty(device=...) on the module that holds it, then load or initialise its values"
+
+
+def array_spec(name: str, tensor: Any) -> ArraySpec:
+    """The spec of a tensor; symbolic sizes count as their hints. Raises InvalidInput for what is no dense tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        fix = "dequantize" if isinstance(tensor, QuantizedTensor) else "from_dlpack"
+        raise InvalidInput(
+            f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with moe_torch.{fix}"
+        )
+    if tensor.is_nested:
+        raise InvalidInput(
+            f"{name} must be one dense tensor, got a nested tensor; call .to_padded_tensor(0) or pass its .values()"
+        )
+    if tensor.layout != torch.strided:
+        raise InvalidInput(f"{name} must be a dense tensor, got layout {tensor.layout}; call to_dense() on it")
+    if tensor.dtype not in DTYPE_NAMES:
+        raise InvalidInput(f"{name} must have a dtype among {', '.join(TORCH_DTYPES)}, got {tensor.dtype}; cast it")
+    sizes, strides = [_hint(size) for size in tensor.shape], [_hint(step) for step in tensor.stride()]
+    return ArraySpec(tuple(sizes), DTYPE_NAMES[tensor.dtype], tuple(strides))
+
+
+def require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidInput for a tensor whose storage was emptied, which torch's own operations would crash on."""
+    if plain_tensor(tensor) and tensor.numel() and not tensor.data_ptr():
+        raise InvalidInput(
+            f"{name} must have memory for {array_spec(name, tensor)}, got a null address, as of a storage emptied by "
+            "resize_(0); allocate it again before the call"
+        )
+
+
+class NoHintError(Exception):
+    """A symbolic size without an example value."""
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """The example value behind a symbolic size, without guarding on it."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    if not size.node.has_hint():
+        raise NoHintError
+    return int(size.node.hint)
+
+
+def target_of_device(device: torch.device) -> Target:
+    """The target for tensors on a CPU or CUDA device; others raise Unsupported, and meta tensors InvalidInput."""
+    if device.type == "meta":
+        raise InvalidInput(f"arrays must have memory, got tensors on meta; {MAKE_MEMORY}")
+    return target_of((device.type, device.index or 0))

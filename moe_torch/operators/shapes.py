@@ -1,0 +1,51 @@
+"""Shapes and dtypes of the outputs of operators, whose sizes may be symbolic."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from moe_core.specs import Activation
+from moe_torch.bridge.operator import Outputs
+from moe_torch.bridge.options import TORCH_DTYPES
+from moe_torch.operators.kinds import accumulated
+
+#: Of the gradients that a backward returns.
+Names = tuple[str, ...]
+
+
+def width_of(weight: Any, weight_layout: str) -> Any:
+    return weight.shape[-1 if weight_layout == "in_out" else -2]
+
+
+def activated(width: Any, activation: Activation | None) -> Any:
+    """Columns after the activation of a buffer of `width` columns."""
+    one_buffer = activation is not None and activation.gate_layout in ("halves", "interleaved")
+    return width // 2 if one_buffer else width
+
+
+def out_dtype_of(x: torch.Tensor, name: str | None) -> torch.dtype:
+    return x.dtype if name is None else TORCH_DTYPES[name]
+
+
+def like(*tensors: Any) -> Outputs:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors if tensor is not None]
+
+
+def gradients_of(given: Any) -> Outputs:
+    """Those that the options name and that are not added to a tensor of the caller."""
+    added = accumulated(given.wanted, getattr(given, "into", None))
+    return like(*[attrgetter(name.removeprefix("d_"))(given) for name in given.wanted if name not in added])
+
+
+def wide_gradients(given: Any) -> Outputs:
+    """`gradients_of`, of which d_wide is that of x in fp32."""
+    given.wide = given.x.to(torch.float32) if "d_wide" in given.wanted else None
+    return gradients_of(given)
+
+
+def routed(given: Any, top_k: int) -> Outputs:
+    shape = (given.shape[0], top_k)
+    return [(shape, torch.int32), (shape, torch.float32)]
