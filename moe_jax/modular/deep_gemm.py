@@ -1,4 +1,4 @@
-"""DeepGEMM's grouped products, experts on them, and the choice between these and the fused ones; pure functions."""
+"""DeepGEMM's grouped products, experts on them, and the choice between these and fused experts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ Quantized = tuple[Any, Any]
 def m_grouped_fp8_gemm_nt_contiguous(
     a: Quantized, b: Quantized, m_indices: jax.Array, *, out_dtype: Any = jnp.bfloat16
 ) -> jax.Array:
-    """d `[M, N]` with `d[row] = a[row] @ b[m_indices[row]].T` for every row: the contiguous layout.
+    """Return d `[M, N]` with `d[row] = a[row] @ b[m_indices[row]].T` for every row: the contiguous layout.
 
-    a: e4m3 `[M, K]` and scales fp32 `[M, K / 128]`. b: e4m3 `[G, N, K]` and scales fp32 `[G, N / 128, K / 128]`. K and
-    N are multiples of 128. m_indices int32 `[M]`: the group of each row, -1 = padding, which is not read and whose rows
-    of d are zeros; numbers of no group count as -1. Groups may begin anywhere and come in any order, so that rows
-    padded to 128 are as good as others. out_dtype: bf16, fp16 or fp32. No gradient. Raises InvalidInput, Unsupported.
+    K and N are multiples of 128. Groups may begin anywhere, in any order. No gradients. a: e4m3 `[M, K]` and scales
+    fp32 `[M, K / 128]`. b: e4m3 `[G, N, K]` and scales fp32 `[G, N / 128, K / 128]`. m_indices: int32 `[M]`, the group
+    of each row. Rows with -1, or any number of no group, are not read and are zero in d. out_dtype: bf16, fp16 or fp32.
     """
     name = _out_dtype(out_dtype)
     rows, _ = contract.check_products(contract.pair_of("a", a), contract.pair_of("b", b))
@@ -49,11 +48,11 @@ def m_grouped_fp8_gemm_nt_contiguous(
 def m_grouped_fp8_gemm_nt_masked(
     a: Quantized, b: Quantized, masked_m: jax.Array, expected_m: int, *, out_dtype: Any = jnp.bfloat16
 ) -> jax.Array:
-    """d `[G, M, N]` with `d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g].T` for every group: the masked layout.
+    """Return d `[G, M, N]` with `d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g].T` for every group: the masked layout.
 
-    a: e4m3 `[G, M, K]` and scales fp32 `[G, M, K / 128]`. masked_m int32 `[G]`: rows past it are not read, and are
-    zeros in d. expected_m, static: about how many rows of a group are used; tiles are chosen for it, and what is
-    computed does not depend on its being right. Everything else as in `m_grouped_fp8_gemm_nt_contiguous`.
+    a: e4m3 `[G, M, K]` and scales fp32 `[G, M, K / 128]`. masked_m: int32 `[G]`. Rows past it are not read, and are
+    zeros in d. expected_m: static, about how many rows of a group are used, to choose tiles. All else is as in
+    `m_grouped_fp8_gemm_nt_contiguous`.
     """
     name = _out_dtype(out_dtype)
     require_at_least("expected_m", expected_m, 1)
@@ -72,8 +71,8 @@ def m_grouped_fp8_gemm_nt_masked(
 
 
 def is_blackwell_deep_gemm_e8m0_used() -> bool:
-    """Whether the chip that programs are traced for is one on which DeepGEMM takes power-of-two scales alone:
-    Blackwell, sm_100 to sm_109."""
+    """True if programs are traced for a chip where DeepGEMM takes power-of-two scales only: Blackwell, sm_100 to
+    sm_109."""
     target = platforms.cuda_target()
     return target is not None and contract.has_e8m0_mode(target)
 
@@ -106,12 +105,12 @@ def deep_gemm_experts(
     e8m0: bool = False,
     tuning: Tuning | None = None,
 ) -> jax.Array:
-    """output `[M, K]`, weighted and reduced, of prepared hidden_states `[M, K]`, products in the contiguous layout.
+    """Return output `[M, K]`, weighted and reduced, of prepared hidden_states `[M, K]` by contiguous products.
 
-    quant_config: fp8_w8a8 with block_shape [128, 128] and the scales of w1 `[E, N, K]` and w2 `[E, K, F]`; N, K and F
-    are multiples of 128. hidden_states: bf16, fp16 or fp32, or e4m3 with a1q_scale fp32 `[M, K / 128]`, where the
-    output is bf16. Rounded as `moe_torch.modular.DeepGemmExperts`: `unfused_experts`, rows padded to 128 by expert.
-    e8m0: activations get power-of-two scales. Raises InvalidInput, Unsupported.
+    Rounded like `moe_torch.modular.DeepGemmExperts`: `unfused_experts` with rows padded to 128 by expert. quant_config:
+    fp8_w8a8 with block_shape [128, 128] and the scales of w1 `[E, N, K]` and w2 `[E, K, F]`. N, K and F are multiples
+    of 128. hidden_states: bf16, fp16 or fp32, or e4m3 with a1q_scale fp32 `[M, K / 128]` and output in bf16. e8m0:
+    activations get power-of-two scales.
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, "out_in")
@@ -134,9 +133,9 @@ def batched_deep_gemm_experts(
     e8m0: bool = False,
     tuning: Tuning | None = None,
 ) -> jax.Array:
-    """Blocks `[E, max_num_tokens, K]` of prepared blocks, neither weighted nor reduced, products in the masked layout.
+    """Return blocks `[E, max_num_tokens, K]` of prepared blocks, neither weighted nor reduced, by masked products.
 
-    Rows past expert_num_tokens int32 `[E]` come out as zeros. Everything else as in `deep_gemm_experts`.
+    Rows past expert_num_tokens int32 `[E]` come out as zeros. All else is as in `deep_gemm_experts`.
     """
     size = blocks_size(hidden_states, w1, w2, "out_in")
     layout = blocks_layout(size.E, size.M, jnp.clip(expert_num_tokens, 0, size.M))
@@ -163,9 +162,9 @@ def triton_or_deep_gemm_experts(
     e8m0: bool = False,
     tuning: Tuning | None = None,
 ) -> jax.Array:
-    """`deep_gemm_experts` where it is allowed and the sizes are valid for it, else `fused_experts` with `out_in`.
+    """Run `deep_gemm_experts` if it is allowed and the sizes are valid, else `fused_experts` with `out_in`.
 
-    The rule is that of `moe_torch.modular.TritonOrDeepGemmExperts`; `explain_triton_or_deep_gemm` says which and why.
+    The rule is that of `moe_torch.modular.TritonOrDeepGemmExperts`. `explain_triton_or_deep_gemm` gives the reason.
     """
     tokens = (hidden_states, w1, w2, topk_weights, topk_ids)
     arguments = (*tokens, activation, global_num_experts, expert_map, apply_router_weight_on_input)
@@ -189,14 +188,15 @@ def explain_triton_or_deep_gemm(
     allow_deep_gemm: bool = False,
     e8m0: bool = False,
 ) -> str:
-    """Which experts `triton_or_deep_gemm_experts` runs for such arrays or shapes, and why: one line. Runs nothing."""
+    """Name the experts that `triton_or_deep_gemm_experts` runs for these arrays or shapes, and the reason, in
+    one line."""
     return contract.explain_choice(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
 
 
 def _case(
     hidden_states: Any, w1: Any, w2: Any, quant_config: FusedMoEQuantConfig, allow_deep_gemm: bool, e8m0: bool
 ) -> tuple[str | None, contract.DispatchCase]:
-    """What the choice depends on: why DeepGEMM is not allowed at all, and the sizes."""
+    """The facts that decide the choice: the reason why DeepGEMM is not allowed, and the sizes."""
     not_allowed = contract.why_not_allowed(allow_deep_gemm, quant_config.use_fp8_w8a8, quant_config.block_shape)
     if e8m0 and not_allowed is not None:
         raise InvalidInput(
@@ -221,8 +221,8 @@ def _slots(
     tuning: Tuning | None,
     row_weight: jax.Array | None = None,
 ) -> jax.Array:
-    """Both products of experts (w1, w2, quant_config), from hidden states `[.., K]` that are quantised here unless they
-    are already. places: gather and scatter of each. InvalidInput where a product is not the contract's."""
+    """Both products of experts (w1, w2, quant_config), from hidden states `[.., K]`, quantised here if they are not
+    yet. places: gather and scatter of each. Raises InvalidInput outside the contract."""
     reason = contract.why_not_deep_gemm(experts[2])
     if reason is not None:
         raise Unsupported(reason)

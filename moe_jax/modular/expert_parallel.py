@@ -1,4 +1,4 @@
-"""Prepare and finalize across the ranks of a mesh axis, inside `jax.shard_map`: rows go to their experts and back."""
+"""Prepare and finalize across the ranks of a mesh axis, inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PLAIN_EXCHANGE = ExchangeSpec()
 
 @dataclass(frozen=True)
 class SentTokens:
-    """What `prepare_expert_parallel` gives; a pytree.
+    """The result of `prepare_expert_parallel`, a pytree.
 
-    a1q `[R, K]`: rows of one slot each, topk_weights fp32 and topk_ids int32 `[R, 1]`: of the experts here, -1 = an
-    unused row. tuning: for the experts, which then add up as those of all ranks together do on one device. routes,
-    sizes: for `finalize_expert_parallel`.
+    a1q: `[R, K]`, rows of one slot each. topk_weights, topk_ids: fp32 and int32 `[R, 1]`, of this rank's experts, -1 =
+    an unused row. tuning: gives the experts the summation order of one device. routes, sizes: for
+    `finalize_expert_parallel`.
     """
 
     a1q: jax.Array
@@ -61,12 +61,12 @@ def prepare_expert_parallel(
     placement: Placement,
     exchange: ExchangeSpec = _PLAIN_EXCHANGE,
 ) -> SentTokens:
-    """The slots of all ranks' tokens that visit the experts of this one, inside a `shard_map` over axis_name.
+    """Collect the slots of all ranks' tokens for this rank's experts, inside a `shard_map` over axis_name.
 
-    a1 bf16, fp16 or fp32 `[M, K]`, topk_weights and topk_ids `[M, topk]`, ids of all experts: of this rank, as many on
-    every rank. exchange: mode `all_to_all`, `all_gather` or `padded`, see `moe_jax.parallel.moe`. The experts are the
-    places of this rank, `[placement.per_rank, ...]`. Raises InvalidInput, and Unsupported for replicas, whose gradients
-    would be parts of one.
+    a1: bf16, fp16 or fp32 `[M, K]`, this rank's tokens, equally many on every rank. topk_weights, topk_ids: `[M,
+    topk]`, with ids of all experts. exchange: mode `all_to_all`, `all_gather` or `padded`, see `moe_jax.parallel.moe`.
+    placement: this rank's experts are its places, `[placement.per_rank, ...]`. Raises InvalidInput, and Unsupported for
+    replicas, since their gradients would be partial.
     """
     require_type("placement", placement, Placement)
     require_type("exchange", exchange, ExchangeSpec)
@@ -90,11 +90,11 @@ def prepare_expert_parallel(
 def finalize_expert_parallel(
     fused_expert_output: jax.Array, prepared: SentTokens, apply_router_weight_on_input: bool = False
 ) -> jax.Array:
-    """output `[M, K]` of this rank's tokens: the rows of their slots, added in fp32 in the order k = 0..topk-1.
+    """Return output `[M, K]` of this rank's tokens: their slots' rows, added in fp32 in the order k = 0..topk-1.
 
-    fused_expert_output: `[R, K]`, weighted, as experts of this package return it, or `[R, 1, K]`, which is weighted
-    here unless the weight was on the input. Rows beyond a bound of the exchange are counted in `prepared.overflow`, and
-    their tokens' output is NaN, or lacks them with `on_overflow="drop"`.
+    fused_expert_output: `[R, K]`, weighted, as experts of this package return it, or `[R, 1, K]`, weighted here unless
+    the input was. Rows beyond a bound of the exchange are counted in `prepared.overflow`. Their tokens' output is NaN,
+    or lacks them with `on_overflow="drop"`.
     """
     require_type("prepared", prepared, SentTokens)
     require_array("fused_expert_output", fused_expert_output)

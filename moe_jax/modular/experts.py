@@ -32,7 +32,7 @@ SumFunction = Callable[[jax.Array, SlotContext], jax.Array]
 
 
 def weights_of(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig, weight_layout: str) -> ExpertWeights:
-    """w1 and w2 with what the configuration has beside them."""
+    """Join w1 and w2 with the scales, zero points and biases of the configuration."""
     require_array("w1", w1)
     require_array("w2", w2)
     require_type("quant_config", quant_config, FusedMoEQuantConfig)
@@ -51,7 +51,7 @@ def require_experts(num_local: int, global_num_experts: int, expert_map: jax.Arr
 
 
 def blocks_size(hidden_states: jax.Array, w1: jax.Array, w2: jax.Array, weight_layout: str) -> ProblemSize:
-    """The sizes of a problem in the batched format; InvalidInput for another."""
+    """The sizes of a problem in the batched format. Raises InvalidInput for another format."""
     require_array("hidden_states", hidden_states)
     if hidden_states.ndim != 3:
         raise InvalidInput(
@@ -75,10 +75,10 @@ def fused_experts(
     weight_layout: str = "out_in",
     tuning: Tuning | None = None,
 ) -> jax.Array:
-    """output `[M, K]`, weighted and reduced, of prepared hidden_states `[M, K]`: one composed plan.
+    """Return output `[M, K]`, weighted and reduced, of prepared hidden_states `[M, K]`: one composed plan.
 
-    w1 `[E, N, K]`, w2 `[E, K, F]` (weight_layout `in_out`: the last two axes swapped). apply_router_weight_on_input:
-    `prepare` has applied the weight. Raises InvalidInput, Unsupported.
+    w1: `[E, N, K]`, or `[E, K, N]` with weight_layout `in_out`. w2: `[E, K, F]`, or `[E, F, K]`.
+    apply_router_weight_on_input: `prepare` has applied the weight.
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
     experts = weights_of(w1, w2, quant_config, weight_layout)
@@ -95,11 +95,11 @@ def fused_experts(
 def _product(
     operands: MatmulOperands, layout: RaggedLayout, spec: MatmulSpec, quant_config: FusedMoEQuantConfig, scale: Any
 ) -> jax.Array:
-    """`matmul_ogs`, x quantised first where the configuration quantises activations (scale: fp32 `[1]`, or None)."""
+    """`matmul_ogs`, with x quantised first if the configuration says so. scale: fp32 `[1]`, or None."""
     format = activation_quantization(quant_config)
     if format is not None:
         spec = dataclasses.replace(spec, out_dtype=operands.x.dtype.name)
-        # Nothing wrote rows of no slot. One scale is found from rows that a slot reads, of x as well.
+        # Rows without a slot are unwritten. One scale is computed from rows that a slot reads.
         used_by = layout.slot_of_row if spec.gather == "row" else None
         if used_by is None and chooses_one_scale(format, scale is not None):
             used_by = layout.row_of_slot
@@ -108,12 +108,12 @@ def _product(
 
 
 def activate(activation: str | Activation, input: jax.Array, context: SlotContext) -> jax.Array:
-    """The activation of rows `[M * topk, N]`: what `unfused_experts` runs unless another function is given."""
+    """Apply the activation to rows `[M * topk, N]`: the default of `unfused_experts`."""
     return ops.activation(input, activation_of(activation))
 
 
 def moe_sum(input: jax.Array, context: SlotContext) -> jax.Array:
-    """output `[M, K]`: the sum over topk of `[M, topk, K]` in fp32 and in order, one cast."""
+    """Return output `[M, K]`: the sum over topk of `[M, topk, K]` in fp32 and in order, one cast."""
     tokens, top_k, columns = input.shape
     every = jnp.arange(tokens * top_k, dtype=jnp.int32)
     return ops.reduce(input.reshape(-1, columns), rows_by_slot(every, top_k))
@@ -136,11 +136,10 @@ def unfused_experts(
     weight_layout: str = "in_out",
     tuning: Tuning | None = None,
 ) -> jax.Array:
-    """`fused_experts` stage by stage, w1 `[E, K, N]`, w2 `[E, F, K]`; the two functions are where LoRA goes.
+    """Run `fused_experts` stage by stage, with w1 `[E, K, N]` and w2 `[E, F, K]`. LoRA goes into the two functions.
 
-    Both get a `SlotContext`: the tokens, weights and layout of the rows, on which further grouped matmuls run. What
-    lies between stages is rounded to the dtype of the hidden states; slots without an expert are zeros after either
-    product.
+    Both functions get a `SlotContext` with the tokens, weights and layout of the rows, for further grouped matmuls.
+    Stages round to the dtype of the hidden states. Slots without an expert are zeros after both products.
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
     experts = weights_of(w1, w2, quant_config, weight_layout)
@@ -172,9 +171,9 @@ def batched_experts(
     weight_layout: str = "out_in",
     tuning: Tuning | None = None,
 ) -> jax.Array:
-    """Blocks `[E, max_num_tokens, K]` of prepared blocks, neither weighted nor reduced; w1 `[E, N, K]`, w2 `[E, K, F]`.
+    """Return blocks `[E, max_num_tokens, K]` of prepared blocks, neither weighted nor reduced.
 
-    Rows past expert_num_tokens int32 `[E]` are not read, and come out as zeros.
+    w1: `[E, N, K]`. w2: `[E, K, F]`. expert_num_tokens: int32 `[E]`. Rows past it are not read, and come out as zeros.
     """
     experts = weights_of(w1, w2, quant_config, weight_layout)
     size = blocks_size(hidden_states, w1, w2, weight_layout)

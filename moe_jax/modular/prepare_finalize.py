@@ -1,4 +1,4 @@
-"""What comes before the experts and after them: the format of the tokens, and the router's weight on either side."""
+"""The steps before and after the experts: the format of the tokens, and the router's weight on either side."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
 @dataclass(frozen=True)
 class PreparedTokens:
-    """a1q: tokens `[M, K]`, or batched `[E, max_num_tokens, K]` with expert_num_tokens int32 `[E]` and the layout that
-    `finalize_batched` reads. A pytree."""
+    """A pytree. a1q: tokens `[M, K]`, or batched `[E, max_num_tokens, K]` with expert_num_tokens int32 `[E]` and the
+    layout for `finalize_batched`."""
 
     a1q: jax.Array
     expert_num_tokens: jax.Array | None = None
@@ -34,7 +34,7 @@ jax.tree_util.register_dataclass(PreparedTokens, data_fields=["a1q", "expert_num
 
 
 def as_routing(topk_weights: Any, topk_ids: Any) -> tuple[jax.Array, jax.Array]:
-    """weights fp32 and ids int32 `[M, topk]`; InvalidInput for other ranks and kinds."""
+    """weights fp32 and ids int32 `[M, topk]`. Raises InvalidInput for other ranks and kinds."""
     require_array("topk_weights", topk_weights)
     require_array("topk_ids", topk_ids)
     if topk_ids.ndim != 2 or topk_ids.dtype.name not in _INTEGERS:
@@ -48,7 +48,7 @@ def as_routing(topk_weights: Any, topk_ids: Any) -> tuple[jax.Array, jax.Array]:
             f"{topk_weights.shape}; pass the weights of the same top-k"
         )
     if topk_ids.dtype.name == "int64":
-        # What int32 cannot hold stays out of range; NumPy's, as JAX may cut the type first.
+        # Numbers beyond int32 stay out of range. JAX may cut the type first, so NumPy clips NumPy's arrays.
         clip = np.clip if isinstance(topk_ids, np.ndarray) else jnp.clip
         topk_ids = clip(topk_ids, -2, 2**31 - 1)
     return jnp.asarray(topk_weights, jnp.float32), jnp.asarray(topk_ids, jnp.int32)
@@ -62,7 +62,7 @@ def _require_rank(name: str, array: Any, wanted: str) -> None:
 
 
 def left_routing(topk_weights: Any, topk_ids: Any, is_applied: bool) -> tuple[jax.Array, jax.Array]:
-    """`as_routing` with the weights that are left to apply: ones where they are on the input already."""
+    """`as_routing` with the weights that are left to apply: ones if the input is weighted."""
     weights, ids = as_routing(topk_weights, topk_ids)
     return jnp.ones_like(weights) if is_applied else weights, ids
 
@@ -75,7 +75,7 @@ def weighted_rows(rows: jax.Array, weights: jax.Array) -> jax.Array:
 def prepare(
     a1: jax.Array, topk_weights: jax.Array, topk_ids: jax.Array, apply_router_weight_on_input: bool = False
 ) -> PreparedTokens:
-    """Tokens for experts of the Standard format: a1 `[M, K]`, times its weight where asked for (topk 1 only)."""
+    """Prepare tokens in the Standard format: a1 `[M, K]`, weighted if requested (topk 1 only)."""
     weights, ids = as_routing(topk_weights, topk_ids)
     _require_rank("a1", a1, "[num_tokens, hidden]")
     if ids.shape[0] != a1.shape[0]:
@@ -102,11 +102,10 @@ def prepare_batched(
     expert_map: jax.Array | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> PreparedTokens:
-    """Tokens for experts of the batched format: blocks `[num_local_experts, max_num_tokens, K]`, unused rows zero.
+    """Prepare tokens in the batched format: blocks `[num_local_experts, max_num_tokens, K]`, unused rows zero.
 
-    The local experts are num_local_experts ids from rank * num_local_experts on, or what expert_map int32 `[E_global]`
-    says. M is at most max_num_tokens; a token that names an expert more than once has one row there, so that no row is
-    ever dropped. Raises InvalidInput.
+    The local experts are num_local_experts ids from rank * num_local_experts on, unless expert_map int32 `[E_global]`
+    is given. M is at most max_num_tokens, and a token has at most one row per expert, so that no row is ever dropped.
     """
     require_at_least("rank", rank, 0)
     require_at_least("max_num_tokens", max_num_tokens, 1)
@@ -130,14 +129,14 @@ def prepare_batched(
             )
         known = (ids >= 0) & (ids < expert_map.shape[0])
         ids = jnp.where(known, expert_map[jnp.clip(ids, 0, expert_map.shape[0] - 1)], -1).astype(jnp.int32)
-    # A token that names an expert more than once has one row there, to which each of these slots points.
+    # All slots of a token that name the same expert point to one row.
     first = (ids[:, :, None] == ids[:, None, :]).argmax(-1)
     own = first == jnp.arange(ids.shape[1])
     layout = ops.make_layout(jnp.where(own, ids, -1), num_local_experts, max_rows=max_num_tokens)
     rows = jnp.take_along_axis(layout.row_of_slot.reshape(ids.shape), first, axis=1)
     layout = dataclasses.replace(layout, row_of_slot=rows.reshape(-1))
     slots = layout.slot_of_row
-    # Padding looks at a row of zeros behind the last token.
+    # Padding reads a row of zeros behind the last token.
     tokens = jnp.where(slots >= 0, slots // topk_ids.shape[1], a1.shape[0])
     source = jnp.concatenate([a1, jnp.zeros((1, a1.shape[1]), a1.dtype)])
     rows = source[tokens]
@@ -146,14 +145,14 @@ def prepare_batched(
 
 
 def rows_by_slot(row_of_slot: jax.Array, top_k: int) -> RaggedLayout:
-    """A layout as `ops.reduce` reads it, of rows that lie by slot: int32 `[M * topk]`, -1 = adds nothing."""
+    """A layout for `ops.reduce` of rows by slot: int32 `[M * topk]`, -1 = adds nothing."""
     spec = LayoutSpec(row_of_slot.shape[0] // top_k, top_k, 1)
     nothing = jnp.zeros(1, jnp.int32)
     return RaggedLayout(spec, nothing, nothing, row_of_slot, row_of_slot, nothing)
 
 
 def blocks_layout(groups: int, rows: int, sizes: jax.Array) -> RaggedLayout:
-    """The layout of `[groups, rows, D]` whose first sizes int32 `[groups]` rows are used; every row is its own slot."""
+    """The layout of `[groups, rows, D]` with sizes int32 `[groups]` used rows. Every row is its own slot."""
     total = groups * rows
     places = jnp.arange(total, dtype=jnp.int32)
     starts = jnp.arange(groups + 1, dtype=jnp.int32) * rows
@@ -169,11 +168,10 @@ def finalize(
     topk_ids: jax.Array,
     apply_router_weight_on_input: bool = False,
 ) -> jax.Array:
-    """output `[M, K]` of slots `[M, topk, K]` that are neither weighted nor reduced.
+    """Weight and reduce slots `[M, topk, K]` to output `[M, K]`. Experts that return `[M, K]` do not need it.
 
-    Each row times its weight in fp32, unless that was on the input, rounded to its dtype; then the sum in fp32 in the
-    order k = 0..topk-1, one cast. Rows whose id is negative add nothing. Experts of this package that return `[M, K]`
-    leave nothing to finalize.
+    Each row times its weight, unless the input was weighted, is rounded to its dtype. The sum is in fp32 in the order k
+    = 0..topk-1, with one cast. Rows with a negative id add nothing.
     """
     weights, ids = as_routing(topk_weights, topk_ids)
     _require_rank("fused_expert_output", fused_expert_output, "[M, topk, K]")
@@ -195,7 +193,8 @@ def finalize_batched(
     prepared: PreparedTokens,
     apply_router_weight_on_input: bool = False,
 ) -> jax.Array:
-    """output `[M, K]` of blocks `[E, max_num_tokens, K]` that `prepare_batched` placed; rounded as in `finalize`."""
+    """Weight and reduce blocks `[E, max_num_tokens, K]` of `prepare_batched` to output `[M, K]`, rounded as in
+    `finalize`."""
     require_type("prepared", prepared, PreparedTokens)
     require_array("topk_weights", topk_weights)
     layout = prepared.layout

@@ -63,10 +63,8 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
         prepared: PreparedTokens | None = None,
     ) -> None:
-        """Combine into output `[M, K]`, weighted unless the weight was on the input.
-
-        weight_and_reduce_impl: the remaining work. prepared: the result of `prepare`.
-        """
+        """Combine into output `[M, K]`, weighted unless the weight was on the input. weight_and_reduce_impl: the
+        remaining work. prepared: the result of `prepare`."""
 
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
         """True if such experts may write the caller's output, with nothing left to combine."""
@@ -172,10 +170,8 @@ class BatchedPrepareAndFinalize(_OneDevice):
     """One device, format BatchedExperts: a1q `[num_local_experts, max_num_tokens, K]`, unused rows zero.
 
     An expert's block holds its tokens in order, each once. A call has at most max_num_tokens tokens (more:
-    InvalidInput).
-
-    rank: the local experts are num_local_experts ids from rank * num_local_experts on, unless a call brings an
-    expert_map.
+    InvalidInput). rank: the local experts are num_local_experts ids from rank * num_local_experts on, unless a call
+    brings an expert_map.
     """
 
     activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)

@@ -65,9 +65,7 @@ class Mxfp4Experts(torch.nn.Module):
 
 
 def _rows(tensor: Any) -> torch.Tensor:
-    """The bytes of a triton_kernels tensor as in the checkpoint: rows of outputs.
-
-    As in transformers' saving: layouts that pad (Hopper's, Blackwell's) trim while they unswizzle.
-    """
+    """The bytes of a triton_kernels tensor as in the checkpoint: rows of outputs. As in transformers' saving: layouts
+    that pad (Hopper's, Blackwell's) trim while they unswizzle."""
     storage = tensor.storage
     return storage.layout.unswizzle_data(storage.data).transpose(-1, -2).contiguous()

@@ -30,10 +30,8 @@ _EXPERTS = re.compile(r"(?<!Shared)(Experts|MoE|Moe)$")
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `use`.
-
-    modules: paths of the experts modules. copied: number of weights copied to aligned memory. options: of the experts.
-    """
+    """The result of `use`. modules: paths of the experts modules. copied: number of weights copied to aligned memory.
+    options: of the experts."""
 
     modules: tuple[str, ...]
     copied: int

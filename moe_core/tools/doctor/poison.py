@@ -30,10 +30,8 @@ class Poisoned:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[Poisoned]:
-    """Fill outputs and workspaces of every plan of any front-end with 0xFF bytes before it runs.
-
-    This changes the whole process, on every thread (XLA calls from its own), so run it in a separate process.
-    """
+    """Fill outputs and workspaces of every plan of any front-end with 0xFF bytes before it runs. This changes the whole
+    process, on every thread (XLA calls from its own), so run it in a separate process."""
     found = Poisoned()
     runs = {kind: kind.__dict__["__call__"] for kind in (Prepared, CudaPrepared)}
 

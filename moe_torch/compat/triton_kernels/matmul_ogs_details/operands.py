@@ -144,10 +144,8 @@ def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, 
 
 
 def fitting(operands: MatmulOperands, weight: Weight, shape: Sequence[int]) -> MatmulOperands:
-    """Pad w and x, of a logical shape, to the same K in memory and no empty axis.
-
-    Our ops take neither partial groups nor empty axes: zeros fill K up, and N = 0 gets two columns, to be cut off.
-    """
+    """Pad w and x, of a logical shape, to the same K in memory and no empty axis. Our ops take neither partial groups
+    nor empty axes: zeros fill K up, and N = 0 gets two columns, to be cut off."""
     x, w, layout = operands.x, operands.weight, weight.weight_layout
     *_, k, n = weight.shape
     held = (x.shape[-1], w.shape[-1 if layout == "out_in" else -2])
