@@ -79,7 +79,6 @@ def _name(array: Any) -> str:
 
 
 def pair_of(name: str, pair: Any) -> Pair:
-    """Shapes and dtypes of values and scales. Raises InvalidInput unless it is a pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise InvalidInput(f"{name} must be (values, scales), got {type(pair).__name__}; pass both arrays")
     values, scales = pair
@@ -266,7 +265,6 @@ def choose_experts(not_allowed: str | None, case: DispatchCase) -> ExpertsChoice
 
 
 def explain_choice(not_allowed: str | None, case: DispatchCase) -> str:
-    """`choose_experts` with the numbers, in one line."""
     _, k, n = case.w2
     choice = choose_experts(not_allowed, case)
     return f"{choice} (M = {case.M}, N = {n}, K = {k}; w1 and w2 {' and '.join(case.dtypes)})"

@@ -146,7 +146,6 @@ class FusedMoEQuantConfig:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """All fields that are not arrays."""
         return self.scheme, self.per_act_token_quant, self.block_shape
 
     @property

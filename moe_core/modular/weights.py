@@ -71,7 +71,6 @@ _INT8_TENSOR = Format("int8_tensor", "int8", None, None)
 
 
 def _grouped(element: str, name: str, rows: int, columns: int, known: Format) -> Format:
-    """The format of blocks of an element, a registered one if the sizes match."""
     if (known.group_rows, known.group_columns) == (rows, columns):
         return known
     return Format(f"{name}_{rows}x{columns}", element, rows, columns)
@@ -103,7 +102,6 @@ def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
 
 
 def activation_quantization(config: FusedMoEQuantConfig) -> Format | None:
-    """The format of the activations before each product, or None."""
     if not config.quantizes_activations:
         return None
     if config.scheme == "mxfp4_w4a4":

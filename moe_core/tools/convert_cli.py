@@ -36,7 +36,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         report = convert_checkpoint(

@@ -196,7 +196,6 @@ def explain_triton_or_deep_gemm(
 def _case(
     hidden_states: Any, w1: Any, w2: Any, quant_config: FusedMoEQuantConfig, allow_deep_gemm: bool, e8m0: bool
 ) -> tuple[str | None, contract.DispatchCase]:
-    """The facts that decide the choice: the reason why DeepGEMM is not allowed, and the sizes."""
     not_allowed = contract.why_not_allowed(allow_deep_gemm, quant_config.use_fp8_w8a8, quant_config.block_shape)
     if e8m0 and not_allowed is not None:
         raise InvalidInput(

@@ -32,7 +32,6 @@ SumFunction = Callable[[jax.Array, SlotContext], jax.Array]
 
 
 def weights_of(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig, weight_layout: str) -> ExpertWeights:
-    """Join w1 and w2 with the scales, zero points and biases of the configuration."""
     require_array("w1", w1)
     require_array("w2", w2)
     require_type("quant_config", quant_config, FusedMoEQuantConfig)

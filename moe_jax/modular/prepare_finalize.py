@@ -55,7 +55,6 @@ def as_routing(topk_weights: Any, topk_ids: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _require_rank(name: str, array: Any, wanted: str) -> None:
-    """Raise InvalidInput unless `array` has as many axes as `wanted` names."""
     require_array(name, array)
     if len(array.shape) != wanted.count(",") + 1:
         raise InvalidInput(f"{name} must be {wanted}, got {array.shape}; reshape it")

@@ -84,7 +84,6 @@ class TritonOrDeepGemmExperts(StandardExperts):
 
     @property
     def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        """The formats of both members, which must agree."""
         return self._agreed("activation_formats", lambda member: member.activation_formats)
 
     def supports_chunking(self) -> bool:
@@ -94,7 +93,6 @@ class TritonOrDeepGemmExperts(StandardExperts):
         return all(member.supports_expert_map() for member in self._members())
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """The answer of both members, which must agree."""
         return self._agreed("finalize_weight_and_reduce_impl", lambda member: member.finalize_weight_and_reduce_impl())
 
     def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
@@ -125,7 +123,6 @@ class TritonOrDeepGemmExperts(StandardExperts):
     def chosen(
         self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
     ) -> FusedMoEPermuteExpertsUnpermute:
-        """The member that runs this call."""
         choice = contract.choose_experts(self._not_allowed, self._case(hidden_states, w1, w2))
         if choice.member != contract.DEEP_GEMM:
             return self.triton_expert
@@ -137,7 +134,6 @@ class TritonOrDeepGemmExperts(StandardExperts):
         return contract.explain_choice(self._not_allowed, self._case(hidden_states, w1, w2))
 
     def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
-        """Copy both members with another configuration of the same scheme."""
         if quant_config is self.quant_config:
             return self
         changed = copy.copy(self)
@@ -155,7 +151,6 @@ class TritonOrDeepGemmExperts(StandardExperts):
         return self.chosen(x, w1, w2).chunked_as_whole(x, w1, w2, size, activation)
 
     def adding_as(self: Self, num_tokens: int, num_experts: int) -> Self:
-        """Copy both members with the summation order of this batch."""
         changed = super().adding_as(num_tokens, num_experts)
         changed.triton_expert = self.triton_expert.adding_as(num_tokens, num_experts)
         if self.deep_gemm_expert is not None:

@@ -79,7 +79,6 @@ class DeepGemmContractExperts(GroupedExperts):
         return contract.activation_format(self.e8m0)
 
     def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the activations, bf16 if they are quantised already."""
         return torch.bfloat16 if activation_dtype == torch.float8_e4m3fn else activation_dtype
 
     def chunked_as_whole(

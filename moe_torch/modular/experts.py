@@ -44,7 +44,6 @@ WorkspaceShapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _is_ours(method: Any) -> bool:
-    """Return True for None and for a method of this library."""
     return method is None or getattr(method, "__module__", "").startswith(__name__.rpartition(".")[0])
 
 
@@ -140,14 +139,12 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return False
 
     def supports_expert_map(self) -> bool:
-        """True if `apply` takes an expert_map."""
         return True
 
     # Questions of other systems' kernels.
 
     @staticmethod
     def is_monolithic() -> bool:
-        """False: routing is never inside."""
         return False
 
     @staticmethod
@@ -179,7 +176,6 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return self.quant_config.quantizes_activations
 
     def output_hidden_dim(self, hidden_dim: int) -> int:
-        """Columns of the output."""
         return hidden_dim
 
     @abc.abstractmethod
@@ -201,7 +197,6 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         """Return (workspace13, workspace2, output). 13 serves the first and last product, 2 the activation."""
 
     def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the workspaces."""
         return activation_dtype
 
     @abc.abstractmethod
@@ -247,7 +242,6 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return moe_problem_size(a1.shape, w1.shape, w2.shape, topk_ids.shape, self.weight_layout)
 
     def adjust_N_for_activation(self, N: int, activation: str | Activation) -> int:  # noqa: N802
-        """F: N // 2 if the activation is gated, else N."""
         return core.width_after(N, activation)
 
     def weights(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
@@ -284,7 +278,6 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_current_device() -> bool:
-        """True if torch's current device has kernels, or is a CPU with an engine."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         try:
             target_of_device(device)
@@ -294,7 +287,6 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
-        """Return True: ungated activations run."""
         return True
 
     @staticmethod

@@ -77,8 +77,6 @@ class OAITritonExperts(BaseOAITritonExperts):
 
 
 class _Running(threading.local):
-    """The context of the `apply` that runs on this thread."""
-
     def __init__(self) -> None:
         # Set on the object because guards of compiled programs record where an attribute is.
         self.context: SlotContext | None = None
@@ -143,7 +141,6 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
 
 
 def _activation(activation: str | Activation, alpha: float, limit: float | None) -> Activation:
-    """The named activation. Raises InvalidInput for alpha or limit without swiglu_oai."""
     chosen = activation_of(activation)
     if isinstance(activation, Activation) or chosen.name != "swiglu_oai":
         if (alpha, limit) != (1.702, 7.0):

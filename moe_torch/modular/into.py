@@ -46,7 +46,6 @@ def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: 
 
 
 def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> Ready | None:
-    """The plan of this call, or None if it is not plain."""
     key = eager.plain_key((*memory.values(), *arguments))
     if key is None:
         return None

@@ -75,8 +75,6 @@ def _taken(method: Callable[..., Any], record: type[PrepareCall] | type[Finalize
 
 
 class _Parts(NamedTuple):
-    """Facts about a prepare_finalize, read once."""
-
     of: FusedMoEPrepareAndFinalize
     asynchronous: bool
     ids_dtype: torch.dtype | None
@@ -228,7 +226,6 @@ class FusedMoEModularKernel(torch.nn.Module):
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
     ) -> ProblemSize:
-        """The sizes. Raises InvalidInput for arguments that do not fit together."""
         if hidden_states.dim() != 2:
             raise InvalidInput(
                 f"hidden_states must be [num_tokens, hidden], got {list(hidden_states.shape)}; flatten the batch axes "
@@ -277,7 +274,6 @@ class FusedMoEModularKernel(torch.nn.Module):
 
 
 def _may_split(device: torch.device) -> bool:
-    """True if tokens may go to the experts in chunks."""
     # The compiler plans memory, and one program serves every number of tokens.
     return not torch.compiler.is_compiling() and target_of_device(device).compiled
 
@@ -285,7 +281,6 @@ def _may_split(device: torch.device) -> bool:
 def _apply(
     call: _Chunks, sizes: tuple[Any, ...], tokens: tuple[torch.Tensor, ...], meta: ExpertTokensMetadata | None
 ) -> None:
-    """Run the experts on some tokens: (output, a1q, topk_weights, topk_ids)."""
     experts, (output, a1q, *routing) = call.experts, tokens
     dtype = experts.workspace_dtype(a1q.dtype)
     shape13, shape2, _ = experts.workspace_shapes(a1q.shape[-2], *sizes)

@@ -101,11 +101,9 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         return None
 
     def num_dispatchers(self) -> int:
-        """Number of ranks that send tokens."""
         return 1
 
     def output_is_reduced(self) -> bool:
-        """True if `finalize` has reduced over ranks."""
         return False
 
 

@@ -19,7 +19,6 @@ class FusedMoEQuantConfig(core.FusedMoEQuantConfig):
 
     @classmethod
     def of(cls, config: core.FusedMoEQuantConfig) -> FusedMoEQuantConfig:
-        """Convert to this class."""
         if isinstance(config, cls):
             return config
         fields = [field.name for field in dataclasses.fields(config) if field.init]
@@ -63,7 +62,6 @@ class FusedMoEQuantConfig(core.FusedMoEQuantConfig):
         return (max_tokens, 1) if self.per_act_token_quant else (1, 1)
 
     def batched_scale_shape(self, num_experts: int, max_tokens: int, hidden_dim: int) -> tuple[int, int, int] | None:
-        """`scale_shape` for each expert."""
         shape = self.scale_shape(max_tokens, hidden_dim)
         return None if shape is None else (num_experts, *shape)
 

@@ -78,8 +78,6 @@ class RoutingData:
 
 
 class _ByHeight(Mapping[int, torch.Tensor]):
-    """Results of a function of a tile's height, computed once, on access."""
-
     def __init__(self, compute: Callable[[int], torch.Tensor]) -> None:
         self._compute = compute
         self._known: dict[int, torch.Tensor] = {}
@@ -104,7 +102,6 @@ def starts(sizes: torch.Tensor) -> torch.Tensor:
 
 
 def expert_data(hist: torch.Tensor, group_start: torch.Tensor, n_gates: int) -> ExptData:
-    """The ExptData of hist int32 `[E]` and group_start int32 `[E + 1]` for n_gates rows."""
     num_experts = hist.shape[0]
     most = n_gates
     if n_gates > num_experts:

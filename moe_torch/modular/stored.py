@@ -72,7 +72,6 @@ def memory_of(name: str, array: Any) -> torch.Tensor:
 
 
 def _with_plain_scales(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
-    """The configuration with scales taken out of precision objects and wrappers."""
     plain: dict[str, Any] = {"w1_precision": None, "w2_precision": None}
     for number in (1, 2):
         scale, precision = getattr(config, f"w{number}_scale"), getattr(config, f"w{number}_precision")

@@ -54,8 +54,6 @@ _known_moe_spec = functools.lru_cache(maxsize=1024)(MoESpec)
 
 
 class GroupedExperts(StandardExperts):
-    """Experts that run the core's grouped matmuls."""
-
     #: Gather and scatter of both products.
     places = (("token", "row"), ("row", "slot"))
 
@@ -135,7 +133,6 @@ class GroupedExperts(StandardExperts):
         return activation_quantization(self.quant_config)
 
     def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
-        """The specs of both products in `run`."""
         fused, tunings = activation_of(activation) if "activation" not in self.calls else None, tunings_of(self.tuning)
         first = MatmulSpec(self.weight_layout, *self.places[0], fused, tuning=tunings[0])
         return first, MatmulSpec(self.weight_layout, *self.places[1], tuning=tunings[1])

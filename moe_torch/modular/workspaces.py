@@ -12,8 +12,6 @@ from moe_torch.bridge import eager, private
 
 
 class _Local(threading.local):
-    """The scratch of a thread, by device and stream."""
-
     def __init__(self) -> None:
         self.known: dict[Any, Scratch] = {}
 
@@ -54,11 +52,9 @@ class Workspaces:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this thread keeps."""
         return sum(scratch.nbytes for scratch in self._local.known.values())
 
     def clear(self) -> None:
-        """Free the memory that this thread keeps."""
         self._local.known.clear()
 
     def __reduce__(self) -> Any:

@@ -58,7 +58,6 @@ _GATES: dict[str, tuple[str, Callable[[Any], Activation]]] = {
 
 
 def _of_fp8(experts: Any) -> Activation:
-    """transformers' fp8 experts gate by their settings, for every model."""
     if getattr(experts, "gate_softcap", None) is not None:
         return Activation("softcapped_silu", alpha=experts.gate_softcap, limit=experts.up_softcap)
     if experts.swiglu_alpha is not None:
@@ -87,7 +86,6 @@ def activation_of(experts: Any) -> Activation:
 
 @constant_result
 def _gate(kind: type) -> tuple[str, str]:
-    """(module, qualified name) of the gate function of a class of experts."""
     function: Any = kind._apply_gate  # type: ignore[attr-defined]
     return function.__module__, function.__qualname__
 

@@ -118,7 +118,6 @@ def experts_forward(
 
 
 def options_of(experts: Any) -> ExpertsOptions:
-    """The options that `use` set on the experts."""
     return getattr(experts, OPTIONS, _DEFAULTS)
 
 

@@ -166,7 +166,6 @@ class Diagnosis:
 
 
 def diagnose(progress: Any) -> Diagnosis:
-    """Look, plan and test, in seconds on a CPU."""
     start = time.perf_counter()
     # JAX would otherwise take most of a GPU's memory, and torch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -183,7 +182,6 @@ def diagnose(progress: Any) -> Diagnosis:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine this machine, print the report, and return the exit status."""
     parser = argparse.ArgumentParser(
         "moebius-doctor", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

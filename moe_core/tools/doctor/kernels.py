@@ -44,8 +44,6 @@ class Workload:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels of one target. refused: (configuration, reason)."""
-
     target: str
     workloads: tuple[Workload, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()

@@ -58,7 +58,6 @@ class Gpu:
 
 
 def packages() -> tuple[Package, ...]:
-    """Python, Moebius and its dependencies."""
     own = [Package("python", platform.python_version()), Package("moebius", moe_core.__version__)]
     return (*own, *(_package(name) for name in PACKAGES))
 
@@ -88,7 +87,6 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """All CUDA devices of the driver."""
     return tuple(_gpu(index) for index in range(driver().device_count)) if cuda_available() else ()
 
 

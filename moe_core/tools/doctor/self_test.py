@@ -88,7 +88,7 @@ class SelfTest(abc.ABC):
 
     @abc.abstractmethod
     def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[Judged]]:
-        """The engine's run of a case, and its judged ops."""
+        """Run a case on the engine and judge each op."""
 
     def bitwise(self) -> Iterator[EqualBits]:
         """Compare results of several front-ends bit by bit."""
@@ -164,7 +164,6 @@ class Outcome:
         return not self.failures and all(row.equal is not False for row in self.bitwise)
 
     def interpreted(self) -> bool:
-        """True if only Triton's interpreter ran kernels."""
         return {result.device for result in self.results if result.verdict != UNTESTED} <= {INTERPRETER}
 
 

@@ -63,8 +63,6 @@ class GpuBench:
             self._device.free(mark)
 
     def _compile(self, plans: Sequence[LaunchPlan]) -> list[str]:
-        """The reason why each plan does not compile, or ""."""
-
         def attempt(plan: LaunchPlan) -> str:
             try:
                 for step in plan.steps:
@@ -127,8 +125,6 @@ def random_ids(layout: LayoutSpec, seed: int) -> np.ndarray:
 
 
 class _Arrays:
-    """Device arrays of a product, shared by its candidates."""
-
     def __init__(self, device: Device, product: Product, plans: Sequence[LaunchPlan]) -> None:
         self._device, self._product, self.plans, self.key = device, product, plans, product.key
         self._buffers: dict[str, int] = {}

@@ -46,7 +46,6 @@ _EPILOG = "exit status: 0 written, 1 a measurement failed, 2 nothing could be me
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(given)

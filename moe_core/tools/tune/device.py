@@ -62,7 +62,6 @@ class Device:
         return pointer.value
 
     def upload(self, array: np.ndarray) -> int:
-        """The address of a copy of a row-major array."""
         array = np.ascontiguousarray(array)
         address = self.allocate(array.nbytes)
         if array.nbytes:
@@ -122,7 +121,6 @@ class Device:
         self.check(self._lib.cuMemcpyHtoD_v2(ctypes.c_uint64(address), source, size), "copying to the device")
 
     def _elapsed(self, start: ctypes.c_void_p, end: ctypes.c_void_p) -> float:
-        """Microseconds between two events."""
         milliseconds = ctypes.c_float()
         code = self._lib.cuEventElapsedTime(ctypes.byref(milliseconds), start, end)
         self.check(code, "cuEventElapsedTime")

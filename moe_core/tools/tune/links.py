@@ -41,7 +41,6 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def measure(options: argparse.Namespace, given: Sequence[str]) -> int:
-    """Measure, print and write the record; returns the exit status. Raises InvalidInput and Unsupported."""
     if options.output is None:
         raise InvalidInput("--output must name the record to write, got none; add --output machine.json")
     if importlib.util.find_spec("torch") is None:
@@ -77,7 +76,6 @@ def measure(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _of_jax(options: argparse.Namespace, sizes: Sequence[int]) -> tuple[Sequence[Any], list[tuple[str, str]]]:
-    """XLA's timings, and why there are none."""
     kind = "ragged_all_to_all"
     if options.no_jax:
         return (), [(kind, "--no-jax")]
@@ -90,7 +88,6 @@ def _of_jax(options: argparse.Namespace, sizes: Sequence[int]) -> tuple[Sequence
 
 
 def report(record: MachineRecord) -> str:
-    """The timings and the fit as text."""
     lines = [f"{'message':18} {'backend':7} {'where':8} {'ranks':>5} {'bytes':>10} {'us':>9} {'GB/s':>8}"]
     for one in record.timings:
         lines.append(

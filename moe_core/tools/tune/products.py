@@ -38,12 +38,10 @@ class Product:
     spec: MatmulSpec
 
     def problem(self, target: Target) -> MatmulProblem:
-        """The problem that a configuration is chosen for."""
         return MatmulProblem(self.operands, self.layout, self.spec, target)
 
     @property
     def key(self) -> TileKey:
-        """Its key in tables of every target."""
         return tile_key(self.problem(Target("reference")))
 
     @property

@@ -25,9 +25,7 @@ LEAST_GAIN = 0.02
 class Bench(Protocol):
     """The interface of `bench.GpuBench`, which times configurations."""
 
-    def measure(self, product: Product, configs: Sequence[TileConfig]) -> list[Timing]:
-        """A Timing for each configuration, in order, the heuristics' first."""
-        ...
+    def measure(self, product: Product, configs: Sequence[TileConfig]) -> list[Timing]: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Result:
 
     @property
     def gain(self) -> float:
-        """The share of time that the winner saves."""
         return 1 - self.best[1] / self.heuristic[1]
 
     @property

@@ -100,7 +100,6 @@ def to_upstream(value: Any, package: str = "triton_kernels") -> Any:
 
 
 def _elements(value: Any, convert: _Convert) -> Any:
-    """Convert the elements of a tuple, list or mapping. Returns None for anything else."""
     if isinstance(value, Mapping):
         return {key: convert(element) for key, element in value.items()}
     if type(value) in (tuple, list):
@@ -121,7 +120,6 @@ def _rebuilt(value: Any, target: type, convert: _Convert) -> Any:
 
 
 def _fields(kind: type) -> dict[str, Any]:
-    """Names and defaults of the fields that make an object."""
     if kind.__name__ == "Bitmatrix":
         # Unlike its base it has the element type itself.
         return dict.fromkeys(("storage", "shape", "shape_max", "scratchpad"))

@@ -112,7 +112,6 @@ def _rows(
     indices: tuple[GatherIndx | None, ScatterIndx | None],
     routed: bool,
 ) -> tuple[Any, Rows]:
-    """x as our op takes it, and its rows."""
     gather, scatter = indices
     shape = memory_of("x", x).shape
     if len(shape) == 3:
@@ -170,7 +169,6 @@ def _first(values: Any, count: int) -> Any:
 
 
 def _factors(name: str, given: torch.Tensor | None, count: int, batch: int | None) -> torch.Tensor | None:
-    """fp32 factors of all rows. All matrices of a batch share theirs."""
     if given is None:
         return None
     wanted = count if batch is None else count // max(batch, 1)

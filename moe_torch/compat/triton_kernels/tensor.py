@@ -54,7 +54,6 @@ ElementType = IntegerType | FloatType | torch.dtype
 
 
 def bitwidth(type: ElementType) -> int:
-    """Bits of one element."""
     return type.itemsize * 8 if isinstance(type, torch.dtype) else type.bitwidth
 
 
@@ -112,7 +111,6 @@ class Tensor:
         return self.data.data_ptr()
 
     def numel(self) -> int:
-        """Number of elements of the memory."""
         return self.data.numel()
 
     def element_size(self) -> int:
@@ -158,7 +156,6 @@ class Bitmatrix(Tensor):
 
 
 def get_layout(tensor: torch.Tensor | Tensor | None) -> Any:
-    """The layout of a Tensor, or StridedLayout for a torch tensor."""
     if tensor is None:
         return None
     return tensor.storage.layout if isinstance(tensor, Tensor) else StridedLayout

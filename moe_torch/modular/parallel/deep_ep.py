@@ -116,15 +116,12 @@ class _OnBuffer(InHalves):
             )
 
     def check_sizes(self, x: torch.Tensor, num_experts: int) -> None:
-        """Raise Unsupported for sizes that the buffer cannot take."""
         raise NotImplementedError
 
     def dispatch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> Halves:
-        """Return (hook, receiver) of the dispatch."""
         raise NotImplementedError
 
     def sent_of(self, prepared: PreparedTokens | None) -> _Sent:
-        """The values that prepare has left for finalize."""
         sent = None if prepared is None else prepared.handle
         if not isinstance(sent, _Sent):
             raise InvalidInput(
@@ -204,7 +201,6 @@ class DeepEPHTPrepareAndFinalize(_OnBuffer):
 
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Halves:
-        """Return (hook, receiver) of DeepEP's combine into output `[M, K]`."""
         prepared, impl = call.prepared, call.weight_and_reduce_impl
         sent = self.sent_of(prepared)
         assert prepared is not None and prepared.topk_weights is not None and prepared.topk_ids is not None

@@ -47,8 +47,6 @@ def _eager(function: Function) -> Function:
 
 
 class _Sent(NamedTuple):
-    """Values of prepare for finalize."""
-
     routes: Routes
 
 

@@ -170,7 +170,6 @@ def fitting(operands: MatmulOperands, weight: Weight, shape: Sequence[int]) -> M
 
 
 def _padded(array: Any, layout: str, columns: int, rows: int = 0) -> Any:
-    """Append zeros to the axis that a product sums over, and to the other one."""
     if not (columns or rows):
         return array
     if isinstance(array, QuantizedTensor):
@@ -181,7 +180,6 @@ def _padded(array: Any, layout: str, columns: int, rows: int = 0) -> Any:
 
 
 def indexed(array: Any, index: int | None) -> Any:
-    """One matrix of w. None: all, as a stack of one."""
     if isinstance(array, QuantizedTensor):
         return replace(array, values=array.values[index], scales=array.scales[index])
     return array[index]
@@ -262,7 +260,6 @@ class Rows:
 
 
 def batched_rows(batch: int, rows: int, device: torch.device) -> Rows:
-    """The rows of `batch` matrices in order."""
     integers = {"dtype": torch.int32, "device": device}
     slots = torch.arange(batch * rows, **integers)
     layout = RaggedLayout(

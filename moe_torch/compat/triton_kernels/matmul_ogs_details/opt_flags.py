@@ -19,7 +19,6 @@ class InapplicableConstraint(Exception):
 
 
 def update_opt_flags_constraints(constraints: Mapping[str, Any]) -> None:
-    """Check the names of constraints, which have no effect. Raises InvalidInput for unknown names."""
     if not isinstance(constraints, Mapping):
         raise InvalidInput(
             f"constraints must be a dict of names and values, got {type(constraints).__name__}; pass {{'split_k': 1}}"

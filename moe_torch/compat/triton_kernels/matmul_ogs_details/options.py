@@ -156,7 +156,6 @@ def activation_of(fused: FusedActivation | None) -> Activation | None:
 
 
 def require_no_epilogue(epilogue: Epilogue | None) -> None:
-    """Raise Unsupported for an epilogue with a function."""
     if epilogue is None:
         return
     require_instance("epilogue", epilogue, Epilogue)

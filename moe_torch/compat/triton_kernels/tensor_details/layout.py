@@ -26,8 +26,6 @@ class Layout:
 
 
 class StridedLayout(Layout):
-    """torch's own."""
-
     def swizzle_data(self, data: torch.Tensor) -> torch.Tensor:
         return data
 
