@@ -9,6 +9,7 @@ from typing import Any
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
+from moe_core.plan.roles import Held, Role, role_of
 from moe_core.plan.steps import (
     Argument,
     Buffer,
@@ -21,7 +22,7 @@ from moe_core.plan.steps import (
     TensorMap,
     function_name,
 )
-from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, Role, role_of
+from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays
 from moe_core.specs.routing import LayoutSpec
 
 #: CUDA takes grids below these.
@@ -41,7 +42,7 @@ class PlanBuilder:
         self._steps: list[KernelLaunch | ReferenceCall] = []
         self._summation: list[str] = []
         self._notes: list[str] = []
-        self._of_role: dict[str | None, list[str]] = {}
+        self._of_role: dict[Held | None, list[str]] = {}
         self.lent: list[str] = []
         self._over: dict[str, str] = {}
 
@@ -51,13 +52,13 @@ class PlanBuilder:
         self._buffers[buffer.name] = buffer
         return buffer.name
 
-    def _declare(self, into: list[Buffer], name: str, spec: ArraySpec, role: str | Role | None) -> str:
+    def _declare(self, into: list[Buffer], name: str, spec: ArraySpec, role: Held | Role | None) -> str:
         buffer = Buffer(name, spec, _role(name, role))
         self._of_role.setdefault(buffer.role, []).append(name)
         return self._add(into, buffer)
 
-    def input(self, name: str, spec: ArraySpec, role: str | Role | None = None) -> str:
-        """Declare an input. role: what it holds, or a name that says so; None = its own name does, if any."""
+    def input(self, name: str, spec: ArraySpec, role: Held | Role | None = None) -> str:
+        """Declare an input. role: None for that of its name."""
         self._filled.add(name)
         return self._declare(self._inputs, name, spec, role)
 
@@ -65,17 +66,17 @@ class PlanBuilder:
         """Declare as inputs those that are not None; each name -> itself, as `reference` takes them."""
         return {name: self.input(name, array) for name, array in arrays.items() if array is not None}
 
-    def output(self, name: str, spec: ArraySpec, role: str | Role | None = None) -> str:
+    def output(self, name: str, spec: ArraySpec, role: Held | Role | None = None) -> str:
         return self._declare(self._outputs, name, spec, role)
 
-    def scratch(self, name: str, spec: ArraySpec, role: str | Role | None = None) -> str:
+    def scratch(self, name: str, spec: ArraySpec, role: Held | Role | None = None) -> str:
         return self._declare(self._scratch, name, spec, role)
 
     def lend(self, *outputs: str) -> None:
         """Let scratch buffers lie in these outputs until a step writes them: nothing may share their memory."""
         self.lent += outputs
 
-    def scratch_over(self, name: str, over: str, role: str | Role | None = None) -> str:
+    def scratch_over(self, name: str, over: str, role: Held | Role | None = None) -> str:
         """A scratch buffer in the memory of a filled one, whose elements the step that writes it reads first."""
         self._over[self.scratch(name, self.spec(over), role)] = over
         return name
@@ -147,7 +148,7 @@ class PlanBuilder:
         plan: LaunchPlan,
         prefix: str,
         bindings: Mapping[str, str],
-        roles: Mapping[str, str | Role] | None = None,
+        roles: Mapping[str, Held | Role] | None = None,
     ) -> str:
         """Inline `plan`; returns the name of the buffer of its first output, "" where it has none.
 
@@ -168,7 +169,7 @@ class PlanBuilder:
         return names[plan.outputs[0].name] if plan.outputs else ""
 
     def _bind(
-        self, plan: LaunchPlan, prefix: str, bindings: Mapping[str, str], roles: Mapping[str, str | Role]
+        self, plan: LaunchPlan, prefix: str, bindings: Mapping[str, str], roles: Mapping[str, Held | Role]
     ) -> dict[str, str]:
         wanted = {buffer.name: buffer for buffer in (*plan.inputs, *plan.outputs)}
         known = {*wanted, *(name.rpartition(".")[0] for name in wanted)}
@@ -211,11 +212,9 @@ class PlanBuilder:
         return LaunchPlan(self.name, self.target, *buffers, tuple(self._steps), *texts, *memory)
 
 
-def _role(name: str, role: str | Role | None) -> str | None:
-    """That of a buffer of this name, for which `role` was given."""
-    found = role_of(name if role is None else role)
-    assert found or role is None, f"{name}: {role!r} says no role; moe_core.specs.operands.Role has them all"
-    return found
+def _role(name: str, role: Held | Role | None) -> Held | None:
+    """The role of a buffer of this name; its name decides where `role` is None."""
+    return role_of(name) if role is None else Held(role) if isinstance(role, Role) else role
 
 
 def _same_memory(array: ArraySpec, other: ArraySpec) -> bool:

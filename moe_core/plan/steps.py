@@ -24,6 +24,7 @@ from moe_core.base.codec import plan_type
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.arena import aligned, lend_memory, place_buffers
+from moe_core.plan.roles import Held
 
 _INT32_LIMIT = 2**31
 _OPS = pathlib.Path(__file__).parent.parent / "ops"
@@ -36,13 +37,13 @@ FORMAT_VERSION = 5
 class Buffer:
     """A named array of a plan.
 
-    role: what it holds, by `moe_core.specs.operands.role_of`; None = it cannot be bound. It serves composing alone:
-    neither the plan's text nor its key has it, and a plan that was loaded has none.
+    role: None: it cannot be bound. Roles serve composing: neither a plan's text nor its key has them, and loaded
+    plans have none.
     """
 
     name: str
     spec: ArraySpec
-    role: str | None = field(default=None, compare=False)
+    role: Held | None = field(default=None, compare=False)
 
 
 @plan_type

@@ -6,7 +6,6 @@ Weights, and the rows of a matmul, may be `QuantizedTensor`s, which are bundles 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,74 +13,6 @@ from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.formats.tensor import QuantizedTensor
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.routing import LayoutSpec
-
-
-class Role(enum.Enum):
-    """What an array of a plan holds, and the names, without their bundle's, that say so; see `role_of`."""
-
-    ROWS = "x y out output left right"
-    PRE = "pre pre_activation shared_pre_activation"
-    WEIGHT = "weight gate_up down shared.gate"
-    UP = "up"
-    BIAS = "bias gate_up_bias down_bias"
-    UP_BIAS = "up_bias"
-    ROW_WEIGHT = "row_weight weights"
-    LAYER_INDEX = "layer_index"
-    STATIC_SCALE = "static_scale gate_up_input_scale down_input_scale"
-    LOGITS = "logits gate shared_gate"
-    CORRECTION_BIAS = "correction_bias"
-    TOKEN_MASK = "token_mask row_mask"
-    EXPERT_MAP = "expert_map"
-    IDS = "ids given"
-    GROUP_SIZES = "group_sizes tokens_per_expert d_tokens_per_expert"
-    GROUP_START = "group_start"
-    SLOT_OF_ROW = "slot_of_row"
-    ROW_OF_SLOT = "row_of_slot"
-    INVALID_IDS = "invalid_ids"
-    OVERFLOW = "overflow"
-    RESULTS_AT = "results_at"
-    SCHEDULE = "schedule"
-    TILE_COUNTERS = "tile_counters"
-    MAXIMA = "maxima"
-    #: Rows by token that a sum takes in beside others.
-    ADDEND = "shared extra first second total"
-    BIAS_PRODUCT = "bias_product products"
-    #: What a gradient of weights is added to.
-    INTO = "into"
-    D_ROWS = "d_x d_wide d_y d_rows d_hidden d_pre d_output"
-    D_WEIGHT = "d_weight d_gate_up d_up d_down d_shared.gate"
-    D_BIAS = "d_bias d_gate_up_bias d_up_bias d_down_bias"
-    D_ROW_WEIGHT = "d_row_weight d_weights"
-    D_LOGITS = "d_logits d_gate"
-    D_LOAD_BALANCE = "d_load_balance"
-    D_Z = "d_z"
-
-
-_ROLES = {name: role for role in Role for name in role.value.split()}
-
-
-def role_of(name: str | Role) -> str | None:
-    """The role that a buffer's name says, as text; None where it says none.
-
-    `group_sizes` and `tokens_per_expert` -> `group_sizes`; `saved.slot_of_row` -> `slot_of_row`; `d_experts.down` and
-    `d_weight` -> `d_weight`; `gradients.weights` -> `d_row_weight`; a part of a quantised array, `experts.down.scales`
-    -> `weight.scales`; the schedule of tiles of 64 rows, `schedule_64` -> `schedule.64`.
-    """
-    if isinstance(name, Role):
-        return name.name.lower()
-    array, _, part = name.rpartition(".")
-    if part not in ("values", "scales", "zero_points"):
-        array, part = name, ""
-    if array.startswith("schedule_"):
-        array, _, part = array.partition("_")
-    bundle, _, word = array.rpartition(".")
-    if bundle.startswith("into"):
-        word = "into"
-    elif bundle == "gradients" or bundle.startswith("d_"):
-        word = f"d_{word}"
-    role = _ROLES.get(array) or _ROLES.get(word)
-    return None if role is None else role.name.lower() + (part and f".{part}")
-
 
 #: Fields of bundles that hold no array.
 _OPTIONS = ("spec", "sparse_mixer")

@@ -24,9 +24,9 @@ from moe_core.base.recent import Recent
 from moe_core.base.target import Target, cpu_target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.float64 import any_precision, require_one_precision
+from moe_core.plan.roles import Role, role_of
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.prepare import prepare
-from moe_core.specs.operands import role_of
 from moe_torch.bridge import eager, private
 from moe_torch.bridge.arrays import MAKE_MEMORY, NoHintError, array_spec, target_of_device
 from moe_torch.bridge.options import TORCH_DTYPES, decode, encode
@@ -87,8 +87,9 @@ class Operator(Generic[_Parameters, _Result]):
         #: From outputs to what a call returns.
         self.pack: Callable[[Sequence[torch.Tensor]], Any] = _PACKS.get(self.returns, tuple)
         self._planner, self._shapes = planner, shapes
-        roles = {name: (role_of(name) or "").partition(".")[0] for name in self.names}
-        kept = {"weight", "into", *(("up",) if "weight" in roles.values() else ())}  # an activation's up is rows
+        roles = {name: held.role for name in self.names if (held := role_of(name)) is not None}
+        # An activation's up is rows.
+        kept = {Role.WEIGHT, Role.INTO, *((Role.UP,) if Role.WEIGHT in roles.values() else ())}
         #: Tensors that are never copied.
         self._kept = frozenset(name for name, role in roles.items() if role in kept)
         self._differentiable: Collection[str] = ()

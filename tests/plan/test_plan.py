@@ -24,9 +24,10 @@ from moe_core.ops.reduction.rowwise import CAST_ROWS
 from moe_core.plan import steps
 from moe_core.plan.arena import SCRATCH_ALIGNMENT, aligned, lend_memory, place_buffers
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Role, role_of
 from moe_core.plan.steps import KEY_LENGTH, Constant, KernelLaunch, Pointer, ReferenceCall
 from moe_core.specs import Activation, MoESpec, RouterSpec
-from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, Role, RouterWeights, role_of
+from moe_core.specs.operands import ExpertWeights, MoEOperands, OutputGradients, RouterWeights
 from tests.support.paths import ROOT
 from tests.support.plans import CUDA, small_plan
 
@@ -239,7 +240,7 @@ def test_call_inlines_a_plan() -> None:
     inner = small_plan()
     builder = PlanBuilder("outer", CUDA)
     builder.input("a", ArraySpec((10, 3), "bfloat16"), Role.ROWS)
-    builder.output("b", ArraySpec((10, 3), "float32"), "out")
+    builder.output("b", ArraySpec((10, 3), "float32"), Role.ROWS)
     assert builder.call(inner, "first", {}) == "first.y"
     assert builder.call(inner, "second", {"x": "a", "y": "b"}) == "b"
     made = builder.build()
@@ -272,16 +273,12 @@ def test_call_refuses_other_targets_missing_inputs_and_unknown_names() -> None:
 def test_call_binds_a_buffer_in_its_role_only() -> None:
     builder = PlanBuilder("outer", CUDA)
     array = ArraySpec((10, 3), "bfloat16")
-    with pytest.raises(AssertionError, match="hidden: 'wide' says no role"):
-        builder.scratch("hidden", array, "wide")
     builder.input("weight", array)
     builder.input("anything", array)
     with pytest.raises(AssertionError, match="x of double takes the role rows, got weight, whose role is weight"):
         builder.call(small_plan(), "first", {"x": "weight"})
     with pytest.raises(AssertionError, match="x of double takes the role rows, got anything, whose role is None"):
         builder.call(small_plan(), "first", {"x": "anything"})
-    with pytest.raises(AssertionError, match="x: 'wide' says no role"):
-        builder.call(small_plan(), "first", {"x": "weight"}, {"x": "wide"})
     builder.call(small_plan(), "first", {"x": "weight"}, {"x": Role.WEIGHT})
     unnamed = dataclasses.replace(small_plan(), inputs=(steps.Buffer("x", array),))
     with pytest.raises(AssertionError, match="x of double takes an array without a role"):
@@ -325,7 +322,8 @@ def test_call_reads_what_is_filled_and_writes_what_is_not() -> None:
     ],
 )
 def test_names_say_roles(name: str, role: str | None) -> None:
-    assert role_of(name) == role
+    found = role_of(name)
+    assert (None if found is None else str(found)) == role
 
 
 def test_roles_change_neither_text_nor_key() -> None:
@@ -335,7 +333,7 @@ def test_roles_change_neither_text_nor_key() -> None:
         builder.input("x", ArraySpec((10, 3), "bfloat16"), role)
         plans.append(builder.build())
     assert plans[0] == plans[1] and plans[0].key == plans[1].key
-    assert [buffer.role for made in plans for buffer in made.inputs] == ["rows", "d_rows"]
+    assert [str(buffer.role) for made in plans for buffer in made.inputs] == ["rows", "d_rows"]
     assert codec.loads(codec.dumps(plans[1])).inputs[0].role is None
 
 

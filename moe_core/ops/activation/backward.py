@@ -16,9 +16,10 @@ from moe_core.ops.activation.forward import check_input, function_constants, inp
 from moe_core.ops.activation.kernels import backward as kernels
 from moe_core.ops.common.zero_rows import launch_zero_rows
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Role
 from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.matmul import Activation
-from moe_core.specs.operands import ExpertActivationOperands, Role, named_arrays
+from moe_core.specs.operands import ExpertActivationOperands, named_arrays
 
 ACTIVATION_BACKWARD = declare_kernel(kernels.activation_backward)
 EXPERT_ACTIVATION_BACKWARD = declare_kernel(kernels.expert_activation_backward)

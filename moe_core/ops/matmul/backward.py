@@ -24,9 +24,10 @@ from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.reduction.rowwise import cast_gradient, plan_weighted_input
 from moe_core.ops.routing.layout import add_schedule
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Role
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import MatmulSpec, WeightGradientSpec
-from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, Role, WeightGradientOperands, named_arrays
+from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, WeightGradientOperands, named_arrays
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tuning import MatmulTuning
 
@@ -262,5 +263,5 @@ def add_weight_gradient(
     expected = None, tuning.expected_tokens, tuning.expected_experts
     options = WeightGradientSpec(dtypes_of.get("d_weight"), *taken, *bias, num_layers, spec.allow_tf32, *expected)
     plan = plan_weight_gradient(operands, layout, options, builder.target, trusted=trusted)
-    roles: dict[str, str | Role] = {name: d_y.role for name in (("left", "right") if x is None else (side,))}
+    roles = {name: d_y.role for name in (("left", "right") if x is None else (side,))}
     builder.call(plan, label, sides | results, roles)

@@ -22,12 +22,12 @@ from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.routing.backward import gradient_shapes
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.float64 import any_precision
+from moe_core.plan.roles import Role
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     MoEOperands,
     OutputGradients,
-    Role,
     RouterLogits,
     RouterWeights,
     TopK,

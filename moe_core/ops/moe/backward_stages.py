@@ -21,10 +21,11 @@ from moe_core.ops.router.backward import add_router_input_gradient
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Role
 from moe_core.specs import operands as bundles
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import MatmulOperands, Role, RouterWeights, SharedExpert, TopK, named_arrays
+from moe_core.specs.operands import MatmulOperands, RouterWeights, SharedExpert, TopK, named_arrays
 from moe_core.specs.routing import LayoutSpec
 
 

@@ -33,11 +33,12 @@ from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import plan_route_and_layout
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Role
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import operands as bundles
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import MatmulOperands, Role, RouterWeights, TopK, named_arrays
+from moe_core.specs.operands import MatmulOperands, RouterWeights, TopK, named_arrays
 from moe_core.specs.routing import LayoutSpec
 
 Routing = RouterWeights | bundles.RouterLogits | TopK

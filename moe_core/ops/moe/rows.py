@@ -12,7 +12,8 @@ from moe_core.ops.matmul.problem import MAXIMA, MatmulProblem
 from moe_core.ops.matmul.tile_choice import TileChoice
 from moe_core.ops.quantize.rows import chooses_one_scale, plan_quantize_rows
 from moe_core.plan.builder import PlanBuilder
-from moe_core.specs.operands import LayoutArrays, Role, named_arrays
+from moe_core.plan.roles import Held, Role
+from moe_core.specs.operands import LayoutArrays, named_arrays
 
 _HIDDEN_SCALE, _HIDDEN_MAXIMA = "experts.down_input_scale", "hidden.maxima"
 
@@ -70,7 +71,7 @@ class RowStages:
         if product.problem.out_format is not None:
             name = "quantized_hidden"
             for part, array in named_arrays(rows, f"{name}."):
-                builder.scratch(part, array, f"x.{part.rpartition('.')[2]}")
+                builder.scratch(part, array, Held(Role.ROWS, part.rpartition(".")[2]))
             product.add(builder, 0, names | {"y": name, "static_scale": _HIDDEN_SCALE})
             return name
         name = builder.scratch("hidden", hidden, Role.ROWS)
@@ -88,7 +89,7 @@ class RowStages:
             # Nothing wrote hidden rows of no slot, and one scale is found from rows that something reads: those of
             # masked tokens may hold anything.
             given |= {"used_by": getattr(self.arrays, users)}
-        made = {p: builder.scratch(f"{quantized}.{p}", array, f"x.{p}") for p, array in named_arrays(rows)}
+        made = {p: builder.scratch(f"{quantized}.{p}", array, Held(Role.ROWS, p)) for p, array in named_arrays(rows)}
         zeros = 0
         if self.product.problem.finds_maxima and name == "x":
             # This launch is ahead of product 1, and no other is added for a few zeros.
@@ -99,6 +100,6 @@ class RowStages:
         if "static_scale" in given:
             options["scales"] = builder.spec(scale)
         plan = plan_quantize_rows(builder.spec(source), rows.format, builder.target, zeros=zeros, **options)
-        roles = {"used_by": users} if "used_by" in given else None
+        roles = {"used_by": Role(users)} if "used_by" in given else None
         builder.call(plan, f"quantize {name}", {"x": source} | given | made, roles)
         return quantized

@@ -13,10 +13,10 @@ from moe_core.ops.matmul.backward import Side, add_weight_gradient
 from moe_core.ops.norm.forward import check_norm, norm_launch, order_of_sums
 from moe_core.ops.norm.kernels import norm as kernels
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Role
 from moe_core.plan.steps import LaunchPlan, declare_kernel
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.norm import NormSpec
-from moe_core.specs.operands import Role
 
 RMS_NORM_BACKWARD = declare_kernel(kernels.rms_norm_backward)
 NORM_GRADIENTS = ("d_x", "d_weight")

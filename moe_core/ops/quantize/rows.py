@@ -15,8 +15,8 @@ from moe_core.formats import Format, QuantizedSpec, quantized_shapes
 from moe_core.ops.quantize.kernels import rows as kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Held, Role
 from moe_core.plan.steps import Argument, LaunchPlan, declare_kernel, passed
-from moe_core.specs.operands import Role
 
 QUANTIZE_GROUPS = declare_kernel(kernels.quantize_groups, pdl="start")
 PARTIAL_MAXIMA = declare_kernel(kernels.partial_maxima, pdl="start")
@@ -86,8 +86,8 @@ def plan_quantize_rows(
         _require_users(used_by, x)
     builder = PlanBuilder("quantize_rows", target)
     inputs = builder.inputs({"x": x, "static_scale": scales, "used_by": used_by, "maxima": maxima})
-    values = builder.output("values", ArraySpec(shapes.values, format.own_element.dtype), "x.values")
-    found = builder.output("scales", ArraySpec(shapes.scales, format.scale_dtypes[0]), "x.scales")
+    values = builder.output("values", ArraySpec(shapes.values, format.own_element.dtype), Held(Role.ROWS, "values"))
+    found = builder.output("scales", ArraySpec(shapes.scales, format.scale_dtypes[0]), Held(Role.ROWS, "scales"))
     composed = maxima is not None or zeros > 0
     assert not composed or (target.compiled and format.group_columns is None), "of whole rows, by kernels"
     if zeros:

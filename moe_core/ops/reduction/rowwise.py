@@ -10,8 +10,8 @@ from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.base.target import Target
 from moe_core.ops.reduction.kernels import rowwise as kernels
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Role
 from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, declare_kernel, passed
-from moe_core.specs.operands import Role
 from moe_core.specs.routing import LayoutSpec
 
 BIAS_PRODUCT = declare_kernel(kernels.bias_product)

@@ -12,9 +12,9 @@ from moe_core.ops.matmul.backward import Side, add_weight_gradient
 from moe_core.ops.reduction.rowwise import plan_cast_rows
 from moe_core.ops.router.forward import plan_router
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Role
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import Role
 from moe_core.specs.routing import LogitsSpec
 
 #: Every gradient there is.

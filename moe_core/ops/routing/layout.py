@@ -15,8 +15,9 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.routing.kernels import layout as layout_kernels
 from moe_core.ops.routing.kernels import schedule as schedule_kernels
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Held, Role
 from moe_core.plan.steps import Argument, LaunchPlan, declare_kernel, passed
-from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, Role, named_arrays
+from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, named_arrays
 from moe_core.specs.routing import LayoutSpec
 
 LAYOUT_AT_ONCE = declare_kernel(layout_kernels.layout_at_once, pdl="start", writes_layout=True, counts_slots=True)
@@ -273,7 +274,7 @@ def add_schedule(
 ) -> None:
     """Declare the schedule of a block height: an input where it is given, else scratch that is made of group_sizes."""
     declare = builder.input if given else builder.scratch
-    declare(name, _schedule_spec(layout, block_m), f"schedule_{block_m}")
+    declare(name, _schedule_spec(layout, block_m), Held(Role.SCHEDULE, str(block_m)))
     if not given:
         builder.call(plan_schedule(layout, block_m, builder.target), name, {"schedule": name})
 
@@ -289,7 +290,7 @@ def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPla
     require_at_least("block_m", block_m, 1)
     builder = PlanBuilder("schedule", target)
     builder.input("group_sizes", ArraySpec((layout.num_experts,), "int32"))
-    builder.output("schedule", _schedule_spec(layout, block_m), f"schedule_{block_m}")
+    builder.output("schedule", _schedule_spec(layout, block_m), Held(Role.SCHEDULE, str(block_m)))
     if not target.compiled:
         from moe_core.ops.routing import reference as twins
 

@@ -22,6 +22,7 @@ from moe_core.ops.routing.kernels import rounding as kernels
 from moe_core.ops.routing.layout import plan_layout, require_experts
 from moe_core.ops.routing.topk import describe_selection, launch_routing, require_routing
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Role
 from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 from moe_core.specs.operands import RoutingGradients
 from moe_core.specs.routing import LayoutSpec, RouterSpec, TokenRounding
@@ -84,8 +85,8 @@ def plan_keep_candidates(
     """
     num_tokens, width = require_spec("candidates", candidates, ("num_tokens", "width"), "int32").shape
     builder = PlanBuilder("keep_candidates", target)
-    builder.input("candidates", candidates, "ids")
-    builder.input("candidate_weights", ArraySpec((num_tokens, width), "float32"), "weights")
+    builder.input("candidates", candidates, Role.IDS)
+    builder.input("candidate_weights", ArraySpec((num_tokens, width), "float32"), Role.ROW_WEIGHT)
     outputs = [builder.output(name, ArraySpec((num_tokens, width), kind)) for name, kind in _KEPT]
     outputs.append(builder.output("tokens_per_expert", ArraySpec((num_experts,), "int32")))
     builder.note(
@@ -151,8 +152,8 @@ def plan_route_rounded(
     for name, _ in _KEPT:
         builder.output(name, routing.spec(name))
     builder.output("tokens_per_expert", ArraySpec(logits.shape[1:], "int32"))
-    bindings["ids"] = builder.output("candidates", routing.spec("ids"), "ids")
-    bindings["weights"] = builder.scratch("candidate_weights", routing.spec("weights"), "weights")
+    bindings["ids"] = builder.output("candidates", routing.spec("ids"), Role.IDS)
+    bindings["weights"] = builder.scratch("candidate_weights", routing.spec("weights"), Role.ROW_WEIGHT)
     builder.call(routing, "candidates", bindings)
     sizes, masked = (spec.require_top_k(), logits.shape[1]), token_mask is not None
     kept = plan_keep_candidates(routing.spec("ids"), *sizes, rounding, target, masked=masked)
@@ -189,13 +190,13 @@ def plan_route_rounded_backward(
     builder = PlanBuilder("route_rounded_backward", target)
     builder.input("d_weights", d_weights)
     builder.inputs({"logits": logits, "ids": ids})
-    builder.input("candidates", candidates, "ids")
+    builder.input("candidates", candidates, Role.IDS)
     builder.output("d_logits", ArraySpec((num_tokens, num_experts), "float32"))
     parts = {"chosen": top_k} | ({"extra": width - top_k} if width > top_k else {})
     split: list[str] = []
     for name, columns in parts.items():
-        split.append(builder.scratch(name, ArraySpec((num_tokens, columns), "int32"), "ids"))
-        split.append(builder.scratch(f"d_{name}", ArraySpec((num_tokens, columns), "float32"), "d_weights"))
+        split.append(builder.scratch(name, ArraySpec((num_tokens, columns), "int32"), Role.IDS))
+        split.append(builder.scratch(f"d_{name}", ArraySpec((num_tokens, columns), "float32"), Role.D_ROW_WEIGHT))
     if not target.compiled:
         from moe_core.ops.routing import reference_rounding as twins
 

@@ -21,9 +21,10 @@ from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.ops.routing.layout import ZERO_COUNTERS, add_schedule
 from moe_core.parity.tolerance import EXACT, quantized_matmul_tolerance
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.roles import Role
 from moe_core.plan.steps import LaunchPlan, passed
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
-from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, Role, map_arrays, named_arrays
+from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, map_arrays, named_arrays
 from tests.support.harness import engine_target, run_plan, spec_of
 from tests.support.matmul.composed import filled_rows
 from tests.support.quantized.operands import draw_weight
