@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 flop_counter = pytest.importorskip("torch.utils.flop_counter")
 pytest.importorskip("jax")
 
-from benchmarks import forward, quantized, quantized_peers, training
+from benchmarks import forward, quantized, quantized_peers
 from benchmarks.breakdown import breakdown_table, summarize
 from benchmarks.budget import Budget
 from benchmarks.libraries import flashinfer, hugging_face, sonicmoe
@@ -28,13 +28,13 @@ from benchmarks.record import add_over_balanced, add_ratios, read_vllm_figures, 
 from benchmarks.shapes import ALL_SHAPES, SHAPES, Shape
 from benchmarks.timing import EagerTimer, GraphTimer, KernelSpan, equal_parts, medians, paired_ratio
 from benchmarks.traces import traced_logits
-from benchmarks.training_peers import TRAINING_PEERS, dense_step, sample
-from benchmarks.training_problem import TrainingProblem, draw_parameters, draw_training_problem, torch_step
+from benchmarks.training_peers import dense_step
+from benchmarks.training_problem import TrainingProblem
 from benchmarks.training_record import add_training_ratios, read_sonicmoe_figures
 from moe_core.errors import InvalidInput
 from moe_core.specs.matmul import Activation
 from moe_core.trace import LayerRouting, RoutingTrace
-from tests.support.benchmarks import TINY, CallingTimer, libraries, problem_of
+from tests.support.benchmarks import TINY, CallingTimer, problem_of
 
 SILU = Shape("silu", 16, 32, 4, 2, Activation("silu"), False)
 
@@ -185,18 +185,7 @@ def test_a_shape_that_does_not_fit_has_fewer_experts() -> None:
     assert [fitting(SHAPES["dsv3"], size, training=step).num_experts for size, step in sizes] == [256, 256, 128]
 
 
-# Other libraries, and stand-ins for them.
-
-
-@pytest.mark.parametrize("name", ["sonicmoe", "sonicmoe_experts", "flashinfer", "flashinfer_experts", "deepgemm"])
-@pytest.mark.parametrize("layout", ["out_in", "in_out"])
-def test_libraries_get_the_layer(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries.install(monkeypatch)
-    shape = dataclasses.replace(SILU, weight_layout=layout)
-    assert PEERS[name].unsuited(shape) is None
-    with torch.no_grad():
-        _, figures = time_peer(PEERS[name], problem_of(shape), CallingTimer(), 1.0)
-    assert 0 < figures["error"] < 2e-2
+# Peers.
 
 
 @pytest.mark.parametrize("shape", [TINY["gptoss20b"], TINY["qwen3"]], ids=["gpt-oss", "qwen3"])
@@ -205,16 +194,6 @@ def test_transformers_gets_the_layer(shape: Shape) -> None:
     with torch.no_grad():
         _, figures = time_peer(PEERS["transformers"], problem_of(shape), CallingTimer(), 1.0)
     assert 0 < figures["error"] < 2e-2
-
-
-def test_sonicmoe_gets_the_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries.install(monkeypatch)
-    problem = draw_training_problem(SILU, 24, draw_parameters(SILU, "cpu"))
-    wanted, peer = sample(torch_step(problem).gradients), TRAINING_PEERS["sonicmoe"]
-    assert 0 < training.time_training_peer(peer, problem, wanted, CallingTimer(), 1.0)["error"] < 3e-2
-    as_stored = dataclasses.replace(peer, as_ours=lambda name, gradient: gradient)
-    with pytest.raises(training.ParityIsRed, match=r"d_experts\.gate_up"):
-        training.time_training_peer(as_stored, problem, wanted, CallingTimer(), 1.0)
 
 
 def test_why_a_library_is_not_timed() -> None:
@@ -298,11 +277,3 @@ def test_a_problem_is_routed_as_the_trace_was(tmp_path: pathlib.Path) -> None:
     ):
         with pytest.raises(InvalidInput, match=message):
             traced_logits(f"trace:{path}{suffix}", tokens, 4, 2)
-
-
-def test_experts_alone_are_ours_from_given_routing() -> None:
-    problem = problem_of(SILU)
-    with torch.no_grad():
-        alone, whole = problem.experts_forward()(), problem.torch_forward()
-    torch.testing.assert_close(alone.output, whole.output)
-    assert torch.equal(problem.top_k[0], whole.ids)
