@@ -172,7 +172,7 @@ FAULTS = (
     ("gradient", OpFault("LEFT_BYTES + RIGHT_BYTES)", "LEFT_BYTES)"), (Race, Hang)),
     ("packed, 64 rows", OpFault("warpgroup_mma_wait(num_outstanding=0", "warpgroup_mma_wait(num_outstanding=9"), Race),
     ("packed, wide", OpFault("sums = wait_for(sums, 0, REST)", "sums = wait_for(sums, 2, REST)"), Race),
-    ("packed, wide", OpFault("  release_stage(pipeline, stage)", "  release_stage(pipeline, following)"), (Race, Hang)),
+    ("packed, wide", OpFault("product.pipeline, stage)", "product.pipeline, following)"), (Race, Hang)),
     ("streamed", OpFault("async_copy.wait_group(0)\n        barrier()", "barrier()"), Race),
     ("streamed", OpFault("wait_group(0)\n        barrier()", "wait_group(1)\n        barrier()"), Race),
     ("streamed", OpFault("async_copy.wait_group(0)\n        barrier()", "async_copy.wait_group(0)"), Race),

@@ -119,10 +119,10 @@ FAULTS: Planted = {
                 "up, gate = gl.split(gl.permute(values, [0, 2, 3, 1]))",
             ),
         ),
-        "matmul.sm90_packed.kernels.matmul": (OpFault("block = tile * PAIRS + FIRST", "block = tile * PAIRS"),),
-        "matmul.sm90_packed.kernels.consumer": (OpFault("columns = pair * WIDTH", "columns = pair // 2 * WIDTH"),),
+        "matmul.sm90_packed.kernels.matmul": (OpFault("stages.PAIRS + WHICH * (stages.PAIRS // 2)", "stages.PAIRS"),),
+        "matmul.sm90_packed.kernels.consumer": (OpFault("columns = block * WIDTH", "columns = block // 2 * WIDTH"),),
         "matmul.sm90_packed.kernels.producer": (
-            OpFault("slots // TOP_K if", "slots // (TOP_K + 1) if"),
+            OpFault("slots // layout.TOP_K if", "slots // (layout.TOP_K + 1) if"),
             OpFault("((block + pair) * STEPS + step) * LINES", "(block * STEPS + step) * LINES"),
         ),
         "matmul.sm90.kernels.pipeline": (OpFault("left = within & (expert >= 0)", "left = within & (expert == 0)"),),
@@ -146,7 +146,9 @@ FAULTS: Planted = {
         ),
     },
     "prepacked integers": {
-        "matmul.sm90_packed.kernels.producer": (OpFault("step // REPEAT * WORDS", "step // (2 * REPEAT) * WORDS"),)
+        "matmul.sm90_packed.kernels.producer": (
+            OpFault("step // codes.REPEAT * WORDS", "step // (2 * codes.REPEAT) * WORDS"),
+        ),
     },
     "streamed integers": {
         "matmul.sm90_packed.kernels.decode_integers": (
@@ -179,7 +181,7 @@ MIXED_INPUT_TALL_FAULTS: Planted = {
         "matmul.sm90_packed.kernels.wide": (
             OpFault("x_tile.slice(TOKENS, REST, dim=0)", "x_tile.slice(0, REST, dim=0)"),
             OpFault("held, (part + 1) % HALVES,", "held, 0,"),
-            OpFault("slots, start, block, TOKENS, N", "slots, start, block, 0, N"),
+            OpFault("slots, buffer, TOKENS)", "slots, buffer, 0)"),
         ),
         "matmul.sm90_packed.kernels.consumer": (
             OpFault("half_of(values, WHICH // 2 % 2)", "half_of(values, WHICH % 2)"),

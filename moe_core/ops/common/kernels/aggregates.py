@@ -40,6 +40,12 @@ def aggregate(cls):
     return _aggregate(cls)
 
 
+def aggregate_of(name, fields, **defaults):
+    """Return an aggregate of the fields that a text lists, for the parameters of one kernel, which documents them."""
+    kinds = {field: Constant if field.isupper() else object for field in fields.split()}
+    return aggregate(type(name, (), {"__annotations__": kinds, **defaults}))
+
+
 @aggregate
 class Pipeline:
     """Barriers of a producer and two consumers, and the ring in which the producer announces tiles.
@@ -194,3 +200,18 @@ class Target:
     END: Constant
     SCATTER: Constant
     TRUSTED: Constant
+
+
+@aggregate
+class Product:
+    """Everything that the producer and the consumers of a product share. scales: of quantised rows and weights."""
+
+    x: Rows
+    weights: Weights
+    layout: Layout
+    schedule: Schedule
+    tiles: Tiles
+    pipeline: Pipeline
+    epilogue: Epilogue
+    output: Output
+    scales: object = None

@@ -3,11 +3,67 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from moe_core.ops.common.kernels.aggregates import Array, Constant, Memory, Number, aggregate
 from moe_core.ops.exchange.kernels.addresses import slots_at
 from moe_core.ops.matmul.sm90.kernels.pipeline import barrier
-from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, UNIT, left_operand, load_lines, load_words
+from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import (
+    HEIGHT,
+    LINES,
+    UNIT,
+    left_operand,
+    load_lines,
+    load_words,
+)
 from moe_core.ops.matmul.sm90_packed.kernels.decode_integers import integer_operand, read_factors
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import activated
+
+
+@aggregate
+class Stages:
+    """Shared memory: of all stages rows of x, codes, scales and zero points; of all places of the ring the row weights
+    and slots of a tile; results to store.
+
+    PAIRS: row blocks of a tile, of both consumers. DEEP: column blocks of a stage.
+    """
+
+    x: Memory
+    codes: Memory
+    scales: Memory
+    zeros: Memory
+    row_weights: Memory
+    slots: Memory
+    results: Memory
+    PAIRS: Constant
+    DEEP: Constant
+
+
+@aggregate
+class Codes:
+    """Tiled codes: STEPS x BLOCKS blocks of a matrix, of COLUMNS columns and 64 rows; GROUPS: scales of a row in a
+    block. REPEAT: steps that share them."""
+
+    scales: Array
+    zero_points: Array
+    STEPS: Constant
+    BLOCKS: Constant
+    ELEMENT: Constant
+    COLUMNS: Constant
+    GROUPS: Constant
+    REPEAT: Constant
+
+
+@aggregate
+class Part:
+    """The part of consumer WHICH of a tile: its first block of weight rows, the first row of x, where biases begin,
+    whether the requested layer exists, the tile's place of the ring, and the weights of its rows."""
+
+    block: Number
+    start: Number
+    base: Number
+    layer_exists: Number
+    place: Number
+    row_weights: Memory
+    WHICH: Constant
 
 
 @gluon.jit
@@ -32,55 +88,57 @@ def part_of(values, WHICH: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def finish(
-    accumulator, biases, layer_exists, buffer, y, weights, slots, start, pair,
-    FROM: gl.constexpr, N: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-):  # fmt: skip
+def finish(accumulator, biases, product, part, block, slots, buffer, FROM: gl.constexpr):
     """Bias, activation, row weight, cast, and stores of [64 accumulator rows, tokens FROM, ..] of a tile, as many at a
     time as the buffer has room for."""
-    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+    epilogue, output = product.epilogue, product.output
+    N: gl.constexpr = output.N
+    WIDTH: gl.constexpr = UNIT if epilogue.GATE_LAYOUT is not None else HEIGHT
     TOKENS: gl.constexpr = buffer.shape[0]
-    PARTS: gl.constexpr = accumulator.shape[1] // TOKENS
+    PIECES: gl.constexpr = accumulator.shape[1] // TOKENS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
     if biases is not None:
         accumulator += biases[:, None]
-    for part in gl.static_range(PARTS):
-        values = part_of(accumulator, part, PARTS)
-        result = activated(values, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
-        if weights is not None:
-            scale = weights.slice(FROM + part * TOKENS, TOKENS).load(gl.SliceLayout(0, result.type.layout))
-            result *= scale[None, :]
-        result = gl.where(layer_exists, result, float("nan"))
+    for piece in gl.static_range(PIECES):
+        values = part_of(accumulator, piece, PIECES)
+        result = activated(values, epilogue)
+        if epilogue.row_weight is not None:
+            weights = part.row_weights.slice(FROM + piece * TOKENS, TOKENS)
+            result *= weights.load(gl.SliceLayout(0, result.type.layout))[None, :]
+        result = gl.where(part.layer_exists, result, float("nan"))
         barrier()
         buffer.store(gl.permute(result.to(buffer.dtype), [1, 0]))
         barrier()
-        columns = pair * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        columns = block * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
         # -1 where there is no row.
-        slot = slots.slice(FROM + part * TOKENS, TOKENS).load(gl.SliceLayout(1, layout))
+        slot = slots.slice(FROM + piece * TOKENS, TOKENS).load(gl.SliceLayout(1, layout))
         mask = (slot >= 0)[:, None] & (columns < N)[None, :]
-        if SCATTER == "row":
+        if output.SCATTER == "row":
             # The part of all threads apart: places of every part would be held over the whole tile.
             within = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))[:, None] * N + columns[None, :]
-            pointers = y + (start.to(gl.int64) + (FROM + part * TOKENS)) * N + within
-        elif SCATTER == "slot":
-            pointers = y + slot.to(gl.int64)[:, None] * N + columns[None, :]
+            pointers = output.y + (part.start.to(gl.int64) + (FROM + piece * TOKENS)) * N + within
+        elif output.SCATTER == "slot":
+            pointers = output.y + slot.to(gl.int64)[:, None] * N + columns[None, :]
         else:
-            there, goes = slots_at(y, slot, slot >= 0, SCATTER)
+            there, goes = slots_at(output.y, slot, slot >= 0, output.SCATTER)
             pointers = there[:, None] + columns[None, :]
             mask = goes[:, None] & (columns < N)[None, :]
         gl.store(pointers, buffer.load(layout), mask=mask)
 
 
 @gluon.jit
-def read_block(
-    codes, scales, zero_points, ELEMENT: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
-):  # fmt: skip
-    """What `operand_of` makes numbers of a block from."""
-    if ELEMENT == "e2m1":
-        return load_words(codes, scales)
+def read_block(product, stage, deep, block):
+    """What `operand_of` makes numbers of a row block from, in one of the DEEP column blocks of a stage."""
+    stages, codes = product.tiles, product.scales
+    lines = stages.codes.index(stage * stages.PAIRS + block).slice(deep * LINES, LINES, dim=0)
+    scales = stages.scales.index(stage * stages.DEEP + deep).slice(block, 1, dim=0)
+    if codes.ELEMENT == "e2m1":
+        return load_words(lines, scales)
     else:
-        return load_lines(codes), read_factors(scales, zero_points, GROUPS, STORED)
+        zeros = None
+        if codes.zero_points is not None:
+            zeros = stages.zeros.index(stage * stages.DEEP + deep).slice(block, 1, dim=0)
+        return load_lines(lines), read_factors(scales, zeros, codes.GROUPS)
 
 
 @gluon.jit

@@ -110,12 +110,12 @@ def load_factors(scales, zero_points, step, STEPS: gl.constexpr, GROUPS: gl.cons
 
 
 @gluon.jit
-def read_factors(scales, zero_points, GROUPS: gl.constexpr, STORED: gl.constexpr):
-    """As `load_factors`, of a step's rows in shared memory. STORED: whether zero points are."""
+def read_factors(scales, zero_points, GROUPS: gl.constexpr):
+    """As `load_factors`, of a step's rows in shared memory."""
     layout: gl.constexpr = _factor_layout(GROUPS, gl.num_warps())
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     factors = (seen_as(scales, scales.dtype, [LINES, 2, GROUPS], table).load(layout),)
-    if STORED:
+    if zero_points is not None:
         factors += (seen_as(zero_points, gl.uint8, [LINES, 2, GROUPS], table).load(layout),)
     return factors
 

@@ -29,63 +29,58 @@ def matrix_rows(block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.co
 
 
 @gluon.jit
-def bias_of(bias, base, block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
+def bias_of(weights, base, block, LAYOUT: gl.constexpr):
     """fp32 biases of 64 accumulator rows: by turns 8 of the one half of the block and 8 of the other."""
-    row, exists = matrix_rows(block, N, GATE_LAYOUT, LAYOUT)
-    return gl.load(bias + base + row, mask=exists, other=0.0).to(gl.float32)
+    row, exists = matrix_rows(block, weights.N, weights.GATE_LAYOUT, LAYOUT)
+    return gl.load(weights.bias + base + row, mask=exists, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def activated(
-    accumulator, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr
-):  # fmt: skip
+def activated(accumulator, epilogue):
     """Output columns in order, after the activation, of [64 accumulator rows, tokens]: 32 of a gated product."""
     TOKENS: gl.constexpr = accumulator.shape[1]
     values = gl.reshape(accumulator, [4, 2, 8, TOKENS])
-    if GATE_LAYOUT is not None:
+    if epilogue.GATE_LAYOUT is not None:
         gate, up = gl.split(gl.permute(values, [0, 2, 3, 1]))
         gate, up = gl.reshape(gate, [UNIT, TOKENS]), gl.reshape(up, [UNIT, TOKENS])
-        result = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
+        result = activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
     else:
         result = gl.reshape(gl.permute(values, [1, 0, 2, 3]), [HEIGHT, TOKENS])
-        if ACTIVATION is not None:
-            result = activate(result, ACTIVATION)
+        if epilogue.ACTIVATION is not None:
+            result = activate(result, epilogue.ACTIVATION)
     return result
 
 
 @gluon.jit
-def store_tile(
-    accumulator, tile, expert, first, start, size, bias, row_weight, layer_index, slot_of_row, y, num_slots,
-    N: gl.constexpr, WEIGHT_N: gl.constexpr, NUM_LAYERS: gl.constexpr, BIAS_LAYER_STRIDE: gl.constexpr,
-    SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-):  # fmt: skip
+def store_tile(accumulator, tile, expert, first, start, size, weights, layout, epilogue, output):
     """Bias, activation, row weight, cast and scatter of sums [64, tokens] of `mma_v2`, those of block `tile` of weight
     rows; first: the first of the tokens among the expert's rows, of which there are `size` from row `start` on."""
+    N: gl.constexpr = output.N
+    SCATTER: gl.constexpr = output.SCATTER
     PRODUCT: gl.constexpr = accumulator.type.layout
     BLOCK_M: gl.constexpr = accumulator.shape[1]
-    WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+    WIDTH: gl.constexpr = UNIT if epilogue.GATE_LAYOUT is not None else HEIGHT
     # Looked up again rather than kept in registers over the loop.
-    layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
-    if bias is not None:
-        base = layer_number.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
-        accumulator += bias_of(bias, base, tile, N, GATE_LAYOUT, gl.SliceLayout(1, PRODUCT))[:, None]
-    result = activated(accumulator, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+    layer_number, layer_exists = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
+    if weights.bias is not None:
+        base = layer_number.to(gl.int64) * weights.BIAS_LAYER_STRIDE + expert.to(gl.int64) * weights.WEIGHT_N
+        accumulator += bias_of(weights, base, tile, gl.SliceLayout(1, PRODUCT))[:, None]
+    result = activated(accumulator, epilogue)
     result = gl.where(layer_exists, result, float("nan"))
     stores: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
     within = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, stores))
     row = start.to(gl.int64) + within
-    slot = gl.load(slot_of_row + row, mask=within < size, other=-1)
-    exists = (slot >= 0) & (slot < num_slots)
+    slot = gl.load(layout.slot_of_row + row, mask=within < size, other=-1)
+    exists = (slot >= 0) & (slot < layout.num_slots)
     result = gl.convert_layout(gl.permute(result, [1, 0]), stores)
-    if row_weight is not None:
-        result *= gl.load(row_weight + gl.maximum(slot, 0), mask=exists, other=0.0)[:, None]
+    if epilogue.row_weight is not None:
+        result *= gl.load(epilogue.row_weight + gl.maximum(slot, 0), mask=exists, other=0.0)[:, None]
     columns = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stores))
     if (SCATTER == "row") or (SCATTER == "slot"):
         target = row if SCATTER == "row" else slot.to(gl.int64)
-        pointers = y + target[:, None] * N + columns[None, :]
+        pointers = output.y + target[:, None] * N + columns[None, :]
     else:
-        there, exists = slots_at(y, slot, exists, SCATTER)
+        there, exists = slots_at(output.y, slot, exists, SCATTER)
         pointers = there[:, None] + columns[None, :]
     mask = exists[:, None] & (columns < N)[None, :]
     gl.store(pointers, result.to(pointers.dtype.element_ty), mask=mask)

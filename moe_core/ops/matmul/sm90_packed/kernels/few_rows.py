@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
+from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Weights
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.matmul.portable.kernel import rows_of_group
@@ -182,7 +183,11 @@ def matmul_few_rows(
         expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
         first = gl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M
         start, size = rows_of_group(group_sizes, group_start, expert, num_rows, CACHE)
-    store_tile(
-        low_sum + high_sum, tile, expert, first, start, size, bias, row_weight, layer_index, slot_of_row, y,
-        num_slots, N, WEIGHT_N, NUM_LAYERS, BIAS_LAYER_STRIDE, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
+    weights = Weights(
+        None, None, bias, None, layer_index, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS, BIAS_LAYER_STRIDE, 0,
+        GATE_LAYOUT, False,
     )  # fmt: skip
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
+    epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+    output = Output(y, None, None, None, None, N, SCATTER, False)
+    store_tile(low_sum + high_sum, tile, expert, first, start, size, weights, layout, epilogue, output)

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Product, Rows, Schedule, Weights
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
@@ -30,7 +31,7 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     release_stage,
     release_tile,
 )
-from moe_core.ops.matmul.sm90_packed.kernels.consumer import finish, operand_of, read_block
+from moe_core.ops.matmul.sm90_packed.kernels.consumer import Codes, Part, Stages, finish, operand_of, read_block
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, UNIT
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import bias_of
 from moe_core.ops.matmul.sm90_packed.kernels.producer import producer
@@ -54,35 +55,28 @@ def multiply(left, right, accumulator, PLACE: gl.constexpr, OF: gl.constexpr):
 
 
 @gluon.jit
-def compute_tile(
-    x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, weights, slots, buffer, bias, base,
-    layer_exists, y, start, block,
-    FIRST: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
-    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
-    GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr,
-):  # fmt: skip
+def compute_tile(product, part, stage, phase, TOKENS: gl.constexpr):
     """A consumer's part of a tile of at most TOKENS rows: blocks FIRST, .. of a stage, block, .. of the matrix."""
-    MINE: gl.constexpr = PAIRS // 2
-    HALVES: gl.constexpr = COLUMNS // DEPTH
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    first = gl.zeros([HEIGHT, TOKENS], gl.float32, product)
+    pipeline, stages, codes, weights = product.pipeline, product.tiles, product.scales, product.weights
+    MINE: gl.constexpr = stages.PAIRS // 2
+    FIRST: gl.constexpr = part.WHICH * MINE
+    DEEP: gl.constexpr = stages.DEEP
+    HALVES: gl.constexpr = codes.COLUMNS // DEPTH
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    slots, buffer = stages.slots.index(part.place), stages.results.index(part.WHICH)
+    first = gl.zeros([HEIGHT, TOKENS], gl.float32, sums)
     second = first
-    for _ in range(0, STEPS, DEEP):
+    for _ in range(0, codes.STEPS, DEEP):
         await_stage(pipeline, stage, phase)
         for mine in gl.static_range(MINE):
             for deep in gl.static_range(DEEP):
-                held = read_block(
-                    w_tiles.index(stage * PAIRS + FIRST + mine).slice(deep * LINES, LINES, dim=0),
-                    scale_tiles.index(stage * DEEP + deep).slice(FIRST + mine, 1, dim=0),
-                    zero_tiles.index(stage * DEEP + deep).slice(FIRST + mine, 1, dim=0), ELEMENT, GROUPS, STORED,
-                )  # fmt: skip
+                held = read_block(product, stage, deep, FIRST + mine)
                 columns = ()
                 for half in gl.static_range(HALVES):
-                    x_tile = x_tiles.index(HALVES * (DEEP * stage + deep) + half)
+                    x_tile = stages.x.index(HALVES * (DEEP * stage + deep) + half)
                     columns += (x_tile.slice(0, TOKENS, dim=0).permute([1, 0]),)
                 for half in gl.static_range(HALVES):
-                    left = operand_of(held, half, ELEMENT, product)
+                    left = operand_of(held, half, codes.ELEMENT, sums)
                     if mine == 0:
                         first = multiply(left, columns[half], first, deep * HALVES + half, MINE * DEEP * HALVES)
                     else:
@@ -95,66 +89,41 @@ def compute_tile(
         else:
             first = warpgroup_mma_wait(num_outstanding=0, deps=[first])
         release_stage(pipeline, stage)
-        stage, phase = advance(stage, phase, STAGES)
+        stage, phase = advance(stage, phase, pipeline.STAGES)
     for mine in gl.static_range(MINE):
         biases = None
-        if bias is not None:
-            biases = bias_of(bias, base, block + mine, N, GATE_LAYOUT, gl.SliceLayout(1, product))
-        finish(
-            first if mine == 0 else second, biases, layer_exists, buffer, y, weights, slots, start, block + mine,
-            0, N, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
-        )  # fmt: skip
+        if weights.bias is not None:
+            biases = bias_of(weights, part.base, part.block + mine, gl.SliceLayout(1, sums))
+        finish(first if mine == 0 else second, biases, product, part, part.block + mine, slots, buffer, 0)
     return stage, phase
 
 
 @gluon.jit
-def consumer(
-    WHICH: gl.constexpr, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, pipeline, bias,
-    layer_index, y,
-    N: gl.constexpr, WEIGHT_N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
-    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr, NUM_LAYERS: gl.constexpr,
-    BIAS_LAYER_STRIDE: gl.constexpr, WEIGHTED: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
-    GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
-):  # fmt: skip
-    FIRST: gl.constexpr = WHICH * (PAIRS // 2)
+def consumer(WHICH: gl.constexpr, product):
+    pipeline, stages, weights = product.pipeline, product.tiles, product.weights
+    BLOCK_M: gl.constexpr = stages.x.shape[1]
     stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
-    layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    layer_number, layer_exists = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
     while expert >= 0:
-        announced = await_tile(pipeline, place, ring_phase)
-        expert, start, rows, tile = announced.expert, announced.start, announced.rows, announced.column
+        tile = await_tile(pipeline, place, ring_phase)
+        expert, rows = tile.expert, tile.rows
         if expert >= 0:
-            block = tile * PAIRS + FIRST
-            base = layer_number.to(gl.int64) * BIAS_LAYER_STRIDE + expert.to(gl.int64) * WEIGHT_N
-            weights = weight_ring.index(place) if WEIGHTED else None
+            block = tile.column * stages.PAIRS + WHICH * (stages.PAIRS // 2)
+            base = layer_number.to(gl.int64) * weights.BIAS_LAYER_STRIDE + expert.to(gl.int64) * weights.WEIGHT_N
+            row_weights = stages.row_weights.index(place) if product.epilogue.row_weight is not None else None
+            part = Part(block, tile.start, base, layer_exists, place, row_weights, WHICH)
             if BLOCK_M > LARGE:
                 below = 0
                 for variant in gl.static_range(len(WIDTHS)):
                     if (rows > below) & (rows <= WIDTHS[variant][0] + WIDTHS[variant][1]):
-                        stage, phase = compute_wide(
-                            x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, weights,
-                            slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start,
-                            block, FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER,
-                            GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, STAGES, WIDTHS[variant][0],
-                            WIDTHS[variant][1],
-                        )  # fmt: skip
+                        stage, phase = compute_wide(product, part, stage, phase, WIDTHS[variant][0], WIDTHS[variant][1])
                     below = WIDTHS[variant][0] + WIDTHS[variant][1]
             # Half of the experts with about as many rows as a tile has have a second one with a few; of those with
             # about half as many, half have no more than that.
             elif (BLOCK_M >= 2 * NARROW) and (rows <= NARROW):
-                stage, phase = compute_tile(
-                    x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, weights,
-                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
-                    FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
-                    ACTIVATION, ALPHA, LIMIT, STAGES, NARROW,
-                )  # fmt: skip
+                stage, phase = compute_tile(product, part, stage, phase, NARROW)
             else:
-                stage, phase = compute_tile(
-                    x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, weights,
-                    slot_ring.index(place), out_tiles.index(WHICH), bias, base, layer_exists, y, start, block,
-                    FIRST, N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, SCATTER, GATE_LAYOUT,
-                    ACTIVATION, ALPHA, LIMIT, STAGES, BLOCK_M,
-                )  # fmt: skip
+                stage, phase = compute_tile(product, part, stage, phase, BLOCK_M)
         release_tile(pipeline, place)
         place, ring_phase = advance(place, ring_phase, RING)
 
@@ -192,8 +161,6 @@ def matmul_mixed_input(
     # Tokens that one part of the epilogue stores: of the tallest tiles fewer, since little memory is left.
     PART: gl.constexpr = 32 if BLOCK_M <= LARGE else 1024 // WIDTH
     TOKENS: gl.constexpr = PART if BLOCK_M > PART else BLOCK_M
-    TILES: gl.constexpr = (N + WIDTH * PAIRS - 1) // (WIDTH * PAIRS)
-    WEIGHTED: gl.constexpr = row_weight is not None
     x_tiles = gl.allocate_shared_memory(
         x.dtype.element_ty, [COLUMNS // DEPTH * DEEP * STAGES, BLOCK_M, DEPTH], swizzled
     )
@@ -203,9 +170,8 @@ def matmul_mixed_input(
     SCALE: gl.constexpr = gl.int32 if ELEMENT == "e2m1" else scales.dtype.element_ty
     EACH: gl.constexpr = 1 if ELEMENT == "e2m1" else GROUPS
     scale_tiles = gl.allocate_shared_memory(SCALE, [STAGES * DEEP, PAIRS, HEIGHT * EACH], table)
-    STORED: gl.constexpr = zero_points is not None
-    zero_tiles = scale_tiles
-    if STORED:
+    zero_tiles = None
+    if zero_points is not None:
         zero_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * DEEP, PAIRS, HEIGHT * EACH], table)
     weight_ring = gl.allocate_shared_memory(gl.float32, [RING, BLOCK_M], plain)
     slot_ring = gl.allocate_shared_memory(gl.int32, [RING, BLOCK_M], plain)
@@ -216,28 +182,23 @@ def matmul_mixed_input(
         CONSUMER_AND_PRODUCER: gl.constexpr = (104, 32) if GATHER == "row" else (96, 48)
     else:
         CONSUMER_AND_PRODUCER: gl.constexpr = (224, 56) if (GATHER == "row") == (BLOCK_M <= LARGE) else (208, 88)
+    stages = Stages(x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, PAIRS, DEEP)
+    codes = Codes(scales, zero_points, STEPS, BLOCKS, ELEMENT, COLUMNS, GROUPS, REPEAT)
+    weights = Weights(
+        weight_map, None, bias, None, layer_index, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS, BIAS_LAYER_STRIDE, 0,
+        GATE_LAYOUT, False,
+    )  # fmt: skip
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
+    tiles = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M)
+    rows, epilogue = Rows(x, x_map, X_STRIDE, GATHER), Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+    output = Output(y, None, None, None, None, N, SCATTER, False)
+    product = Product(rows, weights, layout, tiles, stages, pipeline, epilogue, output, codes)
     gl.warp_specialize(
         [
-            (consumer, (
-                0, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, pipeline,
-                bias, layer_index, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS,
-                STORED, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
-                STAGES, BLOCK_M,
-            )),
-            (consumer, (
-                1, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring, out_tiles, pipeline,
-                bias, layer_index, y, N, WEIGHT_N, STEPS, PAIRS, DEEP, ELEMENT, COLUMNS, GROUPS,
-                STORED, NUM_LAYERS, BIAS_LAYER_STRIDE, WEIGHTED, GATHER, SCATTER, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
-                STAGES, BLOCK_M,
-            )),
-            (producer, (
-                x, x_map, weight_map, scales, zero_points, row_weight, layer_index, group_sizes, group_start,
-                slot_of_row, schedule, counters, x_tiles, w_tiles, scale_tiles, zero_tiles, weight_ring, slot_ring,
-                pipeline, num_blocks, num_rows, num_slots, D, STEPS, BLOCKS, PAIRS,
-                DEEP, ELEMENT, COLUMNS, GROUPS, REPEAT, TILES, NUM_EXPERTS, NUM_LAYERS, X_STRIDE, TOP_K, GATHER,
-                COUNTER, STAGES, BLOCK_M, GROUP_M,
-            )),
+            (consumer, (0, product)),
+            (consumer, (1, product)),
+            (producer, (product,)),
         ],
         [4, PRODUCER_WARPS],
         CONSUMER_AND_PRODUCER,
-    )  # fmt: skip
+    )

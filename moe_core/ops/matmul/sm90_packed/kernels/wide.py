@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, advance, await_stage, release_stage
 from moe_core.ops.matmul.sm90_packed.kernels.consumer import finish, operand_of, read_block
-from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES
+from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import bias_of
 
 
@@ -23,20 +23,6 @@ from moe_core.ops.matmul.sm90_packed.kernels.epilogue import bias_of
 def product_of(tokens):
     """Layout of sums [64, tokens]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
-
-
-@gluon.jit
-def block_at(
-    w_tiles, scale_tiles, zero_tiles, stage, place,
-    DEEP: gl.constexpr, FIRST: gl.constexpr, PAIRS: gl.constexpr, ELEMENT: gl.constexpr, GROUPS: gl.constexpr,
-    STORED: gl.constexpr,
-):  # fmt: skip
-    """This consumer's codes and scales of one of the DEEP blocks of a stage."""
-    return read_block(
-        w_tiles.index(stage * PAIRS + FIRST).slice(place * LINES, LINES, dim=0),
-        scale_tiles.index(stage * DEEP + place).slice(FIRST, 1, dim=0),
-        zero_tiles.index(stage * DEEP + place).slice(FIRST, 1, dim=0), ELEMENT, GROUPS, STORED,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -63,78 +49,56 @@ def wait_for(sums, LEFT: gl.constexpr, REST: gl.constexpr):
 
 @gluon.jit
 def multiply_stage(
-    sums, left, x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase,
-    FIRST: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
-    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
-    GATHER: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, REST: gl.constexpr, LAST: gl.constexpr,
-):  # fmt: skip
+    sums, left, product, stage, phase, FIRST: gl.constexpr, TOKENS: gl.constexpr, REST: gl.constexpr, LAST: gl.constexpr
+):
     """One stage, whose first 64 columns are decoded already: `left`. Returns the next stage's, and that it is next, but
     where the stage is the LAST of a tile."""
-    HALVES: gl.constexpr = COLUMNS // DEPTH
-    PARTS: gl.constexpr = HALVES * DEEP
-    following, following_phase = advance(stage, phase, STAGES)
+    ELEMENT: gl.constexpr = product.scales.ELEMENT
+    HALVES: gl.constexpr = product.scales.COLUMNS // DEPTH
+    PARTS: gl.constexpr = HALVES * product.tiles.DEEP
+    following, following_phase = advance(stage, phase, product.pipeline.STAGES)
     for part in gl.static_range(PARTS):
-        x_tile = x_tiles.index(PARTS * stage + part)
+        x_tile = product.tiles.x.index(PARTS * stage + part)
         sums = multiply(left, x_tile, sums, TOKENS, REST)
         if part < PARTS - 1:
-            held = block_at(
-                w_tiles, scale_tiles, zero_tiles, stage, (part + 1) // HALVES, DEEP, FIRST, PAIRS, ELEMENT, GROUPS,
-                STORED,
-            )  # fmt: skip
+            held = read_block(product, stage, (part + 1) // HALVES, FIRST)
             if part > 0:
                 sums = wait_for(sums, 1, REST)
             left = operand_of(held, (part + 1) % HALVES, ELEMENT, product_of(TOKENS))
         elif not LAST:
-            await_stage(pipeline, following, following_phase)
-            held = block_at(w_tiles, scale_tiles, zero_tiles, following, 0, DEEP, FIRST, PAIRS, ELEMENT, GROUPS, STORED)
+            await_stage(product.pipeline, following, following_phase)
+            held = read_block(product, following, 0, FIRST)
             if part > 0:
                 sums = wait_for(sums, 1, REST)
             left = operand_of(held, 0, ELEMENT, product_of(TOKENS))
     sums = wait_for(sums, 0, REST)
-    release_stage(pipeline, stage)
+    release_stage(product.pipeline, stage)
     return sums, left, following, following_phase
 
 
 @gluon.jit
-def compute_wide(
-    x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, weights, slots, buffer, bias, base,
-    layer_exists, y, start, block,
-    FIRST: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
-    ELEMENT: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, STORED: gl.constexpr,
-    GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, REST: gl.constexpr,
-):  # fmt: skip
+def compute_wide(product, part, stage, phase, TOKENS: gl.constexpr, REST: gl.constexpr):
     """A consumer's part of a tile of at most TOKENS + REST rows: block FIRST of a stage, `block` of the matrix.
 
     TOKENS and REST are multiplied by products of their own, since each must be a power of two; REST may be 0.
     """
+    stages, weights = product.tiles, product.weights
+    FIRST: gl.constexpr = part.WHICH * (stages.PAIRS // 2)
+    slots, buffer = stages.slots.index(part.place), stages.results.index(part.WHICH)
     sums = (gl.zeros([HEIGHT, TOKENS], gl.float32, product_of(TOKENS)),)
     if REST > 0:
         sums += (gl.zeros([HEIGHT, REST], gl.float32, product_of(REST)),)
-    await_stage(pipeline, stage, phase)
-    held = block_at(w_tiles, scale_tiles, zero_tiles, stage, 0, DEEP, FIRST, PAIRS, ELEMENT, GROUPS, STORED)
-    left = operand_of(held, 0, ELEMENT, product_of(TOKENS))
-    for _ in range(DEEP, STEPS, DEEP):
-        sums, left, stage, phase = multiply_stage(
-            sums, left, x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, FIRST, PAIRS,
-            DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, STAGES, TOKENS, REST, False,
-        )  # fmt: skip
-    sums, left, stage, phase = multiply_stage(
-        sums, left, x_tiles, w_tiles, scale_tiles, zero_tiles, pipeline, stage, phase, FIRST, PAIRS,
-        DEEP, ELEMENT, COLUMNS, GROUPS, STORED, GATHER, STAGES, TOKENS, REST, True,
-    )  # fmt: skip
+    await_stage(product.pipeline, stage, phase)
+    left = operand_of(read_block(product, stage, 0, FIRST), 0, product.scales.ELEMENT, product_of(TOKENS))
+    for _ in range(stages.DEEP, product.scales.STEPS, stages.DEEP):
+        sums, left, stage, phase = multiply_stage(sums, left, product, stage, phase, FIRST, TOKENS, REST, False)
+    sums, left, stage, phase = multiply_stage(sums, left, product, stage, phase, FIRST, TOKENS, REST, True)
     biases = None
-    if bias is not None:
-        biases = bias_of(bias, base, block, N, GATE_LAYOUT, gl.SliceLayout(1, product_of(TOKENS)))
-    finish(
-        sums[0], biases, layer_exists, buffer, y, weights, slots, start, block, 0, N, SCATTER, GATE_LAYOUT,
-        ACTIVATION, ALPHA, LIMIT,
-    )  # fmt: skip
+    if weights.bias is not None:
+        biases = bias_of(weights, part.base, part.block, gl.SliceLayout(1, product_of(TOKENS)))
+    finish(sums[0], biases, product, part, part.block, slots, buffer, 0)
     if REST > 0:
-        if bias is not None:
+        if weights.bias is not None:
             biases = gl.convert_layout(biases, gl.SliceLayout(1, product_of(REST)), assert_trivial=True)
-        finish(
-            sums[1], biases, layer_exists, buffer, y, weights, slots, start, block, TOKENS, N, SCATTER,
-            GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT,
-        )  # fmt: skip
+        finish(sums[1], biases, product, part, part.block, slots, buffer, TOKENS)
     return stage, phase
