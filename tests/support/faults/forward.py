@@ -39,9 +39,9 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "mixtral", "ids", 12),
         Fault("for _ in range(TOPK_GROUP):", "for _ in range(TOPK_GROUP - 1):", "deepseek_v3", "ids"),
         Fault("scores + load_rows(biases", "scores - load_rows(biases", "deepseek_v3", "ids"),
-        Fault("kept = tl.load(token_mask", "kept = 1 - tl.load(token_mask", "qwen2_moe", "ids"),
-        Fault("if RENORMALIZE:", "if not RENORMALIZE:", "mixtral", "weights"),
-        Fault("values *= SCALE", "values *= 1.0", "deepseek_v3", "weights"),
+        Fault("kept = tl.load(router.token_mask", "kept = 1 - tl.load(router.token_mask", "qwen2_moe", "ids"),
+        Fault("if router.RENORMALIZE:", "if not router.RENORMALIZE:", "mixtral", "weights"),
+        Fault("values *= router.SCALE", "values *= 1.0", "deepseek_v3", "weights"),
     ),
     "routing.kernels.layout": (
         Fault("position[:, None] < position[None, :]", "position[:, None] > position[None, :]", "mixtral", "layout"),
@@ -59,24 +59,18 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("tl.where(busy, block, -1)", "tl.where(busy, 0, -1)", "mixtral", "matmul1", 160),
     ),
     "routing.kernels.route_and_layout": (
-        Fault("group_sizes + experts, sizes,", "group_sizes + experts, sizes // 2,", "mixtral", "moe (composed)"),
+        Fault("write_sizes(sizes, groups)", "write_sizes(sizes // 2, groups)", "mixtral", "moe (composed)"),
         Fault("tl.store(weights + target, values,", "tl.store(weights + target, -values,", "mixtral", "moe (composed)"),
         Fault("rank[None, :], all_ranks", "0 * rank[None, :], all_ranks", "mixtral", "moe (composed)"),
     ),
     "moe.kernels.chained": (
-        Fault('"row", "slot", None, None', '"row", "row", None, None', "mixtral", "moe (composed)", 12),
-        Fault("None, second_bias, None, row_weight", "None, None, None, row_weight", "gpt_oss", "moe (composed)", 12),
+        Fault('D, "slot", False', 'D, "row", False', "mixtral", "moe (composed)", 12),
+        Fault("second_weight, None, second_bias", "second_weight, None, None", "gpt_oss", "moe (composed)", 12),
     ),
     "moe.kernels.one_token": (
         Fault("others < tl.expand_dims", "others > tl.expand_dims", "mixtral", "moe (composed)", 1),
         Fault("finished == num_blocks - 1", "finished == 0", "mixtral", "moe (composed)", 1),
-        Fault(
-            "weight, None, bias, None, row_weight",
-            "weight, None, None, None, row_weight",
-            "gpt_oss",
-            "moe (composed)",
-            1,
-        ),
+        Fault("weight, None, bias", "weight, None, None", "gpt_oss", "moe (composed)", 1),
     ),
     "routing.kernels.bitmatrix": (
         Fault("1 << (experts & 31)", "1 << (experts & 30)", "mixtral", "bitmatrix"),
@@ -86,8 +80,8 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("slots // TOP_K", "slots // TOP_K * 0", "mixtral", "matmul1"),
         Fault("result.to(pointers.dtype", "result.to(tl.bfloat16).to(pointers.dtype", "mixtral", "matmul1"),
         Fault("accumulator += tl.load(bias", "accumulator -= tl.load(bias", "gpt_oss", "matmul1"),
-        Fault("second = first + N * N_STRIDE", "second = first", "qwen3_moe", "activation"),
-        Fault("tl.load(row_weight + slots", "tl.load(row_weight + rows", "mixtral", "matmul2"),
+        Fault("second = first + weights.N * weights.N_STRIDE", "second = first", "qwen3_moe", "activation"),
+        Fault("epilogue.row_weight + slots", "epilogue.row_weight + rows", "mixtral", "matmul2"),
     ),
     "activation.kernels.formulas": (
         Fault("(up + 1.0)\n        elif", "up\n        elif", "gpt_oss", "activation"),

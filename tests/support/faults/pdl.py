@@ -45,7 +45,7 @@ FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
             OpFault('".cg" if JOIN else ""', '""'),
         )
     },
-    ("plain", 3): {"reduction.kernels.reduce": (OpFault('BLOCK_N, PDL == "layout",', 'BLOCK_N, PDL == "never",'),)},
+    ("plain", 3): {"reduction.kernels.reduce": (OpFault('UNROLL, PDL == "layout"', 'UNROLL, PDL == "never"'),)},
     ("quantized", 1): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
     ("one_scale", 1): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
     ("one_scale", 2): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},

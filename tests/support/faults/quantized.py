@@ -22,7 +22,7 @@ FAULTS: dict[str, tuple[tuple[str, OpFault], ...]] = {
         ),
         (
             "matmul.quantized.transposed_kernel",
-            OpFault("x_rows + D, exists, values, up_scales", "x_rows + D, exists, values, scales"),
+            OpFault("up, up_scales, up_zero_points, D", "up, scales, up_zero_points, D"),
         ),
         (
             "matmul.quantized.transposed_kernel",

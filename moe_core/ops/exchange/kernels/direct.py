@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_core.ops.exchange.kernels.addresses import pointer_to
-from moe_core.ops.reduction.kernels.reduce import reduce_tile
+from moe_core.ops.reduction.kernels.reduce import Reduction, reduce_tile
 from moe_core.ops.routing.kernels.layout import local_experts
 from moe_core.ops.routing.kernels.schedule import fill
 
@@ -143,10 +143,11 @@ def sum_results(
         even = tl.load(known, mask=ranks < num_ranks, other=0)
         odd = tl.load(known + other, mask=ranks < num_ranks, other=0)
         first_even, first_odd = tl.load(headers + numbers), tl.load(headers + other + numbers)
-    reduce_tile(
-        tl.program_id(0), tl.program_id(1), y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K,
-        WIDTH, SHARED_STRIDE, False, UNROLL, BLOCK_T, BLOCK_N, False,
+    sums = Reduction(
+        y, row_of_slot, out, num_tokens, num_rows, TOP_K, WIDTH, BLOCK_T, BLOCK_N, shared, shared_gate, SHARED_STRIDE,
+        False, UNROLL,
     )  # fmt: skip
+    reduce_tile(tl.program_id(0), tl.program_id(1), sums)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     spoilt = tl.zeros((BLOCK_T,), dtype=tl.int32)
     if headers is not None:

@@ -126,4 +126,4 @@ def place_received(
         programs = tl.num_programs(0).to(tl.int64) * num_sources
         _write_spoilt(
             came, header, lost, spoilt, num_sources, length, num_tokens, program, programs, HEADER, SOURCES, BLOCK_FILL
-        )  # fmt: skip
+        )

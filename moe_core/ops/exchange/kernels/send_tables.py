@@ -165,10 +165,16 @@ def place_sends(
         of_group = tl.minimum(tl.arange(0, SENDS) // PER_RANK, RANKS - 1)
         group_start -= tl.gather(owner_start, of_group, 0)
     if program == 0:
-        _write_counts(
-            block_counts, block_invalid, header, invalid_ids, tokens_per_expert, message, sends, by_owner, num_blocks,
-            num_ranks, block_rows, stride, MODE, BY_SLOT, NUM_EXPERTS, SENT, HEADER, WIDTH, EXPERTS, BLOCK_B,
-        )  # fmt: skip
+        of_experts = block_counts + SENT + num_ranks
+        by_expert, _ = _sum_blocks(of_experts, 0, num_blocks, NUM_EXPERTS, stride, EXPERTS, BLOCK_B)
+        experts = tl.arange(0, EXPERTS)
+        tl.store(tokens_per_expert + experts, by_expert, mask=experts < NUM_EXPERTS)
+        wrong = tl.zeros((BLOCK_B,), dtype=tl.int32)
+        for first in range(0, num_blocks, BLOCK_B):
+            blocks = first + tl.arange(0, BLOCK_B)
+            wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
+        tl.store(invalid_ids, tl.sum(wrong, axis=0))
+        _write_heads(header, message, sends, by_owner, num_ranks, block_rows, MODE, BY_SLOT, SENT, HEADER, WIDTH)
         if BY_SLOT:
             tl.store(counted + ranks, _counted(went, rows - went, back, MODE), mask=is_rank)
         else:
@@ -252,22 +258,11 @@ def _counted(arrived, over, back, MODE: tl.constexpr):
 
 
 @triton.jit
-def _write_counts(
-    block_counts, block_invalid, header, invalid_ids, tokens_per_expert, message, sends, by_owner, num_blocks,
-    num_ranks, block_rows, stride,
-    MODE: tl.constexpr, BY_SLOT: tl.constexpr, NUM_EXPERTS: tl.constexpr, SENT: tl.constexpr, HEADER: tl.constexpr,
-    WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_B: tl.constexpr,
+def _write_heads(
+    header, message, sends, by_owner, num_ranks, block_rows, MODE: tl.constexpr, BY_SLOT: tl.constexpr,
+    SENT: tl.constexpr, HEADER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The counters, and the heads of messages."""
-    of_experts = block_counts + SENT + num_ranks
-    found, _ = _sum_blocks(of_experts, 0, num_blocks, NUM_EXPERTS, stride, EXPERTS, BLOCK_B)
-    experts = tl.arange(0, EXPERTS)
-    tl.store(tokens_per_expert + experts, found, mask=experts < NUM_EXPERTS)
-    wrong = tl.zeros((BLOCK_B,), dtype=tl.int32)
-    for first in range(0, num_blocks, BLOCK_B):
-        blocks = first + tl.arange(0, BLOCK_B)
-        wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
-    tl.store(invalid_ids, tl.sum(wrong, axis=0))
+    """The heads of messages."""
     numbers = tl.arange(0, HEADER)
     head = tl.load(header + numbers)
     if MODE == "padded":

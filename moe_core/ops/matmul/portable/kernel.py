@@ -9,10 +9,18 @@ import triton
 import triton.language as tl
 
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
+from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Rows, aggregate_of
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
 from moe_core.ops.routing.kernels.schedule import spread_block
+
+#: Stacked weights of D x N or, interleaved, D x 2 N elements with their biases, and the sizes of a tile.
+Matrices = aggregate_of(
+    "Matrices",
+    "weight up bias up_bias layer_index D N WEIGHT_N NUM_LAYERS LAYER_STRIDE EXPERT_STRIDE K_STRIDE N_STRIDE "
+    "BIAS_LAYER_STRIDE UP_BIAS_LAYER_STRIDE INPUT_PRECISION BLOCK_M BLOCK_N BLOCK_K",
+)
 
 
 @triton.jit
@@ -41,35 +49,44 @@ def slot_inside(slots, num_slots):
 
 
 @triton.jit
-def rows_of_block(
-    block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M: tl.constexpr,
-    CACHE: tl.constexpr, SPREAD: tl.constexpr = 1,
-):  # fmt: skip
-    """Rows of a block: where they lie in the layout, which exist, which slot each is; schedule None = dense.
-
-    CACHE: the cache modifier of what is read. SPREAD: sections of a group whose blocks take turns."""
+def rows_of_block(block, expert, layout, schedule, BLOCK_M: tl.constexpr, SCATTER: tl.constexpr, CACHE: tl.constexpr):
+    """(rows in the layout, which exist, which slot each is) of a block; CACHE: the cache modifier of what is read."""
     if schedule is None:
         rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        return rows, rows < num_rows, rows
+        return rows, rows < layout.num_rows, rows
     else:
         within = tl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M + tl.arange(0, BLOCK_M)
-        start, size = rows_of_group(group_sizes, group_start, expert, num_rows, CACHE)
-        if SPREAD > 1:
+        start, size = rows_of_group(layout.group_sizes, layout.group_start, expert, layout.num_rows, CACHE)
+        if (SCATTER != "row") and (SCATTER != "slot"):
             place = tl.load(schedule + 2 * block, cache_modifier=CACHE)
-            place = spread_block(place, tl.cdiv(size, BLOCK_M), SPREAD)
+            place = spread_block(place, tl.cdiv(size, BLOCK_M), SECTIONS)
             within = place * BLOCK_M + tl.arange(0, BLOCK_M)
         exists = within < size
         rows = start.to(tl.int64) + within
-        found = tl.load(slot_of_row + rows, mask=exists, other=0, cache_modifier=CACHE)
-        return rows, exists, slot_inside(found, num_slots)
+        slots = tl.load(layout.slot_of_row + rows, mask=exists, other=0, cache_modifier=CACHE)
+        return rows, exists, slot_inside(slots, layout.num_slots)
 
 
 @triton.jit
-def filled_rows(slot_of_row, rows, exists, num_slots):
+def filled_rows(layout, schedule, rows, exists, slots):
     """(which rows of a block have slots, these): loaded again rather than kept in registers over the main loop, where
     every row counts as filled."""
-    found = tl.load(slot_of_row + rows, mask=exists, other=-1)
-    return exists & (found >= 0) & (found < num_slots), slot_inside(found, num_slots)
+    if schedule is None:
+        return exists, slots
+    else:
+        slots = tl.load(layout.slot_of_row + rows, mask=exists, other=-1)
+        return exists & (slots >= 0) & (slots < layout.num_slots), slot_inside(slots, layout.num_slots)
+
+
+@triton.jit
+def target_rows(y, rows, slots, exists, N: tl.constexpr, SCATTER: tl.constexpr):
+    """(pointers to where rows of N columns are written, which of them are)."""
+    if SCATTER == "row":
+        return y + rows * N, exists
+    elif SCATTER == "slot":
+        return y + slots * N, exists
+    else:
+        return slots_at(y, slots, exists, SCATTER)
 
 
 @triton.jit
@@ -88,7 +105,7 @@ def load_weight(
     base, k, columns, D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """One weight tile [BLOCK_K, columns], masked only where the sizes do not divide."""
+    """One weight tile [k, columns], masked only where the sizes do not divide."""
     pointers = base + k[:, None] * K_STRIDE + columns[None, :] * N_STRIDE
     if EVEN_K and EVEN_N:
         return tl.load(pointers)
@@ -108,31 +125,30 @@ def store_pre(pre, tile, rows, columns, exists, inside, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def weight_bases(
-    weight, up, layer_index, expert, N: tl.constexpr, NUM_LAYERS: tl.constexpr, LAYER_STRIDE: tl.constexpr,
-    EXPERT_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, GATE_LAYOUT: tl.constexpr,
-):  # fmt: skip
+def weight_bases(weights, expert, GATE_LAYOUT: tl.constexpr):
     """(where an expert's weights begin, where those of up do, layer index, whether the requested layer exists)."""
-    layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
+    layer_number, layer_exists = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
     layer_number = layer_number.to(tl.int64)
-    weight_offset = layer_number * LAYER_STRIDE + tl.cast(expert, tl.int64) * EXPERT_STRIDE
-    first = weight + weight_offset
+    weight_offset = layer_number * weights.LAYER_STRIDE + tl.cast(expert, tl.int64) * weights.EXPERT_STRIDE
+    first = weights.weight + weight_offset
     second = first
     if (GATE_LAYOUT == "separate") or (GATE_LAYOUT == "joined"):
-        second = up + weight_offset
+        second = weights.up + weight_offset
     elif GATE_LAYOUT == "halves":
-        second = first + N * N_STRIDE
+        second = first + weights.N * weights.N_STRIDE
     return first, second, layer_number, layer_exists
 
 
 @triton.jit
-def tile_sums(
-    x_pointers, exists, first, second, tile,
-    D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, GATE_LAYOUT: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
+def tile_sums(x_pointers, exists, first, second, tile, weights, GATE_LAYOUT: tl.constexpr, STAGES: tl.constexpr):
     """fp32 sums over the reduction: (`[BLOCK_M, BLOCK_N]`, interleaved twice as wide; of up)."""
+    D: tl.constexpr = weights.D
+    N: tl.constexpr = weights.N
+    BLOCK_M: tl.constexpr = weights.BLOCK_M
+    BLOCK_N: tl.constexpr = weights.BLOCK_N
+    BLOCK_K: tl.constexpr = weights.BLOCK_K
+    K_STRIDE: tl.constexpr = weights.K_STRIDE
+    N_STRIDE: tl.constexpr = weights.N_STRIDE
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     even_k: tl.constexpr = D % BLOCK_K == 0
@@ -152,37 +168,37 @@ def tile_sums(
             w_tile = load_weight(first, start + k, wide, D, 2 * N, K_STRIDE, N_STRIDE, even_k, even_n)
         else:
             w_tile = load_weight(first, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
-        accumulator = tl.dot(x_tile, w_tile, accumulator, input_precision=INPUT_PRECISION)
+        accumulator = tl.dot(x_tile, w_tile, accumulator, input_precision=weights.INPUT_PRECISION)
         if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
             up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
-            up_accumulator = tl.dot(x_tile, up_tile, up_accumulator, input_precision=INPUT_PRECISION)
+            up_accumulator = tl.dot(x_tile, up_tile, up_accumulator, input_precision=weights.INPUT_PRECISION)
     if GATE_LAYOUT == "joined":
         for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
             mask = exists[:, None] if even_k else exists[:, None] & (start + k < D)[None, :]
             x_tile = tl.load(x_pointers + D + start, mask=mask, other=0.0)
             up_tile = load_weight(second, start + k, columns, D, N, K_STRIDE, N_STRIDE, even_k, even_n)
-            accumulator = tl.dot(x_tile, up_tile, accumulator, input_precision=INPUT_PRECISION)
+            accumulator = tl.dot(x_tile, up_tile, accumulator, input_precision=weights.INPUT_PRECISION)
     return accumulator, up_accumulator
 
 
 @triton.jit
-def activated_sums(
-    accumulator, up_accumulator, tile, bias, up_bias, pre, rows, exists, expert, layer_number,
-    N: tl.constexpr, WEIGHT_N: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
-    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epilogue, pre):
     """Bias, [the pre-activation stored], activation of `tile_sums`: fp32 `[BLOCK_M, BLOCK_N]`."""
+    N: tl.constexpr = weights.N
+    BLOCK_N: tl.constexpr = weights.BLOCK_N
+    GATE_LAYOUT: tl.constexpr = epilogue.GATE_LAYOUT
+    accumulator, up_accumulator = sums
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     wide = tile * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
-    bias_row = (layer_number * BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * WEIGHT_N
+    bias, up_bias = weights.bias, weights.up_bias
+    bias_row = (layer_number * weights.BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * weights.WEIGHT_N
     if GATE_LAYOUT == "interleaved":
         if bias is not None:
             accumulator += tl.load(bias + bias_row + wide, mask=wide < 2 * N, other=0.0).to(tl.float32)[None, :]
         if pre is not None:
             store_pre(pre, accumulator, rows, wide, exists, wide < 2 * N, 2 * N)
-        gate, second_half = tl.split(tl.reshape(accumulator, (BLOCK_M, BLOCK_N, 2)))
-        result = activate_gated(gate, second_half, ACTIVATION, ALPHA, LIMIT)
+        gate, second_half = tl.split(tl.reshape(accumulator, (weights.BLOCK_M, BLOCK_N, 2)))
+        result = activate_gated(gate, second_half, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
     else:
         if bias is not None:
             accumulator += tl.load(bias + bias_row + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
@@ -192,20 +208,20 @@ def activated_sums(
                 up_accumulator += extra.to(tl.float32)[None, :]
         elif GATE_LAYOUT == "separate":
             if up_bias is not None:
-                up_row = (layer_number * UP_BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * N
+                up_row = (layer_number * weights.UP_BIAS_LAYER_STRIDE) + tl.cast(expert, tl.int64) * N
                 extra = tl.load(up_bias + up_row + columns, mask=columns < N, other=0.0)
                 up_accumulator += extra.to(tl.float32)[None, :]
         if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
             if pre is not None:
                 store_pre(pre, accumulator, rows, columns, exists, columns < N, 2 * N)
-            result = activate_gated(accumulator, up_accumulator, ACTIVATION, ALPHA, LIMIT)
+            result = activate_gated(accumulator, up_accumulator, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
             if pre is not None:
                 # Only now: both stores next to each other would not fit into the registers.
                 store_pre(pre + N, up_accumulator, rows, columns, exists, columns < N, 2 * N)
-        elif ACTIVATION is not None:
+        elif epilogue.ACTIVATION is not None:
             if pre is not None:
                 store_pre(pre, accumulator, rows, columns, exists, columns < N, N)
-            result = activate(accumulator, ACTIVATION)
+            result = activate(accumulator, epilogue.ACTIVATION)
         else:
             result = accumulator
     return result
@@ -213,56 +229,32 @@ def activated_sums(
 
 @triton.jit
 def multiply_tile(
-    block, tile, expert, x, weight, up, bias, up_bias, row_weight, layer_index, group_sizes, group_start, slot_of_row,
-    schedule, y, pre, num_rows, num_slots,
-    D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr, NUM_LAYERS: tl.constexpr,
-    X_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, BIAS_LAYER_STRIDE: tl.constexpr, UP_BIAS_LAYER_STRIDE: tl.constexpr,
-    TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
-    GATE_LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    JOIN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Column tile `tile` of row block `block`, which is one of `expert`; parameters as in `matmul_ogs`.
+    block, tile, expert, layout, schedule, x, weights, epilogue, output, JOIN: tl.constexpr, STAGES: tl.constexpr
+):
+    """Column tile `tile` of row block `block`, which is one of `expert`.
 
     JOIN: wait for the launch ahead once the rows are known. STAGES: of the pipeline, None: the launch's.
     """
+    N: tl.constexpr = weights.N
     CACHE: tl.constexpr = ".cg" if JOIN else ""
-    first, second, layer_number, layer_exists = weight_bases(
-        weight, up, layer_index, expert, N, NUM_LAYERS, LAYER_STRIDE, EXPERT_STRIDE, N_STRIDE, GATE_LAYOUT
-    )
-
-    rows, exists, slots = rows_of_block(
-        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, CACHE,
-        1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
-    )  # fmt: skip
-    x_rows = source_rows(rows, slots, GATHER, TOP_K)
+    first, second, layer_number, layer_exists = weight_bases(weights, expert, epilogue.GATE_LAYOUT)
+    rows, exists, slots = rows_of_block(block, expert, layout, schedule, weights.BLOCK_M, output.SCATTER, CACHE)
+    x_rows = source_rows(rows, slots, x.GATHER, layout.TOP_K)
     if JOIN:
         join()
 
-    x_pointers = x + x_rows[:, None] * X_STRIDE + tl.arange(0, BLOCK_K)[None, :]
-    accumulator, up_accumulator = tile_sums(
-        x_pointers, exists, first, second, tile, D, N, K_STRIDE, N_STRIDE, GATE_LAYOUT, INPUT_PRECISION, BLOCK_M,
-        BLOCK_N, BLOCK_K, STAGES,
-    )  # fmt: skip
-    result = activated_sums(
-        accumulator, up_accumulator, tile, bias, up_bias, pre, rows, exists, expert, layer_number, N, WEIGHT_N,
-        BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if y is not None:
-        if schedule is not None:
-            exists, slots = filled_rows(slot_of_row, rows, exists, num_slots)
-        if row_weight is not None:
-            result *= tl.load(row_weight + slots, mask=exists, other=0.0)[:, None]
-        if layer_index is not None:
+    x_pointers = x.values + x_rows[:, None] * x.STRIDE + tl.arange(0, weights.BLOCK_K)[None, :]
+    sums = tile_sums(x_pointers, exists, first, second, tile, weights, epilogue.GATE_LAYOUT, STAGES)
+    result = activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epilogue, output.pre)
+    columns = tile * weights.BLOCK_N + tl.arange(0, weights.BLOCK_N)
+    if output.y is not None:
+        exists, slots = filled_rows(layout, schedule, rows, exists, slots)
+        if epilogue.row_weight is not None:
+            result *= tl.load(epilogue.row_weight + slots, mask=exists, other=0.0)[:, None]
+        if weights.layer_index is not None:
             result = tl.where(layer_exists, result, float("nan"))
-        if (SCATTER == "row") or (SCATTER == "slot"):
-            y_rows = slots if SCATTER == "slot" else rows
-            pointers = y + y_rows[:, None] * N + columns[None, :]
-        else:
-            there, exists = slots_at(y, slots, exists, SCATTER)
-            pointers = there[:, None] + columns[None, :]
+        targets, exists = target_rows(output.y, rows, slots, exists, N, output.SCATTER)
+        pointers = targets[:, None] + columns[None, :]
         mask = exists[:, None] & (columns < N)[None, :]
         tl.store(pointers, result.to(pointers.dtype.element_ty), mask=mask)
 
@@ -301,9 +293,11 @@ def matmul_ogs(
             if PDL == "layout":
                 join()
             return
-    multiply_tile(
-        block, tile, expert, x, weight, up, bias, up_bias, row_weight, layer_index, group_sizes, group_start,
-        slot_of_row, schedule, y, pre, num_rows, num_slots, D, N, WEIGHT_N, NUM_LAYERS, X_STRIDE, LAYER_STRIDE,
-        EXPERT_STRIDE, K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, GATHER, SCATTER,
-        GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, PDL == "layout", None,
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
+    matrices = Matrices(
+        weight, up, bias, up_bias, layer_index, D, N, WEIGHT_N, NUM_LAYERS, LAYER_STRIDE, EXPERT_STRIDE, K_STRIDE,
+        N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
+    rows, epilogue = Rows(x, None, X_STRIDE, GATHER), Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+    output = Output(y, None, pre, None, None, N, SCATTER, False)
+    multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, PDL == "layout", None)

@@ -7,22 +7,21 @@ for each (group g, tile of d_weight):
 import triton
 import triton.language as tl
 
+from moe_core.ops.common.kernels.aggregates import Layout, Rows
 from moe_core.ops.common.kernels.dot import multiply
 from moe_core.ops.matmul.portable.kernel import rows_of_group, source_rows
 
 
 @triton.jit
-def rows_of_step(
-    start, first, size, slot_of_row, row_mask, num_slots, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+def rows_of_step(start, first, size, layout, row_mask, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr):
     """(rows, slots, which exist) of one step along a group of `size` rows from `start`."""
     within = first + tl.arange(0, BLOCK_K)
     exists = within < size
     rows = start.to(tl.int64) + within
     slots = rows
     if BY_SLOT:
-        slots = tl.load(slot_of_row + rows, mask=exists, other=-1)
-        exists = exists & (slots >= 0) & (slots < num_slots)
+        slots = tl.load(layout.slot_of_row + rows, mask=exists, other=-1)
+        exists = exists & (slots >= 0) & (slots < layout.num_slots)
     if row_mask is not None:
         exists = exists & (tl.load(row_mask + rows, mask=exists, other=0) != 0)
     return rows, slots, exists
@@ -59,10 +58,11 @@ def weight_gradient(
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     plane = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + group
 
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
     if d_weight is not None:
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for first in range(0, size, BLOCK_K):
-            rows, slots, exists = rows_of_step(start, first, size, slot_of_row, row_mask, num_slots, BY_SLOT, BLOCK_K)
+            rows, slots, exists = rows_of_step(start, first, size, layout, row_mask, BY_SLOT, BLOCK_K)
             left_rows = left + source_rows(rows, slots, LEFT_GATHER, TOP_K)[:, None] * LEFT_STRIDE + LEFT_START
             right_rows = right + source_rows(rows, slots, RIGHT_GATHER, TOP_K)[:, None] * RIGHT_STRIDE + RIGHT_START
             if M % BLOCK_M == 0:
@@ -83,33 +83,29 @@ def weight_gradient(
     # The rows once more, for the first tile of every column alone: in the loop above the sums would cost registers.
     if BIAS_SIDE == "left":
         if tile_n == 0:
-            sums = column_sums(
-                left + LEFT_START, row_weight, slot_of_row, row_mask, start, size, num_slots, m, m < M,
-                LEFT_STRIDE, LEFT_GATHER, TOP_K, BY_SLOT, BLOCK_K,
-            )  # fmt: skip
+            values = Rows(left, None, LEFT_STRIDE, LEFT_GATHER, LEFT_START)
+            sums = column_sums(values, row_weight, layout, row_mask, start, size, m, m < M, BY_SLOT, BLOCK_K)
             tl.store(d_bias + plane * M + m, sums.to(d_bias.dtype.element_ty), mask=m < M)
     elif BIAS_SIDE == "right":
         if tile_m == 0:
-            sums = column_sums(
-                right + RIGHT_START, row_weight, slot_of_row, row_mask, start, size, num_slots, n, n < N,
-                RIGHT_STRIDE, RIGHT_GATHER, TOP_K, BY_SLOT, BLOCK_K,
-            )  # fmt: skip
+            values = Rows(right, None, RIGHT_STRIDE, RIGHT_GATHER, RIGHT_START)
+            sums = column_sums(values, row_weight, layout, row_mask, start, size, n, n < N, BY_SLOT, BLOCK_K)
             tl.store(d_bias + plane * N + n, sums.to(d_bias.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
 def column_sums(
-    values, row_weight, slot_of_row, row_mask, start, size, num_slots, columns, inside,
-    STRIDE: tl.constexpr, GATHER: tl.constexpr, TOP_K: tl.constexpr, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    values, row_weight, layout, row_mask, start, size, columns, inside, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """Sums of a group's rows, times row_weight by slot where it is given: BLOCK_K partial sums, then a tree; fp32.
 
     The tree is written out, so that the order is not the layout's, which differs where no product is computed beside.
     """
     partial = tl.zeros((BLOCK_K, columns.shape[0]), dtype=tl.float32)
     for first in range(0, size, BLOCK_K):
-        rows, slots, exists = rows_of_step(start, first, size, slot_of_row, row_mask, num_slots, BY_SLOT, BLOCK_K)
-        pointers = values + source_rows(rows, slots, GATHER, TOP_K)[:, None] * STRIDE + columns[None, :]
+        rows, slots, exists = rows_of_step(start, first, size, layout, row_mask, BY_SLOT, BLOCK_K)
+        x_rows = source_rows(rows, slots, values.GATHER, layout.TOP_K)
+        pointers = values.values + values.START + x_rows[:, None] * values.STRIDE + columns[None, :]
         tile = tl.load(pointers, mask=exists[:, None] & inside[None, :], other=0.0).to(tl.float32)
         if row_weight is not None:
             tile *= tl.load(row_weight + slots, mask=exists, other=0.0)[:, None]

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
+from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output
 from moe_core.ops.common.kernels.dot import drained
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
-from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
-from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, tile_of_program
+from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, target_rows, tile_of_program
 from moe_core.ops.quantize.kernels.decode import (
     activation_tile,
     group_of_row,
@@ -122,14 +122,14 @@ def add_bias(tile, bias, up_bias, layer_number, expert, n, side, exists, WEIGHT_
 
 @triton.jit
 def scale_pointers(
-    scales, up_scales, matrix, n, side, tile, SCALE_MATRIX: tl.constexpr, SCALE_N: tl.constexpr, N: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, GATE_LAYOUT: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_N: tl.constexpr,
+    scales, up_scales, matrix, n, side, first_column, SCALE_MATRIX: tl.constexpr, SCALE_N: tl.constexpr,
+    N: tl.constexpr, GROUP_ROWS: tl.constexpr, GATE_LAYOUT: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """Pointers to the scales of a tile's weight rows, twice; UNIFORM: to those of side 0, and those of side 1."""
     if UNIFORM:
-        group_n = group_of_row(weight_row(tile * BLOCK_N, 0, N, GATE_LAYOUT), GROUP_ROWS)
+        group_n = group_of_row(weight_row(first_column, 0, N, GATE_LAYOUT), GROUP_ROWS)
         first = matrix_rows(scales, up_scales, matrix, group_n, 0, SCALE_MATRIX, SCALE_N)
-        group_n = group_of_row(weight_row(tile * BLOCK_N, 1, N, GATE_LAYOUT), GROUP_ROWS)
+        group_n = group_of_row(weight_row(first_column, 1, N, GATE_LAYOUT), GROUP_ROWS)
         return first, matrix_rows(scales, up_scales, matrix, group_n, 1, SCALE_MATRIX, SCALE_N)
     else:
         both = matrix_rows(scales, up_scales, matrix, group_of_row(n, GROUP_ROWS), side, SCALE_MATRIX, SCALE_N)
@@ -138,42 +138,38 @@ def scale_pointers(
 
 @triton.jit
 def store_result(
-    y, maxima, total, row_weight, slot_of_row, schedule, rows, exists, slots, tile, layer_exists, num_slots,
-    N: tl.constexpr, SCATTER: tl.constexpr, PAIRED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, STACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAXIMA: tl.constexpr,
+    total, rows, exists, slots, tile, layer_exists, layout, schedule, epilogue, output, STACKED: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):  # fmt: skip
-    """Activation, row weight, cast and scatter of sums [weight rows, tokens]; PAIRED: 8 of the gate, 8 of up, ..
-
-    maxima: as in `matmul_quantized`."""
+    """Activation, row weight, cast and scatter of sums [weight rows, tokens]; of a gated product 8 of the gate, 8 of
+    up, .. MAXIMA: as in `matmul_quantized`."""
+    N: tl.constexpr = output.N
+    BLOCK_M: tl.constexpr = total.shape[1]
+    BLOCK_N: tl.constexpr = total.shape[0] // 2 if epilogue.GATE_LAYOUT is not None else total.shape[0]
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if PAIRED:
+    if epilogue.GATE_LAYOUT is not None:
         by_turns = tl.permute(tl.reshape(total, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1))
-        gate, second = tl.split(by_turns)
-        gate = tl.reshape(gate, (BLOCK_N, BLOCK_M))
-        result = activate_gated(gate, tl.reshape(second, (BLOCK_N, BLOCK_M)), ACTIVATION, ALPHA, LIMIT)
-    elif ACTIVATION is not None:
-        result = activate(total, ACTIVATION)
+        gate, up = tl.split(by_turns)
+        gate, up = tl.reshape(gate, (BLOCK_N, BLOCK_M)), tl.reshape(up, (BLOCK_N, BLOCK_M))
+        result = activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
+    elif epilogue.ACTIVATION is not None:
+        result = activate(total, epilogue.ACTIVATION)
     else:
         result = total
-    if schedule is not None:
-        exists, slots = filled_rows(slot_of_row, rows, exists, num_slots)
-    if row_weight is not None:
-        result *= tl.load(row_weight + slots, mask=exists, other=0.0)[None, :]
+    exists, slots = filled_rows(layout, schedule, rows, exists, slots)
+    if epilogue.row_weight is not None:
+        result *= tl.load(epilogue.row_weight + slots, mask=exists, other=0.0)[None, :]
     if STACKED:
         result = tl.where(layer_exists, result, float("nan"))
-    if (SCATTER == "row") or (SCATTER == "slot"):
-        y_rows = slots if SCATTER == "slot" else rows
-        pointers = y + y_rows[None, :] * N + columns[:, None]
-    else:
-        there, exists = slots_at(y, slots, exists, SCATTER)
-        pointers = there[None, :] + columns[:, None]
+    targets, exists = target_rows(output.y, rows, slots, exists, N, output.SCATTER)
+    pointers = targets[None, :] + columns[:, None]
     mask = exists[None, :] & (columns < N)[:, None]
     result = result.to(pointers.dtype.element_ty)
     tl.store(pointers, result, mask=mask)
-    if maxima is not None:
+    if epilogue.maxima is not None:
         bits = tl.where(mask, magnitude_bits(result.to(tl.float32)), 0)
         largest = tl.max(tl.reshape(bits, (BLOCK_M * BLOCK_N,)), axis=0)
-        tl.atomic_max(maxima + tl.program_id(0) % MAXIMA, largest, sem="relaxed")
+        tl.atomic_max(epilogue.maxima + tl.program_id(0) % MAXIMA, largest, sem="relaxed")
 
 
 @triton.jit
@@ -238,16 +234,14 @@ def matmul_quantized(
     values = values_of(weight, ELEMENT, DOT)
     weight_rows = matrix_rows(values, up, matrix, n, side, VALUE_MATRIX, VALUE_N)
     scale_rows, scale_rows_1 = scale_pointers(
-        scales, up_scales, matrix, n, side, tile, SCALE_MATRIX, SCALE_N, N, GROUP_ROWS, GATE_LAYOUT, UNIFORM, BLOCK_N
+        scales, up_scales, matrix, n, side, tile * BLOCK_N, SCALE_MATRIX, SCALE_N, N, GROUP_ROWS, GATE_LAYOUT, UNIFORM
     )
     if zero_points is not None:
         point_n = n // 2 if ELEMENT == "uint4" else n
         point_rows = matrix_rows(zero_points, up_zero_points, matrix, point_n, side, POINT_MATRIX, POINT_N)
 
-    rows, exists, slots = rows_of_block(
-        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, CACHE,
-        1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
-    )  # fmt: skip
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
+    rows, exists, slots = rows_of_block(block, expert, layout, schedule, BLOCK_M, SCATTER, CACHE)
     x_row = source_rows(rows, slots, GATHER, TOP_K)
     if PDL == "layout":
         join()
@@ -291,7 +285,7 @@ def matmul_quantized(
             )  # fmt: skip
             x_tile = activation_tile(
                 x_rows, x_scale_rows, exists, start, X_ELEMENT, SCALING, X_COLUMNS, X_GROUP, BLOCK_K
-            )  # fmt: skip
+            )
             x_tile = ordered(x_tile, X_ORDER)
         if TOKENS_FIRST:
             left, right = x_tile, tl.trans(w_tile)
@@ -325,9 +319,11 @@ def matmul_quantized(
         pre_mask = exists[None, :] & column_exists[:, None]
         tl.store(pre + rows[None, :] * pre_width + pre_columns[:, None], total.to(pre.dtype.element_ty), mask=pre_mask)
     if y is not None:
+        epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, None, maxima)
+        output = Output(y, None, None, None, None, N, SCATTER, False)
         store_result(
-            y, maxima, total, row_weight, slot_of_row, schedule, rows, exists, slots, tile, layer_exists, num_slots, N,
-            SCATTER, PAIRED, ACTIVATION, ALPHA, LIMIT, layer_index is not None, BLOCK_M, BLOCK_N, MAXIMA,
+            total, rows, exists, slots, tile, layer_exists, layout, schedule, epilogue, output,
+            layer_index is not None, MAXIMA,
         )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ e8m0 scales in bfloat16 and float32), and multiplied.
 import triton
 import triton.language as tl
 
+from moe_core.ops.common.kernels.aggregates import Layout, aggregate_of
 from moe_core.ops.common.kernels.layer import layer_in_stack
-from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
-from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, tile_of_program
+from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, target_rows, tile_of_program
 from moe_core.ops.quantize.kernels.decode import (
     codes_to_bfloat16,
     group_of_row,
@@ -27,41 +27,58 @@ from moe_core.ops.quantize.kernels.decode import (
     zero_point,
 )
 
+#: Matrices of D rows and N columns as codes; parameters as in `matmul_quantized_transposed`.
+Codes = aggregate_of(
+    "Codes",
+    "values scales zero_points D N ELEMENT GROUP_ROWS GROUP VALUE_MATRIX VALUE_N VALUE_K SCALE_MATRIX SCALE_N SCALE_K "
+    "POINT_MATRIX POINT_N POINT_K",
+)
+
 
 @triton.jit
 def add_product(
-    total, x_rows, exists, values, scales, zero_points, column, D: tl.constexpr, N: tl.constexpr,
-    ELEMENT: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
-    VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
-    POINT_N: tl.constexpr, POINT_K: tl.constexpr, DOT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    total, x_rows, exists, codes, matrix, column, DOT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """total [rows, BLOCK_N] + x [rows, D] @ the columns from `column` of one weight matrix of D rows and N columns.
-
-    x_rows: pointers to rows; values (bytes), scales, zero_points: to the matrix.
-    """
+    """total [rows, BLOCK_N] + x [rows, D] @ the columns from `column` of a matrix. x_rows: pointers to rows."""
+    D: tl.constexpr = codes.D
+    N: tl.constexpr = codes.N
+    ELEMENT: tl.constexpr = codes.ELEMENT
+    GROUP: tl.constexpr = codes.GROUP
+    # Bytes: sm_80 has no e4m3, and codes of int8 are decoded from their bits.
+    values = codes.values.to(tl.pointer_type(tl.uint8), bitcast=True) + matrix * codes.VALUE_MATRIX
+    zero_points = None
+    if codes.zero_points is not None:
+        zero_points = codes.zero_points + matrix * codes.POINT_MATRIX
+    scales = codes.scales + matrix * codes.SCALE_MATRIX
     PER_BYTE: tl.constexpr = 2 if (ELEMENT == "uint4") or (ELEMENT == "e2m1") else 1
     POINT_ROWS: tl.constexpr = 2 if ELEMENT == "uint4" else 1
     offsets = tl.arange(0, BLOCK_K)
     n = tl.minimum(offsets, D - 1)
-    scale = per_group(scales + group_of_row(n, GROUP_ROWS) * SCALE_N, column, N, GROUP, SCALE_K, BLOCK_N)
+    scale = per_group(
+        scales + group_of_row(n, codes.GROUP_ROWS) * codes.SCALE_N, column, N, GROUP, codes.SCALE_K, BLOCK_N
+    )
     zero = tl.full((1, 1), 128 if ELEMENT == "uint8" else 8, tl.uint8)
     if zero_points is not None:
-        zero = per_group(zero_points + n // POINT_ROWS * POINT_N, column, N, GROUP, POINT_K, BLOCK_N)
+        zero = per_group(zero_points + n // POINT_ROWS * codes.POINT_N, column, N, GROUP, codes.POINT_K, BLOCK_N)
     for start in range(0, D, BLOCK_K):
         # Scales and zero points are read one step ahead: nothing else hides how long that takes.
         n = tl.minimum(start + BLOCK_K + offsets, D - 1)
         next_scale, next_zero = scale, zero
-        if GROUP_ROWS > 0:
-            next_scale = per_group(scales + group_of_row(n, GROUP_ROWS) * SCALE_N, column, N, GROUP, SCALE_K, BLOCK_N)
+        if codes.GROUP_ROWS > 0:
+            next_scale = per_group(
+                scales + group_of_row(n, codes.GROUP_ROWS) * codes.SCALE_N, column, N, GROUP, codes.SCALE_K, BLOCK_N
+            )
         if zero_points is not None:
-            next_zero = per_group(zero_points + n // POINT_ROWS * POINT_N, column, N, GROUP, POINT_K, BLOCK_N)
+            next_zero = per_group(
+                zero_points + n // POINT_ROWS * codes.POINT_N, column, N, GROUP, codes.POINT_K, BLOCK_N
+            )
         n = start + offsets
         if D % BLOCK_K != 0:
             n = tl.minimum(n, D - 1)
-        codes = load_codes(values + n * VALUE_N, column, None, N, VALUE_K, PER_BYTE, BLOCK_N)
+        loaded = load_codes(values + n * codes.VALUE_N, column, None, N, codes.VALUE_K, PER_BYTE, BLOCK_N)
         points = spread(zero_point(zero, n, ELEMENT), BLOCK_N)
-        numbers = codes_to_bfloat16(codes, ELEMENT)
+        numbers = codes_to_bfloat16(loaded, ELEMENT)
         w_tile = scaled(numbers, spread(number_of(scale), BLOCK_N), points, DOT, ELEMENT, "into_weight")
         if D % BLOCK_K != 0:
             # Copies of the last row: a NaN or an infinity in them would survive a product with zero.
@@ -100,44 +117,29 @@ def matmul_quantized_transposed(
     layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
     matrix = layer_number.to(tl.int64) * NUM_EXPERTS + tl.cast(expert, tl.int64)
 
-    rows, exists, slots = rows_of_block(
-        block, expert, group_sizes, group_start, slot_of_row, schedule, num_rows, num_slots, BLOCK_M, "",
-        1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS,
-    )  # fmt: skip
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
+    rows, exists, slots = rows_of_block(block, expert, layout, schedule, BLOCK_M, SCATTER, "")
     x_rows = x + source_rows(rows, slots, GATHER, TOP_K) * X_STRIDE
 
     column = tile * BLOCK_N
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # Bytes: sm_80 has no e4m3, and codes of int8 are decoded from their bits.
-    bytes_of: tl.constexpr = tl.pointer_type(tl.uint8)
-    values = weight.to(bytes_of, bitcast=True) + matrix * VALUE_MATRIX
-    points = None
-    if zero_points is not None:
-        points = zero_points + matrix * POINT_MATRIX
-    total = add_product(
-        total, x_rows, exists, values, scales + matrix * SCALE_MATRIX, points, column, D, N, ELEMENT, GROUP_ROWS, GROUP,
-        VALUE_N, VALUE_K, SCALE_N, SCALE_K, POINT_N, POINT_K, DOT, INPUT_PRECISION, BLOCK_N, BLOCK_K,
+    codes = Codes(
+        weight, scales, zero_points, D, N, ELEMENT, GROUP_ROWS, GROUP, VALUE_MATRIX, VALUE_N, VALUE_K, SCALE_MATRIX,
+        SCALE_N, SCALE_K, POINT_MATRIX, POINT_N, POINT_K,
     )  # fmt: skip
+    total = add_product(total, x_rows, exists, codes, matrix, column, DOT, INPUT_PRECISION, BLOCK_N, BLOCK_K)
     if up is not None:
-        values = up.to(bytes_of, bitcast=True) + matrix * VALUE_MATRIX
-        if zero_points is not None:
-            points = up_zero_points + matrix * POINT_MATRIX
-        total = add_product(
-            total, x_rows + D, exists, values, up_scales + matrix * SCALE_MATRIX, points, column, D, N, ELEMENT,
-            GROUP_ROWS, GROUP, VALUE_N, VALUE_K, SCALE_N, SCALE_K, POINT_N, POINT_K, DOT, INPUT_PRECISION, BLOCK_N,
-            BLOCK_K,
+        codes = Codes(
+            up, up_scales, up_zero_points, D, N, ELEMENT, GROUP_ROWS, GROUP, VALUE_MATRIX, VALUE_N, VALUE_K,
+            SCALE_MATRIX, SCALE_N, SCALE_K, POINT_MATRIX, POINT_N, POINT_K,
         )  # fmt: skip
+        total = add_product(total, x_rows + D, exists, codes, matrix, column, DOT, INPUT_PRECISION, BLOCK_N, BLOCK_K)
 
-    if schedule is not None:
-        exists, slots = filled_rows(slot_of_row, rows, exists, num_slots)
+    exists, slots = filled_rows(layout, schedule, rows, exists, slots)
     if layer_index is not None:
         total = tl.where(layer_exists, total, float("nan"))
     columns = column + tl.arange(0, BLOCK_N)
-    if (SCATTER == "row") or (SCATTER == "slot"):
-        y_rows = slots if SCATTER == "slot" else rows
-        pointers = y + y_rows[:, None] * N + columns[None, :]
-    else:
-        there, exists = slots_at(y, slots, exists, SCATTER)
-        pointers = there[:, None] + columns[None, :]
+    targets, exists = target_rows(y, rows, slots, exists, N, SCATTER)
+    pointers = targets[:, None] + columns[None, :]
     mask = exists[:, None] & (columns < N)[None, :]
     tl.store(pointers, total.to(pointers.dtype.element_ty), mask=mask)

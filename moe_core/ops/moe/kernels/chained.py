@@ -9,9 +9,10 @@ are done; the lowest that still runs waits for nobody. So all end, wherever the 
 import triton
 import triton.language as tl
 
+from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Rows
 from moe_core.ops.common.kernels.pdl import join
-from moe_core.ops.matmul.portable.kernel import multiply_tile, tile_of_program
-from moe_core.ops.reduction.kernels.reduce import reduce_tile
+from moe_core.ops.matmul.portable.kernel import Matrices, multiply_tile, tile_of_program
+from moe_core.ops.reduction.kernels.reduce import Reduction, reduce_tile
 
 #: Places in `progress`: the next number, finished programs of product 2, and from there on finished tiles of product 1
 #: per row block.
@@ -62,37 +63,37 @@ def chained(
     SECOND_TILES: tl.constexpr = (D + SECOND_BLOCK_N - 1) // SECOND_BLOCK_N
     first_programs = num_blocks * TILES
     second_programs = num_blocks * SECOND_TILES
+    layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
     number = tl.atomic_add(progress + NEXT, 1, sem="relaxed")
     if number < first_programs:
         block, tile = tile_of_program(number, num_blocks, TILES, GROUP_M)
         expert = tl.load(schedule + 2 * block + 1)
         if expert >= 0:
-            multiply_tile(
-                block, tile, expert, x, weight, up, bias, up_bias, None, layer_index, group_sizes, group_start,
-                slot_of_row, schedule, hidden, None, num_rows, num_slots, D, F, WEIGHT_N, NUM_LAYERS, X_STRIDE,
-                LAYER_STRIDE, EXPERT_STRIDE, K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K,
-                "token", "row", GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-                False, STAGES,
+            matrices = Matrices(
+                weight, up, bias, up_bias, layer_index, D, F, WEIGHT_N, NUM_LAYERS, LAYER_STRIDE, EXPERT_STRIDE,
+                K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+            rows, epilogue = Rows(x, None, X_STRIDE, "token"), Epilogue(None, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+            output = Output(hidden, None, None, None, None, F, "row", False)
+            multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, False, STAGES)
             announce(progress + BLOCKS + block)
     elif number < first_programs + second_programs:
         block, tile = tile_of_program(number - first_programs, num_blocks, SECOND_TILES, SECOND_GROUP_M)
         expert = tl.load(schedule + 2 * block + 1)
         if expert >= 0:
             wait(progress + BLOCKS + block, TILES)
-            multiply_tile(
-                block, tile, expert, hidden, second_weight, None, second_bias, None, row_weight, layer_index,
-                group_sizes, group_start, slot_of_row, schedule, slots, None, num_rows, num_slots, F, D, D,
-                NUM_LAYERS, F, SECOND_LAYER_STRIDE, SECOND_EXPERT_STRIDE, SECOND_K_STRIDE, SECOND_N_STRIDE,
-                SECOND_BIAS_LAYER_STRIDE, 0, TOP_K, "row", "slot", None, None, None, None, INPUT_PRECISION, BLOCK_M,
-                SECOND_BLOCK_N, SECOND_BLOCK_K, False, SECOND_STAGES,
+            matrices = Matrices(
+                second_weight, None, second_bias, None, layer_index, F, D, D, NUM_LAYERS, SECOND_LAYER_STRIDE,
+                SECOND_EXPERT_STRIDE, SECOND_K_STRIDE, SECOND_N_STRIDE, SECOND_BIAS_LAYER_STRIDE, 0, INPUT_PRECISION,
+                BLOCK_M, SECOND_BLOCK_N, SECOND_BLOCK_K,
             )  # fmt: skip
+            rows, epilogue = Rows(hidden, None, F, "row"), Epilogue(row_weight, None, None, None, None)
+            output = Output(slots, None, None, None, None, D, "slot", False)
+            multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, False, SECOND_STAGES)
         announce(progress + FINISHED)
     else:
         COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
         tile = number - first_programs - second_programs
         wait(progress + FINISHED, second_programs)
-        reduce_tile(
-            tile // COLUMNS, tile % COLUMNS, slots, row_of_slot, None, None, out, num_tokens, num_slots, TOP_K, D, 0,
-            False, True, BLOCK_T, BLOCK_D, False,
-        )  # fmt: skip
+        sums = Reduction(slots, row_of_slot, out, num_tokens, num_slots, TOP_K, D, BLOCK_T, BLOCK_D)
+        reduce_tile(tile // COLUMNS, tile % COLUMNS, sums)

@@ -9,10 +9,12 @@ one per expert, the last to finish adds up the slots, in the order in which the 
 import triton
 import triton.language as tl
 
-from moe_core.ops.matmul.portable.kernel import multiply_tile, tile_of_program
-from moe_core.ops.reduction.kernels.reduce import reduce_tile
+from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Rows
+from moe_core.ops.matmul.portable.kernel import Matrices, multiply_tile, tile_of_program
+from moe_core.ops.reduction.kernels.reduce import Reduction, reduce_tile
+from moe_core.ops.routing.kernels.layout import Groups
 from moe_core.ops.routing.kernels.route_and_layout import route_tokens
-from moe_core.ops.routing.kernels.topk import choose_experts
+from moe_core.ops.routing.kernels.topk import Router, choose_experts
 
 
 @triton.jit
@@ -49,32 +51,34 @@ def route_and_multiply(
 
     Parameters as there; num_blocks: row blocks of the schedule, of which each expert of one token has one.
     """
+    router = Router(
+        logits, correction_bias, token_mask, None, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
+        NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,
+        SLOTS, SPAN, TOP_K,
+    )  # fmt: skip
     if tl.program_id(0) == 0:
-        route_tokens(
-            logits, correction_bias, token_mask, None, ids, weights, group_sizes, group_start, slot_of_row, row_of_slot,
-            invalid_ids, schedule_0, schedule_1, tile_counters, 1, capacity, max_blocks_0, max_blocks_1, None,
-            tl.program_id(0), tl.full((), 1, tl.int32), NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
-            NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,
-            SLOTS, SPAN, 1, 1, NUM_EXPERTS, 1, COUNTERS, BLOCK_M_0, BLOCK_M_1, EXPERTS, BLOCK_PAD, BLOCK_FILL,
+        groups = Groups(
+            group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, schedule_0, schedule_1, tile_counters,
+            None, capacity, max_blocks_0, max_blocks_1, None, NUM_EXPERTS, 1, COUNTERS, BLOCK_M_0, BLOCK_M_1, EXPERTS,
+            BLOCK_PAD, BLOCK_FILL,
         )  # fmt: skip
+        route_tokens(router, groups, None, ids, weights, 1, tl.program_id(0), tl.full((), 1, tl.int32), 1, 1)
     else:
         TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
         block, tile = tile_of_program(tl.program_id(0) - 1, num_blocks, TILES, GROUP_M)
         token = tl.arange(0, 1)
-        chosen, _ = choose_experts(
-            logits, correction_bias, token_mask, None, token.to(tl.int64), token < 1, NUM_EXPERTS, TOP_K, SCORING,
-            SOFTMAX_LAST, RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON,
-            LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN, TOP_K,
-        )  # fmt: skip
+        chosen, _ = choose_experts(router, token.to(tl.int64), token < 1)
         expert = nth_expert(tl.reshape(chosen, (SLOTS,)), block)
         if expert >= 0:
             # The only row of its expert, and of x: a dense product with one row.
-            multiply_tile(
-                block * 0, tile, expert, x, weight, up, bias, up_bias, None, layer_index, None, None, None, None,
-                y + block.to(tl.int64) * N, None, 1, 1, D, N, WEIGHT_N, NUM_LAYERS, X_STRIDE, LAYER_STRIDE,
-                EXPERT_STRIDE, K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, TOP_K, "row", "row",
-                GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, False, None,
+            matrices = Matrices(
+                weight, up, bias, up_bias, layer_index, D, N, WEIGHT_N, NUM_LAYERS, LAYER_STRIDE, EXPERT_STRIDE,
+                K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+            layout, rows = Layout(None, None, None, 1, 1, TOP_K), Rows(x, None, X_STRIDE, "row")
+            epilogue = Epilogue(None, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
+            output = Output(y + block.to(tl.int64) * N, None, None, None, None, N, "row", False)
+            multiply_tile(block * 0, tile, expert, layout, None, rows, matrices, epilogue, output, False, None)
 
 
 @triton.jit
@@ -93,18 +97,18 @@ def multiply_and_reduce(
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = tl.load(schedule + 2 * block + 1)
     if expert >= 0:
-        multiply_tile(
-            block, tile, expert, x, weight, None, bias, None, row_weight, layer_index, group_sizes, group_start,
-            slot_of_row, schedule, slots, None, num_rows, num_slots, D, N, WEIGHT_N, NUM_LAYERS, X_STRIDE, LAYER_STRIDE,
-            EXPERT_STRIDE, K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, 0, TOP_K, "row", "slot", None, None, None, None,
-            INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, False, None,
+        matrices = Matrices(
+            weight, None, bias, None, layer_index, D, N, WEIGHT_N, NUM_LAYERS, LAYER_STRIDE, EXPERT_STRIDE, K_STRIDE,
+            N_STRIDE, BIAS_LAYER_STRIDE, 0, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+        layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
+        rows, epilogue = Rows(x, None, X_STRIDE, "row"), Epilogue(row_weight, None, None, None, None)
+        output = Output(slots, None, None, None, None, N, "slot", False)
+        multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, False, None)
     # What all warps wrote can be seen by the program that counts this one, and the last one sees what all wrote.
     tl.debug_barrier()
     finished = tl.atomic_add(tile_counters + tile, 1, sem="acq_rel")
     if finished == num_blocks - 1:
         tl.debug_barrier()
-        reduce_tile(
-            tl.full((), 0, tl.int32), tile, slots, row_of_slot, None, None, out, 1, num_slots, TOP_K, N, 0, False, True,
-            1, BLOCK_N, False,
-        )  # fmt: skip
+        sums = Reduction(slots, row_of_slot, out, 1, num_slots, TOP_K, N, 1, BLOCK_N)
+        reduce_tile(tl.full((), 0, tl.int32), tile, sums)

@@ -153,7 +153,7 @@ def spread(values, WIDTH: tl.constexpr):
 @triton.jit
 def load_codes(
     pointers, start, exists, D: tl.constexpr, STRIDE: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+):
     """Codes [rows, BLOCK_K] of columns from `start`, zero behind D and in rows that do not exist (None: all do).
 
     pointers: to the first column of every row."""

@@ -4,7 +4,16 @@ import triton
 import triton.language as tl
 
 from moe_core.ops.activation.kernels.formulas import sigmoid
+from moe_core.ops.common.kernels.aggregates import aggregate_of
 from moe_core.ops.common.kernels.pdl import join
+
+#: Parameters of `reduce`, and of its tiles. WAIT: for the launch ahead, once the rows are known.
+Reduction = aggregate_of(
+    "Reduction",
+    "y row_of_slot out num_tokens num_rows TOP_K WIDTH BLOCK_T BLOCK_N shared shared_gate SHARED_STRIDE BY_ROW UNROLL "
+    "WAIT",
+    shared=None, shared_gate=None, SHARED_STRIDE=0, BY_ROW=False, UNROLL=True, WAIT=False,
+)  # fmt: skip
 
 
 @triton.jit
@@ -20,58 +29,57 @@ def reduce(
     """
     if PDL == "start":
         tl.extra.cuda.gdc_wait()
-    reduce_tile(
-        tl.program_id(0), tl.program_id(1), y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K,
-        WIDTH, SHARED_STRIDE, BY_ROW, UNROLL, BLOCK_T, BLOCK_N, PDL == "layout",
+    sums = Reduction(
+        y, row_of_slot, out, num_tokens, num_rows, TOP_K, WIDTH, BLOCK_T, BLOCK_N, shared, shared_gate, SHARED_STRIDE,
+        BY_ROW, UNROLL, PDL == "layout",
     )  # fmt: skip
+    reduce_tile(tl.program_id(0), tl.program_id(1), sums)
 
 
 @triton.jit
-def reduce_tile(
-    token_block, column_block, y, row_of_slot, shared, shared_gate, out, num_tokens, num_rows, TOP_K: tl.constexpr,
-    WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, BY_ROW: tl.constexpr, UNROLL: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_T tokens and BLOCK_N columns of `reduce`. WAIT: for the launch ahead, once the rows are known."""
-    CACHE: tl.constexpr = ".cg" if WAIT else ""
-    tokens = token_block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = tokens < num_tokens
+def reduce_tile(token_block, column_block, sums):
+    """BLOCK_T tokens and BLOCK_N columns of a `Reduction`."""
+    TOP_K: tl.constexpr = sums.TOP_K
+    WIDTH: tl.constexpr = sums.WIDTH
+    CACHE: tl.constexpr = ".cg" if sums.WAIT else ""
+    tokens = token_block.to(tl.int64) * sums.BLOCK_T + tl.arange(0, sums.BLOCK_T)
+    columns = column_block * sums.BLOCK_N + tl.arange(0, sums.BLOCK_N)
+    inside = tokens < sums.num_tokens
     mask = inside[:, None] & (columns < WIDTH)[None, :]
-    total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    if UNROLL:
+    total = tl.zeros((sums.BLOCK_T, sums.BLOCK_N), dtype=tl.float32)
+    if sums.UNROLL:
         # Every row is asked for before the first sum waits for one, and every row's number before that.
         sources = ()
         for k in tl.static_range(TOP_K):
-            sources += (_source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW, CACHE),)
-        if WAIT:
+            sources += (_source(sums, tokens * TOP_K + k, inside, CACHE),)
+        if sums.WAIT:
             tl.extra.cuda.gdc_wait()
         rows = ()
         for k in tl.static_range(TOP_K):
-            rows += (_row(y, sources[k], columns, mask, WIDTH),)
+            rows += (_row(sums.y, sources[k], columns, mask, WIDTH),)
         for k in tl.static_range(TOP_K):
             total += rows[k].to(tl.float32)
     else:
-        if WAIT:
+        if sums.WAIT:
             tl.extra.cuda.gdc_wait()
         for k in range(TOP_K):
-            source = _source(row_of_slot, tokens * TOP_K + k, inside, num_rows, BY_ROW, CACHE)
-            total += _row(y, source, columns, mask, WIDTH).to(tl.float32)
-    if shared is not None:
-        extra = tl.load(shared + tokens[:, None] * SHARED_STRIDE + columns[None, :], mask=mask, other=0.0)
+            source = _source(sums, tokens * TOP_K + k, inside, CACHE)
+            total += _row(sums.y, source, columns, mask, WIDTH).to(tl.float32)
+    if sums.shared is not None:
+        extra = tl.load(sums.shared + tokens[:, None] * sums.SHARED_STRIDE + columns[None, :], mask=mask, other=0.0)
         extra = extra.to(tl.float32)
-        if shared_gate is not None:
-            extra *= sigmoid(tl.load(shared_gate + tokens, mask=inside, other=0.0))[:, None]
+        if sums.shared_gate is not None:
+            extra *= sigmoid(tl.load(sums.shared_gate + tokens, mask=inside, other=0.0))[:, None]
         total += extra
-    tl.store(out + tokens[:, None] * WIDTH + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
+    tl.store(sums.out + tokens[:, None] * WIDTH + columns[None, :], total.to(sums.out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _source(row_of_slot, slots, inside, num_rows, BY_ROW: tl.constexpr, CACHE: tl.constexpr):
+def _source(sums, slots, inside, CACHE: tl.constexpr):
     """The row of y, int64, of one slot per token; -1 where the slot has none."""
-    row = tl.load(row_of_slot + slots, mask=inside, other=-1, cache_modifier=CACHE)
-    source = row.to(tl.int64) if BY_ROW else slots
-    return tl.where((row >= 0) & (source < num_rows), source, -1)
+    row = tl.load(sums.row_of_slot + slots, mask=inside, other=-1, cache_modifier=CACHE)
+    source = row.to(tl.int64) if sums.BY_ROW else slots
+    return tl.where((row >= 0) & (source < sums.num_rows), source, -1)
 
 
 @triton.jit

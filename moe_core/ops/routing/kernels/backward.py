@@ -39,9 +39,8 @@ def centred(share, gradient):
 
 @triton.jit
 def through_weights(
-    picked, chosen, gradient, largest, total, probability, columns, slots,
-    TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr, RENORMALIZE: tl.constexpr,
-    EPSILON: tl.constexpr,
+    picked, chosen, gradient, largest, total, probability, columns, TOP_K: tl.constexpr, SCORING: tl.constexpr,
+    SOFTMAX_LAST: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     """d_logits `[tokens, columns]` of the gradient `[tokens, slots]` of the weights before scaling.
 
@@ -49,6 +48,7 @@ def through_weights(
     with which probability is its softmax.
     """
     DENSE: tl.constexpr = SCORING == "softmax" and not SOFTMAX_LAST and not RENORMALIZE
+    slots = tl.arange(0, picked.shape[1])[None, :]
     used = slots < TOP_K
     if SOFTMAX_LAST:
         exponentials = tl.where(used, exp_negative(picked - tl.max(picked, axis=1)[:, None]), 0.0)
@@ -126,11 +126,11 @@ def routing_backward(
             gradient = tl.load(d_weights + here_slots, mask=stored, other=0.0) * SCALE
             picked = tl.load(logits + tokens[:, None] * NUM_EXPERTS + chosen, mask=stored, other=float("-inf"))
             picked = bounded(tl.where(routed_token[:, None], picked, 0.0), LOGIT_SCALE, SOFTCAP)
-            found = through_weights(
-                picked, chosen, gradient, largest, total, probability, columns, slots, TOP_K, SCORING, SOFTMAX_LAST,
+            through = through_weights(
+                picked, chosen, gradient, largest, total, probability, columns, TOP_K, SCORING, SOFTMAX_LAST,
                 RENORMALIZE, EPSILON,
             )  # fmt: skip
-            result = tl.where(routed_token[:, None], found, 0.0)
+            result = tl.where(routed_token[:, None], through, 0.0)
         if d_load_balance is not None:
             if SCORING == "softmax":
                 # A token whose logits are all -inf has no shares.

@@ -9,8 +9,18 @@ of the few that write what depends on the sums alone.
 import triton
 import triton.language as tl
 
+from moe_core.ops.common.kernels.aggregates import aggregate_of
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.routing.kernels.schedule import fill, write_schedule
+
+#: Arrays of a layout that are written, and their sizes; max_rows None: groups have as many rows as they need.
+Groups = aggregate_of(
+    "Groups",
+    "group_sizes group_start slot_of_row row_of_slot invalid_ids schedule_0 schedule_1 tile_counters overflow "
+    "capacity max_blocks_0 max_blocks_1 max_rows NUM_EXPERTS ALIGNMENT COUNTERS BLOCK_M_0 BLOCK_M_1 EXPERTS BLOCK_PAD "
+    "BLOCK_FILL COUNT_LOST",
+    COUNT_LOST=False,
+)
 
 
 @triton.jit
@@ -79,22 +89,22 @@ def rank_slots(local, before):
 
 
 @triton.jit
-def group_rows(sizes, max_rows, NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr):
+def group_rows(sizes, groups):
     """Rows that each group owns, padding included, `[EXPERTS]`, 0 for padding experts.
 
     Example, sizes [3, 0, 2]: themselves; ALIGNMENT 4: [4, 0, 4]; max_rows 3: [3, 3, 3].
     """
-    if max_rows is not None:
+    if groups.max_rows is not None:
         experts = tl.arange(0, sizes.shape[0])
-        return tl.where(experts < NUM_EXPERTS, max_rows, 0)
+        return tl.where(experts < groups.NUM_EXPERTS, groups.max_rows, 0)
     else:
-        return (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+        return (sizes + (groups.ALIGNMENT - 1)) // groups.ALIGNMENT * groups.ALIGNMENT
 
 
 @triton.jit
-def first_rows(sizes, max_rows, NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr):
+def first_rows(sizes, groups):
     """The row that each group starts at, `[EXPERTS]`: rows that those ahead of it own."""
-    owned = group_rows(sizes, max_rows, NUM_EXPERTS, ALIGNMENT)
+    owned = group_rows(sizes, groups)
     return tl.cumsum(owned, axis=0) - owned
 
 
@@ -109,46 +119,48 @@ def within(found, capacity):
 
 
 @triton.jit
-def write_groups(
-    sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-    max_rows, program, num_programs,
-    NUM_EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, COUNTERS: tl.constexpr,
-    BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr,
-):  # fmt: skip
+def write_groups(sizes, groups, program, num_programs):
     """Everything that follows from the group sizes `[EXPERTS]`, shared out over num_programs; returns the starts.
 
     group_start = [0] + cumsum(rows owned); rows that no slot fills (behind a group, behind the last one) get -1 in
     slot_of_row; schedules as in `write_schedule`; the tile counters, COUNTERS of them, start at 0.
     """
+    BLOCK_PAD: tl.constexpr = groups.BLOCK_PAD
+    BLOCK_FILL: tl.constexpr = groups.BLOCK_FILL
     experts = tl.arange(0, sizes.shape[0])
-    owned = group_rows(sizes, max_rows, NUM_EXPERTS, ALIGNMENT)
-    starts = first_rows(sizes, max_rows, NUM_EXPERTS, ALIGNMENT)
+    owned = group_rows(sizes, groups)
+    starts = first_rows(sizes, groups)
     total = tl.sum(owned, axis=0)
     if program == 0:
-        tl.store(group_start + experts, starts, mask=experts < NUM_EXPERTS)
-        tl.store(group_start + NUM_EXPERTS, total)
-        if tile_counters is not None:
-            tl.store(tile_counters + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), dtype=tl.int32))
+        tl.store(groups.group_start + experts, starts, mask=experts < groups.NUM_EXPERTS)
+        tl.store(groups.group_start + groups.NUM_EXPERTS, total)
+        if groups.tile_counters is not None:
+            counters = groups.tile_counters + tl.arange(0, groups.COUNTERS)
+            tl.store(counters, tl.zeros((groups.COUNTERS,), dtype=tl.int32))
     # In int64: the first row of a program past the end may not fit into int32.
     step = num_programs.to(tl.int64) * BLOCK_FILL
-    fill(slot_of_row, total + program.to(tl.int64) * BLOCK_FILL, capacity, step, BLOCK_FILL)
-    if ALIGNMENT > 1 or max_rows is not None:
+    fill(groups.slot_of_row, total + program.to(tl.int64) * BLOCK_FILL, groups.capacity, step, BLOCK_FILL)
+    if groups.ALIGNMENT > 1 or groups.max_rows is not None:
         # The next BLOCK_PAD rows of every group at a time, as far as the longest padding reaches.
         padding = owned - sizes
         step = num_programs.to(tl.int64) * BLOCK_PAD
         for first in range(program.to(tl.int64) * BLOCK_PAD, tl.max(padding, axis=0), step):
             offsets = first + tl.arange(0, BLOCK_PAD)[None, :]
             rows = (starts + sizes)[:, None] + offsets
-            tl.store(slot_of_row + rows, tl.full(rows.shape, -1, tl.int32), mask=offsets < padding[:, None])
-    if schedule_0 is not None:
-        write_schedule(sizes, schedule_0, max_blocks_0, program, num_programs, BLOCK_M_0, BLOCK_FILL)
-    if schedule_1 is not None:
-        write_schedule(sizes, schedule_1, max_blocks_1, program, num_programs, BLOCK_M_1, BLOCK_FILL)
+            tl.store(groups.slot_of_row + rows, tl.full(rows.shape, -1, tl.int32), mask=offsets < padding[:, None])
+    if groups.schedule_0 is not None:
+        write_schedule(
+            sizes, groups.schedule_0, groups.max_blocks_0, program, num_programs, groups.BLOCK_M_0, BLOCK_FILL
+        )
+    if groups.schedule_1 is not None:
+        write_schedule(
+            sizes, groups.schedule_1, groups.max_blocks_1, program, num_programs, groups.BLOCK_M_1, BLOCK_FILL
+        )
     return starts
 
 
 @triton.jit
-def place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, max_rows, overflow, capacity):
+def place_slots(slots, inside, local, rank, starts, groups):
     """Write both directions of slot <-> row = start of the expert + rank; a rank past max_rows is dropped (row -1), and
     where there is an overflow a row past capacity.
 
@@ -156,12 +168,39 @@ def place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, ma
     """
     placed = local >= 0
     row = tl.gather(starts, tl.where(placed, local, 0), 0) + rank
-    if max_rows is not None:
-        placed = placed & (rank < max_rows)
-    if overflow is not None:
-        placed = placed & (row < capacity)
-    tl.store(row_of_slot + slots, tl.where(placed, row, -1), mask=inside)
-    tl.store(slot_of_row + row, slots.to(tl.int32), mask=placed)
+    if groups.max_rows is not None:
+        placed = placed & (rank < groups.max_rows)
+    if groups.overflow is not None:
+        placed = placed & (row < groups.capacity)
+    tl.store(groups.row_of_slot + slots, tl.where(placed, row, -1), mask=inside)
+    tl.store(groups.slot_of_row + row, slots.to(tl.int32), mask=placed)
+
+
+@triton.jit
+def kept_sizes(counted, groups):
+    """Sizes `[EXPERTS]` of groups, of the slots that were counted: those that find room."""
+    sizes = counted
+    if groups.max_rows is not None:
+        sizes = tl.minimum(counted, groups.max_rows)
+    if groups.overflow is not None:
+        sizes = within(counted, groups.capacity)
+    return sizes
+
+
+@triton.jit
+def write_sizes(sizes, groups):
+    experts = tl.arange(0, groups.EXPERTS)
+    tl.store(groups.group_sizes + experts, sizes, mask=experts < groups.NUM_EXPERTS)
+
+
+@triton.jit
+def write_counts(counted, sizes, invalid, groups):
+    """Write how many slots are invalid, and how many find no room."""
+    if groups.COUNT_LOST:
+        invalid += tl.sum(counted - sizes, axis=0)
+    tl.store(groups.invalid_ids, invalid)
+    if groups.overflow is not None:
+        tl.store(groups.overflow, tl.sum(counted - sizes, axis=0))
 
 
 @triton.jit
@@ -187,45 +226,36 @@ def layout_at_once(
     """
     if PDL is not None:
         join()
+    groups = Groups(
+        group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, schedule_0, schedule_1, tile_counters,
+        overflow, capacity, max_blocks_0, max_blocks_1, max_rows, NUM_EXPERTS, ALIGNMENT, COUNTERS, BLOCK_M_0,
+        BLOCK_M_1, EXPERTS, BLOCK_PAD, BLOCK_FILL, COUNT_LOST,
+    )  # fmt: skip
     block = tl.program_id(0) * BLOCK_S
     if given_weights is not None:
         # Asked for ahead of the ids, so that nothing waits for them in the end.
         weighted = block + tl.arange(0, BLOCK_S)
         weights = tl.load(given_weights + weighted, mask=weighted < num_slots, other=0.0)
-    found = tl.zeros((EXPERTS,), dtype=tl.int32)
+    counted = tl.zeros((EXPERTS,), dtype=tl.int32)
     before = tl.zeros((EXPERTS,), dtype=tl.int32)
     wrong = tl.zeros((CHUNK,), dtype=tl.int32)
     for chunk in range(0, num_slots, CHUNK):
         slots = chunk + tl.arange(0, CHUNK)
         local, invalid = local_experts(ids, expert_map, token_mask, slots, num_slots, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
         wrong += invalid.to(tl.int32)
-        found += tl.histogram(local, EXPERTS, mask=local >= 0)
+        counted += tl.histogram(local, EXPERTS, mask=local >= 0)
         if chunk < block:
             before += tl.histogram(local, EXPERTS, mask=(local >= 0) & (slots < block))
-    sizes = found
-    if max_rows is not None:
-        sizes = tl.minimum(found, max_rows)
-    if overflow is not None:
-        sizes = within(found, capacity)
+    sizes = kept_sizes(counted, groups)
     if tl.program_id(0) == 0:
-        experts = tl.arange(0, EXPERTS)
-        tl.store(group_sizes + experts, sizes, mask=experts < NUM_EXPERTS)
-        invalid = tl.sum(wrong, axis=0)
-        if COUNT_LOST:
-            invalid += tl.sum(found - sizes, axis=0)
-        tl.store(invalid_ids, invalid)
-        if overflow is not None:
-            tl.store(overflow, tl.sum(found - sizes, axis=0))
-    starts = write_groups(
-        sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0, max_blocks_1,
-        max_rows, tl.program_id(0), tl.num_programs(0), NUM_EXPERTS, ALIGNMENT, COUNTERS, BLOCK_M_0, BLOCK_M_1,
-        BLOCK_PAD, BLOCK_FILL,
-    )  # fmt: skip
+        write_sizes(sizes, groups)
+        write_counts(counted, sizes, tl.sum(wrong, axis=0), groups)
+    starts = write_groups(sizes, groups, tl.program_id(0), tl.num_programs(0))
     slots = block + tl.arange(0, BLOCK_S)
     local, _ = local_experts(ids, expert_map, token_mask, slots, num_slots, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
     rank, _ = rank_slots(local, before)
     inside = slots < num_slots
-    place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, max_rows, overflow, capacity)
+    place_slots(slots, inside, local, rank, starts, groups)
     if given_weights is not None:
         tl.store(row_weight + slots, weights.to(tl.float32), mask=inside)
 
@@ -288,40 +318,31 @@ def place_blocks(
     """
     if PDL is not None:
         join()
+    groups = Groups(
+        group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, schedule_0, schedule_1, tile_counters,
+        overflow, capacity, max_blocks_0, max_blocks_1, max_rows, NUM_EXPERTS, ALIGNMENT, COUNTERS, BLOCK_M_0,
+        BLOCK_M_1, EXPERTS, BLOCK_PAD, BLOCK_FILL, COUNT_LOST,
+    )  # fmt: skip
     block = tl.program_id(0)
     start = block.to(tl.int64) * block_slots
     last = tl.minimum(start + block_slots, num_slots)
     slots = start + tl.arange(0, BLOCK_S)
     # Asked for together with the counts: behind the last block there are none.
     local, _ = local_experts(ids, expert_map, token_mask, slots, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
-    found, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
-    sizes = found
-    if max_rows is not None:
-        sizes = tl.minimum(found, max_rows)
-    if overflow is not None:
-        sizes = within(found, capacity)
+    counted, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
+    sizes = kept_sizes(counted, groups)
     if block >= num_blocks:
         if block == num_blocks:
-            experts = tl.arange(0, EXPERTS)
-            tl.store(group_sizes + experts, sizes, mask=experts < NUM_EXPERTS)
+            write_sizes(sizes, groups)
             wrong = tl.zeros((BLOCK_FILL,), dtype=tl.int32)
             if block_invalid is not None:
                 for first in range(0, num_blocks, BLOCK_FILL):
                     blocks = first + tl.arange(0, BLOCK_FILL)
                     wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
-            invalid = tl.sum(wrong, axis=0)
-            if COUNT_LOST:
-                invalid += tl.sum(found - sizes, axis=0)
-            tl.store(invalid_ids, invalid)
-            if overflow is not None:
-                tl.store(overflow, tl.sum(found - sizes, axis=0))
-        write_groups(
-            sizes, group_start, slot_of_row, schedule_0, schedule_1, tile_counters, capacity, max_blocks_0,
-            max_blocks_1, max_rows, block - num_blocks, tl.num_programs(0) - num_blocks, NUM_EXPERTS, ALIGNMENT,
-            COUNTERS, BLOCK_M_0, BLOCK_M_1, BLOCK_PAD, BLOCK_FILL,
-        )  # fmt: skip
+            write_counts(counted, sizes, tl.sum(wrong, axis=0), groups)
+        write_groups(sizes, groups, block - num_blocks, tl.num_programs(0) - num_blocks)
     else:
-        starts = first_rows(sizes, max_rows, NUM_EXPERTS, ALIGNMENT)
+        starts = first_rows(sizes, groups)
         for first in range(start, last, BLOCK_S):
             slots = first + tl.arange(0, BLOCK_S)
             # The next ids are on their way while these are ranked.
@@ -330,7 +351,7 @@ def place_blocks(
                 weights = tl.load(given_weights + slots, mask=slots < last, other=0.0)
             rank, before = rank_slots(local, before)
             inside = slots < last
-            place_slots(slots, inside, local, rank, starts, slot_of_row, row_of_slot, max_rows, overflow, capacity)
+            place_slots(slots, inside, local, rank, starts, groups)
             if given_weights is not None:
                 tl.store(row_weight + slots, weights.to(tl.float32), mask=inside)
             local = ahead

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_core.ops.activation.kernels.formulas import softcap
+from moe_core.ops.common.kernels.aggregates import aggregate_of
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.routing.kernels.bitmatrix import set_bits
 from moe_core.ops.routing.kernels.layout import count_experts, to_local
@@ -15,6 +16,14 @@ MASKED_KEY = tl.constexpr(-0x7FFFFFFF)
 TAKEN_KEY = tl.constexpr(-0x80000000)
 # The expert id of a padding column: above every real one.
 NO_EXPERT = tl.constexpr(0x7FFFFFFF)
+
+
+#: Logits `[T, E]` and how experts are chosen by them; parameters as in `choose_experts`.
+Router = aggregate_of(
+    "Router",
+    "logits correction_bias token_mask given NUM_EXPERTS TOP_K SCORING SOFTMAX_LAST RENORMALIZE SCALE NUM_GROUPS "
+    "TOPK_GROUP BY_EXPERT BY_PAIR BIAS_ON_LOGITS EPSILON LOGIT_SCALE SOFTCAP GROUPS MEMBERS SLOTS SPAN WIDTH",
+)
 
 
 @triton.jit
@@ -128,49 +137,36 @@ def row_sum(x):
 
 
 @triton.jit
-def column_experts(
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-):  # fmt: skip
+def column_experts(router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     """(expert of each of WIDTH columns from FIRST on, whether it is real): groups are padded to MEMBERS columns."""
+    NUM_GROUPS: tl.constexpr = router.NUM_GROUPS
     columns = FIRST + tl.arange(0, WIDTH)
-    group, member = columns // MEMBERS, columns % MEMBERS
-    real = (group < NUM_GROUPS) & (member < NUM_EXPERTS // NUM_GROUPS)
+    group, member = columns // router.MEMBERS, columns % router.MEMBERS
+    real = (group < NUM_GROUPS) & (member < router.NUM_EXPERTS // NUM_GROUPS)
     # Without groups the plain column number, which the compiler knows to be contiguous.
-    return columns if NUM_GROUPS == 1 else group * (NUM_EXPERTS // NUM_GROUPS) + member, real
+    return columns if NUM_GROUPS == 1 else group * (router.NUM_EXPERTS // NUM_GROUPS) + member, real
 
 
 @triton.jit
-def load_rows(
-    rows, inside,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-):  # fmt: skip
+def load_rows(rows, inside, router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     """fp32 `[rows, WIDTH]` at the pointers `rows`, -inf in padding columns and in rows not inside.
 
     Loaded SPAN columns at a time and joined in registers: a load of more columns than the warps of a row hold would be
     spread over further warps, and every maximum over a row would then go through shared memory.
     """
-    if WIDTH <= SPAN:
-        offsets, real = column_experts(FIRST, WIDTH, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+    if WIDTH <= router.SPAN:
+        offsets, real = column_experts(router, FIRST, WIDTH)
         mask = inside[:, None] & real[None, :]
         return tl.load(rows[:, None] + offsets[None, :], mask=mask, other=float("-inf"))
     else:
         HALF: tl.constexpr = WIDTH // 2
-        left = load_rows(rows, inside, FIRST, HALF, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
-        right = load_rows(rows, inside, FIRST + HALF, HALF, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+        left = load_rows(rows, inside, router, FIRST, HALF)
+        right = load_rows(rows, inside, router, FIRST + HALF, HALF)
         return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (rows.shape[0], WIDTH))
 
 
 @triton.jit
-def choose_experts(
-    logits, correction_bias, token_mask, given, tokens, inside,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
-    RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
-    LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
-    SPAN: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def choose_experts(router, tokens, inside):
     """(ids, weights) `[tokens, SLOTS]` of some tokens.
 
     keys = order of the logits (with a bias: of score + bias, or logit + bias); outside the best groups: masked
@@ -183,51 +179,57 @@ def choose_experts(
     BY_EXPERT: both in the order of ids. Example, K = 2, logits [1, 3, 3, NaN], sigmoid: ids [1, 2] (a tie: lower id
     first; NaN last), weights [0.95, 0.95].
     """
-    COLUMNS: tl.constexpr = GROUPS * MEMBERS
-    tl.static_assert(WIDTH == TOP_K or (given is None and not BY_EXPERT))
-    offsets, real = column_experts(0, COLUMNS, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+    TOP_K: tl.constexpr = router.TOP_K
+    WIDTH: tl.constexpr = router.WIDTH
+    SCORING: tl.constexpr = router.SCORING
+    SOFTMAX_LAST: tl.constexpr = router.SOFTMAX_LAST
+    COLUMNS: tl.constexpr = router.GROUPS * router.MEMBERS
+    tl.static_assert(WIDTH == TOP_K or (router.given is None and not router.BY_EXPERT))
+    offsets, real = column_experts(router, 0, COLUMNS)
     experts = tl.where(real, offsets, NO_EXPERT)[None, :]
-    slots = tl.arange(0, SLOTS)[None, :]
-    rows = logits + tokens * NUM_EXPERTS
-    raw = load_rows(rows, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
-    x = bounded(raw, LOGIT_SCALE, SOFTCAP)
+    slots = tl.arange(0, router.SLOTS)[None, :]
+    rows = router.logits + tokens * router.NUM_EXPERTS
+    raw = load_rows(rows, inside, router, 0, COLUMNS)
+    x = bounded(raw, router.LOGIT_SCALE, router.SOFTCAP)
     if SCORING == "softmax" and (not SOFTMAX_LAST or WIDTH > TOP_K):
         largest = tl.max(x, axis=1)
         total = row_sum(tl.where(real[None, :], exp_negative(x - largest[:, None]), 0.0))
     routed = inside
-    if given is not None:
-        chosen = tl.load(given + tokens[:, None] * TOP_K + slots, mask=inside[:, None] & (slots < TOP_K), other=0)
-        valid = (chosen >= 0) & (chosen < NUM_EXPERTS)
+    if router.given is not None:
+        chosen = tl.load(
+            router.given + tokens[:, None] * TOP_K + slots, mask=inside[:, None] & (slots < TOP_K), other=0
+        )
+        valid = (chosen >= 0) & (chosen < router.NUM_EXPERTS)
         routed = inside & (tl.min(valid.to(tl.int32), axis=1) != 0)
         chosen = tl.where(routed[:, None] & (slots < TOP_K), chosen, -1)
     else:
-        PAIRS: tl.constexpr = (correction_bias is not None) if BY_PAIR is None else BY_PAIR
-        if correction_bias is None and not (PAIRS and NUM_GROUPS > 1):
+        PAIRS: tl.constexpr = (router.correction_bias is not None) if router.BY_PAIR is None else router.BY_PAIR
+        if router.correction_bias is None and not (PAIRS and router.NUM_GROUPS > 1):
             # Those before a cap, which may make equal ones of different ones.
             keys = topk_keys(raw)
         else:
-            if SOFTMAX_LAST or BIAS_ON_LOGITS:
+            if SOFTMAX_LAST or router.BIAS_ON_LOGITS:
                 scores = x
             elif SCORING == "softmax":
                 scores = tl.div_rn(exp_negative(x - largest[:, None]), total[:, None])
             else:
                 scores = expert_scores(x, SCORING)
-            if correction_bias is not None:
+            if router.correction_bias is not None:
                 # Loaded as one row per token, so that it lies in the threads as the scores do.
-                biases = correction_bias + tl.zeros_like(tokens)
-                scores = scores + load_rows(biases, inside, 0, COLUMNS, SPAN, NUM_EXPERTS, NUM_GROUPS, MEMBERS)
+                biases = router.correction_bias + tl.zeros_like(tokens)
+                scores = scores + load_rows(biases, inside, router, 0, COLUMNS)
             keys = topk_keys(scores)
         keys = tl.where(real[None, :], keys, MASKED_KEY)
-        if NUM_GROUPS > 1:
-            keys = keep_groups(keys, TOPK_GROUP, GROUPS, PAIRS)
+        if router.NUM_GROUPS > 1:
+            keys = keep_groups(keys, router.TOPK_GROUP, router.GROUPS, PAIRS)
 
-        chosen = tl.full((tokens.shape[0], SLOTS), -1, tl.int32)
+        chosen = tl.full((tokens.shape[0], router.SLOTS), -1, tl.int32)
         for k in range(WIDTH):
             _, expert, keys = take_best(keys, experts)
             chosen = tl.where(slots == k, expert[:, None], chosen)
 
     picked = tl.load(rows[:, None] + chosen, mask=routed[:, None] & (slots < WIDTH), other=float("-inf"))
-    picked = bounded(picked, LOGIT_SCALE, SOFTCAP)
+    picked = bounded(picked, router.LOGIT_SCALE, router.SOFTCAP)
     if SCORING != "softmax":
         values = expert_scores(picked, SCORING)
     elif not SOFTMAX_LAST or WIDTH > TOP_K:
@@ -238,16 +240,16 @@ def choose_experts(
     if SOFTMAX_LAST:
         exponentials = tl.where(slots < TOP_K, exp_negative(picked - tl.max(picked, axis=1)[:, None]), 0.0)
         values = tl.div_rn(exponentials, row_sum(exponentials)[:, None])
-    if RENORMALIZE:
+    if router.RENORMALIZE:
         divisor = row_sum(tl.where(slots < TOP_K, values, 0.0))[:, None]
-        if EPSILON != 0.0:
-            divisor += EPSILON
+        if router.EPSILON != 0.0:
+            divisor += router.EPSILON
         values = tl.where(divisor == 0.0, 0.0, tl.div_rn(values, divisor))
     if WIDTH > TOP_K:
         values = tl.where(slots < TOP_K, values, scores_of_others)
-    values *= SCALE
+    values *= router.SCALE
 
-    if BY_EXPERT and given is None:
+    if router.BY_EXPERT and router.given is None:
         # Weights move as bits, since picking one by a sum would turn -0.0 into 0.0.
         bits = values.to(tl.int32, bitcast=True)
         unsorted, sorted_ids, sorted_bits = tl.where(slots < TOP_K, chosen, NO_EXPERT), chosen, bits
@@ -259,9 +261,9 @@ def choose_experts(
             unsorted = tl.where(chosen == lowest, NO_EXPERT, unsorted)
         chosen, values = sorted_ids, sorted_bits.to(tl.float32, bitcast=True)
     kept = routed
-    if token_mask is not None:
-        kept = tl.load(token_mask + tokens, mask=routed, other=0) != 0
-    if token_mask is not None or given is not None:
+    if router.token_mask is not None:
+        kept = tl.load(router.token_mask + tokens, mask=routed, other=0) != 0
+    if router.token_mask is not None or router.given is not None:
         values = tl.where(kept[:, None], values, 0.0)
     return tl.where(kept[:, None], chosen, -1), values
 
@@ -288,16 +290,17 @@ def route(
     start = block.to(tl.int64) * block_tokens
     last = tl.minimum(start + block_tokens, num_tokens)
     slots = tl.arange(0, SLOTS)[None, :]
+    router = Router(
+        logits, correction_bias, token_mask, given, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
+        NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,
+        SLOTS, SPAN, WIDTH,
+    )  # fmt: skip
     counts = tl.zeros((EXPERTS,), dtype=tl.int32)
     for first in range(start, last, BLOCK_T):
         # Of 64 bits whatever the loop's number has, which are 32 in the interpreter.
         tokens = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_T)
         inside = tokens < last
-        chosen, values = choose_experts(
-            logits, correction_bias, token_mask, given, tokens, inside, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST,
-            RENORMALIZE, SCALE, NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE,
-            SOFTCAP, GROUPS, MEMBERS, SLOTS, SPAN, WIDTH,
-        )  # fmt: skip
+        chosen, values = choose_experts(router, tokens, inside)
         target = tokens[:, None] * WIDTH + slots
         stored = inside[:, None] & (slots < WIDTH)
         tl.store(ids + target, chosen, mask=stored)
