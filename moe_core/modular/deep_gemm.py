@@ -232,9 +232,9 @@ def why_not_valid_shape(M: Any, N: Any, K: Any) -> str | None:
 
 @dataclass(frozen=True)
 class DispatchCase:
-    """The facts that decide the choice. M tokens. w2: its shape `[E, K, N]`. dtypes: canonical names of w1's and w2's.
-    strided: names of arrays that are not contiguous. e8m0_used: the chip's mode of scales is in use. quantized:
-    `prepare` has quantised the hidden states, which only DeepGEMM's member takes."""
+    """The facts that decide. M tokens. w2: its shape `[E, K, N]`. dtypes: canonical, of w1 and w2. strided: names of
+    arrays that are not contiguous. e8m0_used: the chip's mode of scales is in use. quantized: by `prepare`, for
+    DeepGEMM only."""
 
     M: Any
     w2: Sequence[int]

@@ -15,7 +15,6 @@ SCHEMES = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16", "mxfp4_w4a4", "m
 _MXFP4 = ("mxfp4_w4a4", "mxfp4_w4a16")
 #: Schemes of unsigned codes in groups along the input axis.
 _GROUPED = ("int8_w8a16", "int4_w4a16")
-#: Schemes with quantised activations.
 _QUANTIZED_ACTIVATIONS = ("fp8_w8a8", "int8_w8a8", "mxfp4_w4a4")
 #: Arrays that only quantised weights have.
 QUANTIZATION_ARRAYS = ("w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1_scale", "a2_scale")
@@ -29,13 +28,12 @@ def _is_scheme(name: str) -> Any:
 class FusedMoEQuantConfig:
     """One scheme, or None for weights in bf16, fp16 or fp32, and the arrays that go with the weights.
 
-    Equal only to itself, as it holds arrays. Raises InvalidInput for contradictions.
-
-    scheme: a name of SCHEMES. per_act_token_quant: activations have a scale per token and weights one per output
-    channel. False: one per tensor. block_shape: (rows, columns) of weights that share a scale. None: the scheme's.
-    w1_bias, w2_bias: fp32 `[E, N]` and `[E, K]`. w1_scale, w2_scale, w1_zp, w2_zp: of the weights. Scales may be in
-    upstream's precision objects. a1_scale, a2_scale: static scales of the activations before each product. None: chosen
-    as they come. w1_precision, w2_precision: upstream's precision objects, with the scale as weight_scale.
+    Equal only to itself, as it holds arrays. Raises InvalidInput for contradictions. scheme: a name of SCHEMES.
+    per_act_token_quant: activations have a scale per token and weights one per output channel. False: one per tensor.
+    block_shape: (rows, columns) of weights that share a scale. None: the scheme's. w1_bias, w2_bias: fp32 `[E, N]` and
+    `[E, K]`. w1_scale, w2_scale, w1_zp, w2_zp: of the weights. a1_scale, a2_scale: static scales of the activations
+    before each product. w1_precision, w2_precision: upstream's precision objects with weight_scale, also accepted as
+    scales.
     """
 
     scheme: str | None = None
@@ -85,7 +83,6 @@ class FusedMoEQuantConfig:
         for number in (1, 2):
             scale = getattr(self, f"w{number}_scale")
             if hasattr(scale, "weight_scale"):
-                # Ported code passes upstream's precision objects as scales.
                 object.__setattr__(self, f"w{number}_precision", scale)
                 object.__setattr__(self, f"w{number}_scale", None)
         scales = (self.w1_scale, self.w2_scale)

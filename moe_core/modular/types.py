@@ -72,8 +72,8 @@ def moe_problem_size(
 ) -> ProblemSize:
     """Read sizes from shapes, N and K from output axes because sub-byte formats pack the input axes.
 
-    a1 `[M, K]` or batched `[E, max_num_tokens, K]`, w1 `[E, N, K]`, w2 `[E, K, F]` (`out_in`) or `[E, K, N]`, `[E, F,
-    K]` (`in_out`), topk_ids `[tokens, topk]`. Raises InvalidInput for other ranks and for different numbers of experts.
+    a1 `[M, K]` or batched `[E, max_num_tokens, K]`, w1 `[E, N, K]`, w2 `[E, K, F]` (swapped for `in_out`), topk_ids
+    `[tokens, topk]`. Raises InvalidInput for other ranks and for different numbers of experts.
     """
     if not (len(w1) == len(w2) == 3 and len(topk_ids) == 2 and len(a1) in (2, 3)):
         shapes = {"w1": (w1, (3,)), "w2": (w2, (3,)), "topk_ids": (topk_ids, (2,)), "a1": (a1, (2, 3))}
@@ -125,8 +125,8 @@ class SlotContext:
     """The tokens of the rows at an injection point: one row for each slot `s = m * topk + k`.
 
     hidden_states: `[M, K]`, input of the first product. layout: the slots by expert, for further grouped matmuls.
-    row_weight: fp32 `[M * topk]`, factors of the slots in the second product (ones if the hidden states are weighted).
-    activated: `[M * topk, F]`, input of the second product. None before the activation.
+    row_weight: fp32 `[M * topk]`, factors in the second product (ones if the hidden states are weighted). activated:
+    `[M * topk, F]`, input of the second product. None before the activation.
     """
 
     hidden_states: Any

@@ -79,7 +79,7 @@ def _grouped(element: str, name: str, rows: int, columns: int, known: Format) ->
 def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
     """The format of w1 and w2, or None.
 
-    fp8_w8a8 and int8_w8a8: per block of block_shape, per output channel with per_act_token_quant, else per tensor.
+    fp8_w8a8, int8_w8a8: per block of block_shape, per output channel with per_act_token_quant, else per tensor.
     int8_w8a16, int4_w4a16: unsigned codes in groups of block_shape[1] along the input axis (None: one group), perhaps
     with zero points. mxfp4: e2m1 in groups of 32.
     """
@@ -138,8 +138,7 @@ def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout:
 
     Scales and zero points have the shapes of `QuantizedTensor`, with axes of size 1 left out or added (`[E]` for `[E,
     1, 1]`). Scales of activations become the input scales, fp32 `[1]`. Signed int8 weights of int8_w8a16 have a scale
-    per output channel. Raises InvalidInput for missing or wrong scales and zero points, Unsupported for precision
-    objects.
+    per output channel. Raises InvalidInput for missing or wrong arrays, Unsupported for precision objects.
     """
     for name in ("w1_precision", "w2_precision"):
         if getattr(config, name) is not None:
@@ -153,7 +152,6 @@ def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout:
             )
         format = formats.INT8_CHANNEL
     if format is None:
-        # Without a scheme only biases are left.
         return ExpertWeights(w1, w2, gate_up_bias=config.w1_bias, down_bias=config.w2_bias)
     return ExpertWeights(
         _quantized("w1", w1, config.w1_scale, config.w1_zp, QuantizedSpec(format, weight_layout)),
@@ -220,11 +218,10 @@ def tuning_of_whole(
     target: Target,
     activations: Format | None = None,
 ) -> Tuning | None:
-    """The tuning with which chunks add up like both products of the whole batch. None: the products' own is enough, or
-    the engine has no tiles.
+    """The tuning with which chunks add up like both products of the whole batch. None if theirs does, or without tiles.
 
-    A tile configuration decides the order of a sum: here it is chosen once, for size.M tokens. x `[M, K]` and experts
-    are ArraySpecs, products the specs of both for the whole batch with their tuning, activations the format of rows.
+    Tiles decide the order of a sum: here they are chosen once, for size.M tokens. x `[M, K]` and experts are
+    ArraySpecs, products the specs of both for the whole batch with their tuning, activations the format of rows.
     """
     if not target.compiled:
         return None

@@ -35,7 +35,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     K and N are multiples of 128. Groups may begin anywhere, in any order. No gradients. a: e4m3 `[M, K]` and scales
     fp32 `[M, K / 128]`. b: e4m3 `[G, N, K]` and scales fp32 `[G, N / 128, K / 128]`. m_indices: int32 `[M]`, the group
-    of each row. Rows with -1, or any number of no group, are not read and are zero in d. out_dtype: bf16, fp16 or fp32.
+    of each row. Rows with another number, such as -1, are not read and are zero in d. out_dtype: bf16, fp16 or fp32.
     """
     name = _out_dtype(out_dtype)
     rows, _ = contract.check_products(contract.pair_of("a", a), contract.pair_of("b", b))

@@ -137,8 +137,8 @@ def unfused_experts(
 ) -> jax.Array:
     """Run `fused_experts` stage by stage, with w1 `[E, K, N]` and w2 `[E, F, K]`. LoRA goes into the two functions.
 
-    Both functions get a `SlotContext` with the tokens, weights and layout of the rows, for further grouped matmuls.
-    Stages round to the dtype of the hidden states. Slots without an expert are zeros after both products.
+    Both get a `SlotContext`, for further grouped matmuls. Stages round to the dtype of the hidden states. Slots without
+    an expert are zeros after both products.
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
     experts = weights_of(w1, w2, quant_config, weight_layout)

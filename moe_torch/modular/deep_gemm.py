@@ -39,12 +39,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """Write `d[row] = a[row] @ b[m_indices[row]].T` for every row: the contiguous layout.
 
     K and N are multiples of 128. Groups may begin anywhere, in any order. Works in CUDA graphs and under
-    `torch.compile`, without gradients.
-
-    a: e4m3 `[M, K]` and scales fp32 `[M, K / 128]`, of any strides. b: e4m3 `[G, N, K]` and scales fp32 `[G, N / 128, K
-    / 128]`. d: `[M, N]` in bf16, fp16 or fp32, dense rows. m_indices: int32 `[M]`, the group of each row. Rows with -1,
-    or any number of no group, are not read and are zero in d. recipe: None or (1, 128, 128). compiled_dims,
-    disable_ue8m0_cast: checked, without effect. Scales are used as they are.
+    `torch.compile`, without gradients. a: e4m3 `[M, K]` and scales fp32 `[M, K / 128]`, of any strides. b: e4m3 `[G, N,
+    K]` and scales fp32 `[G, N / 128, K / 128]`. d: `[M, N]` in bf16, fp16 or fp32, dense rows. m_indices: int32 `[M]`,
+    the group of each row. Rows with another number, such as -1, are not read and are zero in d. recipe: None or (1,
+    128, 128). compiled_dims, disable_ue8m0_cast: checked, without effect. Scales are used as they are.
     """
     _require_options(recipe, compiled_dims, disable_ue8m0_cast)
     _require_products(a, b, d, masked=False)

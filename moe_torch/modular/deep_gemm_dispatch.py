@@ -30,11 +30,9 @@ class TritonOrDeepGemmExperts(StandardExperts):
 
     Allowed: allow_deep_gemm, use_fp8_w8a8 and block_shape [128, 128]. Otherwise `deep_gemm_expert` is None. Valid, with
     w2 `[E, K, N]`: at least 128 tokens, N and K multiples of 128, N > 512, w1 and w2 e4m3, everything contiguous. Also
-    valid: tokens that `prepare` has quantised, with a1q_scale, and e8m0 if `is_blackwell_deep_gemm_e8m0_used`.
-    `explain` gives the reason. All chunks of a batch run on one member.
-
-    Parameters and arrays are those of `FusedMoEQuantConfig.make`. e8m0: see `DeepGemmContractExperts`. Raises
-    Unsupported for what a member does not support.
+    valid: tokens that `prepare` has quantised, with a1q_scale, and e8m0 if `is_blackwell_deep_gemm_e8m0_used`. All
+    chunks of a batch run on one member. Parameters and arrays are as in `FusedMoEQuantConfig.make`. e8m0: see
+    `DeepGemmContractExperts`. Raises Unsupported for what a member does not support.
     """
 
     default_weight_layout = "out_in"

@@ -71,7 +71,6 @@ class DeepGemmContractExperts(GroupedExperts):
         return (weight_key, activation_key) == (quant_key(known.weights, True), quant_key(known.activations, False))
 
     def as_stored(self, w1, w2):
-        # The contract has one layout.
         return self, w1, w2
 
     @property

@@ -34,7 +34,6 @@ from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
 from moe_torch.operators.stages import ACTIVATION
 
 Self = TypeVar("Self", bound="FusedMoEPermuteExpertsUnpermute")
-#: Elements of quantised activations.
 _ACTIVATION_ELEMENTS = ("e4m3", "e2m1", "int8")
 #: Methods that ported classes override.
 _OVERRIDES = ("activation", "moe_sum", "weights")
@@ -51,11 +50,10 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     """Experts that `FusedMoEModularKernel` runs between `prepare` and `finalize`.
 
     Letters: M tokens, E local experts, K hidden, N columns of the first product (2F if gated), F after the activation.
-
     quant_config: scheme, scales, zero points and biases of the weights. weight_layout: `out_in` (w1 `[E, N, K]`, w2
-    `[E, K, F]`) or `in_out` (w1 `[E, K, N]`, w2 `[E, F, K]`). None: the class's default. tuning: how tiles are chosen.
-    configs: quant_config, or the newest generation's moe_config, quant_config, max_num_tokens and num_dispatchers.
-    Raises Unsupported if `why_unsupported` gives a reason.
+    `[E, K, F]`) or `in_out` (last axes swapped). None: the class's default. tuning: how tiles are chosen. configs:
+    quant_config, or the newest generation's moe_config, quant_config, max_num_tokens and num_dispatchers. Raises
+    Unsupported if `why_unsupported` gives a reason.
     """
 
     #: `out_in` or `in_out`, by family.

@@ -17,7 +17,6 @@ from moe_torch.operators.stages import PACK_BITMATRIX
 from moe_torch.operators.table import MOE, MOE_QUANTIZED
 
 _ready: Recent[Ready] = Recent()
-#: Operators with more than one result.
 _SEVERAL = frozenset((PACK_BITMATRIX.name, *(found.name for found in (*MOE.values(), *MOE_QUANTIZED.values()))))
 
 

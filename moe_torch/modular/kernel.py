@@ -39,7 +39,6 @@ _FIRST_PREPARE = (
     *("a1", "a1_scale", "a2_scale", "topk_weights", "topk_ids", "num_experts", "expert_map"),
     "apply_router_weight_on_input",
 )
-#: Fields that a method takes by position.
 _BY_POSITION = {PrepareCall: _FIRST_PREPARE, FinalizeCall: FinalizeCall._fields}
 
 

@@ -22,11 +22,10 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     """Bring tokens to the experts and their outputs back. Objects keep nothing between calls.
 
     For expert parallelism `prepare` sends tokens to the ranks of their experts and returns the arrived tokens with ids,
-    weights and a handle, and `finalize` reduces and sends back. It gets the result of `prepare`.
-
-    The modular kernel passes the arguments that both methods name, so all published lists work: a subclass may take
-    quant_config, defer_input_quant and num_local_experts (of w1), and leave out scales and unused arguments. `prepare`
-    may return PreparedTokens, or the published tuple of 3 or 5.
+    weights and a handle. `finalize` gets this result, reduces and sends back. The modular kernel passes the arguments
+    that both methods name, so all published lists work: a subclass may take quant_config, defer_input_quant and
+    num_local_experts (of w1), and leave out scales and unused arguments. `prepare` may return PreparedTokens, or the
+    published tuple of 3 or 5.
     """
 
     @property

@@ -29,7 +29,6 @@ from moe_torch.modular.standard_experts import StandardExperts
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Composed forwards that have run, see `GroupedExperts.run_composed`.
 _known: Recent[KnownRun] = Recent()
 Self = TypeVar("Self", bound="GroupedExperts")
 

@@ -19,9 +19,7 @@ class _Local(threading.local):
 class Workspaces:
     """Scratch tensors that grow and are kept until `clear`, one set per thread, device and stream.
 
-    Several kernels, such as all layers of a model, may share one object. No forward may begin inside another one that
-    uses the same object.
-
+    Several kernels, such as all layers of a model, may share one object, unless one forward begins inside another.
     Memory is kept outside of grad mode only. Otherwise every call gets new tensors: autograd may save them,
     `torch.compile` plans memory, and a CUDA graph needs memory of its own pool.
     """

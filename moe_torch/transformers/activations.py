@@ -43,7 +43,6 @@ def _softcapped(experts: Any) -> Activation:
     return Activation("softcapped_silu", alpha=caps.gate_softcap.softcap, limit=caps.up_softcap.softcap)
 
 
-#: Models' own gates -> (gate layout, the activation).
 _GATES: dict[str, tuple[str, Callable[[Any], Activation]]] = {
     "GptOssExperts._apply_gate": _swiglu_oai("alpha", "limit", "interleaved"),
     "OpenAIPrivacyFilterExperts._apply_gate": _swiglu_oai("alpha", "limit"),

@@ -34,7 +34,6 @@ except ImportError as error:
     ) from error
 from moe_torch.transformers.fp8 import fp8_weights
 
-#: The attribute that holds a module's ExpertsOptions.
 OPTIONS = "moebius_options"
 
 
@@ -80,7 +79,7 @@ def has_interface(module: torch.nn.Module) -> bool:
 
 
 def align_weights(model: torch.nn.Module) -> int:
-    """Copy expert weights to addresses that are multiples of 16 bytes; returns the number of copies.
+    """Copy expert weights to addresses that are multiples of 16 bytes, and return the number of copies.
 
     transformers leaves stacked weights in the mapped file on a CPU, at addresses that kernels do not take. The first
     eager forward and `use` copy them. Call this before a compiled first forward. Parameters stay the same objects.

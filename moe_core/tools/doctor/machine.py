@@ -30,7 +30,6 @@ PACKAGES: dict[str, tuple[str, str | None, str | None]] = {
     "transformers": ("transformers", "5.17", None),
     "matplotlib": ("matplotlib", "3.9", None),
 }
-#: The architecture with measured tile configurations.
 TUNED_ARCH = 90
 
 

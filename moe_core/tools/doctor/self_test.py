@@ -22,7 +22,6 @@ from moe_core.parity.run import COMPOSED_STAGE, Yardstick, compare_bits, compare
 from moe_core.tools.doctor.poison import Poisoned, poisoned
 
 PASS, FAIL, UNTESTED = "pass", "FAIL", "not tested"
-#: Front-end -> its engine.
 FRONT_ENDS = {"torch": "moe_torch.parity.torch:TorchEngine", "jax": "moe_jax.parity:JaxEngine"}
 #: Public op -> stages that test it.
 OPS: dict[str, tuple[str, ...]] = {

@@ -32,7 +32,6 @@ _ROUNDS_SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 0.4, 7, 31
 _TOO_SLOW = 3.0
 #: Bits of the exponent: a number with all of them set is not finite.
 _EXPONENT = {"bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00), "float32": (np.uint32, 0x7F800000)}
-#: Bytes of the two tile counters.
 _COUNTER_BYTES = 8
 
 
@@ -145,7 +144,7 @@ class _Arrays:
         self._counters = device.allocate(_COUNTER_BYTES)
 
     def runner(self, plan: LaunchPlan, config: TileConfig) -> Callable[[], None]:
-        """Load the plan; returns a function that launches it on the arrays."""
+        """Load the plan and return a function that launches it on the arrays."""
         buffers = dict(self._buffers)
         if self._product.layout is not None:
             buffers["schedule"] = self._schedule(self._product.layout, config.block_m)

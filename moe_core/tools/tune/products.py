@@ -16,7 +16,6 @@ from moe_core.specs.operands import MatmulOperands
 from moe_core.specs.tile_table import TileKey, entry_key
 
 _GPT_OSS = ExpertsSpec(Activation("swiglu_oai"))
-#: Layers of released models, by name.
 PRESETS: Mapping[str, MoELayerSpec] = {
     "qwen3-30b-a3b": MoELayerSpec(2048, 768, 128, 8),
     "qwen3-235b-a22b": MoELayerSpec(4096, 1536, 128, 8),

@@ -28,15 +28,12 @@ _MODULES = {
     "numerics": (numerics, "InFlexData OutFlexData"),
     "tensor": (tensor, "Storage IntegerType FloatType Tensor Bitmatrix"),
 }
-#: (upstream module, name) -> our class.
 _CLASSES: dict[tuple[str, str], type] = {
     (module, name): getattr(ours, name) for module, (ours, names) in _MODULES.items() for name in names.split()
 }
 _NAMES = {ours: name for name, ours in _CLASSES.items()}
 _PLAIN_TYPES = (torch.dtype, bool, int, float, str, tuple, type(None))
-#: Kept as they are.
 _PLAIN = (torch.Tensor, torch.dtype, bool, int, float, str, type(None))
-#: Converts a value inside of another one.
 _Convert = Callable[[Any], Any]
 
 

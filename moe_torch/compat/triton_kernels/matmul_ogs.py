@@ -59,13 +59,12 @@ def matmul_ogs(
     fused_activation: FusedActivation | None = None,
     epilogue: Epilogue | None = None,
 ) -> torch.Tensor:
-    """Multiply the rows of x with the matrices of w; returns a torch tensor.
+    """Multiply the rows of x with the matrices of w.
 
     With routing_data: w `[E, K, N]`, bias `[E, N]`, x `[T, K]` with gather_indx, else one row for every row of the
     routing. The result is `[rows, N]`, or with scatter_indx `[rows / n_expts_act, N]`. Without: x `[M, K]`, w `[K, N]`,
-    bias `[N]`, or batched x `[B, M, K]`, w `[B, K, N]`, bias `[B, N]` and result `[B, M, N]`. A fused `swiglu_fn`
-    halves N. betas and gammas are `[rows]`, of a batch `[M]`. y is memory for the result, with a leading axis of 1 for
-    one matrix or a routing.
+    bias `[N]`, or a batch `[B, M, K]`, `[B, K, N]`, `[B, N]`. A fused `swiglu_fn` halves N. betas and gammas are
+    `[rows]`, of a batch `[M]`. y is memory for the result, with a leading axis of 1 unless x is a batch.
 
     x is bf16, fp16 or fp32. w is the same, or mxfp4, mxfp8 or fp8 (then x may be fp8) with scales in precision_config.
     Rows without an expert are zeros. Gradients are as in `moe_torch.matmul_ogs`. Raises InvalidInput, and Unsupported

@@ -48,7 +48,6 @@ class OutFlexData(BaseFlexData):
         return iter((self.expected_scale, self.actual_scale, self.checksum_scale))
 
 
-#: Defaults: no scales.
 PLAIN_INPUT, PLAIN_OUTPUT = InFlexData(), OutFlexData()
 
 

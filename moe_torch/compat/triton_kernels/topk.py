@@ -35,7 +35,7 @@ def topk(
 
     Indices ascend. Ties go to the lower one. y_indx: `[T, K]`, chosen indices, kept in their order, -1 if outside [0,
     E). apply_softmax: values are the softmax over a row's chosen numbers. n_rows: an integer, or a tensor of one.
-    Further rows have indices -1 and values 0. Raises InvalidInput, and Unsupported for another dim or no bitmatrix.
+    Further rows have indices -1 and values 0. Raises Unsupported for another dim or no bitmatrix.
     """
     if dim not in (1, -1):
         raise Unsupported(f"dim must be 1, the columns, got {dim}: experts are columns here; transpose x")

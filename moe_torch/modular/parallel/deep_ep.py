@@ -42,7 +42,6 @@ class _OnBuffer(InHalves):
     the buffer cannot take.
     """
 
-    #: Methods of the buffer that are called.
     methods: ClassVar[tuple[str, ...]]
     most_choices: ClassVar[int]
     maps_experts = property(lambda self: True)
@@ -170,7 +169,6 @@ class DeepEPHTPrepareAndFinalize(_OnBuffer):
                 f"rank_expert_offset must be {first}, the first of rank {self.buffer.rank}, got "
                 f"{self.rank_expert_offset}; leave it out"
             )
-        # Rows travel in units of this many bytes.
         unit = (32 if self.ranks <= _NODE else 512) // (1 if self.use_fp8_dispatch else 2)
         _require_columns(x, f"a multiple of {unit}", x.shape[1] % unit == 0)
 

@@ -154,9 +154,8 @@ class AcrossRanks(InHalves):
     def prepare_async(self, call: PrepareCall) -> Halves:
         """Return (hook, receiver). The hook sends rows once the counts are known, the receiver waits for arriving rows.
 
-        Messages travel while the caller works before either runs. a1 `[M, K]` and its weights and ids `[M, topk]` are
-        this rank's. Rows travel unquantised: experts quantise each row alike. num_experts: of all ranks.
-        num_local_experts: of w1.
+        Messages travel while the caller works. a1 `[M, K]` and its weights and ids `[M, topk]` are this rank's. Rows
+        travel unquantised: experts quantise each row alike. num_experts: of all ranks. num_local_experts: of w1.
         """
         try:
             # The kernel's default num_experts is this rank's own number.

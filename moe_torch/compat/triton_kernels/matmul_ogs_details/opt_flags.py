@@ -7,7 +7,6 @@ from typing import Any
 
 from moe_core.errors import InvalidInput
 
-#: Upstream constraints on NVIDIA's or AMD's devices.
 _NAMES = (
     "block_m", "block_n", "block_k", "split_k", "is_persistent", "fused_scatter", "epilogue_subtile", "num_stages",
     "idle_sms",

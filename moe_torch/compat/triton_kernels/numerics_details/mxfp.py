@@ -16,7 +16,6 @@ from moe_core.formats.mx import GROUP
 from moe_torch.quantize import dequantize, quantize
 
 MXFP_BLOCK_SIZE = GROUP
-#: Types of values, with their largest number.
 _LARGEST = {torch.uint8: 6.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _TYPES = ", ".join(map(str, _LARGEST))
 _MANTISSA_BITS, _ONE, _NAN = 23, 127, 255
