@@ -136,7 +136,8 @@ def release_stage(pipeline, stage):
 @gluon.jit
 def release_previous_stage(pipeline, stage):
     """Release the stage before `stage`."""
-    release_stage(pipeline, gl.where(stage == 0, pipeline.STAGES - 1, stage - 1))
+    barrier()
+    mbarrier.arrive(pipeline.empty.index(gl.where(stage == 0, pipeline.STAGES - 1, stage - 1)), count=1)
 
 
 @gluon.jit

@@ -100,7 +100,7 @@ def first_slots(layout, start, size, within):
 
 
 @gluon.jit
-def load_tile(tiles, pipeline, left, right, layout, gradients, part, next_start, next_size, next_slots, stage, phase):
+def load_tile(tiles, pipeline, left, right, layout, gradients, part, stage, phase, next_start, next_size, next_slots):
     """Load an expert's rows for a part, 64 at a time, as stages become free; no row: one stage of zeros.
 
     next_slots: of the first rows; next_start, next_size: where the next tile's rows lie, as the layout says. Returns
@@ -128,7 +128,6 @@ def load_tile(tiles, pipeline, left, right, layout, gradients, part, next_start,
             exists = exists & (slots >= 0) & (slots < layout.num_slots)
         mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)
         ready, upper, lower = pipeline.full.index(stage), tiles.left.index(2 * stage), tiles.left.index(2 * stage + 1)
-        wide = tiles.right.index(stage)
         whole = first + DEPTH <= size
         if SUMS and m + ROWS >= M:
             lower.store(gl.full([DEPTH, ROWS], 1.0, lower.dtype, ones))
@@ -140,7 +139,7 @@ def load_tile(tiles, pipeline, left, right, layout, gradients, part, next_start,
                 tma_load(left.map, [start + first, left.START + m], ready, upper)
                 tma_load(left.map, [start + first, left.START + m + ROWS], ready, lower)
             if right.GATHER == "row":
-                tma_load(right.map, [start + first, right.START + n], ready, wide)
+                tma_load(right.map, [start + first, right.START + n], ready, tiles.right.index(stage))
         else:
             mbarrier.arrive(ready, count=1)
         if (left.GATHER != "row") or not whole:
@@ -148,7 +147,7 @@ def load_tile(tiles, pipeline, left, right, layout, gradients, part, next_start,
             if not SUMS or m + ROWS < M:
                 copy_rows(left, lower, rows, slots, exists, m + ROWS, M, layout.TOP_K)
         if (right.GATHER != "row") or not whole:
-            copy_rows(right, wide, rows, slots, exists, n, gradients.N, layout.TOP_K)
+            copy_rows(right, tiles.right.index(stage), rows, slots, exists, n, gradients.N, layout.TOP_K)
         async_copy.mbarrier_arrive(ready, increment_count=False)
         stage, phase = advance(stage, phase, pipeline.STAGES)
     return stage, phase, next_slots
@@ -183,7 +182,7 @@ def producer(tiles, pipeline, left, right, layout, counters, gradients, GROUP_M:
         place, ring_phase = advance(place, ring_phase, RING)
         part = Part(start, size, m, n)
         stage, phase, slots = load_tile(
-            tiles, pipeline, left, right, layout, gradients, part, next_start, next_size, slots, stage, phase
+            tiles, pipeline, left, right, layout, gradients, part, stage, phase, next_start, next_size, slots
         )
         number, following = following, later
     mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
