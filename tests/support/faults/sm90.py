@@ -75,8 +75,8 @@ FAULTS: Planted = {
     },
     "pairs and their result": {
         "matmul.sm90.kernels.matmul": (
-            OpFault("store_pre(last, buffer", "store_pre(first, buffer"),
-            OpFault("store_pre(last, buffer", "store_pre(result, buffer"),
+            OpFault("store_pre(product, tile, last", "store_pre(product, tile, first"),
+            OpFault("store_pre(product, tile, last", "store_pre(product, tile, result"),
             OpFault(
                 "gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))",
                 "gl.split(gl.permute(gl.reshape(half, [ROWS, 2, PIECE // 2]), [0, 2, 1]))",
@@ -164,7 +164,7 @@ TALL_FAULTS: Planted = {
             OpFault("tiles.left.index(CHUNKS * stage + 2)", "tiles.left.index(CHUNKS * stage + WHICH)"),
             OpFault("half = weights.slice(WHICH * PIECE, PIECE, dim=1)", "half = weights.slice(0, PIECE, dim=1)"),
             OpFault("tile.column * PIECE + WHICH * PANEL", "tile.column * PIECE"),
-            OpFault("add_bias(up, bias_row, PIECE + WHICH * PANEL)", "add_bias(up, bias_row, WHICH * PANEL)"),
+            OpFault("add_bias(up, biases, PIECE + WHICH * PANEL)", "add_bias(up, biases, WHICH * PANEL)"),
             OpFault("third_within = 2 * ROWS +", "third_within = ROWS +"),
         ),
         "matmul.sm90.kernels.tall_producer": (

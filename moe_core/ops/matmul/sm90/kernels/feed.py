@@ -12,12 +12,13 @@ from moe_core.ops.matmul.sm90.kernels.tall_producer import take_tile as take_tal
 
 
 @gluon.jit
-def producer(tiles, pipeline, x, weights, layout, schedule):
+def producer(product):
     """Take, announce and load tiles until none is left.
 
     Rows of x of a tall tile are listed at its place of the ring. The list that it replaces is not read any more: all
     warps have announced a tile since. The last bias tile of tall tiles holds the next tile's biases.
     """
+    tiles, pipeline, weights = product.tiles, product.pipeline, product.weights
     TALL: gl.constexpr = tiles.row_lists is not None
     # Constants of the kernel: Triton 3.6 passes no function through `warp_specialize`.
     TAKE: gl.constexpr = take_tall_tile if TALL else take_tile
@@ -26,8 +27,11 @@ def producer(tiles, pipeline, x, weights, layout, schedule):
     STAGED: gl.constexpr = pipeline.STAGES * tiles.left.shape[2]
     LEAD: gl.constexpr = STAGED if STAGED < weights.D else weights.D
     layer_number, _ = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
+    last_biases = tiles.biases.index(RING) if TALL else None
     stage, phase, place, ring_phase = 0, 0, 0, 0
-    tile, upper, lower, biases = TAKE(tiles, place, x, weights, layer_number, layout, schedule)
+    tile, upper, lower, biases = TAKE(
+        product, layer_number, tiles.row_lists.index(place) if TALL else None, last_biases
+    )
     while tile.expert > -2:
         group = layer_number * weights.NUM_EXPERTS + tile.expert
         sources = tiles.row_lists.index(place) if TALL else (upper, lower)
@@ -35,16 +39,18 @@ def producer(tiles, pipeline, x, weights, layout, schedule):
             mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
             if (weights.bias is not None) or (weights.up_bias is not None):
                 if TALL:
-                    kept = tiles.biases.index(RING).load(gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
+                    kept = last_biases.load(gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
                     tiles.biases.index(place).store(kept)
                 else:
                     tiles.biases.index(place).store(biases)
             announce(pipeline, place, tile.expert, tile.start, tile.rows, tile.column)
             place, ring_phase = advance(place, ring_phase, RING)
-            stage, phase = LOAD(tiles, pipeline, x, weights, sources, tile, group, stage, phase, 0, LEAD)
-        next_tile, next_upper, next_lower, next_biases = TAKE(tiles, place, x, weights, layer_number, layout, schedule)
+            stage, phase = LOAD(product, sources, tile, group, stage, phase, 0, LEAD)
+        next_tile, next_upper, next_lower, next_biases = TAKE(
+            product, layer_number, tiles.row_lists.index(place) if TALL else None, last_biases
+        )
         if tile.expert >= 0:
-            stage, phase = LOAD(tiles, pipeline, x, weights, sources, tile, group, stage, phase, LEAD, weights.D)
+            stage, phase = LOAD(product, sources, tile, group, stage, phase, LEAD, weights.D)
         tile, upper, lower, biases = next_tile, next_upper, next_lower, next_biases
     mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
     announce(pipeline, place, -1, 0, 0, 0)

@@ -23,6 +23,7 @@ from moe_core.ops.common.kernels.aggregates import (
     Epilogue,
     Layout,
     Output,
+    Product,
     Rows,
     Schedule,
     Tile,
@@ -95,14 +96,16 @@ def first_weight_row(tile, PART: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.
 
 
 @gluon.jit
-def scales_of_part(scales, matrix, column, PART: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.constexpr):
+def scales_of_part(product, matrix, column, PART: gl.constexpr):
     """A pointer to the scales that 128 columns of a tile share, or where every weight row has its own, to the first.
 
     Columns behind the matrix take its last scales: their sums are not stored.
     """
+    scales = product.scales
+    GATE_LAYOUT: gl.constexpr = product.weights.GATE_LAYOUT
     pointer = scales.up_weights if (GATE_LAYOUT == "separate") and (PART == 1) else scales.weights
     pointer += matrix.to(gl.int64) * (scales.ROWS * scales.COLUMNS)
-    row = first_weight_row(column, PART, N, GATE_LAYOUT)
+    row = first_weight_row(column, PART, product.weights.N, GATE_LAYOUT)
     if scales.GROUP_ROWS == 0:
         return pointer
     elif scales.GROUP_ROWS == 1:
@@ -129,12 +132,10 @@ def add_part(total, partial, factor):
 
 
 @gluon.jit
-def add_stages(
-    x_offsets, first_scales, last_scales, tiles, pipeline, scales, stage, phase, WHICH: gl.constexpr, D: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
+def add_stages(product, x_offsets, first_scales, last_scales, stage, phase, WHICH: gl.constexpr, layout: gl.constexpr):
     """The sums of both halves of a tile, of products of one stage each, times their scales where GROUP says so."""
-    BLOCKS: gl.constexpr = (D + DEPTH - 1) // DEPTH
+    tiles, pipeline, scales = product.tiles, product.pipeline, product.scales
+    BLOCKS: gl.constexpr = (product.weights.D + DEPTH - 1) // DEPTH
     first = gl.zeros([ROWS, PIECE], gl.float32, layout)
     last = gl.zeros([ROWS, PIECE], gl.float32, layout)
     if scales.GROUP > 0:
@@ -163,14 +164,14 @@ def add_stages(
 
 
 @gluon.jit
-def add_all(tiles, pipeline, stage, phase, WHICH: gl.constexpr, D: gl.constexpr):
+def add_all(product, stage, phase, WHICH: gl.constexpr):
     """The sums of both halves of a tile, left to the tensor cores."""
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     accumulator = gl.zeros([ROWS, WIDE], gl.float32, wide)
-    accumulator, stage, phase = multiply(accumulator, tiles, pipeline, stage, phase, WHICH, False, True)
-    accumulator, stage, phase = multiply_rest(accumulator, tiles, pipeline, stage, phase, WHICH, D, False)
-    release_previous_stage(pipeline, stage)
-    first, last = halves(accumulator, False)
+    stage, phase, accumulator = multiply(product, stage, phase, accumulator, WHICH, True)
+    stage, phase, accumulator = multiply_rest(product, stage, phase, accumulator, WHICH)
+    release_previous_stage(product.pipeline, stage)
+    first, last = halves(accumulator)
     return first, last, stage, phase
 
 
@@ -186,12 +187,13 @@ def scale_sums(sums, x_scale, scales, GROUP_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def consumer(WHICH: gl.constexpr, tiles, pipeline, scales, output, epilogue, weights, layout, GATHER: gl.constexpr):
+def consumer(WHICH: gl.constexpr, product):
     """Multiply, finish and store 64 of the rows of each tile."""
+    tiles, pipeline, weights, layout = product.tiles, product.pipeline, product.weights, product.layout
+    epilogue, scales = product.epilogue, product.scales
     FIRST: gl.constexpr = WHICH * ROWS
     BIASED: gl.constexpr = (weights.bias is not None) or (weights.up_bias is not None)
-    N: gl.constexpr = weights.N
-    GATE_LAYOUT: gl.constexpr = weights.GATE_LAYOUT
+    GATHER: gl.constexpr = product.x.GATHER
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 32])
     within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     stage, phase, place, ring_phase, expert = 0, 0, 0, 0, 0
@@ -210,8 +212,8 @@ def consumer(WHICH: gl.constexpr, tiles, pipeline, scales, output, epilogue, wei
                 slots = gl.minimum(gl.maximum(slots, 0), layout.num_slots - 1)
             x_rows = source_of_row(slots, tile.start, exists, GATHER, layout.TOP_K)
             matrix = layer_number * weights.NUM_EXPERTS + expert
-            first_scales = scales_of_part(scales, matrix, tile.column, 0, N, GATE_LAYOUT)
-            last_scales = scales_of_part(scales, matrix, tile.column, 1, N, GATE_LAYOUT)
+            first_scales = scales_of_part(product, matrix, tile.column, 0)
+            last_scales = scales_of_part(product, matrix, tile.column, 1)
             x_offsets = x_rows * scales.X_STRIDE
             if scales.GROUP == 0:
                 x_scale = gl.load(scales.x + x_offsets)
@@ -219,10 +221,10 @@ def consumer(WHICH: gl.constexpr, tiles, pipeline, scales, output, epilogue, wei
             if epilogue.row_weight is not None:
                 scale = gl.load(epilogue.row_weight + slots)
             if scales.FAST:
-                first, last, stage, phase = add_all(tiles, pipeline, stage, phase, WHICH, weights.D)
+                first, last, stage, phase = add_all(product, stage, phase, WHICH)
             else:
                 first, last, stage, phase = add_stages(
-                    x_offsets, first_scales, last_scales, tiles, pipeline, scales, stage, phase, WHICH, weights.D, sums
+                    product, x_offsets, first_scales, last_scales, stage, phase, WHICH, sums
                 )
             if scales.GROUP == 0:
                 first = scale_sums(first, x_scale, first_scales, scales.GROUP_ROWS)
@@ -233,10 +235,10 @@ def consumer(WHICH: gl.constexpr, tiles, pipeline, scales, output, epilogue, wei
             # Read again rather than kept in registers over the main loop.
             _, start, rows, column = read_facts(pipeline, place)
             tile = Tile(expert, start, rows, column)
-            bias_row = tiles.biases.index(place) if BIASED else None
+            biases = tiles.biases.index(place) if BIASED else None
             buffer = tiles.results.index(WHICH)
             zero = tile.column >> 31 if epilogue.maxima is not None else 0
-            finish(first, last, bias_row, scale, layer_exists, buffer, tile, layout, epilogue, output, FIRST, zero)
+            finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST, zero)
         elif expert >= 0:
             stage, phase = skip_tile(pipeline, stage, phase, weights.D, DEPTH)
         release_tile(pipeline, place)
@@ -297,12 +299,9 @@ def matmul_fp8(
     SPREAD: gl.constexpr = 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS
     blocks = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M, SPREAD)
     rows = Rows(x_codes, x_map, X_STRIDE, GATHER)
+    product = Product(rows, weights, layout, blocks, tiles, pipeline, epilogue, output, factors)
     gl.warp_specialize(
-        [
-            (consumer, (0, tiles, pipeline, factors, output, epilogue, weights, layout, GATHER)),
-            (consumer, (1, tiles, pipeline, factors, output, epilogue, weights, layout, GATHER)),
-            (producer, (tiles, pipeline, rows, weights, layout, blocks)),
-        ],
+        [(consumer, (0, product)), (consumer, (1, product)), (producer, (product,))],
         [4, PRODUCER_WARPS],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

@@ -17,7 +17,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
-from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Rows, Schedule, Target, Tiles, Weights
+from moe_core.ops.common.kernels.aggregates import (
+    Epilogue,
+    Layout,
+    Output,
+    Product,
+    Rows,
+    Schedule,
+    Target,
+    Tiles,
+    Weights,
+)
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
@@ -43,45 +53,35 @@ from moe_core.ops.matmul.sm90.kernels.quantize_epilogue import quantize_by, quan
 
 
 @gluon.jit
-def multiply(
-    accumulator, tiles, pipeline, stage, phase,
-    WHICH: gl.constexpr, IN_OUT: gl.constexpr, FIRST: gl.constexpr, CHUNKS: gl.constexpr = 2,
-):  # fmt: skip
-    """One stage; the one before it is free when this one's product has begun and its own is done.
-
-    CHUNKS: of 64 rows, that a stage has room for.
-    """
+def multiply(product, stage, phase, accumulator, WHICH: gl.constexpr, FIRST: gl.constexpr):
+    """One stage; the one before it is free when this one's product has begun and its own is done."""
+    tiles, pipeline = product.tiles, product.pipeline
+    CHUNKS: gl.constexpr = tiles.left.shape[0] // pipeline.STAGES
     await_stage(pipeline, stage, phase)
     weights = tiles.right.index(stage)
-    if not IN_OUT:
+    if not product.weights.IN_OUT:
         weights = weights.permute([1, 0])
     accumulator = warpgroup_mma(tiles.left.index(CHUNKS * stage + WHICH), weights, accumulator, is_async=True)
     accumulator = warpgroup_mma_wait(num_outstanding=1, deps=[accumulator])
     if not FIRST:
         release_previous_stage(pipeline, stage)
     stage, phase = advance(stage, phase, pipeline.STAGES)
-    return accumulator, stage, phase
+    return stage, phase, accumulator
 
 
 @gluon.jit
-def multiply_rest(
-    accumulator, tiles, pipeline, stage, phase,
-    WHICH: gl.constexpr, D: gl.constexpr, IN_OUT: gl.constexpr, CHUNKS: gl.constexpr = 2,
-):  # fmt: skip
+def multiply_rest(product, stage, phase, accumulator, WHICH: gl.constexpr):
     """All stages of a tile but the first. The last one is not released yet."""
-    STEP: gl.constexpr = tiles.left.shape[2]
-    for _ in range(STEP, D, STEP):
-        accumulator, stage, phase = multiply(accumulator, tiles, pipeline, stage, phase, WHICH, IN_OUT, False, CHUNKS)
-    return warpgroup_mma_wait(num_outstanding=0, deps=[accumulator]), stage, phase
+    STEP: gl.constexpr = product.tiles.left.shape[2]
+    for _ in range(STEP, product.weights.D, STEP):
+        stage, phase, accumulator = multiply(product, stage, phase, accumulator, WHICH, False)
+    return stage, phase, warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
 
 
 @gluon.jit
-def halves(accumulator, INTERLEAVED: gl.constexpr):
-    """(even, odd) columns, or (first, last) halves: each pair is in one thread already."""
-    if INTERLEAVED:
-        first, last = gl.split(gl.reshape(accumulator, [ROWS, PIECE, 2]))
-    else:
-        first, last = gl.split(gl.permute(gl.reshape(accumulator, [ROWS, 2, PIECE]), [0, 2, 1]))
+def halves(accumulator):
+    """(first, last) 128 columns: each pair is in one thread already."""
+    first, last = gl.split(gl.permute(gl.reshape(accumulator, [ROWS, 2, PIECE]), [0, 2, 1]))
     return first, last
 
 
@@ -161,29 +161,31 @@ def store_piece(values, buffer, target, layout, tile, column, FIRST: gl.constexp
 
 
 @gluon.jit
-def store_pre(values, buffer, tile, layout, epilogue, output, PART: gl.constexpr, FIRST: gl.constexpr):
+def store_pre(product, tile, values, buffer, PART: gl.constexpr, FIRST: gl.constexpr):
     """Write the first or the last 128 columns of a tile of the pre-activation by layout row.
 
     They are neighbours, or those of the gate and those of up, which lie N further: a narrow last tile's gate columns
     would run into them, so they have a map of their own that ends there.
     """
+    output = product.output
+    GATE_LAYOUT: gl.constexpr = product.epilogue.GATE_LAYOUT
     N: gl.constexpr = output.N
-    if (epilogue.GATE_LAYOUT == "halves") or (epilogue.GATE_LAYOUT == "separate"):
+    if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
         column = tile.column * PIECE + PART * N
-        array_map = output.gate_map if PART == 0 else output.pre_map
-        target = Target(output.pre, array_map, 2 * N, N + PART * N, "row", True)
+        target = Target(output.pre, output.gate_map if PART == 0 else output.pre_map, 2 * N, N + PART * N, "row", True)
     else:
-        WIDTH: gl.constexpr = N if epilogue.GATE_LAYOUT is None else 2 * N
+        WIDTH: gl.constexpr = N if GATE_LAYOUT is None else 2 * N
         column = tile.column * WIDE + PART * PIECE
         target = Target(output.pre, output.pre_map, WIDTH, WIDTH, "row", True)
-    store_piece(values, buffer, target, layout, tile, column, FIRST)
+    store_piece(values, buffer, target, product.layout, tile, column, FIRST)
 
 
 @gluon.jit
-def store_result(result, buffer, tile, layout, output, column, FIRST: gl.constexpr, zero=0):
-    """Write 128 columns of y, or fewer."""
+def store_result(product, tile, result, buffer, column, FIRST: gl.constexpr, zero=0):
+    """Write columns of y."""
+    output = product.output
     target = Target(output.y, output.y_map, output.N, output.N, output.SCATTER, output.TRUSTED)
-    store_piece(result, buffer, target, layout, tile, column, FIRST, zero)
+    store_piece(result, buffer, target, product.layout, tile, column, FIRST, zero)
 
 
 @gluon.jit
@@ -197,62 +199,66 @@ def weigh(result, scale, layer_exists):
 
 
 @gluon.jit
-def quantize(result, tile, epilogue, N: gl.constexpr, column, FIRST: gl.constexpr, zero):
-    """Codes of 128 columns of a gated result; or the result, whose maxima are found, cast to 16 bits."""
-    if epilogue.RULE == "given":
-        result = quantize_by(result.to(epilogue.DTYPE).to(gl.float32), epilogue.scales)
-    elif epilogue.scales is not None:
-        result = quantize_tile(result.to(epilogue.DTYPE).to(gl.float32), epilogue.scales, tile, FIRST, N, epilogue.RULE)
-    elif epilogue.maxima is not None:
-        result = result.to(epilogue.DTYPE)
-        raise_maxima(result, epilogue.maxima, tile.rows, column, FIRST, N, zero)
-    return result
-
-
-@gluon.jit
-def finish(
-    first, last, bias_row, scale, layer_exists, buffer, tile, layout, epilogue, output, FIRST: gl.constexpr, zero=0
-):
+def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST: gl.constexpr, zero=0):
     """Bias, [pre-activation cast and stored], activation, row weight, cast, store. zero: see `store_piece`."""
+    epilogue, output = product.epilogue, product.output
+    N: gl.constexpr = output.N
     if epilogue.GATE_LAYOUT is not None:
-        first = add_bias(first, bias_row, 0)
+        first = add_bias(first, biases, 0)
         if output.pre is not None:
-            store_pre(first, buffer, tile, layout, epilogue, output, 0, FIRST)
+            store_pre(product, tile, first, buffer, 0, FIRST)
         # The activation is between two stores, so that it runs while the buffer of the first is read.
         if output.y is not None and epilogue.GATE_LAYOUT == "interleaved":
             left = activate_pairs(first, epilogue)
-            last = add_bias(last, bias_row, PIECE)
+            last = add_bias(last, biases, PIECE)
             result = join_halves(left, activate_pairs(last, epilogue))
         else:
-            last = add_bias(last, bias_row, PIECE)
+            last = add_bias(last, biases, PIECE)
             if output.y is not None:
                 result = activate_gated(first, last, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
         if output.y is not None:
             result = weigh(result, scale, layer_exists)
-            result = quantize(result, tile, epilogue, output.N, tile.column * PIECE, FIRST, zero)
+            if epilogue.RULE == "given":
+                result = quantize_by(result.to(epilogue.DTYPE).to(gl.float32), epilogue.scales)
+            elif epilogue.scales is not None:
+                result = result.to(epilogue.DTYPE).to(gl.float32)
+                result = quantize_tile(result, epilogue.scales, tile, FIRST, N, epilogue.RULE)
+            elif epilogue.maxima is not None:
+                result = result.to(epilogue.DTYPE)
+                raise_maxima(result, epilogue.maxima, tile.rows, tile.column * PIECE, FIRST, N, zero)
         if output.pre is not None:
-            store_pre(last, buffer, tile, layout, epilogue, output, 1, FIRST)
+            store_pre(product, tile, last, buffer, 1, FIRST)
         if output.y is not None:
-            store_result(result, buffer, tile, layout, output, tile.column * PIECE, FIRST, zero)
+            store_result(product, tile, result, buffer, tile.column * PIECE, FIRST, zero)
     else:
         column = tile.column * WIDE
         for part in gl.static_range(2):
-            result = add_bias(first if part == 0 else last, bias_row, part * PIECE)
+            result = add_bias(first if part == 0 else last, biases, part * PIECE)
             if output.pre is not None:
-                store_pre(result, buffer, tile, layout, epilogue, output, part, FIRST)
+                store_pre(product, tile, result, buffer, part, FIRST)
             if output.y is not None:
                 if epilogue.ACTIVATION is not None:
                     result = activate(result, epilogue.ACTIVATION)
                 result = weigh(result, scale, layer_exists)
-                result = quantize(result, tile, epilogue, output.N, column, FIRST, zero)
-                store_result(result, buffer, tile, layout, output, column, FIRST, zero)
+                if epilogue.maxima is not None:
+                    result = result.to(epilogue.DTYPE)
+                    raise_maxima(result, epilogue.maxima, tile.rows, column, FIRST, N, zero)
+                store_result(product, tile, result, buffer, column, FIRST, zero)
             column += PIECE
 
 
 @gluon.jit
-def consumer(WHICH: gl.constexpr, tiles, pipeline, output, epilogue, weights, layout):
+def load_scale(product, slots):
+    """Row weights of slots, which may be outside of them."""
+    return gl.load(product.epilogue.row_weight + gl.minimum(gl.maximum(slots, 0), product.layout.num_slots - 1))
+
+
+@gluon.jit
+def consumer(WHICH: gl.constexpr, product):
     """Multiply, finish and store 64 of the rows of each tile."""
+    tiles, pipeline, weights = product.tiles, product.pipeline, product.weights
     FIRST: gl.constexpr = WHICH * ROWS
+    WEIGHTED: gl.constexpr = product.epilogue.row_weight is not None
     BIASED: gl.constexpr = (weights.bias is not None) or (weights.up_bias is not None)
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
@@ -263,24 +269,19 @@ def consumer(WHICH: gl.constexpr, tiles, pipeline, output, epilogue, weights, la
         tile = await_tile(pipeline, place, ring_phase)
         expert = tile.expert
         if tile.rows > FIRST:
-            if epilogue.row_weight is not None:
+            if WEIGHTED:
                 # The weights' addresses come from memory: asked for here, used after the first stage and at the end.
-                slots = gl.load(layout.slot_of_row + tile.start.to(gl.int64) + within, mask=within < tile.rows, other=0)
+                rows = product.layout.slot_of_row
+                slots = gl.load(rows + tile.start.to(gl.int64) + within, mask=within < tile.rows, other=0)
             accumulator = gl.zeros([ROWS, WIDE], gl.float32, sums)
-            accumulator, stage, phase = multiply(
-                accumulator, tiles, pipeline, stage, phase, WHICH, weights.IN_OUT, True
-            )
-            scale = None
-            if epilogue.row_weight is not None:
-                scale = gl.load(epilogue.row_weight + gl.minimum(gl.maximum(slots, 0), layout.num_slots - 1))
-            accumulator, stage, phase = multiply_rest(
-                accumulator, tiles, pipeline, stage, phase, WHICH, weights.D, weights.IN_OUT
-            )
+            stage, phase, accumulator = multiply(product, stage, phase, accumulator, WHICH, True)
+            scale = load_scale(product, slots) if WEIGHTED else None
+            stage, phase, accumulator = multiply_rest(product, stage, phase, accumulator, WHICH)
             release_previous_stage(pipeline, stage)
-            bias_row = tiles.biases.index(place) if BIASED else None
+            biases = tiles.biases.index(place) if BIASED else None
             buffer = tiles.results.index(WHICH)
-            first, last = halves(accumulator, False)
-            finish(first, last, bias_row, scale, layer_exists, buffer, tile, layout, epilogue, output, FIRST)
+            first, last = halves(accumulator)
+            finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST)
         elif expert >= 0:
             stage, phase = skip_tile(pipeline, stage, phase, weights.D, DEPTH)
         release_tile(pipeline, place)
@@ -328,12 +329,9 @@ def matmul_ogs(
     SPREAD: gl.constexpr = 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS
     blocks = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M, SPREAD)
     rows = Rows(x, x_map, X_STRIDE, GATHER)
+    product = Product(rows, weights, layout, blocks, tiles, pipeline, epilogue, output)
     gl.warp_specialize(
-        [
-            (consumer, (0, tiles, pipeline, output, epilogue, weights, layout)),
-            (consumer, (1, tiles, pipeline, output, epilogue, weights, layout)),
-            (producer, (tiles, pipeline, rows, weights, layout, blocks)),
-        ],
+        [(consumer, (0, product)), (consumer, (1, product)), (producer, (product,))],
         [4, PRODUCER_WARPS],
         [208, 88],
     )

@@ -37,20 +37,20 @@ def bias_tile(weights, layer_number, expert, column):
 
 
 @gluon.jit
-def load_weights(weights, tiles, full, stage, group, column, k, PANEL: gl.constexpr = PIECE):
+def load_weights(product, full, stage, group, column, k, PANEL: gl.constexpr = PIECE):
     """Start loading one stage of weights: those of gate and of up take turns, PANEL columns of each.
 
     group: the matrix, counted over layers and experts.
     """
-    buffer = tiles.right.index(stage)
+    weights, tiles = product.weights, product.tiles.right
     if (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate"):
         second_map = weights.map if weights.GATE_LAYOUT == "halves" else weights.up_map
         AXIS: gl.constexpr = 1 if weights.IN_OUT else 0
         for part in gl.static_range(PIECE // PANEL):
             first = column * PIECE + part * PANEL
             second = first + (weights.N if weights.GATE_LAYOUT == "halves" else 0)
-            gate = buffer.slice(2 * part * PANEL, PANEL, dim=AXIS)
-            up = buffer.slice((2 * part + 1) * PANEL, PANEL, dim=AXIS)
+            gate = tiles.index(stage).slice(2 * part * PANEL, PANEL, dim=AXIS)
+            up = tiles.index(stage).slice((2 * part + 1) * PANEL, PANEL, dim=AXIS)
             if weights.IN_OUT:
                 tma_load(weights.map, [group * weights.D + k, first], full, gate)
                 tma_load(second_map, [group * weights.D + k, second], full, up)
@@ -58,17 +58,18 @@ def load_weights(weights, tiles, full, stage, group, column, k, PANEL: gl.conste
                 tma_load(weights.map, [group * weights.WEIGHT_N + first, k], full, gate)
                 tma_load(second_map, [group * weights.WEIGHT_N + second, k], full, up)
     elif weights.IN_OUT:
-        tma_load(weights.map, [group * weights.D + k, column * WIDE], full, buffer)
+        tma_load(weights.map, [group * weights.D + k, column * WIDE], full, tiles.index(stage))
     else:
-        tma_load(weights.map, [group * weights.WEIGHT_N + column * WIDE, k], full, buffer)
+        tma_load(weights.map, [group * weights.WEIGHT_N + column * WIDE, k], full, tiles.index(stage))
 
 
 @gluon.jit
-def gathered_rows(x, layout, start, rows, FIRST: gl.constexpr):
+def gathered_rows(product, start, rows, FIRST: gl.constexpr):
     """Return the rows of x of a consumer; a row that does not exist repeats the last one that does.
 
     The arrays of a layout may come from anywhere: no value in them may lead outside x.
     """
+    x, layout = product.x, product.layout
     numbers: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
     within = gl.maximum(gl.minimum(FIRST + gl.arange(0, ROWS, numbers), rows - 1), 0)
     if x.GATHER == "row":
@@ -79,23 +80,24 @@ def gathered_rows(x, layout, start, rows, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(weights, layout, schedule, HEIGHT: gl.constexpr):
+def next_tile(product, HEIGHT: gl.constexpr):
     """Return the `locate_tile` of the counter's next number."""
-    COLUMNS: gl.constexpr = PIECE if weights.GATE_LAYOUT is not None else WIDE
-    TILES: gl.constexpr = (weights.N + COLUMNS - 1) // COLUMNS
-    number = gl.atomic_add(schedule.counters + schedule.COUNTER, 1, sem="relaxed")
-    return locate_tile(number, layout, schedule, TILES, HEIGHT)
+    COLUMNS: gl.constexpr = PIECE if product.weights.GATE_LAYOUT is not None else WIDE
+    TILES: gl.constexpr = (product.weights.N + COLUMNS - 1) // COLUMNS
+    number = gl.atomic_add(product.schedule.counters + product.schedule.COUNTER, 1, sem="relaxed")
+    return locate_tile(number, product.layout, product.schedule, TILES, HEIGHT)
 
 
 @gluon.jit
-def take_tile(tiles, place, x, weights, layer_number, layout, schedule):
-    """Return (tile, both consumers' rows of x, biases)."""
-    left, exists, expert, start, size, _, block, column = next_tile(weights, layout, schedule, 2 * ROWS)
+def take_tile(product, layer_number, row_list, last_biases):
+    """Return (tile, both consumers' rows of x, biases). row_list, last_biases: of tall tiles only."""
+    weights = product.weights
+    left, exists, expert, start, size, _, block, column = next_tile(product, 2 * ROWS)
     first = block * (2 * ROWS)
     rows = gl.where(exists, size - first, 0)
     start += first
-    upper = gathered_rows(x, layout, start, rows, 0)
-    lower = gathered_rows(x, layout, start, rows, ROWS)
+    upper = gathered_rows(product, start, rows, 0)
+    lower = gathered_rows(product, start, rows, ROWS)
     biases = 0
     if (weights.bias is not None) or (weights.up_bias is not None):
         biases = bias_tile(weights, layer_number.to(gl.int64), gl.maximum(expert, 0), column)
@@ -104,9 +106,10 @@ def take_tile(tiles, place, x, weights, layer_number, layout, schedule):
 
 
 @gluon.jit
-def load_steps(tiles, pipeline, x, weights, sources, tile, group, stage, phase, FROM: gl.constexpr, TO: gl.constexpr):
+def load_steps(product, sources, tile, group, stage, phase, FROM: gl.constexpr, TO: gl.constexpr):
     """Load the part FROM .. TO of a tile's reduction as stages become free. sources: both consumers' rows of x."""
     upper, lower = sources
+    x, tiles, pipeline = product.x, product.tiles, product.pipeline
     STEP: gl.constexpr = tiles.left.shape[2]
     BYTES: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([1, STEP // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -123,26 +126,26 @@ def load_steps(tiles, pipeline, x, weights, sources, tile, group, stage, phase, 
         ready = pipeline.full.index(stage)
         if x.GATHER != "row":
             mbarrier.expect(ready, WIDE * BYTES)
-            load_weights(weights, tiles, ready, stage, group, tile.column, k)
-            if weights.D % STEP == 0:
+            load_weights(product, ready, stage, group, tile.column, k)
+            if product.weights.D % STEP == 0:
                 row_load(tiles.left.index(2 * stage), upper_rows + k, mask=within < tile.rows)
                 if tile.rows > ROWS:
                     row_load(tiles.left.index(2 * stage + 1), lower_rows + k, mask=ROWS + within < tile.rows)
             else:
                 # What lies behind a row is another one: zeros, which TMA reads there too.
-                inside = (columns < weights.D - k)[None, :]
+                inside = (columns < product.weights.D - k)[None, :]
                 row_load(tiles.left.index(2 * stage), upper_rows + k, mask=(within < tile.rows) & inside)
                 if tile.rows > ROWS:
                     row_load(tiles.left.index(2 * stage + 1), lower_rows + k, mask=(ROWS + within < tile.rows) & inside)
             async_copy.mbarrier_arrive(ready, increment_count=False)
         elif tile.rows > ROWS:
             mbarrier.expect(ready, (WIDE + 2 * ROWS) * BYTES)
-            load_weights(weights, tiles, ready, stage, group, tile.column, k)
+            load_weights(product, ready, stage, group, tile.column, k)
             tma_load(x.map, [tile.start, k], ready, tiles.left.index(2 * stage))
             tma_load(x.map, [tile.start + ROWS, k], ready, tiles.left.index(2 * stage + 1))
         else:
             mbarrier.expect(ready, (WIDE + ROWS) * BYTES)
-            load_weights(weights, tiles, ready, stage, group, tile.column, k)
+            load_weights(product, ready, stage, group, tile.column, k)
             tma_load(x.map, [tile.start, k], ready, tiles.left.index(2 * stage))
         stage, phase = advance(stage, phase, pipeline.STAGES)
     return stage, phase

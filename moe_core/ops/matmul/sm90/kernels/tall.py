@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.ops.activation.kernels.formulas import activate, activate_gated
-from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Rows, Schedule, Tiles, Weights
+from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Product, Rows, Schedule, Tiles, Weights
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.exchange.kernels.addresses import SECTIONS
@@ -28,6 +28,7 @@ from moe_core.ops.matmul.sm90.kernels.matmul import (
     add_bias,
     finish,
     halves,
+    load_scale,
     multiply,
     multiply_rest,
     store_result,
@@ -54,13 +55,12 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
 
 
 @gluon.jit
-def multiply_tall(
-    accumulator, third, tiles, pipeline, stage, phase, WHICH: gl.constexpr, IN_OUT: gl.constexpr, FIRST: gl.constexpr
-):
+def multiply_tall(product, stage, phase, accumulator, third, WHICH: gl.constexpr, FIRST: gl.constexpr):
     """One stage of this consumer's 64 rows and of half of the columns of the third 64; see `multiply`."""
+    tiles, pipeline = product.tiles, product.pipeline
     await_stage(pipeline, stage, phase)
     weights = tiles.right.index(stage)
-    if IN_OUT:
+    if product.weights.IN_OUT:
         half = weights.slice(WHICH * PIECE, PIECE, dim=1)
     else:
         half = weights.slice(WHICH * PIECE, PIECE, dim=0).permute([1, 0])
@@ -72,7 +72,7 @@ def multiply_tall(
     if not FIRST:
         release_previous_stage(pipeline, stage)
     stage, phase = advance(stage, phase, pipeline.STAGES)
-    return accumulator, third, stage, phase
+    return stage, phase, accumulator, third
 
 
 @gluon.jit
@@ -85,11 +85,12 @@ def panel_halves(values):
 
 
 @gluon.jit
-def finish_third(third, bias_row, scale, layer_exists, buffer, tile, layout, epilogue, output, WHICH: gl.constexpr):
+def finish_third(product, tile, third, biases, scale, layer_exists, buffer, WHICH: gl.constexpr):
     """Bias, activation, row weight, cast and store of this consumer's half of the third chunk."""
+    epilogue = product.epilogue
     if epilogue.GATE_LAYOUT is None:
         column = tile.column * WIDE + WHICH * PIECE
-        result = add_bias(third, bias_row, WHICH * PIECE)
+        result = add_bias(third, biases, WHICH * PIECE)
         if epilogue.ACTIVATION is not None:
             result = activate(result, epilogue.ACTIVATION)
     else:
@@ -97,30 +98,23 @@ def finish_third(third, bias_row, scale, layer_exists, buffer, tile, layout, epi
         buffer = buffer.slice(0, PANEL, dim=1)
         column = tile.column * PIECE + WHICH * PANEL
         if epilogue.GATE_LAYOUT == "interleaved":
-            result = activate_pairs(add_bias(third, bias_row, WHICH * PIECE), epilogue)
+            result = activate_pairs(add_bias(third, biases, WHICH * PIECE), epilogue)
         else:
             gate, up = panel_halves(third)
-            gate = add_bias(gate, bias_row, WHICH * PANEL)
-            up = add_bias(up, bias_row, PIECE + WHICH * PANEL)
+            gate = add_bias(gate, biases, WHICH * PANEL)
+            up = add_bias(up, biases, PIECE + WHICH * PANEL)
             result = activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
     result = weigh(result, scale, layer_exists)
-    store_result(result, buffer, tile, layout, output, column, 2 * ROWS, tile.column >> 31)
+    store_result(product, tile, result, buffer, column, 2 * ROWS, tile.column >> 31)
 
 
 @gluon.jit
-def load_scales(slots, third_slots, row_weight, num_slots):
-    """Row weights of this consumer's rows and of the third chunk's."""
-    scale = gl.load(row_weight + gl.minimum(gl.maximum(slots, 0), num_slots - 1))
-    return scale, gl.load(row_weight + gl.minimum(gl.maximum(third_slots, 0), num_slots - 1))
-
-
-@gluon.jit
-def consumer(WHICH: gl.constexpr, tiles, pipeline, output, epilogue, weights, layout):
+def consumer(WHICH: gl.constexpr, product):
     """Multiply, finish and store 64 of the rows of each tile, and half of the columns of its third 64 rows."""
+    tiles, pipeline, weights = product.tiles, product.pipeline, product.weights
     FIRST: gl.constexpr = WHICH * ROWS
+    WEIGHTED: gl.constexpr = product.epilogue.row_weight is not None
     BIASED: gl.constexpr = (weights.bias is not None) or (weights.up_bias is not None)
-    IN_OUT: gl.constexpr = weights.IN_OUT
-    WEIGHTED: gl.constexpr = epilogue.row_weight is not None
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     third_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     within = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
@@ -135,43 +129,36 @@ def consumer(WHICH: gl.constexpr, tiles, pipeline, output, epilogue, weights, la
             scale, third_scale = None, None
             if WEIGHTED:
                 # The weights' addresses come from memory: asked for here, used after the first stage and at the end.
-                slots = layout.slot_of_row + tile.start.to(gl.int64)
+                slots = product.layout.slot_of_row + tile.start.to(gl.int64)
                 third_slots = gl.load(slots + third_within, mask=third_within < tile.rows, other=0)
                 slots = gl.load(slots + within, mask=within < tile.rows, other=0)
                 scale, third_scale = slots.to(gl.float32), third_slots.to(gl.float32)
             accumulator = gl.zeros([ROWS, WIDE], gl.float32, sums)
             third = gl.zeros([ROWS, PIECE], gl.float32, third_sums)
             if tile.rows > 2 * ROWS:
-                accumulator, third, stage, phase = multiply_tall(
-                    accumulator, third, tiles, pipeline, stage, phase, WHICH, IN_OUT, True
-                )
+                stage, phase, accumulator, third = multiply_tall(product, stage, phase, accumulator, third, WHICH, True)
                 if WEIGHTED:
-                    scale, third_scale = load_scales(slots, third_slots, epilogue.row_weight, layout.num_slots)
+                    scale, third_scale = load_scale(product, slots), load_scale(product, third_slots)
                 for _ in range(DEPTH, weights.D, DEPTH):
-                    accumulator, third, stage, phase = multiply_tall(
-                        accumulator, third, tiles, pipeline, stage, phase, WHICH, IN_OUT, False
+                    stage, phase, accumulator, third = multiply_tall(
+                        product, stage, phase, accumulator, third, WHICH, False
                     )
                 accumulator, third = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator, third])
             else:
-                accumulator, stage, phase = multiply(
-                    accumulator, tiles, pipeline, stage, phase, WHICH, IN_OUT, True, CHUNKS
-                )
+                stage, phase, accumulator = multiply(product, stage, phase, accumulator, WHICH, True)
                 if WEIGHTED:
-                    scale, third_scale = load_scales(slots, third_slots, epilogue.row_weight, layout.num_slots)
-                accumulator, stage, phase = multiply_rest(
-                    accumulator, tiles, pipeline, stage, phase, WHICH, weights.D, IN_OUT, CHUNKS
-                )
+                    scale, third_scale = load_scale(product, slots), load_scale(product, third_slots)
+                stage, phase, accumulator = multiply_rest(product, stage, phase, accumulator, WHICH)
             release_previous_stage(pipeline, stage)
-            bias_row = tiles.biases.index(place) if BIASED else None
+            biases = tiles.biases.index(place) if BIASED else None
             if (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate"):
                 first, last = panel_halves(accumulator)
             else:
-                first, last = halves(accumulator, False)
+                first, last = halves(accumulator)
             buffer = tiles.results.index(WHICH)
-            zero = tile.column >> 31
-            finish(first, last, bias_row, scale, layer_exists, buffer, tile, layout, epilogue, output, FIRST, zero)
+            finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST, tile.column >> 31)
             if tile.rows > 2 * ROWS:
-                finish_third(third, bias_row, third_scale, layer_exists, buffer, tile, layout, epilogue, output, WHICH)
+                finish_third(product, tile, third, biases, third_scale, layer_exists, buffer, WHICH)
         elif expert >= 0:
             stage, phase = skip_tile(pipeline, stage, phase, weights.D, DEPTH)
         release_tile(pipeline, place)
@@ -219,12 +206,9 @@ def matmul_ogs(
     SPREAD: gl.constexpr = 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS
     blocks = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M, SPREAD)
     rows = Rows(x, x_map, X_STRIDE, GATHER)
+    product = Product(rows, weights, layout, blocks, tiles, pipeline, epilogue, output)
     gl.warp_specialize(
-        [
-            (consumer, (0, tiles, pipeline, output, epilogue, weights, layout)),
-            (consumer, (1, tiles, pipeline, output, epilogue, weights, layout)),
-            (producer, (tiles, pipeline, rows, weights, layout, blocks)),
-        ],
+        [(consumer, (0, product)), (consumer, (1, product)), (producer, (product,))],
         [4, PRODUCER_WARPS],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

@@ -12,7 +12,6 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     CHUNKS,
     DEPTH,
     PANEL,
-    RING,
     ROOM,
     ROWS,
     WIDE,
@@ -39,12 +38,13 @@ def read_rows(places, layout: gl.constexpr):
 
 
 @gluon.jit
-def take_tile(tiles, place, x, weights, layer_number, layout, schedule):
+def take_tile(product, layer_number, row_list, last_biases):
     """Return what `producer.take_tile` returns, but 0 for rows of x and biases, which go to shared memory.
 
-    The list of rows at `place` gets the rows of x, -1 behind the last one; the last bias tile gets the biases.
+    row_list int32 `[ROOM]` gets the rows of x, -1 behind the last one; last_biases fp32 `[WIDE]` gets the biases.
     """
-    left, exists, expert, start, size, blocks, block, column = next_tile(weights, layout, schedule, CHUNKS * ROWS)
+    x, weights, layout = product.x, product.weights, product.layout
+    left, exists, expert, start, size, blocks, block, column = next_tile(product, CHUNKS * ROWS)
     first, rows = even_block(size, block, blocks, ROWS, CHUNKS)
     start += first
     rows = gl.where(exists, rows, 0)
@@ -57,16 +57,17 @@ def take_tile(tiles, place, x, weights, layer_number, layout, schedule):
         # The arrays of a layout may come from anywhere: no value in them may lead outside x.
         slots = gl.minimum(gl.maximum(slots, 0), layout.num_slots - 1)
         numbers = slots // layout.TOP_K if x.GATHER == "token" else slots
-        tiles.row_lists.index(place).store(gl.where(within < rows, numbers, -1))
+        row_list.store(gl.where(within < rows, numbers, -1))
     if (weights.bias is not None) or (weights.up_bias is not None):
-        tiles.biases.index(RING).store(biases)
+        last_biases.store(biases)
     expert = gl.where(left, gl.where(rows > 0, expert, -1), -2)
     return Tile(expert, start, rows, column), 0, 0, 0
 
 
 @gluon.jit
-def load_steps(tiles, pipeline, x, weights, row_list, tile, group, stage, phase, FROM: gl.constexpr, TO: gl.constexpr):
+def load_steps(product, row_list, tile, group, stage, phase, FROM: gl.constexpr, TO: gl.constexpr):
     """Load the part FROM .. TO of a tile's reduction as stages become free."""
+    x, tiles, pipeline = product.x, product.tiles, product.pipeline
     # FROM, which the compiler does not know: it would hold addresses for it, in registers of the consumers.
     first = FROM + 8 * gl.minimum(tile.rows, 0) if FROM > 0 else 0
     BYTES: gl.constexpr = 128
@@ -83,7 +84,7 @@ def load_steps(tiles, pipeline, x, weights, row_list, tile, group, stage, phase,
             mbarrier.expect(ready, (WIDE + 2 * ROWS) * BYTES)
         else:
             mbarrier.expect(ready, (WIDE + ROWS) * BYTES)
-        load_weights(weights, tiles, ready, stage, group, tile.column, k, PANEL)
+        load_weights(product, ready, stage, group, tile.column, k, PANEL)
         for chunk in gl.static_range(CHUNKS):
             buffer = tiles.left.index(CHUNKS * stage + chunk)
             exists = tile.rows > chunk * ROWS

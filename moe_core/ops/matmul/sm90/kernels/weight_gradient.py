@@ -205,7 +205,7 @@ def multiply(accumulator, tiles, pipeline, stage, phase, WHICH: gl.constexpr, FI
 @gluon.jit
 def store_sums(accumulator, d_bias, column, N: gl.constexpr):
     """Store the sums that are every row of a product with ones."""
-    first, last = halves(accumulator, False)
+    first, last = halves(accumulator)
     layout: gl.constexpr = first.type.layout
     one = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) == 0
     for part in gl.static_range(2):
@@ -234,7 +234,7 @@ def consumer(WHICH: gl.constexpr, tiles, pipeline, gradients):
             release_previous_stage(pipeline, stage)
             # M is a multiple of 64: this consumer's rows exist or do not; columns are clipped by TMA.
             if m + WHICH * ROWS < gradients.M:
-                first, last = halves(accumulator, False)
+                first, last = halves(accumulator)
                 for part in gl.static_range(2):
                     tma.store_wait(0)
                     barrier()
