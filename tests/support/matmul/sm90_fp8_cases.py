@@ -21,7 +21,7 @@ from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.ops.routing.layout import ZERO_COUNTERS, add_schedule
 from moe_core.parity.tolerance import EXACT, quantized_matmul_tolerance
 from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Role
+from moe_core.plan.roles import Held, Role
 from moe_core.plan.steps import LaunchPlan, passed
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning
 from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, map_arrays, named_arrays
@@ -152,7 +152,7 @@ def plan_codes(
     bindings = {name: builder.input(name, plan.spec(name)) for name in names}
     given = {"static_scale": builder.input("static_scale", scale)} if scale is not None else {}
     codes = quantized_specs(QuantizedSpec(format), (layout.capacity, case.n))
-    made = {part: builder.output(part, array, f"x.{part}") for part, array in named_arrays(codes)}
+    made = {part: builder.output(part, array, Held(Role.ROWS, part)) for part, array in named_arrays(codes)}
     add_schedule(builder, layout, sm90_fp8_config(spec).block_m)
     bindings["tile_counters"] = zero_counters(builder)
     options = {}
