@@ -91,6 +91,10 @@ class PlanBuilder:
     def spec(self, name: str) -> ArraySpec:
         return self._buffers[name].spec
 
+    def spec_of(self, name: str | None) -> ArraySpec | None:
+        """The spec of a buffer that may be absent."""
+        return self.spec(name) if name is not None and self.has(name) else None
+
     def has(self, name: str) -> bool:
         """Whether a buffer of this name was declared."""
         return name in self._buffers

@@ -149,8 +149,8 @@ def _plan_d_x(
     """From where y is scattered to where x is gathered; a token's rows are added up."""
     by_token = spec.gather == "token"
     pulled = MatmulOperands(builder.spec(gradient), operands.weight, layer_index=operands.layer_index)
-    options = {"allow_tf32": spec.allow_tf32, "tuning": _tuning(spec)}
-    back = MatmulSpec(spec.weight_layout, spec.scatter, "row" if by_token else spec.gather, **options)
+    scatter = "row" if by_token else spec.gather
+    back = MatmulSpec(spec.weight_layout, spec.scatter, scatter, allow_tf32=spec.allow_tf32, tuning=_tuning(spec))
     bindings = {"x": gradient} | ({} if by_token else {"y": "d_x"})
     y = add_input_gradient(builder, "input gradient", pulled, layout, back, bindings)
     if by_token:
@@ -203,8 +203,9 @@ def add_input_gradient(
     target = builder.target
     if quantized_operands(operands):
         tile = choose_transposed_tile(operands, layout, spec, target)
-        options = {"tile": tile, "composed": stage is not None, "addressed": addressed}
-        plan = plan_matmul_quantized_transposed(operands, layout, spec, target, **options)
+        plan = plan_matmul_quantized_transposed(
+            operands, layout, spec, target, tile=tile, composed=stage is not None, addressed=addressed
+        )
     else:
         spec = dataclasses.replace(spec, weight_layout=TRANSPOSED[spec.weight_layout])
         problem = MatmulProblem(operands, layout, spec, target, joined=operands.up is not None, addressed=addressed)

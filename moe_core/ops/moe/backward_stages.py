@@ -105,8 +105,10 @@ class _Chain:
         gather = "row" if stage else self.gather
         options = MatmulSpec(spec.weight_layout, gather, "row", None, out_dtype, spec.allow_tf32, spec.matmul_tuning())
         bindings = {"x": d_y, "weight": self.prefix + name} | ({} if up is None else {"up": f"{self.prefix}up"})
-        label, where = f"{self.label}input gradient of {name}", {"stage": stage, "addressed": addressed}
-        return add_input_gradient(self.builder, label, operands, self.layout, options, bindings, **where)
+        label, where = f"{self.label}input gradient of {name}", self.layout
+        return add_input_gradient(
+            self.builder, label, operands, where, options, bindings, stage=stage, addressed=addressed
+        )
 
     def activation(self, z: str, weighting: dict[str, str], d_weight: Callable[[], str] | None) -> dict[str, str]:
         """d_pre, weighted_hidden where it is needed, and d_weight, whose buffer the function gives, where there is one.
@@ -118,11 +120,16 @@ class _Chain:
         operands = bundles.ExpertActivationOperands(**{name: builder.spec(buffer) for name, buffer in names.items()})
         kinds = ["d_pre"] + ["weighted_hidden"] * self.wants("down")
         outputs = (*kinds, *(() if d_weight is None else ("d_weight",)))
-        slot_of_row, options = f"{SAVED}slot_of_row", {}
         if self.layout is not None:
-            names |= {"slot_of_row": slot_of_row}
-            options = {"slot_of_row": builder.spec(slot_of_row), "zeros": False}
-        plan = plan_expert_activation_backward(operands, self.spec.activation, self.target, outputs=outputs, **options)
+            names |= {"slot_of_row": f"{SAVED}slot_of_row"}
+        plan = plan_expert_activation_backward(
+            operands,
+            self.spec.activation,
+            self.target,
+            outputs=outputs,
+            slot_of_row=builder.spec_of(names.get("slot_of_row")),
+            zeros=self.layout is None,
+        )
         roles = {"d_pre": Role.D_ROWS, "weighted_hidden": Role.ROWS}
         made = {name: builder.scratch(self.scratch + name, plan.spec(name), roles[name]) for name in kinds[1:]}
         if self.overwrites:
@@ -335,8 +342,14 @@ class BackwardPlanner:
             self._weighted_input("d_x", extra)
             return
         rows, row_of_slot = builder.spec(self.d_rows), builder.spec(f"{SAVED}row_of_slot")
-        shared = builder.spec(extra) if extra else None
-        options = {"order": "row", "shared": shared, "out_dtype": builder.spec("d_x").dtype}
-        plan = plan_reduce(rows, row_of_slot, self.layout, self.target, **options)
+        plan = plan_reduce(
+            rows,
+            row_of_slot,
+            self.layout,
+            self.target,
+            order="row",
+            shared=builder.spec_of(extra),
+            out_dtype=builder.spec("d_x").dtype,
+        )
         bindings = {"y": self.d_rows, "out": "d_x"} | ({"shared": extra} if extra else {})
         builder.call(plan, "reduce", bindings, {"y": Role.D_ROWS, "out": Role.D_ROWS})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec, require_spec
@@ -282,18 +281,33 @@ class _MoEPlanner:
     def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counters: int) -> None:
         """The layout and, where ids are not given, the routing before it: one plan has fewer launches than two."""
         builder, routing = self.builder, self.routing
-        maps = {"token_mask": self.token_mask, "expert_map": self.expert_map}
-        options = maps | {"block_ms": block_ms, "tile_counters": counters}
         bindings = {"ids": ids, "invalid_ids": "invalid_ids"} | dict(named_arrays(self.arrays))
         if isinstance(routing, TopK):
-            if builder.has("row_weight"):
-                options["given_weights"] = routing.weights
-                bindings |= {"given_weights": "routing.weights", "row_weight": "row_weight"}
-            plan = plan_layout(builder.spec(ids), layout, self.target, **options)
+            widened = builder.has("row_weight")
+            bindings |= {"given_weights": "routing.weights", "row_weight": "row_weight"} if widened else {}
+            plan = plan_layout(
+                builder.spec(ids),
+                layout,
+                self.target,
+                expert_map=self.expert_map,
+                token_mask=self.token_mask,
+                given_weights=routing.weights if widened else None,
+                block_ms=block_ms,
+                tile_counters=counters,
+            )
         else:
             logits = builder.spec("logits" if isinstance(routing, RouterWeights) else "routing.logits")
             scores = bundles.RouterLogits(logits, routing.correction_bias)
-            plan = plan_route_and_layout(scores, self.spec.router, layout, self.target, **options)
+            plan = plan_route_and_layout(
+                scores,
+                self.spec.router,
+                layout,
+                self.target,
+                token_mask=self.token_mask,
+                expert_map=self.expert_map,
+                block_ms=block_ms,
+                tile_counters=counters,
+            )
             bindings["weights"] = "weights"
         made = tuple(f"schedule_{block_m}" for block_m in block_ms)
         for name in (*made, *(("tile_counters",) if counters else ())):
@@ -303,10 +317,16 @@ class _MoEPlanner:
     def _reduce(self, slots: str, order: str, layout: LayoutSpec) -> None:
         builder = self.builder
         shared_output, shared_gate = self._shared()
-        named = {"shared": shared_output, "shared_gate": shared_gate}
-        options = {name: builder.spec(buffer) for name, buffer in named.items() if buffer} | {"order": order}
-        arrays = builder.spec(slots), builder.spec(self.arrays.row_of_slot)
-        plan = plan_reduce(*arrays, layout, self.target, out_dtype=self.out_dtype, **options)
+        plan = plan_reduce(
+            builder.spec(slots),
+            builder.spec(self.arrays.row_of_slot),
+            layout,
+            self.target,
+            order=order,
+            shared=builder.spec_of(shared_output),
+            shared_gate=builder.spec_of(shared_gate),
+            out_dtype=self.out_dtype,
+        )
         bindings = {"y": slots, "out": "output"} | ({"shared_gate": shared_gate} if shared_gate else {})
         builder.call(plan, "reduce", bindings)
 
@@ -317,13 +337,13 @@ class _MoEPlanner:
             return None, None
         layer_index = self.experts.layer_index if shared_is_stacked(self.experts, shared) else None
         first = MatmulOperands(self.x, shared.gate_up, shared.up, layer_index=layer_index)
-        options: dict[str, Any] = {"allow_tf32": spec.allow_tf32, "tuning": spec.matmul_tuning()}
-        dense = MatmulSpec(spec.weight_layout, activation=spec.activation, **options)
+        plain = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning())
+        dense = dataclasses.replace(plain, activation=spec.activation)
         plan = plan_matmul_ogs(first, None, dense, self.target, outputs=self._outputs)
         hidden = builder.scratch("shared_hidden", plan.spec("y"), Role.ROWS)
         bindings = {"x": "x", "weight": "shared.gate_up", "up": "shared.up", "y": hidden}
         builder.call(plan, "shared matmul 1", bindings | {"pre": f"{SAVED}shared_pre_activation"})
-        dense = MatmulSpec(spec.weight_layout, out_dtype="float32", **options)
+        dense = dataclasses.replace(plain, out_dtype="float32")
         second = MatmulOperands(builder.spec(hidden), shared.down, layer_index=layer_index)
         plan = plan_matmul_ogs(second, None, dense, self.target)
         output = builder.scratch("shared_output", plan.spec("y"), Role.ADDEND)

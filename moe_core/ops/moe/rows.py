@@ -96,10 +96,16 @@ class RowStages:
             zeros, made["zeros"] = MAXIMA, builder.scratch(_HIDDEN_MAXIMA, ArraySpec((MAXIMA,), "int32"))
         elif self.product.problem.finds_maxima:
             given |= {"maxima": _HIDDEN_MAXIMA}
-        options = {key: builder.spec(given[key]) for key in ("used_by", "maxima") if key in given}
-        if "static_scale" in given:
-            options["scales"] = builder.spec(scale)
-        plan = plan_quantize_rows(builder.spec(source), rows.format, builder.target, zeros=zeros, **options)
+        scales, used_by, maxima = (builder.spec_of(given.get(key)) for key in ("static_scale", "used_by", "maxima"))
+        plan = plan_quantize_rows(
+            builder.spec(source),
+            rows.format,
+            builder.target,
+            scales=scales,
+            used_by=used_by,
+            zeros=zeros,
+            maxima=maxima,
+        )
         roles = {"used_by": Role(users)} if "used_by" in given else None
         builder.call(plan, f"quantize {name}", {"x": source} | given | made, roles)
         return quantized

@@ -145,10 +145,9 @@ def plan_route_rounded(
     `plan_routing`, whatever is dropped; that of another expert is its score (of a softmax: among all experts) times
     scale, not renormalised. Raises InvalidInput, Unsupported.
     """
-    options = {"correction_bias": correction_bias, "token_mask": token_mask}
-    routing = plan_candidates(logits, spec, rounding, target, **options)
+    routing = plan_candidates(logits, spec, rounding, target, correction_bias=correction_bias, token_mask=token_mask)
     builder = PlanBuilder("route_rounded", target)
-    bindings = builder.inputs({"logits": logits} | options)
+    bindings = builder.inputs({"logits": logits, "correction_bias": correction_bias, "token_mask": token_mask})
     for name, _ in _KEPT:
         builder.output(name, routing.spec(name))
     builder.output("tokens_per_expert", ArraySpec(logits.shape[1:], "int32"))

@@ -253,8 +253,8 @@ def matmul_ogs_backward_plan(
         made["d_x"] = input_gradient(MatmulOperands(g, weight, layer_index=operands.layer_index), options, rows)
         if spec.gather == "token":
             assert layout is not None and row_of_slot is not None
-            options = {"top_k": layout.top_k, "order": "row", "out_dtype": plain_name(x)}
-            made["d_x"] = reduce(made["d_x"], row_of_slot, **options)
+            slots, dtype = made["d_x"], plain_name(x)
+            made["d_x"] = reduce(slots, row_of_slot, top_k=layout.top_k, order="row", out_dtype=dtype)
     if "d_weight" in wanted:
         sides, matrix = ((x, spec.gather), (g, spec.scatter)), Trained(weight, operands.layer_index)
         made["d_weight"] = matrix_gradient(*sides, matrix, rows, weight_layout=spec.weight_layout)

@@ -203,9 +203,9 @@ class MoEBackward:
             if self.request.wants(full) and isinstance(matrix, np.ndarray):
                 request = self.request
                 trained = matmul.Trained(matrix, chain.layer_index, request.into.get(full), request.places.get(full))
-                options = {"weight_layout": spec.weight_layout, "later": later}
-                sides = (left, "row"), (right, "row")
-                self.found[full] = matmul.matrix_gradient(*sides, trained, chain.rows, **options)
+                self.found[full] = matmul.matrix_gradient(
+                    (left, "row"), (right, "row"), trained, chain.rows, weight_layout=spec.weight_layout, later=later
+                )
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
             if bias is not None and self.request.wants(full):
                 weight = weighting.row_weight if name == "down" else None
