@@ -1,4 +1,4 @@
-"""The activation's backward in fp32: as an op of its own, and between the matmuls with the row weight's gradient."""
+"""Backward of the activation in fp32: as an op, and between the matmuls with the gradient of the row weight."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from moe_core.ops.activation.kernels.formulas import gated_backward, value_and_s
 def load_gate_up(
     x, up, base, up_base, first, inside, WIDTH: tl.constexpr, GATE_LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """(gate, up) in fp32 of BLOCK_N columns from `first`; rows begin at base in x and at up_base in up."""
+    """Return (gate, up) in fp32 of BLOCK_N columns from `first`. Rows begin at base in x and at up_base in up."""
     columns = first + tl.arange(0, BLOCK_N)[None, :]
     mask = inside[:, None] & (columns < WIDTH)
     if GATE_LAYOUT == "interleaved":
@@ -29,7 +29,7 @@ def load_gate_up(
 
 @triton.jit
 def store_gate_up(d_gate, d_up, d_x, d_second, base, first, inside, WIDTH: tl.constexpr, GATE_LAYOUT: tl.constexpr):
-    """Store the two gradients as `load_gate_up` loads; base: rows of d_x. d_second has rows of WIDTH."""
+    """Store both gradients in the layout of `load_gate_up`. base: rows of d_x. Rows of d_second have WIDTH columns."""
     BLOCK_N: tl.constexpr = d_gate.shape[1]
     columns = first + tl.arange(0, BLOCK_N)[None, :]
     mask = inside[:, None] & (columns < WIDTH)
@@ -52,7 +52,7 @@ def activation_backward(
     GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_x (and d_up) of y = activation(x, up) for a tile of rows and columns; GATE_LAYOUT None = ungated."""
+    """d_x (and d_up) of y = activation(x, up) for a tile of rows and columns. GATE_LAYOUT None: ungated."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)[None, :]
@@ -78,10 +78,14 @@ def expert_activation_backward(
     WIDTH: tl.constexpr, BY_ROW: tl.constexpr, GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_pre, weighted_hidden and d_weight of BLOCK_M slots, or rows with slot_of_row, whole ones, columns in order.
+    """Write d_pre, weighted_hidden and d_weight of BLOCK_M slots (rows, with slot_of_row), all columns in order.
 
-    d_pre = act'(pre) (w z); weighted_hidden = w act(pre); d_weight = <z, act(pre)> + bias_product; z = d_hidden. A slot
-    without a row: nothing read, d_weight 0, and unless BY_ROW (where it has no row to write) zeros.
+    d_pre = act'(pre) (w z)
+    weighted_hidden = w act(pre)
+    d_weight = <z, act(pre)> + bias_product
+    z = d_hidden
+
+    A slot without a row reads nothing. Its d_weight is 0, and it writes zeros unless BY_ROW, where it has no row.
     """
     slots = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     written = slots < num_slots

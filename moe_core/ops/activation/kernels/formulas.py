@@ -1,4 +1,4 @@
-"""The formulas of activations in fp32, with their derivatives: fused into matmuls, or called by the ops here."""
+"""Formulas of activations and their derivatives in fp32, for matmuls and for the ops here."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def sigmoid(x):
 
 @triton.jit
 def activate(x, NAME: tl.constexpr):
-    """act(x) of the ungated form, fp32. NaN propagates: comparisons with NaN are false, so `where` keeps it."""
+    """act(x) of the ungated form, fp32. Comparisons with NaN are false, so `where` keeps NaN."""
     if NAME == "silu":
         return x * sigmoid(x)
     elif NAME == "gelu":
@@ -27,7 +27,7 @@ def activate(x, NAME: tl.constexpr):
 
 @triton.jit
 def activate_gated(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """act(gate) * up with its bounds, fp32: the formulas of `moe_core.specs.matmul.Activation`."""
+    """act(gate) * up with its bounds, fp32. Formulas: `moe_core.specs.matmul.Activation`."""
     if NAME == "softcapped_silu":
         return softcap(gate, ALPHA) * sigmoid(gate) * softcap(up, LIMIT)
     else:
@@ -46,7 +46,7 @@ def activate_gated(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
 
 @triton.jit
 def clamp(x, LIMIT: tl.constexpr):
-    """x within [-LIMIT, LIMIT]; NaN stays NaN, for comparisons with it are false."""
+    """x within [-LIMIT, LIMIT]. NaN stays NaN, because comparisons with it are false."""
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
@@ -71,10 +71,8 @@ def softcap_slope(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def value_and_slope(x, NAME: tl.constexpr):
-    """(act(x), d act(x) / dx) of the ungated form, fp32; formulas: `moe_core.ops.activation.reference`.
-
-    Where the slope is constant in fp32 it is taken at a bound, so that no infinity meets a zero.
-    """
+    """(act(x), d act(x) / dx) of the ungated form, fp32. Formulas: `moe_core.ops.activation.reference`. A slope that is
+    constant in fp32 is taken at a bound, so that no infinity meets a zero."""
     if NAME == "silu":
         bounded = clamp(x, 128.0)
         share = sigmoid(bounded)
@@ -98,7 +96,7 @@ def value_and_slope(x, NAME: tl.constexpr):
 
 @triton.jit
 def gated_backward(d_y, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """(y, d_gate, d_up) of `activate_gated`: exact zeros where a factor is clamped."""
+    """(y, d_gate, d_up) of `activate_gated`, with exact zeros where a factor is clamped."""
     if NAME == "softcapped_silu":
         share = sigmoid(gate)
         capped, second = softcap(gate, ALPHA), softcap(up, LIMIT)

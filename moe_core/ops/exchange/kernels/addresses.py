@@ -10,7 +10,7 @@ SECTIONS = tl.constexpr(8)
 
 @triton.jit
 def pointer_to(addresses, DTYPE: tl.constexpr):
-    """Addresses, multiples of 16, as pointers. Without the hint rows would move in pieces of one element."""
+    """Return addresses, multiples of 16, as pointers. Without the hint, rows would move one element at a time."""
     if DTYPE == "bfloat16":
         return tl.multiple_of(addresses.to(tl.pointer_type(tl.bfloat16)), [16])
     elif DTYPE == "float16":
@@ -28,7 +28,7 @@ def pointer_to(addresses, DTYPE: tl.constexpr):
 
 @triton.jit
 def place_of(owners, rows, slots, inside, num_ranks, num_rows):
-    """(owner, row as int64, whether there is one) of slots."""
+    """Return (owner, row as int64, is there one) of slots."""
     owner = tl.load(owners + slots, mask=inside, other=-1)
     row = tl.load(rows + slots, mask=inside, other=-1).to(tl.int64)
     return owner, row, inside & (owner >= 0) & (owner < num_ranks) & (row >= 0) & (row < num_rows)
@@ -36,13 +36,14 @@ def place_of(owners, rows, slots, inside, num_ranks, num_rows):
 
 @triton.jit
 def peer_rows(table, owner, row, present, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
-    """Pointers to the first of WIDTH elements of each row of the array that table has the addresses of."""
+    """Return pointers to the first of WIDTH elements of each row of the peers' array with the addresses in table."""
     addresses = tl.load(table + owner, mask=present, other=0)
     return pointer_to(addresses, DTYPE) + row * WIDTH
 
 
 @triton.jit
 def slots_at(addresses, slots, exists, DTYPE: tl.constexpr):
-    """(pointers to where slots go, which of them go anywhere): addresses int64 has one for each slot, 0 = nowhere."""
+    """Return (pointers to the places of slots, which slots have one). addresses int64: one for each slot, 0:
+    nowhere."""
     found = tl.load(addresses + slots, mask=exists, other=0)
     return pointer_to(found, DTYPE), found != 0

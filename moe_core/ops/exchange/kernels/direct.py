@@ -1,4 +1,4 @@
-"""Rows of tokens to places that follow from a token's number, with all that owners need to know; sums at home."""
+"""Push rows of tokens to places that follow from a token's number, with all facts that owners need, and sum at home."""
 
 import triton
 import triton.language as tl
@@ -17,18 +17,16 @@ def push_tokens_once(
     X_STRIDE: tl.constexpr, DTYPE: tl.constexpr, HEADER: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
-    """Token t to row rank * most + t of every owner of one of its experts; its weights and ids there to all owners.
+    """Store token t as row rank * most + t of every owner of one of its experts, and its weights and ids there.
 
     ids_at[owner][row, k] = the place among the owner's, -1 where another rank has the expert, and behind the last token
     headers_at[owner][turn % 2, rank] = header, num_tokens, 0, 0, 0
-
     owners[t, owner] = owner, rows[t, owner] = row, -1 = no visit
 
-    x None: rows go by themselves.
-
-    Behind these 2 W rows every rank counts its turns: a peer may begin the next while this one's headers are read.
-    Program 0 tells the header and counts; the others take turns with rows. places_of_experts None: every expert's place
-    has its number. given: places of slots, where they do not follow from experts alone.
+    Each rank counts its turns behind its 2 W headers, because a peer may begin the next turn while they are read.
+    Program 0 writes the header and counts, and the others take turns with rows. x None: rows travel separately.
+    places_of_experts None: the place of an expert has its number. given: places of slots that do not follow from
+    experts.
     """
     program = tl.program_id(0)
     if program == 0:
@@ -91,7 +89,7 @@ def push_tokens_once(
 
 @triton.jit
 def _places(ids, places_of_experts, given, token_mask, tokens, slots, known, num_places, NUM_EXPERTS: tl.constexpr):
-    """The place of each slot, -1 = none."""
+    """Return the place of each slot, -1: none."""
     if given is not None:
         place = tl.load(given + slots, mask=known, other=-1)
     else:
@@ -112,7 +110,7 @@ def _count(
     ids, token_mask, tokens_per_expert, invalid_ids, num_slots,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """tokens_per_expert[e] = slots of expert e, invalid_ids = ids that are none."""
+    """tokens_per_expert[e] = slots of expert e, invalid_ids = the number of invalid ids."""
     found = tl.zeros((EXPERTS,), dtype=tl.int32)
     wrong = tl.zeros((CHUNK,), dtype=tl.int32)
     for first in range(0, num_slots, CHUNK):
@@ -131,10 +129,8 @@ def sum_results(
     TOP_K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, UNROLL: tl.constexpr,
     HEADER: tl.constexpr, RANKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`reduce` of results by slot; NaN where ranks do not agree, and in tokens with a wanted slot that has no row.
-
-    headers: see `push_tokens_once`; those of the last turn are compared. agree: whether they did.
-    """
+    """`reduce` results by slot. NaN where ranks disagree, and in tokens with a wanted slot that has no row. headers:
+    see `push_tokens_once`, compared for the last turn. agree: nonzero if ranks agreed."""
     if headers is not None:
         # Asked for before the rows, both turns of them.
         ranks, numbers = tl.arange(0, RANKS)[:, None], tl.arange(0, HEADER)[None, :]

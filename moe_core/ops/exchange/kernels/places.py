@@ -1,4 +1,4 @@
-"""Where the rows of a rank's slots lie at the ranks that have their experts."""
+"""Rows that a rank's slots have at the ranks of their experts."""
 
 import triton
 import triton.language as tl
@@ -9,10 +9,11 @@ def run_starts(
     counts, starts, received, excess, num_ranks, rank, receive,
     PER_RANK: tl.constexpr, STRIDE: tl.constexpr, RANKS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Program o: where this rank's runs begin at owner o, whose rows are ordered by (expert, home).
+    """Program o: find where this rank's runs begin at owner o, which orders rows by (expert, home).
 
     starts[o, e] = sum over e' < e of all homes' counts[., o, e'] + sum over homes < rank of counts[., o, e]
-    excess[o] = rows of o beyond its bound; received[e] = sum over homes of counts[., rank, e]
+    excess[o] = rows of o beyond its bound
+    received[e] = sum over homes of counts[., rank, e]
 
     Example, 2 ranks with 1 expert each, counts [[2, 1], [3, 0]]: on rank 1 starts [2, 1], received [1].
     """
@@ -35,7 +36,7 @@ def slot_places(
     ids, group_start, row_of_slot, starts, excess, owners, rows, overflow, num_slots, num_ranks, receive,
     PER_RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """rows[s] = starts[ids[s]] + the number of s in its run, owners[s] = the rank of ids[s]; -1 where no row goes."""
+    """rows[s] = starts[ids[s]] + the number of s in its run, owners[s] = the rank of ids[s], -1 where no row goes."""
     slots = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slots < num_slots
     place = tl.load(ids + slots, mask=inside, other=-1)

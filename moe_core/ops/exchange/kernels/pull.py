@@ -1,4 +1,4 @@
-"""Loads from peers: rows of results, added in a fixed order; gradients of weights."""
+"""Load rows of results from peers, added in a fixed order, and gradients of weights."""
 
 import triton
 import triton.language as tl
@@ -13,10 +13,8 @@ def pull_rows(
     TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, SHARED_STRIDE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over k = 0..K-1 of results_at[owners[t, k]][rows[t, k]] (+ shared[t] * sigmoid(gate[t])).
-
-    In fp32 and in that order, as `reduce` adds. A slot without a row is skipped, and none is read. Programs take turns.
-    """
+    """out[t] = sum over k = 0..K-1 of results_at[owners[t, k]][rows[t, k]] (+ shared[t] * sigmoid(gate[t])). Add in
+    fp32 and in that order, as `reduce` does. Slots without a row are skipped and not read. Programs take turns."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * blocks, tl.num_programs(0)):
         tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)

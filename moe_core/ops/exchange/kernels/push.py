@@ -1,4 +1,4 @@
-"""Stores to peers: rows of tokens to the ranks that have their experts, results to the ranks that have the tokens."""
+"""Store rows of tokens at the ranks of their experts, and results at the ranks of the tokens."""
 
 import triton
 import triton.language as tl
@@ -13,10 +13,8 @@ def push_rows(
     TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """rows_at[owners[t, k]][rows[t, k]] = x[t]: a row is read once and stored up to K times.
-
-    Programs take turns. AT_ONCE: slots of a token whose places are looked up together.
-    """
+    """rows_at[owners[t, k]][rows[t, k]] = x[t]: a row is read once and stored up to K times. Programs take turns.
+    AT_ONCE: slots of a token that are looked up together."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * blocks, tl.num_programs(0)):
         tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
@@ -41,10 +39,8 @@ def push_quantized_rows(
     GROUPS: tl.constexpr, ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
     TOP_EXPONENT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """`push_rows` of codes, with a scale for each of GROUPS groups of GROUP columns, as `quantize_groups` has them.
-
-    rows_at: of codes `[num_rows, WIDTH]`; scales_at: of fp32 `[num_rows, GROUPS]`.
-    """
+    """`push_rows` of codes, with a scale for each of GROUPS groups of GROUP columns, as in `quantize_groups`.
+    rows_at: of codes `[num_rows, WIDTH]`. scales_at: of fp32 `[num_rows, GROUPS]`."""
     blocks: tl.constexpr = (GROUPS + BLOCK_G - 1) // BLOCK_G
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * blocks, tl.num_programs(0)):
         tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
@@ -76,7 +72,7 @@ def push_quantized_rows(
 def push_slots(
     weights, owners, rows, weights_at, sources_at, num_slots, num_ranks, num_rows, rank, BLOCK: tl.constexpr
 ):
-    """What goes beside the row of a slot: its weight, and where its result goes, (rank, slot)."""
+    """Store the weight of each slot beside its row, and the (rank, slot) of its result."""
     slots = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slots < num_slots
     owner, row, present = place_of(owners, rows, slots, inside, num_ranks, num_rows)
@@ -104,11 +100,9 @@ def push_results(
     NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, SECTIONS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """slots_at[home][slot] = y[row] for (home, slot) = sources[row], of the rows that have one. Programs take turns.
-
-    Rows lie by (expert, home, slot) at every owner. If all stored them in that order, they would crowd at one home
-    after another. So blocks of rows come from SECTIONS parts of the rows by turns.
-    """
+    """slots_at[home][slot] = y[row] for (home, slot) = sources[row], if there is one. Programs take turns. Every owner
+    has rows by (expert, home, slot). In that order all owners would store at one home at a time, so blocks of rows come
+    in turn from SECTIONS parts."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     # Behind the last group sources are old ones.
     filled = tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)

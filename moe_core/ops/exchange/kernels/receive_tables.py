@@ -1,4 +1,4 @@
-"""The tables of a rank that has experts: which of the rows that came are whose, and where ranks disagree."""
+"""Tables of a rank that has experts: the expert of each row that came, and if ranks disagree."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from moe_core.ops.routing.kernels.schedule import fill
 
 @triton.jit
 def _local(came, source, row, inside, rank, columns, HEADER, LENGTH, WIDTH: tl.constexpr, PER_RANK: tl.constexpr):
-    """Local ids, -1 = not here, and weights, 0 there, of columns of rows that came."""
+    """Return local ids (-1: not here) and weights (0 there) of columns of rows that came."""
     beside = came + source.to(tl.int64) * LENGTH + HEADER + row * (2 * WIDTH) + columns
     place = tl.load(beside, mask=inside, other=-1)
     ids = place - rank * PER_RANK
@@ -22,7 +22,7 @@ def _write_spoilt(
     came, header, lost, spoilt, num_sources, length, num_tokens, program, num_programs,
     HEADER: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of this rank that are lost, or all where a header that came is another than this rank's."""
+    """Mark this rank's lost tokens, or all of its tokens if a header differs from this rank's."""
     numbers = tl.arange(0, HEADER)[None, :]
     sources = tl.arange(0, SOURCES)[:, None]
     own = tl.load(header + numbers)
@@ -41,8 +41,8 @@ def receive_slots(
     came, header, lost, ids, weights, spoilt, num_sources, each, num_tokens, rank,
     PER_RANK: tl.constexpr, HEADER: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of slots, each rows of a source: program (b, source) takes BLOCK of them. came `[sources, HEADER + 2 each]`:
-    a header, then place and weight of each row."""
+    """Write ids and weights of `each` rows of slots from every source. Program (b, source) takes BLOCK of them. came
+    `[sources, HEADER + 2 each]`: a header, then the place and the weight of each row."""
     source = tl.program_id(1)
     length = HEADER + 2 * each.to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -83,11 +83,9 @@ def place_received(
     TOP_K: tl.constexpr, PER_RANK: tl.constexpr, HEADER: tl.constexpr, SOURCES: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
-    """Slots for experts here, in order: `most` of a source at most, from source * stride on.
-
-    Example, PER_RANK 2, rank 0, places [[2, 0], [1, 0], [3, 3]] of a source, stride 4: ids [0, 1, 0, -1], slot_of_row
-    [1, 2, 3, -1]. came as of `receive_slots`, with TOP_K places, then weights, for each row.
-    """
+    """Place the slots for experts here in order, at most `most` from each source, from source * stride on. Example,
+    PER_RANK 2, rank 0, places [[2, 0], [1, 0], [3, 3]] of a source, stride 4: ids [0, 1, 0, -1], slot_of_row [1, 2, 3,
+    -1]. came: as in `receive_slots`, with TOP_K places and then TOP_K weights for each row."""
     block, source = tl.program_id(0), tl.program_id(1)
     length = HEADER + each.to(tl.int64) * (2 * TOP_K)
     before = tl.zeros((BLOCK_B,), tl.int32)

@@ -1,4 +1,4 @@
-"""Where an owner's results go."""
+"""Addresses of an owner's results."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ def result_addresses(
     sources, group_start, slots_at, results_at, num_ranks, num_rows, num_slots,
     NUM_EXPERTS: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """results_at[row] = slots_at[home] + slot * ROW_BYTES for (home, slot) = sources[row]; 0 where a row has none."""
+    """results_at[row] = slots_at[home] + slot * ROW_BYTES for (home, slot) = sources[row], 0 for a row without one."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # Behind the last group sources are old ones.
     inside = row < tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)

@@ -1,6 +1,6 @@
-"""The tables of a rank that has tokens: where every slot goes, what travels beside rows, where results come home.
+"""Tables of a rank that has tokens: where slots go, data that travels beside rows, where results come home.
 
-A counting sort without atomics: blocks of tokens are counted apart, then each places its own.
+A counting sort without atomics: blocks of tokens are counted separately, then each places its slots.
 """
 
 import triton
@@ -18,15 +18,14 @@ def count_sends(
     SENT: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program b takes block_tokens tokens: places and groups of their slots, and block_counts[b] = [rows sent by group
-    (SENT of them), slots by owner, slots by expert].
+    """Program b finds places and groups of the slots of block_tokens tokens and counts them.
 
-    place = the place of the slot's expert, -1 = none; owner = place // PER_RANK
+    block_counts[b] = [rows sent by group (SENT of them), slots by owner, slots by expert]
+    place = the place of the slot's expert, -1 = none, owner = place // PER_RANK
     group = place (BY_SLOT), else the owner, -1 where an earlier slot of the token has it
 
     Example, PER_RANK 2, places [[2, 3], [0, 2]]: groups of tokens [[1, -1], [0, 1]], rows sent [1, 2], by owner [1, 3].
-    tokens int32 `[W]`: of all ranks; a slot of an expert with n places takes that numbered (token + k) mod n. None: n
-    is 1.
+    tokens int32 `[W]`: of all ranks. A slot of an expert with n places takes number (token + k) mod n. None: n is 1.
     """
     block = tl.program_id(0).to(tl.int64)
     last = tl.minimum((block + 1) * block_tokens, num_tokens)
@@ -79,7 +78,7 @@ def count_sends(
 
 @triton.jit
 def _sum_blocks(counts, block, num_blocks, count, stride, SIZE: tl.constexpr, BLOCK_B: tl.constexpr):
-    """int32 `[SIZE]` twice: the first `count` counts of all blocks added up, and those of the blocks ahead."""
+    """Return the first `count` counts added up over all blocks, and over the blocks ahead, int32 `[SIZE]` each."""
     columns = tl.arange(0, SIZE)[None, :]
     found = tl.zeros((SIZE,), dtype=tl.int32)
     before = tl.zeros((SIZE,), dtype=tl.int32)
@@ -94,9 +93,10 @@ def _sum_blocks(counts, block, num_blocks, count, stride, SIZE: tl.constexpr, BL
 
 @triton.jit
 def _ranks_among(wanted, held, before):
-    """(how many of held, -1 = none, are what each element wants and lie ahead of it, and before; before, held added).
+    """Return (number of earlier elements of held that equal each element of wanted, plus before, before with held
+    added).
 
-    Example, wanted [4, 2, 4, 4], held [4, 2, -1, 4], before 0 but for before[4] = 5: [5, 0, 6, 6].
+    Example, wanted [4, 2, 4, 4], held [4, 2, -1 (none), 4], before 0 but for before[4] = 5: [5, 0, 6, 6].
     """
     position = tl.arange(0, wanted.shape[0])
     earlier = position[:, None] < position[None, :]
@@ -114,17 +114,17 @@ def place_sends(
     SENT: tl.constexpr, HEADER: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
-    """Program b places the slots of block b; all share out what no slot fills, and program 0 writes what is counted.
+    """Program b places the slots of block b. All share the rows that no slot fills, and program 0 writes the counts.
 
     number = the row of the slot, or of its token, among those that go to its owner, by (group, slot)
     result = the slot's result among those that come back from there: by slot, or as they went (BY_SLOT)
-    row sent = where the owner's rows begin + number;  row_of_slot = where its results begin + result
+    row sent = where the owner's rows begin + number, row_of_slot = where its results begin + result
 
     limits int32 `[2, W]`: rows that each owner takes, and (rows of tokens) where its results begin at home. With blocks
-    owners take `block` rows and return `back`, and theirs begin at multiples of block_rows and back_rows. A slot that
-    finds no room has no row, and its token is lost. counted int32 `[W]`: rows and results that find no room; of
-    `all_to_all` the slots that arrive. An owner's slots that arrive are its first ones, so they end where the first row
-    does that does not: whose place among the results is their number.
+    owners take `block` rows, which begin at multiples of block_rows, and return `back`, at multiples of back_rows. A
+    slot without room has no row, and its token is lost. counted int32 `[W]`: rows and results without room, or for
+    `all_to_all` the slots that arrive. Those are the first of an owner's slots: they end at the first row that does not
+    arrive, and its place among the results is their number.
     """
     program = tl.program_id(0)
     WIDTH: tl.constexpr = (1 if MODE == "all_to_all" else 2) if BY_SLOT else 2 * TOP_K
@@ -136,7 +136,7 @@ def place_sends(
     sends, sends_before = by_owner, owners_before
     if MODE != "all_gather":
         sends, sends_before = _sum_blocks(block_counts, program, num_blocks, SENT, stride, SENDS, BLOCK_B)
-    # By owner: rows that are to go, that it takes, and that go; where they begin, and where results do.
+    # By owner: rows to send, rows that it takes, rows sent, their first row, and the first result.
     rows = by_owner
     if not BY_SLOT and MODE != "all_gather":
         rows = sends
@@ -158,7 +158,7 @@ def place_sends(
         result_start = tl.load(limits + num_ranks + ranks, mask=is_rank, other=0)
     else:
         result_start = tl.cumsum(by_owner, axis=0) - by_owner
-    # Where a place's rows begin among those of its owner.
+    # The first row of a place among its owner's rows.
     group_start = tl.cumsum(sends, axis=0) - sends
     if BY_SLOT:
         owner_start = tl.cumsum(by_owner, axis=0) - by_owner
@@ -251,7 +251,7 @@ def place_sends(
 
 @triton.jit
 def _counted(arrived, over, back, MODE: tl.constexpr):
-    """What `counted` says of an owner at which so many slots arrive, and which has no room for `over` rows."""
+    """Return the `counted` of an owner at which `arrived` slots arrive and that lacks room for `over` rows."""
     if MODE == "all_to_all":
         return arrived
     return tl.maximum(arrived - back, 0) + over
@@ -262,7 +262,6 @@ def _write_heads(
     header, message, sends, by_owner, num_ranks, block_rows, MODE: tl.constexpr, BY_SLOT: tl.constexpr,
     SENT: tl.constexpr, HEADER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The heads of messages."""
     numbers = tl.arange(0, HEADER)
     head = tl.load(header + numbers)
     if MODE == "padded":
@@ -283,7 +282,7 @@ def _write_heads(
 def _fill_blocks(
     slot_of_row, message, went, num_ranks, block_rows, HEADER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """-1 in the rows of every block that nothing fills, and beside them."""
+    """Write -1 to the rows of every block that nothing fills, and to their messages."""
     ranks = tl.arange(0, went.shape[0])
     length = HEADER + block_rows.to(tl.int64) * WIDTH
     first = tl.program_id(0).to(tl.int64) * BLOCK

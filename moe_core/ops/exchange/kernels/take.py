@@ -1,4 +1,4 @@
-"""Rows that arrived once, copied to every row that wants one."""
+"""Copy rows that arrived once to every row that wants one."""
 
 import triton
 import triton.language as tl
@@ -12,10 +12,8 @@ def take_rows(
     NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[rows[r]] (* its scales, x then being codes of e4m3) of rows below group_start's end; others are left.
-
-    A row of x that does not exist is one of zeros. Programs take turns.
-    """
+    """y[r] = x[rows[r]] (* its scales, if x are codes of e4m3) for rows below the end of group_start. A row of x that
+    does not exist counts as zeros. Programs take turns."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     filled = tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)
     for tile in range(tl.program_id(0), tl.cdiv(filled, BLOCK_M) * blocks, tl.num_programs(0)):

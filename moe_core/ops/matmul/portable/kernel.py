@@ -25,7 +25,8 @@ Matrices = aggregate_of(
 
 @triton.jit
 def tile_of_program(pid, num_blocks, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """(row block, column tile): GROUP_M row blocks share each column tile before the next, so weights stay in L2."""
+    """Return (row block, column tile): GROUP_M row blocks share each column tile before the next, so weights stay in
+    L2."""
     per_group = GROUP_M * TILES_N
     first = (pid // per_group) * GROUP_M
     height = tl.minimum(num_blocks - first, GROUP_M)
@@ -34,23 +35,21 @@ def tile_of_program(pid, num_blocks, TILES_N: tl.constexpr, GROUP_M: tl.constexp
 
 @triton.jit
 def rows_of_group(group_sizes, group_start, group, num_rows, CACHE: tl.constexpr):
-    """(first row, rows) of a group; CACHE: the cache modifier of what is read.
-
-    The arrays of a layout may come from anywhere: no value in them may lead outside the buffers.
-    """
+    """Return (first row, rows) of a group. CACHE: the cache modifier of loads. The arrays of a layout may come from
+    anywhere, so no value in them may lead outside the buffers."""
     start = tl.minimum(tl.maximum(tl.load(group_start + group, cache_modifier=CACHE), 0), num_rows)
     return start, tl.minimum(tl.load(group_sizes + group, cache_modifier=CACHE), num_rows - start)
 
 
 @triton.jit
 def slot_inside(slots, num_slots):
-    """Slots as int64, those outside [0, num_slots) moved to its nearest end."""
+    """Return slots as int64, moved into [0, num_slots)."""
     return tl.minimum(tl.maximum(slots, 0), num_slots - 1).to(tl.int64)
 
 
 @triton.jit
 def rows_of_block(block, expert, layout, schedule, BLOCK_M: tl.constexpr, SCATTER: tl.constexpr, CACHE: tl.constexpr):
-    """(rows in the layout, which exist, which slot each is) of a block; CACHE: the cache modifier of what is read."""
+    """Return (rows in the layout, which exist, the slot of each) of a block. CACHE: the cache modifier of loads."""
     if schedule is None:
         rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         return rows, rows < layout.num_rows, rows
@@ -69,8 +68,8 @@ def rows_of_block(block, expert, layout, schedule, BLOCK_M: tl.constexpr, SCATTE
 
 @triton.jit
 def filled_rows(layout, schedule, rows, exists, slots):
-    """(which rows of a block have slots, these): loaded again rather than kept in registers over the main loop, where
-    every row counts as filled."""
+    """Return (which rows of a block have slots, the slots). Until then every row counts as filled. They are loaded
+    again rather than kept in registers over the main loop."""
     if schedule is None:
         return exists, slots
     else:
@@ -80,7 +79,7 @@ def filled_rows(layout, schedule, rows, exists, slots):
 
 @triton.jit
 def target_rows(y, rows, slots, exists, N: tl.constexpr, SCATTER: tl.constexpr):
-    """(pointers to where rows of N columns are written, which of them are)."""
+    """Return (pointers to the places where rows of N columns are written, which rows are)."""
     if SCATTER == "row":
         return y + rows * N, exists
     elif SCATTER == "slot":
@@ -91,7 +90,7 @@ def target_rows(y, rows, slots, exists, N: tl.constexpr, SCATTER: tl.constexpr):
 
 @triton.jit
 def source_rows(rows, slots, GATHER: tl.constexpr, TOP_K: tl.constexpr):
-    """Where the rows of a layout lie in an array indexed by layout `row`, `slot` or `token`; int64."""
+    """Return the int64 rows of an array indexed by layout `row`, `slot` or `token`."""
     if GATHER == "row":
         return rows
     elif GATHER == "slot":
@@ -105,7 +104,7 @@ def load_weight(
     base, k, columns, D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """One weight tile [k, columns], masked only where the sizes do not divide."""
+    """Load one weight tile [k, columns], masked only where the sizes do not divide."""
     pointers = base + k[:, None] * K_STRIDE + columns[None, :] * N_STRIDE
     if EVEN_K and EVEN_N:
         return tl.load(pointers)
@@ -119,14 +118,14 @@ def load_weight(
 
 @triton.jit
 def store_pre(pre, tile, rows, columns, exists, inside, WIDTH: tl.constexpr):
-    """A tile of the pre-activation, cast once; rows have WIDTH columns."""
+    """Store a tile of the pre-activation, cast once, to rows of WIDTH columns."""
     pointers = pre + rows[:, None] * WIDTH + columns[None, :]
     tl.store(pointers, tile.to(pre.dtype.element_ty), mask=exists[:, None] & inside[None, :])
 
 
 @triton.jit
 def weight_bases(weights, expert, GATE_LAYOUT: tl.constexpr):
-    """(where an expert's weights begin, where those of up do, layer index, whether the requested layer exists)."""
+    """Return (pointers to an expert's weights and to its up weights, layer index, does the requested layer exist)."""
     layer_number, layer_exists = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
     layer_number = layer_number.to(tl.int64)
     weight_offset = layer_number * weights.LAYER_STRIDE + tl.cast(expert, tl.int64) * weights.EXPERT_STRIDE
@@ -141,7 +140,7 @@ def weight_bases(weights, expert, GATE_LAYOUT: tl.constexpr):
 
 @triton.jit
 def tile_sums(x_pointers, exists, first, second, tile, weights, GATE_LAYOUT: tl.constexpr, STAGES: tl.constexpr):
-    """fp32 sums over the reduction: (`[BLOCK_M, BLOCK_N]`, interleaved twice as wide; of up)."""
+    """Return fp32 sums over the reduction, `[BLOCK_M, BLOCK_N]` (interleaved: twice as wide), and the sums of up."""
     D: tl.constexpr = weights.D
     N: tl.constexpr = weights.N
     BLOCK_M: tl.constexpr = weights.BLOCK_M
@@ -183,7 +182,7 @@ def tile_sums(x_pointers, exists, first, second, tile, weights, GATE_LAYOUT: tl.
 
 @triton.jit
 def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epilogue, pre):
-    """Bias, [the pre-activation stored], activation of `tile_sums`: fp32 `[BLOCK_M, BLOCK_N]`."""
+    """Apply bias and activation to `tile_sums` and store the pre-activation. Return fp32 `[BLOCK_M, BLOCK_N]`."""
     N: tl.constexpr = weights.N
     BLOCK_N: tl.constexpr = weights.BLOCK_N
     GATE_LAYOUT: tl.constexpr = epilogue.GATE_LAYOUT
@@ -231,10 +230,8 @@ def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epil
 def multiply_tile(
     block, tile, expert, layout, schedule, x, weights, epilogue, output, JOIN: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Column tile `tile` of row block `block`, which is one of `expert`.
-
-    JOIN: wait for the launch ahead once the rows are known. STAGES: of the pipeline, None: the launch's.
-    """
+    """Compute column tile `tile` of row block `block`, a block of `expert`. JOIN: wait for the launch ahead once the
+    rows are known. STAGES: of the pipeline, None: the launch's."""
     N: tl.constexpr = weights.N
     CACHE: tl.constexpr = ".cg" if JOIN else ""
     first, second, layer_number, layer_exists = weight_bases(weights, expert, epilogue.GATE_LAYOUT)
@@ -272,15 +269,14 @@ def matmul_ogs(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. N: output columns; WEIGHT_N: columns of one weight buffer (2N when one buffer holds gate and up).
+    """Compute one tile of y. N: output columns. WEIGHT_N: columns of one weight buffer (2N for gate and up together).
 
-    num_rows: rows of the layout; num_slots: slots, those of a token being TOP_K neighbours. A row whose slot is -1 is
-    padding: what is read in its place is never written. schedule None = dense: every row belongs to the only expert.
-    GATE_LAYOUT joined: the reduction goes on over `up` and the next D columns of x.
-    pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
-    SCATTER: where a layout row is written: `row` or `slot` of y. Else y int64 has an address for each slot, 0 = none,
-    and SCATTER is the dtype of what lies there.
-    PDL: see `kernels.pdl`.
+    num_rows: rows of the layout. num_slots: slots, TOP_K neighbours for each token. A row with slot -1 is padding:
+    values read in its place are never written. schedule None: dense, every row belongs to the only expert. GATE_LAYOUT
+    joined: the reduction continues over `up` and the next D columns of x. pre, if not None: gets the input of the
+    activation in layout order, `separate` as `halves`. y None: only pre is written. SCATTER: a layout row is written to
+    `row` or `slot` of y. Otherwise y int64 has an address for each slot, 0: none, and SCATTER is the dtype there. PDL:
+    see `kernels.pdl`.
     """
     if PDL == "start":
         join()

@@ -14,7 +14,7 @@ from moe_core.ops.matmul.portable.kernel import rows_of_group, source_rows
 
 @triton.jit
 def rows_of_step(start, first, size, layout, row_mask, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(rows, slots, which exist) of one step along a group of `size` rows from `start`."""
+    """Return (rows, slots, which exist) of one step along a group of `size` rows from `start`."""
     within = first + tl.arange(0, BLOCK_K)
     exists = within < size
     rows = start.to(tl.int64) + within
@@ -36,12 +36,12 @@ def weight_gradient(
     TOP_K: tl.constexpr, BY_SLOT: tl.constexpr, BIAS_SIDE: tl.constexpr, PRODUCT: tl.constexpr, DRAINED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one group (program axis 1) of one layer (axis 2): d_weight `[layers, groups, M, N]`.
+    """Compute one tile of one group (program axis 1) of one layer (axis 2): d_weight `[layers, groups, M, N]`.
 
-    left `[*, M]` from column LEFT_START, right `[*, N]` from RIGHT_START. group_sizes None = dense: group p is the part
-    of rows [p * part_rows, (p + 1) * part_rows). d_bias `[layers, groups, M or N]`: column sums of the side BIAS_SIDE,
-    times row_weight by slot. d_weight None: the bias alone. Rows whose row_mask is 0 are not read. A group without
-    rows, or of another layer than layer_index[0], has sums of nothing.
+    left `[*, M]` from column LEFT_START, right `[*, N]` from RIGHT_START. group_sizes None: dense, group p has the rows
+    [p * part_rows, (p + 1) * part_rows). d_bias `[layers, groups, M or N]`: column sums of the side BIAS_SIDE, times
+    row_weight by slot. d_weight None: only the bias. Rows with row_mask 0 are not read. A group without rows, or of
+    another layer than layer_index[0], sums nothing.
     """
     # Without d_weight the grid has the tiles of one side only.
     tiles_n: tl.constexpr = 1 if d_weight is None and BIAS_SIDE == "left" else (N + BLOCK_N - 1) // BLOCK_N
@@ -97,10 +97,8 @@ def weight_gradient(
 def column_sums(
     values, row_weight, layout, row_mask, start, size, columns, inside, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Sums of a group's rows, times row_weight by slot where it is given: BLOCK_K partial sums, then a tree; fp32.
-
-    The tree is written out, so that the order is not the layout's, which differs where no product is computed beside.
-    """
+    """Return fp32 sums of a group's rows, times row_weight by slot if given: BLOCK_K partial sums, then a tree. The
+    tree is written out, because the order of a layout differs without a product."""
     partial = tl.zeros((BLOCK_K, columns.shape[0]), dtype=tl.float32)
     for first in range(0, size, BLOCK_K):
         rows, slots, exists = rows_of_step(start, first, size, layout, row_mask, BY_SLOT, BLOCK_K)
@@ -119,9 +117,7 @@ def column_sums(
 @triton.jit
 def sum_parts(parts, layer_index, into, result, num_parts, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """result[l] = cast(into[l] + sum over p = 0, 1, ... of parts[p]) of SIZE elements each, fp32, in that order.
-
-    layer_index: of the layers (program axis 1) all but layer_index[0] have sums of nothing.
-    """
+    layer_index: of the layers (program axis 1) only layer_index[0] has a sum."""
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < SIZE
     count = num_parts

@@ -1,13 +1,13 @@
-"""Ragged grouped matmul whose weights, and rows where asked, are codes with scales; see `matmul_ogs` for the rest.
+"""Ragged grouped matmul with quantised weights, and quantised rows if asked. See `matmul_ogs` for the rest.
 
 for each (row block b, expert e) of the schedule, for each column tile:
     rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
     y[scatter(rows)] = cast(act(x[gather(rows)] @ dequantised(w[e]) + bias[e]) * row_weight)
 
-The weight is the left operand, [weight rows, BLOCK_K] @ [BLOCK_K, BLOCK_M]: decoded weights stay in registers, which
-Hopper's tensor cores take on that side alone, and few tokens cost no more than a narrow tile. SCALING says where scales
-go: `into_weight` (number times scale, one cast), `per_block` (each partial sum of BLOCK_K columns times the scales) or
-`at_end` (the sum of all columns times the scales).
+The weight is the left operand, [weight rows, BLOCK_K] @ [BLOCK_K, BLOCK_M]. Decoded weights stay in registers, which
+Hopper's tensor cores take on that side only, and few tokens cost a narrow tile. SCALING applies scales `into_weight`
+(number times scale, one cast), `per_block` (each partial sum of BLOCK_K columns times the scales) or `at_end` (the sum
+of all columns times the scales).
 """
 
 import triton
@@ -34,10 +34,10 @@ from moe_core.ops.quantize.kernels.rows import magnitude_bits
 
 @triton.jit
 def matrix_rows(array, second, matrix, rows, side, MATRIX_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr):
-    """Pointers to rows of the matrix with that number; where `second` is given, to those of that array for side 1."""
+    """Return pointers to rows of matrix number `matrix`, for side 1 in array `second` if given."""
     pointers = array + matrix * MATRIX_STRIDE + rows * ROW_STRIDE
     if second is not None:
-        # Arrays are 16-byte aligned; the compiler has to be told, or it loads byte by byte.
+        # Arrays are 16-byte aligned. Without the hint the compiler loads byte by byte.
         distance = tl.multiple_of(second.to(tl.int64) - array.to(tl.int64), 16)
         bytes_each: tl.constexpr = array.dtype.element_ty.primitive_bitwidth // 8
         pointers += tl.cast(side, tl.int64) * tl.multiple_of(distance // bytes_each, 16 // bytes_each)
@@ -46,7 +46,7 @@ def matrix_rows(array, second, matrix, rows, side, MATRIX_STRIDE: tl.constexpr, 
 
 @triton.jit
 def weight_row(column, side, N: tl.constexpr, GATE_LAYOUT: tl.constexpr):
-    """The row of a weight matrix that an output column needs: of the gate (side 0) or of up (side 1)."""
+    """Return the row of a weight matrix for an output column: of the gate (side 0) or of up (side 1)."""
     if GATE_LAYOUT == "interleaved":
         return 2 * column + side
     elif GATE_LAYOUT == "halves":
@@ -57,7 +57,7 @@ def weight_row(column, side, N: tl.constexpr, GATE_LAYOUT: tl.constexpr):
 
 @triton.jit
 def of_block(rows, start, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr):
-    """Scales of the group of GROUP columns (0: all) that column `start`, or the last one, is in. rows: pointers."""
+    """Load scales of the group of GROUP columns (0: all) with column `start`, or with the last one. rows: pointers."""
     if GROUP > 0:
         rows += tl.minimum(start, D - 1) // GROUP * STRIDE
     return tl.load(rows)
@@ -68,7 +68,7 @@ def scales_at(
     rows, start, SCALING: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a block that begins with column `start`: of all its groups where they go into the weight, else one."""
+    """Load scales of a block from column `start`: of all its groups if they go into the weight, else one."""
     if SCALING == "into_weight":
         return per_group(rows, start, D, GROUP, STRIDE, BLOCK_K)
     else:
@@ -78,9 +78,8 @@ def scales_at(
 @triton.jit
 def factor_of(scale, scale_1, x_scale, side, QUANTIZED_X: tl.constexpr, UNIFORM: tl.constexpr,
               TOKENS_FIRST: tl.constexpr):  # fmt: skip
-    """What a partial sum is multiplied with, fp32: scales of weight rows times, where x is quantised, those of tokens.
-
-    UNIFORM: scale is that of every weight row of side 0, scale_1 that of side 1."""
+    """Return the fp32 factor of a partial sum: scales of weight rows, times scales of tokens if x is quantised.
+    UNIFORM: scale is the one of all weight rows of side 0, scale_1 of side 1."""
     factor = number_of(scale).to(tl.float32)
     if UNIFORM:
         factor = tl.where(side == 0, factor, number_of(scale_1).to(tl.float32))
@@ -93,8 +92,7 @@ def factor_of(scale, scale_1, x_scale, side, QUANTIZED_X: tl.constexpr, UNIFORM:
 
 @triton.jit
 def values_of(array, ELEMENT: tl.constexpr, DOT: tl.constexpr):
-    """A pointer to values, as what they are loaded as: numbers, codes to multiply, or codes to decode, which are bytes.
-
+    """Return a pointer to values as they are loaded: numbers, codes to multiply, or codes to decode, which are bytes.
     (e4m3 arrives as bytes because sm_80 has no such type.)"""
     if (DOT == "e4m3") and (ELEMENT == "e4m3"):
         return array.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
@@ -107,7 +105,7 @@ def values_of(array, ELEMENT: tl.constexpr, DOT: tl.constexpr):
 @triton.jit
 def add_bias(tile, bias, up_bias, layer_number, expert, n, side, exists, WEIGHT_N: tl.constexpr,
              LAYER_STRIDE: tl.constexpr, UP_LAYER_STRIDE: tl.constexpr, SEPARATE: tl.constexpr):  # fmt: skip
-    """tile [weight rows, tokens] + the bias of its rows; SEPARATE: bias is that of side 0, up_bias that of side 1."""
+    """Add the bias of its rows to a tile [weight rows, tokens]. SEPARATE: bias is for side 0, up_bias for side 1."""
     if bias is not None:
         mine = exists
         if SEPARATE:
@@ -125,7 +123,7 @@ def scale_pointers(
     scales, up_scales, matrix, n, side, first_column, SCALE_MATRIX: tl.constexpr, SCALE_N: tl.constexpr,
     N: tl.constexpr, GROUP_ROWS: tl.constexpr, GATE_LAYOUT: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the scales of a tile's weight rows, twice; UNIFORM: to those of side 0, and those of side 1."""
+    """Return pointers to the scales of a tile's weight rows, twice. UNIFORM: of side 0, and of side 1."""
     if UNIFORM:
         group_n = group_of_row(weight_row(first_column, 0, N, GATE_LAYOUT), GROUP_ROWS)
         first = matrix_rows(scales, up_scales, matrix, group_n, 0, SCALE_MATRIX, SCALE_N)
@@ -141,8 +139,8 @@ def store_result(
     total, rows, exists, slots, tile, layer_exists, layout, schedule, epilogue, output, STACKED: tl.constexpr,
     MAXIMA: tl.constexpr,
 ):  # fmt: skip
-    """Activation, row weight, cast and scatter of sums [weight rows, tokens]; of a gated product 8 of the gate, 8 of
-    up, .. MAXIMA: as in `matmul_quantized`."""
+    """Apply activation and row weight to sums [weight rows, tokens], cast and scatter them. Gated: 8 of gate, 8 of up,
+    ... MAXIMA: as in `matmul_quantized`."""
     N: tl.constexpr = output.N
     BLOCK_M: tl.constexpr = total.shape[1]
     BLOCK_N: tl.constexpr = total.shape[0] // 2 if epilogue.GATE_LAYOUT is not None else total.shape[0]
@@ -191,18 +189,16 @@ def matmul_quantized(
     MAXIMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. N: output columns; WEIGHT_N: rows of one weight matrix (2N when it holds gate and up).
+    """Compute one tile of y. N: output columns. WEIGHT_N: rows of one weight matrix (2N for gate and up together).
 
-    num_rows, num_slots, schedule and GATHER, SCATTER as in `matmul_ogs`. X_ELEMENT: None = x is no codes. X_COLUMNS: D,
-    or, of what `order_columns` wrote, more, zeros. ORDER, X_ORDER: what is put into which order, see `weight_tile`.
-    GROUP, X_GROUP: columns that share a scale, 0 = all; GROUP_ROWS: weight rows that do, 0 = all. *_MATRIX, *_N, *_K:
-    strides of one expert's matrix, of a weight row (of a scale: of a group of rows) and of a column (a byte, a group).
-    DOT: what is multiplied, `e4m3` or `int8` codes as they are, else `bfloat16`, `float16` or `float32` numbers.
-    pre, if not None: what the activation is applied to, in layout order, `separate` as `halves`; y None: only that.
-    UNIFORM: the weight rows of a tile, of one side, share their scales. TOKENS_FIRST: rows of x are the left operand.
-    DRAINED: products end before the next step, see `drained`. maxima int32 `[MAXIMA]`, if not None: zeros, or more,
-    that are raised to the bits of the largest magnitudes of y, a place for every so many programs.
-    PDL: see `kernels.pdl`.
+    num_rows, num_slots, schedule, GATHER, SCATTER, pre and y as in `matmul_ogs`. X_ELEMENT None: x is not quantised.
+    X_COLUMNS: D, or more with the zeros of `order_columns`. ORDER, X_ORDER: the order of columns, see `weight_tile`.
+    GROUP, X_GROUP: columns that share a scale, GROUP_ROWS: weight rows that do, 0: all. *_MATRIX, *_N, *_K: strides of
+    one expert's matrix, of a weight row (of a scale: of a group of rows) and of a column (a byte, a group). DOT:
+    operands, `e4m3` or `int8` codes, else `bfloat16`, `float16` or `float32` numbers. UNIFORM: weight rows of one side
+    of a tile share their scales. TOKENS_FIRST: rows of x are the left operand. DRAINED: products end before the next
+    step, see `drained`. maxima int32 `[MAXIMA]`, if not None: zeros, or more, raised to the bits of the largest
+    magnitudes of y. Programs share its places. PDL: see `kernels.pdl`.
     """
     if PDL == "start":
         join()
@@ -229,7 +225,7 @@ def matmul_quantized(
         side = place * 0
         column = tile * BLOCK_N + place
     column_exists = column < N
-    # What lies behind the last column is a copy of it, and is never stored.
+    # Columns behind the last one are copies of it, never stored.
     n = weight_row(tl.minimum(column, N - 1), side, N, GATE_LAYOUT)
     values = values_of(weight, ELEMENT, DOT)
     weight_rows = matrix_rows(values, up, matrix, n, side, VALUE_MATRIX, VALUE_N)
@@ -333,8 +329,8 @@ def order_columns(
     D: tl.constexpr, ELEMENT: tl.constexpr, STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, GROUP: tl.constexpr,
     SCALING: tl.constexpr, ORDER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x as numbers, its columns in the order of decoded weights and padded with zeros to WIDTH: once, where many tiles
-    of weights would each do it again."""
+    """Write x as numbers, its columns in the order of decoded weights and padded with zeros to WIDTH. Many tiles of
+    weights use the result, so that none repeats this."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < num_rows
     start = tl.program_id(1) * BLOCK_K

@@ -1,12 +1,12 @@
-"""Ragged grouped matmul with quantised weights read the other way: what a gradient goes back through.
+"""Ragged grouped matmul with quantised weights transposed, for gradients.
 
 for each (row block b, expert e) of the schedule, for each column tile:
     rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
     y[scatter(rows)] = cast(x[gather(rows)] @ dequantised(w[e])^T)
 
-The sum goes over the rows of a weight, its outputs, so that a scale belongs to some addends of some columns and cannot
-be multiplied with sums: weights are decoded to (code - zero point) * scale in the dtype of x, one rounding (none for
-e8m0 scales in bfloat16 and float32), and multiplied.
+The sum goes over the rows of a weight, its outputs. A scale belongs to some addends of some columns and cannot multiply
+sums. So weights are decoded to (code - zero point) * scale in the dtype of x, with one rounding (none for e8m0 scales
+in bfloat16 and float32).
 """
 
 import triton
@@ -27,7 +27,7 @@ from moe_core.ops.quantize.kernels.decode import (
     zero_point,
 )
 
-#: Matrices of D rows and N columns as codes; parameters as in `matmul_quantized_transposed`.
+#: Matrices of D rows and N columns as codes. Parameters as in `matmul_quantized_transposed`.
 Codes = aggregate_of(
     "Codes",
     "values scales zero_points D N ELEMENT GROUP_ROWS GROUP VALUE_MATRIX VALUE_N VALUE_K SCALE_MATRIX SCALE_N SCALE_K "
@@ -40,7 +40,7 @@ def add_product(
     total, x_rows, exists, codes, matrix, column, DOT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """total [rows, BLOCK_N] + x [rows, D] @ the columns from `column` of a matrix. x_rows: pointers to rows."""
+    """Return total [rows, BLOCK_N] + x [rows, D] @ the columns from `column` of a matrix. x_rows: pointers to rows."""
     D: tl.constexpr = codes.D
     N: tl.constexpr = codes.N
     ELEMENT: tl.constexpr = codes.ELEMENT
@@ -101,12 +101,12 @@ def matmul_quantized_transposed(
     TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, DOT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. D: rows of one weight matrix, which are summed over; N: its columns, those of y.
+    """Compute one tile of y. D: rows of one weight matrix, the addends. N: its columns, as of y.
 
-    up, if not None: a second weight, whose rows meet the next D columns of x; both products share one sum. num_rows,
-    num_slots, schedule, GATHER and SCATTER as in `matmul_ogs`. GROUP: columns that share a scale, GROUP_ROWS: rows
-    that do, 0 = all. *_MATRIX, *_N, *_K: strides of one expert's matrix, of a row (of a scale: of a group of rows; of a
-    zero point: of what one byte holds) and of a column (a byte; a group of columns). DOT: the dtype of x.
+    up, if not None: a second weight for the next D columns of x, added to the same sum. num_rows, num_slots, schedule,
+    GATHER and SCATTER as in `matmul_ogs`. GROUP: columns that share a scale, GROUP_ROWS: rows that do, 0: all.
+    *_MATRIX, *_N, *_K: strides of one expert's matrix, of a row (scales: of a group of rows, zero points: of one byte)
+    and of a column (a byte, a group of columns). DOT: the dtype of x.
     """
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = 0

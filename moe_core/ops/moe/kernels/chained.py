@@ -1,9 +1,8 @@
-"""Both products of few tokens and their reduction in one launch, with no boundary between them. See
-`moe_core.ops.moe.fuse`.
+"""Both products of few tokens and their reduction in one launch. See `moe_core.ops.moe.fuse`.
 
-Programs draw numbers, ascending: the first are tiles of product 1, the next of product 2, the last of the reduction. A
-program that needs results of others waits for programs with lower numbers alone. These have been drawn, so they run or
-are done; the lowest that still runs waits for nobody. So all end, wherever the GPU puts them and whenever.
+Programs draw ascending numbers: first tiles of product 1, then of product 2, then of the reduction. A program waits
+only for programs with lower numbers. These have been drawn, so they run or are done, and the lowest that runs waits for
+nobody. So all end, wherever and whenever the GPU runs them.
 """
 
 import triton
@@ -23,14 +22,13 @@ BLOCKS = tl.constexpr(2)
 
 @triton.jit
 def announce(place):
-    """One more: everything that this program wrote can be seen by those that `wait` for it."""
+    """Count one more. Programs that `wait` for the count see everything that this program wrote."""
     tl.debug_barrier()
     tl.atomic_add(place, 1, sem="release")
 
 
 @triton.jit
 def wait(place, count):
-    """Wait until so many have announced themselves here."""
     while tl.atomic_add(place, 0, sem="acquire") < count:
         pass
 
@@ -52,11 +50,9 @@ def chained(
     SECOND_STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one of the three; parameters as in `matmul_ogs` and `reduce`.
-
-    hidden: rows of product 1, in layout order; slots: rows of product 2, by slot. F: columns of hidden.
-    progress: int32, zeros, BLOCKS and one for each row block. PDL: see `kernels.pdl`.
-    """
+    """Compute one tile of one of the three. Parameters as in `matmul_ogs` and `reduce`. hidden: rows of product 1, F
+    columns, in layout order. slots: rows of product 2, by slot. progress: int32 zeros, BLOCKS and one for each row
+    block. PDL: see `kernels.pdl`."""
     if PDL is not None:
         join()
     TILES: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N

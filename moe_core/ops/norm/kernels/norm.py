@@ -6,7 +6,6 @@ import triton.language as tl
 
 @triton.jit
 def _factors(weight, columns, WIDTH: tl.constexpr, CENTRED: tl.constexpr):
-    """The fp32 factors of columns, 1 + weight where CENTRED."""
     factors = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     if CENTRED:
         factors += 1.0
@@ -19,10 +18,8 @@ def rms_norm(
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr, CENTRED: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] * (mean(x[r] ** 2) + EPSILON) ** -0.5 * factors * SCALE, of BLOCK_M rows; fp32, one cast.
-
-    WEIGHT_FIRST: of x * factors in the place of x, and without the factors behind.
-    """
+    """y[r] = x[r] * (mean(x[r] ** 2) + EPSILON) ** -0.5 * factors * SCALE, of BLOCK_M rows, in fp32 with one cast.
+    WEIGHT_FIRST: with x * factors in place of x, and without the factors behind."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < num_rows)[:, None]
     partial = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -52,11 +49,11 @@ def rms_norm_backward(
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr, CENTRED: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_x, cast once, and products fp32, whose column sums are d_weight; None = not wanted. Of BLOCK_M rows.
+    """d_x, cast once, and fp32 products with the column sums d_weight, of BLOCK_M rows. None: not wanted.
 
     f = (mean(x ** 2) + EPSILON) ** -0.5, g = d_y * factors * SCALE:
     d_x = f * (g - x * f ** 2 * mean(g * x)), products = d_y * x * f * SCALE
-    WEIGHT_FIRST, of z = x * factors and g = d_y * SCALE: d_z likewise, d_x = d_z * factors, products = d_z * x
+    WEIGHT_FIRST, with z = x * factors and g = d_y * SCALE: d_z likewise, d_x = d_z * factors, products = d_z * x
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < num_rows)[:, None]

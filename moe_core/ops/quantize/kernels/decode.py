@@ -1,9 +1,8 @@
-"""From codes to numbers: e2m1, e4m3, unsigned integers with zero points, and e8m0 scales, by bit operations.
+"""Decode e2m1, e4m3, unsigned integers with zero points, and e8m0 scales by bit operations.
 
-Every result is exact. Codes become bfloat16 (or float16), which holds each of these formats: at most 8 significant
-bits. The bit patterns of e2m1 and e4m3 are moved to where bfloat16 has its sign, the low bits of its exponent and the
-high ones of its mantissa; what is missing in the exponent is a power of two, one exact multiplication, which also turns
-denormal codes into numbers.
+Every result is exact. Codes become bfloat16 (or float16), which holds all of these formats: at most 8 significant bits.
+Bits of e2m1 and e4m3 move to the sign, the low exponent bits and the high mantissa bits of bfloat16. A product with a
+power of two, which is exact, completes the exponent and also turns denormal codes into numbers.
 """
 
 import triton
@@ -12,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def bfloat16_of_bits(bits):
-    """Integers whose low 16 bits are a bfloat16, as numbers."""
+    """Return integers with the bits of a bfloat16 in their low half as numbers."""
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
@@ -66,17 +65,15 @@ def codes_to_bfloat16(codes, ELEMENT: tl.constexpr):
 
 @triton.jit
 def unpack_nibbles(packed):
-    """[R, C] bytes as [R, 2 C] codes: the low nibble comes first."""
+    """Return [R, C] bytes as [R, 2 C] codes, the low nibble first."""
     both = tl.join(packed & 15, packed >> 4)
     return tl.reshape(both, (packed.shape[0], 2 * packed.shape[1]))
 
 
 @triton.jit
 def word_pair(words, SHIFT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Nibbles SHIFT / 4 and SHIFT / 4 + 4 of uint32 words, [R, W] -> numbers [R, W, 2]. SHIFT: 0, 4, 8 or 12.
-
-    They lie 16 bits apart, as two bfloat16 in one register do, so that both are moved by the same instructions.
-    """
+    """Return nibbles SHIFT / 4 and SHIFT / 4 + 4 of uint32 words, [R, W], as numbers [R, W, 2]. SHIFT: 0, 4, 8 or 12.
+    They are 16 bits apart, as two bfloat16 in one register, so the same instructions move both."""
     if ELEMENT == "e2m1":
         # A product with two powers of two is two shifts: one puts the sign into place, one the other three bits.
         if SHIFT >= 8:
@@ -91,7 +88,7 @@ def word_pair(words, SHIFT: tl.constexpr, ELEMENT: tl.constexpr):
         offset: tl.constexpr = 8.507059173023462e37
         numbers = tl.join(bfloat16_of_bits(pair & 0xFFFF), bfloat16_of_bits(pair >> 16)) * offset
     else:
-        # 128 + code, whose last bit of eight is worth 1.
+        # 128 + code: the last of eight bits is worth 1.
         pair = ((words >> SHIFT) & 0x000F000F) | 0x43004300
         numbers = tl.join(bfloat16_of_bits(pair & 0xFFFF), bfloat16_of_bits(pair >> 16)) - 128.0
     return numbers
@@ -99,7 +96,7 @@ def word_pair(words, SHIFT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def unpack_words(words, ELEMENT: tl.constexpr):
-    """Nibbles of uint32 words, [R, W] -> bfloat16 [R, W, 2, 2, 2]; nibble 4 b + 2 i + j lies at [b, i, j]."""
+    """Return nibbles of uint32 words, [R, W], as bfloat16 [R, W, 2, 2, 2], nibble 4 b + 2 i + j at [b, i, j]."""
     even = tl.join(word_pair(words, 0, ELEMENT), word_pair(words, 8, ELEMENT))
     odd = tl.join(word_pair(words, 4, ELEMENT), word_pair(words, 12, ELEMENT))
     return tl.join(even, odd)
@@ -107,7 +104,6 @@ def unpack_words(words, ELEMENT: tl.constexpr):
 
 @triton.jit
 def group_of_row(n, GROUP_ROWS: tl.constexpr):
-    """The group that weight rows n are in, of GROUP_ROWS rows (0: all)."""
     if GROUP_ROWS == 0:
         return n * 0
     else:
@@ -116,8 +112,8 @@ def group_of_row(n, GROUP_ROWS: tl.constexpr):
 
 @triton.jit
 def per_group(pointers, start, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What groups of GROUP columns (0: all) have for columns start .. start + BLOCK_K - 1: [rows, groups] or, where
-    groups and blocks do not fit into each other, [rows, BLOCK_K]; 0 behind D. pointers: to the first group of rows."""
+    """Load the values of groups of GROUP columns (0: all) for columns start .. start + BLOCK_K - 1, 0 behind D. Returns
+    [rows, groups], or [rows, BLOCK_K] if groups and blocks do not fit. pointers: to the first group of rows."""
     if GROUP == 0:
         return tl.load(pointers)[:, None]
     elif GROUP % BLOCK_K == 0:
@@ -133,7 +129,7 @@ def per_group(pointers, start, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.
 
 @triton.jit
 def number_of(scale):
-    """Scales as numbers: bfloat16 of e8m0 bytes, exactly, else fp32."""
+    """Return scales as numbers: e8m0 bytes as bfloat16, exactly, others as fp32."""
     if scale.dtype == tl.uint8:
         return e8m0_to_bfloat16(scale)
     else:
@@ -142,7 +138,7 @@ def number_of(scale):
 
 @triton.jit
 def spread(values, WIDTH: tl.constexpr):
-    """[rows, groups] -> [rows, WIDTH], each value for WIDTH / groups neighbours; one group stays one column."""
+    """Spread [rows, groups] to [rows, WIDTH], each value to WIDTH / groups neighbours. One group stays one column."""
     if (values.shape[1] == 1) or (values.shape[1] == WIDTH):
         return values
     else:
@@ -154,8 +150,7 @@ def spread(values, WIDTH: tl.constexpr):
 def load_codes(
     pointers, start, exists, D: tl.constexpr, STRIDE: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Codes [rows, BLOCK_K] of columns from `start`, zero behind D and in rows that do not exist (None: all do).
-
+    """Load codes [rows, BLOCK_K] of columns from `start`, zero behind D and in rows that do not exist (None: all do).
     pointers: to the first column of every row."""
     columns = start // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
     places = pointers[:, None] + columns[None, :] * STRIDE
@@ -177,7 +172,7 @@ def load_codes(
 
 @triton.jit
 def ordered(tile, ORDER: tl.constexpr):
-    """Columns of [rows, BLOCK_K] in the order in which decoded weights have them, see `weight_tile`."""
+    """Put the columns of [rows, BLOCK_K] into the order of decoded weights. See `weight_tile`."""
     rows: tl.constexpr = tile.shape[0]
     columns: tl.constexpr = tile.shape[1]
     if ORDER == "words":
@@ -192,7 +187,6 @@ def ordered(tile, ORDER: tl.constexpr):
 
 @triton.jit
 def cast_to(numbers, DTYPE: tl.constexpr):
-    """To `bfloat16`, `float16` or `float32`."""
     if DTYPE == "bfloat16":
         return numbers.to(tl.bfloat16)
     elif DTYPE == "float16":
@@ -203,9 +197,8 @@ def cast_to(numbers, DTYPE: tl.constexpr):
 
 @triton.jit
 def scaled(numbers, scale, zero, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, SCALING: tl.constexpr):
-    """(number - zero) * scale, cast once; zero points of unsigned elements alone, scales if SCALING is `into_weight`.
-
-    scale: bfloat16, a power of two (the product is exact), or fp32."""
+    """(number - zero) * scale, cast once. Only unsigned elements have zero points. SCALING `into_weight` applies
+    scales. scale: bfloat16, a power of two (an exact product), or fp32."""
     if (ELEMENT == "uint8") or (ELEMENT == "uint4"):
         numbers = numbers - zero.to(tl.bfloat16)
     if SCALING != "into_weight":
@@ -221,12 +214,12 @@ def weight_tile(
     pointers, scale, zero, start, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, SCALING: tl.constexpr,
     ORDER: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Weights [rows, BLOCK_K] as the tensor cores take them. scale, zero: of groups, see `per_group`.
+    """Load weights [rows, BLOCK_K] as the tensor cores take them. scale, zero: of groups, see `per_group`.
 
-    A sum may go over columns in any order. The cores want, from lane t of every four, columns 2 t and 2 t + 1 of each
-    8. In order `words` that lane has 32 neighbouring 4-bit codes, one vector load with one scale, of every 128: column
+    A sum may go over columns in any order. The cores take, from lane t of every four, columns 2 t and 2 t + 1 of each
+    8. In order `words` that lane has 32 neighbouring 4-bit codes of every 128, one vector load with one scale: column
     32 t + 8 q + 4 b + j takes the place 8 (4 q + j) + 2 t + b. In order `bytes` it has 16 neighbouring bytes of every
-    64: column 16 t + 2 c + b takes the place 8 c + 2 t + b. x is put into the same order by `ordered`.
+    64: column 16 t + 2 c + b takes the place 8 c + 2 t + b. `ordered` puts x into the same order.
     """
     rows: tl.constexpr = pointers.shape[0]
     scale = number_of(scale)
@@ -256,7 +249,7 @@ def weight_tile(
 
 @triton.jit
 def plain_tile(pointers, start, exists, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Stored numbers [rows, BLOCK_K] of columns from `start`, zero behind D and in rows that do not exist."""
+    """Load numbers [rows, BLOCK_K] of columns from `start`, zero behind D and in rows that do not exist."""
     columns = start + tl.arange(0, BLOCK_K)
     places = pointers[:, None] + columns[None, :] * STRIDE
     if exists is None:
@@ -275,7 +268,7 @@ def activation_tile(
     rows, scale_rows, exists, start, ELEMENT: tl.constexpr, SCALING: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, BLOCK_K] as numbers; scales that are multiplied with the sums stay out."""
+    """Return x [rows, BLOCK_K] as numbers, without scales that are multiplied with the sums."""
     if ELEMENT is None:
         return plain_tile(rows, start, exists, D, 1, BLOCK_K)
     else:
@@ -288,8 +281,8 @@ def activation_tile(
 
 @triton.jit
 def zero_point(stored, n, ELEMENT: tl.constexpr):
-    """Zero points [rows, groups] of weight rows n. Those of 4 bits share bytes, an even row in the low nibble; one that
-    is not stored, [1, 1], is for all."""
+    """Return zero points [rows, groups] of weight rows n. Points of 4 bits share bytes, an even row in the low nibble.
+    A point that is not stored, [1, 1], is for all."""
     if (ELEMENT == "uint4") and (stored.shape[0] > 1):
         return (stored >> ((n & 1) * 4).to(tl.uint8)[:, None]) & 15
     else:

@@ -1,9 +1,9 @@
-"""Rows of activations as codes and scales: the bits that `moe_core.ops.quantize.reference` gives.
+"""Quantise rows of activations to codes and scales, with the bits of `moe_core.ops.quantize.reference`.
 
-One rounding at a time, on any architecture: true division, then half to even on the bits of fp32 numbers, since not
-every architecture converts to fp8. Those that do multiply with the reciprocal, to the same bits (`e4m3_quotient`), and
-convert, which takes fewer instructions. Magnitudes are compared as integers, where a NaN is larger than every number
-and infinity: a group that holds either gets the scale NaN and codes of zero.
+Each step rounds once, on any architecture: true division, then half to even on the bits of fp32 numbers, because not
+every architecture converts to fp8. Those with a conversion multiply with the reciprocal, to the same bits
+(`e4m3_quotient`), which takes fewer instructions. Magnitudes are compared as integers, so a NaN is larger than infinity
+and every number. A group with a NaN or an infinity gets the scale NaN and codes of zero.
 """
 
 import triton
@@ -15,19 +15,19 @@ from moe_core.ops.quantize.kernels.decode import e8m0_to_bfloat16
 
 @triton.jit
 def magnitude_bits(values):
-    """|x| of fp32 as the int32 of the same bits, which are in the same order."""
+    """Return the bits of |x| of fp32 as int32, which are in the same order."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def up_to_power_of_two(values):
-    """Bits of the smallest power of two at or above positive fp32 values."""
+    """Return the bits of the smallest power of two at or above positive fp32 values."""
     return (values.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
 
 
 @triton.jit
 def choose_scale(bits, RULE: tl.constexpr, LARGEST: tl.constexpr, TOP_EXPONENT: tl.constexpr):
-    """The scale of groups with these bits of amax: fp32, or uint8 of the rules `floor` and `ceil`."""
+    """Return the scale of groups with these bits of amax: fp32, or uint8 for the rules `floor` and `ceil`."""
     usable = bits < 0x7F800000
     amax = tl.where(usable, bits, 0x3F800000).to(tl.float32, bitcast=True)
     if (RULE == "amax") or (RULE == "power_of_two"):
@@ -48,7 +48,6 @@ def choose_scale(bits, RULE: tl.constexpr, LARGEST: tl.constexpr, TOP_EXPONENT: 
 
 @triton.jit
 def number_of_scale(scale):
-    """Scales as fp32."""
     if scale.dtype == tl.uint8:
         return e8m0_to_bfloat16(scale).to(tl.float32)
     else:
@@ -57,18 +56,18 @@ def number_of_scale(scale):
 
 @triton.jit
 def rounded(values):
-    """fp32 between -2^22 and 2^22 to the nearest integer, half to even: what lies behind the point is shifted out."""
+    """Round fp32 between -2^22 and 2^22 to the nearest integer, half to even, by shifting the fraction out."""
     return (values + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
 def encode(quotients, ELEMENT: tl.constexpr):
-    """int32 codes of fp32 numbers, saturating: e4m3 (NaN stays NaN), e2m1 or int8 (NaN is 0)."""
+    """Return int32 codes of fp32 numbers, saturating: e4m3 (NaN stays NaN), e2m1 or int8 (NaN is 0)."""
     bits = magnitude_bits(quotients)
     negative = (quotients.to(tl.int32, bitcast=True) >> 31) & 1
     if ELEMENT == "e4m3":
         size = tl.minimum(bits, 0x43E00000)
-        # Below 2^-6 codes are 2^-9 apart, as fp32 numbers are behind 2^14; above, 3 bits of the mantissa stay.
+        # Below 2^-6 codes are 2^-9 apart, as fp32 numbers are behind 2^14. Above, 3 bits of the mantissa stay.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF
         large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
         codes = tl.where(size < 0x3C800000, small, large)
@@ -88,17 +87,15 @@ def encode(quotients, ELEMENT: tl.constexpr):
 
 @triton.jit
 def quotient(values, scale, usable):
-    """x / scale; zero where the scale or the group is not usable."""
+    """x / scale, zero if the scale or the group is not usable."""
     divisor = number_of_scale(scale)
     return tl.where(usable & (divisor > 0.0), tl.div_rn(values, divisor), 0.0)
 
 
 @triton.jit
 def refined_quotient(values, divisor, reciprocal):
-    """values / divisor, correctly rounded (Markstein 1990): positive divisors and their rounded reciprocals.
-
-    The second remainder is exact, and so the last step rounds right, unless values are so small that their code is 0.
-    """
+    """values / divisor, correctly rounded (Markstein 1990), for positive divisors and their rounded reciprocals. The
+    second remainder is exact, so the last step rounds right, except for values so small that their code is 0."""
     near = values * reciprocal
     near = tl.fma(tl.fma(-near, divisor, values), reciprocal, near)
     near = tl.fma(tl.fma(-near, divisor, values), reciprocal, near)
@@ -109,8 +106,8 @@ def refined_quotient(values, divisor, reciprocal):
 
 @triton.jit
 def comfortable_divisor(scale):
-    """(factor, divisor): values / scale = values * factor / divisor for positive scales of any size, with a divisor
-    whose reciprocal is a normal number; factors are powers of two, and 0 for an infinite scale."""
+    """Return (factor, divisor) with values / scale = values * factor / divisor for positive scales of any size. The
+    reciprocal of the divisor is a normal number. Factors are powers of two, and 0 for an infinite scale."""
     factor = tl.where(scale < 2.0**-62, 2.0**64, tl.where(scale > 2.0**62, 2.0**-64, 1.0))
     infinite = scale == float("inf")
     return tl.where(infinite, 0.0, factor), tl.where(infinite, 1.0, scale * factor)
@@ -118,7 +115,8 @@ def comfortable_divisor(scale):
 
 @triton.jit
 def e4m3_quotient(values, factor, divisor, reciprocal):
-    """e4m3 numbers of values * factor / divisor; what saturates is cut off before it can leave fp32, NaN stays."""
+    """Return e4m3 numbers of values * factor / divisor. Values that saturate are cut before they can leave fp32. NaN
+    stays."""
     bound = divisor * 1024.0
     values = tl.minimum(values * factor, bound, propagate_nan=tl.PropagateNan.ALL)
     values = tl.maximum(values, -bound, propagate_nan=tl.PropagateNan.ALL)
@@ -127,7 +125,7 @@ def e4m3_quotient(values, factor, divisor, reciprocal):
 
 @triton.jit
 def codes_of(values, scale, usable, ELEMENT: tl.constexpr, CONVERTS: tl.constexpr):
-    """Codes of values / scale; zeros where the scale or the group is not usable. CONVERTS: e4m3 in hardware."""
+    """Return codes of values / scale, zeros if the scale or the group is not usable. CONVERTS: e4m3 in hardware."""
     if CONVERTS:
         positive = usable & (scale > 0.0)
         factor, divisor = comfortable_divisor(tl.where(positive, scale, 1.0))
@@ -140,7 +138,6 @@ def codes_of(values, scale, usable, ELEMENT: tl.constexpr, CONVERTS: tl.constexp
 
 @triton.jit
 def even_and_odd(tile):
-    """Columns 0, 2, ... and columns 1, 3, ... of [rows, columns]."""
     rows: tl.constexpr = tile.shape[0]
     columns: tl.constexpr = tile.shape[1]
     return tl.split(tl.reshape(tile, (rows, columns // 2, 2)))
@@ -148,7 +145,7 @@ def even_and_odd(tile):
 
 @triton.jit
 def store_codes(values, codes, rows, columns, inside, WIDTH: tl.constexpr, ELEMENT: tl.constexpr):
-    """codes [rows, columns] into the array of rows with WIDTH columns; columns start at an even one."""
+    """Store codes [rows, columns] to rows with WIDTH columns. Columns start at an even one."""
     if ELEMENT == "e2m1":
         low, high = even_and_odd(codes)
         exists, _ = even_and_odd(inside.to(tl.int32))
@@ -167,7 +164,7 @@ def load_rows(x, rows, columns, inside, STRIDE: tl.constexpr):
 
 @triton.jit
 def used_rows(used_by, rows, num_rows, USERS: tl.constexpr):
-    """Which of these rows exist and have an entry of used_by `[num_rows, USERS]` that is not negative."""
+    """Return which rows exist and have a nonnegative entry in used_by `[num_rows, USERS]`."""
     exists = rows < num_rows
     if used_by is None:
         return exists
@@ -185,10 +182,8 @@ def quantize_groups(
     ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
     TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows in groups of GROUP columns, of which there are GROUPS; one group of each of BLOCK_M rows at a time.
-
-    Rows that are not used (`used_rows`) are not read: they are quantised as zeros. BLOCK_K: GROUP rounded up to a power
-    of two. PDL: see `kernels.pdl`."""
+    """Quantise GROUPS groups of GROUP columns, one group of BLOCK_M rows per program. Unused rows (`used_rows`) are
+    not read and quantised as zeros. BLOCK_K: GROUP rounded up to a power of two."""
     if PDL is not None:
         join()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -208,7 +203,7 @@ def quantize_groups(
 
 @triton.jit
 def row_maxima(x, rows, exists, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Bits of the largest magnitude of each of these rows."""
+    """Return the bits of the largest magnitude of each of these rows."""
     bits = tl.zeros(rows.shape, dtype=tl.int32)
     for start in range(0, WIDTH, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
@@ -222,9 +217,8 @@ def partial_maxima(
     x, used_by, partials, num_rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """partials[program] = the bits of the largest magnitude of its used rows: blocks of BLOCK_M by turns.
-
-    PDL: see `kernels.pdl`."""
+    """partials[program] = the bits of the largest magnitude of its used rows. Programs take turns with blocks of
+    BLOCK_M."""
     if PDL is not None:
         join()
     bits = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.int32)
@@ -246,10 +240,8 @@ def quantize_whole_rows(
     ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
     TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows with a scale each; or all with the one that follows from PARTIALS maxima (a power of two), or is `given`.
-
-    Rows that are not used (`used_rows`) are not read: they are quantised as zeros. zeros int32 `[ZEROS]`, if not None:
-    set to 0 besides. PDL: see `kernels.pdl`."""
+    """Quantise rows with one scale each, or all with the scale from PARTIALS maxima (a power of two) or `given`.
+    Unused rows (`used_rows`) are not read and quantised as zeros. zeros int32 `[ZEROS]`, if not None: set to 0."""
     if PDL is not None:
         join()
     if zeros is not None:

@@ -1,4 +1,4 @@
-"""From slots to tokens, in a fixed order; and row scaling and zeroing."""
+"""Sum slots to tokens in a fixed order, scale rows, and zero rows."""
 
 import triton
 import triton.language as tl
@@ -22,11 +22,9 @@ def reduce(
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, BY_ROW: tl.constexpr, UNROLL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over k = 0..K-1 of y[slot t*K + k] (+ shared[t] * sigmoid(gate[t])), fp32, in that order.
-
-    A slot without a row (-1) is skipped and its memory never read. num_rows: rows of y.
-    PDL: see `kernels.pdl`; what comes after a reduction is not of this plan, and is not let begin.
-    """
+    """out[t] = sum over k = 0..K-1 of y[slot t*K + k] (+ shared[t] * sigmoid(gate[t])), fp32, in that order. A slot
+    without a row (-1) is skipped and its memory not read. num_rows: rows of y. PDL: see `kernels.pdl`. The launch
+    behind a reduction belongs to another plan and may not begin early."""
     if PDL == "start":
         tl.extra.cuda.gdc_wait()
     sums = Reduction(
@@ -38,7 +36,7 @@ def reduce(
 
 @triton.jit
 def reduce_tile(token_block, column_block, sums):
-    """BLOCK_T tokens and BLOCK_N columns of a `Reduction`."""
+    """Compute BLOCK_T tokens and BLOCK_N columns of a `Reduction`."""
     TOP_K: tl.constexpr = sums.TOP_K
     WIDTH: tl.constexpr = sums.WIDTH
     CACHE: tl.constexpr = ".cg" if sums.WAIT else ""
@@ -76,7 +74,7 @@ def reduce_tile(token_block, column_block, sums):
 
 @triton.jit
 def _source(sums, slots, inside, CACHE: tl.constexpr):
-    """The row of y, int64, of one slot per token; -1 where the slot has none."""
+    """Return the row of y, int64, of one slot per token, -1 for a slot without one."""
     row = tl.load(sums.row_of_slot + slots, mask=inside, other=-1, cache_modifier=CACHE)
     source = row.to(tl.int64) if sums.BY_ROW else slots
     return tl.where((row >= 0) & (source < sums.num_rows), source, -1)
@@ -84,7 +82,7 @@ def _source(sums, slots, inside, CACHE: tl.constexpr):
 
 @triton.jit
 def _row(y, source, columns, mask, WIDTH: tl.constexpr):
-    """Columns of one row of y per token; zeros, unread, where there is no row. Nobody reads them again."""
+    """Load columns of one row of y per token, zeros where there is no row. Nobody reads them again."""
     present = mask & (source >= 0)[:, None]
     pointers = y + source[:, None] * WIDTH + columns[None, :]
     return tl.load(pointers, mask=present, other=0.0, eviction_policy="evict_first")
@@ -95,7 +93,7 @@ def scale_rows(
     x, weights, y, num_rows, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] * weights[r], in fp32, one cast. PDL: see `kernels.pdl`."""
+    """y[r] = x[r] * weights[r], in fp32, one cast."""
     if PDL is not None:
         join()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -108,7 +106,7 @@ def scale_rows(
 
 @triton.jit
 def zero_rows(markers, y, num_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """y[r] = 0 where markers[r] is -1: rows no expert writes."""
+    """y[r] = 0 where markers[r] is -1, for rows that no expert writes."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     absent = tl.load(markers + rows, mask=rows < num_rows, other=0) < 0
     if tl.sum(absent.to(tl.int32), axis=0) > 0:

@@ -1,4 +1,4 @@
-"""The backward's row-wise kernels: products with biases, gates, weights on inputs, sums."""
+"""Row-wise kernels of the backward: products with biases, gates, weights on inputs, sums."""
 
 import triton
 import triton.language as tl
@@ -12,10 +12,8 @@ def bias_product(
     WIDTH: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_LAYERS: tl.constexpr, D_Y_STRIDE: tl.constexpr,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """products[slot] = <d_y[token], bias[expert]> for the slots of BLOCK_M rows of the layout.
-
-    A row's expert is the number of groups that end at or before it: group_start[1 ..] counted, EXPERTS at a time.
-    """
+    """products[slot] = <d_y[token], bias[expert]> for the slots of BLOCK_M rows of the layout. The expert of a row is
+    the number of groups that end at or before it. EXPERTS ends are compared at a time."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     # Rows behind the last group belong to none: their experts would be NUM_EXPERTS.
     end = tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)
@@ -45,7 +43,6 @@ def bias_product(
 
 @triton.jit
 def gate_weight(gate, weight, size, BLOCK: tl.constexpr):
-    """weight = sigmoid(gate)."""
     elements = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < size
     tl.store(weight + elements, sigmoid(tl.load(gate + elements, mask=mask, other=0.0)), mask=mask)
@@ -63,7 +60,6 @@ def gate_gradient(d_weight, gate, d_gate, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def add(first, second, total, size, BLOCK: tl.constexpr):
-    """total = first + second, fp32."""
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < size
     a = tl.load(first + elements, mask=mask, other=0.0)
@@ -75,7 +71,7 @@ def gather_rows(
     x, slot_of_row, y, num_rows, num_tokens,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[row] = x[slot_of_row[row] // TOP_K], zeros where a row has no slot."""
+    """y[row] = x[slot_of_row[row] // TOP_K], zeros for a row without a slot."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     slots = tl.load(slot_of_row + rows, mask=rows < num_rows, other=-1)
@@ -102,9 +98,10 @@ def weighted_input(
     d_rows, x, row_of_slot, weights, extra, d_x, d_weight, num_tokens, num_rows,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Behind x[t] * w[t], K = 1: d_x[t] = cast(w[t] d_row + extra[t]), d_weight[t] = <d_row, x[t]>, of BLOCK_M tokens.
+    """Gradients of x[t] * w[t], K = 1: d_x[t] = cast(w[t] d_row + extra[t]), d_weight[t] = <d_row, x[t]>, of BLOCK_M
+    tokens.
 
-    d_row: the token's row of d_rows; a token without one reads neither it, x nor w, and its own parts are zeros.
+    d_row: the token's row of d_rows. A token without one reads no row, x or w, and contributes zeros.
     """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = tokens < num_tokens

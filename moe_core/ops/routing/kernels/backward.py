@@ -1,5 +1,4 @@
-"""From the gradients of weights and losses to that of the logits: the backward of
-`moe_core.ops.routing.kernels.topk.route`."""
+"""Backward of `moe_core.ops.routing.kernels.topk.route`: gradients of logits from those of weights and losses."""
 
 import triton
 import triton.language as tl
@@ -10,10 +9,8 @@ from moe_core.ops.routing.kernels.topk import bounded, exp_negative, expert_scor
 
 @triton.jit
 def log_score_derivative(x, SCORING: tl.constexpr):
-    """d log(score) / d x of the scores that each expert gives by itself.
-
-    sigmoid: s(-x). sqrt_softplus: s(x) / (2 softplus(x)), which in fp32 is 1/2 below -17, however far.
-    """
+    """d log(score) / d x of the scores that each expert gives alone. sigmoid: s(-x). sqrt_softplus: s(x) / (2
+    softplus(x)), which is 1/2 in fp32 below -17."""
     if SCORING == "sigmoid":
         return expert_scores(-x, "sigmoid")
     else:
@@ -24,7 +21,7 @@ def log_score_derivative(x, SCORING: tl.constexpr):
 
 @triton.jit
 def shares(values, EPSILON: tl.constexpr):
-    """values / (their sum along the last axis + EPSILON); a zero divisor gives zeros."""
+    """values / (their sum along the last axis + EPSILON). A zero divisor gives zeros."""
     total = tl.sum(values, axis=1)[:, None]
     if EPSILON != 0.0:
         total += EPSILON
@@ -42,11 +39,9 @@ def through_weights(
     picked, chosen, gradient, largest, total, probability, columns, TOP_K: tl.constexpr, SCORING: tl.constexpr,
     SOFTMAX_LAST: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
-    """d_logits `[tokens, columns]` of the gradient `[tokens, slots]` of the weights before scaling.
-
-    picked: logits of the chosen, -inf where there is no slot; gradient: 0 there. largest and total: of the whole row,
-    with which probability is its softmax.
-    """
+    """Return d_logits `[tokens, columns]` of the gradient `[tokens, slots]` of the weights before scaling. picked:
+    logits of the chosen, -inf without a slot, where gradient is 0. largest, total: of the whole row, with softmax
+    probability."""
     DENSE: tl.constexpr = SCORING == "softmax" and not SOFTMAX_LAST and not RENORMALIZE
     slots = tl.arange(0, picked.shape[1])[None, :]
     used = slots < TOP_K
@@ -86,11 +81,9 @@ def routing_backward(
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, EPSILON: tl.constexpr, LOGIT_SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """d_logits `[T, E]`, BLOCK_T tokens at a time: through the weights, + the losses', + given_logits.
-
-    Masked tokens get exact zeros and nothing of them is read but ids and mask. COLUMNS >= E and SLOTS >= K are powers
-    of two. token_count: the unmasked tokens (None: all). Formulas: `moe_core.ops.routing.reference`.
-    """
+    """d_logits `[T, E]`, BLOCK_T tokens at a time: through the weights, + the losses', + given_logits. Masked tokens
+    get exact zeros, and only their ids and mask are read. COLUMNS >= E and SLOTS >= K are powers of two. token_count:
+    the number of unmasked tokens (None: all). Formulas: `moe_core.ops.routing.reference`."""
     columns, slots = tl.arange(0, COLUMNS)[None, :], tl.arange(0, SLOTS)[None, :]
     real = columns < NUM_EXPERTS
     if token_count is not None:
@@ -133,7 +126,7 @@ def routing_backward(
             result = tl.where(routed_token[:, None], through, 0.0)
         if d_load_balance is not None:
             if SCORING == "softmax":
-                # A token whose logits are all -inf has no shares.
+                # A token with all logits -inf has no shares.
                 result += centred(tl.where(largest == float("-inf"), 0.0, probability), coefficient)
             else:
                 scores = tl.where(real, expert_scores(x, SCORING), 0.0)
@@ -152,7 +145,6 @@ def routing_backward(
 
 @triton.jit
 def count_tokens(token_mask, token_count, num_tokens, BLOCK: tl.constexpr):
-    """token_count[0] = the tokens that are not masked; one program."""
     counts = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(0, num_tokens, BLOCK):
         tokens = first + tl.arange(0, BLOCK)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def set_bits(experts, WORDS: tl.constexpr):
-    """int32 `[tokens, WORDS]` with the one bit of each token's expert set; none where the expert is -1."""
+    """Return int32 `[tokens, WORDS]` with the one bit of each token's expert set, none for expert -1."""
     here = tl.arange(0, WORDS)[None, :] == (experts >> 5)[:, None]
     # An expert of -1 belongs to word -1 (arithmetic shift), which no row has.
     return tl.where(here, 1 << (experts & 31)[:, None], 0)
@@ -17,9 +17,9 @@ def pack(
     ids, bitmatrix, duplicates, invalid_ids, num_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the bitmatrix of ids `[T, K]`, and per program the ids that a row holds already and the invalid ones.
+    """Write rows of the bitmatrix of ids `[T, K]`, and count repeated and invalid ids per program.
 
-    for k = 0..K-1: count ids[k] if its bit is set or it is outside [-1, E); else set its bit
+    for k = 0..K-1: count ids[k] if its bit is set or it is outside [-1, E), else set its bit
 
     Example, E = 4, ids [2, 0, 2, 9, -1]: word 0b0101, one duplicate, one invalid.
     """
@@ -45,7 +45,6 @@ def pack(
 
 @triton.jit
 def sum_counts(first_parts, second_parts, first, second, num_parts, BLOCK: tl.constexpr):
-    """first[0] = sum(first_parts), second[0] = sum(second_parts), int32, in one program."""
     total_first = tl.zeros((BLOCK,), dtype=tl.int32)
     total_second = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, num_parts, BLOCK):
@@ -61,11 +60,11 @@ def unpack(
     bitmatrix, ids, num_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """ids `[T, K]` of the bits set, ascending: the place of an expert is the number of bits below its own.
+    """Write the ids `[T, K]` of set bits, ascending: the place of an expert is the number of lower bits.
 
-    place = cumsum(bits) - 1;  ids[place] = expert where its bit is set and place < K;  the places left get -1
+    place = cumsum(bits) - 1,  ids[place] = expert where its bit is set and place < K,  other places get -1
 
-    Example, E = 4, word 0b0101, K = 3: [0, 2, -1]; K = 1: [0].
+    Example, E = 4, word 0b0101, K = 3: [0, 2, -1]. K = 1: [0].
     """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = (tokens < num_tokens)[:, None]

@@ -1,9 +1,8 @@
 """Ragged layouts: a stable counting sort of slots by expert, without atomics and without the host.
 
-Every array of the layout is a sum over counts of slots per expert. Few slots: one kernel whose programs all count every
-slot (`layout_at_once`). Many: one kernel counts the slots of each block (`count_blocks`, or `topk.route` while it
-routes them), then every program of `place_blocks` adds up all blocks' counts and places the slots of its own, or is one
-of the few that write what depends on the sums alone.
+Few slots: all programs of one kernel count every slot (`layout_at_once`). Many: one kernel counts the slots of each
+block (`count_blocks`, or `topk.route` while it routes them). Then every program of `place_blocks` adds up all counts
+and places the slots of its block, and a few more write arrays that depend on the sums only.
 """
 
 import triton
@@ -13,7 +12,7 @@ from moe_core.ops.common.kernels.aggregates import aggregate_of
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.routing.kernels.schedule import fill, write_schedule
 
-#: Arrays of a layout that are written, and their sizes; max_rows None: groups have as many rows as they need.
+#: Arrays of a layout to write, and their sizes. max_rows None: groups have as many rows as they need.
 Groups = aggregate_of(
     "Groups",
     "group_sizes group_start slot_of_row row_of_slot invalid_ids schedule_0 schedule_1 tile_counters overflow "
@@ -25,7 +24,7 @@ Groups = aggregate_of(
 
 @triton.jit
 def to_local(ids, expert_map, NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr):
-    """(local expert of each id or -1, whether the id is outside [-1, NUM_GLOBAL))."""
+    """Return (local expert of each id or -1, is the id outside [-1, NUM_GLOBAL))."""
     known = (ids >= 0) & (ids < NUM_GLOBAL)
     invalid = (ids < -1) | (ids >= NUM_GLOBAL)
     if expert_map is not None:
@@ -39,11 +38,11 @@ def local_experts(
     ids, expert_map, token_mask, slots, num_slots,
     NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """`to_local` of the ids of slots, int32 or int64; -1 past num_slots and for masked tokens."""
+    """`to_local` of the ids of slots, int32 or int64. -1 past num_slots and for masked tokens."""
     inside = slots < num_slots
     found = tl.load(ids + slots, mask=inside, other=-1)
     if ids.dtype.element_ty == tl.int64:
-        # What int32 cannot hold becomes another invalid id, and no expert.
+        # Ids beyond int32 become another invalid id, not an expert.
         found = tl.minimum(tl.maximum(found, -2), NUM_GLOBAL).to(tl.int32)
     if token_mask is not None:
         kept = tl.load(token_mask + slots // TOP_K, mask=inside, other=0)
@@ -53,21 +52,19 @@ def local_experts(
 
 @triton.jit
 def count_experts(local, EXPERTS: tl.constexpr):
-    """int32 `[EXPERTS]`: how many of local (-1 = none) are each expert.
-
-    Triton 3.6 counts an element as often as registers of one thread hold it, which those of a choice along an axis may;
-    gathered anew, one register does. `compiler.require_counted_once` checks it.
-    """
+    """Count how many of local (-1: none) are each expert, int32 `[EXPERTS]`. Triton 3.6 counts an element once for each
+    register of a thread that holds it. Layouts of a choice along an axis may repeat registers, so elements are gathered
+    first. `compiler.require_counted_once` checks this."""
     local = tl.gather(local, tl.arange(0, local.shape[0]), 0)
     return tl.histogram(local, EXPERTS, mask=local >= 0)
 
 
 @triton.jit
 def rank_slots(local, before):
-    """(rank of each slot among those of its expert, before with these slots added).
+    """Return (rank of each slot in its expert, before with these slots added).
 
-    local: local experts of consecutive slots, -1 = none (its rank means nothing); before `[EXPERTS]`: the slots of each
-    expert ahead of these. Blocks of 128 take turns, because ranking within a block compares every pair.
+    local: local experts of consecutive slots, -1: none (with any rank). before `[EXPERTS]`: earlier slots of each
+    expert. Blocks of 128 take turns, because ranking compares all pairs of a block.
 
     Example, local [4, 2, 4, 4], before 0 but for before[4] = 5: ranks [5, 0, 6, 7].
     """
@@ -90,10 +87,8 @@ def rank_slots(local, before):
 
 @triton.jit
 def group_rows(sizes, groups):
-    """Rows that each group owns, padding included, `[EXPERTS]`, 0 for padding experts.
-
-    Example, sizes [3, 0, 2]: themselves; ALIGNMENT 4: [4, 0, 4]; max_rows 3: [3, 3, 3].
-    """
+    """Return the rows that each group owns with its padding, `[EXPERTS]`, 0 for padding experts. Example, sizes [3, 0,
+    2]: the same. ALIGNMENT 4: [4, 0, 4]. max_rows 3: [3, 3, 3]."""
     if groups.max_rows is not None:
         experts = tl.arange(0, sizes.shape[0])
         return tl.where(experts < groups.NUM_EXPERTS, groups.max_rows, 0)
@@ -103,28 +98,23 @@ def group_rows(sizes, groups):
 
 @triton.jit
 def first_rows(sizes, groups):
-    """The row that each group starts at, `[EXPERTS]`: rows that those ahead of it own."""
     owned = group_rows(sizes, groups)
     return tl.cumsum(owned, axis=0) - owned
 
 
 @triton.jit
 def within(found, capacity):
-    """Sizes `[EXPERTS]` of groups of which the first `capacity` rows are kept.
-
-    Example, found [3, 4, 2], capacity 5: [3, 2, 0].
-    """
+    """Return sizes `[EXPERTS]` of groups cut to the first `capacity` rows. Example, found [3, 4, 2], capacity 5: [3, 2,
+    0]."""
     starts = tl.cumsum(found, axis=0) - found
     return tl.minimum(found, tl.maximum(capacity - starts, 0))
 
 
 @triton.jit
 def write_groups(sizes, groups, program, num_programs):
-    """Everything that follows from the group sizes `[EXPERTS]`, shared out over num_programs; returns the starts.
-
-    group_start = [0] + cumsum(rows owned); rows that no slot fills (behind a group, behind the last one) get -1 in
-    slot_of_row; schedules as in `write_schedule`; the tile counters, COUNTERS of them, start at 0.
-    """
+    """Write everything that follows from the group sizes `[EXPERTS]`, shared by num_programs. Return the starts.
+    group_start = [0] + cumsum(rows owned). Rows that no slot fills, behind a group or the last one, get -1 in
+    slot_of_row. The COUNTERS tile counters start at 0. Schedules: see `write_schedule`."""
     BLOCK_PAD: tl.constexpr = groups.BLOCK_PAD
     BLOCK_FILL: tl.constexpr = groups.BLOCK_FILL
     experts = tl.arange(0, sizes.shape[0])
@@ -161,11 +151,8 @@ def write_groups(sizes, groups, program, num_programs):
 
 @triton.jit
 def place_slots(slots, inside, local, rank, starts, groups):
-    """Write both directions of slot <-> row = start of the expert + rank; a rank past max_rows is dropped (row -1), and
-    where there is an overflow a row past capacity.
-
-    Slots that are not inside have no local expert.
-    """
+    """Write both directions of slot <-> row = start of the expert + rank. A rank past max_rows is dropped (row -1), and
+    with an overflow a row past capacity too. Slots that are not inside have no local expert."""
     placed = local >= 0
     row = tl.gather(starts, tl.where(placed, local, 0), 0) + rank
     if groups.max_rows is not None:
@@ -178,7 +165,7 @@ def place_slots(slots, inside, local, rank, starts, groups):
 
 @triton.jit
 def kept_sizes(counted, groups):
-    """Sizes `[EXPERTS]` of groups, of the slots that were counted: those that find room."""
+    """Return sizes `[EXPERTS]` of groups without the counted slots that find no room."""
     sizes = counted
     if groups.max_rows is not None:
         sizes = tl.minimum(counted, groups.max_rows)
@@ -195,7 +182,6 @@ def write_sizes(sizes, groups):
 
 @triton.jit
 def write_counts(counted, sizes, invalid, groups):
-    """Write how many slots are invalid, and how many find no room."""
     if groups.COUNT_LOST:
         invalid += tl.sum(counted - sizes, axis=0)
     tl.store(groups.invalid_ids, invalid)
@@ -213,16 +199,16 @@ def layout_at_once(
     BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The whole layout in one launch; each program counts all slots and places a block of BLOCK_S of them.
+    """Make the whole layout in one launch. Each program counts all slots and places a block of BLOCK_S.
 
-    found[e], before[e] = slots of expert e: all of them, and those ahead of this program's block
+    counted[e], before[e] = slots of expert e: all of them, and those ahead of this program's block
     row of slot = start[e] + before[e] + rank of the slot within the block
 
-    Example, local experts [2, 0, 0, -1], BLOCK_S 2: found [2, 0, 1]; second block: before [1, 0, 1], so slot 2 (e = 0,
-    rank 0) goes to row 0 + 1 + 0 = 1; row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
-    overflow: how many slots have no row because there are `capacity` alone, None = there are enough. COUNT_LOST: they
-    count as invalid ids, too. given_weights, by slot: row_weight gets them in fp32; None = neither is there.
-    PDL: see `kernels.pdl`.
+    Example, local experts [2, 0, 0, -1], BLOCK_S 2: counted [2, 0, 1]. Second block: before [1, 0, 1], so slot 2 (e =
+    0, rank 0) goes to row 0 + 1 + 0 = 1. row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
+
+    overflow: the number of slots beyond `capacity` rows, None: all have room. COUNT_LOST: they count as invalid ids
+    too. row_weight gets given_weights, by slot, in fp32. Both may be None. PDL: see `kernels.pdl`.
     """
     if PDL is not None:
         join()
@@ -266,7 +252,7 @@ def count_blocks(
     NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """block_counts[b, e] = slots of block b (block_slots of them) with expert e; block_invalid[b] = its invalid ids."""
+    """block_counts[b, e] = slots of block b (block_slots of them) with expert e, block_invalid[b] = its invalid ids."""
     block = tl.program_id(0).to(tl.int64)
     last = tl.minimum((block + 1) * block_slots, num_slots)
     counts = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -285,10 +271,8 @@ def count_blocks(
 def sum_blocks(
     block_counts, block, num_blocks, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """int32 `[EXPERTS]` twice: the counts of all blocks added up, and those of the blocks ahead of this one.
-
-    Example, counts of one expert [2, 0, 3], block 2: 5 and 2.
-    """
+    """Return the counts added up over all blocks, and over the blocks ahead of this one, int32 `[EXPERTS]` each.
+    Example, counts of one expert [2, 0, 3], block 2: 5 and 2."""
     experts = tl.arange(0, EXPERTS)[None, :]
     found = tl.zeros((EXPERTS,), dtype=tl.int32)
     before = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -311,11 +295,9 @@ def place_blocks(
     BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block; BLOCK_S slots at a time.
-
-    The first num_blocks programs place a block each, the others share out what `write_groups` does and the totals.
-    block_invalid None: ids that `topk.route` made, all of them valid. The rest as in `layout_at_once`.
-    """
+    """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block, BLOCK_S slots at a time.
+    The first num_blocks programs place a block each, the others share `write_groups` and the totals. block_invalid
+    None: `topk.route` made the ids, which are all valid. Other parameters as in `layout_at_once`."""
     if PDL is not None:
         join()
     groups = Groups(

@@ -1,4 +1,4 @@
-"""Token rounding: which candidates an expert keeps so that its rows are a multiple of a tile, and its backward."""
+"""Token rounding: choose candidates so that the rows of an expert are a multiple of a tile, and its backward."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,8 @@ from moe_core.ops.routing.kernels.topk import topk_keys
 
 @triton.jit
 def rounded_rows(chosen, candidates, TILE: tl.constexpr, MODE: tl.constexpr):
-    """Rows of an expert that `chosen` tokens chose, with so many candidates, these included.
-
-    Example, TILE 128: 192 -> nearest 256 (a half goes to the even multiple: 320 -> 256), up 256, down 128; 10 -> 0.
-    """
+    """Return the rows of an expert that `chosen` tokens chose, with `candidates` candidates, including these. Example,
+    TILE 128: 192 -> nearest 256 (a half goes to the even multiple: 320 -> 256), up 256, down 128. 10 -> 0."""
     whole = chosen // TILE
     rest = chosen - whole * TILE
     if MODE == "up":
@@ -27,7 +25,7 @@ def rounded_rows(chosen, candidates, TILE: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def load_candidates(slot_of_row, candidate_weights, rows, inside, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
-    """(slot, whether it is an extra one, weight, uint32 key in the order of weights) of rows of an expert."""
+    """Return (slot, is it an extra one, weight, uint32 key in the order of weights) of rows of an expert."""
     slots = tl.load(slot_of_row + rows, mask=inside, other=0)
     values = tl.load(candidate_weights + slots, mask=inside, other=0.0)
     # Signed keys with the sign flipped ascend as unsigned numbers.
@@ -37,7 +35,6 @@ def load_candidates(slot_of_row, candidate_weights, rows, inside, TOP_K: tl.cons
 
 @triton.jit
 def clear_absent(candidates, ids, weights, num_slots, program, num_programs, BLOCK: tl.constexpr):
-    """-1 and 0 in the slots without a candidate, shared out over programs."""
     step = num_programs.to(tl.int64) * BLOCK
     for first in range(program.to(tl.int64) * BLOCK, num_slots, step):
         slots = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)
@@ -53,13 +50,13 @@ def keep_candidates(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert; further ones write the slots that have no candidate.
+    """Choose the candidates of one expert per program. Further programs write the slots without a candidate.
 
-    n = candidates with column < TOP_K;  rows = n rounded;  kept = the first `rows` candidates in the order: chosen ones
-    by weight, then extra ones by score, of equals the lower token
+    n = candidates with column < TOP_K,  rows = n rounded,  kept = the first `rows` candidates in the order:
+    chosen ones by weight, then extra ones by score, of equals the lower token
 
-    Where rows > n all chosen ones are kept, and rows - n extra ones; else `rows` chosen ones and no extra one. So only
-    one of both classes is cut, at its `wanted`-th largest key, which is found 8 bits at a time from counts of digits.
+    If rows > n, all chosen ones and rows - n extra ones are kept, else `rows` chosen ones only. So one of both classes
+    is cut, at its `wanted`-th largest key, which is found 8 bits at a time from counts of digits.
     """
     expert = tl.program_id(0)
     if expert >= NUM_EXPERTS:
@@ -86,7 +83,7 @@ def keep_candidates(
                 rows = first + tl.arange(0, BLOCK)
                 inside = rows < last
                 _, extra, _, keys = load_candidates(slot_of_row, candidate_weights, rows, inside, TOP_K, WIDTH)
-                # The digits up to this one, and those ahead of it, of which the first has none.
+                # The digits up to this one, and the earlier ones, none for the first.
                 ahead = keys >> (24 - 8 * place)
                 member = inside & (extra == cut_extra) & (ahead >> 8 == threshold)
                 found += tl.histogram((ahead & 255).to(tl.int32), 256, mask=member)
@@ -113,8 +110,8 @@ def split_gradients(
     d_weights, ids, candidates, chosen, d_chosen, extra, d_extra, num_slots,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Candidates `[T, WIDTH]` and the gradients of their weights, 0 where a slot was not kept, as those of the TOP_K
-    chosen `[T, TOP_K]` and of the extra ones `[T, WIDTH - TOP_K]`, which are None where there are none."""
+    """Split candidates `[T, WIDTH]` and the gradients of their weights into chosen ones and extra ones. Chosen: `[T,
+    TOP_K]`. Extra: `[T, WIDTH - TOP_K]`, None without any. The gradient is 0 for a slot that was not kept."""
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, num_slots, step):
         slots = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)

@@ -21,12 +21,9 @@ def route_tokens(
     router, groups, expert_map, ids, weights, num_tokens, program, num_programs, BLOCK_T: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """ids and weights as `topk.route` makes them and everything `layout.layout_at_once` makes of them, of at most
-    STEPS * BLOCK_T tokens: what later steps need of earlier ones stays in registers.
-
-    Ranks need the choices of earlier tokens only, rows need the sizes of all groups: slots are placed at the end.
-    program, num_programs: of those that share out what there may be much of.
-    """
+    """ids and weights as in `topk.route`, and their layout as in `layout.layout_at_once`, of at most STEPS * BLOCK_T
+    tokens. Earlier steps leave their results in registers. Ranks need earlier choices only, but rows need the sizes of
+    all groups, so slots are placed at the end. program, num_programs: of the programs that share long writes."""
     TOP_K: tl.constexpr = router.TOP_K
     SLOTS: tl.constexpr = router.SLOTS
     step_numbers = tl.arange(0, STEPS)[:, None]
@@ -74,7 +71,7 @@ def route_and_layout(
     COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`route_tokens` by one program. PDL: see `kernels.pdl`."""
+    """Run `route_tokens` in one program. PDL: see `kernels.pdl`."""
     if PDL is not None:
         join()
     router = Router(

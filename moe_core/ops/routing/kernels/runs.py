@@ -1,4 +1,4 @@
-"""The layout of rows that arrived as runs: by source, then by local expert."""
+"""Layout of rows that arrived as runs: by source, then by local expert."""
 
 import triton
 import triton.language as tl
@@ -11,15 +11,15 @@ def layout_of_runs(
     counts, ids, group_sizes, group_start, slot_of_row, row_of_slot, overflow, num_rows, num_sources, stride,
     NUM_EXPERTS: tl.constexpr, SOURCES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (source, expert) places one run; all share out what no row fills.
+    """Program (source, expert) places one run. All share the rows that nothing fills.
 
-    first[w, e] = where the run lies among the rows that arrived; row[w, e] = where it goes in the layout
+    first[w, e] = where the run lies among the rows that arrived,  row[w, e] = where it goes in the layout
     ids[first + i] = e, row_of_slot[first + i] = row + i, slot_of_row[row + i] = first + i
 
-    Rows of a source begin at source * stride, or (stride None) where those of the source ahead end. Runs are cut at
-    num_rows, and at the next source's rows. Example, counts [[2, 1], [0, 3]]: first [[0, 2], [3, 3]], row [[0, 2],
-    [2, 3]], slot_of_row [0, 1, 2, 3, 4, 5]; counts [[1, 2], [2, 0]]: first [[0, 1], [3, 5]], row [[0, 3], [1, 5]],
-    slot_of_row [0, 3, 4, 1, 2].
+    Rows of a source begin at source * stride, or (stride None) at the end of the source ahead. Runs are cut at num_rows
+    and at the next source's rows. Example, counts [[2, 1], [0, 3]]: first [[0, 2], [3, 3]], row [[0, 2], [2, 3]],
+    slot_of_row [0, 1, 2, 3, 4, 5]. Counts [[1, 2], [2, 0]]: first [[0, 1], [3, 5]], row [[0, 3], [1, 5]], slot_of_row
+    [0, 3, 4, 1, 2].
     """
     source, expert = tl.program_id(0), tl.program_id(1)
     sources, experts = tl.arange(0, SOURCES)[:, None], tl.arange(0, EXPERTS)[None, :]
@@ -60,7 +60,7 @@ def layout_of_runs(
     program = source.to(tl.int64) * NUM_EXPERTS + expert
     step = tl.num_programs(0).to(tl.int64) * NUM_EXPERTS * BLOCK
     fill(slot_of_row, filled + program * BLOCK, num_rows, step, BLOCK)
-    # Behind the rows of this source, as far as those of the next: its programs take turns.
+    # From the end of this source to the next one: its programs take turns.
     of_source = tl.sum(tl.where(sources == source, kept, 0), axis=1)
     end = _pick(begin + tl.zeros((SOURCES, EXPERTS), tl.int64), own) + tl.sum(of_source, axis=0)
     last = num_rows.to(tl.int64)
@@ -75,5 +75,4 @@ def layout_of_runs(
 
 @triton.jit
 def _pick(table, own):
-    """The element of table that own names."""
     return tl.sum(tl.sum(tl.where(own, table, 0), axis=1), axis=0)

@@ -1,4 +1,4 @@
-"""Schedules: which (row block, expert) each program of a grouped matmul works on."""
+"""Schedules: the (row block, expert) of each program of a grouped matmul."""
 
 import triton
 import triton.language as tl
@@ -15,13 +15,13 @@ def fill(array, first, last, step, BLOCK: tl.constexpr):
 
 @triton.jit
 def write_schedule(sizes, schedule, max_blocks, program, num_programs, BLOCK_M: tl.constexpr, BLOCK_FILL: tl.constexpr):
-    """This program's share of the schedule int32 `[max_blocks, 2]` of group sizes `[EXPERTS]` (zero-padded).
+    """Write this program's share of the schedule int32 `[max_blocks, 2]` of group sizes `[EXPERTS]` (zero-padded).
 
-    starts = exclusive cumsum of ceil(sizes / BLOCK_M);  row starts[expert] + block = (block, expert)
+    starts = exclusive cumsum of ceil(sizes / BLOCK_M),  row starts[expert] + block = (block, expert)
 
-    Programs take turns with the first blocks of all experts, the second ones, ... : as many steps as the largest group
-    has blocks, however many experts there are. Example, sizes [3, 0, 2], BLOCK_M 2: starts [0, 2, 2], rows (0, 0),
-    (1, 0), (0, 2), then idle (-1, -1).
+    Programs take turns with the first blocks of all experts, then the second ones: as many steps as the largest group
+    has blocks, for any number of experts. Example, sizes [3, 0, 2], BLOCK_M 2: starts [0, 2, 2], rows (0, 0), (1, 0),
+    (0, 2), then idle (-1, -1).
     """
     experts = tl.arange(0, sizes.shape[0])
     # Sizes may come from anywhere: whatever they say, no row behind the schedule is written.
@@ -41,11 +41,9 @@ def write_schedule(sizes, schedule, max_blocks, program, num_programs, BLOCK_M: 
 
 @triton.jit
 def even_block(size, block, blocks, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
-    """(first row, rows) of a row block of a group of `size` rows, of which there are ceil(size / (ROWS * CHUNKS)).
-
-    Groups are cut between chunks of ROWS rows, evenly: a block has CHUNKS of them, or one less where it is one of the
-    first few; none is a low rest of a group. Example, ROWS 64, CHUNKS 3: 200 rows are 128 + 72, 300 are 128 + 172.
-    """
+    """Return (first row, rows) of one of the ceil(size / (ROWS * CHUNKS)) row blocks of a group of `size` rows. Groups
+    are cut evenly between chunks of ROWS rows. The first few blocks have one chunk less than CHUNKS, so that none is a
+    low rest of a group. Example, ROWS 64, CHUNKS 3: 200 rows are 128 + 72, 300 are 128 + 172."""
     low = CHUNKS * blocks - tl.cdiv(size, ROWS)
     first = (CHUNKS * block - tl.minimum(block, low)) * ROWS
     height = tl.where(block < low, CHUNKS - 1, CHUNKS) * ROWS
@@ -54,11 +52,9 @@ def even_block(size, block, blocks, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def spread_block(block, blocks, SECTIONS: tl.constexpr):
-    """The row block of a group of `blocks` that is visited as number `block`, where its sections take turns.
-
-    Rows of a group are ordered by the rank that they come from: blocks that are worked on together then have results
-    for different ranks. Example, 10 blocks in 4 sections of 3, 3, 2 and 2: 0, 3, 6, 8, 1, 4, 7, 9, 2, 5.
-    """
+    """Return the row block of a group of `blocks` that is visited as number `block`, if its sections take turns. A
+    group orders rows by the rank that they come from, so blocks in progress have results for different ranks. Example,
+    10 blocks in 4 sections of 3, 3, 2 and 2: 0, 3, 6, 8, 1, 4, 7, 9, 2, 5."""
     each, longer = blocks // SECTIONS, blocks % SECTIONS
     whole = block < each * SECTIONS
     section = tl.where(whole, block % SECTIONS, block - each * SECTIONS)
@@ -70,7 +66,6 @@ def schedule(
     group_sizes, schedule, max_blocks,
     NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
-    """The schedule of given group sizes `[E]`; see `write_schedule`."""
     experts = tl.arange(0, EXPERTS)
     sizes = tl.load(group_sizes + experts, mask=experts < NUM_EXPERTS, other=0)
     write_schedule(sizes, schedule, max_blocks, tl.program_id(0), tl.num_programs(0), BLOCK_M, BLOCK_FILL)
@@ -78,5 +73,5 @@ def schedule(
 
 @triton.jit
 def zero(counters, COUNT: tl.constexpr):
-    """counters[0 .. COUNT - 1] = 0; COUNT a power of two."""
+    """counters[0 .. COUNT - 1] = 0, with COUNT a power of two."""
     tl.store(counters + tl.arange(0, COUNT), tl.zeros((COUNT,), dtype=tl.int32))

@@ -9,7 +9,7 @@ from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.routing.kernels.bitmatrix import set_bits
 from moe_core.ops.routing.kernels.layout import count_experts, to_local
 
-# Keys below those of every number (the smallest, of -inf, is -0x7F800001): NaN, then experts that may not be chosen,
+# Keys below every number (the smallest, of -inf, is -0x7F800001): NaN, then experts that may not be chosen,
 # then experts chosen already.
 NAN_KEY = tl.constexpr(-0x7FFFFFFE)
 MASKED_KEY = tl.constexpr(-0x7FFFFFFF)
@@ -18,7 +18,7 @@ TAKEN_KEY = tl.constexpr(-0x80000000)
 NO_EXPERT = tl.constexpr(0x7FFFFFFF)
 
 
-#: Logits `[T, E]` and how experts are chosen by them; parameters as in `choose_experts`.
+#: Logits `[T, E]` and parameters of `choose_experts`.
 Router = aggregate_of(
     "Router",
     "logits correction_bias token_mask given NUM_EXPERTS TOP_K SCORING SOFTMAX_LAST RENORMALIZE SCALE NUM_GROUPS "
@@ -28,11 +28,9 @@ Router = aggregate_of(
 
 @triton.jit
 def topk_keys(scores):
-    """int32 keys in the order of fp32 scores; -0.0 ties with 0.0, NaN is below every number.
-
-    The bits of a float, read as int32, ascend for positive and descend for negative numbers; flipping the other 31 bits
-    of the negative ones puts both in one order. Example: -2.0, -1.0, 0.0, 1.0 -> ascending keys.
-    """
+    """Return int32 keys in the order of fp32 scores. -0.0 ties with 0.0, NaN is below every number. The bits of a
+    float, read as int32, ascend for positive and descend for negative numbers. Flipping the other 31 bits of negative
+    ones gives one order. Example: -2.0, -1.0, 0.0, 1.0 -> ascending keys."""
     scores = tl.where(scores == 0.0, 0.0, scores)
     bits = scores.to(tl.int32, bitcast=True)
     return tl.where(scores == scores, bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN_KEY)
@@ -40,14 +38,15 @@ def topk_keys(scores):
 
 @triton.jit
 def key_scores(keys):
-    """The fp32 scores of keys (0.0 for both zeros, NaN for NAN_KEY): the flip of `topk_keys`, its own inverse."""
+    """Return the fp32 scores of keys (0.0 for both zeros, NaN for NAN_KEY). The flip of `topk_keys` is its own
+    inverse."""
     scores = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.where(keys == NAN_KEY, float("nan"), scores)
 
 
 @triton.jit
 def take_best(keys, names):
-    """(best key, its name, keys without it) along the last axis; ties go to the lowest name."""
+    """Return (best key, its name, keys without it) along the last axis. Ties go to the lowest name."""
     axis: tl.constexpr = len(keys.shape) - 1
     best = tl.max(keys, axis=axis)
     name = tl.min(tl.where(keys == tl.expand_dims(best, axis), names, NO_EXPERT), axis=axis)
@@ -56,11 +55,9 @@ def take_best(keys, names):
 
 @triton.jit
 def exp_negative(x):
-    """exp(x) for x <= 0 (or NaN), to a few ulp whatever x: `tl.exp` rounds x * log2(e), which costs |x| ulp.
-
-    x * log2(e) = product + rest, rest the rounding error;  exp(x) = 2**product * (1 + rest * log(2))
-    """
-    # exp(-104) is 0 in fp32; clamped so that -inf gives no inf - inf, and by `where`, so that NaN stays.
+    """exp(x) for x <= 0 (or NaN), to a few ulp for every x: `tl.exp` rounds x * log2(e), which costs |x| ulp. x *
+    log2(e) = product + rest, with the rounding error rest,  exp(x) = 2**product * (1 + rest * log(2))"""
+    # exp(-104) is 0 in fp32. Clamped, so that -inf gives no inf - inf, by `where`, so that NaN stays.
     x = tl.where(x < -104.0, -104.0, x)
     product = x * 1.4426950408889634
     rest = tl.fma(x, 1.4426950408889634, -product) + x * 1.9259629911e-8
@@ -70,7 +67,7 @@ def exp_negative(x):
 
 @triton.jit
 def log1p_unit(u):
-    """log(1 + u) for u in [0, 1], to a few ulp: 2 * atanh(s), s = u / (2 + u) <= 1/3, as its series up to s**15."""
+    """log(1 + u) for u in [0, 1], to a few ulp: the series up to s**15 of 2 * atanh(s), s = u / (2 + u) <= 1/3."""
     s = tl.div_rn(u, 2.0 + u)
     square = s * s
     series = tl.full(u.shape, 1.0 / 15.0, tl.float32)
@@ -81,7 +78,7 @@ def log1p_unit(u):
 
 @triton.jit
 def expert_scores(x, SCORING: tl.constexpr):
-    """Scores that each expert gives by itself, without overflow: sigmoid, or sqrt(log(1 + exp(x)))."""
+    """Scores that each expert gives alone, without overflow: sigmoid, or sqrt(log(1 + exp(x)))."""
     shrunk = exp_negative(-tl.abs(x))
     if SCORING == "sigmoid":
         return tl.div_rn(tl.where(x >= 0.0, 1.0, shrunk), 1.0 + shrunk)
@@ -102,10 +99,8 @@ def bounded(x, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def keep_groups(keys, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_PAIR: tl.constexpr):
-    """`[tokens, GROUPS * members]` keys, masked outside the TOPK_GROUP best groups.
-
-    group score = best of the group (BY_PAIR: sum of the two best); ties go to the lower group.
-    """
+    """Mask keys `[tokens, GROUPS * members]` outside the TOPK_GROUP best groups. The score of a group is its best score
+    (BY_PAIR: the sum of its two best). Ties go to the lower group."""
     tokens: tl.constexpr = keys.shape[0]
     columns: tl.constexpr = keys.shape[1]
     members = tl.reshape(keys, (tokens, GROUPS, columns // GROUPS))
@@ -125,11 +120,8 @@ def keep_groups(keys, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_PAIR: t
 
 @triton.jit
 def row_sum(x):
-    """Sums of fp32 `[rows, columns]` along the columns (a power of two), neighbours first: one order of additions
-    however the columns are spread over threads, so that every kernel gives the same bits.
-
-    Example: [a, b, c, d] -> (a + b) + (c + d).
-    """
+    """Sum fp32 `[rows, columns]` along the columns (a power of two), neighbours first. The order of additions does not
+    depend on the layout, so every kernel gives the same bits. Example: [a, b, c, d] -> (a + b) + (c + d)."""
     for _ in tl.static_range(16):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2)
@@ -138,7 +130,7 @@ def row_sum(x):
 
 @triton.jit
 def column_experts(router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """(expert of each of WIDTH columns from FIRST on, whether it is real): groups are padded to MEMBERS columns."""
+    """Return (expert of each of WIDTH columns from FIRST on, is it real). Groups are padded to MEMBERS columns."""
     NUM_GROUPS: tl.constexpr = router.NUM_GROUPS
     columns = FIRST + tl.arange(0, WIDTH)
     group, member = columns // router.MEMBERS, columns % router.MEMBERS
@@ -149,11 +141,9 @@ def column_experts(router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, inside, router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """fp32 `[rows, WIDTH]` at the pointers `rows`, -inf in padding columns and in rows not inside.
-
-    Loaded SPAN columns at a time and joined in registers: a load of more columns than the warps of a row hold would be
-    spread over further warps, and every maximum over a row would then go through shared memory.
-    """
+    """Load fp32 `[rows, WIDTH]` at the pointers `rows`, -inf in padding columns and in rows not inside. SPAN columns
+    are loaded at a time and joined in registers. A wider load would be spread over further warps, and every maximum
+    over a row would then go through shared memory."""
     if WIDTH <= router.SPAN:
         offsets, real = column_experts(router, FIRST, WIDTH)
         mask = inside[:, None] & real[None, :]
@@ -167,17 +157,18 @@ def load_rows(rows, inside, router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def choose_experts(router, tokens, inside):
-    """(ids, weights) `[tokens, SLOTS]` of some tokens.
+    """Return (ids, weights) `[tokens, SLOTS]` of some tokens.
 
-    keys = order of the logits (with a bias: of score + bias, or logit + bias); outside the best groups: masked
-    for k = 0..WIDTH-1: ids[k] = expert of the largest key, lower id first; its key is taken out
-    weights = scores of the chosen K, / (their sum + EPSILON), * scale; from K on: score (among all experts) * scale
+    keys = order of the logits (with a bias: of score + bias, or logit + bias), outside the best groups: masked
+    for k = 0..WIDTH-1: ids[k] = expert of the largest key, lower id first, and take its key out
+    weights = scores of the chosen K, / (their sum + EPSILON), * scale, from K on: score (among all experts) * scale
 
-    given: None, or the ids `[T, K]` to weigh instead, in their order; a token with one outside [0, E) is masked.
-    Columns are padded to GROUPS * MEMBERS, powers of two, SLOTS >= WIDTH is one too; ids past WIDTH, of masked tokens
-    and of those not inside are -1. WIDTH > K: as candidates of token rounding, with neither BY_EXPERT nor given.
-    BY_EXPERT: both in the order of ids. Example, K = 2, logits [1, 3, 3, NaN], sigmoid: ids [1, 2] (a tie: lower id
-    first; NaN last), weights [0.95, 0.95].
+    given: None, or the ids `[T, K]` to weigh instead, in their order. A token with one outside [0, E) is masked.
+    Columns are padded to GROUPS * MEMBERS, powers of two, as is SLOTS >= WIDTH. Ids past WIDTH, of masked tokens and of
+    tokens not inside are -1. WIDTH > K: candidates of token rounding, without BY_EXPERT and given. BY_EXPERT: both in
+    the order of ids.
+
+    Example, K = 2, logits [1, 3, 3, NaN], sigmoid: ids [1, 2] (a tie: lower id first, NaN last), weights [0.95, 0.95].
     """
     TOP_K: tl.constexpr = router.TOP_K
     WIDTH: tl.constexpr = router.WIDTH
@@ -279,11 +270,10 @@ def route(
     SPAN: tl.constexpr, BLOCK_T: tl.constexpr, WORDS: tl.constexpr, NUM_LOCAL: tl.constexpr, EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ids and weights `[T, WIDTH]` of logits `[T, E]` as in `choose_experts`, block_tokens tokens per program, BLOCK_T
-    at a time; optionally bitmatrix rows (WORDS >= E / 32, a power of two) of the first K, and block_counts `[programs,
-    NUM_LOCAL]`: the program's slots of every local expert, which `layout.place_blocks` goes on with. PDL: see
-    `kernels.pdl`.
-    """
+    """Write ids and weights `[T, WIDTH]` of logits `[T, E]`, block_tokens tokens per program, BLOCK_T at a time.
+    Parameters as in `choose_experts`. bitmatrix, if not None: of the first K ids, WORDS >= E / 32, a power of two.
+    block_counts `[programs, NUM_LOCAL]`, if not None: the program's slots of every local expert, for
+    `layout.place_blocks`. PDL: see `kernels.pdl`."""
     if PDL is not None:
         join()
     block = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""What the consumers of `sm90_packed.kernels.matmul` do with a block of weights and with sums, whatever their tiles."""
+"""Blocks of weights and sums of the consumers of `sm90_packed.kernels.matmul`, for all tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,11 +20,9 @@ from moe_core.ops.matmul.sm90_packed.kernels.epilogue import activated
 
 @aggregate
 class Stages:
-    """Shared memory: of all stages rows of x, codes, scales and zero points; of all places of the ring the row weights
-    and slots of a tile; results to store.
-
-    PAIRS: row blocks of a tile, of both consumers. DEEP: column blocks of a stage.
-    """
+    """Shared memory of all stages: rows of x, codes, scales, zero points. Of all places of the ring: row weights and
+    slots of a tile. Then results to store. PAIRS: row blocks of a tile, of both consumers. DEEP: column blocks of a
+    stage."""
 
     x: Memory
     codes: Memory
@@ -39,8 +37,8 @@ class Stages:
 
 @aggregate
 class Codes:
-    """Tiled codes: STEPS x BLOCKS blocks of a matrix, of COLUMNS columns and 64 rows; GROUPS: scales of a row in a
-    block. REPEAT: steps that share them."""
+    """Tiled codes in STEPS x BLOCKS blocks of COLUMNS columns and 64 rows. GROUPS: scales of a row in a block.
+    REPEAT: steps that share them."""
 
     scales: Array
     zero_points: Array
@@ -54,8 +52,8 @@ class Codes:
 
 @aggregate
 class Part:
-    """The part of consumer WHICH of a tile: its first block of weight rows, the first row of x, where biases begin,
-    whether the requested layer exists, the tile's place of the ring, and the weights of its rows."""
+    """The part of consumer WHICH of a tile: its first block of weight rows, the first row of x, the start of its
+    biases, if the requested layer exists, the tile's place of the ring, and the weights of its rows."""
 
     block: Number
     start: Number
@@ -68,14 +66,12 @@ class Part:
 
 @gluon.jit
 def half_of(values, WHICH: gl.constexpr):
-    """The first or the last half of the tokens (columns)."""
     first, last = gl.split(gl.permute(gl.reshape(values, [values.shape[0], 2, values.shape[1] // 2]), [0, 2, 1]))
     return first if WHICH == 0 else last
 
 
 @gluon.jit
 def part_of(values, WHICH: gl.constexpr, PARTS: gl.constexpr):
-    """One of PARTS (1, 2, 4, 8 or 16) parts of the tokens."""
     if PARTS >= 16:
         values = half_of(values, WHICH // 8 % 2)
     if PARTS >= 8:
@@ -89,8 +85,8 @@ def part_of(values, WHICH: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def finish(accumulator, biases, product, part, block, slots, buffer, FROM: gl.constexpr):
-    """Bias, activation, row weight, cast, and stores of [64 accumulator rows, tokens FROM, ..] of a tile, as many at a
-    time as the buffer has room for."""
+    """Apply bias, activation and row weight to [64 accumulator rows, tokens FROM, ..] of a tile, cast and store them.
+    The buffer has room for some of the tokens at a time."""
     epilogue, output = product.epilogue, product.output
     N: gl.constexpr = output.N
     WIDTH: gl.constexpr = UNIT if epilogue.GATE_LAYOUT is not None else HEIGHT
@@ -128,7 +124,7 @@ def finish(accumulator, biases, product, part, block, slots, buffer, FROM: gl.co
 
 @gluon.jit
 def read_block(product, stage, deep, block):
-    """What `operand_of` makes numbers of a row block from, in one of the DEEP column blocks of a stage."""
+    """Read a row block of one of the DEEP column blocks of a stage, for `operand_of`."""
     stages, codes = product.tiles, product.scales
     lines = stages.codes.index(stage * stages.PAIRS + block).slice(deep * LINES, LINES, dim=0)
     scales = stages.scales.index(stage * stages.DEEP + deep).slice(block, 1, dim=0)
@@ -143,7 +139,7 @@ def read_block(product, stage, deep, block):
 
 @gluon.jit
 def operand_of(held, HALF: gl.constexpr, ELEMENT: gl.constexpr, PRODUCT: gl.constexpr):
-    """64 columns of a block as the left operand of a product."""
+    """Return 64 columns of a block as the left operand of a product."""
     if ELEMENT == "e2m1":
         return left_operand(held[HALF], held[2], HALF, PRODUCT)
     else:

@@ -1,16 +1,14 @@
 """From tiled integer codes to the left operand of Hopper's tensor cores: (q - z) s, rounded to fp32, then to bfloat16.
 
-A thread has 16 bytes of a weight row (`moe_core.formats.tiling`), and for each of their four words the scale s and the
-zero point z of its columns. Codes become numbers where they are put into the mantissa of a number whose last bit is
-worth 1; that number is subtracted with the zero point, exactly.
+A thread has 16 bytes of a weight row (`moe_core.formats.tiling`), with scale s and zero point z for each of the four
+words. A code is put into the low mantissa bits of a number with a last bit worth 1, which is subtracted with the zero
+point, exactly. Four bits: a pair is 128 + q in bfloat16, scaled by the dtype of scales:
 
-Four bits: a pair is 128 + q in bfloat16. How it is scaled goes by the dtype of scales:
+bfloat16   one product of pairs: (q - z) s is exact in fp32, so it rounds once
+float16    s = a + b, of 8 and 3 bits: (q - z) b is exact in bfloat16, and added to (q - z) a with that one rounding
+float32    a product of fp32 numbers for each code, and one rounding of two of them to a pair
 
-    bfloat16   one product of pairs: (q - z) s is exact in fp32, so that one rounding is all there is
-    float16    s = a + b, of 8 and 3 bits: (q - z) b is exact in bfloat16, and added to (q - z) a with that one rounding
-    float32    a product of fp32 numbers for each code, and one rounding of two of them to a pair
-
-Eight bits: 2^23 + q in fp32; then as four bits with scales of float32, to which others are widened.
+Eight bits: 2^23 + q in fp32, then as four bits with scales of float32, with other scales widened.
 """
 
 from triton.experimental import gluon
@@ -25,14 +23,14 @@ _ZERO = {"uint4": 8, "uint8": 128}
 
 
 def _half(operand: int, word: int, name: str) -> str:
-    """A pair of a word's number, from 16-bit operands of which two share a register."""
+    """Put a word's number from 16-bit operands, two in a register, into both halves of a pair."""
     which = ("lower", "upper")[word % 2]
     return f"mov.b32 {{lower, upper}}, ${operand + word // 2}; mov.b32 {name}, {{{which}, {which}}};"
 
 
 def _uint4_half(scale_dtype: str, half: int) -> str:
-    """Two of the words $16 .. $19, and of $20 .. $23 of another row, to 16 pairs. Behind them zero points upon 128, and
-    the scales."""
+    """Turn two of the words $16 .. $19, and of $20 .. $23 of another row, into 16 pairs. Zero points upon 128 and
+    scales follow the words."""
     lines = [f"{{ .reg .b32 t, l, h, s, r, z, m; .reg .b16 lower, upper; mov.b32 m, {_PAIR:#x};"]
     for word in (2 * half, 2 * half + 1, 4 + 2 * half, 5 + 2 * half):
         row, q = divmod(word, 4)
@@ -58,7 +56,7 @@ def _uint4_half(scale_dtype: str, half: int) -> str:
 
 
 def _uint8_rows() -> str:
-    """The words $16 .. $23, four of each of two rows, to 16 pairs. Behind them zero points upon 2^23, and scales."""
+    """Turn the words $16 .. $23, four of each of two rows, into 16 pairs. Zero points upon 2^23 and scales follow."""
     lines = ["{ .reg .f32 l, h; .reg .b32 t, c;", f"mov.b32 c, {_WORD:#x};"]
     for word in range(8):
         row, q = divmod(word, 4)
@@ -87,15 +85,15 @@ _PAIR_BITS, _WORD_BITS = gl.constexpr(_PAIR & 0xFFFF), gl.constexpr(_WORD)
 
 @gluon.constexpr_function
 def _factor_layout(groups, num_warps):
-    """That of scales [32 lines, 2, groups], of which a thread has those of its words."""
+    """Return the layout of scales [32 lines, 2, groups] with the scales of a thread's words in that thread."""
     words = gl.BlockedLayout([1, 1, 1, groups, 4 // groups], [4, 2, 4, 1, 1], [num_warps, 1, 1, 1, 1], [4, 3, 2, 1, 0])
     return gl.SliceLayout(2, gl.SliceLayout(4, words))
 
 
 @gluon.jit
 def load_factors(scales, zero_points, step, STEPS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr):
-    """Scales of a step's rows, [32 lines, 2, GROUPS], and zero points where they are stored; behind the last step
-    zeros. scales, zero_points: to those of a block of rows; REPEAT: steps that share them."""
+    """Load scales of a step's rows, [32 lines, 2, GROUPS], and stored zero points. Zeros behind the last step. scales,
+    zero_points: of a block of rows. REPEAT: steps that share them."""
     layout: gl.constexpr = _factor_layout(GROUPS, gl.num_warps())
     line = gl.arange(0, LINES, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -111,7 +109,7 @@ def load_factors(scales, zero_points, step, STEPS: gl.constexpr, GROUPS: gl.cons
 
 @gluon.jit
 def read_factors(scales, zero_points, GROUPS: gl.constexpr):
-    """As `load_factors`, of a step's rows in shared memory."""
+    """`load_factors` of a step's rows in shared memory."""
     layout: gl.constexpr = _factor_layout(GROUPS, gl.num_warps())
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     factors = (seen_as(scales, scales.dtype, [LINES, 2, GROUPS], table).load(layout),)
@@ -122,7 +120,7 @@ def read_factors(scales, zero_points, GROUPS: gl.constexpr):
 
 @gluon.jit
 def of_groups(values, words):
-    """What groups of a block's rows have, [32 lines, 2, groups], for each of the rows' words."""
+    """Spread values of groups of a block's rows, [32 lines, 2, groups], to the rows' words."""
     GROUPS: gl.constexpr = values.shape[2]
     values = gl.expand_dims(gl.expand_dims(values, 2), 4).broadcast_to([LINES, 2, 4, GROUPS, 4 // GROUPS])
     return gl.convert_layout(gl.reshape(values, [LINES, 32]), words.type.layout, assert_trivial=True)
@@ -130,8 +128,8 @@ def of_groups(values, words):
 
 @gluon.jit
 def decode_uint4(words, factors, HALF: gl.constexpr):
-    """Half of what a thread has of a block, four words of two rows each: four tensors of bfloat16 of the first or the
-    last 64 columns, as `decode_words.decode_rows`. factors: of `load_factors`."""
+    """Decode half of a thread's part of a block, four words of two rows each, to four bfloat16 tensors of 64 columns.
+    As `decode_e2m1.decode_rows`, for the first or the last columns. factors: of `load_factors`."""
     scales = factors[0]
     if len(factors) == 2:
         zero = of_groups((factors[1].to(gl.int16) | _PAIR_BITS).to(gl.bfloat16, bitcast=True), words)
@@ -162,7 +160,7 @@ def decode_uint4(words, factors, HALF: gl.constexpr):
 
 @gluon.jit
 def decode_uint8(words, factors):
-    """As `decode_uint4`, of eight bits: four tensors, of 64 columns."""
+    """`decode_uint4` for eight bits: four tensors of 64 columns."""
     if len(factors) == 2:
         zero = of_groups(factors[1].to(gl.int32) | _WORD_BITS, words)
     else:
@@ -173,8 +171,8 @@ def decode_uint8(words, factors):
 
 @gluon.jit
 def integer_operand(words, factors, HALF: gl.constexpr, ELEMENT: gl.constexpr, PRODUCT: gl.constexpr):
-    """Numbers [64, 64] of a block as the tensor cores take them: the first or the last 64 columns of four bits, all of
-    eight."""
+    """Return numbers [64, 64] of a block as the tensor cores take them. Of four bits, the first or the last 64 columns,
+    of eight bits, all."""
     if ELEMENT == "uint4":
         numbers = decode_uint4(words, factors, HALF)
     else:

@@ -1,7 +1,7 @@
-"""What becomes of the sums of a block of 64 prepacked weight rows (`moe_core.formats.tiling`),
-whichever kernel made them.
-The sums of a warp are by turns of 8 weight rows from the one side of the block and 8 from the other, so that a thread
-has gate and up of the same output column.
+"""Epilogues of sums of 64 prepacked weight rows (`moe_core.formats.tiling`), for all kernels.
+
+The sums of a warp alternate between 8 weight rows of one side of the block and 8 of the other, so that a thread has
+gate and up of the same output column.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, UNIT
 
 @gluon.jit
 def matrix_rows(block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Which rows of a matrix as published the 64 accumulator rows of a block are, and which of them exist."""
+    """Return (rows of the published matrix for the 64 accumulator rows of a block, which of them exist)."""
     place = gl.arange(0, HEIGHT, LAYOUT)
     side = place // 8 % 2
     within = place // 16 * 8 + place % 8
@@ -30,14 +30,14 @@ def matrix_rows(block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit
 def bias_of(weights, base, block, LAYOUT: gl.constexpr):
-    """fp32 biases of 64 accumulator rows: by turns 8 of the one half of the block and 8 of the other."""
+    """Load fp32 biases of 64 accumulator rows, 8 of one side of the block and 8 of the other in turn."""
     row, exists = matrix_rows(block, weights.N, weights.GATE_LAYOUT, LAYOUT)
     return gl.load(weights.bias + base + row, mask=exists, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def activated(accumulator, epilogue):
-    """Output columns in order, after the activation, of [64 accumulator rows, tokens]: 32 of a gated product."""
+    """Return output columns in order, after the activation, of [64 accumulator rows, tokens]: 32 of a gated product."""
     TOKENS: gl.constexpr = accumulator.shape[1]
     values = gl.reshape(accumulator, [4, 2, 8, TOKENS])
     if epilogue.GATE_LAYOUT is not None:
@@ -53,8 +53,8 @@ def activated(accumulator, epilogue):
 
 @gluon.jit
 def store_tile(accumulator, tile, expert, first, start, size, weights, layout, epilogue, output):
-    """Bias, activation, row weight, cast and scatter of sums [64, tokens] of `mma_v2`, those of block `tile` of weight
-    rows; first: the first of the tokens among the expert's rows, of which there are `size` from row `start` on."""
+    """Finish sums [64, tokens] of `mma_v2` of block `tile`: bias, activation, row weight, cast and scatter. The expert
+    has `size` rows from row `start` on. first: the number of the first token among them."""
     N: gl.constexpr = output.N
     SCATTER: gl.constexpr = output.SCATTER
     PRODUCT: gl.constexpr = accumulator.type.layout

@@ -1,12 +1,9 @@
 """Ragged grouped matmul for few rows per expert on Hopper: weights stream from memory into registers. In Gluon.
 
-Where an expert has a handful of rows, all that matters is the rate at which its weights come. Every thread loads the
-16 bytes of a weight row that it multiplies itself, a few steps of the reduction ahead: no weight goes through shared
-memory on its way to the tensor cores (mma.sync, weights on the left), or waits for another thread's. Rows of x are
-shared by the warps of a block and come through shared memory, a chunk of several steps ahead, a barrier per chunk.
-
-A block of the grid has 64 weight rows (of a gated product 32 of gate and 32 of up) and up to 8 rows of one expert.
-Weights have the tiled layout of `moe_core.formats.tiling`.
+An expert with a handful of rows needs nothing but the rate at which its weights come. Every thread loads the 16 bytes
+of a weight row that it multiplies, a few steps ahead, without shared memory on the way to the tensor cores (mma.sync,
+weights on the left). Warps share rows of x through shared memory, a chunk of several steps ahead, with one barrier per
+chunk. A block of the grid has 64 weight rows (gated: 32 of gate and 32 of up) and up to 8 rows of one expert.
 """
 
 from triton.experimental import gluon
@@ -26,7 +23,7 @@ from moe_core.ops.matmul.sm90_packed.kernels.epilogue import store_tile
 
 @gluon.jit
 def load_codes(words, step, STEPS: gl.constexpr):
-    """A step's codes of a block, [lines, 32] words; behind the last step zeros."""
+    """Load a step's codes of a block, [lines, 32] words, zeros behind the last step."""
     lines: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     line = gl.arange(0, LINES, gl.SliceLayout(1, lines))[:, None]
     word = gl.arange(0, 32, gl.SliceLayout(0, lines))[None, :]
@@ -37,7 +34,7 @@ def load_codes(words, step, STEPS: gl.constexpr):
 
 @gluon.jit
 def load_words(scales, step, STEPS: gl.constexpr):
-    """A step's scale words of a block, [lines, 2], four bytes e8m0 each; behind the last step zeros."""
+    """Load a step's scale words of a block, [lines, 2], of four e8m0 bytes each, zeros behind the last step."""
     parts: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 4], [4, 2, 4], [gl.num_warps(), 1, 1], [2, 1, 0]))
     row = (
         gl.arange(0, LINES, gl.SliceLayout(1, parts))[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, parts))[None, :]
@@ -48,27 +45,26 @@ def load_words(scales, step, STEPS: gl.constexpr):
 
 @gluon.jit
 def fence():
-    """Keeps what is loaded before it from being loaded later: ptxas puts off loads as far as it can, to spare
-    registers. mxfp4's decoder has a branch, which does the same."""
+    """Keep earlier loads from being moved behind it: ptxas delays loads as far as it can, to spare registers. The
+    decoder of mxfp4 has a branch with the same effect."""
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
 
 
 @gluon.jit
 def program_again():
-    """`gl.program_id(0)`, which no compiler keeps in a register until it is asked for again."""
+    """Return `gl.program_id(0)` without a register that holds it until then."""
     return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
 def load_rows(x_tile, x_rows, exists, columns, start, D: gl.constexpr):
-    """Ask for a chunk of the rows of x, from column `start`."""
     row_load(x_tile, x_rows + start, mask=exists[:, None] & (start + columns < D)[None, :])
     async_copy.commit_group()
 
 
 @gluon.jit
 def right_operand(rows, PLACE: gl.constexpr, LAYOUT: gl.constexpr):
-    """64 columns of the rows in shared memory, [columns, rows]."""
+    """Load 64 columns of the rows in shared memory, [columns, rows]."""
     return rows.slice(PLACE * DEPTH, DEPTH, dim=1).permute([1, 0]).load(LAYOUT)
 
 
@@ -83,12 +79,12 @@ def matmul_few_rows(
     GROUPS: gl.constexpr, REPEAT: gl.constexpr, ALIKE: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
     SPAN: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `portable.kernel`.
+    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight). See `portable.kernel`.
 
-    weight, scales, zero_points: tiled, of codes of ELEMENT (`e2m1`, `uint4`, `uint8`). BLOCKS, STEPS: blocks of 64 rows
-    that a matrix has, and of COLUMNS columns; GROUPS: scales of a row in a block; REPEAT: steps that share them, ALIKE
-    of those under way. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. CHUNK: steps that are
-    under way; SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most. PDL: see `kernels.pdl`.
+    weight, scales, zero_points: tiled (`moe_core.formats.tiling`), of codes of ELEMENT (`e2m1`, `uint4`, `uint8`).
+    BLOCKS, STEPS: blocks of a matrix of 64 rows, and of COLUMNS columns. GROUPS: scales of a row in a block. REPEAT:
+    steps that share them, ALIKE of those under way. N: output columns. WEIGHT_N: rows of a matrix before tiling. CHUNK:
+    steps under way. SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most.
     """
     if PDL == "start":
         join()

@@ -1,17 +1,17 @@
-"""Ragged grouped matmul for Hopper whose weights are codes, decoded in registers. Written in Gluon, warps specialised.
+"""Ragged grouped matmul for Hopper with weights as codes, decoded in registers. Written in Gluon, warps specialised.
 
-The weight is the left operand: tensor cores take that side from registers, so a consumer reads codes from shared
-memory, turns them into bfloat16, and multiplies them with the rows of x, which the cores read from shared memory
-themselves. Few rows make a narrow tile, and the weights' bytes are all that moves.
+The weight is the left operand, which tensor cores take from registers: a consumer reads codes from shared memory, turns
+them into bfloat16, and multiplies them with rows of x in shared memory. Few rows make a narrow tile, and only the
+weights' bytes move.
 
-producer (1 or 4 warps): take a tile, announce it; for each stage, one or two blocks along the reduction: wait until it
+producer (1 or 4 warps): take a tile, announce it. For each stage, one or two blocks along the reduction: wait until it
     is free, load codes by TMA, scales and zero points by cp.async, rows by TMA (in layout order) or cp.async (gathered)
-consumer 0, 1 (4 warps each): 64 or 128 weight rows each; for each stage, 64 rows and 64 columns: decode, one
-    asynchronous product, which runs while the next codes are decoded; then bias, activation, row weight, cast, and
-    stores by token. Tiles of up to 256 rows of x, which codes are then decoded once for: `wide`
+consumer 0, 1 (4 warps each): 64 or 128 weight rows each. For each stage, 64 rows and 64 columns: decode, then one
+    asynchronous product, which runs while the next codes are decoded. Then bias, activation, row weight, cast, and
+    stores by token. Tiles of up to 256 rows of x: `wide`
 
-Weights have the tiled layout of `moe_core.formats.tiling`: what the threads of a consumer need of a block, 64 weight
-rows and 128 columns of four bits or 64 of eight, lies together, 32 bytes each, and so do the rows' scales.
+Weights are tiled (`moe_core.formats.tiling`): the 32 bytes that a thread needs of a block (64 weight rows, 128 columns
+of four bits or 64 of eight) are together, and so are the rows' scales.
 """
 
 from triton.experimental import gluon
@@ -40,14 +40,15 @@ from moe_core.ops.matmul.sm90_packed.kernels.wide import compute_wide
 #: Tokens of the largest tile of `compute_tile`, and those that larger tiles with so few rows multiply.
 LARGE = gl.constexpr(128)
 NARROW = gl.constexpr(32)
-#: Of tiles of up to 256 rows: tokens that are multiplied, by how many there are; each the sum of two powers of two, or
-#: one. Experts of about as many rows as a tile, or half as many, have a few above it half of the time.
+#: Numbers of rows that tiles of up to 256 rows multiply, each a power of two or the sum of two. Experts with about as
+#: many rows as a tile, or half as many, have a few above it half of the time.
 WIDTHS = gl.constexpr(((32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (256, 0)))
 
 
 @gluon.jit
 def multiply(left, right, accumulator, PLACE: gl.constexpr, OF: gl.constexpr):
-    """One product of the OF of a stage. At most two are under way: more would need registers for what they read."""
+    """Add product PLACE of the OF of a stage. At most two are under way: more would need registers for their
+    operands."""
     accumulator = warpgroup_mma(left, right, accumulator, is_async=True)
     if (PLACE > 0) and (PLACE < OF - 1):
         accumulator = warpgroup_mma_wait(num_outstanding=1, deps=[accumulator])
@@ -56,7 +57,6 @@ def multiply(left, right, accumulator, PLACE: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def compute_tile(product, part, stage, phase, TOKENS: gl.constexpr):
-    """A consumer's part of a tile of at most TOKENS rows: blocks FIRST, .. of a stage, block, .. of the matrix."""
     pipeline, stages, codes, weights = product.pipeline, product.tiles, product.scales, product.weights
     MINE: gl.constexpr = stages.PAIRS // 2
     FIRST: gl.constexpr = part.WHICH * MINE
@@ -118,8 +118,8 @@ def consumer(WHICH: gl.constexpr, product):
                     if (rows > below) & (rows <= WIDTHS[variant][0] + WIDTHS[variant][1]):
                         stage, phase = compute_wide(product, part, stage, phase, WIDTHS[variant][0], WIDTHS[variant][1])
                     below = WIDTHS[variant][0] + WIDTHS[variant][1]
-            # Half of the experts with about as many rows as a tile has have a second one with a few; of those with
-            # about half as many, half have no more than that.
+            # Half of the experts with about as many rows as a tile have a second tile with a few rows. Half of those
+            # with about half as many rows have no more than a few.
             elif (BLOCK_M >= 2 * NARROW) and (rows <= NARROW):
                 stage, phase = compute_tile(product, part, stage, phase, NARROW)
             else:
@@ -141,14 +141,13 @@ def matmul_mixed_input(
     PRODUCER_WARPS: gl.constexpr, REGISTERS: gl.constexpr, GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `portable.kernel`.
+    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight). See `portable.kernel`.
 
-    weight_map: tiled codes of ELEMENT (`e2m1`, `uint4`, `uint8`) as lines of 128 bytes; scales, zero_points: tiled.
-    BLOCKS, STEPS: blocks of 64 rows that a matrix has, and of COLUMNS columns; GROUPS: scales of a row in a block;
-    REPEAT: steps that share them. N: output columns; WEIGHT_N: rows of a weight matrix before it was tiled. PAIRS: row
-    blocks of a tile, of both consumers; DEEP: column blocks of a stage. COUNTER: which counter tiles are taken from;
-    None: by turns. REGISTERS: those of a thread at launch, for two blocks on a multiprocessor; None: one. PDL: see
-    `kernels.pdl`.
+    weight_map: tiled codes of ELEMENT (`e2m1`, `uint4`, `uint8`) as lines of 128 bytes. scales, zero_points: tiled.
+    BLOCKS, STEPS: blocks of a matrix of 64 rows, and of COLUMNS columns. GROUPS, REPEAT: see `Codes`. N: output
+    columns. WEIGHT_N: rows of a matrix before tiling. PAIRS, DEEP: see `Stages`. COUNTER: the counter that tiles are
+    taken from, None: programs take turns. REGISTERS: of a thread at launch, for two blocks on a multiprocessor, None:
+    for one.
     """
     if PDL is not None:
         join()
@@ -166,7 +165,7 @@ def matmul_mixed_input(
     )
     w_tiles = gl.allocate_shared_memory(weight_map.dtype, [STAGES * PAIRS, DEEP * LINES, 128], lines)
     out_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, TOKENS, WIDTH], by_eight)
-    # Scales of mxfp4 are words of four, those of other formats numbers.
+    # Scales of mxfp4 are words of four, other scales are numbers.
     SCALE: gl.constexpr = gl.int32 if ELEMENT == "e2m1" else scales.dtype.element_ty
     EACH: gl.constexpr = 1 if ELEMENT == "e2m1" else GROUPS
     scale_tiles = gl.allocate_shared_memory(SCALE, [STAGES * DEEP, PAIRS, HEIGHT * EACH], table)

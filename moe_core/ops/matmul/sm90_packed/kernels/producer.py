@@ -1,4 +1,4 @@
-"""The producer of `sm90_packed.kernels.matmul`: takes tiles, announces them, and loads codes, scales and rows ahead."""
+"""The producer of `sm90_packed.kernels.matmul` takes tiles, announces them, and loads codes, scales and rows ahead."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +12,6 @@ from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, U
 
 @gluon.jit
 def take_tile(layout, schedule, turn, TILES: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return the next `Tile`."""
     if schedule.COUNTER is None:
         number = gl.program_id(0) + turn * gl.num_programs(0)
     else:
@@ -28,13 +27,13 @@ def word_pointers(
     array, matrix, tile, APART: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, RECORDS: gl.constexpr,
     WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Pointers to the 32-bit words of the first of RECORDS records of a tile's blocks, of scales or zero points:
-    [PAIRS, WORDS]."""
+    """Return pointers to the 32-bit words [PAIRS, WORDS] of the first of RECORDS records of a tile's scales or zero
+    points."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     pair = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))[:, None]
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
     words = array.to(gl.pointer_type(gl.int32), bitcast=True)
-    # A tile may end behind the last block of a matrix, whose rows nobody stores.
+    # A tile may end behind the last block of a matrix. Nobody stores those rows.
     if not APART:
         block = matrix.to(gl.int64) * BLOCKS + gl.minimum(tile * PAIRS + pair, BLOCKS - 1)
         return words + block * (RECORDS * WORDS) + word
@@ -48,8 +47,8 @@ def word_pointers(
 
 @gluon.jit
 def load_words(tiles, place, pointers, step, codes):
-    """Ask for the words of a step's record, REPEAT steps each, zeros behind the last step: no code there may become an
-    infinity. tiles, place: where they go."""
+    """Ask for the words of a step's record for place `place` of tiles. Behind the last step they are zeros, because no
+    code there may become an infinity."""
     PAIRS: gl.constexpr = pointers.shape[0]
     WORDS: gl.constexpr = pointers.shape[1]
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -63,13 +62,12 @@ def load_words(tiles, place, pointers, step, codes):
 
 @gluon.constexpr_function
 def chunk_of(block_m):
-    """Rows of x that are loaded, or not, together: of tall tiles many may not exist."""
+    """Return how many rows of x are loaded, or not, together. Many rows of a tall tile may not exist."""
     return block_m if block_m <= 128 else 64
 
 
 @gluon.jit
 def load_tile(product, row_slots, tile, matrix, stage, phase):
-    """Load a tile as stages become free."""
     pipeline, stages, codes, weights = product.pipeline, product.tiles, product.scales, product.weights
     x, layout = product.x, product.layout
     BLOCK_M: gl.constexpr = stages.x.shape[1]
@@ -149,7 +147,7 @@ def load_tile(product, row_slots, tile, matrix, stage, phase):
 
 @gluon.jit
 def write_row_facts(stages, place, layout, tile, row_weight):
-    """Slots of a tile's rows, -1 where there is none, and their weights, for the consumers' stores."""
+    """Write the slots of a tile's rows (-1: none) and their weights for the consumers' stores."""
     rows: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     within = gl.arange(0, stages.slots.shape[1], rows)
     slots = gl.load(layout.slot_of_row + tile.start.to(gl.int64) + within, mask=within < tile.rows, other=-1)

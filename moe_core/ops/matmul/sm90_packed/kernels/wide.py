@@ -1,12 +1,12 @@
 """A consumer's part of the tallest tiles of `sm90_packed.kernels.matmul`, of up to 256 rows of x. Written in Gluon.
 
-Of 64 weight rows only, so that every code is decoded once for up to 256 rows of x. ptxas takes products one by one,
-each waited for, where one is under way when the loop turns; so what the next stage's first product takes is decoded
-before the wait that ends a stage, while the last product runs, and a stage begins with a product:
+It has 64 weight rows, so that every code is decoded once for all rows of x. ptxas serialises products if one is under
+way when the loop turns. So the operand of the next stage's first product is decoded while the last product runs, before
+the wait that ends a stage:
 
-    product of columns 0 .. 63    decode columns 64 .. 127
-    product of columns 64 .. 127  wait for the next stage, decode its columns 0 .. 63
-    wait for both products, hand the stage back
+product of columns 0 .. 63    decode columns 64 .. 127
+product of columns 64 .. 127  wait for the next stage, decode its columns 0 .. 63
+wait for both products, release the stage
 """
 
 from triton.experimental import gluon
@@ -21,13 +21,11 @@ from moe_core.ops.matmul.sm90_packed.kernels.epilogue import bias_of
 
 @gluon.constexpr_function
 def product_of(tokens):
-    """Layout of sums [64, tokens]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
 
 
 @gluon.jit
 def multiply(left, x_tile, sums, TOKENS: gl.constexpr, REST: gl.constexpr):
-    """Add the products of 64 columns, asynchronously."""
     first = warpgroup_mma(left, x_tile.slice(0, TOKENS, dim=0).permute([1, 0]), sums[0], is_async=True)
     if REST == 0:
         return (first,)
@@ -51,8 +49,8 @@ def wait_for(sums, LEFT: gl.constexpr, REST: gl.constexpr):
 def multiply_stage(
     sums, left, product, stage, phase, FIRST: gl.constexpr, TOKENS: gl.constexpr, REST: gl.constexpr, LAST: gl.constexpr
 ):
-    """One stage, whose first 64 columns are decoded already: `left`. Returns the next stage's, and that it is next, but
-    where the stage is the LAST of a tile."""
+    """Multiply one stage, with its first 64 columns decoded already: `left`. Return the next stage's, if this is not
+    the LAST."""
     ELEMENT: gl.constexpr = product.scales.ELEMENT
     HALVES: gl.constexpr = product.scales.COLUMNS // DEPTH
     PARTS: gl.constexpr = HALVES * product.tiles.DEEP
@@ -78,10 +76,8 @@ def multiply_stage(
 
 @gluon.jit
 def compute_wide(product, part, stage, phase, TOKENS: gl.constexpr, REST: gl.constexpr):
-    """A consumer's part of a tile of at most TOKENS + REST rows: block FIRST of a stage, `block` of the matrix.
-
-    TOKENS and REST are multiplied by products of their own, since each must be a power of two; REST may be 0.
-    """
+    """Compute a consumer's part of a tile of at most TOKENS + REST rows. TOKENS and REST have separate products, since
+    each must be a power of two. REST may be 0."""
     stages, weights = product.tiles, product.weights
     FIRST: gl.constexpr = part.WHICH * (stages.PAIRS // 2)
     slots, buffer = stages.slots.index(part.place), stages.results.index(part.WHICH)
