@@ -1,8 +1,8 @@
-"""NumPy twins of the activation op and its backward: everything in fp32, NaN through every clamp, one cast at the end.
+"""NumPy twins of the activation op and its backward: fp32 throughout, NaN passes every clamp, one cast at the end.
 
-The backward recomputes the activation from the pre-activation as it was stored (one cast behind the fp32 accumulator
-that the forward activated). The derivative is taken with torch's convention at the kinks: relu2 has derivative 0 at 0,
-a clamp passes the gradient where the value equals the limit.
+The backward recomputes the activation from the stored pre-activation, which was cast once from the fp32 accumulator.
+Derivatives at kinks follow torch: relu2 has derivative 0 at 0, and a clamp passes the gradient where the value equals
+the limit.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from moe_core.specs.operands import ExpertActivationOperands
 #: Beyond this argument erfc times any x that leads here is below the smallest fp32 number.
 _ERFC_LARGEST = 10.5
 _ERFC_LOWEST = 1 / (1 + _ERFC_LARGEST / 2)
-#: Terms of the polynomial in `_erfc_polynomial`: a relative error near 1e-12, far below fp32's 6e-8.
+#: Terms in `_erfc_polynomial`: relative error near 1e-12, far below fp32's 6e-8.
 _ERFC_TERMS = 17
-#: Where |x| is larger, the derivative is constant in fp32: taken at this bound, no infinity meets a zero.
+#: For larger |x| the fp32 derivative is constant. It is taken at this bound, so no infinity meets a zero.
 _SATURATED = {"silu": 128.0, "gelu": 16.0, "gelu_tanh": 16.0}
 _NORMAL_DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-x)) elementwise, without overflow: exp(min(x, 0)) / (1 + exp(-|x|)); NaN stays NaN."""
+    """1 / (1 + exp(-x)) without overflow, as exp(min(x, 0)) / (1 + exp(-|x|)). NaN stays NaN."""
     with np.errstate(all="ignore"):
         share, total = np.minimum(x, 0), -np.abs(x)
         np.exp(share, out=share)
@@ -42,11 +42,9 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _erfc_polynomial() -> np.ndarray:
-    """Coefficients (highest power first, in s) of P in erfc(z) = t exp(-z^2 + P(s)), z >= 0, t = 1 / (1 + z / 2).
-
-    s in [-1, 1] runs over t in [1 / (1 + _ERFC_LARGEST / 2), 1]. The form is that of W. H. Press et al., Numerical
-    Recipes, section 6.2.2; the coefficients are interpolated at Chebyshev points from `math.erfc`.
-    """
+    """Coefficients (highest power first, in s) of P in erfc(z) = t exp(-z^2 + P(s)), z >= 0, t = 1 / (1 + z / 2). s in
+    [-1, 1] maps to t in [1 / (1 + _ERFC_LARGEST / 2), 1]. Form: W. H. Press et al., Numerical Recipes, section 6.2.2.
+    Coefficients: interpolated at Chebyshev points from `math.erfc`."""
     points = np.polynomial.chebyshev.chebpts1(_ERFC_TERMS)
     t = _ERFC_LOWEST + (1 - _ERFC_LOWEST) * (points + 1) / 2
     z = 2 * (1 - t) / t
@@ -56,7 +54,7 @@ def _erfc_polynomial() -> np.ndarray:
 
 
 def normal_cdf(x: np.ndarray) -> np.ndarray:
-    """(1 + erf(x / sqrt(2))) / 2 in float64, to a relative error near 1e-12 in both tails."""
+    """(1 + erf(x / sqrt(2))) / 2 in float64, relative error near 1e-12 in both tails."""
     wide = np.asarray(x, np.float64)
     z = np.abs(wide) * math.sqrt(0.5)
     t = 1 / (1 + np.minimum(z, _ERFC_LARGEST) / 2)
@@ -71,13 +69,13 @@ def normal_cdf(x: np.ndarray) -> np.ndarray:
 
 
 def softcap(x: np.ndarray, limit: float | None) -> np.ndarray:
-    """limit * tanh(x / limit) in fp32; softcapped_silu has a limit always."""
+    """limit * tanh(x / limit) in fp32. softcapped_silu always has a limit."""
     assert limit is not None
     return limit * np.tanh(x / limit)
 
 
 def softcap_derivative(x: np.ndarray, limit: float | None) -> np.ndarray:
-    """1 - tanh(x / limit)^2 in fp32, as 4 e / (1 + e)^2 with e = exp(-2 |x / limit|): no cancellation."""
+    """1 - tanh(x / limit)^2 in fp32, as 4 e / (1 + e)^2 with e = exp(-2 |x / limit|) to avoid cancellation."""
     assert limit is not None
     power = np.exp(np.abs(x) * (-2 / limit))
     return 4 * power / np.square(1 + power)
@@ -85,14 +83,14 @@ def softcap_derivative(x: np.ndarray, limit: float | None) -> np.ndarray:
 
 def _silu(x: np.ndarray) -> np.ndarray:
     """x / (1 + exp(-x)), in one new array."""
-    found = np.negative(x)
-    np.exp(found, out=found)
-    found += 1
-    return np.divide(x, found, out=found)
+    divisor = np.negative(x)
+    np.exp(divisor, out=divisor)
+    divisor += 1
+    return np.divide(x, divisor, out=divisor)
 
 
 def _silu_and_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(x s, s (1 + x s(-x))), s the sigmoid of x and s(-x) = exp(-x) s: no cancellation for large x."""
+    """(x s, s (1 + x s(-x))) with s the sigmoid of x. s(-x) = exp(-x) s avoids cancellation for large x."""
     slope = np.negative(x)
     np.exp(slope, out=slope)
     share = slope + 1
@@ -107,7 +105,7 @@ def _silu_and_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(values: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray | None]:
-    """The gate and up columns `[R, F]` of `[R, 2F]` (halves, interleaved); (values, None) for ungated activations."""
+    """The gate and up columns `[R, F]` of `[R, 2F]` (halves or interleaved), or (values, None) if ungated."""
     if not activation.gated:
         return values, None
     if activation.gate_layout == "interleaved":
@@ -117,8 +115,8 @@ def split(values: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.nd
 
 
 def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation, out: np.ndarray | None = None) -> np.ndarray:
-    """The formula of `activation` on fp32 arrays `[R, F]`; up is None for ungated activations. out: memory that the
-    result may be in."""
+    """The formula of `activation` on fp32 arrays `[R, F]`. up is None if ungated. The result may use the memory
+    `out`."""
     with np.errstate(all="ignore"):
         if activation.name == "softcapped_silu":
             assert up is not None
@@ -139,7 +137,7 @@ def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation, out: 
         elif activation.name == "gelu":
             activated = (gate * normal_cdf(gate)).astype(gate.dtype)
         elif activation.name == "gelu_tanh":
-            # (1 + tanh(u)) / 2 = sigmoid(2u): the same function without the cancellation for negative u.
+            # (1 + tanh(u)) / 2 = sigmoid(2u), without cancellation for negative u.
             inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)
             activated = gate * sigmoid(2 * inner)
         else:
@@ -149,24 +147,22 @@ def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation, out: 
 
 
 def _split_wide(x: np.ndarray, up: np.ndarray | None, activation: Activation) -> tuple[np.ndarray, np.ndarray | None]:
-    """Gate and up in fp32, from one buffer or from two."""
+    """Gate and up in fp32, from one or two buffers."""
     return split(to_float32(x), activation) if up is None else (to_float32(x), to_float32(up))
 
 
 def activation(
     x: np.ndarray, up: np.ndarray | None = None, *, activation: Activation, out_dtype: str | None = None
 ) -> np.ndarray:
-    """The result of `moe_core.ops.activation.forward.plan_activation`."""
+    """The result of `plan_activation`."""
     gate_values, up_values = _split_wide(x, up, activation)
     return round_to(apply(gate_values, up_values, activation), out_dtype or x.dtype)
 
 
 def activation_derivative(x: np.ndarray, name: str) -> np.ndarray:
-    """d act(x) / dx in fp32 of the ungated form (`silu`, `gelu`, `gelu_tanh` or `relu2`); NaN stays NaN.
-
-    silu: s(x) (1 + x s(-x)), s the sigmoid. gelu: Phi(x) + x phi(x). gelu_tanh = x s(v), v = 2 sqrt(2/pi) (x + 0.044715
-    x^3): s(v) (1 + x s(-v) dv/dx). relu2: 2 max(x, 0). s(-x) instead of 1 - s(x): no cancellation for large x.
-    """
+    """d act(x) / dx in fp32 of an ungated form (`silu`, `gelu`, `gelu_tanh` or `relu2`). NaN stays NaN. silu: s(x) (1 +
+    x s(-x)), s the sigmoid. gelu: Phi(x) + x phi(x). gelu_tanh = x s(v), v = 2 sqrt(2/pi) (x + 0.044715 x^3): s(v) (1 +
+    x s(-v) dv/dx). relu2: 2 max(x, 0). s(-x) replaces 1 - s(x), which cancels for large x."""
     with np.errstate(all="ignore"):
         if name == "relu2":
             return 2 * np.maximum(x, 0)
@@ -187,13 +183,11 @@ def activation_derivative(x: np.ndarray, name: str) -> np.ndarray:
 def apply_backward(
     d_y: np.ndarray, gate: np.ndarray, up: np.ndarray | None, activation: Activation
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """(d_gate, d_up) of `apply`, fp32 arrays `[R, F]`; d_up None for ungated activations.
-
-    Gated: d_gate = (d_y * up) * act'(gate), d_up = d_y * act(gate), of the bounded gate and up, and exact zeros where a
-    clamp holds. Ungated: d_gate = d_y * act'(gate). swiglu_oai, with a = alpha: act(g) = g s(a g), act'(g) =
-    s(a g) (1 + a g s(-a g)) and up + 1 for up. softcapped_silu, with c(x) = limit tanh(x / limit), c'(x) =
-    1 - tanh(x / limit)^2: act'(g) = c'(g) s(g) + c(g) s(g) s(-g), and d_up is multiplied by c'(up).
-    """
+    """(d_gate, d_up) of `apply` as fp32 arrays `[R, F]`. d_up is None if ungated. Gated: d_gate = (d_y * up) *
+    act'(gate), d_up = d_y * act(gate), from the clamped gate and up. Where a clamp holds both are exactly 0. Ungated:
+    d_gate = d_y * act'(gate). swiglu_oai, with a = alpha: act(g) = g s(a g), act'(g) = s(a g) (1 + a g s(-a g)) and up
+    + 1 for up. softcapped_silu, with c(x) = limit tanh(x / limit), c'(x) = 1 - tanh(x / limit)^2: act'(g) = c'(g) s(g)
+    + c(g) s(g) s(-g), and d_up is multiplied by c'(up)."""
     return _value_and_gradients(d_y, gate, up, activation)[1:]
 
 
@@ -204,7 +198,7 @@ def _value_and_gradients(
     activation: Activation,
     places: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """`apply`, then `apply_backward`. places: memory that the gradients may be in."""
+    """`apply` and `apply_backward`. The gradients may use the memory `places`."""
     with np.errstate(all="ignore"):
         if up is None:
             value, slope = _value_and_slope(gate, activation.name)
@@ -243,14 +237,13 @@ def _value_and_gradients(
 
 
 def _value_and_slope(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The ungated form and its derivative."""
     if name == "silu":
         return _silu_and_slope(x)
     return apply(x, None, Activation(name, gated=False)), activation_derivative(x, name)
 
 
 def join(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.ndarray:
-    """The inverse of `split`; `separate` is joined as `halves` is: gate columns, then up."""
+    """The inverse of `split`. `separate` joins like `halves`: gate columns, then up."""
     if up is None:
         return gate
     if activation.gate_layout == "interleaved":
@@ -261,7 +254,7 @@ def join(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.
 def activation_backward(
     d_y: np.ndarray, x: np.ndarray, up: np.ndarray | None = None, *, activation: Activation
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-    """The results of `moe_core.ops.activation.backward.plan_activation_backward`: d_x (with `up`: d_x and d_up)."""
+    """The results of `plan_activation_backward`: d_x, or with `up` d_x and d_up."""
     gate_values, up_values = _split_wide(x, up, activation)
     d_gate, d_up = apply_backward(to_float32(d_y), gate_values, up_values, activation)
     if up is None:
@@ -280,24 +273,24 @@ def expert_activation_backward(
 ) -> tuple[np.ndarray, ...]:
     """The activation's backward between the two matmuls, fused with the gradient of the row weight.
 
-    With z = d_hidden `[R, F]`, the gradient of `hidden @ W_down + b_down` pulled back through W_down and not yet
-    weighted, h = activation(pre) `[R, F]` and w = row_weight fp32 `[T * K]` by slot (None: 1 everywhere):
+    z = d_hidden `[R, F]` is the gradient of `hidden @ W_down + b_down` pulled back through W_down, before weighting. h
+    = activation(pre) `[R, F]` and w = row_weight fp32 `[T * K]` by slot (None: 1 everywhere):
 
         d_pre = activation'(pre) (w z)        weighted_hidden = w h        d_weight[slot] = <z, h> + bias_product
 
-    bias_product fp32 `[T * K]` is <d_out[token], b_down[expert]>, where there is a bias. The unweighted expert output
-    y = h W_down + b_down is not needed: <d_out, y> = <d_out W_down^T, h> + <d_out, b_down>. h is recomputed from pre in
-    fp32 and not rounded; d_pre and weighted_hidden are rounded once, to the dtype of pre; <z, h> is summed in fp32.
-    Arrays, order and outputs: `moe_core.ops.activation.backward.plan_expert_activation_backward`. A slot without a row
-    has d_weight 0 and its row_weight is not read; rows that belong to no slot are never read and become exact zeros.
-    fill: what writes d_hidden, and calls its argument, unless that is None, with every slice of rows it has written.
+    bias_product fp32 `[T * K]` is <d_out[token], b_down[expert]> if there is a bias. The unweighted expert output y = h
+    W_down + b_down is not needed because <d_out, y> = <d_out W_down^T, h> + <d_out, b_down>. h is recomputed from pre
+    in fp32 without rounding. d_pre and weighted_hidden are rounded once, to the dtype of pre. <z, h> is summed in fp32.
+    Arrays, order and outputs are those in `plan_expert_activation_backward`. A slot without a row has d_weight 0 and
+    its row_weight is not read. Rows without a slot are not read and become exact zeros. fill: writes d_hidden, and
+    calls its argument (unless None) with each slice of rows it has written.
     """
     d_hidden, pre, row_of_slot = operands.d_hidden, operands.pre, operands.row_of_slot
     row_weight, bias_product = operands.row_weight, operands.bias_product
     places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
     slots = np.flatnonzero(places >= 0)
     rows = places[slots] if order == "row" else slots
-    # Without gaps, rows are read and written where they lie.
+    # Without gaps, rows are read and written in place.
     dense = len(rows) == len(pre)
     if row_of_slot is not None and order == "row":
         if dense:
@@ -333,9 +326,9 @@ def expert_activation_backward(
             if to_gate is None:
                 d_pre[own_rows] = round_to(join(d_gate, d_up, activation), pre.dtype)
             else:
-                for place, gradient in ((to_gate, d_gate), (to_up, d_up)):
-                    if place is not None and gradient is not place:
-                        place[...] = gradient
+                for destination, gradient in ((to_gate, d_gate), (to_up, d_up)):
+                    if destination is not None and gradient is not destination:
+                        destination[...] = gradient
 
     if fill is not None:
         fill(back if dense else None)
@@ -348,6 +341,6 @@ def expert_activation_backward(
 def expert_activation_backward_plan(
     arrays: Mapping[str, np.ndarray], *, activation: Activation, order: str, outputs: tuple[str, ...]
 ) -> tuple[np.ndarray, ...]:
-    """`expert_activation_backward` by the names of a plan's inputs."""
+    """`expert_activation_backward` with a plan's inputs by name."""
     operands = bundle_of(ExpertActivationOperands, arrays)
     return expert_activation_backward(operands, activation=activation, order=order, outputs=outputs)

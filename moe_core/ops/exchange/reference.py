@@ -1,4 +1,4 @@
-"""NumPy twins of what ranks store and load at each other's addresses; addresses are those of host memory."""
+"""NumPy twins of one-sided stores and loads between ranks. Addresses are host memory."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def peer_places(
     rank: int,
     receive: int,
 ) -> tuple[np.ndarray, ...]:
-    """The results of `moe_core.ops.exchange.places.plan_peer_places`."""
+    """The results of `plan_peer_places`."""
     num_ranks = len(counts)
-    given = np.maximum(counts.astype(np.int64), 0).reshape(num_ranks, num_ranks, -1)  # [home, owner, expert]
-    per_rank = given.shape[2]
-    total = given.sum(axis=0)
-    starts = (np.cumsum(total, axis=1) - total + given[:rank].sum(axis=0)).reshape(-1)
-    place, own = ids.reshape(-1), row_of_slot.astype(np.int64)
-    slots = np.flatnonzero((place >= 0) & (place < len(starts)) & (own >= 0))
-    row = starts[place[slots]] + own[slots] - group_start[place[slots]]
+    sent = np.maximum(counts.astype(np.int64), 0).reshape(num_ranks, num_ranks, -1)  # [home, owner, expert]
+    per_rank = sent.shape[2]
+    total = sent.sum(axis=0)
+    starts = (np.cumsum(total, axis=1) - total + sent[:rank].sum(axis=0)).reshape(-1)
+    expert, row_at_home = ids.reshape(-1), row_of_slot.astype(np.int64)
+    slots = np.flatnonzero((expert >= 0) & (expert < len(starts)) & (row_at_home >= 0))
+    row = starts[expert[slots]] + row_at_home[slots] - group_start[expert[slots]]
     fits = (row >= 0) & (row < receive)
     slots, row = slots[fits], row[fits]
-    owners, rows = np.full(place.shape, -1, np.int32), np.full(place.shape, -1, np.int32)
-    owners[slots], rows[slots] = place[slots] // per_rank, row
+    owners, rows = np.full(expert.shape, -1, np.int32), np.full(expert.shape, -1, np.int32)
+    owners[slots], rows[slots] = expert[slots] // per_rank, row
     received = np.minimum(total[rank : rank + 1], _INT32_MOST).astype(np.int32)
     missing = min(int(np.maximum(total.sum(axis=1) - receive, 0).sum()), _INT32_MOST)
     return owners.reshape(ids.shape), rows.reshape(ids.shape), received, np.array([missing], np.int32)
@@ -49,7 +49,7 @@ def _peers(table: np.ndarray, shape: tuple[int, ...], dtype: str) -> list[np.nda
 
 
 def _slots_by_owner(owners: np.ndarray, rows: np.ndarray, num_ranks: int, num_rows: int):
-    """(owner, slots that have a row there, those rows) of every owner."""
+    """(owner, slots with a row there, those rows) for every owner."""
     flat = rows.reshape(-1)
     for owner in range(num_ranks):
         slots = np.flatnonzero((owners.reshape(-1) == owner) & (flat >= 0) & (flat < num_rows))
@@ -66,7 +66,7 @@ def push_rows(
     num_rows: int,
     format: Format | None = None,
 ) -> tuple[()]:
-    """What `moe_core.ops.exchange.push.plan_dispatch_push` stores."""
+    """The stores of `plan_dispatch_push`."""
     arrays = [(rows_at, x)]
     if format is not None:
         assert scales_at is not None
@@ -88,19 +88,19 @@ def push_slots(
     rank: int,
     num_rows: int,
 ) -> tuple[()]:
-    """What `moe_core.ops.exchange.push.plan_push_slots` stores."""
+    """The stores of `plan_push_slots`."""
     slots = np.arange(rows.size, dtype=np.int32)
     sources = np.stack([np.full_like(slots, rank), slots], axis=1)
     for table, values in ((weights_at, weights.reshape(-1, 1)), (sources_at, sources)):
         if table is not None:
             peers = _peers(table, (num_rows, values.shape[1]), values.dtype.name)
-            for owner, own, row in _slots_by_owner(owners, rows, len(table), num_rows):
-                peers[owner][row] = values[own]
+            for owner, pushed, row in _slots_by_owner(owners, rows, len(table), num_rows):
+                peers[owner][row] = values[pushed]
     return ()
 
 
 def push_counts(counts: np.ndarray, counts_at: np.ndarray, *, rank: int) -> tuple[()]:
-    """What `moe_core.ops.exchange.push.plan_push_counts` stores."""
+    """The stores of `plan_push_counts`."""
     for peer in _peers(counts_at, (len(counts_at), len(counts)), "int32"):
         peer[rank] = counts
     return ()
@@ -109,27 +109,27 @@ def push_counts(counts: np.ndarray, counts_at: np.ndarray, *, rank: int) -> tupl
 def push_results(
     y: np.ndarray, sources: np.ndarray, group_start: np.ndarray, slots_at: np.ndarray, *, num_slots: int
 ) -> tuple[()]:
-    """What `moe_core.ops.exchange.push.plan_combine_push` stores."""
+    """The stores of `plan_combine_push`."""
     homes, slots = sources[: max(0, group_start[-1])].T
     peers = _peers(slots_at, (num_slots, y.shape[1]), y.dtype.name)
-    for home, own, slot in _slots_by_owner(homes, slots, len(peers), num_slots):
-        peers[home][slot] = y[own]
+    for home, row, slot in _slots_by_owner(homes, slots, len(peers), num_slots):
+        peers[home][slot] = y[row]
     return ()
 
 
 def result_addresses(
     sources: np.ndarray, group_start: np.ndarray, slots_at: np.ndarray, *, num_slots: int, row_bytes: int
 ) -> np.ndarray:
-    """The result of `moe_core.ops.exchange.results.plan_result_addresses`."""
-    found = np.zeros(len(sources), np.int64)
+    """The result of `plan_result_addresses`."""
+    addresses = np.zeros(len(sources), np.int64)
     homes, slots = sources[: max(0, group_start[-1])].T
-    for home, own, slot in _slots_by_owner(homes, slots, len(slots_at), num_slots):
-        found[own] = slots_at[home] + slot.astype(np.int64) * row_bytes
-    return found
+    for home, row, slot in _slots_by_owner(homes, slots, len(slots_at), num_slots):
+        addresses[row] = slots_at[home] + slot.astype(np.int64) * row_bytes
+    return addresses
 
 
 def push_to_addresses(y: np.ndarray, row_of_slot: np.ndarray, results_at: np.ndarray) -> tuple[()]:
-    """Store row y[s] of every slot s that has a row to its address, 0 = nowhere, as a product's kernel does itself."""
+    """Store row y[s] of every slot s with a row to its address (0: nowhere), as the matmul kernel does."""
     spec = ArraySpec(y.shape[1:], y.dtype.name)
     for slot in np.flatnonzero((row_of_slot >= 0) & (results_at != 0)):
         host_array(int(results_at[slot]), spec)[...] = y[slot]
@@ -144,38 +144,38 @@ def take_rows(
     *,
     places: tuple[np.ndarray, ...],
 ) -> np.ndarray:
-    """The result of `moe_core.ops.exchange.take.plan_take_rows`, in places[0], of which other rows are left."""
+    """The result of `plan_take_rows`, in places[0]. Other rows there are unchanged."""
     (y,) = places
     source = rows[: max(0, group_start[-1]), 0]
     present = (source >= 0) & (source < len(x))
-    source, own = source[present], np.flatnonzero(present)
+    source, destination = source[present], np.flatnonzero(present)
     y[: len(present)] = 0
     if scales is None:
-        y[own] = x[source]
+        y[destination] = x[source]
     else:
         factors = np.repeat(scales[source], BLOCK, axis=1)
         with np.errstate(all="ignore"):
-            y[own] = round_to(to_float32(x[source]) * factors[:, : x.shape[1]], y.dtype)
+            y[destination] = round_to(to_float32(x[source]) * factors[:, : x.shape[1]], y.dtype)
     return y
 
 
 def _pulled(owners: np.ndarray, rows: np.ndarray, peers: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(values of slots from their places, the slots themselves or -1 where nothing is)."""
-    found = np.full((rows.size, peers[0].shape[1]), 0, peers[0].dtype)
+    """(values of slots from their owners, slot numbers or -1 where there is no value)."""
+    values = np.full((rows.size, peers[0].shape[1]), 0, peers[0].dtype)
     order = np.full(rows.size, -1, np.int32)
     for owner, slots, row in _slots_by_owner(owners, rows, len(peers), len(peers[0])):
-        found[slots], order[slots] = peers[owner][row], slots
-    return found, order
+        values[slots], order[slots] = peers[owner][row], slots
+    return values, order
 
 
 def pull_rows(arrays: Mapping[str, np.ndarray], *, num_rows: int, width: int, dtype: str, out_dtype: str) -> np.ndarray:
-    """The result of `moe_core.ops.exchange.pull.plan_combine_pull`."""
+    """The result of `plan_combine_pull`."""
     owners, rows, results_at = arrays["owners"], arrays["rows"], arrays["results_at"]
     shared, shared_gate = arrays.get("shared"), arrays.get("shared_gate")
-    found, order = _pulled(owners, rows, _peers(results_at, (num_rows, width), dtype))
-    return reduce(found, order, shared, shared_gate, top_k=rows.shape[1], order="slot", out_dtype=out_dtype)
+    values, order = _pulled(owners, rows, _peers(results_at, (num_rows, width), dtype))
+    return reduce(values, order, shared, shared_gate, top_k=rows.shape[1], order="slot", out_dtype=out_dtype)
 
 
 def pull_weights(owners: np.ndarray, rows: np.ndarray, weights_at: np.ndarray, *, num_rows: int) -> np.ndarray:
-    """The result of `moe_core.ops.exchange.pull.plan_combine_pull_weights`."""
+    """The result of `plan_combine_pull_weights`."""
     return _pulled(owners, rows, _peers(weights_at, (num_rows, 1), "float32"))[0].reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""NumPy twins of the exchange whose places follow from a token's number; addresses are those of host memory."""
+"""NumPy twins of the exchange with destinations from token numbers. Addresses are host memory."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ def push_tokens_once(
     most: int,
     visits: bool,
 ) -> tuple[np.ndarray, ...]:
-    """What `moe_core.ops.exchange.direct.plan_push_tokens_once` stores, and its results."""
-    x, ids, weights, token_mask, places_of_experts, given = record_of(HomeTokens, {"x": None, **arrays})
+    """The stores and results of `plan_push_tokens_once`."""
+    x, ids, weights, token_mask, places_of_experts, given_places = record_of(HomeTokens, {"x": None, **arrays})
     ids_at, weights_at, headers_at, rows_at = record_of(TokenTables, arrays)
     header, num_ranks, (tokens, top_k) = arrays["header"], len(ids_at), ids.shape
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
     valid = (known >= 0) & (known < num_experts)
     places = known if places_of_experts is None else places_of_experts[np.where(valid, known, 0)]
-    places = np.where(valid, places, -1) if given is None else given
+    places = np.where(valid, places, -1) if given_places is None else given_places
     places = np.where((places >= 0) & (places < num_ranks * per_rank), places, -1).astype(np.int32)
-    own, whole = slice(rank * most, rank * most + tokens), slice(rank * most, (rank + 1) * most)
+    home_rows, whole = slice(rank * most, rank * most + tokens), slice(rank * most, (rank + 1) * most)
     of_ids, of_headers = (num_ranks * most, top_k), ArraySpec((2 * num_ranks + 1, len(header) + 4), "int32")
     turns = host_array(int(headers_at[rank]), of_headers)[-1]
     own_row = (turns[0] & 1) * num_ranks + rank
     rows = np.full((tokens, num_ranks), -1, np.int32)
     for peer in range(num_ranks):
         local = host_array(int(ids_at[peer]), ArraySpec(of_ids, "int32"))
-        beside = host_array(int(weights_at[peer]), ArraySpec(of_ids, "float32"))
+        received_weights = host_array(int(weights_at[peer]), ArraySpec(of_ids, "float32"))
         here = (places >= 0) & (places // per_rank == peer)
         visiting = here.any(axis=1)
-        rows[visiting, peer] = np.arange(own.start, own.stop)[visiting]
+        rows[visiting, peer] = np.arange(home_rows.start, home_rows.stop)[visiting]
         if x is not None and rows_at is not None:
-            host_array(int(rows_at[peer]), ArraySpec((of_ids[0], x.shape[1]), x.dtype.name))[own][visiting] = x[
+            host_array(int(rows_at[peer]), ArraySpec((of_ids[0], x.shape[1]), x.dtype.name))[home_rows][visiting] = x[
                 visiting
             ]
         local[whole] = -1
-        local[own], beside[own] = np.where(here, places % per_rank, -1), weights
+        local[home_rows], received_weights[home_rows] = np.where(here, places % per_rank, -1), weights
         host_array(int(headers_at[peer]), of_headers)[own_row] = [*header, tokens, 0, 0, 0]
     turns[0] += 1
     counts = np.bincount(known[valid], minlength=num_experts).astype(np.int32)
     invalid = np.array([((known < -1) | (known >= num_experts)).sum()], np.int32)
-    found = places, counts, invalid, np.zeros(1, np.int32)
+    results = places, counts, invalid, np.zeros(1, np.int32)
     if not visits:
-        return found
-    return *found, np.where(rows < 0, -1, np.arange(num_ranks, dtype=np.int32)).astype(np.int32), rows
+        return results
+    return *results, np.where(rows < 0, -1, np.arange(num_ranks, dtype=np.int32)).astype(np.int32), rows
 
 
 def last_told(headers: Any) -> Any:
-    """`[W, 12]`: what ranks told in the last turn, of all headers `[2 * W + 1, 12]`, arrays of NumPy or of torch."""
+    """The headers `[W, 12]` of the last turn, out of all headers `[2 * W + 1, 12]` (NumPy or torch)."""
     first = (int(headers[-1, 0]) - 1 & 1) * (len(headers) // 2)
     return headers[first : first + len(headers) // 2]
 
@@ -74,7 +74,7 @@ def sum_results(
     *,
     out_dtype: str,
 ) -> np.ndarray:
-    """The result of `moe_core.ops.exchange.direct.plan_sum_results`."""
+    """The result of `plan_sum_results`."""
     top_k, order = row_of_slot.shape[1], row_of_slot.reshape(-1)
     out = reduce(y[: order.size], order, shared, shared_gate, top_k=top_k, order="slot", out_dtype=out_dtype)
     if headers is not None:

@@ -1,4 +1,4 @@
-"""NumPy twins of the tables that an exchange between ranks goes by."""
+"""NumPy twins of an exchange's send and receive tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_core.specs.exchange import TableSpec
 
 
 def send_tables(arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int) -> tuple[np.ndarray, ...]:
-    """The results of `moe_core.ops.exchange.send_tables.plan_send_tables`; unused rows of `table` are 0."""
+    """The results of `plan_send_tables`. Unused rows of `table` are 0."""
     ids, weights, places_of_experts, start, header, token_mask, tokens, limits = record_of(SendOperands, arrays)
     num_tokens, top_k = ids.shape
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
@@ -22,11 +22,11 @@ def send_tables(arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int)
         first = tokens[:rank].astype(np.int64).sum()
         number = first + np.arange(num_tokens)[:, None] + np.arange(top_k)
         replica = number % np.maximum(start[expert + 1] - start[expert], 1)
-    place = np.where(invalid | (known < 0), -1, places_of_experts[start[expert] + replica]).astype(np.int32)
-    per_expert = np.bincount(known[place >= 0], minlength=spec.num_experts).astype(np.int32)
-    owner = np.where(place < 0, -1, place // spec.per_rank)
-    # The number of each slot's row, and of its result, among those of one owner.
-    groups = place if spec.by_slot else _first_owners(owner)
+    places = np.where(invalid | (known < 0), -1, places_of_experts[start[expert] + replica]).astype(np.int32)
+    per_expert = np.bincount(known[places >= 0], minlength=spec.num_experts).astype(np.int32)
+    owner = np.where(places < 0, -1, places // spec.per_rank)
+    # Number each slot's row, and its result, within one owner.
+    groups = places if spec.by_slot else _first_owners(owner)
     number, sizes = _numbers(groups, owner, spec.num_ranks)
     result, by_owner = number, sizes
     if not spec.by_slot:
@@ -51,56 +51,55 @@ def send_tables(arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int)
     else:
         begin = np.cumsum(arrived) - arrived
     row_of_slot = np.where(fits, begin[owner] + result, -1).astype(np.int32).reshape(-1)
-    lost = ((place >= 0) & ~fits).any(axis=1)
+    lost = ((places >= 0) & ~fits).any(axis=1)
     counted = arrived
     if spec.back is not None:
         counted = np.maximum(arrived - spec.back, 0)
         if spec.mode == "padded":
             counted += sizes - went
-    found = [place, np.array([invalid.sum()], np.int32), per_expert]
-    found += [row_of_slot, lost, counted.astype(np.int32)]
+    results = [places, np.array([invalid.sum()], np.int32), per_expert]
+    results += [row_of_slot, lost, counted.astype(np.int32)]
     bits = weights.view(np.int32)
     if spec.mode == "all_gather":
-        message = np.concatenate([header, np.concatenate([place, bits], axis=1).reshape(-1)])
-        return (*found, message.astype(np.int32))
-    # What goes out: a row of `beside` for each row, in the order of owners and their numbers.
-    beside = np.concatenate([place, bits], axis=1)
+        message = np.concatenate([header, np.concatenate([places, bits], axis=1).reshape(-1)])
+        return (*results, message.astype(np.int32))
+    # The message holds one row of `payload` per row, ordered by owner and number.
+    payload = np.concatenate([places, bits], axis=1)
     if spec.by_slot:
-        beside = np.stack([place.reshape(-1), bits.reshape(-1)], axis=1)
+        payload = np.stack([places.reshape(-1), bits.reshape(-1)], axis=1)
     slots = np.flatnonzero((groups >= 0) & arrives)
     of_slot, number = owner.reshape(-1)[slots], number.reshape(-1)[slots]
     read = slots if spec.by_slot else slots // top_k
     if spec.mode == "padded":
-        message = np.full((spec.num_ranks, len(header) + spec.block_rows * beside.shape[1]), -1, np.int32)
+        message = np.full((spec.num_ranks, len(header) + spec.block_rows * payload.shape[1]), -1, np.int32)
         message[:, : len(header)] = header
         slot_of_row = np.full(spec.num_ranks * spec.block_rows, -1, np.int32)
         slot_of_row[of_slot * spec.block_rows + number] = slots
         blocks = message[:, len(header) :].reshape(spec.num_ranks, spec.block_rows, -1)
-        blocks[of_slot, number] = beside[read]
+        blocks[of_slot, number] = payload[read]
         message[:, len(header) :] = blocks.reshape(spec.num_ranks, -1)
-        return (*found, message, slot_of_row)
+        return (*results, message, slot_of_row)
     rows = (np.cumsum(went) - went)[of_slot] + number
-    counts = np.bincount(place[place >= 0], minlength=spec.num_places)
+    counts = np.bincount(places[places >= 0], minlength=spec.num_places)
     if not spec.by_slot:
         counts = np.concatenate([sizes, by_owner])
     message = np.concatenate([header, counts]).astype(np.int32)
     most = num_tokens * (top_k if spec.by_slot else min(top_k, spec.num_ranks))
     slot_of_row, table = np.full(most, -1, np.int32), np.zeros((most, spec.width(top_k)), np.int32)
-    slot_of_row[rows], table[rows] = slots, beside[read][:, -table.shape[1] :]
-    return (*found, message, slot_of_row, table)
+    slot_of_row[rows], table[rows] = slots, payload[read][:, -table.shape[1] :]
+    return (*results, message, slot_of_row, table)
 
 
 def _first_owners(owner: np.ndarray) -> np.ndarray:
-    """`owner`, -1 where an earlier slot of the token has it too."""
-    found = owner.copy()
+    """`owner`, with -1 where an earlier slot of the token has the same owner."""
+    first = owner.copy()
     for k in range(1, owner.shape[1]):
-        found[(owner[:, :k] == owner[:, k : k + 1]).any(axis=1), k] = -1
-    return found
+        first[(owner[:, :k] == owner[:, k : k + 1]).any(axis=1), k] = -1
+    return first
 
 
 def _numbers(groups: np.ndarray, owner: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """The number of each slot among those of its owner, by (group, slot), and how many each owner has. A slot whose
-    group is -1 is none."""
+    """(number of each slot within its owner, ordered by (group, slot); slots per owner). Group -1 means no slot."""
     slots = np.flatnonzero(groups >= 0)
     slots = slots[np.argsort(groups.reshape(-1)[slots], kind="stable")]
     of_slot = owner.reshape(-1)[slots]
@@ -121,16 +120,16 @@ def receive_tables(
     num_rows: int,
     num_tokens: int,
 ) -> tuple[np.ndarray, ...]:
-    """The results of `moe_core.ops.exchange.receive_tables.plan_receive_tables`."""
+    """The results of `plan_receive_tables`."""
     behind = 0 if header is None else len(header)
     width = spec.width(top_k) // 2
     table = came[:, behind:].reshape(-1, 2, width)
     ids = table[:, 0] - rank * spec.per_rank
     ids = np.where((table[:, 0] >= 0) & (ids >= 0) & (ids < spec.per_rank), ids, -1).astype(np.int32)
     weights = np.where(ids < 0, np.float32(0), np.ascontiguousarray(table[:, 1]).view(np.float32))
-    found: list[np.ndarray]
+    results: list[np.ndarray]
     if spec.by_slot:
-        found = [ids, weights]
+        results = [ids, weights]
     else:
         sources = 1 if header is None else len(came)
         each = num_rows // sources
@@ -142,12 +141,12 @@ def receive_tables(
             slot_of_row[source, : len(slots)] = source * by_source.shape[1] + slots
         slot_of_row = slot_of_row.reshape(-1)
         placed = slot_of_row >= 0
-        own, own_weights = np.full((num_rows, 1), -1, np.int32), np.zeros((num_rows, 1), np.float32)
-        own[placed, 0] = ids.reshape(-1)[slot_of_row[placed]]
+        own_ids, own_weights = np.full((num_rows, 1), -1, np.int32), np.zeros((num_rows, 1), np.float32)
+        own_ids[placed, 0] = ids.reshape(-1)[slot_of_row[placed]]
         own_weights[placed, 0] = weights.reshape(-1)[slot_of_row[placed]]
-        found = [own, own_weights, slot_of_row]
+        results = [own_ids, own_weights, slot_of_row]
     if header is not None:
         agree = bool((came[:, :behind] == header).all())
         spoilt = np.full(num_tokens, not agree)
-        found.append(spoilt if lost is None else spoilt | lost)
-    return tuple(found)
+        results.append(spoilt if lost is None else spoilt | lost)
+    return tuple(results)

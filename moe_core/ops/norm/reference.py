@@ -1,4 +1,4 @@
-"""NumPy twins of the normalisation of rows and of its backward."""
+"""NumPy twins of row normalisation and its backward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ def _factors(x: np.ndarray, spec: NormSpec) -> np.ndarray:
 
 
 def _weights(weight: np.ndarray, spec: NormSpec) -> np.ndarray:
-    """The factors of the columns."""
     factors = to_float32(weight)
     return factors.dtype.type(1) + factors if spec.centred else factors
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, *, spec: NormSpec) -> np.ndarray:
-    """y `[R, D]` of x `[R, D]` and weight `[D]` by the formula of `NormSpec`, in fp32, one cast to the dtype of x."""
+    """y `[R, D]` from x `[R, D]` and weight `[D]` by the formula of `NormSpec`, in fp32, one cast to the dtype of x."""
     rows, factors = to_float32(x), _weights(weight, spec)
     with np.errstate(all="ignore"):
         if spec.weight_first:
@@ -34,13 +33,10 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, *, spec: NormSpec) -> np.ndarray
 def rms_norm_backward(
     d_y: np.ndarray, x: np.ndarray, weight: np.ndarray, *, spec: NormSpec, wanted: tuple[str, ...]
 ) -> tuple[np.ndarray, ...]:
-    """d_x `[R, D]` and d_weight `[D]`, those wanted, each in the dtype of what it is the gradient of.
-
-    f = (mean(x ** 2) + epsilon) ** -0.5, g = d_y * factor * scale, sums in fp32:
-    d_x = f * (g - x * f ** 2 * mean(g * x)); d_weight = sum over rows of d_y * x * f * scale.
-    With weight_first, of z = x * factor: g = d_y * scale, d_z = f * (g - z * f ** 2 * mean(g * z)), d_x = d_z * factor,
-    d_weight = sum over rows of d_z * x.
-    """
+    """The wanted gradients d_x `[R, D]` and d_weight `[D]`, each in the dtype of its array. f = (mean(x ** 2) +
+    epsilon) ** -0.5, g = d_y * factor * scale, sums in fp32: d_x = f * (g - x * f ** 2 * mean(g * x)); d_weight = sum
+    over rows of d_y * x * f * scale. With weight_first and z = x * factor: g = d_y * scale, d_z = f * (g - z * f ** 2 *
+    mean(g * z)), d_x = d_z * factor, d_weight = sum over rows of d_z * x."""
     rows, upstream, factors = to_float32(x), to_float32(d_y), _weights(weight, spec)
     scale = rows.dtype.type(spec.scale)
     with np.errstate(all="ignore"):

@@ -20,8 +20,7 @@ def reduce(
     out_dtype: str | None = None,
     places: tuple[np.ndarray, ...] = (),
 ) -> np.ndarray:
-    """The result of `moe_core.ops.reduction.reduce.plan_reduce`; slots with -1 are never read. places: memory for it,
-    none = a new array."""
+    """The result of `plan_reduce`. Slots with -1 are not read. places: memory for it (empty: a new array)."""
     rows = row_of_slot.reshape(-1, top_k)
     complete = row_of_slot.min(initial=0) >= 0
     sources = rows if order == "row" else np.arange(rows.size).reshape(rows.shape)
@@ -29,20 +28,20 @@ def reduce(
     out = places[0] if places else np.empty(shape, result_dtype(out_dtype, y) if out_dtype else y.dtype)
 
     def add(block: slice) -> None:
-        own, own_sources = rows[block], sources[block]
+        rows_of_block, sources_of_block = rows[block], sources[block]
         wide = working_dtype(y)
-        total = out[block] if out.dtype == wide else np.empty((len(own), y.shape[1]), wide)
+        total = out[block] if out.dtype == wide else np.empty((len(rows_of_block), y.shape[1]), wide)
         with np.errstate(all="ignore"):
             if not complete:
                 total[...] = 0
             for k in range(top_k):
                 if complete:
-                    values = to_float32(y[k::top_k][block] if order == "slot" else y[own_sources[:, k]])
-                    # Sums begin at 0: a negative zero alone becomes a positive one.
+                    values = to_float32(y[k::top_k][block] if order == "slot" else y[sources_of_block[:, k]])
+                    # Sums start at 0, so a single negative zero becomes positive.
                     np.add(total if k else 0, values, out=total)
                 else:
-                    tokens = np.flatnonzero(own[:, k] >= 0)
-                    total[tokens] += to_float32(y[own_sources[tokens, k]])
+                    tokens = np.flatnonzero(rows_of_block[:, k] >= 0)
+                    total[tokens] += to_float32(y[sources_of_block[tokens, k]])
             if shared is not None:
                 visited = to_float32(shared[block])
                 total += visited if shared_gate is None else visited * sigmoid(shared_gate[block])
@@ -54,7 +53,7 @@ def reduce(
 
 
 def gather_rows(x: np.ndarray, slot_of_row: np.ndarray, *, top_k: int) -> np.ndarray:
-    """y `[capacity, D]` = the row of x `[T, D]` of each row's token, zeros for rows without a slot."""
+    """y `[capacity, D]`: each row's token of x `[T, D]`, zeros for rows without a slot."""
     y, rows = np.zeros((len(slot_of_row), x.shape[1]), x.dtype), np.flatnonzero(slot_of_row >= 0)
     y[rows] = x[slot_of_row[rows] // top_k]
     return y

@@ -14,16 +14,13 @@ from moe_core.specs.routing import LogitsSpec
 
 def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *, spec: LogitsSpec) -> np.ndarray:
     """Logits fp32 `[T, E]` = x `[T, D]` . weight (+ bias `[E]`), accumulated in fp32, rounded to spec.logits_dtype.
-
-    Bitwise the same for either storage of the weight, as the kernel's are: BLAS adds in another order where it is told
-    that a matrix is transposed.
-    """
+    Both storages of the weight give the same bits, as in the kernel: BLAS adds transposed matrices in another order."""
     matrix = to_float32(np.ascontiguousarray(weight if spec.weight_layout == "in_out" else weight.T))
     logits = np.empty((len(x), matrix.shape[1]), matrix.dtype)
 
     def multiply(block: slice) -> None:
         with np.errstate(all="ignore"):
-            # Not in parts as few rows of others are: the number of rows must not change what BLAS adds first.
+            # Few rows are not split into parts: the number of rows must not change BLAS's order of additions.
             rows = product(x[block], matrix, "in_out", True) if spec.batch_invariant else to_float32(x[block]) @ matrix
             logits[block] = round_to(rows if bias is None else rows + to_float32(bias), spec.logits_dtype)
 
@@ -32,7 +29,7 @@ def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *,
 
 
 class RouterGradients(NamedTuple):
-    """x fp32 `[T, D]` (not yet rounded: other gradients of x are added first), weight and bias in their dtypes."""
+    """x fp32 `[T, D]` (unrounded: other gradients of x are added first), weight and bias in their dtypes."""
 
     x: np.ndarray
     weight: np.ndarray
@@ -49,19 +46,16 @@ def router_backward(
     *,
     spec: LogitsSpec,
 ) -> RouterGradients:
-    """Gradients of the router product from d_logits fp32 `[T, E]`.
-
-    d_x = d_logits . weight^T, d_weight = x^T . d_logits, d_bias = column sums: IEEE fp32 products and sums of fp32
-    d_logits and widened x and weight, one cast. spec.logits_dtype rounds the forward's logits; the gradient passes
-    through unrounded. token_mask bool `[T]`: rows of x and d_logits of masked tokens are not read, and their d_x is
-    exactly 0. into: an fp32 array to which d_weight is added; it is fp32 then. The bits are the same for either storage
-    of the weight.
-    """
+    """Gradients of the router product from d_logits fp32 `[T, E]`. d_x = d_logits . weight^T, d_weight = x^T .
+    d_logits, d_bias = column sums. Products and sums are IEEE fp32 of widened operands, with one cast. The gradient
+    passes the forward's rounding to spec.logits_dtype unchanged. token_mask bool `[T]`: x and d_logits of masked tokens
+    are not read, and their d_x is exactly 0. into: an fp32 array that d_weight is added to, which is then fp32. Both
+    storages of the weight give the same bits."""
     tokens = slice(None) if token_mask is None else np.flatnonzero(token_mask)
     d_logits, matrix, source = d_logits[tokens], to_float32(weight), to_float32(x[tokens])
     d_x = np.empty(x.shape, working_dtype(x)) if token_mask is None else np.zeros(x.shape, working_dtype(x))
     with np.errstate(all="ignore"):
-        # One call of BLAS for both storages: what it adds first depends on which matrices are transposed.
+        # Use one BLAS call for both storages: the order of additions depends on which matrices are transposed.
         rows = np.ascontiguousarray(matrix.T if spec.weight_layout == "in_out" else matrix)
         d_x[tokens], d_weight = d_logits @ rows, source.T @ d_logits
         d_weight = d_weight if spec.weight_layout == "in_out" else np.ascontiguousarray(d_weight.T)
@@ -79,8 +73,13 @@ def router_backward_plan(
     wanted: tuple[str, ...],
     bias_dtype: str | None,
 ) -> tuple[np.ndarray, ...]:
-    """The gradients of the router product that wanted names, in its order, each rounded once."""
+    """The wanted gradients of the router product, in order, each rounded once."""
     bias = None if bias_dtype is None else np.zeros(0, result_dtype(bias_dtype, d_logits))
-    found = router_backward(d_logits, x, weight, bias, spec=spec)
-    made = {"d_x": round_to(found.x, x.dtype), "d_wide": found.x, "d_weight": found.weight, "d_bias": found.bias}
+    gradients = router_backward(d_logits, x, weight, bias, spec=spec)
+    made = {
+        "d_x": round_to(gradients.x, x.dtype),
+        "d_wide": gradients.x,
+        "d_weight": gradients.weight,
+        "d_bias": gradients.bias,
+    }
     return tuple(made[name] for name in wanted)

@@ -10,15 +10,15 @@ from moe_core.ops.routing.reference_bitmatrix import pack_bitmatrix
 from moe_core.ops.routing.reference_bounds import bounded
 from moe_core.specs.routing import LayoutSpec, RouterSpec
 
-#: Selection keys ascend from the best: numbers first, then NaN, then experts of groups that were not kept.
+#: Smaller keys are better: numbers first, then NaN, then experts of discarded groups.
 _NAN_KEY = np.uint32(0xFFFFFFFE)
 _MASKED_KEY = np.uint32(0xFFFFFFFF)
-#: So many are sorted whole sooner than their best are found.
+#: For this few experts a full sort is faster than a partial one.
 _FEW_EXPERTS = 16
 
 
 def topk_keys(scores: np.ndarray) -> np.ndarray:
-    """uint32 keys of scores: a smaller key ranks higher, equal scores (-0.0 and +0.0 too) have equal keys."""
+    """uint32 keys of scores. Smaller keys rank higher. Equal scores (-0.0 and +0.0 too) have equal keys."""
     if scores.dtype == np.float64:
         ranks = np.unique(-scores, return_inverse=True)[1].reshape(scores.shape)
         return np.where(np.isnan(scores), _NAN_KEY, ranks.astype(np.uint32))
@@ -38,7 +38,7 @@ def _best(keys: np.ndarray, count: int) -> np.ndarray:
 
 
 def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, pairs: bool) -> np.ndarray:
-    """The keys with every expert outside the spec.topk_group best groups set to the masked key."""
+    """The keys, with the masked key for experts outside the spec.topk_group best groups."""
     num_tokens, num_experts = keys.shape
     grouped = keys.reshape(num_tokens, spec.num_groups, num_experts // spec.num_groups)
     if pairs:
@@ -53,14 +53,14 @@ def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, pairs: 
 
 
 def softmax_and_log_sum(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax and logsumexp `[.., 1]` along the last axis in fp32; a NaN or +inf makes its whole row NaN."""
+    """fp32 softmax and logsumexp `[.., 1]` along the last axis. A NaN or +inf makes its whole row NaN."""
     shares, highest, total = _softmax_parts(logits)
     with np.errstate(all="ignore"):
         return shares, highest + np.log(total)
 
 
 def _softmax_parts(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Softmax, the highest logit and the sum of exponentials below it, along the last axis."""
+    """Softmax, the highest logit and the sum of exponentials relative to it, along the last axis."""
     with np.errstate(all="ignore"):
         highest = logits.max(axis=-1, keepdims=True)
         exponentials = logits - highest
@@ -80,7 +80,7 @@ def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
 
 
 def shares_of(values: np.ndarray, epsilon: float = 0.0) -> np.ndarray:
-    """values / (their sum along the last axis + epsilon), fp32; a zero divisor gives zeros, as in the forward."""
+    """fp32 values / (their sum along the last axis + epsilon). As in the forward a zero divisor gives zeros."""
     total = values.sum(axis=-1, keepdims=True)
     if epsilon:
         total += values.dtype.type(epsilon)
@@ -94,7 +94,7 @@ def _selected(
     correction_bias: np.ndarray | None,
     spec: RouterSpec,
 ) -> np.ndarray:
-    """ids int64 `[T, K]`, the best first. scored: `bounded` logits; a cap may make equal ones of different logits."""
+    """ids int64 `[T, K]`, best first. scored: `bounded` logits. A cap may make different logits equal."""
     pairs = correction_bias is not None if spec.group_score is None else spec.group_score == "pair"
     with np.errstate(all="ignore"):
         if correction_bias is not None:
@@ -102,7 +102,7 @@ def _selected(
         else:
             ranked = scores if pairs and spec.num_groups > 1 else logits
     if spec.num_groups == 1 and ranked.shape[-1] <= _FEW_EXPERTS:
-        # NumPy sorts NaN behind every number, too, and keeps the order of equal scores.
+        # NumPy also sorts NaN last and keeps the order of equal scores.
         return np.argsort(-ranked, axis=-1, kind="stable")[:, : spec.require_top_k()]
     keys = topk_keys(ranked)
     if spec.num_groups > 1:
@@ -119,7 +119,7 @@ def route(
     spec: RouterSpec,
     with_bitmatrix: bool = False,
 ) -> tuple[np.ndarray, ...]:
-    """The results of `moe_core.ops.routing.topk.plan_routing`, whose rules are these: ids, weights (and bitmatrix)."""
+    """The results of `plan_routing`, by its rules: ids, weights (and bitmatrix)."""
     softmax_last = spec.order == "topk_then_softmax"
     scored = bounded(logits, spec)
     scores = scored if softmax_last else scores_of(scored, spec.scoring)
@@ -152,7 +152,7 @@ def route(
 def _local_ids(
     ids: np.ndarray, expert_map: np.ndarray | None, token_mask: np.ndarray | None, num_experts: int
 ) -> tuple[np.ndarray, int]:
-    """Local expert of every slot (int64 `[T * K]`, -1 = none) and the number of ids outside [-1, E_global)."""
+    """The local expert of every slot (int64 `[T * K]`, -1 = none) and the number of ids outside [-1, E_global)."""
     flat = np.asarray(ids, np.int64)
     if token_mask is not None:
         flat = np.where(token_mask[:, None], flat, -1)
@@ -178,38 +178,37 @@ def layout(
     block_ms: tuple[int, ...] = (),
 ) -> tuple[np.ndarray, ...]:
     """The results of `moe_core.ops.routing.layout.plan_layout`: group_sizes, group_start, slot_of_row, row_of_slot,
-    invalid_ids, with layout.rows overflow, then a schedule per block_ms, with given_weights row_weight. Every start is
-    a multiple of layout.alignment, and group_start[E] the end of the last group with its padding.
-    """
+    invalid_ids, with layout.rows overflow, then a schedule per block_ms, with given_weights row_weight. Starts are
+    multiples of layout.alignment. group_start[E] is the end of the last padded group."""
     local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
-    # Slots without an expert lie behind all others.
+    # Slots without an expert come last.
     placed = local if local.min(initial=0) >= 0 else np.where(local < 0, layout.num_experts, local)
-    found = np.bincount(placed, minlength=layout.num_experts)[: layout.num_experts]
+    chosen = np.bincount(placed, minlength=layout.num_experts)[: layout.num_experts]
     if layout.max_rows is None:
-        sizes = owned = found
+        sizes = owned = chosen
         if layout.alignment > 1:
-            owned = -(-found // layout.alignment) * layout.alignment
+            owned = -(-chosen // layout.alignment) * layout.alignment
     else:
-        sizes = np.minimum(found, layout.max_rows)
-        owned = np.full_like(found, layout.max_rows)
+        sizes = np.minimum(chosen, layout.max_rows)
+        owned = np.full_like(chosen, layout.max_rows)
     if layout.rows is not None:
-        sizes = owned = np.minimum(found, np.maximum(layout.capacity - (np.cumsum(found) - found), 0))
+        sizes = owned = np.minimum(chosen, np.maximum(layout.capacity - (np.cumsum(chosen) - chosen), 0))
     start = np.concatenate([[0], np.cumsum(owned)])
-    # NumPy sorts small integers by their digits.
+    # NumPy radix-sorts small integers.
     placed = placed.astype(np.uint16) if layout.num_experts < 1 << 16 else placed
-    slots = np.argsort(placed, kind="stable")[: found.sum()]
-    if owned is found:
+    slots = np.argsort(placed, kind="stable")[: chosen.sum()]
+    if owned is chosen:
         rows = np.arange(len(slots))
     else:
         experts = local[slots]
-        rank = np.arange(len(slots)) - (np.cumsum(found) - found)[experts]
+        rank = np.arange(len(slots)) - (np.cumsum(chosen) - chosen)[experts]
         kept = rank < sizes[experts]
         slots, rows = slots[kept], (start[experts] + rank)[kept]
     slot_of_row = np.full(layout.capacity, -1, np.int32)
     row_of_slot = np.full(layout.num_slots, -1, np.int32)
     slot_of_row[rows], row_of_slot[slots] = slots, rows
     schedules = (schedule(sizes, layout=layout, block_m=block_m) for block_m in block_ms)
-    lost = int((found - sizes).sum())
+    lost = int((chosen - sizes).sum())
     invalid += lost if layout.limit is not None else 0
     counts = (invalid,) if layout.rows is None else (invalid, lost)
     counters = (np.array([count], np.int32) for count in counts)
@@ -218,7 +217,7 @@ def layout(
 
 
 def schedule(group_sizes: np.ndarray, *, layout: LayoutSpec, block_m: int) -> np.ndarray:
-    """The schedule of `moe_core.ops.routing.layout.plan_schedule`."""
+    """The schedule of `plan_schedule`."""
     blocks = -(-np.asarray(group_sizes, np.int64) // block_m)
     experts = np.repeat(np.arange(layout.num_experts), blocks)
     first = np.repeat(np.cumsum(blocks) - blocks, blocks)

@@ -1,8 +1,7 @@
-"""NumPy twins of the backward of routing, and of the router's losses with theirs.
+"""NumPy twins of the backward of routing, and of the router's losses and their backward.
 
-Selection is not differentiated: ids are constants, and so is the correction bias, which moves nothing else (its
-gradient is zero; the rule that updates it is not a gradient). The backward takes everything in fp32 from the fp32
-logits; nothing the forward computed from them is saved, it is computed again by the same formulas.
+Selection is not differentiated: ids and the correction bias are constants. The backward recomputes everything in fp32
+from the fp32 logits, by the forward's formulas.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ _TINY = {"float32": 17.0, "float64": 37.0}
 
 
 def log_score_derivative(logits: np.ndarray, scoring: str) -> np.ndarray:
-    """d log(score) / d logit of the scores that each expert gives by itself, fp32.
-
-    sigmoid: s(-x). sqrt_softplus: s(x) / (2 softplus(x)), which is 1/2 in fp32 below -17. With these,
-    d score = score * derivative keeps its relative accuracy, however small the score or the derivative.
-    """
+    """d log(score) / d logit of elementwise scores, fp32. sigmoid: s(-x). sqrt_softplus: s(x) / (2 softplus(x)), which
+    is 1/2 in fp32 below -17. d score = score * derivative then keeps its relative accuracy, however small either
+    factor."""
     with np.errstate(all="ignore"):
         if scoring == "sigmoid":
             return sigmoid(-logits)
@@ -44,19 +41,19 @@ def _centred(shares: np.ndarray, gradient: np.ndarray) -> np.ndarray:
 
 
 def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *, spec: RouterSpec) -> np.ndarray:
-    """d_logits fp32 `[T, E]` from d_weights fp32 `[T, K]`, the logits fp32 `[T, E]` and the ids int32 `[T, K]` chosen.
+    """d_logits fp32 `[T, E]` from d_weights fp32 `[T, K]`, logits fp32 `[T, E]` and the chosen ids int32 `[T, K]`.
 
-    c = the chosen scores (before renormalising), q = c / sum(c) (zeros where the sum is zero), l = d log(score) / d
-    logit, d = scale * d_weights:
+    c = the chosen scores (before renormalising), q = c / sum(c) (zeros if the sum is zero), l = d log(score) / d logit,
+    d = scale * d_weights:
 
-    - softmax, renormalised or over the chosen alone: d_logit[id_k] = q_k (d_k - <d, q>), all others exactly 0;
+    - softmax, renormalised or over the chosen only: d_logit[id_k] = q_k (d_k - <d, q>), all others exactly 0;
     - softmax over all, not renormalised: with p the softmax, d_logits = p (g - <d, c>), g = d at the chosen, else 0;
-    - sigmoid, sqrt_softplus, with q = c / (sum(c) + epsilon): d_logit[id_k] = l_k q_k (d_k - <d, q>) renormalised,
-      else l_k c_k d_k.
+    - sigmoid, sqrt_softplus, with q = c / (sum(c) + epsilon): d_logit[id_k] = l_k q_k (d_k - <d, q>) renormalised, else
+      l_k c_k d_k.
 
-    All this is of `bounded` logits, and goes on to the logits. A token with an id outside [0, E) is masked: its weights
-    are constants, its d_weights and logits are not read, its row is exact zeros. ids of a token are distinct, as
-    routing makes them. A NaN stays in its token's row.
+    The formulas hold for `bounded` logits; the chain rule leads to the logits. A token with an id outside [0, E) is
+    masked: its weights are constants, its d_weights and logits are not read, its row is exactly 0. The ids of a token
+    are distinct. A NaN stays in its token's row.
     """
     d_logits, raw = np.zeros(logits.shape, logits.dtype), logits
     tokens = np.flatnonzero(((ids >= 0) & (ids < logits.shape[1])).all(axis=-1))
@@ -85,8 +82,8 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
 
 
 def _loss_shares(logits: np.ndarray, scoring: str) -> np.ndarray:
-    """P of `router_losses`, fp32 `[T, E]`: scores over their sum, as the softmax of their logarithms, so that no sum of
-    scores underflows. Zeros where all logits are -inf."""
+    """P of `router_losses`, fp32 `[T, E]`: scores over their sum, computed as the softmax of log scores so that no sum
+    underflows. Zeros if all logits are -inf."""
     if scoring == "sigmoid":
         logits = np.minimum(logits, 0) - np.log1p(np.exp(-np.abs(logits)))
     elif scoring == "sqrt_softplus":
@@ -101,12 +98,12 @@ def router_losses(
 ) -> tuple[np.floating, np.floating]:
     """(load-balancing loss, z-loss) of fp32 logits `[T, E]`, in fp32.
 
-    load balance: E * sum_i f_i * P_i; f_i = tokens_per_expert[i] / (tokens * K), the share of the routed slots; P_i =
-    the mean over tokens of expert i's score, normalised to sum 1 over experts (however small the scores; softmax
-    whichever way the order goes; not moved by a correction bias). This is Switch Transformers' loss (Fedus et al. 2021,
-    eq. 4-6) for any K and scoring; a uniform router has loss 1. z: mean over tokens of logsumexp(logits)^2 (ST-MoE,
-    Zoph et al. 2022, eq. 5). token_mask bool `[T]`: tokens that are False are left out of every mean; without any token
-    both losses are 0. tokens_per_expert: int `[E]`, counted over the unmasked tokens.
+    Load balance: E * sum_i f_i * P_i. f_i = tokens_per_expert[i] / (tokens * K) is the share of the routed slots. P_i
+    is the mean over tokens of expert i's score, normalised to sum 1 over experts (for any size of scores, softmax in
+    either order, without the correction bias). This is Switch Transformers' loss (Fedus et al. 2021, eq. 4-6) for any K
+    and scoring; a uniform router has loss 1. z: mean over tokens of logsumexp(logits)^2 (ST-MoE, Zoph et al. 2022, eq.
+    5). token_mask bool `[T]`: False excludes a token from every mean. Without tokens both losses are 0.
+    tokens_per_expert: int `[E]`, counted over the unmasked tokens.
     """
     logits = bounded(logits if token_mask is None else logits[token_mask], spec)
     (num_tokens, num_experts), kind = logits.shape, logits.dtype.type
@@ -129,11 +126,11 @@ def router_losses_backward(
     *,
     spec: RouterSpec,
 ) -> np.ndarray:
-    """d_logits fp32 `[T, E]` of the losses of `router_losses`; d_load_balance and d_z: scalars;
-    None = nothing of that loss (tokens_per_expert is read for load balance only).
+    """d_logits fp32 `[T, E]` of `router_losses`. d_load_balance and d_z are scalars, or None for no gradient.
+    tokens_per_expert is read for load balance only.
 
-    P = the scores of a token over their sum, N = unmasked tokens, f_i = tokens_per_expert[i] / (N K), which is a
-    constant, v_i = d_load_balance E f_i / N:
+    P = a token's scores over their sum, N = unmasked tokens, f_i = tokens_per_expert[i] / (N K), a constant, v_i =
+    d_load_balance E f_i / N:
 
         load balance: d_logits = l P (v - <v, P>), l = d log(score) / d logit (softmax: 1; all logits -inf: zeros)
         z-loss:       d_logits = d_z 2 logsumexp(logits) / N softmax(logits)
@@ -170,11 +167,9 @@ def routing_backward(
     *,
     spec: RouterSpec,
 ) -> np.ndarray:
-    """All that flows into the logits, fp32 `[T, E]`: through the weights (`route_backward`), + from the losses
-    (`router_losses_backward`), + gradients.logits. ids: None without gradients.weights.
-
-    Masked tokens (token_mask bool `[T]`, False) get exact zeros whatever is given for them.
-    """
+    """All gradients of the logits, fp32 `[T, E]`: from the weights (`route_backward`), the losses
+    (`router_losses_backward`) and gradients.logits. ids may be None without gradients.weights. Masked tokens
+    (token_mask bool `[T]`, False) get exact zeros."""
     total = np.zeros(logits.shape, logits.dtype)
     kept = slice(None) if token_mask is None else token_mask
     with np.errstate(all="ignore"):
@@ -190,6 +185,6 @@ def routing_backward(
 
 
 def routing_backward_plan(arrays: Mapping[str, np.ndarray], *, spec: RouterSpec) -> np.ndarray:
-    """`routing_backward` by the names of a plan's inputs."""
+    """`routing_backward` with a plan's inputs by name."""
     gradients = bundle_of(RoutingGradients, arrays, "gradients.")
     return routing_backward(gradients, arrays["logits"], arrays.get("ids"), arrays.get("token_mask"), spec=spec)

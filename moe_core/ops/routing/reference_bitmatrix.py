@@ -6,7 +6,7 @@ import numpy as np
 
 
 def pack_bitmatrix(ids: np.ndarray, *, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The results of `moe_core.ops.routing.bitmatrix.plan_pack_bitmatrix`: bitmatrix, duplicates, invalid_ids."""
+    """The results of `plan_pack_bitmatrix`: bitmatrix, duplicates, invalid_ids."""
     num_tokens, top_k = ids.shape
     valid = (ids >= 0) & (ids < num_experts)
     tokens = np.repeat(np.arange(num_tokens), top_k).reshape(ids.shape)
@@ -19,7 +19,7 @@ def pack_bitmatrix(ids: np.ndarray, *, num_experts: int) -> tuple[np.ndarray, np
 
 
 def unpack_bitmatrix(bitmatrix: np.ndarray, *, num_experts: int, top_k: int) -> np.ndarray:
-    """The ids of `moe_core.ops.routing.bitmatrix.plan_unpack_bitmatrix`."""
+    """The ids of `plan_unpack_bitmatrix`."""
     little = np.ascontiguousarray(bitmatrix).astype(np.dtype("<u4"))
     chosen = np.unpackbits(little.view(np.uint8), axis=-1, bitorder="little")[:, :num_experts].astype(bool)
     position = np.cumsum(chosen, axis=-1) - 1

@@ -1,4 +1,4 @@
-"""NumPy twins of what bounds the logits before they are scored, and of its backward."""
+"""NumPy twins of the logits' scale and softcap, and of their backward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def bounded(logits: np.ndarray, spec: RouterSpec) -> np.ndarray:
 
 
 def through_bounds(d_bounded: np.ndarray, logits: np.ndarray, spec: RouterSpec) -> np.ndarray:
-    """The gradient of the logits from that of `bounded` logits."""
+    """The gradient of the logits from the gradient of `bounded` logits."""
     if spec.softcap is None and spec.logit_scale == 1:
         return d_bounded
-    # A token that nothing flows into may hold anything.
+    # Logits of a token without a gradient are undefined.
     untouched = d_bounded == 0
     with np.errstate(all="ignore"):
         if spec.softcap is not None:

@@ -9,10 +9,8 @@ from moe_core.specs.routing import RouterSpec, TokenRounding
 
 
 def rounded_rows(chosen: np.ndarray, candidates: np.ndarray, rounding: TokenRounding) -> np.ndarray:
-    """Rows `[E]` of experts that so many tokens chose, with so many candidates, the chosen included.
-
-    Example, tile 128: 192 -> nearest 256 (a half goes to the even multiple: 320 -> 256), up 256, down 128; 10 -> 0.
-    """
+    """Rows `[E]` per expert, from the tokens that chose it and its candidates, including the chosen. Example, tile 128:
+    192 -> nearest 256 (a half goes to the even multiple: 320 -> 256), up 256, down 128; 10 -> 0."""
     tile = rounding.tile
     whole, rest = np.divmod(chosen, tile)
     if rounding.mode == "up":
@@ -33,7 +31,7 @@ def route_candidates(
     spec: RouterSpec,
     wide: RouterSpec,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The results of `moe_core.ops.routing.rounding.plan_candidates`: ids, weights. wide: `TokenRounding.wide`."""
+    """The results of `plan_candidates`: ids, weights. wide: `TokenRounding.wide`."""
     ids, weights = route(logits, correction_bias, token_mask, spec=wide)
     top_k = spec.require_top_k()
     weights[:, :top_k] = route(logits, None, token_mask, ids[:, :top_k], spec=spec)[1]
@@ -43,19 +41,19 @@ def route_candidates(
 def keep_candidates(
     candidates: np.ndarray, candidate_weights: np.ndarray, *, top_k: int, rounding: TokenRounding, num_experts: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The results of `moe_core.ops.routing.rounding.plan_keep_candidates`: ids, weights, tokens_per_expert."""
+    """The results of `plan_keep_candidates`: ids, weights, tokens_per_expert."""
     shape, values = candidates.shape, candidate_weights.reshape(-1)
     expert, slots = candidates.reshape(-1), np.arange(candidates.size)
     present = expert >= 0
     extra = slots % shape[1] >= top_k
     chosen = np.bincount(expert[present & ~extra], minlength=num_experts)
-    found = np.bincount(expert[present], minlength=num_experts)
-    rows = rounded_rows(chosen, found, rounding)
-    # By expert; within it the chosen ones first, then by weight, then by token: where a slot lies among its expert's.
+    available = np.bincount(expert[present], minlength=num_experts)
+    rows = rounded_rows(chosen, available, rounding)
+    # Sort by expert, then chosen first, then by weight, then by token. This gives each slot's rank within its expert.
     order = np.lexsort((slots, topk_keys(values), extra, np.where(present, expert, num_experts)))[: present.sum()]
-    place = np.arange(len(order)) - (np.cumsum(found) - found)[expert[order]]
+    rank = np.arange(len(order)) - (np.cumsum(available) - available)[expert[order]]
     kept = np.zeros(candidates.size, bool)
-    kept[order[place < rows[expert[order]]]] = True
+    kept[order[rank < rows[expert[order]]]] = True
     ids, weights = np.where(kept, expert, -1), np.where(kept, values, values.dtype.type(0))
     return ids.astype(np.int32).reshape(shape), weights.reshape(shape), chosen.astype(np.int32)
 
@@ -63,8 +61,7 @@ def keep_candidates(
 def split_gradients(
     d_weights: np.ndarray, ids: np.ndarray, candidates: np.ndarray, *, top_k: int
 ) -> tuple[np.ndarray, ...]:
-    """Candidates and the gradients of their weights, 0 where a slot was not kept: of the chosen, then, where there are
-    any, of the extra ones."""
+    """Candidates and the gradients of their weights, 0 for slots not kept: of the chosen, then of any extra ones."""
     gradient = np.where(ids >= 0, d_weights, 0.0).astype(d_weights.dtype)
     parts = [candidates[:, :top_k], gradient[:, :top_k]]
     if candidates.shape[1] > top_k:

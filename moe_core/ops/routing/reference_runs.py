@@ -6,14 +6,14 @@ import numpy as np
 
 
 def layout_of_runs(counts: np.ndarray, *, num_rows: int, stride: int | None = None) -> tuple[np.ndarray, ...]:
-    """The results of `moe_core.ops.routing.runs.plan_layout_of_runs`."""
+    """The results of `plan_layout_of_runs`."""
     num_sources, num_experts = counts.shape
-    given = np.maximum(counts.astype(np.int64), 0)
-    total = given.sum(axis=1)
+    requested = np.maximum(counts.astype(np.int64), 0)
+    total = requested.sum(axis=1)
     begin = np.cumsum(total) - total if stride is None else np.arange(num_sources) * stride
     limit = np.full(num_sources, num_rows) if stride is None else begin + stride
-    first = begin[:, None] + np.cumsum(given, axis=1) - given
-    kept = np.minimum(given, np.maximum(limit[:, None] - first, 0))
+    first = begin[:, None] + np.cumsum(requested, axis=1) - requested
+    kept = np.minimum(requested, np.maximum(limit[:, None] - first, 0))
     ids = np.full((num_rows, 1), -1, np.int32)
     arrived = [np.zeros(0, np.int64)]
     for expert in range(num_experts):
@@ -26,5 +26,5 @@ def layout_of_runs(counts: np.ndarray, *, num_rows: int, stride: int | None = No
     slot_of_row[: len(slots)], row_of_slot[slots] = slots, np.arange(len(slots))
     sizes = kept.sum(axis=0)
     start = np.concatenate([[0], np.cumsum(sizes)])
-    missing = min(int((given - kept).sum()), 2**31 - 1)
+    missing = min(int((requested - kept).sum()), 2**31 - 1)
     return ids, sizes.astype(np.int32), start.astype(np.int32), slot_of_row, row_of_slot, np.array([missing], np.int32)

@@ -23,23 +23,20 @@ from moe_core.specs.routing import LayoutSpec
 
 Matrix = np.ndarray | QuantizedTensor
 _ALL = (slice(None),)
-#: What a piece with operations on elements takes at least, in one thread: between any two of them it may wait for
-#: Python's lock.
+#: Least time of a piece with elementwise operations, in one thread: it may wait for the GIL between any two of them.
 _PIECE_NANOSECONDS = 250_000
-#: Inputs, or results, of a product whose pieces are made ready before threads begin: so much memory more it may take.
+#: Limit on extra memory, in elements of inputs or results, of a product whose pieces are prepared before threads begin.
 _AHEAD_ELEMENTS = 1 << 20
 
 
 def pick(array: Any, index: int) -> Any:
-    """`array[index]` of an array, or of every array of a quantised tensor."""
+    """`array[index]` of an array or of every array in a quantised tensor."""
     return map_arrays(array, lambda part: part[index]) if isinstance(array, QuantizedTensor) else array[index]
 
 
 def pick_layer(array: Any, layer_index: np.ndarray | None) -> Any:
-    """`array[layer_index[0]]`, or `array` where there is no layer axis; a layer outside the array raises InvalidInput.
-
-    array: None, an array or a quantised tensor.
-    """
+    """`array[layer_index[0]]`, or `array` without a layer axis. array: None, an array or a quantised tensor. Raises
+    InvalidInput for a layer outside the array."""
     if array is None or layer_index is None:
         return array
     index, count = int(layer_index[0]), array.shape[0]
@@ -49,7 +46,7 @@ def pick_layer(array: Any, layer_index: np.ndarray | None) -> Any:
 
 
 def _rows(x: Matrix, rows: Any) -> Matrix:
-    """Rows of x; a scale of all rows stays what it is."""
+    """Rows of x. A scale shared by all rows is kept."""
     if isinstance(x, QuantizedTensor):
         scales = x.scales if x.format.group_rows is None else x.scales[rows]
         return QuantizedTensor(x.spec, x.values[rows], scales)
@@ -65,7 +62,6 @@ def _invariant(spec: MatmulSpec) -> bool:
 
 
 def _multiply(x: Matrix, weight: Matrix, spec: MatmulSpec, out: np.ndarray) -> None:
-    """The fp32 product of one expert's rows."""
     if isinstance(weight, QuantizedTensor):
         out[...] = quantized_product(x, weight, _invariant(spec))
     elif isinstance(x, QuantizedTensor):
@@ -93,13 +89,10 @@ def matmul_ogs(
     later: Later | None = None,
     then: Callable[[slice], None] | None = None,
 ) -> np.ndarray:
-    """y of `moe_core.ops.matmul.forward.plan_matmul_ogs`; rows without an expert are exact zeros.
-
-    allow_tf32 and fast_accumulate permit less, so nothing changes here: sums are always IEEE fp32. A quantised x needs
-    spec.out_dtype. rows: None for a dense product. places: memory for y, none = a new array. later: computes y where
-    nothing follows its sums, and with it what `then` does. then: called for each slice of rows that y has, where all of
-    them have an expert.
-    """
+    """y of `plan_matmul_ogs`. Rows without an expert are exact zeros. Sums are always IEEE fp32, whatever allow_tf32
+    and fast_accumulate permit. A quantised x needs spec.out_dtype. rows None: a dense product. places: memory for y
+    (empty: a new array). later: computes y, and runs `then`, if nothing follows its sums. then: called for each slice
+    of rows of y that is ready, if all rows have an expert."""
     rows = dense_rows(operands.x.shape[0]) if rows is None else rows
     y = places[0] if places else _empty(operands, spec, rows)
     Product(operands, spec, rows, y).run(later, then)
@@ -107,7 +100,6 @@ def matmul_ogs(
 
 
 def _empty(operands: MatmulOperands, spec: MatmulSpec, rows: Rows) -> np.ndarray:
-    """Memory for y."""
     layout, width = rows.layout, operands.weight.shape[-1 if spec.weight_layout == "in_out" else -2]
     gated = spec.activation is not None and spec.activation.gated and operands.up is None
     count = rows.count if layout is None else layout.capacity if spec.scatter == "row" else layout.num_slots
@@ -115,11 +107,9 @@ def _empty(operands: MatmulOperands, spec: MatmulSpec, rows: Rows) -> np.ndarray
 
 
 class Product:
-    """One product of the rows of a layout: `run` computes all of it, `chain` a piece with everything that follows its
-    sums, so that pieces of two products can follow each other in one thread.
-
-    y is filled, and pre, where there is one, with the activation's input. nanoseconds: of the whole product.
-    """
+    """One product of a layout's rows. `run` computes all of it, `chain` one piece with its epilogue, so that pieces of
+    two products can follow each other in one thread. y is filled, and pre, if any, with the activation's input.
+    nanoseconds: of the whole product."""
 
     def __init__(
         self, operands: MatmulOperands, spec: MatmulSpec, rows: Rows, y: np.ndarray, pre: np.ndarray | None = None
@@ -129,7 +119,7 @@ class Product:
         self.layout, self.rows, self.spec, self.y, self.pre = rows.layout, rows, spec, y, pre
         self.of, self.to = self.rows.index[spec.gather], self.rows.index[spec.scatter]
         self.x, self.widens = x, isinstance(x, np.ndarray) and isinstance(weight, np.ndarray)
-        # Whether a product is one call of NumPy with operands as they are.
+        # True if a product is one NumPy call on operands as they are.
         dtypes_of = {getattr(x, "dtype", None), getattr(weight, "dtype", None)}
         self.direct = self.widens and not _invariant(spec) and dtypes_of == {working_dtype(x)}
         if self.rows.count < len(y):
@@ -137,14 +127,16 @@ class Product:
                 target[...] = 0
         self.width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
         self.sides = [(weight, bias)] if up is None else [(weight, bias), (up, up_bias)]
-        # Gate and up behind each other, as pre has them, and if they can be in the place of a result.
+        # Gate and up one after the other, as in pre, and whether they fit in the result's memory.
         self.shape = self.rows.count, len(self.sides) * self.width
         self.dtype = working_dtype(x)
-        place = pre if spec.activation is not None else y
+        destination = pre if spec.activation is not None else y
         fits = (
-            isinstance(self.to, slice) and place is not None and (place.shape, place.dtype) == (self.shape, self.dtype)
+            isinstance(self.to, slice)
+            and destination is not None
+            and (destination.shape, destination.dtype) == (self.shape, self.dtype)
         )
-        self.sums = place if fits else None
+        self.sums = destination if fits else None
         row_weight = operands.row_weight
         self.row_weight = None if row_weight is None else row_weight.reshape(-1)[self.rows.index["slot"], None]
         self.columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(self.width)
@@ -153,70 +145,76 @@ class Product:
         self.nanoseconds = products(counted, x.shape[1], self.shape[1])
 
     def pieces(self, nanoseconds: float) -> list[Piece] | None:
-        """What `chain` takes, for the threads of so much work; None where most of them would have nothing to do."""
+        """Pieces for `chain`, for the threads that this work deserves, or None if most threads would be idle."""
         threads = threads_for(nanoseconds)
         pieces = self.rows.pieces(max(1, min(threads, int(nanoseconds / _PIECE_NANOSECONDS))), self.shape[1])
         return pieces if 2 * sum(map(len, pieces)) >= threads else None
 
     def _rows(self, rows: Any) -> Matrix:
-        """Rows of x, which may have been written since this was made, as a product reads them."""
-        found = _rows(self.x, rows)
-        return to_float32(found) if self.widens and isinstance(found, np.ndarray) else found
+        """Rows of x, possibly written since this object was made, as a product reads them."""
+        selected = _rows(self.x, rows)
+        return to_float32(selected) if self.widens and isinstance(selected, np.ndarray) else selected
 
     def _ready(self, left: Matrix, sums: np.ndarray, expert: int, side: int, columns: slice) -> Callable[[], Any]:
-        """The product of one expert's rows with columns of its matrix, ready to be computed."""
+        """A call that computes the product of one expert's rows with columns of its matrix."""
         matrix = self.sides[side][0]
-        own = matrix if self.layout is None else pick(matrix, expert)
-        if isinstance(own, np.ndarray):
-            own = own[:, columns] if self.spec.weight_layout == "in_out" else own[columns]
+        columns_of_expert = matrix if self.layout is None else pick(matrix, expert)
+        if isinstance(columns_of_expert, np.ndarray):
+            columns_of_expert = (
+                columns_of_expert[:, columns] if self.spec.weight_layout == "in_out" else columns_of_expert[columns]
+            )
         first = side * self.width
         out = sums[:, first : first + self.width][:, columns]
-        if self.direct and isinstance(left, np.ndarray) and isinstance(own, np.ndarray):
+        if self.direct and isinstance(left, np.ndarray) and isinstance(columns_of_expert, np.ndarray):
             transposed = self.spec.weight_layout == "out_in"
-            return functools.partial(np.matmul, *operands(left, own.T if transposed else own, out, transposed))
-        return functools.partial(_multiply, left, own, self.spec, out)
+            return functools.partial(
+                np.matmul, *operands(left, columns_of_expert.T if transposed else columns_of_expert, out, transposed)
+            )
+        return functools.partial(_multiply, left, columns_of_expert, self.spec, out)
 
     def _finish(self, block: slice, sums: np.ndarray) -> None:
-        """What follows the sums of the rows of a block."""
+        """The epilogue of a block of rows."""
         halves = [sums[:, side * self.width : (side + 1) * self.width] for side in range(len(self.sides))]
         for values, (_, added) in zip(halves, self.sides, strict=True):
             if added is not None:
                 values += to_float32(added if self.layout is None else added[self.rows.experts[block]])
-        place = block if isinstance(self.to, slice) else self.to[block]
+        destination = block if isinstance(self.to, slice) else self.to[block]
         y, pre, result = self.y, self.pre, halves[0]
-        direct = y[place] if isinstance(self.to, slice) and self.row_weight is None and y.dtype == self.dtype else None
+        direct = (
+            y[destination] if isinstance(self.to, slice) and self.row_weight is None and y.dtype == self.dtype else None
+        )
         if self.spec.activation is not None:
             gate_up = (result, halves[1]) if len(halves) > 1 else split(result, self.spec.activation)
             if pre is not None and self.sums is not pre:
-                pre[place] = round_to(sums, pre.dtype)
+                pre[destination] = round_to(sums, pre.dtype)
             result = apply(*gate_up, self.spec.activation, direct)
         if self.row_weight is not None:
             result = np.multiply(result, self.row_weight[block], out=result)
         if self.sums is not y and result is not direct:
-            y[place] = round_to(result, y.dtype)
+            y[destination] = round_to(result, y.dtype)
 
     def _calls(self, piece: Piece, block: slice) -> tuple[np.ndarray, list[Callable[[], Any]]]:
-        """Memory for the sums of the rows of a piece, and what computes them."""
-        num_rows, found = block.stop - block.start, []
+        """Memory for the sums of a piece's rows, and the calls that compute them."""
+        num_rows, calls = block.stop - block.start, []
         sums = np.empty((num_rows, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
         rows = block if isinstance(self.of, slice) else self.of[block]
         if self.direct and isinstance(self.x, np.ndarray) and not isinstance(rows, slice):
             left: Matrix = np.empty((num_rows, self.x.shape[1]), self.dtype)
-            found.append(functools.partial(self.x.take, rows, 0, left, "clip"))
+            calls.append(functools.partial(self.x.take, rows, 0, left, "clip"))
         else:
             left = self._rows(rows)
-        for expert, own in piece:
-            part = slice(own.start - block.start, own.stop - block.start)
+        for expert, rows_of_expert in piece:
+            part = slice(rows_of_expert.start - block.start, rows_of_expert.stop - block.start)
             mine = _rows(left, part)
             for side, (matrix, _) in enumerate(self.sides):
                 narrow = not _invariant(self.spec) and narrow_columns(mine, matrix, self.spec.weight_layout)
                 for columns in _ALL if narrow else self.columns:
-                    found.append(self._ready(mine, sums[part], expert, side, columns))
-        return sums, found
+                    calls.append(self._ready(mine, sums[part], expert, side, columns))
+        return sums, calls
 
     def chain(self, piece: Piece) -> Callable[[], slice]:
-        """What computes all of a piece's rows, and returns them. What it needs of Python is done here where there is
-        little else to do: threads would wait for Python's lock."""
+        """A call that computes all rows of a piece and returns them. Python work is done here, ahead of the threads, if
+        other work is small: threads would wait for the GIL."""
         block = slice(piece[0][1].start, piece[-1][1].stop)
         small = self.rows.count * max(self.x.shape[1], self.shape[1]) <= _AHEAD_ELEMENTS
         ahead = self._calls(piece, block) if self.direct and small else None
@@ -232,10 +230,11 @@ class Product:
         return compute
 
     def run(self, later: Later | None = None, then: Callable[[slice], None] | None = None) -> None:
-        """All of it. later: what may compute it. then: called with each slice of rows that y has."""
+        """Compute the whole product. later: an executor for it. then: called with each slice of rows of y that
+        is ready."""
         work = self.nanoseconds
         with np.errstate(all="ignore"):
-            # At least as much follows for the input's gradient, and for that of the matrix.
+            # The gradients of the input and of the matrix add at least as much work.
             whole = work if later is None else 3 * work
             if not (self.finished and then is None) and (pieces := self.pieces(whole)) is not None:
 
@@ -279,10 +278,8 @@ def matmul_ogs_plan(
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
     places: tuple[np.ndarray, ...],
 ) -> tuple[np.ndarray, ...]:
-    """`matmul_ogs` by the names of a plan's inputs: writes y, pre or both (`plan_matmul_ogs`) to places.
-
-    tensors: of quantised operands, see `quantized_from`.
-    """
+    """`matmul_ogs` with a plan's inputs by name. Writes y, pre or both (`plan_matmul_ogs`) to places. tensors: see
+    `quantized_from`."""
     operands = bundle_of(MatmulOperands, quantized_from(arrays, tensors))
     rows, made = planned_rows(layout, arrays, operands.x.shape[0]), dict(zip(outputs, places, strict=True))
     y = made["y"] if "y" in made else _empty(operands, spec, rows)

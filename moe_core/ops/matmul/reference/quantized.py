@@ -1,12 +1,12 @@
-"""Products of quantised matrices in NumPy: what every kernel of quantised operands is held to.
+"""NumPy products of quantised matrices, the reference of every quantised kernel.
 
-x plain. Weights become the dtype of x, (code - zero point) * scale in fp32 and one cast, and are multiplied like any
-other. e8m0 scales may leave the range of that dtype, so they stay outside: the codes, exact in every dtype, are
-multiplied group by group, and the accumulator gets each partial sum times its scale.
+Plain x: weights become the dtype of x, by (code - zero point) * scale in fp32 and one cast, and are multiplied as
+usual. e8m0 scales may exceed that dtype's range, so they stay outside: codes, exact in every dtype, are multiplied
+group by group, and each partial sum is scaled as it enters the accumulator.
 
-x quantised. Both sides' scales are known per group along the sum: the accumulator gets each partial sum of products of
-codes times (scale of x * scale of the weight). int8 partial sums are exact. Where both sides are microscaled (e8m0)
-both become bf16, where they are exact, and are multiplied: that is the definition of these products.
+Quantised x: both scales are known per group along the sum. Each partial sum of code products is multiplied by (scale of
+x * scale of the weight) as it enters the accumulator. int8 partial sums are exact. Where both sides are microscaled
+(e8m0) the product is defined as that of both sides in bf16, where they are exact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_core.ops.quantize.reference import codes_and_scales, dequantize
 
 
 def quantized_product(x: np.ndarray | QuantizedTensor, weight: QuantizedTensor, batch_invariant: bool) -> np.ndarray:
-    """fp32 `[R, N]` = x `[R, D]` . weight, a matrix in either layout. batch_invariant: as in `product`."""
+    """fp32 `[R, N]` = x `[R, D]` . weight, in either layout. batch_invariant: as in `product`."""
     microscaled = weight.format.has_e8m0_scales
     if isinstance(x, QuantizedTensor) and microscaled and x.format.has_e8m0_scales:
         return product(dequantize(x, "bfloat16"), dequantize(weight, "bfloat16"), weight.layout, batch_invariant)
@@ -27,7 +27,7 @@ def quantized_product(x: np.ndarray | QuantizedTensor, weight: QuantizedTensor, 
         return product(x, dequantize(weight, x.dtype.name), weight.layout, batch_invariant)
     codes, scales = codes_and_scales(weight)
     x_codes, x_scales = codes_and_scales(x) if isinstance(x, QuantizedTensor) else (np.asarray(x, np.float32), None)
-    # Sums of int8 products are exact in float64, whose products BLAS has; they fit into int32 by the operands' check.
+    # float64 sums of int8 products are exact and use BLAS. The operands' check makes them fit int32.
     wide = np.float64 if x_scales is not None and weight.format.element == "int8" else np.float32
     step = weight.format.group_columns or codes.shape[1]
     total = np.zeros((len(x_codes), len(codes)), np.float32)
@@ -41,5 +41,5 @@ def quantized_product(x: np.ndarray | QuantizedTensor, weight: QuantizedTensor, 
 
 
 def _column(scales: np.ndarray, group: int) -> np.ndarray:
-    """The scales of a group of columns, one per row or one for all rows."""
+    """Scales of a column group, one per row or one for all rows."""
     return scales[:, group if scales.shape[1] > 1 else 0]

@@ -1,4 +1,4 @@
-"""The rows of a layout that have an expert, gathered once, expert after expert."""
+"""The rows of a layout that have an expert, gathered once in order of experts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moe_core.specs.operands import LAYOUT_INPUTS
 from moe_core.specs.routing import LayoutSpec
 
 _ALL = slice(None)
-#: As many rows of an expert as take about as long as fewer: its matrix is read.
+#: An expert with fewer rows takes about as long: reading its matrix dominates.
 FEWEST_ROWS = 16
-#: Elements that are worth an operation of their own.
+#: Elements worth one operation.
 _PIECE_ELEMENTS = 65536
 
 #: (expert, its rows) of neighbours.
@@ -23,12 +23,9 @@ Piece = tuple[tuple[int, slice], ...]
 
 
 class Rows(NamedTuple):
-    """Rows by expert.
-
-    layout: None for dense rows, all of one expert. count: the number of rows. index: their places in an array that is
-    indexed by `row`, `slot` or `token`. experts: the expert of each row, 0 for dense rows. parts: (expert, its rows) of
-    every expert that has any.
-    """
+    """Rows by expert. layout: None for dense rows, which share one expert. count: number of rows. index: their
+    positions in an array indexed by `row`, `slot` or `token`. experts: the expert of each row, 0 if dense. parts:
+    (expert, its rows) of every expert with rows."""
 
     layout: LayoutSpec | None
     count: int
@@ -37,11 +34,9 @@ class Rows(NamedTuple):
     parts: list[tuple[int, slice]]
 
     def pieces(self, threads: int, width: int) -> list[Piece]:
-        """Pieces of work for a product of this width, the largest first: at the end all threads are busy about as long.
-
-        Threads wait for Python's lock between any two operations of NumPy. So neighbouring experts of few rows share a
-        piece where there are two for each thread, and have their operations on elements together.
-        """
+        """Pieces of work for a product of this width, largest first so that threads finish together. Threads wait for
+        the GIL between NumPy operations. So neighbouring experts with few rows share a piece, and its elementwise
+        operations, as long as each thread has two pieces."""
         blocks = [
             (expert, slice(first, min(first + BLOCK_ROWS, part.stop)))
             for expert, part in self.parts
@@ -57,7 +52,7 @@ class Rows(NamedTuple):
 
 
 def _joined(blocks: list[tuple[int, slice]], costs: list[int], most: float) -> list[Piece]:
-    """Neighbours together, up to a sum of costs."""
+    """Join neighbours up to a total cost."""
     pieces: list[Piece] = []
     room = 0.0
     for block, cost in zip(blocks, costs, strict=True):
@@ -70,17 +65,17 @@ def _joined(blocks: list[tuple[int, slice]], costs: list[int], most: float) -> l
 
 
 def dense_rows(count: int) -> Rows:
-    """All of `count` rows, of one expert."""
+    """All `count` rows, of one expert."""
     return Rows(None, count, dict.fromkeys(("row", "slot", "token"), _ALL), 0, [(0, slice(0, count))])
 
 
 def planned_rows(layout: LayoutSpec | None, arrays: Mapping[str, np.ndarray], count: int) -> Rows:
-    """The rows of a plan's layout, whose arrays are among `arrays`, or all of `count` dense rows."""
+    """The rows of a plan's layout (its arrays are in `arrays`), or `count` dense rows."""
     return dense_rows(count) if layout is None else rows_of(layout, *(arrays[name] for name in LAYOUT_INPUTS))
 
 
 def rows_of(layout: LayoutSpec, group_sizes: np.ndarray, group_start: np.ndarray, slot_of_row: np.ndarray) -> Rows:
-    """The rows of a layout that have an expert, by its arrays."""
+    """The rows of a layout that have an expert, from its arrays."""
     if slot_of_row.min(initial=0) >= 0 and layout.capacity == layout.num_slots:
         starts = group_start.tolist()
         ends_of = list(itertools.pairwise(starts))

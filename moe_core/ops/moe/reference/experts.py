@@ -1,4 +1,4 @@
-"""NumPy twin of both products of the experts: a block of an expert's rows takes the way through both in one thread."""
+"""NumPy twin of both expert products: one thread takes a block of an expert's rows through both."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ def both_products(
     outputs: tuple[str, ...],
     places: tuple[np.ndarray, ...],
 ) -> tuple[np.ndarray, ...]:
-    """Write what `matmul_ogs_plan` makes with outputs (`y`, `pre`), then the product of y by row.
-
-    arrays: their inputs as `first.x`, `first.weight`, ..., `second.weight`, and the layout's. places: memory for the
-    results. Threads wake once where there are blocks for all of them; the bits are those of one product at a time.
-    """
+    """Write the outputs of `matmul_ogs_plan` (`y`, `pre`), then the second product of y by row. arrays: inputs as
+    `first.x`, `first.weight`, ..., `second.weight`, and the layout's arrays. places: memory for the results. With
+    blocks for all threads, threads wake once. Bits equal those of two separate products."""
     made, common = dict(zip(outputs, places, strict=False)), {"layer_index": arrays.get("layer_index")}
     y, rows = made["y"], planned_rows(layout, arrays, len(arrays["first.x"]))
     one, two = (
@@ -45,7 +43,7 @@ def both_products(
         two.run()
         return places
 
-    # What of Python can be done ahead is, by this thread: others would wait for its lock.
+    # This thread does Python work ahead: other threads would wait for the GIL.
     chains = [(one.chain(piece), two.chain(piece)) for piece in pieces]
 
     def compute(chain: tuple[Callable[[], Any], Callable[[], Any]]) -> None:

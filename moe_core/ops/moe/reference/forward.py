@@ -1,4 +1,4 @@
-"""One MoE forward in NumPy, stage by stage: what parity runs compare every engine with."""
+"""One MoE forward in NumPy, stage by stage: the reference of every engine in parity runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def routing_stages(
     token_mask: np.ndarray | None,
     given: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """logits (unless routing gives ids), ids and weights. given: ids in the place of the router's choice."""
+    """logits (unless routing has ids), ids and weights. given: ids that replace the router's choice."""
     if isinstance(routing, TopK):
         return {"ids": routing.ids, "weights": to_float32(routing.weights)}
     from_x = isinstance(routing, RouterWeights)
@@ -60,8 +60,8 @@ def routing_stages(
 def shared_output(
     x: np.ndarray, shared: SharedExpert, spec: MoESpec, layer_index: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The shared expert's output fp32 `[T, D]` (never rounded) and its gate logits fp32 `[T, 1]` or None."""
-    # A stack of layers may leave the shared expert's matrices unstacked.
+    """The shared expert's output fp32 `[T, D]` (unrounded) and its gate logits fp32 `[T, 1]` or None."""
+    # The shared expert's matrices may be unstacked in a stack of layers.
     layer_index = layer_index if shared.gate_up.ndim == 3 else None
     product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
     first = dataclasses.replace(product, activation=spec.of_shared().activation)
@@ -74,7 +74,7 @@ def shared_output(
 
 
 def _quantized(rows: np.ndarray, spec: MoESpec, static_scale: np.ndarray | None, row_of_slot: np.ndarray) -> Matrix:
-    """Rows in the format spec.activations, or as they are. One scale for all is found from those that a slot has."""
+    """Rows in the format spec.activations, or unchanged. A common scale is chosen from the rows that a slot has."""
     format = spec.activations
     if format is None:
         return rows
@@ -92,18 +92,18 @@ def moe_stages(
     expert_map: np.ndarray | None = None,
     shared: SharedExpert | None = None,
 ) -> dict[str, np.ndarray]:
-    """Every stage of one MoE forward on x `[T, D]`, in the order they happen.
+    """Every stage of one MoE forward on x `[T, D]`, in order.
 
-    Keys: logits fp32 `[T, E]` (absent where ids are given), ids int32 and weights fp32 `[T, K]`, matmul1
-    `[T * K, 2F]` (or F) before the activation, activation `[T * K, F]`, matmul2 `[T * K, D]` times the router weight,
-    output `[T, D]`, tokens_per_expert int32 `[E]` (local experts), invalid_ids int32 `[1]`. Stages by slot have exact
-    zeros where a slot has no expert; they and the output (unless spec.out_dtype says otherwise) have the dtype of x.
-    matmul1 is rounded for this report only: the activation is computed from the fp32 accumulator. For gate_layout
-    `separate` its columns are gate, then up. Logits that are given are used as they are. A shared expert visits masked
-    tokens too. Experts may be quantised (docs/user/quantization.md); the stage activation is then what is quantised.
+    Keys: logits fp32 `[T, E]` (absent if ids are given), ids int32 and weights fp32 `[T, K]`, matmul1 `[T * K, 2F]` (or
+    F) before the activation, activation `[T * K, F]`, matmul2 `[T * K, D]` times the router weight, output `[T, D]`,
+    tokens_per_expert int32 `[E]` (local experts), invalid_ids int32 `[1]`. Stages by slot have exact zeros where a slot
+    has no expert. They and the output (unless spec.out_dtype is set) have the dtype of x. matmul1 is rounded for this
+    report only: the activation uses the fp32 accumulator. With gate_layout `separate` its columns are gate, then up.
+    Given logits are used as they are. A shared expert also processes masked tokens. With quantised experts
+    (docs/user/quantization.md) the stage activation is the one that is quantised.
 
-    Raises InvalidInput where apply_router_weight_on_input meets K > 1, where spec.router is missing, or where
-    experts.layer_index lies outside the stack.
+    Raises InvalidInput for apply_router_weight_on_input with K > 1, a missing spec.router, or experts.layer_index
+    outside the stack.
     """
     stages = routing_stages(x, routing, spec, token_mask)
     num_tokens, top_k = stages["ids"].shape
