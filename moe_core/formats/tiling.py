@@ -1,4 +1,4 @@
-"""Tilings: another order in which the arrays of quantised weights may lie, that of kernels which decode in registers.
+"""Tilings: the order of quantised weights for kernels that decode in registers.
 
 A weight of N outputs and D inputs (`out_in`) is cut into blocks of 64 rows x 4096 bytes of codes: 128 columns of four
 bits, 64 of eight. Codes, scales and zero points of a block are contiguous, each in an array of its own. Nothing is
@@ -20,16 +20,16 @@ Four bits: a word's halves b = 0, 1 (of 16 bits, the lower bytes first) hold col
   so that shifts and masks of a word are pairs of bfloat16 numbers but for their scale.
 - uint4: code i is the half's bits 4 i .. 4 i + 3.
 
-Eight bits: a word's byte 2 p + b holds column 16 q + 8 p + 2 t + b, p and b = 0, 1. Signed codes lie there as code +
-128, as if they were unsigned with the zero point 128.
+Eight bits: a word's byte 2 p + b holds column 16 q + 8 p + 2 t + b, p and b = 0, 1. Signed codes are stored as
+code + 128, like unsigned ones with the zero point 128.
 
-scales `[..., blocks, records, 64 groups]`: `groups` are those of a row in the columns of a block, 1 where a group has
-more columns than a block; then `repeat` blocks after each other share a record. Element `groups (32 side + row) + g` is
-the scale of that row's group g. zero_points uint8, of the same shape, hold those of the format, one a byte.
+scales `[..., blocks, records, 64 groups]`: a row has `groups` groups in the columns of a block, or 1 if a group has
+more columns than a block. Then `repeat` consecutive blocks share a record. Element `groups (32 side + row) + g` is the
+scale of that row's group g. zero_points: uint8 of the same shape, one per byte.
 
 Worked examples: `Tiling(5760, 2880, "interleaved")` of 32 experts in mxfp4: values (32, 90, 23, 4096), scales
 (32, 90, 23, 256). `Tiling(1536, 2048, "halves")` of 128 experts: int4_g64_zp: values (128, 24, 16, 4096), scales and
-zero points (128, 24, 16, 128); int8_g128: values (128, 24, 32, 4096), scales (128, 24, 16, 64).
+zero points (128, 24, 16, 128). int8_g128: values (128, 24, 32, 4096), scales (128, 24, 16, 64).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ORDERS = ("rows", "interleaved", "halves")
 class Tiling:
     """How a prepacked weight is cut into blocks. The module describes a block.
 
-    rows: N, the outputs; columns: D, the inputs; both of the logical matrix. order: the rows of block b:
+    rows: N, the outputs of the logical matrix. columns: D, its inputs. order: the rows of block b:
 
     - `rows`: 64b, 64b + 1, ..., 64b + 63, the matrix as it is;
     - `interleaved`, for alternating gate and up rows: 64b, 64b + 2, ..., 64b + 62 (gate), then 64b + 1, ..., 64b + 63

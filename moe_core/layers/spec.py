@@ -325,10 +325,10 @@ class MoELayerSpec:
     def parameters(self, default: Storage) -> tuple[Parameter, ...]:
         """Every array of the layer in `storage(default)`, in a fixed order.
 
-        Names: `router.weight`, `.bias`, `.correction_bias`, `.norm`, `.table`, `.expert_scale`; `experts.gate_up`,
+        Names: `router.weight`, `.bias`, `.correction_bias`, `.norm`, `.table`, `.expert_scale`, `experts.gate_up`,
         `experts.up` (gate_layout `separate`), `experts.down`, `experts.gate_up_bias`, `experts.up_bias`,
-        `experts.down_bias`; `shared_experts.gate_up`, `.up`, `.down`, `.gate`; `before.weight`, `before.norm`,
-        `after.weight`; `output.norm`, `output.bias`. A quantised matrix is two or three arrays: see `Parameter`.
+        `experts.down_bias`, `shared_experts.gate_up`, `.up`, `.down`, `.gate`, `before.weight`, `before.norm`,
+        `after.weight`, `output.norm`, `output.bias`. A quantised matrix is two or three arrays: see `Parameter`.
         """
         storage, (D, E) = self.storage(default), (self.d_model, self.num_experts)
         router = [matrix("router.weight", storage.router_weight_layout, ("d_model", D), ("experts", E))]

@@ -36,10 +36,10 @@ class LayerWeights:
     """One layer's arrays. spec computes with them as they are, and its layouts are the tags.
 
     Shapes are checked against the tags; layouts are never guessed from shapes, because square weights fit several.
-    experts and shared have one dtype; biases have it or float32; the router and shared.gate any matmul dtype;
+    experts and shared have one dtype, biases have it or float32, the router and shared.gate any matmul dtype, and
     correction_bias float32. experts.layer_index is None. Raises InvalidInput.
 
-    The experts' matrices may be `QuantizedTensor`s in one format; shared ones are plain. A layer has no static input
+    The experts' matrices may be `QuantizedTensor`s in one format, shared ones are plain. A layer has no static input
     scales. before, after: the projections of a layer with a latent width. output: operations on the experts' results.
     Their matrices have the experts' dtype, norms and biases any.
     """

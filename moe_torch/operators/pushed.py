@@ -95,10 +95,10 @@ def experts_push(
     """`moe` whose last product stores the row of every slot where it belongs, while it computes the others.
 
     These are the bits of `moe` with K = 1 and `combine_push`, without an array of rows here. Gradients are those of
-    `moe`: the gradient of the output is that of each token's sum.
+    `moe`: the gradient of the output is that of each token's sum. x, experts, routing and spec are as for
+    `moe_torch.moe`. A row has a multiple of 16 bytes.
 
     Args:
-        x, experts, routing, spec: as for `moe_torch.moe`. A row has a multiple of 16 bytes.
         results_at: int64 `[T * K]`, the address where the row of each slot goes, a multiple of 16, 0 = nowhere; for
             example of `result_addresses`. Slots of no expert go nowhere.
         gradients_at: int64 `[T * K]`: where the backward stores each slot's row of the gradient of x, in the same way.
