@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,9 +116,9 @@ def deep_gemm_experts(
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, "out_in")
     require_experts(size.E, global_num_experts, expert_map)
     layout = ops.make_layout(ids, size.E, expert_map=expert_map, alignment=contract.ALIGNMENT)
-    options = {"a1q_scale": a1q_scale, "e8m0": e8m0, "tuning": tuning, "row_weight": weights.reshape(-1)}
-    places, experts = (("token", "row"), ("row", "slot")), (w1, w2, quant_config)
-    return ops.reduce(_slots(hidden_states, experts, layout, places, activation, **options), layout)
+    rows = _Rows(layout, ("token", "row"), ("row", "slot"), weights.reshape(-1))
+    experts = (w1, w2, quant_config)
+    return ops.reduce(_slots(hidden_states, experts, rows, activation, a1q_scale, e8m0, tuning), layout)
 
 
 def batched_deep_gemm_experts(
@@ -139,9 +139,8 @@ def batched_deep_gemm_experts(
     """
     size = blocks_size(hidden_states, w1, w2, "out_in")
     layout = blocks_layout(size.E, size.M, jnp.clip(expert_num_tokens, 0, size.M))
-    options = {"a1q_scale": a1q_scale, "e8m0": e8m0, "tuning": tuning}
-    places, experts = (("row", "row"), ("row", "row")), (w1, w2, quant_config)
-    blocks = _slots(hidden_states, experts, layout, places, activation, **options)
+    rows = _Rows(layout, ("row", "row"), ("row", "row"))
+    blocks = _slots(hidden_states, (w1, w2, quant_config), rows, activation, a1q_scale, e8m0, tuning)
     return blocks.reshape(size.E, size.M, size.K)
 
 
@@ -208,20 +207,26 @@ def _case(
     return not_allowed, contract.DispatchCase(*sizes, e8m0_used=used, quantized=quantized)
 
 
+class _Rows(NamedTuple):
+    """Rows of both products: (gather, scatter) of each, and the weights by slot of the second's results."""
+
+    layout: RaggedLayout
+    first: tuple[str, str]
+    second: tuple[str, str]
+    weights: jax.Array | None = None
+
+
 def _slots(
     hidden_states: jax.Array,
     experts: tuple[jax.Array, jax.Array, FusedMoEQuantConfig],
-    layout: RaggedLayout,
-    places: tuple[tuple[str, str], tuple[str, str]],
+    rows_of: _Rows,
     activation: str | Activation,
-    *,
     a1q_scale: jax.Array | None,
     e8m0: bool,
     tuning: Tuning | None,
-    row_weight: jax.Array | None = None,
 ) -> jax.Array:
     """Both products of experts (w1, w2, quant_config), from hidden states `[.., K]`, quantised here if they are not
-    yet. places: gather and scatter of each. Raises InvalidInput outside the contract."""
+    yet. Raises InvalidInput outside the contract."""
     reason = contract.why_not_deep_gemm(experts[2])
     if reason is not None:
         raise Unsupported(reason)
@@ -233,9 +238,9 @@ def _slots(
     else:
         x, dtype = ops.quantize_rows(rows, format), rows.dtype.name
     tunings = tunings_of(tuning)
-    first = MatmulSpec("out_in", *places[0], out_dtype=dtype, tuning=tunings[0])
-    second = MatmulSpec("out_in", *places[1], out_dtype=dtype, tuning=tunings[1])
-    before = ops.matmul_ogs(MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias), layout, first)
+    first = MatmulSpec("out_in", *rows_of.first, out_dtype=dtype, tuning=tunings[0])
+    second = MatmulSpec("out_in", *rows_of.second, out_dtype=dtype, tuning=tunings[1])
+    before = ops.matmul_ogs(MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias), rows_of.layout, first)
     hidden = ops.quantize_rows(ops.activation(before, activation_of(activation)), format)
-    operands = MatmulOperands(hidden, weights.down, bias=weights.down_bias, row_weight=row_weight)
-    return ops.matmul_ogs(operands, layout, second)
+    operands = MatmulOperands(hidden, weights.down, bias=weights.down_bias, row_weight=rows_of.weights)
+    return ops.matmul_ogs(operands, rows_of.layout, second)
