@@ -12,13 +12,11 @@ from unittest import mock
 
 import torch
 
-from moe_core.base.recent import Recent
+from moe_core.base.recent import forget_plans
 from moe_core.base.target import Target
-from moe_core.runtime import cuda, devices, prepare
+from moe_core.runtime import cuda, devices
 from moe_core.runtime.cuda import CudaPrepared, Driver
 from moe_torch.bridge import operator, private, seen
-from moe_torch.layers import calls
-from moe_torch.operators.table import MOE, MOE_QUANTIZED
 
 _TARGET = Target("cuda", 90, 132)
 
@@ -55,17 +53,9 @@ def no_driver() -> Iterator[None]:
         mock.patch.object(operator, "Ready", ready_on_gpu),
         # CPU tensors have an engine, which a GPU's have not.
         mock.patch.object(seen, "cpu_target", lambda: None),
-        mock.patch.object(prepare, "_prepared", Recent()),
-        mock.patch.object(calls, "_seen", seen.SeenCalls()),
     ):
         try:
-            _forget_plans()
+            forget_plans()
             yield
         finally:
-            _forget_plans()
-
-
-def _forget_plans() -> None:
-    for one in (*MOE.values(), *MOE_QUANTIZED.values()):
-        one._cache.clear()
-        one._seen = seen.SeenCalls(), seen.SeenCalls()
+            forget_plans()

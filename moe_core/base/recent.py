@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -30,11 +33,13 @@ class Recent(Generic[V]):
     moves to the first. So a hit in the first, `get`, changes nothing and takes no lock. Values count as true.
     """
 
-    __slots__ = ("_earlier", "_kept", "_latest", "get")
+    __slots__ = ("__weakref__", "_earlier", "_kept", "_latest", "get")
 
     def __init__(self, kept: int = PLANS_KEPT) -> None:
         self._kept = kept
         self.clear()
+        if kept == PLANS_KEPT:
+            _of_plans.add(self)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -66,3 +71,19 @@ class Recent(Generic[V]):
         """The keys of all values, the earliest used first."""
         latest, earlier = tuple(self._latest), tuple(self._earlier)
         return (*(key for key in earlier if key not in self._latest), *latest)
+
+
+_of_plans: weakref.WeakSet[Recent[Any]] = weakref.WeakSet()
+
+
+def forget_plans() -> None:
+    """Empty every bounded cache between a call and its launch: the next call is planned as in a fresh process.
+
+    The texts of plans stay, because compiled programs name them.
+    """
+    for cache in tuple(_of_plans):
+        cache.clear()
+    for name, module in tuple(sys.modules.items()):
+        for value in tuple(vars(module).values()) if name.startswith("moe_") else ():
+            if isinstance(value, functools._lru_cache_wrapper) and value.cache_parameters()["maxsize"]:
+                value.cache_clear()

@@ -94,8 +94,8 @@ class Operator(Generic[_Parameters, _Result]):
         self._kept = frozenset(name for name, role in roles.items() if role in kept)
         self._differentiable: Collection[str] = ()
         self._gradient: Callable[..., Any] | None = None
-        #: Plans by the metadata of tensors.
-        self._cache: Recent[Ready] = Recent()
+        #: Prepared plans by the metadata of tensors, and by what is wanted unless it is all outputs in new memory.
+        self.plans: Recent[Ready] = Recent()
         #: For all outputs, and for the first alone.
         self._seen = SeenCalls(), SeenCalls()
         LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, cpu_target()), "CPU")
@@ -128,7 +128,7 @@ class Operator(Generic[_Parameters, _Result]):
         if key is None:
             return None
         key = (key, _FIRST) if first else key
-        ready = self._cache.get(key)
+        ready = self.plans.get(key)
         outputs = self._run(key, arguments)
         if ready is not None and self._runs_plan_alone:
             seen.remember(options, tensors, ready)
@@ -137,7 +137,7 @@ class Operator(Generic[_Parameters, _Result]):
     def known(self, arguments: tuple[Any, ...]) -> Ready | None:
         """The plan of a plain call of `first`, if one like it was before."""
         key = eager.plain_key(arguments)
-        return None if key is None else self._cache.get((key, _FIRST))
+        return None if key is None else self.plans.get((key, _FIRST))
 
     def _dispatch(self, arguments: tuple[Any, ...]) -> Any:
         # Functional transforms know gradients that are defined in Python only if they meet them above the dispatcher.
@@ -188,7 +188,7 @@ class Operator(Generic[_Parameters, _Result]):
         return self.pack(self._run(eager.key_of(arguments, target), arguments))
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-        return self.run_ready(self._cache.get(key) or self._remember(key, arguments), arguments)
+        return self.run_ready(self.plans.get(key) or self._remember(key, arguments), arguments)
 
     def run_ready(
         self, ready: Ready, arguments: Sequence[Any], places: Sequence[torch.Tensor | None] = ()
@@ -206,16 +206,16 @@ class Operator(Generic[_Parameters, _Result]):
         """`Ready.begin` of an eager call without gradients."""
         target = target_of_device(self.device_of(arguments[:-1]))
         key = eager.key_of(arguments, None if target.on_gpu else target)
-        ready = self._cache.get(key) or self._remember(key, arguments)
+        ready = self.plans.get(key) or self._remember(key, arguments)
         given = self._aligned(arguments) or arguments
         # Memory of inputs may be let go of when this returns.
         return ready.begin([given[index].data_ptr() for index in ready.selection], behind, given)
 
     def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
-        ready = self._cache.find(key)
+        ready = self.plans.find(key)
         if ready is None:
             ready = self.ready(arguments, first=key[-1] is _FIRST)
-            self._cache.put(key, ready)
+            self.plans.put(key, ready)
         return ready
 
     def ready(self, arguments: tuple[Any, ...], names: tuple[str, ...] = (), *, first: bool = False) -> Ready:

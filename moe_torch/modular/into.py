@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.base.arrays import ALIGNMENT
-from moe_core.base.recent import Recent
 from moe_core.errors import InvalidInput
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator, call, call_first
@@ -16,7 +15,6 @@ from moe_torch.bridge.ready import Ready
 from moe_torch.operators.stages import PACK_BITMATRIX
 from moe_torch.operators.table import MOE, MOE_QUANTIZED
 
-_ready: Recent[Ready] = Recent()
 _SEVERAL = frozenset((PACK_BITMATRIX.name, *(found.name for found in (*MOE.values(), *MOE_QUANTIZED.values()))))
 
 
@@ -48,8 +46,8 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
     key = eager.plain_key((*memory.values(), *arguments))
     if key is None:
         return None
-    key = (operator.name, *memory, key)
-    known = _ready.get(key) or _ready.find(key)
+    key = (*memory, key)
+    known = operator.plans.get(key) or operator.plans.find(key)
     if known is not None:
         return known
     ready = operator.ready(arguments, tuple(memory))
@@ -59,7 +57,7 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
                 f"the memory of {name} must be {dtype} {list(shape)} on {ready.device} with dense rows, got "
                 f"{place.dtype} {list(place.shape)} with strides {place.stride()} on {place.device}; allocate it so"
             )
-    _ready.put(key, ready)
+    operator.plans.put(key, ready)
     return ready
 
 

@@ -235,7 +235,7 @@ class _IntoOperator(Operator[_Parameters, _Returned]):
     _runs_plan_alone = False
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-        ready, out = self._cache.get(key) or self._remember(key, arguments), arguments[self.names.index("out")]
+        ready, out = self.plans.get(key) or self._remember(key, arguments), arguments[self.names.index("out")]
         self.require_alignment(arguments, ("out",))
         self.run_ready(ready, arguments, (out,))
         torch.autograd.graph.increment_version([out])

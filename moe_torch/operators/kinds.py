@@ -68,7 +68,7 @@ class BackwardOperator(Operator[_Parameters, _Result]):
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
         if self._first_into == len(self.names):
             return super()._run(key, arguments)
-        ready = self._cache.get(key) or self._remember(key, arguments)
+        ready = self.plans.get(key) or self._remember(key, arguments)
         given: dict[str, Any] = dict(zip(MATRICES, arguments[self._first_into : -1], strict=True))
         _, wanted, *_ = decode(arguments[-1])
         into = {name: given[name.removeprefix("d_")] for name in accumulated(wanted, given)}

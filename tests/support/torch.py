@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -12,8 +12,6 @@ import torch
 
 import moe_torch
 from moe_core.specs.operands import map_arrays
-from moe_torch.bridge.operator import Operator
-from moe_torch.bridge.seen import SeenCalls
 from tests.support.frontends.small import (
     D_FF,
     D_MODEL,
@@ -39,13 +37,6 @@ __all__ = [
     "on_engines",
     "small_layer",
 ]
-
-
-def forget_plans(operators: Iterable[Operator]) -> None:
-    """Let the next call of each operator plan anew."""
-    for operator in operators:
-        operator._cache.clear()
-        operator._seen = SeenCalls(), SeenCalls()
 
 
 @contextlib.contextmanager

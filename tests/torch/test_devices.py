@@ -11,12 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import moe_torch
-from moe_core.base.recent import Recent
+from moe_core.base.recent import Recent, forget_plans
 from moe_torch.operators import stages
-from moe_torch.operators import table as operators
 from tests.support.torch import (
     NUM_EXPERTS,
-    forget_plans,
     full_layer,
     on_engines,
     require_equal,
@@ -53,7 +51,7 @@ def test_threads_get_their_own_results(engine: str) -> None:
     with running_on(engine) as device:
         layers = [torch_layer(device, seed=number, num_tokens=6 + number) for number in range(THREADS)]
         expected = [tuple(moe_torch.moe(*layer)) for layer in layers]
-        forget_plans(operators.MOE.values())
+        forget_plans()
 
     def work(number: int) -> None:
         with running_on(engine):
@@ -65,12 +63,12 @@ def test_threads_get_their_own_results(engine: str) -> None:
 
 def test_the_cache_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = stages.SCALE_ROWS
-    monkeypatch.setattr(operator, "_cache", Recent(3))
+    monkeypatch.setattr(operator, "plans", Recent(3))
     with running_on("reference"):
         for rows in (1, 2, 3, 4, 5, 1, 6, 7, 8, 9):
             x = torch.ones(rows, 8)
             require_equal(moe_torch.scale_rows(x, torch.full((rows, 1), 2.0)), x * 2, f"{rows} rows")
-            assert len(operator._cache) <= 6
+            assert len(operator.plans) <= 6
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,13 +10,14 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from moe_core.base.recent import forget_plans
 from moe_core.parallel import ExchangeSpec, plan_exchange
 from moe_core.parallel.exchange import owners_of, physical_ids
 from moe_torch.bridge.operator import Operator
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel import moe as parallel_moe
 from tests.support.parallel.twins import Problem
-from tests.support.torch import forget_plans, to_torch
+from tests.support.torch import to_torch
 
 
 class Allocated(NamedTuple):
@@ -42,10 +42,6 @@ def _once_on_a_cpu(call: Callable[[], Any]) -> int:
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     assert kept is not None
     return max(itertools.accumulate(size for _, size in changes))
-
-
-def forget_all_plans() -> None:
-    forget_plans(one for one in gc.get_objects() if issubclass(type(one), Operator))
 
 
 def allocated(
@@ -73,7 +69,7 @@ def allocated(
     def call() -> Any:
         return parallel_moe(x, experts, routing, problem.spec, parallel=parallel, placement=problem.placement)
 
-    forget_all_plans()
+    forget_plans()
     with torch.no_grad():
         with mock.patch.object(Operator, "ready", observed):
             call()

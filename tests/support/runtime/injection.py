@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import gc
 import random
 import signal
 import sys
@@ -12,7 +10,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from moe_core.base.recent import PLANS_KEPT, Recent
 from tests.support.paths import ROOT
 
 _OURS = tuple(f"{ROOT}/{name}/" for name in ("moe_core", "moe_torch", "moe_jax"))
@@ -128,15 +125,3 @@ def _profile(function: Callable[[], Any], number: int, error: type[BaseException
     finally:
         sys.setprofile(None)
     return count
-
-
-def forget_plans() -> None:
-    """Empty every cache of plans, so that the next call plans and prepares as in a fresh process.
-
-    Texts of plans stay, since programs that were compiled before name them.
-    """
-    for found in gc.get_objects():
-        if isinstance(found, Recent) and found._kept == PLANS_KEPT:
-            found.clear()
-        elif isinstance(found, functools._lru_cache_wrapper) and (found.__module__ or "").startswith("moe_"):
-            found.cache_clear()

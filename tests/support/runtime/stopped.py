@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from moe_core.base import threads
-from tests.support.runtime.injection import count_allocations, count_calls, fail_allocation, forget_plans, interrupt
+from moe_core.base.recent import forget_plans
+from tests.support.runtime.injection import count_allocations, count_calls, fail_allocation, interrupt
 
 #: Seconds after which a call that has not ended waits for a lock that nobody releases.
 _HANGS = 60

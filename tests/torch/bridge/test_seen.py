@@ -18,13 +18,12 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_torch
+from moe_core.base.recent import forget_plans
 from moe_core.runtime.prepared import HostPrepared
 from moe_torch.bridge import eager, seen
-from moe_torch.layers import calls
-from moe_torch.operators import stages
 from moe_torch.operators import table as operators
 from moe_torch.operators.requests import moe_request
-from tests.support.torch import D_MODEL, NUM_EXPERTS, forget_plans, on_engines, require_equal, running_on, torch_layer
+from tests.support.torch import D_MODEL, NUM_EXPERTS, on_engines, require_equal, running_on, torch_layer
 
 _LAYER: Any = torch_layer()
 X, EXPERTS, ROUTING, SPEC = _LAYER
@@ -34,8 +33,7 @@ MASK = torch.arange(len(X)) % 3 > 0
 @pytest.fixture(autouse=True)
 def reference_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing has been seen when a test begins."""
-    monkeypatch.setattr(calls, "_seen", seen.SeenCalls())
-    forget_plans((stages.ROUTER, *operators.MOE.values()))
+    forget_plans()
     with running_on("reference"):
         yield
 

@@ -11,12 +11,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from moe_core.base.recent import forget_plans
 from moe_core.base.target import Target
 from moe_core.parallel import ExchangeSpec
 from moe_core.plan.steps import KernelLaunch
 from moe_core.runtime.warmup import kernel_identity
 from moe_torch.bridge.operator import Operator
-from tests.support.parallel.memory import Allocated, allocated, forget_all_plans, most_on_a_cpu, planned_peak
+from tests.support.parallel.memory import Allocated, allocated, most_on_a_cpu, planned_peak
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import run_rank
@@ -45,7 +46,7 @@ def kernels_of_calls(group: Any, sizes: tuple[int, ...], way: ExchangeSpec, diff
         plans.append(real(self, tensors, options, Target("cuda", 90, 132)))
         return real(self, tensors, options, target)
 
-    forget_all_plans()
+    forget_plans()
     counts, placement = [], placement_of("round_robin", 6, 2)
     with mock.patch.object(Operator, "plan", planned):
         for number, tokens in enumerate(sizes):
