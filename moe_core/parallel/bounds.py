@@ -1,4 +1,4 @@
-"""How many rows there can be, whatever the routing."""
+"""The most rows of an exchange, for any routing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from moe_core.specs.matmul import Activation
 
 
 class Bounds(NamedTuple):
-    """Rows: of the block from each source, None = no blocks; of the block that comes back; of the receive buffer at
-    most, None = as many as come."""
+    """Rows of the block from each source, None: no blocks; of the block that comes back; and the most rows received,
+    None: any number.
+    """
 
     block: int | None
     back: int | None
@@ -19,7 +20,7 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement) -> Bounds:
-    """Those of ranks that have `tokens` tokens each. Blocks are as large as distinct ids of a token need."""
+    """Bounds for `tokens` tokens on each rank. Blocks have the size that distinct ids of a token need."""
     nearest = min(top_k, placement.per_rank)
     if spec.mode == "all_gather":
         return Bounds(tokens, tokens * nearest, placement.num_ranks * tokens)
@@ -33,43 +34,40 @@ def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement)
 
 
 def is_direct(spec: ExchangeSpec) -> bool:
-    """Whether each token has its own row at every owner, home after home: then ranks need no counts of each other.
-
-    With mode `peer`, where rows of tokens have no bound.
+    """Return True if each token has its own row at every owner, so that ranks need no counts: mode `peer`, rows of
+    tokens, no bound.
     """
     return (spec.mode, spec.rows, spec.receive) == ("peer", "tokens", None)
 
 
 def runs_in_lanes(spec: ExchangeSpec) -> bool:
-    """Whether product 2 of a chunk runs beside product 1 of the next, on multiprocessors of its own.
-
-    With mode `peer`, where product 2 stores its rows at their homes: the link then works all the time. Measured on four
-    H200, docs/notebook/parallel.md.
+    """Return True if product 2 of a chunk runs beside product 1 of the next, each on some multiprocessors. With mode
+    `peer`, whose links then always work. Measured on four H200, docs/notebook/parallel.md.
     """
     return spec.mode == "peer" and spec.chunks > 1
 
 
 def sets_of_buffers(spec: ExchangeSpec) -> int:
-    """Sets of buffers, which chunks use by turns. In lanes two chunks are computed while others travel.
-
-    No more than there are chunks: then all sets are together as large as one without chunks.
+    """Sets of buffers that chunks use in turn, at most one per chunk. In lanes two chunks are computed while others
+    travel.
     """
     return min(spec.chunks, 4 if runs_in_lanes(spec) else 2)
 
 
 def second_multiprocessors(most: int, activation: Activation) -> int:
-    """Of `most` multiprocessors those of product 2 beside product 1 of other rows, so that both take equally long:
-    product 2 multiplies with one matrix of three, or of two without gates."""
+    """Multiprocessors of product 2 beside product 1, so that both take equally long. Product 2 multiplies with one
+    matrix of three, or of two without gates.
+    """
     return max(1, most // (1 + activation.input_width(1)))
 
 
 def tokens_at_once(tokens: int, spec: ExchangeSpec) -> int:
-    """Tokens of a rank that travel in one chunk; the last one may have fewer."""
+    """Tokens of a rank in one chunk; the last chunk may have fewer."""
     return -(-tokens // spec.chunks)
 
 
 def rows_received(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement) -> int:
-    """Rows that an owner receives at most; of ranks that have `tokens` tokens each."""
+    """The most rows that an owner receives, for `tokens` tokens on each rank."""
     bounds = bounds_of(spec, tokens, top_k, placement)
     nearest = min(top_k, placement.per_rank) if spec.rows == "slots" else 1
     worst = placement.num_ranks * tokens * nearest
@@ -77,5 +75,5 @@ def rows_received(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placem
 
 
 def slots_received(spec: ExchangeSpec, received: int, top_k: int, placement: Placement) -> int:
-    """Results by slot that an owner has of so many received rows at most."""
+    """The most results of slots that an owner has of these received rows."""
     return received * (min(top_k, placement.per_rank) if spec.rows == "tokens" else 1)

@@ -1,4 +1,4 @@
-"""How many chunks an exchange of mode `peer` should have, and how many ranks should share experts: by `predict`."""
+"""Choose the number of chunks and of ranks that share experts, by `predict`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from moe_core.parallel.cost import predict
 from moe_core.parallel.machine import Machine
 from moe_core.parallel.spec import ExchangeSpec
 
-#: More have not been measured.
+#: More are not measured.
 _MOST = 4
-#: Of a forward: predicted gains were up to as much too large, as tests/parallel/test_choices.py compares them.
+#: The share of a forward that chunks must gain: the error of predictions, tests/parallel/test_choices.py.
 _LEAST_GAIN = 0.05
 
 
 def choose_chunks(
     layer: MoELayerSpec, tokens: int, ranks: int, machine: Machine | str | Path | None, *, format: Format | None = None
 ) -> tuple[int, str]:
-    """The chunks of forwards without gradients with `ExchangeSpec("peer", format=format)`, and why.
+    """Choose the chunks of forwards without gradients with `ExchangeSpec("peer", format=format)`.
 
-    They pay where rows travel for about as long as products compute. The number suits calls of about `tokens` tokens;
-    a layer that is mostly called with far fewer should have one chunk.
+    Chunks pay if rows travel for about as long as products compute. A layer that is mostly called with far fewer tokens
+    should have one chunk.
 
     Args:
         layer: sizes of the layer.
-        tokens: of each rank; what `max_tokens` is.
+        tokens: of each rank, as `max_tokens`.
         ranks: that share the experts.
-        machine: as for `machine_of`.
-        format: of the rows of tokens as they travel, None = they are not quantised.
+        machine: as for `predict`.
+        format: of rows of tokens as they travel; None: not quantised.
 
     Returns:
         a number of chunks, and the reason.
@@ -54,20 +54,20 @@ def choose_chunks(
 def choose_ranks(
     layer: MoELayerSpec, tokens: int, ranks: int, machine: Machine | str | Path | None, spec: ExchangeSpec | None = None
 ) -> tuple[int, str]:
-    """How many of these ranks should share the experts, where any number of them could hold all, and why.
+    """Choose how many of these ranks share the experts, if any number of them could hold all.
 
-    The fewest whose forward takes hardly longer than the fastest. Few tokens need few experts, which one rank may read
-    in less time than an exchange takes.
+    It is the fewest whose forward is hardly slower than the fastest: one rank may read the experts of few tokens in
+    less time than an exchange takes.
 
     Args:
         layer: sizes of the layer.
-        tokens: of all ranks together, as evenly on ranks as can be.
-        ranks: there are; only numbers that divide it are considered, so that groups of that size use all.
-        machine: as for `machine_of`.
-        spec: of the exchange; None = mode `peer`.
+        tokens: of all ranks together.
+        ranks: that there are. Only its divisors are considered.
+        machine: as for `predict`.
+        spec: of the exchange; None: mode `peer`.
 
     Returns:
-        a number of ranks, 1 where one should hold all experts, and the reason.
+        a number of ranks, and the reason.
 
     Raises:
         InvalidInput: as `predict`, and for negative tokens.

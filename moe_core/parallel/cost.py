@@ -1,14 +1,14 @@
-"""How long an expert-parallel layer may take: a model of links and products. Everything it gives is predicted.
+"""Predicted times of an expert-parallel layer: a model of links and products.
 
-The model. A rank sends and receives rows over NVLink within its domain and over the network to others, both at once,
-and the busiest rank decides. Ids and weights are left out, and counts but for one latency where the host reads them:
-they are below 2 % of the rows of real models. Products take the longer of two times: their operations at
-`Machine.tflops`, and the weights that a rank has at `Machine.memory`; unless `Machine.products` has measured times.
+A rank sends and receives rows over NVLink within its domain and over the network to others, both at once, and the
+busiest rank decides. Ids, weights and counts are left out, below 2 % of the rows of real models, except one latency if
+the host reads counts. Products take the longer of two times: their operations at `Machine.tflops`, and the weights of a
+rank at `Machine.memory`. `Machine.products` replaces both by measured times.
 
-Stages follow one another, with two exceptions. With mode `peer` and results by slot, the last product stores its rows
-at their homes: of the way back, what takes longer than that product is left. With chunks, the messages of all chunks
-but one run beside products. Where product 2 of a chunk runs beside product 1 of the next, these slow each other down,
-and every further chunk reads the experts' weights again. Chunks are for forwards alone.
+Stages follow one another, with two exceptions. With mode `peer` the last product stores its rows at their homes, so
+only the part of the way back that takes longer than this product counts. With chunks, all messages but those of one
+chunk overlap with products. Product 2 of a chunk and product 1 of the next slow each other down, and every further
+chunk reads the experts' weights again. Chunks are for forwards only.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec, refuse_chunks
 from moe_core.trace import RoutingTrace
 
-#: Of x and of weights that are not quantised.
+#: The dtype of x and of plain weights.
 _DTYPE = "bfloat16"
-#: Tokens that are drawn from a law.
+#: Tokens drawn from a law.
 _DRAWN = 8192
-#: What chunks cost where product 2 of one runs beside product 1 of the next: the share of their time that products
-#: lose, and of each chunk but the first the share of its experts' weights, read again, that nothing hides. Fitted to
-#: five models on four H200, docs/notebook/parallel.md.
+#: Chunks in lanes: the share of time that products lose, and the share of reading the experts' weights that each
+#: further chunk adds. Fitted to five models on four H200, docs/notebook/parallel.md.
 _SHARING, _READ_AGAIN = 0.06, 0.68
 
 
 @dataclass(frozen=True)
 class Zipf:
-    """A law of routing: the expert of rank r is drawn with probability proportional to r^-exponent; a token's experts
-    are distinct. Which expert has which rank is drawn with the seed."""
+    """A law of routing: the expert of rank r is drawn with probability proportional to r^-exponent. A token's
+    experts are distinct. The seed draws the order of experts.
+    """
 
     exponent: float
     seed: int = 0
@@ -60,7 +60,7 @@ class Zipf:
             raise InvalidInput(f"exponent must be at least 0, got {self.exponent}; 0 is uniform")
 
     def ids(self, tokens: int, top_k: int, num_experts: int) -> np.ndarray:
-        """Drawn ids int32 `[T, K]`; the same for equal arguments."""
+        """Draw ids int32 `[T, K]`, the same for equal arguments."""
         random = np.random.default_rng(self.seed)
         share = random.permutation(np.arange(1, num_experts + 1) ** -self.exponent)
         # Gumbel's trick: the largest of noisy logarithms are drawn without replacement.
@@ -68,13 +68,14 @@ class Zipf:
         return np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
     def load(self, top_k: int, num_experts: int) -> np.ndarray:
-        """Counts int64 `[E]` of the experts in the ids that `simulate` draws; what `Placement.balanced` takes."""
+        """Return counts int64 `[E]` of the ids that `simulate` draws, for `Placement.balanced`."""
         return np.bincount(self.ids(_DRAWN, top_k, num_experts).reshape(-1), minlength=num_experts)
 
 
 class Traffic(NamedTuple):
-    """Of every rank, fp64 `[W]`. tokens: the share of all tokens that visit it. slots: the share of all slots that it
-    computes; these add up to 1."""
+    """Shares of every rank, fp64 `[W]`. tokens: of all tokens, those that visit it. slots: of all slots, those it
+    computes; they add up to 1.
+    """
 
     tokens: np.ndarray
     slots: np.ndarray
@@ -82,11 +83,11 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted microseconds of one layer on W ranks with `tokens` tokens each.
+    """Predicted microseconds of one layer on W ranks.
 
-    stages: (name, us) of the busiest rank, in order, each by itself. us: all of it, after what is hidden. alone_us: one
-    device that has all experts, with `tokens` tokens. imbalance: rows of the busiest rank over the mean. bound: what
-    takes most.
+    stages: (name, us) of the busiest rank, in order, each without overlap. us: the whole, with overlap. alone_us: one
+    device with all experts and the tokens of one rank. imbalance: rows of the busiest rank over the mean. bound: the
+    part that takes longest.
     """
 
     ranks: int
@@ -99,7 +100,7 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Throughput of a rank over that of one device alone."""
+        """Throughput of a rank over the throughput of one device alone."""
         return self.alone_us / self.us if self.us else 1.0
 
     @property
@@ -108,7 +109,7 @@ class Prediction:
         return sum(us for name, us in self.stages if name != "compute")
 
     def hidden_for(self, efficiency: float) -> float:
-        """The share of the exchange that has to be hidden for this efficiency; above 1: it cannot be reached."""
+        """Return the share of the exchange that has to overlap for this efficiency; above 1: not possible."""
         compute = dict(self.stages)["compute"]
         exposed = self.alone_us / efficiency - compute
         return max(0.0, 1 - exposed / self.exchange_us) if self.exchange_us else 0.0
@@ -133,12 +134,23 @@ def predict(
     tensor: int = 1,
     training: bool = False,
 ) -> Prediction:
-    """A forward (training: and its backward) of `tokens` tokens on each rank, routed uniformly.
+    """Predict a forward of `tokens` tokens on each rank, routed uniformly.
 
-    machine: what `machine_of` takes: a Machine, the path of a record of `moebius-tune --links`, or None for the record
-    that MOEBIUS_MACHINE names. imbalance: rows of the busiest rank over the mean; the others share the rest.
-    tensor: ranks of one NVLink domain that split each expert, each with tokens of its own; there are tensor times
-    `ranks` of them. Raises InvalidInput, and Unsupported for training in chunks.
+    Args:
+        layer: sizes of the layer.
+        tokens: of each rank.
+        ranks: W.
+        machine: a Machine, the path of a record of `moebius-tune --links`, or None for the record that MOEBIUS_MACHINE
+            names.
+        spec: how rows travel.
+        imbalance: rows of the busiest rank over the mean; the others share the rest.
+        tensor: ranks of one NVLink domain that split each expert, each with tokens of its own. There are tensor times
+            `ranks` ranks.
+        training: a forward and its backward.
+
+    Raises:
+        InvalidInput: wrong arguments.
+        Unsupported: training in chunks.
     """
     ranks = as_integer("ranks", ranks, 1, INT32_LIMIT)
     share = finite_float("imbalance", imbalance)
@@ -148,7 +160,7 @@ def predict(
     E, K = layer.num_experts, layer.top_k
     slots = np.full(ranks, (1 - share / ranks) / max(ranks - 1, 1))
     slots[0] = share / ranks
-    # None of K distinct experts is among the E / W of a rank.
+    # The probability that none of K distinct experts is on a rank.
     nothing = math.prod(max(0.0, E - E / ranks - i) / (E - i) for i in range(K))
     visits = np.minimum(1.0, slots * ranks * (1 - nothing))
     traffic = Traffic(visits, slots)
@@ -166,9 +178,13 @@ def simulate(
     tensor: int = 1,
     training: bool = False,
 ) -> Prediction:
-    """`predict` with counts from a routing trace, whose layers are averaged, or from a law, on a placement.
+    """Predict with counts from a routing trace, averaged over its layers, or from a law, on a placement.
 
-    Every rank's tokens are routed as those of the trace are. Raises InvalidInput.
+    Args:
+        routing: routes the tokens of every rank.
+        placement: of the layer's experts.
+
+    Other arguments and errors are those of `predict`.
     """
     require_kind("layer", layer, MoELayerSpec)
     require_kind("placement", placement, Placement)
@@ -198,12 +214,12 @@ def simulate(
 
 
 def traffic_of(ids: np.ndarray, placement: Placement) -> Traffic:
-    """The shares of ranks in a routing of ids int32 `[T, K]`; replicas take equal parts of their expert."""
+    """Return the shares of ranks in a routing of ids int32 `[T, K]`; replicas take equal parts of their expert."""
     ranks, (held, _, start) = placement.num_ranks, placement.tables
     load = np.bincount(ids[ids >= 0], minlength=placement.num_experts) / max(int((ids >= 0).sum()), 1)
     part = np.where(held < 0, 0.0, (load / np.diff(start))[np.maximum(held, 0)])
     slots = part.reshape(ranks, -1).sum(axis=1)
-    # A token visits a rank once, however many of its slots go there.
+    # A token visits a rank once.
     owners = owners_of(physical_ids(ids, placement).places, placement.per_rank)
     tokens, k = np.nonzero(owners >= 0)
     visited = np.unique(tokens.astype(np.int64) * ranks + owners[tokens, k]) % ranks
@@ -234,7 +250,7 @@ def _price(
         raise InvalidInput(
             f"tensor must be at most the machine's domain of {machine.domain}, got {tensor}; split experts within it"
         )
-    # Ranks of the other axis within a domain.
+    # Ranks of the axis of experts within a domain.
     machine = dataclasses.replace(machine, domain=machine.domain // tensor)
     if machine.network is None and ranks > machine.domain:
         raise InvalidInput(
@@ -246,7 +262,7 @@ def _price(
     else:
         alone, share = machine.products[0], machine.products[1] * uneven
     plain, sent = layer.d_model * dtypes.itemsize(_DTYPE), _row_bytes(layer, spec)
-    # Every rank of a tensor axis exchanges the tokens of all of them.
+    # Every rank of a tensor axis exchanges the tokens of all its ranks.
     out, back = _rows(layer, tokens * tensor, spec, traffic, per_rank)
     near = machine.link(spec.mode)
     stages = [("dispatch", _push_us(out, sent, machine, near)), ("combine", _push_us(back, plain, machine, near))]
@@ -254,7 +270,7 @@ def _price(
         own, axis = tokens * (tensor - 1), machine.link("all_gather")
         stages = [("gather", axis.us(own * plain)), *stages, ("scatter", axis.us(own * layer.d_model * 4))]
     if training:
-        # Gradients of the output go as tokens do, those of x come as results do.
+        # Gradients of the output travel as tokens, gradients of x as results.
         more = {"dispatch": _push_us(out, plain, machine, near), "combine": _push_us(back, plain, machine, near)}
         stages = [(name, us + more.get(name, us)) for name, us in stages]
         alone, share = 3 * alone, 3 * share
@@ -264,14 +280,14 @@ def _price(
     if spec.mode == "all_to_all" and ranks > 1:
         far = machine.network if machine.network is not None and ranks > machine.domain else near
         stages.insert(0, ("counts", far.latency_us))
-    # What the last product stores is not sent behind it, and what is left of its way back runs beside nothing.
+    # Rows that the last product stores are not sent again. The rest of their way overlaps with nothing.
     stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
     others = sum(us for _, us in stages) - stored
     weights = _read_bytes(layer, _most_slots(layer, tokens, traffic), per_rank, tensor) / machine.memory / 1e3
     if runs_in_lanes(spec):
         exposed = _exposed_in_lanes(share, others, stored, hidden, spec.chunks, weights)
     else:
-        # Of n chunks the first is awaited and the last is sent back with nothing to compute beside it.
+        # Nothing overlaps with the first chunk's arrival and the last chunk's way back.
         beside = max(0.0, (others - share) * (1 - 1 / spec.chunks))
         exposed = stored - hidden + others / spec.chunks + beside
     lost = share - share / uneven if uneven else 0.0
@@ -282,9 +298,8 @@ def _price(
 
 
 def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool) -> float:
-    """How long rows are on their way home while the products that store them compute. share: us of all products of a
-    forward (training: and its backward); combine: us of the rows of one way back."""
-    # Of 3 matrices of equal size product 2 multiplies with one, and the last product of a backward with the others.
+    """Return how long rows travel home while products compute (share: us) that store them (combine: us of one way)."""
+    # Product 2 multiplies with one of 3 equal matrices, the last product of a backward with the others.
     matrices = 3 if layer.gated else 2
     if not training:
         return min(combine, share / matrices)
@@ -293,17 +308,16 @@ def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool
 
 
 def _exposed_in_lanes(share: float, others: float, stored: float, hidden: float, chunks: int, weights: float) -> float:
-    """How much longer than its products a forward takes where several chunks are under way at once. share: us of the
-    products; others, stored: of what is sent before and by product 2, of which it hides `hidden`; weights: of reading
-    the experts' weights."""
-    # The first chunk is awaited, and beside product 2 of the last one nothing is computed.
+    """Return how much longer than its products a forward in lanes takes. others, stored: us of rows sent before and
+    by product 2, which hides `hidden`.
+    """
+    # Nothing overlaps with the first chunk's arrival and the last product 2.
     ends = (others + stored - hidden) / chunks
     again = _SHARING * share + _READ_AGAIN * weights * (chunks - 1)
     return ends + max(0.0, others + stored - share) + again
 
 
 def _row_bytes(layer: MoELayerSpec, spec: ExchangeSpec) -> int:
-    """Bytes of a row of x as it travels."""
     if spec.format is None:
         return layer.d_model * dtypes.itemsize(_DTYPE)
     shapes = quantized_shapes(QuantizedSpec(spec.format), (1, layer.d_model))
@@ -314,11 +328,11 @@ def _row_bytes(layer: MoELayerSpec, spec: ExchangeSpec) -> int:
 def _rows(
     layer: MoELayerSpec, tokens: int, spec: ExchangeSpec, traffic: Traffic, per_rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that each home sends to every rank, and that come back from it, `[W]`."""
+    """Rows `[W]` that each home sends to every rank, and that come back."""
     ranks = len(traffic.slots)
     visits, slots = tokens * traffic.tokens, tokens * layer.top_k * traffic.slots
     if spec.mode in ("all_gather", "padded"):
-        # Only the numbers of ranks and places of the placement count.
+        # Only the numbers of ranks and places matter.
         places = Placement(1, ((0, *[-1] * (per_rank - 1)), *[(-1,) * per_rank] * (ranks - 1)))
         bounds = bounds_of(spec, tokens, layer.top_k, places)
         assert bounds.block is not None and bounds.back is not None
@@ -327,8 +341,7 @@ def _rows(
 
 
 def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float:
-    """Microseconds in which every home sends rows `[W]`, of so many bytes, to every rank: of the busiest rank. link:
-    within a domain."""
+    """Microseconds of the busiest rank if every home sends rows `[W]` of `size` bytes. link: within a domain."""
     ranks, domain = len(rows), min(machine.domain, len(rows))
     if ranks == 1:
         return 0.0
@@ -344,7 +357,7 @@ def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float
 
 
 def _work(layer: MoELayerSpec) -> tuple[float, float, float, float]:
-    """Operations of a slot and, beside its slots, of a token; bytes of an expert, and of all other parameters."""
+    """Operations of a slot, and of a token without slots; bytes of an expert, and of other parameters."""
     D, gates = layer.d_model, 3 if layer.gated else 2
     shared = layer.shared_experts
     dense = 2 * D * layer.num_experts + (0 if shared is None else 2 * D * (shared.d_ff * gates + shared.gate))
@@ -368,7 +381,7 @@ def _alone_us(layer: MoELayerSpec, tokens: int, machine: Machine) -> float:
 def _share_us(
     layer: MoELayerSpec, tokens: int, machine: Machine, traffic: Traffic, per_rank: int, tensor: int
 ) -> float:
-    """The rank that has most slots: with a tensor axis, slices of as many times more."""
+    """Time of the rank with most slots. A tensor axis gives it slices of more slots."""
     slot, token, _, others = _work(layer)
     slots = _most_slots(layer, tokens, traffic)
     size = _read_bytes(layer, slots, per_rank, tensor) + others
@@ -376,10 +389,9 @@ def _share_us(
 
 
 def _most_slots(layer: MoELayerSpec, tokens: int, traffic: Traffic) -> float:
-    """Of one rank, where every rank has so many tokens."""
     return float(traffic.slots.max()) * len(traffic.slots) * tokens * layer.top_k
 
 
 def _read_bytes(layer: MoELayerSpec, slots: float, per_rank: int, tensor: int) -> float:
-    """Of the experts that so many slots touch on a rank."""
+    """Bytes of the experts that these slots touch on a rank."""
     return min(per_rank, slots * tensor) * _work(layer)[2] / tensor

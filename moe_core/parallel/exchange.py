@@ -1,13 +1,13 @@
-"""The index arithmetic of an exchange, in NumPy: what front-ends compute on their devices, and are compared with.
+"""The index arithmetic of an exchange, in NumPy. Front-ends compute the same on their devices.
 
-Letters: W ranks, L places per rank, T tokens of a rank, K top-k; slot s = t * K + k. A *home* has tokens, an *owner*
-has experts. A home sends *groups* of rows: G = W * L of them, one per place, where rows are slots, and G = W, one per
-owner, where rows are tokens. Both are ragged layouts (`moe_core.ops.routing.reference.layout`): of the places as they
-are, or of `first_owners`. So rows go out ordered by (group, slot), and the group sizes are the counts to be told.
+Letters: W ranks, L places per rank, T tokens of a rank, K top-k, slot s = t * K + k. A *home* has tokens, an *owner*
+has experts. A home sends *groups* of rows: one per place if rows are slots, G = W * L, or one per owner if rows are
+tokens, G = W. Both are ragged layouts: of the places, or of `first_owners`. So rows go out by (group, slot), and ranks
+tell each other the group sizes.
 
-Worked example, W = 2, L = 2, K = 2, T = 2 on rank 0, places [[2, 3], [0, 2]]. Slots: the layout over 4 places has
-group_sizes [1, 0, 2, 1] and sends slots 2 | 0, 3, 1. Tokens: first_owners [[1, -1], [0, 1]] has group_sizes [1, 2] and
-sends tokens 1 | 0, 1.
+Example, W = 2, L = 2, K = 2, T = 2 on rank 0, places [[2, 3], [0, 2]]. Slots: the layout over 4 places has group_sizes
+[1, 0, 2, 1] and sends slots 2 | 0, 3, 1. Tokens: first_owners [[1, -1], [0, 1]] has group_sizes [1, 2] and sends tokens
+1 | 0, 1.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from moe_core.parallel.placement import Placement
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 
-#: Orders in which an owner has the rows it receives; see `run_starts`.
+#: Orders of received rows, see `run_starts`.
 ORDERS = ("expert", "source", "padded")
 
 
 class Places(NamedTuple):
-    """places int32 `[T, K]`: physical ids, -1 = no expert. invalid_ids int32 `[1]`: ids outside [-1, E)."""
+    """places int32 `[T, K]`: physical ids, -1: no expert. invalid_ids int32 `[1]`: ids outside [-1, E)."""
 
     places: np.ndarray
     invalid_ids: np.ndarray
@@ -37,11 +37,11 @@ class Places(NamedTuple):
 def physical_ids(
     ids: np.ndarray, placement: Placement, *, first_token: int = 0, token_mask: np.ndarray | None = None
 ) -> Places:
-    """The place of every slot, from ids int32 `[T, K]`.
+    """Return the place of every slot, from ids int32 `[T, K]`.
 
-    A slot of an expert with n places goes to that numbered (t + k) mod n, t being the token's number among all ranks'
-    tokens and first_token the number of the first one here: so it does not depend on how tokens are split. token_mask
-    bool `[T]`: slots of tokens that are False have no place. Invalid ids are counted as `make_layout` counts them.
+    A slot of an expert with n places goes to number (t + k) mod n, where t counts the tokens of all ranks from
+    first_token on. So the choice does not depend on how tokens are split. token_mask bool `[T]`: slots of False tokens
+    have no place. Invalid ids are counted as by `make_layout`.
     """
     _, places, start = placement.tables
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
@@ -55,13 +55,12 @@ def physical_ids(
 
 
 def owners_of(places: np.ndarray, per_rank: int) -> np.ndarray:
-    """The rank of every place, int32; -1 stays."""
+    """Return the rank of every place, int32; -1 stays."""
     return np.where(places < 0, -1, places // per_rank).astype(np.int32)
 
 
 def first_owners(places: np.ndarray, per_rank: int) -> np.ndarray:
-    """int32 `[T, K]`: the rank of every place, -1 where an earlier slot of the token has it too: so a token goes to a
-    rank once."""
+    """Return the rank of every place, int32 `[T, K]`; -1 if an earlier slot of the token has the same rank."""
     owners = owners_of(places, per_rank)
     for k in range(1, owners.shape[1]):
         again = (owners[:, :k] == owners_of(places[:, k], per_rank)[:, None]).any(axis=1)
@@ -70,7 +69,7 @@ def first_owners(places: np.ndarray, per_rank: int) -> np.ndarray:
 
 
 def sends(groups: np.ndarray, num_groups: int) -> RaggedLayout:
-    """The layout of what a home sends: rows ordered by (group, slot). groups int32 `[T, K]`: places or first_owners."""
+    """Return the layout of the rows that a home sends. groups int32 `[T, K]`: places or first_owners."""
     tokens, top_k = groups.shape
     spec = LayoutSpec(tokens, top_k, num_groups)
     sizes, start, slot_of_row, row_of_slot, invalid = make_layout(groups, layout=spec)
@@ -78,10 +77,10 @@ def sends(groups: np.ndarray, num_groups: int) -> RaggedLayout:
 
 
 def run_starts(counts: np.ndarray, order: str, block: int = 0) -> np.ndarray:
-    """int32 `[W, G]`: where at its owner the run of rows of every (home, group) begins. counts int32 `[W, G]`.
+    """Return where the rows of every (home, group) begin at the owner, int32 `[W, G]`; counts int32 `[W, G]`.
 
-    order: `expert`: by (group, home), the layout that a matmul wants. `source`: by (home, group), as an all-to-all
-    delivers them. `padded`: home h has the `block` rows from h * block on, also by group.
+    order: `expert`: by (group, home), which matmuls read. `source`: by (home, group), as an all-to-all delivers rows.
+    `padded`: home h has `block` rows from h * block on, by group.
 
     Example, W = 2, L = 1, counts [[2, 1], [3, 0]]: expert [[0, 0], [2, 1]], source the same; padded, block 4: [[0, 0],
     [4, 4]].
@@ -103,8 +102,7 @@ def run_starts(counts: np.ndarray, order: str, block: int = 0) -> np.ndarray:
 
 
 class Destinations(NamedTuple):
-    """row int32 `[T, K]`: the row at its owner that a slot's row goes to, -1 = none goes. overflow int32 `[1]`: rows
-    that should have gone, and did not fit."""
+    """row int32 `[T, K]`: the row of each slot at its owner, -1: none. overflow int32 `[1]`: rows that did not fit."""
 
     row: np.ndarray
     overflow: np.ndarray
@@ -113,8 +111,10 @@ class Destinations(NamedTuple):
 def destinations(
     sent: RaggedLayout, groups: np.ndarray, start: np.ndarray, end: np.ndarray | int | None = None
 ) -> Destinations:
-    """Where each row of a home goes. start int32 `[G]`: the home's row of `run_starts`. end: rows of a group from there
-    on do not fit: the bound, or `[G]` the ends of blocks; None = all fit.
+    """Return the row at its owner of each row of a home.
+
+    start int32 `[G]`: the home's row of `run_starts`. end: rows from there on do not fit: a bound, or the ends of
+    blocks `[G]`; None: all fit.
 
     Example above, rank 0, slots, order `source`, nothing else sent: start [0, 1, 0, 2], row [[0, 2], [-1, 1]].
     """
@@ -129,8 +129,9 @@ def destinations(
 
 
 class Splits(NamedTuple):
-    """What an all-to-all of a rank needs, int32 `[W]` each, by peer. sent, received: rows. sent_start: of its rows, the
-    first that goes there. peer_start: the row there at which they begin, in the order `source`."""
+    """The arguments of a rank's all-to-all, int32 `[W]` by peer. sent, received: rows. sent_start: the first of its
+    rows for the peer. peer_start: the row there at which they begin, in the order `source`.
+    """
 
     sent: np.ndarray
     received: np.ndarray
@@ -139,10 +140,11 @@ class Splits(NamedTuple):
 
 
 def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
-    """Of a rank, from counts int32 `[W, G]`. receive: rows that each owner takes at most; the last ones do not go.
+    """Return the splits of a rank, from counts int32 `[W, G]`. receive: the most rows that an owner takes, the first
+    ones.
 
-    Example, counts [[2, 1], [3, 0]], rank 1, receive 4: sent [2, 0], received [1, 0], sent_start [0, 3], peer_start
-    [2, 1].
+    Example, counts [[2, 1], [3, 0]], rank 1, receive 4: sent [2, 0], received [1, 0], sent_start [0, 3], peer_start [2,
+    1].
     """
     num_ranks = len(counts)
     pairs = counts.astype(np.int64).reshape(num_ranks, num_ranks, -1).sum(axis=2)
@@ -153,8 +155,9 @@ def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
 
 
 def received_ids(runs: np.ndarray, order: str) -> np.ndarray:
-    """int32 `[R]`: the local expert of every slot that a rank receives, in the order `expert` or `source`. runs int32
-    `[W, L]`: the rows that come from every home for every place here. So ids need not be sent."""
+    """Return the local expert of every received slot, int32 `[R]`, in the order `expert` or `source`. runs int32
+    `[W, L]`: rows from every home for every place here.
+    """
     require_choice("order", order, ORDERS[:2])
     local = np.broadcast_to(np.arange(runs.shape[1], dtype=np.int32), runs.shape)
     if order == "expert":
@@ -163,17 +166,16 @@ def received_ids(runs: np.ndarray, order: str) -> np.ndarray:
 
 
 def token_ids(places: np.ndarray, tokens: np.ndarray, owner: int, per_rank: int) -> np.ndarray:
-    """int32 `[R, K]`: the K local ids that travel beside rows of tokens to one owner; -1 where another rank has it."""
+    """Return the K local ids of rows of tokens for one owner, int32 `[R, K]`; -1: another rank has the expert."""
     local = places[tokens] - owner * per_rank
     return np.where((local >= 0) & (local < per_rank), local, -1).astype(np.int32)
 
 
 def returned_rows(sent: RaggedLayout, groups: np.ndarray, num_ranks: int, block: int | None = None) -> Destinations:
-    """The row at home of what comes back for each row that was sent, int32 `[T, K]`, -1 = nothing. An owner gives back
-    rows in the order in which it got them.
+    """Return the row at home of the result of each row that was sent, int32 `[T, K]`, -1: none.
 
-    sent: the layout of groups int32 `[T, K]`: those that went. block: the rows that each owner has room for, and rows
-    beyond do not fit; None: owner after owner, without gaps, which is the layout's own order.
+    An owner returns results in the order of the rows it got. sent: the layout of groups int32 `[T, K]`. block: the rows
+    that each owner has room for; None: owner after owner, without gaps.
     """
     start = sent.group_start[:-1].astype(np.int64)
     if block is None:
@@ -184,8 +186,9 @@ def returned_rows(sent: RaggedLayout, groups: np.ndarray, num_ranks: int, block:
 
 
 def token_rows(row: np.ndarray, owners: np.ndarray, num_ranks: int) -> np.ndarray:
-    """int32 `[T, W]`: the row at every rank that a token went to, -1 = it did not; of rows of tokens by slot, `[T, K]`,
-    and the owners of all its slots."""
+    """Return the row of each token at every rank, int32 `[T, W]`, -1: it did not go there. row, owners `[T, K]`: of
+    its slots.
+    """
     found = np.full((len(row), num_ranks), -1, np.int32)
     token, k = np.nonzero(row >= 0)
     found[token, owners[token, k]] = row[token, k]
@@ -193,13 +196,13 @@ def token_rows(row: np.ndarray, owners: np.ndarray, num_ranks: int) -> np.ndarra
 
 
 def slot_rows(table: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """int32 `[T, K]`: for every slot the row that its token has at the slot's rank; table: of `token_rows`."""
+    """Return the row that a slot's token has at the slot's rank, int32 `[T, K]`; table: of `token_rows`."""
     found = np.take_along_axis(table, np.maximum(owners, 0).astype(np.int64), axis=1)
     return np.where(owners < 0, -1, found).astype(np.int32)
 
 
 def require_equal_tokens(tokens: list[int], mode: str) -> int:
-    """The number of tokens of every rank; raises InvalidInput where they differ."""
+    """Return the number of tokens of every rank. Raises InvalidInput if they differ."""
     if len(set(tokens)) != 1:
         raise InvalidInput(
             f"tokens must be as many on every rank with mode={mode!r}, got {tokens}; pad them and pass a token_mask"

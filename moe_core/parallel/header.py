@@ -1,4 +1,4 @@
-"""What the ranks of an exchange must agree on: eight numbers that travel beside the counts, and their comparison."""
+"""Eight numbers that ranks of an exchange compare; they travel with the counts."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import MODES, ExchangeSpec
 from moe_core.parallel.tensor import TOKENS, TensorSplit
 
-#: Changes when the meaning of a header does; 1 to 15, above the bits of `TensorSplit.digest`. With it, no header is
-#: all zeros, which is the one of a rank that failed.
+#: The version of headers, 1 to 15, above the bits of `TensorSplit.digest`. A failed rank's header is all zeros.
 _VERSION, _ABOVE = 4, 27
-#: The bits of options that are a digest.
+#: Bits of the digest in options.
 _DIGEST = 0x1FFFF
-#: Modes whose messages or buffers have one size on all ranks, which follows from the number of tokens; with mode `peer`
-#: that is the most there may be.
+#: Modes with messages or buffers of one size on all ranks, which follows from the number of tokens (`peer`: the most).
 STATIC_MODES = ("all_gather", "padded", "peer")
 
 
 class Header(NamedTuple):
-    """int32 `[8]` as names. options: mode, dtype, all else of the spec and, of experts, what they compute; placement: a
-    digest of the owners; tensor: `TensorSplit.digest`, with an index that all ranks have that compare, and the
-    version of headers."""
+    """int32 `[8]` as names. options: mode, dtype, the rest of the spec, and a digest of what experts compute.
+    placement: a digest of the owners. tensor: `TensorSplit.digest` with a common index, and the version of
+    headers.
+    """
 
     tensor: int
     options: int
@@ -44,7 +43,7 @@ class Header(NamedTuple):
         return MODES[self.options & 3]
 
     def describe(self) -> str:
-        """The numbers as errors show them."""
+        """Return the numbers as errors show them."""
         bits = self.options >> 2
         dtype = MATMUL_DTYPES[bits & 3]
         rows = "slots" if bits & 4 else "tokens"
@@ -59,17 +58,18 @@ class Header(NamedTuple):
         )
 
     def of_experts(self, digest: int) -> Header:
-        """The same of experts that compute what this digest says, 0 = anything."""
+        """Return the header with a digest of what experts compute, 0: anything."""
         return self._replace(options=self.options ^ (digest & _DIGEST) << 14)
 
     def on_tensor_axis(self, tokens: int, rank: int) -> Header:
-        """What the ranks of the tensor axis compare: they have so many tokens each, and one number `rank` on the axis
-        of experts, which takes the place of their index."""
+        """Return the header that ranks of the tensor axis compare: with their tokens, and `rank` on the axis of
+        experts in the place of their index.
+        """
         others = self.tensor & ~(0x1FFF << 14)
         return self._replace(tokens=tokens, tensor=others | (rank & 0x1FFF) << 14)
 
 
-#: Of a rank that raised before the exchange: it takes part with this, and its peers know at once.
+#: The header of a rank that raised before the exchange.
 FAILED = (0,) * len(Header._fields)
 
 
@@ -92,7 +92,7 @@ def header_of(
     training: bool,
     tensor: TensorSplit,
 ) -> Header:
-    """The header of a call; arguments as in `plan_exchange`."""
+    """Return the header of a call; arguments as for `plan_exchange`."""
     format_digest = 0 if spec.format is None else zlib.crc32(codec.dumps(spec.format).encode()) & _DIGEST
     flags = spec.rows == "slots", spec.on_overflow == "drop", training
     options = MODES.index(spec.mode) | MATMUL_DTYPES.index(dtype) << 2
@@ -104,11 +104,11 @@ def header_of(
 
 
 def compare_headers(headers: np.ndarray, where: str = "the exchange", *, equal_tokens: bool = False) -> int:
-    """The tokens of all ranks together, from the headers int32 `[W, 8]` of all ranks.
+    """Return the tokens of all ranks together, from the headers int32 `[W, 8]` of all ranks.
 
-    where: what the ranks were about to do, for messages: mode, layer and collective. equal_tokens: ranks must have
-    equally many, also where counts are exact. Raises PeerFailed where a rank failed, and InvalidInput where ranks
-    disagree, with both headers. Ranks agree with most of them, or with rank 0.
+    where: mode, layer and collective, for messages. equal_tokens: ranks must have equally many, also with exact counts.
+    Raises PeerFailed if a rank failed, and InvalidInput with both headers if ranks differ from most of them, or from
+    rank 0.
     """
     rows = np.asarray(headers).tolist()
     if all(row == rows[0] for row in rows) and tuple(rows[0]) != FAILED:
@@ -117,7 +117,7 @@ def compare_headers(headers: np.ndarray, where: str = "the exchange", *, equal_t
     failed = tuple(rank for rank, header in enumerate(found) if header == FAILED)
     if failed:
         raise PeerFailed(failed, where)
-    # The number of tokens may differ where counts are exact.
+    # The number of tokens may differ if counts are exact.
     known = [header if equal_tokens or header.mode in STATIC_MODES else header._replace(tokens=0) for header in found]
     votes = Counter(known)
     most = max(votes, key=lambda header: (votes[header], -known.index(header)))

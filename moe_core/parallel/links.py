@@ -1,4 +1,4 @@
-"""What a message costs: a line through measured times."""
+"""The cost of a message: a line through measured times."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from moe_core.base.checks import as_integer, finite_float, require_choice, set_i
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
 
-#: Messages that are measured. peer: stores to other ranks' memory; peer_pull: loads from it; ragged_all_to_all: XLA's.
+#: Kinds of messages. peer: stores to other ranks' memory, peer_pull: loads from it. ragged_all_to_all: of XLA.
 KINDS = ("all_gather", "all_to_all", "peer", "peer_pull", "ragged_all_to_all")
-#: Between ranks of one domain, or of several, over the network.
+#: Between ranks of one domain, or over the network.
 WHERE = ("domain", "network")
-#: Bytes of a message have to fit into 63 bits.
+#: Bytes of a message fit into 63 bits.
 _MOST_BYTES = 2**63
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two ranks: microseconds until a message's first byte arrives, GB/s of a rank in one direction."""
+    """A way between two ranks: microseconds until a message's first byte arrives, and GB/s in one direction."""
 
     latency_us: float
     bandwidth: float
@@ -33,7 +33,7 @@ class Link:
         set_positive(self, "bandwidth")
 
     def us(self, size: float) -> float:
-        """Microseconds for so many bytes of one rank."""
+        """Microseconds for so many bytes."""
         return self.latency_us + size / self.bandwidth / 1e3 if size else 0.0
 
 
@@ -41,9 +41,8 @@ class Link:
 class LinkTiming:
     """One measured message.
 
-    kind: of KINDS. backend: what moved it, such as `nccl`, `gloo` or `xla`. where: of WHERE. ranks: that took part.
-    bytes: that the busiest rank sends to or gets from others, whichever is more. us: median over repeats of the slowest
-    rank. Raises InvalidInput.
+    kind: of KINDS. backend: such as `nccl`, `gloo` or `xla`. where: of WHERE. ranks: that took part. bytes: the most
+    that a rank sends to others, or gets from them. us: median over repeats of the slowest rank. Raises InvalidInput.
     """
 
     kind: str
@@ -69,18 +68,16 @@ class LinkTiming:
 
 
 def fit_link(timings: Sequence[LinkTiming]) -> Link:
-    """The link whose times are nearest to those measured, by the squares of relative errors: small messages count as
-    much as large ones. Of one size, the latency is 0.
+    """Fit a link to timings, by the squares of relative errors, so that small messages count as much as large ones.
 
-    Example: 1000 bytes in 11 us and 1000000 bytes in 20 us fit a latency of 10.99 us and 111 GB/s.
-
-    Raises InvalidInput without a timing.
+    If all have one size, the latency is 0. Example: 1000 bytes in 11 us and 1000000 bytes in 20 us fit a latency of
+    10.99 us and 111 GB/s. Raises InvalidInput without a timing.
     """
     if not timings:
         raise InvalidInput("timings must hold at least one message, got none; measure some")
     size, us = np.array([[timing.bytes, timing.us] for timing in timings], np.float64).T
     if np.ptp(size):
-        # Columns of about one size, for the arithmetic's sake.
+        # Scaled columns keep the arithmetic exact enough.
         columns = np.stack([us.min() / us, size / us * (us / size).min()], axis=1)
         latency, per_byte = np.linalg.lstsq(columns, np.ones(len(us)), rcond=None)[0] * (us.min(), (us / size).min())
     else:
@@ -88,14 +85,14 @@ def fit_link(timings: Sequence[LinkTiming]) -> Link:
     if latency < 0:
         latency, per_byte = 0.0, float((size / us).sum() / (size / us).dot(size / us))
     if per_byte <= 0:
-        # Nothing but latency could be seen: the largest message says how fast the link is at least.
+        # Only latency shows. The largest message gives a lower bound of the bandwidth.
         last = int(size.argmax())
         latency, per_byte = float(np.median(us)), us[last] / size[last]
     return Link(float(latency), float(1 / per_byte / 1e3))
 
 
 def set_positive(options: object, name: str) -> None:
-    """Make a field a finite number above 0; raises InvalidInput otherwise."""
+    """Make a field a finite number above 0, or raise InvalidInput."""
     value = finite_float(name, getattr(options, name))
     if value <= 0:
         raise InvalidInput(f"{name} must be above 0, got {value}; measure it, or take it from a data sheet")

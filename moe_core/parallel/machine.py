@@ -1,4 +1,4 @@
-"""What connects ranks, as it was measured or is assumed, and which mode of an exchange suits them."""
+"""The links and speeds of GPUs, measured or assumed, and the mode of an exchange that suits them."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from moe_core.parallel.links import KINDS, Link, LinkTiming, fit_link, set_posit
 from moe_core.parallel.placement import Placement
 from moe_core.specs.tile_table import PROVENANCE_FIELDS
 
-#: Names a file of `moebius-tune --links`.
+#: The environment variable with a file of `moebius-tune --links`.
 VARIABLE = "MOEBIUS_MACHINE"
-#: Raised when the meaning of a file changes.
+#: The version of files.
 FORMAT_VERSION = 1
-#: Tokens of all ranks up to which every rank may as well see all of them, where nothing is measured.
+#: The most tokens of all ranks that every rank may see without loss, if nothing is measured.
 FEW_TOKENS = 256
-#: Of a token: 4096 numbers of bf16.
+#: Bytes of a token: 4096 numbers of bf16.
 _ROW_BYTES = 8192
-#: Modes whose messages are of another kind than their name.
+#: Modes with messages of another kind.
 _KIND_OF_MODE = {"padded": "all_to_all"}
 _NUMBERS = ("domain", "tflops", "memory")
-#: Fields of a Machine in a file; times of products are those of a layer.
+#: Fields of a Machine in a file, without the times of a layer.
 _FIELDS = ("nvlink", "network", *_NUMBERS, "measured")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a cost model knows of GPUs.
+    """GPUs as a cost model sees them.
 
-    domain: ranks that nvlink connects, one after another; network: what connects others, None = there are none. tflops:
-    10^12 operations per second of a layer's products. memory: its bandwidth in GB/s. measured: (kind, Link) of kinds of
-    messages within a domain that were measured apart (`all_gather`, `all_to_all`, `peer`, `peer_pull`,
-    `ragged_all_to_all`); others take nvlink. products: measured microseconds of a layer's forward on one device: of a
-    rank's tokens with all experts, and of a rank's part of all ranks' tokens with its own experts; None: they follow
-    from tflops and memory. Raises InvalidInput.
+    domain: consecutive ranks that nvlink connects. network: connects domains, None: there is one. tflops: 10^12
+    operations per second of a layer's products. memory: GB/s. measured: (kind, Link) of messages within a domain
+    (`all_gather`, `all_to_all`, `peer`, `peer_pull`, `ragged_all_to_all`); others take nvlink. products: measured
+    microseconds of a layer's forward on one device, of a rank's tokens with all experts, and of a rank's part of all
+    ranks' tokens with its own experts; None: from tflops and memory. Raises InvalidInput.
     """
 
     nvlink: Link
@@ -68,13 +67,12 @@ class Machine:
             object.__setattr__(self, "products", (alone, share))
 
     def link(self, mode: str) -> Link:
-        """What moves rows of an exchange's mode within a domain."""
+        """Return the link of an exchange's mode within a domain."""
         return dict(self.measured).get(_KIND_OF_MODE.get(mode, mode), self.nvlink)
 
 
-#: Hosts of eight H200. Links within a host are those that four of them were measured to have,
-#: benchmarks/results/machine-4-h200.json; those between hosts, 45 of nominally 50 GB/s a GPU, are assumed. tflops and
-#: memory: what products of bf16 layers reach in docs/user/performance.md.
+#: Hosts of eight H200. Links within a host: measured on four, benchmarks/results/machine-4-h200.json. Between hosts:
+#: assumed, 45 of nominally 50 GB/s a GPU. tflops and memory: of bf16 layers in docs/user/performance.md.
 H200 = Machine(
     Link(20.6, 278.0),
     Link(20.0, 45.0),
@@ -93,9 +91,8 @@ H200 = Machine(
 
 @dataclass(frozen=True)
 class MachineRecord:
-    """What `moebius-tune --links` measured.
-
-    provenance: gpu, driver, versions, commit, command, date. timings: every message. not_measured: (kind, reason).
+    """A record of `moebius-tune --links`. provenance: gpu, driver, versions, commit, command, date. timings: of
+    every message. not_measured: (kind, reason).
     """
 
     machine: Machine
@@ -113,9 +110,8 @@ class MachineRecord:
         memory: float,
         not_measured: Sequence[tuple[str, str]] = (),
     ) -> MachineRecord:
-        """The record of a machine whose links fit these timings; nvlink is that of all_to_all within the domain.
-
-        Raises InvalidInput where there is no such timing.
+        """Fit a machine to timings; nvlink is the link of all_to_all within the domain. Raises InvalidInput without
+        such a timing.
         """
         by_kind: dict[tuple[str, str], list[LinkTiming]] = {}
         for timing in timings:
@@ -129,20 +125,20 @@ class MachineRecord:
         return MachineRecord(machine, tuple(timings), dict(provenance), tuple(not_measured))
 
     def save(self, path: str | Path) -> None:
-        """Write the file. Raises InvalidInput for a provenance that lacks a field."""
+        """Write the file. Raises InvalidInput if the provenance lacks a field."""
         _require_provenance(self.provenance, "provenance")
         machine = {name: value for name, value in dataclasses.asdict(self.machine).items() if name in _FIELDS}
         machine["measured"] = {kind: dataclasses.asdict(link) for kind, link in self.machine.measured}
         content = {"format": FORMAT_VERSION, "provenance": dict(self.provenance), "machine": machine}
         head = json.dumps(content | {"not_measured": dict(self.not_measured)}, indent=2).removesuffix("\n}")
-        # One line per message: a changed figure is a changed line.
+        # One line per message, for readable changes.
         lines = ",\n".join(f"    {json.dumps(dataclasses.asdict(timing))}" for timing in self.timings)
         with whole_file(path) as partial:
             partial.write_text(f'{head},\n  "timings": [\n{lines}\n  ]\n}}\n')
 
     @staticmethod
     def load(path: str | Path) -> MachineRecord:
-        """The record of a file. Raises InvalidInput for any other file, with the name of what is wrong."""
+        """Read a file. Raises InvalidInput for any other file, and names the problem."""
         try:
             content = load_json(path)
         except InvalidInput as error:
@@ -169,9 +165,8 @@ class MachineRecord:
 
 
 def machine_of(machine: Machine | str | Path | None) -> Machine:
-    """A machine, or that of the record at a path; None: of the record that the variable MOEBIUS_MACHINE names.
-
-    Raises InvalidInput for any other file, and where there is none.
+    """Return the machine, or that of the record at a path; None: of the record that MOEBIUS_MACHINE names. Raises
+    InvalidInput for other files, and without any.
     """
     if machine is None:
         named = os.environ.get(VARIABLE)
@@ -223,12 +218,22 @@ def choose_mode(
     symmetric: bool = False,
     row_bytes: int = _ROW_BYTES,
 ) -> tuple[str, str]:
-    """The mode of an exchange, and why.
+    """Choose the mode of an exchange.
 
-    tokens: of a rank. machine: as for `machine_of`; of a measured one, few tokens are those whose rows take no longer
-    than a message's latency. capturable: the host may read nothing, as under a CUDA graph. symmetric: ranks of a domain
-    can store to each other's memory; they do, unless other messages were measured to be faster. row_bytes: of a token.
-    Raises InvalidInput.
+    Args:
+        tokens: of a rank.
+        placement: gives the number of ranks.
+        machine: as for `predict`. With a measured one, tokens are few if their rows take no longer than a message's
+            latency.
+        capturable: the host reads nothing, as under a CUDA graph.
+        symmetric: ranks of a domain can store to each other's memory. They do, unless other messages were faster.
+        row_bytes: bytes of a token.
+
+    Returns:
+        the mode, and the reason.
+
+    Raises:
+        InvalidInput: wrong arguments.
     """
     require_kind("placement", placement, Placement)
     machine = machine_of(machine)

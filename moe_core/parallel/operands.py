@@ -1,4 +1,4 @@
-"""Routings and what an owner computes with, checked before anything travels, and what all ranks must have in common."""
+"""Checks of routings and experts before anything travels."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ def experts_digest(
     spec: MoESpec,
     spec_of: Callable[[str, Any], ArraySpec],
 ) -> int:
-    """A digest, not 0, of what a rank's experts compute: F, the activation, and what their products round.
+    """Return a digest, not 0, of what a rank's experts compute: F, the activation, and the rounding of products.
 
-    x `[T, D]`, experts and shared: arrays with shapes and dtypes. spec_of: from a name and an array of them to its
-    ArraySpec. Raises InvalidInput where the arrays of this rank do not fit each other: behind the first message other
-    ranks would wait for it.
+    experts, shared: arrays with shapes and dtypes. spec_of: makes the ArraySpec of (name, array). Raises InvalidInput
+    if this rank's arrays do not fit each other: later, other ranks would wait for its message.
     """
     bundles = experts, *(() if shared is None else (shared,))
     formats = tuple(getattr(value, "spec", None) for bundle in bundles for _, value in named_fields(bundle))
@@ -40,7 +39,7 @@ def experts_digest(
 
         def dense(array: Any) -> ArraySpec:
             own = spec_of("experts", array)
-            # Strides are the op's own business.
+            # The op checks strides.
             return ArraySpec(own.shape, own.dtype)
 
         given, beside = map_arrays(experts, dense), None if shared is None else map_arrays(shared, dense)
@@ -53,13 +52,13 @@ def experts_digest(
 
 
 def require_given(ids: ArraySpec, weights: ArraySpec, tokens: int) -> None:
-    """Raise InvalidInput unless these are ids and weights of so many tokens, as a `TopK` has them."""
+    """Raise InvalidInput unless ids and weights fit so many tokens."""
     require_spec("routing.ids", ids, (tokens, "top_k"), ID_DTYPES, contiguous=False)
     require_spec("routing.weights", weights, ids.shape, ROUTER_WEIGHT_DTYPES, contiguous=False)
 
 
 def require_scores(shape: Sequence[int], tokens: int, placement: Placement) -> None:
-    """Raise InvalidInput unless logits of this shape are of so many tokens and all experts of placement."""
+    """Raise InvalidInput unless logits fit the tokens and experts."""
     wanted = [tokens, placement.num_experts]
     if list(shape) != wanted:
         raise InvalidInput(

@@ -1,4 +1,4 @@
-"""Which experts lie on which rank, and which replica a slot goes to.
+"""The ranks of experts, and the replica of a slot.
 
 Letters: E experts, W ranks, L places per rank. Physical id of a place: rank * L + local.
 """
@@ -19,15 +19,12 @@ from moe_core.base.codec import plan_type
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
 
-#: What an empty place holds.
+#: The content of an empty place.
 HOLE = -1
 
 
 class Move(NamedTuple):
-    """One expert's weights go from the place `source` of the old placement to the place `target` of the new one.
-
-    Both are physical ids. They may be on one rank.
-    """
+    """One expert goes from place `source` of the old placement to place `target` of the new one, physical ids."""
 
     expert: int
     source: int
@@ -35,10 +32,10 @@ class Move(NamedTuple):
 
 
 class PlacementTables(NamedTuple):
-    """A placement as int32 arrays, whose sizes do not change when experts move between the same places.
+    """A placement as int32 arrays. Their sizes stay when experts move between the same places.
 
-    expert_of_place `[W * L]`: -1 = empty. places `[W * L]`: physical ids, those of expert e at start[e] : start[e + 1],
-    ascending; empty places behind all others. start `[E + 1]`.
+    expert_of_place `[W * L]`: -1: empty. places `[W * L]`: physical ids, of expert e at start[e] : start[e + 1],
+    ascending; then empty places. start `[E + 1]`.
     """
 
     expert_of_place: np.ndarray
@@ -49,11 +46,12 @@ class PlacementTables(NamedTuple):
 @plan_type
 @dataclass(frozen=True)
 class Placement:
-    """Which experts lie on which rank.
+    """The experts of each rank.
 
-    owners[rank] are logical ids in local order, -1 = an empty place; every rank has equally many places. An expert may
-    lie on several ranks (replicas), once on each at most, and on one at least. version: the counts of changes, which
-    ranks compare. Raises InvalidInput.
+    Every rank has equally many places. An expert lies on at least one rank, and at most once on each (replicas).
+
+    owners: logical ids of each rank in local order, -1: an empty place. version: number of changes, which ranks
+    compare. Raises InvalidInput.
     """
 
     num_experts: int
@@ -106,17 +104,17 @@ class Placement:
 
     @functools.cached_property
     def has_replicas(self) -> bool:
-        """Whether an expert lies on several ranks."""
+        """Return True if an expert lies on several ranks."""
         return sum(expert != HOLE for rank in self.owners for expert in rank) > self.num_experts
 
     @functools.cached_property
     def digest(self) -> int:
-        """31 bits that tell owners apart, for ranks to compare."""
+        """31 bits of the owners, which ranks compare."""
         return zlib.crc32(np.array(self.owners, np.int32).tobytes()) & 0x7FFFFFFF
 
     @functools.cached_property
     def tables(self) -> PlacementTables:
-        """The same as arrays, which must not be written to."""
+        """The placement as arrays; they must not be written to."""
         held = np.array(self.owners, np.int32).reshape(-1)
         key = np.where(held == HOLE, self.num_experts, held)
         counts = np.bincount(key, minlength=self.num_experts + 1)[: self.num_experts]
@@ -127,14 +125,14 @@ class Placement:
         return tables
 
     def places_of(self, expert: int) -> tuple[int, ...]:
-        """The physical ids of an expert's replicas, ascending. Raises InvalidInput."""
+        """Return the physical ids of an expert's replicas, ascending. Raises InvalidInput."""
         expert = as_integer("expert", expert, 0, self.num_experts)
         _, places, start = self.tables
         return tuple(places[start[expert] : start[expert + 1]].tolist())
 
     @functools.cached_property
     def occupied(self) -> tuple[int, ...]:
-        """How many places each rank has up to the last one with an expert."""
+        """Places of each rank up to the last one with an expert."""
         places = [[place + 1 for place, expert in enumerate(rank) if expert != HOLE] for rank in self.owners]
         return tuple(max(own, default=0) for own in places)
 
@@ -146,7 +144,7 @@ class Placement:
 
     @staticmethod
     def linear(num_experts: int, num_ranks: int) -> Placement:
-        """Consecutive experts on a rank, ceil(E / W) each; empty places at the end. Raises InvalidInput."""
+        """Put consecutive experts on a rank, ceil(E / W) each, with empty places at the end. Raises InvalidInput."""
         experts, ranks = _sizes(num_experts, num_ranks)
         each = -(-experts // ranks)
         ids = [expert if expert < experts else HOLE for expert in range(each * ranks)]
@@ -154,7 +152,7 @@ class Placement:
 
     @staticmethod
     def round_robin(num_experts: int, num_ranks: int) -> Placement:
-        """Expert e on rank e mod W; the last place of the last ranks may be empty. Raises InvalidInput."""
+        """Put expert e on rank e mod W; the last ranks may have an empty place. Raises InvalidInput."""
         experts, ranks = _sizes(num_experts, num_ranks)
         ids = [expert if expert < experts else HOLE for expert in range(-(-experts // ranks) * ranks)]
         return Placement(experts, tuple(tuple(ids[rank::ranks]) for rank in range(ranks)))
@@ -168,14 +166,19 @@ class Placement:
         nodes: int = 1,
         max_replicas: int | None = None,
     ) -> Placement:
-        """Ranks get as equal shares of a load as they can: spare places hold replicas of the hottest experts.
+        """Give ranks shares of a load that are as equal as possible; spare places hold replicas of the hottest experts.
 
-        load `[E]`: what each expert had to do, such as tokens_per_expert of past calls; a replica takes an equal part
-        of it. per_rank: L. nodes: ranks are this many nodes, one after another; experts are first shared out among
-        nodes, and an expert's replicas stay on one of them. max_replicas: places of an expert at most, None = one on
-        each rank of a node; 1 = no replicas, as training needs. Equal arguments give equal placements.
+        Equal arguments give equal placements.
 
-        Raises InvalidInput.
+        Args:
+            load: `[E]`, the work of each expert, such as tokens_per_expert of past calls. Replicas take equal parts.
+            num_ranks: W.
+            per_rank: L.
+            nodes: number of nodes, of consecutive ranks. The replicas of an expert stay on one node.
+            max_replicas: the most places of an expert; None: one on each rank of a node. Training needs 1.
+
+        Raises:
+            InvalidInput: wrong sizes.
         """
         loads = _loads(load)
         experts, ranks = _sizes(loads.size, num_ranks)
@@ -195,9 +198,8 @@ class Placement:
         return Placement(experts, tuple(owners))
 
     def balancedness(self, load: Sequence[float] | np.ndarray) -> float:
-        """Mean over maximum of what ranks have to do, in (0, 1]: 1 = all equally much, also where there is nothing.
-
-        load `[E]`: as for `balanced`; a replica has an equal part of it. Raises InvalidInput.
+        """Return the mean over the maximum of the ranks' work, in (0, 1]; 1 without any work. load `[E]`: as for
+        `balanced`. Raises InvalidInput.
         """
         loads = _loads(load)
         if len(loads) != self.num_experts:
@@ -208,11 +210,11 @@ class Placement:
         return float(ranks.mean() / ranks.max()) if ranks.any() else 1.0
 
     def near(self, previous: Placement, *, nodes: int = 1) -> Placement:
-        """The same experts together, on ranks and places where little has to move from `previous`; its next version.
+        """Return the next version: the same groups of experts, on ranks and places that need few moves from `previous`.
 
-        Ranks of a node swap what they hold: each takes, in turn, what it has most of already. An expert that stays on
-        its rank keeps its place. previous: of as many experts and ranks, and no more places. Returns `previous` where
-        nothing moves. Raises InvalidInput.
+        Ranks of a node take, in turn, the group they already have most of. An expert that stays on its rank keeps its
+        place. previous: as many experts and ranks, and at most as many places. Returns `previous` if nothing moves.
+        Raises InvalidInput.
         """
         sizes = [(one.num_experts, one.num_ranks) for one in (self, previous)]
         if sizes[0] != sizes[1] or previous.per_rank > self.per_rank:
@@ -234,7 +236,7 @@ class Placement:
             if rank not in chosen and other not in given:
                 chosen[rank] = other
                 given.add(other)
-        # Taking in turn may do worse than no swap at all.
+        # Taking in turn may be worse than no swap.
         same = {rank: rank for rank in chosen}
         kept = [sum(len(held[rank] & taken[way[rank]]) for rank in way) for way in (chosen, same)]
         chosen = chosen if kept[0] > kept[1] else same
@@ -250,11 +252,10 @@ class Placement:
         return Placement(self.num_experts, tuple(owners), previous.version + 1)
 
     def moved(self, other: Placement) -> tuple[Move, ...]:
-        """What has to be copied so that this placement becomes `other`, by target.
+        """Return the copies that turn this placement into `other`, by target.
 
-        A place whose expert stays takes no move. The source is a place on the target's own rank if there is one, else
-        one of the expert's places, each in turn. Raises InvalidInput unless both have equally many experts, ranks and
-        places.
+        The source is a place on the target's rank if there is one, else one of the expert's places, in turn. Raises
+        InvalidInput unless both have equally many experts, ranks and places.
         """
         sizes = [(placement.num_experts, placement.num_ranks, placement.per_rank) for placement in (self, other)]
         if sizes[0] != sizes[1]:
@@ -295,8 +296,9 @@ def _nodes(nodes: int, num_ranks: int) -> int:
 
 
 def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
-    """Experts in groups of at most ceil(E / groups), of equal load if it can be: the heaviest first, each into the
-    lightest group that has room. Ties go to the first."""
+    """Split experts into groups of at most ceil(E / groups) and equal load: the heaviest first, into the lightest
+    group with room. Ties go to the first.
+    """
     room = -(-len(loads) // groups)
     found: list[list[int]] = [[] for _ in range(groups)]
     lightest = [(0.0, group) for group in range(groups)]
@@ -309,7 +311,9 @@ def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
 
 
 def _copies(loads: np.ndarray, experts: list[int], places: int, most: int) -> dict[int, int]:
-    """Places of each expert: spare ones go to the expert whose replicas have most to do. Ties go to the first."""
+    """Return the number of places of each expert: spare ones go to the expert with the heaviest replicas. Ties go to
+    the first.
+    """
     copies = dict.fromkeys(experts, 1)
     hottest = [(-loads[expert], expert) for expert in experts] if most > 1 else []
     heapq.heapify(hottest)
@@ -324,20 +328,20 @@ def _copies(loads: np.ndarray, experts: list[int], places: int, most: int) -> di
 
 
 class _Node:
-    """The ranks of a node while they are filled."""
+    """Ranks of a node that are being filled."""
 
     def __init__(self, loads: np.ndarray, copies: dict[int, int], ranks: int, per_rank: int) -> None:
         self.part = {expert: loads[expert] / count for expert, count in copies.items()}
         self.held: list[list[int]] = [[] for _ in range(ranks)]
         self.total, self.per_rank = [0.0] * ranks, per_rank
         self.lightest = [(0.0, rank) for rank in range(ranks)]
-        # The heaviest first; an expert's replicas one after another.
+        # The heaviest expert first, its replicas one after another.
         for expert in sorted(copies, key=lambda expert: (-self.part[expert], expert)):
             for _ in range(copies[expert]):
                 self._place(expert)
 
     def _place(self, expert: int) -> None:
-        """Into the lightest rank that has room and does not hold it."""
+        """Put the expert on the lightest rank that has room and does not hold it."""
         passed_over = []
         while self.lightest and expert in self.held[self.lightest[0][1]]:
             passed_over.append(heapq.heappop(self.lightest))
@@ -350,7 +354,7 @@ class _Node:
         self._add(rank, expert)
 
     def _make_room(self, room: int, expert: int) -> int:
-        """A full rank that does not hold the expert, once it gave another expert to the rank `room`, which does."""
+        """Move another expert of a full rank to the rank `room`, which holds `expert`, and return the full rank."""
         ranks = (rank for rank in range(len(self.held)) if expert not in self.held[rank])
         rank = min(ranks, key=lambda rank: (self.total[rank], rank))
         # There is one: the full rank holds more experts, and not this one.

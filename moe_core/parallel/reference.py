@@ -1,7 +1,7 @@
-"""All ranks of an expert-parallel MoE in one process, in NumPy: the twin that front-ends and plans are compared with.
+"""The twin: all ranks of an expert-parallel MoE in one process, in NumPy.
 
-Every rank computes with the twins of one device (`moe_core.ops.moe.reference`), on the experts that it has and on the
-rows that it received. Receive buffers are filled with NaN before anything arrives.
+Every rank computes with the twins of one device (`moe_core.ops.moe.reference`), on its experts and the rows it
+received. Receive buffers hold NaN before anything arrives.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import MoEOperands, MoEOutput, OutputGradients, TopK
 
-#: What an owner runs: a forward's stages, of which matmul2 and tokens_per_expert are read; and a backward's
-#: d_slots, `d_routing.weights` and `d_experts.*`, from the forward's stages.
+#: An owner's op: the stages of a forward, with matmul2 and tokens_per_expert; and d_slots, `d_routing.weights` and
+#: `d_experts.*` of a backward, from these stages.
 Forward = Callable[[MoEOperands, MoESpec], dict[str, np.ndarray]]
 Backward = Callable[[OutputGradients, MoEOperands, MoESpec, dict[str, np.ndarray]], dict[str, np.ndarray]]
 
@@ -43,16 +43,16 @@ def numpy_backward(
 
 
 class Owner(NamedTuple):
-    """What a rank did for others: operands of its own experts on the rows it received, and every stage of it."""
+    """The operands of an owner, with received rows, and all stages of its op."""
 
     operands: MoEOperands
     stages: dict[str, np.ndarray]
 
 
 class GroupForward(NamedTuple):
-    """Of every rank, in order. outputs: of its own tokens; tokens_per_expert int32 `[E]` of them. received_per_expert:
-    int32 `[L]`, rows of its experts. overflow int32 `[1]`: rows of all ranks that did not fit. routes, owners, stages:
-    what `moe_backward` reads."""
+    """Results of every rank, in order. received_per_expert int32 `[L]`: rows of its experts. overflow int32 `[1]`:
+    rows of all ranks that did not fit. `moe_backward` reads routes, owners and stages.
+    """
 
     outputs: tuple[MoEOutput, ...]
     received_per_expert: tuple[np.ndarray, ...]
@@ -70,13 +70,13 @@ def moe(
     *,
     run: Forward = numpy_forward,
 ) -> GroupForward:
-    """One MoE forward of all ranks. ranks: each with x and routing of its own tokens, and its own experts, `[L, ...]`
-    (`moe_core.parallel.shards.shard_experts`); routing is over all E experts, and there is no expert_map. run: what
-    owners compute with, by default NumPy.
+    """Run one MoE forward of all ranks.
 
-    The output is bitwise the one of `moe_stages` on all tokens and experts, unless `plan_exchange` says why not. A
-    token with a slot that did not fit is NaN unless exchange.on_overflow is `drop`. Raises InvalidInput, and
-    Unsupported for exchange.format and exchange.chunks.
+    The output is bitwise that of `moe_stages` on all tokens and experts, unless `plan_exchange` says why not. A token
+    with a slot that did not fit is NaN unless exchange.on_overflow is `drop`.
+
+    ranks: x and routing of each rank's tokens, over all E experts, and its experts `[L, ...]` of `shard_experts`; no
+    expert_map. run: computes an owner's op. Raises InvalidInput, and Unsupported for a format and chunks.
     """
     exchange = ExchangeSpec() if exchange is None else exchange
     _check(ranks, placement, exchange)
@@ -86,7 +86,7 @@ def moe(
         routing = routing_stages(rank.x, rank.routing, spec, rank.token_mask)
         found = physical_ids(routing["ids"], placement, first_token=first_token, token_mask=rank.token_mask)
         first_token += len(rank.x)
-        # A router weight on the input is applied before rows travel; the owner's weight is 1.
+        # A weight on the input is applied before rows travel, and the owner's weight is 1.
         on_input = spec.apply_router_weight_on_input
         sources.append(scale_rows(rank.x, routing["weights"]) if on_input else rank.x)
         weights.append(np.ones_like(routing["weights"]) if on_input else routing["weights"])
@@ -116,7 +116,7 @@ def moe(
 
 
 def _at_owner(spec: MoESpec) -> MoESpec:
-    """The options of experts whose rows come with ids and weights."""
+    """Options of experts whose rows come with ids and weights."""
     plain = {"router": None, "apply_router_weight_on_input": False, "out_dtype": None, "shared_activation": None}
     return dataclasses.replace(spec, **plain)
 
@@ -137,21 +137,21 @@ def _check(ranks: Sequence[MoEOperands], placement: Placement, exchange: Exchang
 
 
 class _Home(MoEBackward):
-    """The backward of a rank's tokens, whose experts are elsewhere."""
+    """The backward of a rank's tokens; their experts are elsewhere."""
 
     def __init__(self, number: int, routes: Routes, returned: tuple[list[np.ndarray], list[np.ndarray]], *rest) -> None:
         self.number, self.routes, self.returned = number, routes, returned
         super().__init__(*rest)
 
     def through_experts(self) -> np.ndarray:
-        """d_x from the rows that came back, and the gradient of the weights fp32 `[T, K]`."""
+        """d_x from the rows that came back, and the gradient of weights, fp32 `[T, K]`."""
         d_slots, d_weights = self.returned
         rows, order = self.routes.pull(self.number, d_slots), self.routes.homes[self.number].back
         by_slot = self.routes.pull_weights(self.number, d_weights)
         if not self.spec.apply_router_weight_on_input:
             self.d_x += reduce(rows, order, top_k=order.shape[1], order="row", out_dtype="float32")
             return by_slot
-        # K = 1, so one row at most comes back for a token: what was x times the weight gives gradients of both.
+        # K = 1: at most one row comes back for a token. It is the gradient of x times the weight.
         row = order.max(axis=1)
         tokens = np.flatnonzero(row >= 0)
         d_source, weights = to_float32(rows[row[tokens]]), self.stages["weights"]
@@ -171,12 +171,10 @@ def moe_backward(
     run: Backward = numpy_backward,
     request: Request = EVERYTHING,
 ) -> tuple[dict[str, np.ndarray], ...]:
-    """The gradients of every rank, by the names of `moe_backward_stages`: d_x and `d_routing.*` and `d_shared.*` of its
-    own tokens, `d_experts.*` of its own experts from all tokens.
+    """Return the gradients of every rank, by the names of `moe_backward_stages`; `d_experts.*` from all ranks' tokens.
 
-    d_x, the gradients of given weights, and those of experts that lie once are bitwise those of one device. Gradients
-    of a router's and a shared expert's parameters are this rank's addends. Losses are of a rank's own tokens. request:
-    of what is computed at home.
+    d_x, the gradients of given weights, and those of experts with one place are bitwise one device's. Gradients of a
+    router and a shared expert are this rank's addends, and losses those of its tokens. request: of what home computes.
     """
     routes = forward.routes
     d_out = [round_to(given.output, rank.x.dtype) for given, rank in zip(gradients, ranks, strict=True)]

@@ -1,4 +1,4 @@
-"""Which row of which rank becomes which row of which other, in every mode of an exchange; part of the twin."""
+"""The routes of rows between all ranks, in every mode; part of the twin."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from moe_core.parallel.spec import ExchangeSpec
 
 
 class Arrivals(NamedTuple):
-    """What a home sends, int32, an entry per row: the owner it goes to, its token, its slot (-1: the whole token), and
-    the row that it becomes."""
+    """Rows that a home sends, int32: the owner, the token, the slot (-1: the whole token), and the row there."""
 
     owner: np.ndarray
     token: np.ndarray
@@ -37,17 +36,16 @@ class Arrivals(NamedTuple):
     row: np.ndarray
 
     def to(self, owner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """row, token and slot of what goes to an owner."""
+        """row, token and slot of rows to an owner."""
         mine = self.owner == owner
         return self.row[mine], self.token[mine], self.slot[mine]
 
 
 class Home(NamedTuple):
-    """Where a rank's rows go, and what comes back.
+    """Routes of a rank's rows.
 
-    places `[T, K]`. arrivals: what it sends. back `[T, K]`: the row that a slot's result arrives at, of back_rows.
-    begins `[W]`: where the rows of each owner begin there. lost bool `[T, K]`: slots that did not fit. overflow: rows
-    that did not.
+    places `[T, K]`. back `[T, K]`: the row that a slot's result arrives at, of back_rows. begins `[W]`: where each
+    owner's rows begin there. lost bool `[T, K]`: slots that did not fit. overflow: how many rows did not fit.
     """
 
     places: np.ndarray
@@ -60,7 +58,7 @@ class Home(NamedTuple):
 
 
 def make_routes(places: Sequence[np.ndarray], placement: Placement, spec: ExchangeSpec) -> Routes:
-    """The routes of all ranks, from the places of their slots, int32 `[T, K]` each. Raises InvalidInput."""
+    """Make the routes of all ranks from the places of their slots, int32 `[T, K]` each. Raises InvalidInput."""
     num_ranks, per_rank = placement.num_ranks, placement.per_rank
     tokens = [len(own) for own in places]
     static = spec.mode in ("all_gather", "padded")
@@ -118,7 +116,7 @@ def _coming_back(
     lost = (places >= 0) & (kept < 0)
     arrived = np.where(kept < 0, -1, places)
     owners = owners_of(arrived, placement.per_rank)
-    # Slots come back as they went, (place, slot); those of tokens by (owner, slot).
+    # Slots come back by (place, slot), or for rows of tokens by (owner, slot).
     groups = arrived if by_slot else owners
     sent = sends(groups, placement.num_places if by_slot else num_ranks)
     found = returned_rows(sent, groups, num_ranks, bounds.back)
@@ -131,7 +129,9 @@ def _coming_back(
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """All ways of all rows. counts int32 `[W, G]`: what homes send. sources: of every owner, the home of each row."""
+    """Routes of all ranks. counts int32 `[W, G]`: rows that homes send. sources: for every owner, the home of each
+    row.
+    """
 
     spec: ExchangeSpec
     placement: Placement
@@ -151,7 +151,7 @@ class Routes:
         return np.array([sum(home.overflow for home in self.homes)], np.int32)
 
     def push(self, owner: int, values: Sequence[np.ndarray]) -> np.ndarray:
-        """What a rank receives of rows by token, `[T, D]` of every home."""
+        """Rows that an owner receives, of rows by token `[T, D]` of every home."""
         buffer = np.full((len(self.sources[owner]), values[0].shape[1]), np.nan, values[0].dtype)
         written = np.zeros(len(buffer), bool)
         for home, own in zip(self.homes, values, strict=True):
@@ -162,7 +162,7 @@ class Routes:
 
     @functools.cached_property
     def ids(self) -> tuple[np.ndarray, ...]:
-        """Local ids int32 of the rows that each rank receives: `[R, K]`, of slots `[R, 1]`."""
+        """Local ids int32 of the rows of each rank: `[R, K]`, of slots `[R, 1]`."""
         return tuple(self._ids(owner) for owner in range(self.placement.num_ranks))
 
     def _ids(self, owner: int) -> np.ndarray:
@@ -182,7 +182,7 @@ class Routes:
         return ids
 
     def push_weights(self, owner: int, weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Weights fp32 of the rows that a rank receives, of the shape of its ids."""
+        """Weights fp32 of received rows, in the shape of their ids."""
         found = np.full(self.ids[owner].shape, np.nan, np.float32)
         for home, own in zip(self.homes, weights, strict=True):
             row, token, slot = home.arrivals.to(owner)
@@ -190,7 +190,7 @@ class Routes:
         return found
 
     def pull(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
-        """What comes back to a rank, `[*, N]`, of every owner's results by slot `[*, N]`."""
+        """Rows that come home, `[*, N]`, of every owner's results by slot `[*, N]`."""
         own = self.homes[home]
         buffer = np.full((own.back_rows, results[0].shape[1]), np.nan, results[0].dtype)
         for owner, values in enumerate(results):
@@ -199,7 +199,7 @@ class Routes:
         return buffer
 
     def pull_weights(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
-        """fp32 `[T, K]` at home, of every owner's gradients of weights by its rows' ids; 0 where there is none."""
+        """fp32 `[T, K]` at home, of every owner's gradients of weights; 0: no row."""
         rows = self.homes[home].back
         came = self.pull(home, [values.reshape(-1, 1) for values in results])
         found = np.zeros(rows.shape, came.dtype)
@@ -207,7 +207,7 @@ class Routes:
         return found
 
     def _returned(self, owner: int, home: int) -> np.ndarray:
-        """The results that an owner gives back to a home, in order."""
+        """The results that an owner returns to a home, in order."""
         mine = self.sources[owner] == home
         valid = (self.ids[owner] >= 0) & mine[:, None]
         return np.flatnonzero(valid.reshape(-1))[: self.bounds.back]

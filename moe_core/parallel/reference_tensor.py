@@ -1,7 +1,7 @@
 """Ranks of both axes, experts and tensor, in one process, in NumPy; part of the twin.
 
-Each rank of the tensor axis takes part in an exchange of its own, `moe_core.parallel.reference`, with slices of the
-experts and the tokens of all ranks of the axis. What comes home are parts, which are added in the order of ranks.
+Each rank of the tensor axis has an exchange of its own, with slices of the experts and the tokens of the whole axis.
+Parts come home and are added in the order of ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from moe_core.parallel.tensor import TensorSplit
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, MoEOutput, OutputGradients, TopK
 
-#: Of every rank, by its number on the axis of experts, then on the tensor axis.
+#: By rank: the number on the axis of experts, then on the tensor axis.
 Grid = Sequence[Sequence[MoEOperands]]
 
 
 class GridForward(NamedTuple):
-    """Of every rank, `[W][size]`: outputs of its own tokens. groups: the exchange of each rank of a tensor axis, whose
-    outputs are parts fp32. inner, stages: what `moe_backward` reads."""
+    """Results of every rank, `[W][size]`. groups: the exchange of each rank of a tensor axis, whose outputs are
+    parts fp32. `moe_backward` reads inner and stages.
+    """
 
     outputs: tuple[tuple[MoEOutput, ...], ...]
     groups: tuple[reference.GroupForward, ...]
@@ -44,11 +45,10 @@ class GridForward(NamedTuple):
 def moe(
     ranks: Grid, spec: MoESpec, placement: Placement, exchange: ExchangeSpec | None = None, *, tokens: str = "split"
 ) -> GridForward:
-    """One MoE forward of all ranks of both axes.
+    """Run one MoE forward of all ranks of both axes.
 
-    ranks: as for `reference.moe`, with slices of their experts (`moe_core.parallel.tensor.split_experts`). tokens:
-    `split`: each rank has its own, equally many on a tensor axis; `replicated`: those of a tensor axis have the same.
-    Raises InvalidInput.
+    ranks: as for `reference.moe`, with slices of their experts (`split_experts`). tokens: see `TensorSplit`. Raises
+    InvalidInput.
     """
     split = TensorSplit(len(ranks[0]), 0, tokens)
     for number, row in enumerate(ranks):
@@ -92,14 +92,14 @@ def moe(
 
 
 def bias_once(experts: ExpertWeights, index: int) -> ExpertWeights:
-    """The slices of a rank, whose down_bias the first rank of the axis adds alone."""
+    """The slices of a rank; only the first rank of the axis adds down_bias."""
     if experts.down_bias is None or index == 0:
         return experts
     return dataclasses.replace(experts, down_bias=np.zeros_like(experts.down_bias))
 
 
 def _of_axis(arrays: Sequence[np.ndarray], split: TensorSplit) -> np.ndarray:
-    """What the ranks of a tensor axis bring to an exchange, of what each has by token."""
+    """The tokens that the ranks of a tensor axis bring to an exchange."""
     return np.concatenate(arrays) if split.tokens == "split" else arrays[0]
 
 
@@ -108,7 +108,7 @@ def _known(ids: np.ndarray, token_mask: np.ndarray | None) -> np.ndarray:
 
 
 def _own(array: np.ndarray, index: int, split: TensorSplit) -> np.ndarray:
-    """A rank's tokens of those of its tensor axis."""
+    """A rank's part of its tensor axis's tokens."""
     return np.split(array, split.size)[index] if split.tokens == "split" else array
 
 
@@ -150,8 +150,9 @@ class _Home(MoEBackward):
 def moe_backward(
     gradients: Sequence[Sequence[OutputGradients]], ranks: Grid, spec: MoESpec, forward: GridForward
 ) -> tuple[tuple[dict[str, np.ndarray], ...], ...]:
-    """The gradients of every rank, `[W][size]`, by the names of `moe_backward_stages`: `d_experts.*` of its slices, and
-    the whole `d_experts.down_bias`, from the tokens of all ranks; all else of its own tokens."""
+    """Return the gradients of every rank, `[W][size]`: `d_experts.*` of its slices and the whole
+    `d_experts.down_bias` from all ranks' tokens, the rest of its own tokens.
+    """
     split = forward.split
     flowing = [
         _of_axis([round_to(given.output, rank.x.dtype) for given, rank in zip(own, row, strict=True)], split)

@@ -13,15 +13,15 @@ from moe_core.formats import QuantizedTensor
 from moe_core.parallel.placement import HOLE, Placement
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
 
-#: Fields of ExpertWeights that have no axis of experts.
+#: Fields of ExpertWeights without an axis of experts.
 _WHOLE = ("layer_index", "gate_up_input_scale", "down_input_scale")
 
 
 def shard_experts(experts: ExpertWeights, placement: Placement) -> tuple[ExpertWeights, ...]:
-    """The experts of each rank, `[L, ...]`, from all of them, `[E, ...]` (behind the layers of a stack).
+    """Return the experts of each rank, `[L, ...]`, from all, `[E, ...]` (behind the layers of a stack).
 
-    An empty place holds NaN, or an expert's numbers where the array has no NaN. Raises InvalidInput where the experts
-    are not those of the placement.
+    An empty place holds NaN, or an expert's numbers if the dtype has no NaN. Raises InvalidInput for experts of another
+    number.
     """
     axis = 0 if experts.layer_index is None else 1
     found = []
@@ -48,7 +48,7 @@ def shard_experts(experts: ExpertWeights, placement: Placement) -> tuple[ExpertW
 
 
 def gather_experts(parts: Sequence[Any], placement: Placement, axis: int = 0) -> np.ndarray:
-    """One array of all experts from that of each rank, `[L, ...]`; of replicas, the one at the first place."""
+    """Return one array of all experts from each rank's, `[L, ...]`; of replicas, the first place's."""
     by_place = np.concatenate(parts, axis)
     _, places, start = placement.tables
     return np.take(by_place, places[start[:-1]], axis)

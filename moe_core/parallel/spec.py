@@ -1,4 +1,4 @@
-"""How rows travel between ranks."""
+"""Options of how rows travel between ranks."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format
 
 MODES = ("all_gather", "all_to_all", "padded", "peer")
-#: Chunks fit into six bits of the header.
+#: Six bits of the header.
 _MOST_CHUNKS = 64
 
 
 @plan_type
 @dataclass(frozen=True)
 class ExchangeSpec:
-    """How rows travel from the ranks that have tokens (homes) to those that have experts (owners), and back.
+    """How rows travel from the ranks with tokens (homes) to the ranks with experts (owners), and back.
 
-    mode: `all_gather`: every rank gets all tokens; for few. `all_to_all`: exact counts, which the host reads once.
-    `padded`: blocks of one size between every two ranks, and no host read. `peer`: rows are stored at peers' addresses.
-    rows: what goes to an owner: `tokens`, once however many of their K experts it has, or `slots`, once per expert.
-    receive: rows that a rank takes at most, None = the worst case; `padded` shares them out among sources. Rows beyond
-    are counted. on_overflow: what that means: `error`, or `drop`: they contribute nothing.
-    format: what the rows of tokens are quantised to before they travel, None = they are not. chunks: pieces of the
-    tokens that travel one after another, so that one is computed while the next travels; `choose_chunks` says how many.
-    Without gradients only.
+    Args:
+        mode: `all_gather`: every rank gets all tokens, for few of them. `all_to_all`: exact counts, which the host
+            reads once. `padded`: blocks of one size, no host read. `peer`: rows are stored at peers' addresses.
+        rows: `tokens` sends a token once to an owner, `slots` once per expert.
+        receive: the most rows that a rank takes; None: the worst case. `padded` divides it among sources. More are
+            counted.
+        on_overflow: `error`, or `drop`: rows beyond `receive` contribute nothing.
+        format: quantises rows of tokens before they travel; None: not.
+        chunks: parts of the tokens, so that one travels while another is computed; see `choose_chunks`. Without
+            gradients.
 
-    Raises InvalidInput.
+    Raises:
+        InvalidInput: options that contradict each other.
     """
 
     mode: str = "all_to_all"
@@ -56,7 +59,7 @@ class ExchangeSpec:
 
 
 def refuse_chunks(spec: ExchangeSpec) -> None:
-    """Raise Unsupported for chunks where a gradient is asked for."""
+    """Raise Unsupported for chunks, where a gradient is asked for."""
     if spec.chunks > 1:
         raise Unsupported(
             f"training moves all tokens at once, got chunks={spec.chunks}, which make a step 11 to 16 % slower; pass "
@@ -65,7 +68,7 @@ def refuse_chunks(spec: ExchangeSpec) -> None:
 
 
 def why_not_exact(spec: ExchangeSpec, slices: int) -> tuple[str, ...]:
-    """Why the bits are not those of one device; empty: they are. slices: ranks that split each expert."""
+    """Return why the bits are not one device's; empty: they are. slices: ranks that split each expert."""
     reasons = []
     if slices > 1:
         reasons.append(

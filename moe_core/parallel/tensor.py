@@ -1,7 +1,6 @@
-"""The tensor axis of expert parallelism: ranks that each have a slice of every expert.
+"""The tensor axis of expert parallelism: its ranks each have a slice of every expert.
 
-A rank has consecutive columns of gate and up, and the same rows of down. The hidden rows of an expert `[R, F]` are then
-split over the axis, and its results are sums over the axis.
+A rank has consecutive columns of gate and up, and the same rows of down. So results are sums over the axis.
 """
 
 from __future__ import annotations
@@ -22,20 +21,25 @@ from moe_core.formats import QuantizedTensor
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
 
 TOKENS = ("split", "replicated")
-#: Ranks of an axis fit into a header.
+#: The most ranks, for headers.
 _MOST_RANKS = 2**13
-#: How many sizes of the axis an error lists.
+#: Sizes of the axis that an error lists.
 _LISTED = 6
 
 
 @plan_type
 @dataclass(frozen=True)
 class TensorSplit:
-    """A rank's place on the tensor axis.
+    """A rank on the tensor axis.
 
-    size: ranks of the axis, 1 = experts are whole. index: the number of this rank. tokens: `split`: every rank of the
-    axis has tokens of its own, as sequence parallelism leaves them; they are gathered ahead of the experts, and results
-    come back to their rank. `replicated`: all ranks of the axis have the same tokens. Raises InvalidInput.
+    Args:
+        size: ranks of the axis, 1: experts are whole.
+        index: this rank.
+        tokens: `split`: ranks have tokens of their own, as sequence parallelism leaves them; tokens are gathered ahead
+            of the experts, and results return to their rank. `replicated`: all ranks have the same tokens.
+
+    Raises:
+        InvalidInput: wrong numbers.
     """
 
     size: int = 1
@@ -49,7 +53,7 @@ class TensorSplit:
 
     @property
     def token_ranks(self) -> int:
-        """Ranks of the axis that have other tokens."""
+        """Ranks of the axis with tokens of their own."""
         return self.size if self.tokens == "split" else 1
 
     @property
@@ -58,32 +62,33 @@ class TensorSplit:
         return self.index << 14 | self.size << 1 | TOKENS.index(self.tokens)
 
 
-#: A rank that has whole experts.
+#: A rank with whole experts.
 WHOLE = TensorSplit()
 
 
 class Cut(NamedTuple):
-    """How one array is split over the axis. axis: from the end; parts: equal parts of it (gate and up in halves), each
-    of which is split by itself."""
+    """How one array is split over the axis. axis: from the end. parts: equal parts of it, gate and up in halves,
+    each split for itself.
+    """
 
     axis: int
     parts: int = 1
 
     def slices(self, length: int, split: TensorSplit) -> tuple[slice, ...]:
-        """What a rank has of an axis of `length` entries, one slice of each part."""
+        """A rank's slices of an axis of `length` entries, one of each part."""
         part, own = length // self.parts, length // self.parts // split.size
         first = split.index * own
         return tuple(slice(start + first, start + first + own) for start in range(0, length, part))
 
     def index(self, own: slice) -> tuple[Any, ...]:
-        """An index that takes a slice of the axis and all of the others."""
+        """An index that takes a slice of the axis, and all of the others."""
         return (..., own, *[slice(None)] * (-1 - self.axis))
 
 
 def cut_of(name: str, weight_layout: str, gate_layout: str | None) -> Cut | None:
-    """The cut of a field of ExpertWeights, or of an array of a quantised one; None: every rank has all of it.
+    """Return the cut of a field of ExpertWeights, or of an array of a quantised one; None: every rank has all of it.
 
-    name: such as `gate_up`, `down_bias` or `up.scales`. gate_layout: of the activation, None = ungated.
+    name: such as `gate_up`, `down_bias` or `up.scales`. gate_layout: None: ungated.
     """
     field = name.partition(".")[0]
     if field in ("down_bias", "layer_index", "gate_up_input_scale", "down_input_scale"):
@@ -96,7 +101,7 @@ def cut_of(name: str, weight_layout: str, gate_layout: str | None) -> Cut | None
 
 
 def require_splittable(d_ff: int, matrices: dict[str, Any], split: TensorSplit) -> None:
-    """Raise InvalidInput unless the axis divides F, and Unsupported where a slice would cut a group of a format.
+    """Raise InvalidInput unless the axis divides F, and Unsupported if a slice would cut a group of a format.
 
     matrices: QuantizedSpec of each quantised matrix, by field of ExpertWeights.
     """
@@ -130,9 +135,9 @@ def _sizes(d_ff: int, unit: int) -> str:
 def split_experts(
     experts: ExpertWeights, size: int, weight_layout: str, gate_layout: str | None
 ) -> tuple[ExpertWeights, ...]:
-    """The slices of every rank of the axis, of experts `[L, ...]` in NumPy; `down_bias` is whole on each.
+    """Return the slices of every rank of the axis, of experts `[L, ...]` in NumPy; `down_bias` is whole on each.
 
-    gate_layout: of the activation, None = ungated. Raises InvalidInput and Unsupported.
+    gate_layout: None: ungated. Raises InvalidInput and Unsupported.
     """
     fields = dict(named_fields(experts))
     down = fields["down"]
@@ -151,16 +156,16 @@ def split_experts(
 
 
 def cut_array(array: np.ndarray, cut: Cut | None, split: TensorSplit) -> np.ndarray:
-    """A rank's slice of one array; the array where it is whole on every rank."""
+    """A rank's slice of one array; without a cut, the array."""
     if cut is None or array.shape[cut.axis] == 1:
-        # One entry for all of F, such as a scale by channel.
+        # One entry for all of F, such as a scale per channel.
         return array
     taken = [array[cut.index(own)] for own in cut.slices(array.shape[cut.axis], split)]
     return np.concatenate(taken, cut.axis)
 
 
 def join_arrays(slices: Sequence[np.ndarray], cut: Cut | None) -> np.ndarray:
-    """One array from the slices of all ranks of the axis; of what is whole on each, the first's."""
+    """One array from the slices of all ranks of the axis; without a cut, the first."""
     if cut is None:
         return slices[0]
     parts = [np.split(one, cut.parts, cut.axis) for one in slices]
