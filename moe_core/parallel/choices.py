@@ -31,7 +31,7 @@ def choose_chunks(
         tokens: of each rank, as `max_tokens`.
         ranks: that share the experts.
         machine: as for `predict`.
-        format: of rows of tokens as they travel; None: not quantised.
+        format: of rows of tokens as they travel. None: not quantised.
 
     Returns:
         a number of chunks, and the reason.
@@ -64,7 +64,7 @@ def choose_ranks(
         tokens: of all ranks together.
         ranks: that there are. Only its divisors are considered.
         machine: as for `predict`.
-        spec: of the exchange; None: mode `peer`.
+        spec: of the exchange. None: mode `peer`.
 
     Returns:
         a number of ranks, and the reason.

@@ -114,7 +114,7 @@ def destinations(
     """Return the row at its owner of each row of a home.
 
     start int32 `[G]`: the home's row of `run_starts`. end: rows from there on do not fit: a bound, or the ends of
-    blocks `[G]`; None: all fit.
+    blocks `[G]`. None: all fit.
 
     Example above, rank 0, slots, order `source`, nothing else sent: start [0, 1, 0, 2], row [[0, 2], [-1, 1]].
     """
@@ -175,7 +175,7 @@ def returned_rows(sent: RaggedLayout, groups: np.ndarray, num_ranks: int, block:
     """Return the row at home of the result of each row that was sent, int32 `[T, K]`, -1: none.
 
     An owner returns results in the order of the rows it got. sent: the layout of groups int32 `[T, K]`. block: the rows
-    that each owner has room for; None: owner after owner, without gaps.
+    that each owner has room for. None: owner after owner, without gaps.
     """
     start = sent.group_start[:-1].astype(np.int64)
     if block is None:

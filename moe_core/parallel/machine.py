@@ -41,7 +41,7 @@ class Machine:
     operations per second of a layer's products. memory: GB/s. measured: (kind, Link) of messages within a domain
     (`all_gather`, `all_to_all`, `peer`, `peer_pull`, `ragged_all_to_all`); others take nvlink. products: measured
     microseconds of a layer's forward on one device, of a rank's tokens with all experts, and of a rank's part of all
-    ranks' tokens with its own experts; None: from tflops and memory. Raises InvalidInput.
+    ranks' tokens with its own experts. None: from tflops and memory. Raises InvalidInput.
     """
 
     nvlink: Link
@@ -165,7 +165,7 @@ class MachineRecord:
 
 
 def machine_of(machine: Machine | str | Path | None) -> Machine:
-    """Return the machine, or that of the record at a path; None: of the record that MOEBIUS_MACHINE names. Raises
+    """Return the machine, or that of the record at a path. None: of the record that MOEBIUS_MACHINE names. Raises
     InvalidInput for other files, and without any.
     """
     if machine is None:

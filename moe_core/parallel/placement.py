@@ -175,7 +175,7 @@ class Placement:
             num_ranks: W.
             per_rank: L.
             nodes: number of nodes, of consecutive ranks. The replicas of an expert stay on one node.
-            max_replicas: the most places of an expert; None: one on each rank of a node. Training needs 1.
+            max_replicas: the most places of an expert. None: one on each rank of a node. Training needs 1.
 
         Raises:
             InvalidInput: wrong sizes.

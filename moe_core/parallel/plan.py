@@ -130,7 +130,7 @@ class ExchangePlan:
     def peak(self, received: int | None = None, returned: int | None = None, *, scratch: int = 0) -> int:
         """The most bytes that buffers and output of a forward take at once.
 
-        received, returned: as for `buffers_of`; None: the worst case. scratch: bytes of the owner's op besides input
+        received, returned: as for `buffers_of`. None: the worst case. scratch: bytes of the owner's op besides input
         and results. Index arrays are left out, a few int32 for each slot. A rank frees rows as soon as they have moved
         on; training keeps the input of the op.
         """

@@ -24,10 +24,10 @@ class ExchangeSpec:
         mode: `all_gather`: every rank gets all tokens, for few of them. `all_to_all`: exact counts, which the host
             reads once. `padded`: blocks of one size, no host read. `peer`: rows are stored at peers' addresses.
         rows: `tokens` sends a token once to an owner, `slots` once per expert.
-        receive: the most rows that a rank takes; None: the worst case. `padded` divides it among sources. More are
+        receive: the most rows that a rank takes. None: the worst case. `padded` divides it among sources. More are
             counted.
         on_overflow: `error`, or `drop`: rows beyond `receive` contribute nothing.
-        format: quantises rows of tokens before they travel; None: not.
+        format: quantises rows of tokens before they travel. None: not.
         chunks: parts of the tokens, so that one travels while another is computed; see `choose_chunks`. Without
             gradients.
 

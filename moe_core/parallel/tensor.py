@@ -86,7 +86,7 @@ class Cut(NamedTuple):
 
 
 def cut_of(name: str, weight_layout: str, gate_layout: str | None) -> Cut | None:
-    """Return the cut of a field of ExpertWeights, or of an array of a quantised one; None: every rank has all of it.
+    """Return the cut of a field of ExpertWeights, or of an array of a quantised one. None: every rank has all of it.
 
     name: such as `gate_up`, `down_bias` or `up.scales`. gate_layout: None: ungated.
     """

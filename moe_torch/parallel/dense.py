@@ -1,4 +1,4 @@
-"""The shared expert of a rank's own tokens: a forward whose tokens visit no other expert."""
+"""The shared expert of a rank's tokens: a forward without other experts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from moe_torch.operators import stages, table
 
 _FORWARD, _TRAINING, _BACKWARD = (kinds[TopK] for kinds in (table.MOE, table.TRAINING, table.BACKWARD))
 _RESULTS = (*result_names(TopK), "routing.ids", "routing.weights")
-#: Columns of an expert that no token visits.
+#: Columns of the expert without tokens.
 _COLUMNS = 32
 
 
 class _Dense(torch.autograd.Function):
     """`(given, spec, x, wide, gate_up, down, up, gate) -> (rows fp32 [T, D], logits of the gate fp32 [T, 1] or None)`.
 
-    wide takes the gradient of x. What flows into rows is the gradient of rows times the gate: whoever adds them up
-    applies it, so that products and sums are rounded as on one device.
+    wide takes the gradient of x. The gradient of rows arrives multiplied by the gate, so that products and sums are
+    rounded as on one device.
     """
 
     @staticmethod
@@ -73,10 +73,9 @@ def shared_output(
     spec: MoESpec,
     group_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
+    """Return the shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
 
-    wide: what takes the gradient of x `[T, D]`, unrounded; None = nothing does. group_tokens: those of all ranks, whose
-    tiles it has.
+    wide: takes the gradient of x `[T, D]`, unrounded. group_tokens: of all ranks, for the tiles.
     """
     require_instance("shared", shared, SharedExpert)
     if experts.layer_index is not None:

@@ -1,7 +1,4 @@
-"""The index arithmetic of `moe_core.parallel.exchange` on tensors; both give the same numbers.
-
-Letters as there: W ranks, L places per rank, T tokens of a rank, K top-k.
-"""
+"""The index arithmetic of `moe_core.parallel.exchange` on tensors, with equal results and the same letters."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ import torch
 
 from moe_core.parallel.placement import Placement
 
-#: What a captured CUDA graph reads, for as long as the process lives: a replay does not come by here.
+#: Arrays that captured CUDA graphs read; replays do not call `constants`.
 _captured: set[tuple[torch.Tensor, ...]] = set()
 
 
 def constants(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """int32 arrays on a device, put there once: a copy waits for the device, and no graph may capture it."""
+    """Return int32 arrays on a device, copied once: a copy waits for the device, and graphs cannot capture it."""
     found = _constants(rows, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _captured.add(found)
@@ -41,7 +38,7 @@ def _rows_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
 
 
 class Places(NamedTuple):
-    """places int32 `[T, K]`: physical ids, -1 = no expert. invalid_ids int32 `[1]`: ids outside [-1, E)."""
+    """places int32 `[T, K]`: physical ids, -1: no expert. invalid_ids int32 `[1]`: ids outside [-1, E)."""
 
     places: torch.Tensor
     invalid_ids: torch.Tensor
@@ -55,12 +52,12 @@ def physical_ids(
     token_mask: torch.Tensor | None = None,
     tables: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Places:
-    """The place of every slot, from ids int32 `[T, K]`.
+    """Return the place of every slot, from ids int32 `[T, K]`.
 
-    first_token: the number of the first token in the group. tables: places and start of `PlacementTables`, where they
-    may hold another placement when this is replayed; None = those of the placement.
+    first_token: the number of the first token in the group. tables: places and start of `PlacementTables` that may
+    change before a replay. None: those of the placement.
     """
-    # What is captured has to hold for placements to come.
+    # A captured graph has to work for later placements.
     has_replicas, num_experts = tables is not None or placement.has_replicas, placement.num_experts
     places, start = placement_tables(placement, ids.device) if tables is None else tables
     known = ids if token_mask is None else torch.where(token_mask[:, None], ids, -1)
@@ -77,5 +74,5 @@ def physical_ids(
 
 
 def owners_of(places: torch.Tensor, per_rank: int) -> torch.Tensor:
-    """The rank of every place, int32; -1 stays."""
+    """Return the rank of every place, int32; -1 stays."""
     return torch.where(places < 0, -1, places // per_rank)

@@ -47,19 +47,18 @@ from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """Which ranks share the experts, and how rows travel between them.
+    """The ranks that share the experts, and how rows travel between them.
 
     Args:
         mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group. Its ranks share the experts.
         exchange: how rows travel, see `moe_core.parallel.ExchangeSpec`.
-        max_tokens: the most tokens that a rank has in one call; more raise InvalidInput. None = any number. Mode
-            `peer` needs it: the first call makes memory for so many.
-        tensor: a second axis, such as `mesh["tp"]`, whose ranks have a slice of each expert: columns of gate and up,
-            rows of down. Results are sums over it, so the bits are not one device's. None = experts are whole.
-        timeout: seconds that a message may take on a CPU. None = what the process group was made with. On a GPU that
-            always counts.
-        tensor_tokens: `split`: every rank of tensor has tokens of its own, equally many, as sequence parallelism leaves
-            them. `replicated`: all ranks of tensor have the same tokens, and all get their results.
+        max_tokens: the most tokens of a rank in one call. None: any number. Mode `peer` needs it: the first call makes
+            memory for them.
+        tensor: a second axis, such as `mesh["tp"]`. Its ranks have slices of each expert: columns of gate and up, rows
+            of down. Results are sums over it, so the bits are not one device's. None: experts are whole.
+        timeout: seconds of a message on a CPU. None: the process group's, which always counts on a GPU.
+        tensor_tokens: `split`: ranks of tensor have tokens of their own, equally many, as sequence parallelism leaves
+            them. `replicated`: they have the same tokens, and all get their results.
 
     Raises:
         InvalidInput: a mesh of several axes, axes that overlap, wrong numbers, mode `peer` without max_tokens.
@@ -106,33 +105,35 @@ class ExpertParallel:
 
     @property
     def gradient_divisor(self) -> int:
-        """By what to divide gradients of experts, which are sums over the tokens of all W ranks, where the gradients of
-        other parameters are averaged over ranks with other tokens: W. With tensor and `split` tokens, all ranks of both
-        axes have other tokens: W times the ranks of tensor."""
+        """The divisor of experts' gradients, if other gradients are averaged over ranks with tokens of their own.
+
+        Experts' gradients are sums over the tokens of all ranks. It is W, times the ranks of tensor with `split`
+        tokens.
+        """
         return self.token_ranks
 
     @property
     def token_ranks(self) -> int:
-        """How many ranks have tokens of their own."""
+        """Number of ranks with tokens of their own."""
         return self.ranks().size * self.split.token_ranks
 
     @property
     def split(self) -> TensorSplit:
-        """The place of this rank on the axis of tensor."""
+        """This rank on the axis of tensor."""
         if self.tensor is None:
             return WHOLE
         ranks = ranks_of(self.tensor, None, "")
         return TensorSplit(ranks.size, ranks.rank, self.tensor_tokens)
 
     def tensor_ranks(self, where: str = "") -> TensorRanks | None:
-        """The ranks that split each expert, None where experts are whole; where: as in `ranks`."""
+        """The ranks that split each expert, or None. where: as in `ranks`."""
         if self.split.size == 1:
             return None
         where = f"the tensor axis of mode {self.exchange.mode}{where and f', {where}'}"
         return TensorRanks(ranks_of(self.tensor, self.timeout, where), self.split)
 
     def ranks(self, where: str = "") -> Ranks:
-        """The group, for messages; where: what errors add to the mode."""
+        """The group, for messages. where: text for errors."""
         return ranks_of(self.mesh, self.timeout, f"mode {self.exchange.mode}{where and f', {where}'}")
 
 
@@ -148,37 +149,37 @@ def moe(
     shared: SharedExpert | None = None,
     token_mask: torch.Tensor | None = None,
 ) -> ParallelOutput:
-    """`moe_torch.moe` over ranks that share the experts; all of them call it, in the same order.
+    """Run `moe_torch.moe` over ranks that share the experts. All of them call it, in the same order.
 
     Output and gradients are, bit by bit, those of `moe_torch.moe` on one device with the tokens of all ranks, in the
-    order of ranks, and all experts (`moe_core.parallel.plan_exchange` says when they are not). Gradients of a router's
-    parameters are of this rank's tokens: add them up over ranks, as data parallelism does. Ranks may have different
-    numbers of tokens with modes `all_to_all` and `peer`; tiles of the router are then those of W times this rank's,
-    with `peer` on a GPU those of the experts too, unless `spec.tuning` says expected_tokens: those of all ranks.
+    order of ranks, and all experts (`moe_core.parallel.plan_exchange` names exceptions). Gradients of a router are of
+    this rank's tokens: add them over ranks, as data parallelism does. With modes `all_to_all` and `peer`, ranks may
+    have different numbers of tokens. The router's tiles, and with `peer` on a GPU also the experts', are then those of
+    W times this rank's tokens, unless `spec.tuning` has the expected_tokens of all ranks.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank.
-        experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. What an empty place
-            holds is not read, and those behind all others may be left out. With `parallel.tensor`, its slices of them,
-            as `split_experts` of `moe_core.parallel.tensor` makes them; down_bias is whole.
-        routing: over all E experts; logits, or ids and weights, are of this rank's tokens.
+        experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. Empty places are not
+            read, and may be left out at the end. With `parallel.tensor`, the rank's slices, as
+            `moe_core.parallel.tensor.split_experts` makes them; down_bias is whole.
+        routing: over all E experts, of this rank's tokens.
         spec: as for `moe_torch.moe`.
         parallel: the ranks, and how rows travel.
-        placement: which experts lie on which rank; a `MovingPlacement` may change between calls, for inference.
+        placement: the experts of each rank. A `MovingPlacement` may change between calls, for inference.
         shared: a dense expert that every token visits, on its own rank.
         token_mask: bool `[T]`, as for `moe_torch.moe`.
 
     Returns:
-        a ParallelOutput. Rows beyond a bound are counted in its `overflow`, and their tokens' output is NaN, or lacks
+        a ParallelOutput. Rows beyond a bound are counted in its `overflow`. The output of their tokens is NaN, or lacks
         them with `exchange.on_overflow="drop"`.
 
     Raises:
-        InvalidInput: ranks that disagree about sizes, options or the placement; wrong arguments.
-        PeerFailed: another rank raised before the exchange; its own error says why. On a GPU, the host never waits with
-            `all_gather`, `padded` and `peer`: there the output is NaN where ranks disagree, and a rank that raised
-            leaves the others to the timeout of their group.
-        Unsupported: what exchanges cannot do yet, and training of experts with replicas.
-        RuntimeError: a message that failed, because a rank died or is late.
+        InvalidInput: ranks that disagree about sizes, options or the placement, or wrong arguments.
+        PeerFailed: another rank raised before the exchange. On a GPU, the host never waits with `all_gather`, `padded`
+            and `peer`: there the output is NaN if ranks disagree, and a rank that raised leaves the others to the
+            timeout of their group.
+        Unsupported: requests that exchanges cannot serve, and training of experts with replicas.
+        RuntimeError: a message failed, because a rank died or is late.
     """
     require_instance("parallel", parallel, ExpertParallel)
     require_instance("placement", placement, (Placement, MovingPlacement))
@@ -192,12 +193,12 @@ def moe(
             f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"
         )
     operands = MoEOperands(x, experts, routing, token_mask, None, shared)
-    # Called from compiled code, it compiles nothing itself.
+    # Compiled code that calls it compiles nothing here.
     return uncompiled(Exchange(parallel, placement, ranks, moving).run)(x, operands, spec)
 
 
 class Exchange:
-    """One call. A rank that raises before the first message sends its peers a header of zeros, so that none waits."""
+    """One call. A rank that raises before the first message sends a header of zeros, so that no peer waits."""
 
     def __init__(
         self, parallel: ExpertParallel, placement: Placement, ranks: Ranks, moving: MovingPlacement | None = None
@@ -242,14 +243,14 @@ class Exchange:
             rows, row_weights = dispatch(routes, brought.x, brought.wide, brought.weights)
             del brought
             result = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens)
-            # Training keeps them; else their memory is for the rows that come home.
+            # Training keeps the rows. Otherwise their memory is free for the rows that come home.
             del rows
             output = combine(routes, result.output, beside() if beside else (None, None), of_parts)
             counted = routes.tokens_per_expert, routes.invalid_ids
             found = Results(output, result.tokens_per_expert, routes.overflow, *counted)
         if tensor is not None:
             output = tensor.total(found.output, x, dense() if dense else (None, None), dtype)
-            # The exchange's are of all tokens of the axis.
+            # The exchange counts all tokens of the axis.
             found = Results(output, found.received, found.overflow, *counts_of(ids, placement, mask))
         if self.moving is not None:
             self.moving.load.add_(found.tokens_per_expert)
@@ -259,7 +260,7 @@ class Exchange:
         return ParallelOutput(found.output, ids, weights, logits, *counts)
 
     def _overlaps(self, x: torch.Tensor) -> bool:
-        """Whether a shared expert runs while rows travel."""
+        """Return True if a shared expert runs while rows travel."""
         return self.parallel.exchange.mode == "peer" and x.is_cuda
 
     def _check(self, x: Any, experts: Any, routing: Any, spec: Any, mask: Any) -> None:
@@ -305,7 +306,7 @@ class Exchange:
         if isinstance(routing, RouterWeights):
             rows = x.detach()
             if mask is not None:
-                # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+                # The router's backward multiplies every row by its gradient, 0 for masked tokens: rows may hold NaN.
                 rows = rows.masked_fill(~mask[:, None], 0)
                 wide = None if wide is None else wide.masked_fill(~mask[:, None], 0)
             options = spec.logits_spec()
@@ -331,7 +332,7 @@ def _asks_gradients(arrays: Iterable[Any]) -> bool:
 
 
 def _shared(own: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-    """What gives the results of `shared_output`, computed now or when it is called."""
+    """Return a function with the results of `shared_output`, computed now or when it is called."""
     if later:
         return lambda: shared_output(*own)
     found = shared_output(*own)
@@ -341,7 +342,7 @@ def _shared(own: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Te
 def plan_of(
     parallel: ExpertParallel, placement: Placement, x: torch.Tensor, top_k: int, *, training: bool, experts: int = 0
 ) -> ExchangePlan:
-    """Of x `[T, D]`; with mode `peer` of the most tokens that there may be. experts: as of `plan_exchange`."""
+    """Plan the exchange of x `[T, D]`, or with mode `peer` of max_tokens. experts: of `experts_digest`."""
     tokens = parallel.max_tokens if parallel.exchange.mode == "peer" and parallel.max_tokens is not None else len(x)
     sizes = tokens, top_k, x.shape[1], DTYPE_NAMES[x.dtype]
     split = parallel.split
@@ -350,16 +351,16 @@ def plan_of(
 
 
 def tells_peers(parallel: ExpertParallel, device: torch.device) -> bool:
-    """Whether the host waits for a message that can say that another rank failed."""
+    """Return True if the host waits for a message that can report a failed rank."""
     return parallel.exchange.mode == "all_to_all" or device.type == "cpu"
 
 
 def tell_peers(
     parallel: ExpertParallel, placement: Placement, device: torch.device, tensor: TensorRanks | None = None
 ) -> None:
-    """Let the other ranks know that this one raises before the exchange, where they wait for a message that can say so.
+    """Tell the other ranks that this one raises before the exchange, if they wait for such a message.
 
-    tensor: the messages over that axis so far. Best effort: the error at hand is what the caller has to see.
+    tensor: messages over that axis so far. Best effort: the caller has to see the first error.
     """
     if tells_peers(parallel, device):
         tensor = parallel.tensor_ranks() if tensor is None else tensor

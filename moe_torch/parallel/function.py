@@ -50,8 +50,8 @@ class Combine(torch.autograd.Function):
     """`(routes, rows, shared, gate, out_dtype, total, overlap) -> y [T, D]`.
 
     y is the sum of each token's slots, then of shared `[T, D]`, if any, times the sigmoid of gate fp32 `[T, 1]`;
-    `dense.py` has their gradients. total: `routes.start_total` of the same rows; None: they have not left. overlap:
-    sends the gradient of rows, which were `awaited`; None: the stream waits for it.
+    `dense.py` has their gradients. total: `routes.start_total` of the same rows. None: they have not left. overlap:
+    sends the gradient of rows, which were `awaited`. None: the stream waits for it.
     """
 
     @staticmethod

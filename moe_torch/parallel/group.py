@@ -1,4 +1,4 @@
-"""Messages between the ranks that share experts: collectives of torch, whose errors say what failed and where."""
+"""Collectives of torch between the ranks that share experts, with errors that name the message."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import torch.distributed as dist
 from moe_core.errors import InvalidInput
 from moe_torch.bridge.options import require_instance
 
-#: Waits for a message, and returns what has come.
+#: Waits for a message, and returns it.
 Arriving = Callable[[], torch.Tensor]
 
 
 def buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that a message is received into."""
+    """Memory for a received message."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a process group. timeout: seconds that a message on a CPU may take, None = the group's; on a GPU the
-    group's own watchdog counts. where: for errors, such as the mode and the layer."""
+    """The ranks of a process group. timeout: seconds of a message on a CPU. None: the group's; on a GPU the group's
+    watchdog counts. where: mode and layer, for errors.
+    """
 
     group: Any
     timeout: float | None = None
@@ -40,11 +41,11 @@ class Ranks:
         return dist.get_world_size(self.group)
 
     def all_gather(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """`[W, ...]` of values of the same shape on all ranks."""
+        """Return `[W, ...]`, values of one shape from all ranks."""
         return self.start_all_gather(values, what)()
 
     def start_all_gather(self, values: torch.Tensor, what: str) -> Arriving:
-        """`all_gather` that waits where what it returns is called."""
+        """Start `all_gather`; the result waits."""
         found = buffer((self.size, *values.shape), values.dtype, values.device)
         into, sent = _moved(found).flatten(0, 1), _moved(values.contiguous())
         return self._start("all_gather", what, found, lambda: _all_gather(into, sent, self.group, async_op=True))
@@ -57,9 +58,11 @@ class Ranks:
         received: Sequence[int] | None = None,
         memory: int | None = None,
     ) -> torch.Tensor:
-        """`[R, ...]`: the rows that come from every rank, one rank after another. sent, received: how many go to and
-        come from each, None = equally many; rows behind those that go stay. memory: R, where it is more than come; what
-        is behind these holds anything."""
+        """Return rows `[R, ...]` from every rank, one rank after another.
+
+        sent, received: rows to and from each rank. None: equally many. Rows behind those that go stay. memory: R, if it
+        is more than come; the rest holds anything.
+        """
         return self.start_all_to_all(rows, what, sent, received, memory)()
 
     def start_all_to_all(
@@ -70,7 +73,7 @@ class Ranks:
         received: Sequence[int] | None = None,
         memory: int | None = None,
     ) -> Arriving:
-        """`all_to_all` that waits where what it returns is called."""
+        """Start `all_to_all`; the result waits."""
         count, going = len(rows), rows.contiguous()
         splits = None, None
         if sent is not None and received is not None:
@@ -87,13 +90,13 @@ class Ranks:
         )
 
     def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """The sum over ranks of integers, in place."""
+        """Add integers over ranks, in place."""
         return self._start(
             "all_reduce", what, values, lambda: dist.all_reduce(values, group=self.group, async_op=True)
         )()
 
     def _start(self, collective: str, what: str, found: torch.Tensor, start: Callable[[], Any]) -> Arriving:
-        """Start a message that is received into found."""
+        """Start a message into found."""
 
         def checked(step: Callable[[], Any]) -> Any:
             try:
@@ -115,12 +118,12 @@ class Ranks:
         return wait
 
 
-#: torch calls it so from 2.13 on.
+#: The first name is torch's from 2.13 on.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 def _moved(values: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, which every backend moves; NaN and fp8 stay what they are. int32 does so anyway."""
+    """The same memory as bytes, which every backend moves, NaN and fp8 included; int32 stays."""
     return values if values.dtype == torch.int32 else values.view(torch.uint8)
 
 
@@ -130,7 +133,9 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def ranks_of(mesh: Any, timeout: float | None, where: str, name: str = "mesh", axis: str = "ep") -> Ranks:
-    """The ranks of a DeviceMesh of one axis, or of a process group. name, axis: the argument and its usual axis."""
+    """Return the ranks of a DeviceMesh of one axis, or of a process group. name, axis: the argument and its usual
+    axis.
+    """
     if hasattr(mesh, "get_group"):
         if mesh.ndim != 1:
             raise InvalidInput(
@@ -145,7 +150,7 @@ def ranks_of(mesh: Any, timeout: float | None, where: str, name: str = "mesh", a
 
 
 def _require_member(is_one: bool, name: str, mesh: Any) -> None:
-    """Raise InvalidInput unless this process is a rank of what it names."""
+    """Raise InvalidInput unless this process is one of the ranks."""
     if not is_one:
         raise InvalidInput(
             f"{name} must have this process among its ranks, got {mesh} in rank {dist.get_rank()} of all; make it of "

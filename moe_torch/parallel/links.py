@@ -1,4 +1,4 @@
-"""What messages between ranks cost on this machine: `moebius-tune --links`, on torch.distributed."""
+"""Measure messages between ranks on this machine with torch.distributed, for `moebius-tune --links`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from moe_torch.parallel import peer_ops
 from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.peer.symmetric import Part, Symmetric, symmetric
 
-#: A message's batches of calls: their median counts.
+#: Batches of calls, with one median.
 _BATCHES, _MOST_CALLS = 5, 50
-#: Rows of square matrices that are multiplied, and bytes that are added up, on a GPU and on a CPU.
+#: Rows of square matrices to multiply, and bytes to add, on a GPU and on a CPU.
 _PRODUCT, _SUM = {"cuda": 8192, "cpu": 768}, {"cuda": 2**30, "cpu": 2**25}
 #: Seconds that ranks wait for each other.
 _TIMEOUT = 120.0
 _ALIGNMENT = 16
-#: Of rows that are stored at peers, at most.
+#: The most bytes of rows stored at peers.
 _ROW_BYTES = 8192
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured. ranks: of this host, None = its GPUs, or 2 on a CPU; torchrun says itself. sizes: bytes that a
-    rank sends to others. seconds: for all messages together. Raises InvalidInput."""
+    """What to measure. ranks: of this host. None: its GPUs, or 2 on a CPU; torchrun sets it. sizes: bytes that a
+    rank sends to others. seconds: for all messages. Raises InvalidInput.
+    """
 
     backend: str
     ranks: int | None
@@ -60,8 +61,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank found; equal on all, but for their own products. domain: ranks of a host. not_measured: (kind,
-    reason)."""
+    """Results of one rank, equal on all except their own products. domain: ranks of a host. not_measured: (kind,
+    reason).
+    """
 
     timings: tuple[LinkTiming, ...]
     domain: int
@@ -71,9 +73,9 @@ class Found:
 
 
 def measure(setting: Setting) -> Found | None:
-    """Measure on the ranks of torchrun, or on processes that are started here; None on all ranks but the first.
+    """Measure on the ranks of torchrun, or on processes that it starts; None on all ranks but the first.
 
-    Raises InvalidInput, and Unsupported where there are fewer than two GPUs for nccl.
+    Raises InvalidInput, and Unsupported with fewer than two GPUs for nccl.
     """
     gpus = torch.cuda.device_count()
     if dist.is_torchelastic_launched():
@@ -122,8 +124,6 @@ def _joined(setting: Setting, local_rank: int, domain: int, where: dict[str, Any
 
 
 class _Bench:
-    """One rank."""
-
     def __init__(self, setting: Setting, device: torch.device, domain: int) -> None:
         self.setting, self.device, self.domain = setting, device, domain
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -141,10 +141,10 @@ class _Bench:
         }
 
     def run(self) -> Found:
-        """All messages, from small to large, then products and memory of this device."""
+        """Measure all messages, from small to large, then products and memory of this device."""
         timings: list[LinkTiming] = []
         missing: dict[str, str] = {}
-        # Ranks of other hosts have no memory that can be stored to.
+        # Ranks cannot store to memory of other hosts.
         kinds = [(where, kind) for where in self.groups for kind in MESSAGES if where == "domain" or kind not in _PEERS]
         wanted = [(where, kind, size) for where, kind in kinds for size in self.setting.sizes]
         each = self.setting.seconds / max(1, len(wanted))
@@ -165,7 +165,7 @@ class _Bench:
         return LinkTiming(kind, self.setting.backend, where, ranks.size, sent, us)
 
     def _us(self, call: Callable[[], Any], seconds: float, ranks: Ranks | None = None) -> float:
-        """Microseconds of a call: the median of batches, of the slowest rank. On a GPU, of replays of a graph."""
+        """Microseconds of a call: the median of batches, or of graph replays on a GPU, of the slowest rank."""
         for _ in range(3):
             call()
         first = self._slowest(self._timed(call, 1), ranks)
@@ -189,12 +189,11 @@ class _Bench:
     def _slowest(self, us: float, ranks: Ranks | None) -> float:
         if ranks is None:
             return us
-        # All ranks have to make as many calls.
+        # All ranks have to make equally many calls.
         told = torch.tensor([us], dtype=torch.float64, device=self.device)
         return float(ranks.all_gather(told, "times").max())
 
     def _timed(self, call: Callable[[], Any], count: int) -> float:
-        """Microseconds of so many calls."""
         if self.device.type == "cpu":
             start = time.perf_counter()
             for _ in range(count):
@@ -209,7 +208,7 @@ class _Bench:
         return start.elapsed_time(end) * 1e3
 
     def _products(self, seconds: float) -> tuple[float, float]:
-        """10^12 operations per second of a product of bf16 (on a CPU fp32), and GB/s of memory, read."""
+        """10^12 operations per second of a bf16 product (fp32 on a CPU), and GB/s of reading memory."""
         kind = self.device.type
         rows, dtype = _PRODUCT[kind], torch.bfloat16 if kind == "cuda" else torch.float32
         left, right = (torch.randn(rows, rows, device=self.device).to(dtype) for _ in range(2))
@@ -219,19 +218,17 @@ class _Bench:
         return 2 * rows**3 / product / 1e6, _SUM[kind] / added / 1e3
 
 
-#: What makes a call that sends a message, from the ranks, bytes and the device, and says how many bytes it sends.
+#: Makes a call that sends a message, from ranks, bytes and device, and returns its bytes, too.
 Message = Callable[[Ranks, int, torch.device], tuple[Callable[[], Any], int]]
 
 
 def _all_gather(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    """Every rank gets what each of the others has."""
     each = _aligned(size, ranks.size - 1)
     own = torch.zeros(each, dtype=torch.uint8, device=device)
     return lambda: ranks.all_gather(own, "bytes"), each * (ranks.size - 1)
 
 
 def _all_to_all(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    """Every rank sends another part to each."""
     each = _aligned(size, ranks.size - 1)
     rows = torch.zeros(ranks.size, each, dtype=torch.uint8, device=device)
     return lambda: ranks.all_to_all(rows, "bytes"), each * (ranks.size - 1)
@@ -248,8 +245,9 @@ def _between_gpus(make: Callable[[Ranks, int, torch.device], tuple[Callable[[], 
 
 
 def peer_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
-    """A call that stores rows of this rank's number + 1 at its peers, and waits until all have; what they store here,
-    bf16 `[W, R, columns]` by rank; the bytes that a rank sends."""
+    """Return a call that stores rows of this rank's number + 1 at its peers and waits for theirs; the rows stored
+    here, bf16 `[W, R, columns]` by rank; and the bytes that a rank sends.
+    """
     memory, places = _rows_of_peers(ranks, size, device)
     here, addresses = memory.regions[0]
     world, count, columns = here.shape
@@ -263,8 +261,9 @@ def peer_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[
 
 
 def pull_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
-    """A call that waits for its peers, loads rows from them by turns, and returns these, bf16 `[(W - 1) * R, columns]`;
-    what is loaded from here, bf16 `[W, R, columns]` by the rank that loads it; the bytes that a rank loads."""
+    """Return a call that waits for its peers, and returns rows loaded from them in turn, bf16 `[(W - 1) * R,
+    columns]`; the rows that others load here, bf16 `[W, R, columns]` by rank; and the bytes that a rank loads.
+    """
     memory, places = _rows_of_peers(ranks, size, device)
     here, addresses = memory.regions[0]
     world, count, columns = here.shape
@@ -278,8 +277,9 @@ def pull_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[
 
 
 def _rows_of_peers(ranks: Ranks, size: int, device: torch.device) -> tuple[Symmetric, peer_ops.PeerPlaces]:
-    """Memory `[W, R, columns]`, rows that each rank has for each; the places of those that peers have for this rank,
-    `(W - 1) * R`, by turns, as tokens go."""
+    """Memory `[W, R, columns]`, rows of each rank for each; and the places of this rank's rows at its peers, `(W -
+    1) * R`, in turn.
+    """
     peers, each = ranks.size - 1, _aligned(size, ranks.size - 1)
     columns = min(each, _ROW_BYTES) // torch.bfloat16.itemsize
     count = -(-each // _ROW_BYTES)
@@ -295,16 +295,16 @@ def _aligned(size: int, peers: int) -> int:
     return max(1, -(-size // peers // _ALIGNMENT)) * _ALIGNMENT
 
 
-#: By the kind that a record names.
+#: By kind of message in records.
 MESSAGES: dict[str, Message] = {
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "peer": _between_gpus(peer_call),
     "peer_pull": _between_gpus(pull_call),
 }
-#: Those that need the other ranks' memory.
+#: Kinds that need the memory of other ranks.
 _PEERS = {"peer", "peer_pull"}
-#: What `moebius-tune --links` takes by default.
+#: Default of `moebius-tune --links`.
 SIZES: dict[str, Sequence[int]] = {
     "nccl": tuple(4**power for power in range(5, 15)),
     "gloo": tuple(4**power for power in range(5, 12)),

@@ -1,4 +1,4 @@
-"""A placement that changes while a model serves: what of it lies on the device, at addresses that stay."""
+"""A placement that changes while a model serves; its tables keep their addresses on the device."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from moe_core.parallel.header import Header
 from moe_core.parallel.placement import HOLE, Placement
 from moe_torch.parallel.exchange import constants
 
-#: Where a header says which placement a rank has: the version and the digest, its last two numbers.
+#: The position of version and digest in a header, its last two numbers.
 _OF_PLACEMENT = Header._fields.index("version")
 
 
 class MovingPlacement:
     """A placement, and its tables as int32 arrays on a device, which `change` writes to.
 
-    `moe_torch.parallel.moe` takes one where it takes a Placement. CUDA graphs that were captured with it stay valid
-    when experts move: they read the arrays anew.
+    `moe_torch.parallel.moe` takes it as a placement. Captured CUDA graphs stay valid when experts move, since they read
+    the arrays.
 
     Args:
-        placement: with which it begins; no place of it is empty.
-        device: where the layer computes.
-        load: int32 `[E]` on the device, to which every forward adds the rows that this rank's tokens have for each
-            expert. None = one of its own, which begins at zero.
+        placement: the first one, without empty places.
+        device: of the layer.
+        load: int32 `[E]` on the device. Every forward adds the rows of this rank's tokens for each expert. None: a new
+            array of zeros.
 
     Attributes:
         current: the placement now.
         places, start: int32 `[W * L]` and `[E + 1]`, see `moe_core.parallel.PlacementTables`.
         load: see above.
-        why_broken: why the experts must not be used any more; None = they may be.
+        why_broken: why the experts must not be used any more. None: they may be used.
 
     Raises:
         InvalidInput: a placement with empty places.
@@ -51,9 +51,8 @@ class MovingPlacement:
 
     @torch.no_grad()
     def change(self, placement: Placement) -> None:
-        """Have another placement of as many experts and places from the next call on. Moves no weights.
-
-        Raises InvalidInput for other sizes.
+        """Use another placement of equal sizes from the next call on. Moves no weights. Raises InvalidInput for
+        other sizes.
         """
         sizes = [(one.num_experts, one.num_ranks, one.per_rank) for one in (self.current, placement)]
         if sizes[0] != sizes[1]:
@@ -66,12 +65,12 @@ class MovingPlacement:
         self.current = placement
 
     def header(self, header: Sequence[int]) -> torch.Tensor:
-        """A header int32 `[8]` on the device that names the placement of whenever it is read."""
+        """A header int32 `[8]` on the device, with the placement at the time of reading."""
         (others,) = constants((tuple(header[:_OF_PLACEMENT]),), self._named.device)
         return torch.cat([others, self._named])
 
     def require_usable(self, needs_gradient: bool) -> None:
-        """Raise Unsupported for a forward that would need a gradient, RuntimeError where weights were lost."""
+        """Raise Unsupported for a forward that needs a gradient, and RuntimeError if weights were lost."""
         if needs_gradient:
             raise Unsupported(
                 "a layer with a Rebalancer must be called under torch.no_grad(): gradients and an optimizer's state "
@@ -82,6 +81,6 @@ class MovingPlacement:
 
 
 def require_full(placement: Placement) -> None:
-    """Raise InvalidInput where a place is empty."""
+    """Raise InvalidInput if a place is empty."""
     if any(expert == HOLE for rank in placement.owners for expert in rank):
         raise InvalidInput(f"placement must have an expert at every place, got {placement}; fill up with replicas")

@@ -15,7 +15,7 @@ from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.parallel import peer_ops
 
-#: The most multiprocessors of product 1 and of product 2; None: all.
+#: The most multiprocessors of product 1 and of product 2. None: all.
 Multiprocessors = tuple[int | None, int | None]
 
 
@@ -33,7 +33,7 @@ class Owner(NamedTuple):
     ) -> MoEOutput:
         """Compute rows of slots, or of tokens with all their ids.
 
-        group_tokens: of all ranks. results_at: where results are stored; None: they are returned.
+        group_tokens: of all ranks. results_at: addresses to store results at. None: they are returned.
         """
         spec = self._spec(routing, group_tokens)
         if results_at is None:
@@ -49,7 +49,7 @@ class Owner(NamedTuple):
         results_at: torch.Tensor | None,
         multiprocessors: Multiprocessors,
     ) -> peer_ops.BegunExperts:
-        """Run product 1 of such a call, without gradients; `finish` of the result runs product 2."""
+        """Run product 1 of such a call, without gradients. `finish` of the result runs product 2."""
         spec = self._spec(routing, group_tokens)
         return peer_ops.experts_begin(rows, self.experts, routing, spec, results_at, multiprocessors=multiprocessors)
 
@@ -61,7 +61,7 @@ class Owner(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def owner_spec(spec: MoESpec, group_rows: int, placement: Placement) -> MoESpec:
-    """The options of an owner's op, whose tiles and sums are those of all ranks' rows and experts."""
+    """Options of an owner's op, with tiles and sums for all ranks' rows and experts."""
     tuning = Tuning() if spec.tuning is None else spec.tuning
     expected: dict[str, Any] = {"expected_tokens": max(1, group_rows), "expected_experts": placement.num_experts}
     tuning = dataclasses.replace(tuning, **expected)
@@ -72,7 +72,7 @@ class Results(NamedTuple):
     """The results of one call at home.
 
     output `[T, D]`. int32 counts: received `[L]`, rows of experts here; overflow `[1]`, rows of all ranks that did not
-    fit; of this rank's tokens tokens_per_expert `[E]` and invalid_ids `[1]`.
+    fit; tokens_per_expert `[E]` and invalid_ids `[1]`, of this rank's tokens.
     """
 
     output: torch.Tensor

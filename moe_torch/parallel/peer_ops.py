@@ -201,7 +201,7 @@ def combine_pull(
         results_at: the table of the arrays `[num_rows, width]` of bf16, fp16 or fp32. A row has a multiple of 16 bytes.
         shared: bf16, fp16 or fp32 `[T, D]`. It is added last. Rows may be strided.
         shared_gate: fp32 `[T, 1]`. The shared rows are multiplied with its sigmoid.
-        out_dtype: of the sum; None: that of the arrays.
+        out_dtype: of the sum. None: that of the arrays.
         programs: as of `dispatch_push`.
         memory: see the module.
 
@@ -281,7 +281,7 @@ class PushedTokens(NamedTuple):
 class TokensAt(NamedTuple):
     """Tables of the arrays that `push_tokens_once` stores to, of M = most tokens for every rank.
 
-    rows `[W * M, D]`; None: they are sent apart. ids int32 and weights fp32 `[W * M, K]`. headers int32
+    rows `[W * M, D]`. None: they are sent apart. ids int32 and weights fp32 `[W * M, K]`. headers int32
     `[2 * W + 1, 12]`: the last row begins with the turns of the rank, which have to be equal at all ranks at first.
     """
 

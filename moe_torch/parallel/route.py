@@ -1,4 +1,4 @@
-"""The interface that every mode gives a call: rows go out to the experts, results come home."""
+"""The interface of every mode: rows go out to the experts, results come home."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moe_torch.parallel.group import Arriving
 
 
 class Total(Protocol):
-    """Wait for the results of slots, and add those of each token, `[T, D]`; the options are those of `ops.reduce`.
+    """Wait for the results of slots, and add the slots of each token, `[T, D]`, with options of `ops.reduce`.
 
-    Tokens that lost a slot are NaN, and all tokens where ranks disagree.
+    Tokens that lost a slot are NaN, and all tokens if ranks disagree.
     """
 
     def __call__(
@@ -28,8 +28,8 @@ class Total(Protocol):
 class Routes(Protocol):
     """The routes of one rank for one call.
 
-    ids int32 and weights fp32 `[R, K']`: of each received row, once rows have arrived; K' is 1 where rows are slots.
-    group_tokens: tokens of all ranks. overflow int32 `[1]`: rows of all ranks that did not fit.
+    ids int32 and weights fp32 `[R, K']`: of received rows, once they have arrived; K' is 1 for rows of slots.
+    group_tokens: of all ranks. overflow int32 `[1]`: rows of all ranks that did not fit.
     """
 
     @property
@@ -42,11 +42,11 @@ class Routes(Protocol):
     def overflow(self) -> torch.Tensor: ...
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
-        """Send rows of tokens, `[T, D]`; the result waits, and returns the rows that arrive, `[R, D]`."""
+        """Send rows of tokens, `[T, D]`. The result waits, and returns the rows that arrive, `[R, D]`."""
         ...
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
-        """Send the results of slots home, `[R, D]`; None: experts have stored them there."""
+        """Send the results of slots home, `[R, D]`. None: experts have stored them there."""
         ...
 
     def gradients(
@@ -57,7 +57,7 @@ class Routes(Protocol):
         dtype: torch.dtype | None,
         stored: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Send gradients of slots home: d_x `[T, D]` of dtype, and the gradients of weights, fp32 `[T, K]`.
+        """Send gradients of slots home. Return d_x `[T, D]` of dtype and the gradients of weights, fp32 `[T, K]`.
 
         None: nobody asks for it. stored: experts have stored the rows of d_rows at home.
         """
@@ -68,7 +68,7 @@ class Overlap(Protocol):
     """Sends rows of gradients while the backward goes on computing."""
 
     def start(self, push: Callable[[], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-        """Return what push returns, which sends values; nothing may read it before `wait`."""
+        """Call push, which sends values, and return its result. Nothing may read it before `wait`."""
         ...
 
     def wait(self) -> Any:

@@ -50,10 +50,10 @@ def rounded(rows: int) -> int:
 class CollectiveRoutes:
     """The routes of one rank for one call; see `moe_torch.parallel.route.Routes`.
 
-    send int32: the slots whose rows go out, -1: none; None: every token goes to every rank. slots int32 `[R]`: which
-    slots of the received rows, K each, are the owner's rows; None: received rows are slots. out, home: how many rows go
+    send int32: the slots whose rows go out, -1: none. None: every token goes to every rank. slots int32 `[R]`: which
+    slots of the received rows, K each, are the owner's rows. None: received rows are slots. out, home: how many rows go
     both ways. at_home: how rows that come home are added. spoilt bool `[T]`: tokens whose output becomes NaN, because a
-    slot did not fit or ranks disagree; None: no token. tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of
+    slot did not fit or ranks disagree. None: no token. tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of
     this rank's tokens.
     """
 

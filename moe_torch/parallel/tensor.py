@@ -1,8 +1,8 @@
-"""The tensor axis: ranks that each have a slice of every expert, around the exchange of rows over the other axis.
+"""The tensor axis around the exchange: its ranks each have a slice of every expert.
 
-Tokens are gathered over the axis ahead of the exchange, and the parts of their results are added behind it. The
-backward gathers the gradient of results, and adds the parts of d_x and of the weights' gradients. Parts are fp32 and
-are added in the order of ranks: the bits are the same in every run and on every rank.
+Tokens are gathered over the axis before the exchange, and parts of results are added behind it. The backward gathers
+the gradient of results, and adds parts of d_x and of the weights' gradients. Parts are fp32 and added in the order of
+ranks, so bits are equal in every run and on every rank.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from moe_torch.parallel.group import Ranks
 
 
 class Brought(NamedTuple):
-    """What a rank brings to an exchange: x `[T, D]`; wide `[T, D]`, which gets its gradient, None = nobody asks
-    for it; ids int32 and weights fp32 `[T, K]`; token_mask bool `[T]` or None."""
+    """Inputs of an exchange: x `[T, D]`; wide `[T, D]`, which gets its gradient, or None; ids int32 and weights fp32
+    `[T, K]`; token_mask bool `[T]` or None.
+    """
 
     x: torch.Tensor
     wide: torch.Tensor | None
@@ -40,8 +41,9 @@ class Brought(NamedTuple):
 
 @dataclasses.dataclass
 class TensorRanks:
-    """One call's messages over the axis. told: whether the first of them has been sent. agree: bool `[1]`, whether all
-    ranks have the same sizes, where the host has not waited to know."""
+    """One call's messages over the axis. told: the first of them has been sent. agree: bool `[1]`, all ranks have
+    the same sizes, if the host has not waited to know.
+    """
 
     ranks: Ranks
     split: TensorSplit
@@ -49,22 +51,22 @@ class TensorRanks:
     agree: torch.Tensor | None = None
 
     def gather(self, plan: ExchangePlan, rank: int, own: Brought) -> Brought:
-        """The tokens of all ranks of the axis, in their order; where these have the same, what is given.
+        """Return the tokens of all ranks of the axis, in their order; replicated tokens are returned as they are.
 
-        rank: this one's number on the other axis. A collective. Raises as `compare_headers` does.
+        rank: this one's number on the other axis. A collective. Raises as `compare_headers`.
         """
-        # A plan of mode `peer` is of the most tokens that there may be.
+        # A plan of mode `peer` is for max_tokens.
         device, header = own.x.device, plan.tensor_header(rank)._replace(tokens=len(own.x))
         self.told, apart = True, self.split.tokens == "split"
         (sent,) = exchange.constants((tuple(header),), device)
-        # On a GPU the host waits where it does so anyway. Else headers travel with the routing.
+        # On a GPU the host waits only if the mode does. Else headers travel with the routing.
         waits = plan.spec.mode == "all_to_all" or not own.x.is_cuda
         if waits:
             told = self.ranks.all_gather(sent, "header").cpu().numpy()
             compare_headers(told, self.ranks.where, equal_tokens=True)
         ids, gathered = own.ids, None
         if apart:
-            # A masked token has no expert, wherever it goes.
+            # A masked token has no expert on any rank.
             ids = ids if own.token_mask is None else torch.where(own.token_mask[:, None], ids, -1)
             table = torch.cat([ids, own.weights.detach().contiguous().view(torch.int32)], dim=1)
             sent = torch.cat([sent, table.view(-1)])
@@ -81,12 +83,12 @@ class TensorRanks:
         return Brought(x, wide, ids, weights, None if apart else own.token_mask)
 
     def tell_failure(self, device: torch.device) -> None:
-        """Send a header of zeros instead of one's own."""
+        """Send a header of zeros."""
         self.told = True
         self.ranks.all_gather(torch.zeros(len(FAILED), dtype=torch.int32, device=device), "header")
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
-        """Of what is by gathered token, the part of this rank's."""
+        """This rank's part of values by gathered token."""
         return self.by_rank(values)[self.split.index] if self.split.tokens == "split" else values
 
     def by_rank(self, values: torch.Tensor) -> torch.Tensor:
@@ -94,17 +96,17 @@ class TensorRanks:
         return values.view(self.split.size, len(values) // self.split.size, *values.shape[1:])
 
     def push(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Rows of all ranks' tokens, of rows of this rank's."""
+        """Rows of all ranks' tokens, from rows of this rank's."""
         return self.ranks.all_gather(values, what).flatten(0, 1) if self.split.tokens == "split" else values
 
     def pull(self, parts: torch.Tensor, what: str) -> torch.Tensor:
-        """The parts `[size, T, N]` of this rank's tokens from all ranks, of a part of all tokens."""
+        """Parts `[size, T, N]` of this rank's tokens from all ranks, from a part of all tokens."""
         if self.split.tokens == "split":
             return self.by_rank(self.ranks.all_to_all(parts, what))
         return self.ranks.all_gather(parts, what)
 
     def add(self, parts: torch.Tensor, what: str, **options: Any) -> torch.Tensor:
-        """The sum `[T, D]` of parts fp32 of all tokens, in the order of ranks; options: of `reduce`."""
+        """The sum `[T, D]` of parts fp32, in the order of ranks. options: of `reduce`."""
         came = self.pull(parts.contiguous(), what)
         size, tokens = came.shape[:2]
         row = torch.arange(size * tokens, dtype=torch.int32, device=came.device)
@@ -114,7 +116,7 @@ class TensorRanks:
         return ops.reduce(came.flatten(0, 1), layout, order="row", **options)
 
     def total(self, parts: torch.Tensor, like: torch.Tensor, dense: Any, out_dtype: torch.dtype) -> torch.Tensor:
-        """y `[T, D]` of parts of it, and of a shared expert's rows and gate; like: of the dtype that rows travel in."""
+        """y `[T, D]` of parts, and of a shared expert's rows and gate. like: has the dtype that rows travel in."""
         shared, gate = dense
         if torch.is_grad_enabled() and (parts.requires_grad or (shared is not None and shared.requires_grad)):
             y: Any = Total.apply(self, parts, like.dtype, shared, gate, out_dtype)
@@ -124,7 +126,7 @@ class TensorRanks:
 
 
 def require_apart(ranks: Ranks, tensor: Ranks) -> None:
-    """Raise InvalidInput unless both axes have this rank, and no other, in common."""
+    """Raise InvalidInput unless the axes have this rank and no other in common."""
     found = [dist.get_process_group_ranks(one.group) for one in (ranks, tensor)]
     common = sorted(set(found[0]) & set(found[1]))
     if len(common) != 1:
@@ -137,8 +139,8 @@ def require_apart(ranks: Ranks, tensor: Ranks) -> None:
 class Around(torch.autograd.Function):
     """`(axis, wide [T, D], weights [T, K], gathered) -> (wide [S, D], weights [S, K])` of the tokens of all ranks.
 
-    wide is not read. Gradients are of this rank's part of F; those of all ranks are added. gathered: the weights of all
-    ranks' tokens; None: they all have the same.
+    wide is not read. Gradients of all ranks' parts of F are added. gathered: weights of all ranks' tokens. None: all
+    ranks have the same.
     """
 
     @staticmethod
@@ -163,8 +165,11 @@ class Around(torch.autograd.Function):
 
 
 class Total(torch.autograd.Function):
-    """`(axis, parts fp32 [S, D], dtype, shared, gate, out_dtype) -> y [T, D]`: the sum of all ranks' parts, then of
-    shared `[T, D]` times the sigmoid of gate fp32 `[T, 1]`, as in `Combine`. The gradient travels in dtype."""
+    """`(axis, parts fp32 [S, D], dtype, shared, gate, out_dtype) -> y [T, D]`.
+
+    y is the sum of all ranks' parts, then of shared `[T, D]` times the sigmoid of gate fp32 `[T, 1]`, as in `Combine`.
+    The gradient travels in dtype.
+    """
 
     @staticmethod
     def forward(ctx: Any, axis: TensorRanks, parts: torch.Tensor, dtype: torch.dtype, *others: Any) -> torch.Tensor:
@@ -184,7 +189,7 @@ class Total(torch.autograd.Function):
 
 
 class OnFirst(torch.autograd.Function):
-    """`(bias, adds) -> bias`, or zeros where another rank of the axis adds it; every rank gets the whole gradient."""
+    """`(bias, adds) -> bias`, or zeros if another rank of the axis adds it. Every rank gets the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, bias: torch.Tensor, adds: bool) -> torch.Tensor:
@@ -197,7 +202,7 @@ class OnFirst(torch.autograd.Function):
 
 
 def bias_once(experts: ExpertWeights, split: TensorSplit) -> ExpertWeights:
-    """The slices of a rank, whose down_bias the first rank of the axis adds alone."""
+    """The slices of a rank; only the first rank of the axis adds down_bias."""
     if experts.down_bias is None:
         return experts
     bias: Any = OnFirst.apply(experts.down_bias, split.index == 0)
@@ -207,7 +212,7 @@ def bias_once(experts: ExpertWeights, split: TensorSplit) -> ExpertWeights:
 def counts_of(
     ids: torch.Tensor, placement: Placement, token_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots of this rank's tokens by expert, int32 `[E]`, and invalid ids among them, int32 `[1]`."""
+    """Slots of this rank's tokens by expert, int32 `[E]`, and invalid ids, int32 `[1]`."""
     places, invalid_ids = exchange.physical_ids(ids, placement, token_mask=token_mask)
     chosen = torch.where(places < 0, placement.num_experts, ids).flatten().long()
     counts = torch.zeros(placement.num_experts + 1, dtype=torch.int32, device=ids.device)
@@ -215,6 +220,6 @@ def counts_of(
 
 
 def total_of(ranks: Ranks, tensor: TensorRanks | None, values: torch.Tensor, what: str) -> torch.Tensor:
-    """The sum of integers over all ranks that have other tokens, in place."""
+    """Add integers over all ranks with tokens of their own, in place."""
     found = ranks.total(values, what)
     return tensor.ranks.total(found, what) if tensor is not None and tensor.split.tokens == "split" else found

@@ -44,7 +44,7 @@ class RowsAt(NamedTuple):
 class HomeTokens(NamedTuple):
     """The tokens of a rank.
 
-    x `[T, D]`: bf16, fp16 or fp32, rows may be strided; None: rows are sent apart. ids int32 and weights fp32
+    x `[T, D]`: bf16, fp16 or fp32, rows may be strided. None: rows are sent apart. ids int32 and weights fp32
     `[T, K]`: of experts, -1: none. token_mask bool `[T]`: a token that is False has no experts. places_of_experts int32
     `[E]`: None: every expert's place has its number. given int32 `[T, K]`: the places of slots, if an expert has
     several.
@@ -62,7 +62,7 @@ class TokenTables(NamedTuple):
     """Addresses int64 `[W]` of the arrays that tokens are stored to, M tokens of every rank.
 
     ids_at, weights_at: of int32 and fp32 `[W * M, K]`. headers_at: of int32 `[2 * W + 1, 12]`. rows_at: of the dtype of
-    x `[W * M, D]`; None: rows are sent apart.
+    x `[W * M, D]`. None: rows are sent apart.
     """
 
     ids_at: Any
@@ -81,7 +81,7 @@ class TokenSizes(NamedTuple):
 
 
 class Checks(NamedTuple):
-    """Arrays that make sums NaN; None: no such check.
+    """Arrays that make sums NaN. None: no such check.
 
     headers int32 `[2 * W + 1, 12]`, as tokens bring them: all tokens, if ranks differ in the first eight numbers of the
     last turn. agree bool `[1]`: all tokens, if it is False. wanted int32 `[T, K]`: tokens with a slot that is not -1

@@ -51,7 +51,7 @@ class _Way(NamedTuple):
     """How the routes of chunks are made.
 
     make: takes arrays of a chunk's tokens, number and programs. arrays: of all tokens. counts: tokens_per_expert
-    `[E]` and invalid_ids `[1]`; None: the routes have them.
+    `[E]` and invalid_ids `[1]`. None: the routes have them.
     """
 
     make: Callable[..., Any]
@@ -68,7 +68,7 @@ def run_peer(
 ) -> Results:
     """The forward of a rank. shared: called while rows travel, if that is possible. dtype: of the output.
 
-    call: its ranks and plan, and where experts are when this is replayed; None: where the plan says.
+    call: its ranks and plan, and where experts are when this is replayed. None: where the plan says.
     """
     ranks, plan, moving = call
     make, arrays, counts = (_direct if plan.direct else _counted)(ranks, plan, brought, moving)

@@ -32,7 +32,7 @@ class PeerCall(NamedTuple):
 
 
 class PeerTotal(Protocol):
-    """See `Total`. out: where the sum is written; None: a new tensor."""
+    """See `Total`. out: where the sum is written. None: a new tensor."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Memory at every rank of a group that all its ranks write to: loads and stores at peers' addresses, and barriers."""
+"""Memory of every rank that all ranks of a group load and store, and barriers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.bridge.private import group_timeout, symmetric_memory
 from moe_torch.parallel.group import Ranks
 
-#: Where each part begins; what kernels store at once is a divisor of it.
+#: Alignment of parts, a multiple of what kernels store at once.
 _ALIGNMENT = 256
-#: Seconds that a barrier on a GPU waits where the group does not say.
+#: Timeout of a barrier on a GPU, if the group has none.
 _BARRIER_SECONDS = 600.0
 
 
 class Region(NamedTuple):
-    """Part of a symmetric allocation. own: this rank's. addresses int64 `[W]`, on the device: where every rank has its
-    own, for loads and stores of this rank."""
+    """Part of a symmetric allocation. own: this rank's. addresses int64 `[W]`, on the device: of the region at every
+    rank.
+    """
 
     own: torch.Tensor
     addresses: torch.Tensor
@@ -39,20 +40,19 @@ class Part(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its numbers."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Up to where the next one may begin."""
+        """Up to the begin of the next part."""
         return -(-self.size * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 class Symmetric:
     """One allocation of every rank of a group; made by `symmetric`.
 
-    peers: the bytes of every rank as memory of this process, uint8 `[bytes]` each. regions: arrays that lie one behind
-    another in it, the same at every rank.
+    peers: the bytes of every rank as memory of this process, uint8 `[bytes]` each. regions: consecutive arrays in it,
+    the same at every rank.
     """
 
     def __init__(self, peers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, handle: Any) -> None:
@@ -66,9 +66,9 @@ class Symmetric:
         self.regions = tuple(regions)
 
     def barrier(self, ranks: Ranks, what: str) -> None:
-        """All that ranks have stored so far can be loaded afterwards, and all that they have loaded may be overwritten.
+        """Wait until earlier stores of all ranks can be loaded, and memory they have loaded may be overwritten.
 
-        On a GPU its stream waits, not the host.
+        On a GPU the stream waits, not the host.
         """
         if self._handle is not None:
             self._handle.barrier(0, _milliseconds(ranks, self.device))
@@ -77,7 +77,7 @@ class Symmetric:
 
 
 def _milliseconds(ranks: Ranks, device: torch.device) -> int:
-    """How long a barrier on a GPU waits."""
+    """The timeout of a barrier on a GPU."""
     seconds = ranks.timeout
     if seconds is None:
         timeout = group_timeout(ranks.group, device)
@@ -90,11 +90,10 @@ _known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
 def symmetric(ranks: Ranks, parts: tuple[Part, ...], device: torch.device, number: int = 0) -> Symmetric:
-    """Memory for these parts, the same for all calls of a group with equal ones and an equal number.
+    """Return memory for these parts, the same for all calls of a group with equal parts and number.
 
-    All bytes are zero at first. The first time it is a collective that waits. Raises InvalidInput where ranks have
-    other parts, and Unsupported on every rank where one cannot reach the memory of another, or where a CUDA graph is
-    captured.
+    Bytes are zero at first. The first call is a collective that waits. Raises InvalidInput if ranks have other parts.
+    Raises Unsupported on every rank if one cannot reach the memory of another, or captures a CUDA graph.
     """
     known = _known.setdefault(ranks.group, {})
     key = device, parts, number
@@ -103,7 +102,7 @@ def symmetric(ranks: Ranks, parts: tuple[Part, ...], device: torch.device, numbe
             raise Unsupported(
                 "memory that ranks share must be there before a CUDA graph is captured; call once with the same sizes"
             )
-        # It stays: what is captured, or saved for a backward, holds its addresses.
+        # It stays: captured graphs and saved tensors hold its addresses.
         known[key] = _allocate(ranks, parts, device)
     return known[key]
 
@@ -122,14 +121,14 @@ def _allocate(ranks: Ranks, parts: tuple[Part, ...], device: torch.device) -> Sy
 
 
 def _told(ranks: Ranks, value: Any) -> list[Any]:
-    """What every rank tells."""
+    """Values of every rank."""
     found: list[Any] = [None] * ranks.size
     dist.all_gather_object(found, value, group=ranks.group)
     return found
 
 
 def _require_none(ranks: Ranks, problem: str | None) -> None:
-    """Raise Unsupported on every rank where one has a problem."""
+    """Raise Unsupported on every rank if one has a problem."""
     wrong = {rank: why for rank, why in enumerate(_told(ranks, problem)) if why}
     if wrong:
         rank, why = next(iter(wrong.items()))
@@ -140,7 +139,7 @@ def _require_none(ranks: Ranks, problem: str | None) -> None:
 
 
 def _host() -> str:
-    """What processes of one host have in common."""
+    """An id of this host."""
     name = pathlib.Path("/proc/sys/kernel/random/boot_id")
     return name.read_text().strip() if name.exists() else os.uname().nodename
 
@@ -152,7 +151,7 @@ def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
         problem = None
         try:
             if hasattr(os, "posix_fallocate"):
-                # Pages of /dev/shm that are not there when they are touched end the process.
+                # Touching a missing page of /dev/shm would end the process.
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
                 os.ftruncate(file.fileno(), size)
@@ -167,13 +166,13 @@ def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
                 peers.append(torch.from_file(name, shared=True, size=size, dtype=torch.uint8))
         except (OSError, RuntimeError) as error:
             problem = f"rank {len(peers)}'s memory cannot be mapped: {error}"
-        # Behind this every rank has mapped every file, and their names may go.
+        # Now every rank has mapped every file, and the names may go.
         _require_none(ranks, problem)
     return peers
 
 
 def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """Memory that torch maps into every rank, and torch's handle of it."""
+    """Memory that torch maps into every rank, and torch's handle."""
     memory = symmetric_memory()
     told, problem = _told(ranks, (_host(), device.index)), None
     for rank, (host, index) in enumerate(told):
@@ -184,15 +183,15 @@ def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.
     _require_none(ranks, problem)
     peers, handle = [], None
     try:
-        # torch fills it on this stream. Peers may store soon, and no zeros may come behind that: messages of hosts by
-        # gloo do not wait for the device.
+        # torch fills it on this stream, and peers may store soon: zeros have to be written first. Messages of hosts
+        # by gloo do not wait for the device.
         stream = torch.cuda.default_stream(device)
         with torch.cuda.stream(stream):
             own = memory.empty(size, dtype=torch.uint8, device=device).zero_()
         stream.synchronize()
     except RuntimeError as error:
         own, problem = None, f"torch shares no memory: {error}"
-    # Behind this all have memory, and none waits alone for the others to map it.
+    # Now all have memory, so no rank waits in vain for the others to map it.
     _require_none(ranks, problem)
     assert own is not None
     try:
