@@ -1,4 +1,4 @@
-"""The parts of a layer around its experts: projections before and after them, and what is done to their results."""
+"""Parts of a layer around its experts: projections, and norms and scales of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_torch.layers.parameters import ParameterGroup, at_least_float32, autoca
 
 
 class ProjectionParameters(ParameterGroup):
-    """`rows = before(x)`, `after(rows)`: weight `[L, D]` or `[D, L]` (`out_in`), then a norm `[L]` if there is one."""
+    """`rows = before(x)`, `after(rows)`: weight `[L, D]` or `[D, L]` (`out_in`), then a norm `[L]`, if any."""
 
     NAMES = ("weight", "norm")
     weight: torch.Tensor
@@ -30,9 +30,8 @@ class ProjectionParameters(ParameterGroup):
 
 
 class OutputParameters(ParameterGroup):
-    """`y = output(rows)`: norm `[D]`, a constant scale, bias `[D]`, of the rows `[T, D]` of all experts together.
-
-    A norm of each expert's result, `[L]` beside a latent width, is applied by the experts.
+    """`y = output(rows)`: norm `[D]`, a constant scale and bias `[D]` of rows `[T, D]`. The experts apply a norm of
+    each expert's result.
     """
 
     NAMES = ("norm", "bias")
@@ -49,10 +48,9 @@ class OutputParameters(ParameterGroup):
 
 
 def added(rows: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """rows `[T, D]` plus bias `[D]`, in fp32, with one cast.
+    """Add bias `[D]` to rows `[T, D]` in fp32, with one cast.
 
-    The bias becomes rows as that of a product with zeros: its gradient then is the sum over tokens in the order that
-    the router's backward names.
+    The bias is that of a product with zeros, so that its gradient has the order of sums of the router's backward.
     """
     bias = at_least_float32(bias)
     zeros = bias.new_zeros(len(rows), 1), bias.new_zeros(1, len(bias))

@@ -19,8 +19,9 @@ from moe_torch.bridge.options import require_instance
 
 
 class BlockWeights(NamedTuple):
-    """tensors: by the layer's names; those of `copied` are new, the others are the block's own. takes_ids: the model
-    calls blocks with the ids of its tokens, of which this one has no use."""
+    """tensors: by the layer's names, the block's own except `copied`. takes_ids: the model passes token ids to this
+    block, which has no use for them.
+    """
 
     spec: MoELayerSpec
     tensors: dict[str, torch.Tensor]
@@ -29,7 +30,7 @@ class BlockWeights(NamedTuple):
 
 
 def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
-    """What a layer that takes the place of `block` is, and its parameters; see `MoE.from_block`."""
+    """The spec and parameters of the layer that replaces `block`; see `MoE.from_block`."""
     require_instance("block", block, torch.nn.Module)
     # JetMoE's blocks have the experts' matrices as children.
     experts, kind = getattr(block, "experts", getattr(block, "input_linear", None)), type(block).__name__
@@ -47,11 +48,11 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
     storage = storage_of(architecture.spec)
     spec, own = _layer_spec(architecture, block).stored_as(storage), dict(_tensors(block))
     if not architecture.naming.blocks[0]:
-        # Beside attention, norms and another MLP of the decoder layer.
+        # The decoder layer also has attention, norms and another MLP.
         own = {name: tensor for name, tensor in own.items() if name.startswith(("router.", "experts."))}
     names = _names(architecture, table=spec.token_table > 0)
     if not any(name.startswith("shared_experts.") for name in names):
-        # The model has them beside its block.
+        # The model has them outside of its block.
         spec = dataclasses.replace(spec, shared_experts=None)
     known = [name for alternatives in names.values() for name in alternatives]
     unknown, missing = [name for name in own if name not in known], [name for name in known if name not in own]
@@ -83,12 +84,12 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
 
 
 def without_input_ids(layer: torch.nn.Module, positional: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A hook that leaves out the ids of the tokens, with which models call all of their blocks if some have tables."""
+    """A hook that drops token ids, which models pass to all blocks if some have tables."""
     return positional, {name: value for name, value in named.items() if name != "input_ids"}
 
 
 def _layer_spec(architecture: Architecture, block: torch.nn.Module) -> MoELayerSpec:
-    """That of the block; where the layers of its model differ, of one with the limits that the block holds."""
+    """The block's layer; if layers of its model differ, the one with the block's limits."""
     if architecture.tables and architecture.naming.table in dict(_tensors(block)):
         return architecture.layer_spec(architecture.tables[0])
     if not architecture.layer_activations:
@@ -112,17 +113,15 @@ def _tensors(block: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _align(tensor: torch.Tensor) -> None:
-    """Give a tensor that lies in a mapped file, at an address that kernels do not take, memory of its own.
-
-    It stays the same parameter, with the same values.
+    """Copy a tensor that starts at an address kernels do not take, in a mapped file for example. It stays the same
+    parameter.
     """
     if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
         tensor.data = tensor.data.clone()
 
 
 def _names(architecture: Architecture, *, table: bool) -> dict[str, tuple[str, ...]]:
-    """The layer's arrays, in their order -> the tensors of the block that make them: a gate and an up, or one. table:
-    whether the block has one."""
+    """The layer's arrays -> the tensors of the block that make them: a gate and an up, or one."""
     naming, family = architecture.naming, architecture.family
     router, (*gate_up, down) = naming.router[0], naming.fused[0]
     names: dict[str, tuple[str, ...]] = {"router.weight": (router,)}
@@ -149,14 +148,14 @@ def _names(architecture: Architecture, *, table: bool) -> dict[str, tuple[str, .
 
 
 def _apart(name: str, tensors: list[torch.Tensor], num_experts: int) -> list[torch.Tensor]:
-    """`[E, F, D]`, or `[E, D, F]` of down, of matrices that hold the F rows of one expert below another's."""
+    """`[E, F, D]`, or `[E, D, F]` of down, from matrices with the F rows of one expert below another's."""
     apart = [tensor.detach().unflatten(0, (num_experts, -1)) for tensor in tensors]
     turned = [tensor.transpose(1, 2).contiguous() for tensor in apart] if name.endswith("down") else apart
     return [torch.nn.Parameter(new, requires_grad=old.requires_grad) for new, old in zip(turned, tensors, strict=True)]
 
 
 def _stored(name: str, tensors: list[torch.Tensor], storage: Storage) -> tuple[torch.Tensor, bool]:
-    """(the layer's array, whether it is a copy) of a block's tensors."""
+    """The layer's array of a block's tensors, and True if it is a copy."""
     whole = tensors[0]
     if name == "router.table":
         return whole.detach().int(), whole.dtype != torch.int32

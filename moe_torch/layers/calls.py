@@ -14,17 +14,18 @@ from moe_torch.bridge.ready import dense
 from moe_torch.bridge.seen import SeenCalls
 from moe_torch.layers.parameters import ParameterGroup
 
-#: Calls of all layers: x as a layer takes it, and the layer's own arrays.
+#: Calls of all layers: x and the layer's arrays.
 _seen = SeenCalls()
 
-#: Where a part keeps arrays: (dictionary, name) of its own, (module, name) of buffers a module deeper.
+#: A part's arrays: (dictionary, name) of its own, (module, name) of buffers one module deeper.
 Held = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 
 
 def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[Held, ...], tuple[int, ...]]:
-    """Each part with its arrays, and the operator's places of x and of these arrays, in the order of `tensors_of`.
+    """Return each part with its arrays, and the operator's positions of x and of these arrays, in the order of
+    `tensors_of`.
 
-    places: (place, part, name or names in it) of every array.
+    places: (position, part, names) of every array.
     """
     found, order = [], [0]
     for part in dict.fromkeys(part for _, part, *_ in places):
@@ -38,9 +39,9 @@ def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[
 
 
 def tensors_of(layer: Any, x: Any) -> list[Any] | None:
-    """x and the layer's arrays, where nothing but its operator runs and they are where modules keep them; else None.
+    """Return x and the layer's arrays, if the layer is its operator alone and has plain parameters; else None.
 
-    It asks what `has_own_call` does, in line and in a third of the time: every forward does.
+    It repeats `has_own_call` inline, in a third of the time, since every forward runs it.
     """
     if torch.compiler.is_compiling() or layer._in_stages or (layer._rounds and layer.training):
         return None
@@ -65,22 +66,21 @@ def tensors_of(layer: Any, x: Any) -> list[Any] | None:
 
 
 def seen_output(key: str, tensors: list[Any]) -> torch.Tensor | None:
-    """The output, in the shape of x, of a plain call like one that `output_of` saw with that key; None for another."""
+    """Return the output of a call like one that `output_of` remembered with that key, or None."""
     outputs = _seen.run(key, tensors)
     return None if outputs is None else outputs[0]
 
 
 def output_of(layer: Any, x: torch.Tensor, arrays: list[Any], key: str, tensors: list[Any] | None) -> torch.Tensor:
-    """The operator's first output, in the shape of x, after what the layer does with it.
+    """Return the operator's first output, in the shape of x, finished by the layer.
 
-    arrays: the operator's, `rows_of` x first. tensors: x and those of its arrays that `tensors_of` lists; None = the
-    call is not to be seen.
+    arrays: the operator's, `rows_of` x first. tensors: see `tensors_of`. None: do not remember this call.
     """
     operator, options, finish = layer._operator, layer._options, layer.output
     output = call_first(operator, (*arrays, options))
     if tensors is not None and not output.requires_grad:
         ready = operator.known((*arrays, options))
-        # Rows that are a copy have an address of their own.
+        # Copied rows have another address in each call.
         if ready is not None and (x.is_contiguous() or arrays[0] is x):
             selection = tuple(layer._held_places.index(place) for place in ready.selection)
             outputs = (dense(tuple(x.shape), output.dtype),)
@@ -90,7 +90,7 @@ def output_of(layer: Any, x: torch.Tensor, arrays: list[Any], key: str, tensors:
 
 
 def rows_of(x: torch.Tensor, d_model: int, weight: Any) -> torch.Tensor:
-    """x as `[T, D]`, with dense rows; `weight` has the dtype it must have."""
+    """Return x as `[T, D]` with dense rows. `weight` has the required dtype."""
     if not isinstance(x, torch.Tensor):
         raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}; use moe_torch.from_dlpack")
     shape = x.shape
@@ -99,7 +99,7 @@ def rows_of(x: torch.Tensor, d_model: int, weight: Any) -> torch.Tensor:
     if x.dtype != weight.dtype:
         raise InvalidInput(f"x must be {weight.dtype} like the layer's parameters, got {x.dtype}; cast x or the layer")
     if not x.is_contiguous():
-        # Rows may lie apart (a slice of wider rows), but neither be strided inside nor overlap.
+        # Rows may be slices of wider rows, but not strided inside, and must not overlap.
         apart = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= d_model
         x = x if apart else x.contiguous()
     return x if x.dim() == 2 else x.view(-1, d_model)

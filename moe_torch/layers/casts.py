@@ -1,4 +1,4 @@
-"""Dtypes that layers give to what they compute with."""
+"""Dtypes of layers under autocast."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
-#: Others, as float64, `torch.autocast` leaves alone.
+#: `torch.autocast` leaves others, such as float64.
 _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def autocast(tensor: Any, name: str = "x") -> Any:
-    """A tensor as `torch.autocast` wants it where it is on: cast like the arguments of torch.nn.Linear.
+    """Cast a tensor as `torch.autocast` casts arguments of torch.nn.Linear, if it is on.
 
-    name: of a parameter; float32 biases, and a gate, which is multiplied like a router, stay as they are. So does what
-    is no plain floating-point tensor.
+    name: of a parameter. float32 biases and a gate stay as they are, and so do other than plain floating-point tensors.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _AUTOCAST_DTYPES or name == "gate":
         return tensor

@@ -1,4 +1,4 @@
-"""What a new layer's parameters are, and where."""
+"""Memory and first values of a new layer's parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _DTYPES = tuple(TORCH_DTYPES[name] for name in (*dtypes.MATMUL_DTYPES, "float64"
 
 
 def require_dtype(dtype: torch.dtype | None) -> None:
-    """Raise InvalidInput unless the operators take parameters of this dtype (None: torch's default, always one)."""
+    """Raise InvalidInput unless operators take parameters of this dtype. None: torch's default."""
     if dtype is not None and dtype not in _DTYPES:
         raise InvalidInput(f"dtype must be {', '.join(map(str, _DTYPES))}, got {dtype}; pass dtype=torch.float32")
 
 
 def initialize(spec: MoELayerSpec, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the first values of a layer's parameters and buffers, by name."""
+    """Write the first values of a layer's parameters and buffers."""
     for parameter in spec.parameters(HUGGING_FACE):
         tensor = tensors[parameter.name]
         if parameter.role == "weight":
@@ -40,7 +40,7 @@ def _draw(tensor: torch.Tensor, std: float) -> None:
 
 
 def _draw_experts(tensor: Any, std: float) -> None:
-    """Expert after expert: a rank that has a part of them draws the others too, and keeps none of those."""
+    """Draw one expert after another. A rank draws other ranks' experts, too, and drops them."""
     if tensor.is_meta or not is_shared_out(tensor):
         _draw(tensor, std)
         return
@@ -62,10 +62,10 @@ def _numbers(experts: slice | list[int], count: int) -> Any:
 
 
 def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | None) -> None:
-    """Give a layer on `meta` memory on the device, for this rank's experts only.
+    """Give a layer on `meta` memory for this rank's experts.
 
-    expert_parallel: an ExpertParallel, or the DeviceMesh of one. Raises InvalidInput for anything else, and for a
-    device that is not the mesh's.
+    expert_parallel: an ExpertParallel, or its DeviceMesh. Raises InvalidInput for others, and for another device than
+    the mesh's.
     """
     # Only here: a layer of one process does not import torch.distributed.
     from moe_torch.layers.parallel import parallelize
@@ -89,9 +89,8 @@ def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | Non
 
 
 def load_own(layer: Any, weights: Any, expert_parallel: Any, device: Any, copy: bool) -> Any:
-    """A layer on `meta`, shared out and loaded: a rank gets memory for its own part, in the dtypes of the weights.
-
-    Raises InvalidInput for copy=False.
+    """Return a layer, given on `meta`, shared out and loaded in the dtypes of the weights. Raises InvalidInput for
+    copy=False.
     """
     if not copy:
         raise InvalidInput(

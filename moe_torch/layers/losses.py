@@ -12,14 +12,14 @@ from moe_torch.bridge.options import require_instance
 def router_losses(
     logits: torch.Tensor, tokens_per_expert: torch.Tensor, token_mask: torch.Tensor | None, router: RouterSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(load-balancing loss, z-loss), fp32 scalars; formulas: `moe_core.ops.routing.reference_backward.router_losses`.
-
-    logits fp32 `[T, E]`; tokens_per_expert int32 `[E]`; token_mask bool `[T]` or None.
+    """Return (load-balancing loss, z-loss), fp32 scalars, see
+    `moe_core.ops.routing.reference_backward.router_losses`. logits fp32 `[T, E]`; tokens_per_expert int32 `[E]`;
+    token_mask bool `[T]` or None.
     """
     num_tokens, num_experts = logits.shape
     count = logits.new_full((), num_tokens)
     if token_mask is not None:
-        # What a masked token holds, even NaN, must not reach the sums.
+        # Masked tokens, which may be NaN, must not reach the sums.
         logits = torch.where(token_mask[:, None], logits, 0.0)
         count = token_mask.sum().to(logits.dtype)
     if router.logit_scale != 1:
@@ -44,29 +44,28 @@ def load_balance_loss(
     scale: float = 1.0,
     token_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A load-balancing loss of one's own making from `MoEAux.logits` and `MoEAux.ids`.
+    """Return a load-balancing loss from `MoEAux.logits` and `MoEAux.ids`.
 
-    Of each sequence, loss = scale * E * sum_i f_i * P_i: f_i is expert i's share of the sequence's slots, S * K of
-    them, and P_i the mean over its tokens of the score, normalised to sum 1 over experts. The result is the mean over
-    the sequences that have a token. It is a function, and no option of the layer, because which tokens belong together
-    (those of a sequence, a call, or of all layers) is known where the loss is made.
+    Each sequence has the loss scale * E * sum_i f_i * P_i: f_i is expert i's share of its S * K slots, and P_i the mean
+    over its tokens of the score, normalised to sum 1 over experts. The result is the mean over sequences with a token.
+    The caller decides which tokens belong together: those of a sequence, a call, or all layers.
 
     | loss | call |
     |---|---|
     | `MoEAux.load_balance_loss` | `load_balance_loss(aux.logits, aux.ids, scoring=...)` |
-    | MaxText, of `x [B, S, D]` | logits `[B, S, E]`, `scale=K`, `softmax` whatever the router's score is |
-    | Hugging Face (Mixtral, Qwen, ...) | those of all layers, concatenated along the tokens, `scale=K` |
+    | MaxText, of `x [B, S, D]` | logits `[B, S, E]`, `scale=K`, `softmax` for every router |
+    | Hugging Face (Mixtral, Qwen, ...) | of all layers, concatenated along the tokens, `scale=K` |
     | DeepSeek-V3, sequence-wise | logits `[B, S, E]`, `scoring="sigmoid"`, `scale=alpha` |
 
     Args:
-        logits: fp32 `[..., S, E]`: the tokens of each sequence in the last axis but one.
-        ids: int32 `[..., S, K]`. An id outside [0, E) counts nowhere, as one that a capacity limit dropped.
-        scoring: of P: `softmax`, `sigmoid` or `sqrt_softplus`, whatever the layer's own is.
+        logits: fp32 `[..., S, E]`, with the tokens of each sequence in the last axis but one.
+        ids: int32 `[..., S, K]`. Ids outside [0, E) do not count, such as slots dropped by a capacity limit.
+        scoring: of P: `softmax`, `sigmoid` or `sqrt_softplus`.
         scale: multiplies the loss.
-        token_mask: bool `[..., S]`. Tokens that are False are left out.
+        token_mask: bool `[..., S]`. False tokens are left out.
 
     Returns:
-        the loss, an fp32 scalar, differentiable by logits, at very negative ones too.
+        an fp32 scalar, differentiable by logits, also at very negative ones.
 
     Raises:
         InvalidInput: arguments of other shapes or dtypes.
@@ -88,15 +87,14 @@ def load_balance_loss(
 
 
 def _shares(logits: torch.Tensor, scoring: str) -> torch.Tensor:
-    """Scores over their sum; zeros where all logits are -inf."""
+    """Scores over their sum. Zeros if all logits are -inf."""
     log_scores = _log_scores(logits, scoring)
     empty = torch.isneginf(log_scores).all(dim=-1, keepdim=True)
     return torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, log_scores), dim=-1))
 
 
 def _log_scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
-    """Logarithms of the scores, up to a constant of the token: scores themselves underflow, and their sum then has no
-    gradient."""
+    """Logarithms of scores, up to a constant of the token. Scores may underflow, and their sum then has no gradient."""
     if scoring == "softmax":
         return logits
     if scoring == "sigmoid":

@@ -49,49 +49,55 @@ _ANY_ROUTER, _SILU_EXPERTS = RouterSpec(), ExpertsSpec()
 _OPERATOR, _QUANTIZED_OPERATOR = operators.MOE[RouterWeights], MOE_QUANTIZED[RouterWeights]
 _PARTS = {"router": RouterParameters, "experts": ExpertParameters, "shared_experts": SharedParameters}
 _PARTS |= {"before": ProjectionParameters, "after": ProjectionParameters, "output": OutputParameters}
-#: Roles of arrays that the operator does not take.
+#: Roles that the operator does not take.
 _BESIDE = ("factor", "table")
-#: Where the operator, which takes its arrays by position, wants those of each part, and the token mask.
+#: The operator's names for parts; it takes arrays by position.
 _PREFIXES = {"router": "routing", "experts": "experts", "shared_experts": "shared"}
 
 
 def _place(operator: Operator, part: str, *path: str) -> tuple[Any, ...]:
-    """(position among the operator's arguments, part, name or names in it) of an array."""
+    """(position among the operator's arguments, part, names) of an array."""
     # The values of a quantised matrix have its name among the arguments.
     name = ".".join((_PREFIXES[part], *path)).removesuffix(".values")
     return operator.names.index(name), part, *path
 
 
 class MoE(PrepackedExperts, PlannedLayer):
-    """`y = layer(x)`: a router, E experts of which each token visits K, and shared experts if asked for.
+    """A router, E experts of which each token visits K, and shared experts if asked for: `y = layer(x)`.
 
-    d_model, d_ff, num_experts, top_k: D, F (per expert, after gating), E, K. router: how logits become ids and weights
-    (its top_k may be left out). experts: activation, biases and storage. shared_experts: None = none. device, dtype: of
-    the parameters, `meta` included (then `to_empty`, and `load_state_dict`, `load_weights` or `reset_parameters`);
-    bfloat16, float16 or float32, and on a CPU float64, to check gradients. expert_parallel: a DeviceMesh of one axis,
-    or a `moe_torch.parallel.ExpertParallel`, whose ranks share the experts (docs/user/parallel-training.md).
-    Everything else a layer can have (router bias, correction bias, capacity limit, ...) is said with a MoELayerSpec:
-    `MoE.from_spec(spec)`, or `MoE.from_spec(layer_spec_from_config(hugging_face_config))`.
+    `MoE.from_spec(MoELayerSpec(...))` makes layers with all else: router and correction biases, capacity limits, ...
+    Differentiable by x and every parameter, with auxiliary losses.
 
-    Parameters, by their names in the state_dict (S: width of the shared experts; experts may state another storage):
-    `router.weight` `[E, D]`, `router.bias` `[E]`, buffer `router.correction_bias` fp32 `[E]`; `experts.gate_up`
-    `[E, 2F, D]` gate rows first, `experts.down` `[E, D, F]`, `experts.gate_up_bias` `[E, 2F]`, `experts.down_bias`
-    `[E, D]` (gate_layout `separate`: `experts.gate_up` and `experts.up` `[E, F, D]`, and so for the biases);
-    `shared_experts.gate_up` `[2S, D]`, `shared_experts.down` `[D, S]`, `shared_experts.gate` `[1, D]`. Shard them with
-    `fully_shard` on the layer or a module around it, or on its parts.
+    Parameters, by name in the state_dict, S being the width of the shared experts: `router.weight` `[E, D]`,
+    `router.bias` `[E]`, buffer `router.correction_bias` fp32 `[E]`; `experts.gate_up` `[E, 2F, D]` gate rows first,
+    `experts.down` `[E, D, F]`, `experts.gate_up_bias` `[E, 2F]`, `experts.down_bias` `[E, D]` (gate_layout `separate`:
+    `experts.gate_up` and `experts.up` `[E, F, D]`, biases alike); `shared_experts.gate_up` `[2S, D]`,
+    `shared_experts.down` `[D, S]`, `shared_experts.gate` `[1, D]`. `fully_shard` shards the layer, its parts, or a
+    module around it.
 
-    `layer.router(x)`, `layer.experts(x, ids, weights)` and `layer.shared_experts(x)` are called where something wants
-    to see these calls (hooks, adapters, fully_shard on a part). Else the layer is one operator.
+    A layer is one operator. `layer.router(x)`, `layer.experts(x, ids, weights)` and `layer.shared_experts(x)` are
+    called if hooks, adapters or fully_shard on a part need these calls.
 
-    Quantised experts (`ExpertsSpec(scheme=...)`): each matrix is two or three buffers, `experts.gate_up.values`,
-    `.scales` and `.zero_points`, which keep their dtypes and start as exact zeros. They are frozen; x and the
-    parameters beside them (router, biases, shared experts) are trained. A scheme that quantises activations too freezes
-    the whole layer: no parameter of it requires a gradient, and asking for one, of x too, raises Unsupported.
-    `prepack_weights` re-lays loaded mxfp4, int4 and int8 experts for Hopper's kernels; state_dicts keep the published
-    layout.
+    A quantised matrix (`ExpertsSpec(scheme=...)`) is two or three buffers, `experts.gate_up.values`, `.scales` and
+    `.zero_points`, which keep their dtypes and start as exact zeros. It is frozen; x and other parameters are trained.
+    A scheme that also quantises activations freezes the layer: asking for a gradient raises Unsupported.
+    `prepack_weights` re-lays loaded mxfp4, int4 and int8 experts for Hopper's kernels.
 
-    Differentiable by x and every parameter, auxiliary losses included (docs/user/training.md says what training keeps).
-    Raises InvalidInput for options that contradict each other.
+    Args:
+        d_model: D.
+        d_ff: F, per expert, after gating.
+        num_experts: E.
+        top_k: K.
+        router: makes ids and weights from logits. Its top_k may be left out.
+        experts: activation, biases and storage.
+        shared_experts: None: none.
+        device: of the parameters; `meta` needs `to_empty`, and then weights or `reset_parameters`.
+        dtype: bfloat16, float16 or float32, and on a CPU float64, to check gradients.
+        expert_parallel: a DeviceMesh of one axis, or a `moe_torch.parallel.ExpertParallel`, whose ranks share the
+            experts.
+
+    Raises:
+        InvalidInput: options that contradict each other.
     """
 
     router: RouterParameters
@@ -130,7 +136,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         dtype: torch.dtype | None = None,
         expert_parallel: Any = None,
     ) -> MoE:
-        """The layer that `spec` describes, with initialised parameters."""
+        """Return the layer of `spec`, with initialised parameters."""
         require_instance("spec", spec, MoELayerSpec)
         layer = cls.__new__(cls)
         torch.nn.Module.__init__(layer)
@@ -141,11 +147,10 @@ class MoE(PrepackedExperts, PlannedLayer):
     def from_weights(
         cls, weights: LayerWeights, *, device: Any = None, copy: bool = True, expert_parallel: Any = None
     ) -> MoE:
-        """A layer with copies of these weights: every dtype and the experts' storage as they are, quantised or not (the
-        router's weight becomes `[E, D]`).
+        """Return a layer with copies of weights, in their dtypes and storage (the router's weight becomes `[E, D]`).
 
-        copy=False: on a CPU the layer takes over the arrays that are writable, as of a checkpoint that was just read,
-        and what changes one changes the other. expert_parallel: as of a new layer; a rank copies its own part alone.
+        copy=False: on a CPU the layer shares the memory of writable arrays, as of a checkpoint that was just read.
+        expert_parallel: as of a new layer; a rank copies only its own part.
         """
         require_instance("weights", weights, LayerWeights)
         layer = cls.from_spec(weights.layer_spec(), device="meta", dtype=torch.float32)
@@ -156,17 +161,16 @@ class MoE(PrepackedExperts, PlannedLayer):
 
     @classmethod
     def from_block(cls, block: torch.nn.Module, config: Any = None) -> MoE:
-        """A layer on the weights of a live MoE block of a Hugging Face model, such as `model.model.layers[0].mlp`.
+        """Return a layer on the weights of a live MoE block of a Hugging Face model, such as
+        `model.model.layers[0].mlp`.
+
+        Its parameters are the block's tensors and train with it, except those named in `copied`, which have another
+        storage: gate and up of shared experts, all matrices of shared experts with `in_out` experts, DBRX's experts, a
+        table of ids, and a correction bias that is not float32. The layer returns y without router logits.
 
         block: of a family with a preset (`layer_spec_from_config`). config: the model's, for a block that does not keep
-        its own. The layer's parameters are the block's own tensors, and train with it, but for those named in the
-        layer's `copied`, whose storage differs: the shared experts' gate and up, which blocks have as two matrices,
-        every matrix of shared experts beside `in_out` experts, DBRX's experts, a table of ids, and a correction bias
-        that is not float32.
-
-        The layer returns y alone, and a model no longer records the router's logits of a block that it replaces.
-        Raises InvalidInput for what is no block of that config; Unsupported for families without a preset, and for a
-        block with a part that the layer does not compute with, which it names.
+        it. Raises InvalidInput for no block of that config, and Unsupported for a family without a preset and for a
+        block with another part, which the error names.
         """
         spec, tensors, copied, takes_ids = block_weights(block, config)
         layer = cls.from_spec(spec, device="meta", dtype=torch.float32)
@@ -212,7 +216,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         self.reset_parameters()
 
     def _set_options(self) -> None:
-        """The operator's options, encoded once: a forward hashes no spec."""
+        """Encode the operator's options once, so that a forward hashes no spec."""
         self.moe_spec, formats = self.spec.moe_spec(HUGGING_FACE), ()
         parts = self._parts()
         for part in parts.values():
@@ -234,10 +238,11 @@ class MoE(PrepackedExperts, PlannedLayer):
         return _QUANTIZED_OPERATOR if self._is_quantized else _OPERATOR
 
     def reset_parameters(self) -> None:
-        """Weights normal with standard deviation fan_in ** -0.5 (outputs keep the rms of inputs); norms and scales one;
-        biases, the correction bias and quantised matrices zero; a table of ids has all experts in turn.
+        """Draw weights from a normal distribution with standard deviation fan_in ** -0.5, which keeps the rms.
 
-        Experts are drawn one after another. Ranks that share them get those of one process with the same seed."""
+        Norms and scales are one. Biases, the correction bias and quantised matrices are zero. A table of ids has all
+        experts in turn. Ranks that share experts get the values of one process with the same seed.
+        """
         with torch.no_grad(), self.published() as tensors:
             initialize(self.spec, tensors)
 
@@ -251,19 +256,21 @@ class MoE(PrepackedExperts, PlannedLayer):
         input_ids: torch.Tensor | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """y, of the shape and dtype of x `[..., D]`; with return_aux `(y, MoEAux)`.
+        """Return y, of the shape and dtype of x `[..., D]`; with return_aux `(y, MoEAux)`.
 
-        x: the dtype of the experts' weights, or where these are quantised of the shared experts' or else the router's.
-        token_mask bool `[...]`: tokens that are False visit no routed expert (their rows are zero, or what shared
-        experts give) and are left out of every statistic. gate_inputs, of the shape and dtype of x: what the router
-        scores instead of x. expert_ids int32 `[..., K]`: the experts of each token, distinct, instead of the router's
-        choice, whose weights they still get (a token with an id outside [0, E) is as one that is masked; a correction
-        bias has no part in it). input_ids, integers `[...]`: the ids of the tokens, which a layer with a table of ids
-        looks up, and takes where expert_ids are not given. One operator runs unless the layer is `in_stages` or one of
-        these is given.
-        Under `torch.autocast`, x, experts and shared experts are cast to its dtype, which y has too, as in
-        torch.nn.Linear; the router keeps its dtype and quantised matrices theirs.
-        Raises InvalidInput for wrong shapes, dtypes and devices, Unsupported for main_grad under autocast.
+        One operator runs, unless the layer is `in_stages` or gets gate_inputs, expert_ids or input_ids. Under
+        `torch.autocast`, x, experts and shared experts are cast to its dtype, which y has, too; router and quantised
+        matrices keep theirs.
+
+        Args:
+            x: in the dtype of the experts' weights, or for quantised ones of the shared experts' or else the router's.
+            token_mask: bool `[...]`. False tokens visit no routed expert and count in no statistic.
+            gate_inputs: like x; the router scores it instead of x.
+            expert_ids: int32 `[..., K]`, distinct experts of each token, still weighted by the router; no correction
+                bias. A token with an id outside [0, E) counts as masked.
+            input_ids: integers `[...]`, token ids for a layer with a table of ids, used without expert_ids.
+
+        Raises InvalidInput for wrong shapes, dtypes and devices, and Unsupported for main_grad under autocast.
         """
         routed_by = gate_inputs is not None or expert_ids is not None or input_ids is not None
         key, tensors = self._key, None
@@ -318,18 +325,17 @@ class MoE(PrepackedExperts, PlannedLayer):
         return autocast(x)
 
     def _runs_stages(self) -> bool:
-        """Whether the operator's stages are called one by one: something lies between them, or a part has a call of its
-        own."""
+        """Return True if stages are called one by one: there is something between them, or a part has a call of its
+        own.
+        """
         modules: Any = self._modules
         if any([has_own_call(modules[name]) for name in self._part_names]):
             return True
         return self._in_stages or (self._rounds and self.training)
 
     def _arrays(self, parts: Mapping[str, Any]) -> list[Any]:
-        """The operator's arguments, options excepted: the layer's arrays, and None for what is absent or not its own.
-
-        A parameter is looked up where modules keep it, in a fifth of an attribute's time; what is not there is a buffer
-        or reparametrised.
+        """The operator's arguments without options: the layer's arrays, else None. Looking up a parameter in the
+        module's dictionary takes a fifth of an attribute's time.
         """
         arrays = [None] * self._count
         for place, part, name in self._places:
@@ -341,7 +347,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         return arrays
 
     def _parts(self) -> dict[str, Any]:
-        """The layer's own parts by name, whatever was put around them."""
+        """The layer's parts by name, without wrappers."""
         return {name: own_part(self._modules[name], name) for name in self._part_names}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -351,10 +357,11 @@ class MoE(PrepackedExperts, PlannedLayer):
 
     @torch.no_grad()
     def update_correction_bias(self, tokens_per_expert: torch.Tensor, rate: float) -> None:
-        """DeepSeek-V3's balancing without a loss: b_i += rate * sign(mean(c) - c_i), in place, outside of gradients.
+        """Balance experts as DeepSeek-V3 does, without a loss: b_i += rate * sign(mean(c) - c_i), in place, without
+        gradients.
 
-        tokens_per_expert int `[E]`: counts c of one or more steps (MoEAux.tokens_per_expert), summed over data-parallel
-        ranks by the caller. rate: DeepSeek-V3 trains with 0.001. Source: DeepSeek-V3 Technical Report, section 2.1.2.
+        tokens_per_expert int `[E]`: counts c of one or more steps, summed over data-parallel ranks by the caller. rate:
+        DeepSeek-V3 trains with 0.001. Source: DeepSeek-V3 Technical Report, section 2.1.2.
         """
         bias = self._parts()["router"].correction_bias
         if bias is None:
@@ -372,11 +379,11 @@ class MoE(PrepackedExperts, PlannedLayer):
         bias.add_(torch.sign(counts.sum() - counts * counts.shape[0]).to(bias.dtype), alpha=rate)
 
     def load_weights(self, weights: LayerWeights) -> None:
-        """Copy canonical weights in, whatever their storage; dtypes must be equal or widen (to float32).
+        """Copy canonical weights in, from any storage; dtypes must be equal, or widen to float32.
 
-        Nothing is held twice: views of the arrays are copied straight into the parameters. Raises InvalidInput if the
-        weights are of another layer (sizes, routing, activation, parts, format), would be rounded, or the layer is on
-        `meta`; Unsupported for sharded parameters, and for another gate_layout of quantised ones.
+        Views of the arrays are copied into the parameters, so nothing is held twice. Raises InvalidInput if the weights
+        are of another layer or would be rounded, or the layer is on `meta`. Raises Unsupported for sharded parameters,
+        and for another gate_layout of quantised ones.
         """
         require_instance("weights", weights, LayerWeights)
         require_same_layer(self.spec, weights)
@@ -384,8 +391,9 @@ class MoE(PrepackedExperts, PlannedLayer):
             copy_weights(weights, tensors, self.storage)
 
     def export_weights(self) -> LayerWeights:
-        """The canonical weights, stored as the layer stores them, quantised ones as they are published. On a CPU the
-        arrays share the parameters' memory; sharded parameters are gathered (a collective)."""
+        """Return canonical weights in the layer's storage, quantised ones as published. On a CPU they share the
+        parameters' memory. Sharded parameters are gathered, a collective.
+        """
         tensors = self._tensors() | self.restored_tensors()
         arrays = {name: gathered(name, tensor) for name, tensor in tensors.items()}
         return LayerWeights.from_named(arrays, self.spec, HUGGING_FACE)

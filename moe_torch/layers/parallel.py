@@ -1,4 +1,4 @@
-"""Layers whose experts lie on several ranks, and losses that balance these."""
+"""Layers with experts on several ranks, and their losses."""
 
 from __future__ import annotations
 
@@ -34,30 +34,31 @@ Layer = TypeVar("Layer", bound=PrepackedExperts)
 
 @dataclass
 class LayerExchange:
-    """What takes the place of `moe_torch.moe` in a layer whose experts are shared out. counted, began: whether the
-    forward at hand has come as far as the counts of a capacity, and as the exchange."""
+    """Replaces `moe_torch.moe` in a layer that is shared out. counted, began: this forward has sent the counts of a
+    capacity, and has begun the exchange.
+    """
 
     parallel: ExpertParallel
     placement: Placement
     counted: bool = False
     began: bool = False
-    #: Of a layer with a Rebalancer.
+    #: Set by a Rebalancer.
     moving: MovingPlacement | None = None
 
     def __deepcopy__(self, memo: Any) -> LayerExchange:
-        # Copies of a layer are on the same ranks, and their experts stay where they are.
+        # Copies of a layer are on the same ranks, without a Rebalancer.
         return LayerExchange(self.parallel, self.placement)
 
     def before(self, layer: Any, arguments: Any) -> None:
-        """The layer's hook ahead of a forward."""
+        """The layer's hook before a forward."""
         self.counted = self.began = False
 
     def after(self, layer: Any, arguments: Any, output: Any) -> None:
-        """The layer's hook behind a forward, also one that raised: without an exchange, peers would wait for it."""
+        """The layer's hook after a forward, also one that raised: its peers would wait for an exchange."""
         if output is None and not self.began:
             device, spec = layer._parts()["router"].weight.device, layer.spec
             if spec.capacity_factor is not None and not self.counted and tells_peers(self.parallel, device):
-                # Others wait for these first.
+                # Peers wait for counts first.
                 with contextlib.suppress(RuntimeError):
                     self._counts_of_all(torch.zeros(1 + spec.num_experts, dtype=torch.int32, device=device))
             tell_peers(self.parallel, self.placement, device)
@@ -68,7 +69,7 @@ class LayerExchange:
 
     @staticmethod
     def local(array: Any) -> Any:
-        """This rank's part of a shared-out array, or of a quantised matrix of them; other tensors as they are."""
+        """This rank's part of a shared-out array or quantised matrix; other tensors as they are."""
         if isinstance(array, QuantizedTensor):
             return map_arrays(array, LayerExchange.local)
         return array.to_local() if isinstance(array, (DTensor, PlacedTensor)) else array
@@ -83,10 +84,10 @@ class LayerExchange:
         token_mask: torch.Tensor | None = None,
         shared: SharedExpert | None = None,
     ) -> ParallelOutput:
-        """`moe_torch.moe` of this rank's tokens; counts are of these tokens, for all experts."""
+        """Run `moe_torch.moe` on this rank's tokens. Counts are of these tokens."""
         self.began = True
         if not self.placement.occupied[self.parallel.ranks().rank]:
-            # No product takes an axis without an expert.
+            # Products need at least one expert.
             experts = map_arrays(experts, lambda array: filled_up(array, 1))
         options: Any = {"token_mask": token_mask, "shared": shared}
         placement = self.placement if self.moving is None else self.moving
@@ -95,9 +96,9 @@ class LayerExchange:
     def within_capacity(
         self, ids: torch.Tensor, place: torch.Tensor, group_sizes: torch.Tensor, ratio: tuple[int, int]
     ) -> torch.Tensor:
-        """bool `[T * K]`: whether a slot is among the first that its expert takes of all ranks' tokens.
+        """bool `[T * K]`: True for the first slots that each expert takes of all ranks' tokens.
 
-        place: its number among this rank's slots of the expert. ratio: of `MoELayerSpec.capacity_ratio`.
+        place: the slot's number among this rank's slots of the expert. ratio: of `MoELayerSpec.capacity_ratio`.
         """
         tokens = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
         told, number = self._counts_of_all(torch.cat([tokens, group_sizes]))
@@ -111,40 +112,40 @@ class LayerExchange:
         ranks, tensor = self.parallel.ranks("capacity"), self.parallel.tensor_ranks("capacity")
         told, number = own, ranks.rank
         if tensor is not None and tensor.split.tokens == "split":
-            # Of every rank of the tensor axis, behind one another.
+            # Counts of all ranks of the tensor axis, in order.
             told, number = tensor.ranks.all_gather(told, "counts"), number * tensor.split.size + tensor.split.index
         return ranks.all_gather(told, "counts").view(-1, len(own)), number
 
 
 def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement | None = None) -> Layer:
-    """Share a layer's experts out among ranks, in place: each keeps its own, and forwards and backwards exchange rows.
+    """Share a layer's experts out among ranks, in place. Forwards and backwards then exchange rows.
 
     The experts' parameters become DTensors `[E, ...]`, sharded by their first axis over the mesh: rank r has the
-    experts from r * ceil(E / W) on. Experts in another order are `PlacedTensor`s of the same shape, which optimizers
-    take, and `fully_shard` does not. Either way `state_dict` and `torch.distributed.checkpoint` know whole experts by
-    their logical ids, and load for any placement and any number of ranks. All else, the router and shared experts,
-    stays what it was on every rank: average its gradients over all ranks that have other tokens. Gradients of experts
-    are sums over all ranks' tokens already: divide them by `parallel.gradient_divisor` for the same mean.
+    experts from r * ceil(E / W) on. Experts in another order are `PlacedTensor`s of the same shape, for optimizers but
+    not for `fully_shard`. Both save whole experts by logical id in `state_dict` and `torch.distributed.checkpoint`, and
+    load for any placement and number of ranks. Router and shared experts stay on every rank: average their gradients
+    over all ranks with tokens of their own. Experts' gradients are sums over all ranks' tokens: divide them by
+    `parallel.gradient_divisor` for the same mean.
 
     With `parallel.tensor`, a rank keeps slices of its experts: DTensors over both axes, `[Shard(0), Shard(axis)]`. Gate
-    and up in halves, `ExpertsSpec(gate_layout="halves")` and the default, are `PlacedTensor`s, since a slice of each
-    half is no range of rows; interleaved or separate ones are DTensors. down_bias is whole on every rank of the axis.
+    and up in halves, the default, are `PlacedTensor`s, since a slice of each half is no range of rows. down_bias is
+    whole on every rank of the axis.
 
     Call it before `fully_shard` and before an optimizer is made, on every rank. A layer on `meta` gets no memory.
 
     Args:
-        layer: a `moe_torch.MoE` whose experts are all here.
-        parallel: the ranks; its mesh must be a DeviceMesh.
-        placement: which experts lie on which rank, None = `Placement.linear`. With replicas the layer is for inference:
-            a forward that would need a gradient raises Unsupported.
+        layer: a `moe_torch.MoE` with all its experts.
+        parallel: the ranks. Its mesh must be a DeviceMesh.
+        placement: the experts of each rank. None: `Placement.linear`. With replicas, forwards that need a gradient
+            raise Unsupported.
 
     Returns:
         the layer.
 
     Raises:
-        InvalidInput: a placement of other sizes; a layer that is shared out already; a tensor axis that does not divide
+        InvalidInput: a placement of other sizes, a layer that is shared out already, a tensor axis that does not divide
             d_ff, or is no axis of the mesh's DeviceMesh.
-        Unsupported: main_grad; a norm of each expert's result; a tensor axis that cuts groups of quantised experts, or
+        Unsupported: main_grad, a norm of each expert's result, a tensor axis that cuts groups of quantised experts, or
             prepacked ones.
     """
     require_instance("parallel", parallel, ExpertParallel)
@@ -159,7 +160,7 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
             f"placement must be of the layer's {spec.num_experts} experts on the mesh's {ranks.size} ranks, got "
             f"{placement}; make it for them"
         )
-    # Empty places last: a rank's part of a parameter holds its experts alone.
+    # Empty places come last, as parameters hold only experts.
     owners = tuple(tuple(sorted(rank, key=lambda expert: expert == HOLE)) for rank in placement.owners)
     placement = dataclasses.replace(placement, owners=owners)
     for name, wrong in (
@@ -181,11 +182,11 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     held = torch.tensor(exchange.held(), dtype=torch.long)
 
     def shared_out(name: str, array: torch.Tensor) -> torch.Tensor:
-        # A copy, so that the memory of the others can go.
+        # A copy, so that the memory of other experts is freed.
         local, part, places = array.detach()[held.to(array.device)], None, [Shard(0)]
         if split.size > 1:
             cut = cut_of(name, *layouts)
-            # Of one entry for all of F, such as a scale by channel, every rank has it.
+            # Every rank has an entry for all of F, such as a scale per channel.
             part = Slice(parallel.tensor, cut if cut and array.shape[cut.axis] > 1 else None, split)
             local = Own(local, None, part.cut, split).taken(local)
             places.append(Shard(array.dim() + part.cut.axis) if part.cut else Replicate())
@@ -213,7 +214,7 @@ def _sharded(local: torch.Tensor, mesh: Any, places: Sequence[Any], shape: Seque
 
 
 def mesh_of_both(mesh: Any, tensor: Any) -> Any:
-    """The DeviceMesh of two axes, experts first. Raises InvalidInput where they are none of one mesh, in that order."""
+    """Return the DeviceMesh of two axes, experts first. Raises InvalidInput unless one mesh has them, in that order."""
     names = tuple(getattr(one, "mesh_dim_names", None) or ("",) for one in (mesh, tensor))
     try:
         return root_mesh(mesh)[names[0] + names[1]]
@@ -226,10 +227,10 @@ def mesh_of_both(mesh: Any, tensor: Any) -> Any:
 
 
 def total_over_ranks(counts: torch.Tensor, parallel: ExpertParallel) -> torch.Tensor:
-    """Integer counts, such as `MoEAux.tokens_per_expert`, added up over all ranks; exact in any order.
+    """Add integer counts, such as `MoEAux.tokens_per_expert`, over all ranks.
 
-    `layer.update_correction_bias(total_over_ranks(aux.tokens_per_expert, parallel), rate)` makes the same step on
-    every rank.
+    `layer.update_correction_bias(total_over_ranks(aux.tokens_per_expert, parallel), rate)` makes the same step on every
+    rank.
     """
     require_instance("counts", counts, torch.Tensor)
     if counts.is_floating_point():
@@ -240,16 +241,16 @@ def total_over_ranks(counts: torch.Tensor, parallel: ExpertParallel) -> torch.Te
 def group_losses(
     aux: MoEAux, router: RouterSpec, parallel: ExpertParallel, *, token_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(load-balancing loss, z-loss) of the tokens of all ranks, where `MoEAux` has those of this rank's.
+    """Return (load-balancing loss, z-loss) of the tokens of all ranks; `MoEAux` has those of this rank's. A collective.
 
-    The mean over ranks of what is returned is the loss of one device with all tokens, and so are the gradients'. The
-    message, of counts, is exact in any order; gradients need none. A collective.
+    The mean over ranks is the loss of one device with all tokens, and the same holds for gradients, which need no
+    message.
 
     Args:
-        aux: what a layer returned with return_aux.
-        router: the layer's, `layer.spec.router`.
+        aux: the layer's, of return_aux.
+        router: `layer.spec.router`.
         parallel: the ranks.
-        token_mask: bool `[T]`, the one that the layer got.
+        token_mask: bool `[T]`, as for the layer.
 
     Returns:
         fp32 scalars, differentiable by aux.logits.
@@ -261,7 +262,7 @@ def group_losses(
         tokens = token_mask.sum().to(torch.int32).view(1)
     ranks, tensor = parallel.ranks("losses"), parallel.tensor_ranks("losses")
     total = total_of(ranks, tensor, torch.cat([counts, tokens]), "counts")
-    # Both losses are means over tokens, linear in this rank's part of them: its share of the tokens, times the ranks.
+    # Both losses are means over tokens. This rank's part counts by its share of the tokens, times the ranks.
     share = parallel.token_ranks * tokens.float() / total[-1:].clamp(min=1).float()
     own = tokens.float().clamp(min=1)
     balance, z = router_losses(logits, (total[:-1].float() * own / total[-1:].clamp(min=1).float()), token_mask, router)

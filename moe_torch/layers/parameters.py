@@ -1,4 +1,4 @@
-"""The parts of a layer: their parameters, grouped as its state_dict names them, and what each computes alone."""
+"""The parts of a layer: parameters as in its state_dict, and the computation of each part."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from moe_torch.quantize import prepack_weights, restore_weights, tile
 
 
 class QuantizedMatrix(torch.nn.Module):
-    """The arrays of a quantised matrix, as buffers: values, scales and zero_points (None where the format has none).
+    """The arrays of a quantised matrix, as buffers: values, scales and zero_points (None if the format has none).
 
-    They move with the module and keep their dtypes whatever it is cast to. Those of a prepacked matrix (`hold`) are
-    tiled; a state_dict has them in their published layout, and gives them so to whatever layer loads it.
+    They move with the module and keep their dtypes. Those of a prepacked matrix (`hold`) are tiled; a state_dict has
+    the published layout.
     """
 
     values: torch.Tensor
@@ -52,7 +52,7 @@ class QuantizedMatrix(torch.nn.Module):
             self.register_buffer(name, made)
 
     def tensor(self) -> QuantizedTensor:
-        """The same arrays as a bundle."""
+        """The arrays as a bundle."""
         return QuantizedTensor(self.spec, self.values, self.scales, self.zero_points)
 
     def hold(self, tensor: QuantizedTensor) -> None:
@@ -69,7 +69,7 @@ class QuantizedMatrix(torch.nn.Module):
             destination[name] = array
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """What has not the published shapes is left to torch, which refuses all but tiled arrays."""
+        """Tile published arrays for a tiled matrix; torch refuses other shapes."""
         tiling, names = self.spec.tiling, [name for name, _ in named_arrays(self.tensor())]
         if tiling is not None and all(f"{prefix}{name}" in state_dict for name in names):
             published = QuantizedSpec(self.spec.format)
@@ -92,9 +92,9 @@ class QuantizedMatrix(torch.nn.Module):
 
 
 def _moved(buffer: Any, fn: Any) -> torch.Tensor:
-    """fn of a buffer that keeps its dtype: of its bytes, since casts of a module leave integers alone."""
+    """Apply fn to the bytes of a buffer, which keeps its dtype."""
     if hasattr(buffer, "device_mesh"):
-        # DTensor takes a view in one dtype for one in another, of the same shape, that it has seen before.
+        # DTensor confuses views of one shape in two dtypes.
         return shared_like(buffer, _moved(buffer.to_local(), fn))
     raw = buffer.view(torch.uint8)
     moved = fn(raw)
@@ -102,21 +102,19 @@ def _moved(buffer: Any, fn: Any) -> torch.Tensor:
 
 
 def _buffer_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Of buffers beside parameters of a dtype, None = torch's default."""
+    """The dtype of buffers, float64 with parameters of float64."""
     return torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
 
 
 class ParameterGroup(torch.nn.Module):
-    """The arrays of one part of a layer. The layer reads them, and calls the part's forward only where someone else
-    wants to be called too (`has_own_call`).
+    """The arrays of one part of a layer. Its forward is called only if something needs the call (`has_own_call`).
 
-    NAMES: every array the part can have; absent ones are None. Buffers stay float32 whatever dtype the module is cast
-    to, but for float64. quantized: format and layout of those matrices that are quantised. trained: whether parameters
-    require a gradient.
+    NAMES: every array the part can have; absent ones are None. Buffers stay float32, or float64. quantized: format and
+    layout of quantised matrices. trained: parameters require a gradient.
     """
 
     NAMES: ClassVar[tuple[str, ...]]
-    #: The options of the layer's operator, and the layer, which the layer sets.
+    #: The options of the layer's operator, and the layer's spec; the layer sets them.
     spec: MoESpec
     layer_spec: MoELayerSpec
 
@@ -159,9 +157,8 @@ class ParameterGroup(torch.nn.Module):
 class RouterParameters(ParameterGroup, torch.nn.Linear):
     """`logits = router(x)`: fp32 `[T, E]` of x `[T, D]`.
 
-    weight `[E, D]`, bias `[E]`; correction_bias fp32 `[E]` and table int32 `[V, K]`, buffers; norm `[D]`, the factors
-    of normalised rows; expert_scale `[E]`, which `scaled` applies. A Linear, so that tools which look for those,
-    adapters for one, find it.
+    weight `[E, D]`, bias `[E]`; buffers correction_bias fp32 `[E]` and table int32 `[V, K]`; norm `[D]`, factors of
+    normalised rows; expert_scale `[E]`, for `scaled`. A Linear, so that adapters and other tools find it.
     """
 
     NAMES = ("weight", "bias", "correction_bias", "norm", "table", "expert_scale")
@@ -180,7 +177,7 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As the layer's: weight normal with standard deviation D ** -0.5, bias zero."""
+        """Draw the weight with standard deviation D ** -0.5; the bias is zero."""
         self.weight.normal_(std=self.in_features**-0.5)
         if self.bias is not None:
             self.bias.zero_()
@@ -192,10 +189,10 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
         return ops.router(input, self.weight, bias=self.bias, spec=self.spec.logits_spec())
 
     def scaled(self, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """weights `[T, K]` times the scales of the experts ids `[T, K]`, -1 = none, whose weights are 0.
+        """Multiply weights `[T, K]` by the scales of the experts ids `[T, K]`; -1: none, weight 0.
 
-        The scales become rows `[T, E]` as the bias of a product with zeros: their gradient then is the sum over tokens
-        of that bias, in the order that the router's backward names.
+        Scales become rows `[T, E]` as the bias of a product with zeros, so that their gradient has the order of sums of
+        the router's backward.
         """
         scale = self.expert_scale
         if scale is None:
@@ -206,35 +203,35 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
 
 
 class ExpertParameters(ParameterGroup):
-    """`y = experts(x, ids, weights)`: `[T, D]` of x `[T, D]`, ids and weights `[T, K]` in any dtype of `TopK`;
-    with `norm` `[D]` as a fourth argument, the factors of a norm of each expert's result.
+    """`y = experts(x, ids, weights)`: `[T, D]` of x `[T, D]`, ids and weights `[T, K]` in any dtype of `TopK`.
 
-    The fields of `moe_core.specs.operands.ExpertWeights`; quantised matrices are `QuantizedMatrix`.
+    A fourth argument `norm` `[D]` has the factors of a norm of each expert's result. Arrays are the fields of
+    `ExpertWeights`; quantised matrices are `QuantizedMatrix`.
     """
 
     NAMES = ("gate_up", "down", "up", "gate_up_bias", "up_bias", "down_bias")
-    # Tensors, or of quantised experts QuantizedMatrix: a union would make every reader of a plain layer prove it.
+    # Tensors, or QuantizedMatrix; a union would burden readers of plain layers.
     gate_up: Any
     down: Any
     up: Any
     gate_up_bias: torch.Tensor | None
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
-    #: Of experts on several ranks, `moe_torch.layers.parallel.LayerExchange`.
+    #: A `moe_torch.layers.parallel.LayerExchange`, if experts are on several ranks.
     exchange: Any = None
 
     @property
     def is_transposed(self) -> bool:
-        """Whether matrices are `[E, in, out]`: what transformers' experts say, and adapters ask."""
+        """Return True if matrices are `[E, in, out]`; adapters ask, as of transformers' experts."""
         return self.spec.weight_layout == "in_out"
 
     @property
     def moe(self) -> Any:
-        """What computes with them: `moe_torch.moe`, or that of several ranks."""
+        """`moe_torch.moe`, or that of several ranks."""
         return ops.moe if self.exchange is None else self.exchange.moe
 
     def operands(self) -> ExpertWeights:
-        """The same arrays as a bundle; of experts on several ranks, this rank's."""
+        """The arrays as a bundle, on several ranks this rank's."""
         found = {name: getattr(self, name) for name in self.NAMES}
         found = {name: one.tensor() if isinstance(one, QuantizedMatrix) else one for name, one in found.items()}
         if self.exchange is not None:
@@ -262,17 +259,14 @@ class ExpertParameters(ParameterGroup):
         hidden = ops.activation(pre, spec.activation, up=up)
         out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
         slots = ops.matmul_ogs(MatmulOperands(hidden, own.down, bias=own.down_bias), layout, out)
-        # A slot without a row counts in no gradient, whatever its weight is.
+        # A slot without a row counts in no gradient.
         factors = weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
         weighted = at_least_float32(ops.rms_norm(slots, norm, norm_spec)) * factors
         return ops.reduce(weighted, layout, out_dtype=x.dtype)
 
 
 class SharedParameters(ParameterGroup):
-    """`y = shared_experts(x)`: `[T, D]` of x `[T, D]`.
-
-    The fields of `moe_core.specs.operands.SharedExpert`.
-    """
+    """`y = shared_experts(x)`: `[T, D]` of x `[T, D]`. Arrays are the fields of `SharedExpert`."""
 
     NAMES = ("gate_up", "down", "up", "gate")
     gate_up: torch.Tensor
@@ -281,7 +275,7 @@ class SharedParameters(ParameterGroup):
     gate: torch.Tensor | None
 
     def operands(self) -> SharedExpert:
-        """The same arrays as a bundle."""
+        """The arrays as a bundle."""
         return SharedExpert(**{name: autocast(getattr(self, name), name) for name in self.NAMES})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -304,7 +298,7 @@ class SharedParameters(ParameterGroup):
 
 
 def has_own_call(part: torch.nn.Module) -> bool:
-    """Whether calling the part runs more than its forward: hooks, a wrapper, a replaced forward."""
+    """Return True if calling the part runs more than its forward: hooks, a wrapper, a replaced forward."""
     if not isinstance(part, ParameterGroup):
         return True
     found = part.__dict__
@@ -318,7 +312,7 @@ def has_own_call(part: torch.nn.Module) -> bool:
 
 
 def own_part(part: Any, name: str) -> Any:
-    """The layer's own group in what was put around it."""
+    """The layer's group in a wrapper."""
     for module in part.modules():
         if isinstance(module, ParameterGroup):
             return module
@@ -329,44 +323,43 @@ def own_part(part: Any, name: str) -> Any:
 
 
 class PrepackedExperts(torch.nn.Module):
-    """The methods of a layer that re-lay its experts in place."""
+    """Methods of a layer that re-lay its experts in place."""
 
     spec: MoELayerSpec
     storage: Storage
     _is_quantized: bool
-    #: The layer's own parts by name.
+    #: The layer's parts by name.
     _parts: Callable[[], dict[str, Any]]
     #: Parameters and buffers by name.
     _tensors: Callable[[], dict[str, torch.Tensor]]
-    #: Takes over the matrices' layout.
+    #: Adopts the matrices' layout.
     _set_options: Callable[[], None]
 
     @property
     def is_prepacked(self) -> bool:
-        """Whether the experts' matrices lie as `prepack_weights` puts them."""
+        """Return True if the experts' matrices are in the order of `prepack_weights`."""
         return self._is_quantized and self._parts()["experts"].down.spec.tiling is not None
 
     def prepack_weights(self) -> None:
-        """Put the experts' quantised matrices into the order of Hopper's kernels, in place, as
-        `moe_torch.prepack_weights` does; call it when the weights are loaded.
+        """Put loaded quantised experts into the order of Hopper's kernels, in place, as `moe_torch.prepack_weights`
+        does.
 
-        The layer has no gradients then: call it under `torch.no_grad()`, and train after `restore_weights`. state_dict,
-        load_state_dict, load_weights and export_weights keep the published layout, so that checkpoints fit prepacked
-        layers and others; only the buffers themselves are tiled. Raises InvalidInput for experts that are not
-        quantised, not stored `out_in` or that cannot be tiled, and Unsupported for ones sharded otherwise than by
-        experts.
+        The layer then has no gradients: call it under `torch.no_grad()`, and train after `restore_weights`. state_dict,
+        load_state_dict, load_weights and export_weights keep the published layout, so checkpoints fit all layers.
+        Raises InvalidInput for experts that are not quantised, not stored `out_in` or that cannot be tiled, and
+        Unsupported for ones sharded in another way than by experts.
         """
         tiled_specs(self.spec, self.storage)
         self._hold(on_own_experts(prepack_weights, self._matrices(), self.spec.moe_spec(HUGGING_FACE)))
 
     def restore_weights(self) -> None:
-        """The inverse of `prepack_weights`, in place; a layer that is not prepacked stays as it is."""
+        """Undo `prepack_weights`, in place. Other layers stay as they are."""
         if self.is_prepacked:
             self._hold(on_own_experts(restore_weights, self._matrices()))
 
     @contextlib.contextmanager
     def published(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Parameters and buffers by name, to be written to, in the published layout while the `with` block runs."""
+        """Parameters and buffers by name, to be written to in the published layout inside the `with` block."""
         prepacked = self.is_prepacked
         self.restore_weights()
         try:
@@ -376,7 +369,7 @@ class PrepackedExperts(torch.nn.Module):
                 self.prepack_weights()
 
     def restored_tensors(self) -> dict[str, torch.Tensor]:
-        """The arrays of prepacked matrices in their published layout, by name; none of other layers."""
+        """Arrays of prepacked matrices in their published layout, by name; empty for other layers."""
         if not self.is_prepacked:
             return {}
         return dict(named_arrays(on_own_experts(restore_weights, self._matrices()), "experts."))

@@ -14,7 +14,7 @@ from moe_torch.layers.shards import Own
 from moe_torch.parallel.group import ranks_of
 
 aten: Any = torch.ops.aten
-#: Beside elementwise operations, those that keep the axis of experts.
+#: Other operations that keep the axis of experts.
 _ALIKE = frozenset(
     (
         aten.detach.default,
@@ -34,7 +34,7 @@ _ALIKE = frozenset(
 
 
 class Slice(NamedTuple):
-    """A rank's slice of every expert's array, on the ranks of a tensor axis. cut: None = each has all of it."""
+    """A rank's slice of every expert's array, on the ranks of a tensor axis. cut: None: all of it."""
 
     mesh: Any
     cut: Cut | None
@@ -42,20 +42,20 @@ class Slice(NamedTuple):
 
 
 class PlacedTensor(torch.Tensor):
-    """An array `[E, ...]` by logical expert, of which this rank holds the experts that a placement gives it.
+    """An array `[E, ...]` by logical expert. This rank holds the experts of its places.
 
-    What a DTensor is for consecutive experts. Elementwise operations, such as those of optimizers, run on this rank's
-    part, `to_local()` `[held, ...]`, in the order of `placement.owners[rank]`. `full_tensor()` is the whole, a
-    collective. `torch.distributed.checkpoint` saves and loads it, and what an optimizer keeps of it, expert by expert,
-    so that checkpoints fit every other placement and number of ranks. All other operations raise Unsupported.
+    It is like a DTensor for experts in any order. Elementwise operations, such as optimizers', run on this rank's part,
+    `to_local()` `[held, ...]`, in the order of `placement.owners[rank]`. `full_tensor()` is the whole, a collective.
+    `torch.distributed.checkpoint` saves and loads it and optimizer states by expert, so checkpoints fit every placement
+    and number of ranks. Other operations raise Unsupported.
 
-    With a tensor axis, `part` says which slice of each expert this rank holds, which may be of both halves of an axis.
+    With a tensor axis, `part` is this rank's slice of each expert, which may be of both halves of an axis.
     """
 
     _local: torch.Tensor
-    #: The mesh or process group, this rank in it, and what lies where.
+    #: The mesh or process group, this rank, and the placement.
     _where: tuple[Any, int, Placement]
-    #: Of a tensor axis, None = experts are whole.
+    #: None: experts are whole.
     part: Slice | None
 
     @staticmethod
@@ -82,12 +82,12 @@ class PlacedTensor(torch.Tensor):
         return found
 
     def of_local(self, local: torch.Tensor) -> PlacedTensor:
-        """Another array of the same experts, from this rank's part `[held, ...]`."""
+        """Another array of the same experts, from this rank's part."""
         return PlacedTensor(local, self._where, self.part)
 
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
-        """All experts, `[E, ...]`, on every rank; a collective, and not differentiable."""
+        """All experts, `[E, ...]`, on every rank. A collective, not differentiable."""
         mesh, _, placement = self._where
         filled = filled_up(self._local, placement.per_rank - len(self._local))
         places = ranks_of(mesh, None, "full_tensor").all_gather(filled, "experts").flatten(0, 1)
@@ -99,7 +99,7 @@ class PlacedTensor(torch.Tensor):
         pieces = [one.chunk(parts, axis) for one in slices]
         return torch.cat([own[number] for number in range(parts) for own in pieces], axis)
 
-    # What compilers, `Module.to_empty` and swaps of parameters ask for.
+    # For compilers, `Module.to_empty` and swaps of parameters.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_local"], (self._where, self.part)
 
@@ -123,7 +123,7 @@ class PlacedTensor(torch.Tensor):
                     raise InvalidInput(f"both arrays must have one placement, got {first!r} and {leaf!r}; load it anew")
                 return leaf._local
             if isinstance(leaf, torch.Tensor) and leaf.dim():
-                # A whole array, such as of a checkpoint that one process wrote.
+                # A whole array, as of a checkpoint of one process.
                 if func is not aten.copy_.default or type(leaf) is not torch.Tensor or leaf.shape != first.shape:
                     raise InvalidInput(
                         f"arrays beside {first!r} must have its placement, got {type(leaf).__name__} "
@@ -140,7 +140,7 @@ class PlacedTensor(torch.Tensor):
             return (kwargs or {}).get("out", args[0])
         return tree_map(first.of_local, found)
 
-    # torch.distributed.checkpoint asks for these three.
+    # For torch.distributed.checkpoint.
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -149,10 +149,10 @@ class PlacedTensor(torch.Tensor):
         properties = TensorProperties.create_from_tensor(self._local)
         items, part = [], self.part
         if part is not None and part.cut is None and part.split.index > 0:
-            # The first rank of the axis writes what all of them have.
+            # The first rank of the axis writes arrays that all of them have.
             return items
         for chunk in self.__create_chunk_list__():
-            # One rank writes an expert that lies on several.
+            # One rank writes an expert with replicas.
             if placement.places_of(chunk.offsets[0])[0] // placement.per_rank == rank:
                 data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
                 items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
@@ -200,5 +200,5 @@ def held_experts(placement: Placement, rank: int) -> list[int]:
 
 
 def filled_up(array: torch.Tensor, missing: int) -> torch.Tensor:
-    """Places without an expert at the end; no product reads them."""
+    """Append places without an expert, which no product reads."""
     return torch.cat([array, array.new_zeros((missing, *array.shape[1:]))]) if missing else array

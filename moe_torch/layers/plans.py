@@ -1,4 +1,4 @@
-"""What a layer is, and would run, before it runs."""
+"""Plans and costs of a layer, without running it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_torch.operators.requests import operands_of
 
 
 class PlannedLayer(torch.nn.Module):
-    """The methods of a layer that look ahead, and describe it."""
+    """Methods of a layer that plan ahead."""
 
     spec: MoELayerSpec
     storage: Storage
@@ -32,25 +32,27 @@ class PlannedLayer(torch.nn.Module):
     _arrays: Callable[[Mapping[str, Any]], list[Any]]
 
     def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> str:
-        """What a forward would run for so many tokens, or for an x of that shape: buffers, kernels, decisions and
-        summation order. training: the forward of a training step, then its backward with the gradients of x and of
-        every parameter. Runs nothing."""
+        """Explain a forward of so many tokens, or of an x of that shape: buffers, kernels, decisions, order of sums.
+
+        training: the forward of a training step, then its backward with gradients of x and every parameter. Runs
+        nothing.
+        """
         tokens = count_tokens(tokens, self.spec.d_model)
         target = target_of_device(self._parts()["router"].weight.device)
         return explain_layer(self._operands_for(tokens), self.spec, HUGGING_FACE, target, training)
 
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape; see
-        `moe_core.layers.layer_cost`. training: also of the backward, with a gradient of x and of every parameter."""
+        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape, see
+        `moe_core.layers.layer_cost`. training: with the backward of x and every parameter.
+        """
         dtype = canonical(self._arrays(self._parts())[self._like_place].dtype)
         return layer_cost(self.spec, HUGGING_FACE, tokens, dtype, training=training)
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
-        """Compile and load, ahead of the first call, what forwards of so many tokens run; runs nothing.
+        """Compile and load the kernels of forwards of so many tokens, ahead of the first call. Runs nothing.
 
-        tokens: the numbers that will come, or a few from small to large. training: also what training steps run,
-        forward and backward, in which every parameter is trained. Returns the kernels, with the seconds each
-        took; on a CPU there are none. Raises InvalidInput, Unsupported.
+        tokens: the numbers to come, or a few from small to large. training: also steps that train every parameter.
+        Returns the kernels with the seconds each took; none on a CPU. Raises InvalidInput, Unsupported.
         """
         device = self._parts()["router"].weight.device
         arguments = (self.spec, HUGGING_FACE, target_of_device(device), training)
@@ -73,7 +75,6 @@ class PlannedLayer(torch.nn.Module):
         return ", ".join(parts)
 
     def _operands_for(self, num_tokens: int) -> MoEOperands:
-        """The specs of the operator's arguments for an x of so many tokens."""
         arrays = self._arrays(self._parts())
         dtype = arrays[self._like_place].dtype
         arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=dtype, device="meta")

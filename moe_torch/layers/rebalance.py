@@ -1,4 +1,4 @@
-"""Experts that move between ranks while a model serves, so that all ranks have equally much to do (EPLB)."""
+"""Experts that move between ranks while a model serves, so that ranks have equal work (EPLB)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _WIDEST = (torch.int64, torch.int32, torch.int16)
 
 @dataclass(frozen=True)
 class LayerMoves:
-    """What became of one layer.
+    """The moves of one layer.
 
-    layer: its number among the Rebalancer's. placement: the new one. moves: the experts that went to another place.
-    bytes: of weights that all ranks together sent to each other. before, after: the balancedness of the counted rows,
-    mean over maximum of ranks, by the old and by the new placement.
+    layer: its number in the Rebalancer. placement: the new one. moves: experts that moved. bytes: of weights sent
+    between ranks. before, after: balancedness of the counted rows, mean over maximum of ranks, by the old and the new
+    placement.
     """
 
     layer: int
@@ -52,31 +52,27 @@ class LayerMoves:
 class Rebalancer:
     """Moves the experts of expert-parallel layers between ranks as their load changes, for inference.
 
-    Call `step()` on every rank after each step of the model, that is after its forwards. Forwards count the rows of
-    each expert on the device, also in CUDA graphs. Every `every` steps, ranks add up the counts of the last `window`
-    steps and compute a new placement, with replicas of the hottest experts in spare places. The weights that move then
-    do so between steps, layer by layer, into the memory of the parameters. So CUDA graphs that were captured after the
-    Rebalancer was made stay valid. Outputs keep their bits: they do not depend on the placement.
+    Call `step()` on every rank after each step of the model. Forwards count the rows of each expert on the device, also
+    in CUDA graphs. Every `every` steps, ranks add the counts of the last `window` steps and compute a new placement,
+    with replicas of the hottest experts in spare places. Weights move between steps, layer by layer, into the memory of
+    the parameters, so CUDA graphs captured after the Rebalancer was made stay valid. Outputs keep their bits.
 
-    Beside the weights, a move takes memory for the experts that a rank sends and receives, of one array of one layer at
-    a time. Spare places are made at once, when the Rebalancer is. Parameters become `PlacedTensor`s. A state_dict that
-    was taken before a step is out of date after it.
+    A move needs memory for the experts that a rank sends and receives, of one array of one layer at a time. Spare
+    places are made with the Rebalancer. Parameters become `PlacedTensor`s. A step invalidates earlier state_dicts.
 
     Args:
         layers: `moe_torch.MoE` layers that `parallelize` has shared out, in the same order on every rank.
         parallel: their ranks.
         every: steps between two placements.
-        window: steps whose counts are added up.
-        places_per_rank: experts that a rank has room for in each layer, from E / W to E; those beyond it are spare.
-            None = as many as now.
-        nodes: ranks are this many nodes, one after another; replicas of an expert stay on one node.
-        least_gain: the share of the slowest rank's rows that a new placement must save for experts to move.
-        layers_per_step: layers that move after one step at most, None = all: it bounds how long a step waits.
+        window: steps of counts.
+        places_per_rank: places of a rank in each layer, from E / W to E. None: as many as now.
+        nodes: number of nodes, of consecutive ranks. The replicas of an expert stay on one node.
+        least_gain: share of the slowest rank's rows that a new placement must save.
+        layers_per_step: the most layers that move after one step, which bounds its wait. None: all.
 
     Raises:
-        InvalidInput: layers that are not shared out, or have a Rebalancer; wrong numbers; ranks that disagree.
-        Unsupported: a tensor axis; experts that are sharded by anything else too, such as by `fully_shard`. A forward
-            that would need a gradient raises it as well.
+        InvalidInput: layers that are not shared out, or have a Rebalancer, wrong numbers, or ranks that disagree.
+        Unsupported: a tensor axis, experts sharded in another way, too, and forwards that need a gradient.
     """
 
     def __init__(
@@ -117,15 +113,15 @@ class Rebalancer:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Of each layer, now."""
+        """The placement of each layer."""
         return tuple(share.exchange.placement for share in self._layers)
 
     @torch.no_grad()
     def step(self) -> tuple[LayerMoves, ...]:
-        """Count a step of the model, and move experts if it is time; a collective. Returns the layers that moved.
+        """Count a step of the model, and move experts if it is time. A collective. Returns the layers that moved.
 
-        Raises InvalidInput where ranks made other numbers of steps, or have other placements; RuntimeError where a
-        message failed: the layer's experts are then lost, and its forwards raise.
+        Raises InvalidInput if ranks made other numbers of steps or have other placements, and RuntimeError if a message
+        failed: that layer's experts are lost, and its forwards raise.
         """
         if self._load.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InvalidInput("step must be called between replays, got a stream that is captured; call it outside")
@@ -138,12 +134,12 @@ class Rebalancer:
 
     @torch.no_grad()
     def rebalance(self) -> tuple[LayerMoves, ...]:
-        """Choose placements by the counts of the steps so far, and move all of them now; otherwise as `step`."""
+        """Choose placements by the counts so far, and move all experts now; otherwise as `step`."""
         self._choose()
         return self._move(None)
 
     def _choose(self) -> None:
-        """Plan the moves of every layer whose balance they improve enough."""
+        """Plan the moves of every layer that gains enough."""
         self._agree(self.placements)
         total = self._ranks.total(self._window.sum(dim=0, dtype=torch.int64), "counts").cpu().numpy()
         self._waiting.clear()
@@ -168,7 +164,7 @@ class Rebalancer:
         return tuple(done)
 
     def _agree(self, placements: Sequence[Placement]) -> None:
-        """Raise InvalidInput on all ranks where one is at another step, or has other placements or options."""
+        """Raise InvalidInput on all ranks if one is at another step, or has other placements or options."""
         options = repr((self._every, self._nodes, self._least_gain, self._most))
         known = [(one.num_experts, one.per_rank, one.version, one.digest) for one in placements]
         digest = zlib.crc32(repr((options, known)).encode())
@@ -213,12 +209,12 @@ class _Shares:
     exchange: LayerExchange
 
     def _arrays(self) -> Iterator[tuple[str, Any]]:
-        """(name, parameter or buffer) of all arrays of experts, looked up anew: prepacking replaces them."""
+        """(name, array) of all experts' arrays, looked up anew since prepacking replaces them."""
         yield from self._experts.named_parameters()
         yield from self._experts.named_buffers()
 
     def first_placement(self, places_per_rank: int | None, nodes: int) -> Placement:
-        """The present placement if every rank has as many experts as asked for; else one with spare places filled."""
+        """The present placement if it has so many places and none is empty, else one with spare places filled."""
         now = self.exchange.placement
         each = now.per_rank if places_per_rank is None else as_integer("places_per_rank", places_per_rank, 1)
         if not now.per_rank <= each <= now.num_experts:
@@ -231,7 +227,7 @@ class _Shares:
         return Placement.balanced(np.ones(now.num_experts), now.num_ranks, each, nodes=nodes).near(now, nodes=nodes)
 
     def begin(self, placement: Placement, load: torch.Tensor) -> None:
-        """Give every array all places of a placement, which the weights move to."""
+        """Give every array all places of a placement, and move weights to it."""
         now, each = self.exchange.placement, placement.per_rank
         owners = tuple((*rank, *[HOLE] * (each - len(rank))) for rank in now.owners)
         now = Placement(now.num_experts, owners, now.version)
@@ -258,14 +254,14 @@ class _Shares:
         return torch.nn.Parameter(placed, requires_grad=array.requires_grad)
 
     def bytes_of(self, moves: Sequence[Move]) -> int:
-        """Bytes of weights that moves send from one rank to another."""
+        """Bytes of weights that moves send between ranks."""
         each, expert = self.exchange.placement.per_rank, 0
         for _, array in self._arrays():
             expert += array._local[:1].numel() * array._local.element_size()
         return expert * sum(move.source // each != move.target // each for move in moves)
 
     def move(self, moves: Sequence[Move], placement: Placement) -> None:
-        """Move weights, then have the placement that they are at."""
+        """Move weights, then switch to the placement."""
         moving = self.exchange.moving
         assert moving is not None
         moving.why_broken = (
@@ -278,14 +274,14 @@ class _Shares:
         moving.why_broken = None
 
     def _name(self, placement: Placement) -> None:
-        """Say of every array, and for calls, which experts it now has."""
+        """Set the placement of every array and of calls."""
         for _, array in self._arrays():
             array._where = (*array._where[:2], placement)
         self.exchange.placement = placement
 
     def _move_arrays(self, moves: Sequence[Move]) -> None:
         ranks, each = self._ranks, self.exchange.placement.per_rank
-        # A rank's rows go out by target's rank, and come by source's; both in the order of moves.
+        # Rows go out by target rank, and come by source rank, in the order of moves.
         out = sorted((m for m in moves if m.source // each == ranks.rank), key=lambda move: move.target // each)
         into = sorted((m for m in moves if m.target // each == ranks.rank), key=lambda move: move.source // each)
         sent, received = (
@@ -297,14 +293,14 @@ class _Shares:
             for own in ([move.source for move in out], [move.target for move in into])
         )
         for name, array in self._arrays():
-            # All leave before any arrives: a place may be source and target.
+            # Rows leave before any arrives, since a place may be source and target.
             rows = _wide_rows(array._local)
             came = ranks.all_to_all(rows[source], f"experts.{name} of layers[{self.number}]", sent, received)
             rows[target] = came
 
 
 def _wide_rows(local: torch.Tensor) -> torch.Tensor:
-    """The memory of an array `[L, ...]` as rows of the widest integers that fit, which are copied fastest."""
+    """An array `[L, ...]` as rows of the widest integers that fit, which are copied fastest."""
     rows = as_bytes(local)
     for dtype in _WIDEST:
         size = dtype.itemsize

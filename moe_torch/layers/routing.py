@@ -1,4 +1,4 @@
-"""What a layer computes around the composed operator, or instead of it: its stages one by one."""
+"""The stages of a layer one by one, if the composed operator does not do."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from moe_torch.layers.parameters import has_own_call, own_part
 def run_stages(
     layer: Any, x: torch.Tensor, token_mask: torch.Tensor | None, scored: torch.Tensor, given: torch.Tensor | None
 ) -> MoEOutput | ParallelOutput:
-    """One forward of a layer that is `in_stages`, with other rows or ids for its router, or whose parts have calls of
-    their own: router, route, experts.
+    """Run router, route and experts of a layer one by one.
 
-    x and scored, the router's rows, `[T, D]`; token_mask bool `[T]`; given int32 `[T, K]`: the ids, None = the
-    router's choice. ids are -1 where a slot was dropped, tokens_per_expert counts the slots before. In training with
-    token rounding, ids are `[T, W]` of `TokenRounding.width`, and counts those before rounding.
-    Where neither the experts nor the shared experts have a call of their own, both are one operator.
+    scored: rows of the router, `[T, D]`. given int32 `[T, K]`: ids. None: the router chooses. ids are -1 for dropped
+    slots, and tokens_per_expert counts slots before. With token rounding in training, ids are `[T, W]` of
+    `TokenRounding.width`, and counts are those before rounding. Experts and shared experts are one operator unless one
+    has a call of its own.
     """
     spec = layer.spec
     rounding = spec.token_rounding if layer.training else None
@@ -36,7 +35,7 @@ def run_stages(
         refuse_expert_parallel(own_part(layer.experts, "experts").exchange is not None)
         refuse_given_ids(given is not None)
     if scored is x and given is None and not layer._runs_stages():
-        # Experts on several ranks are the one thing between the stages.
+        # Only experts on several ranks are between the stages.
         dense = None if layer.shared_experts is None else layer.shared_experts.operands()
         whole = {"token_mask": token_mask, "shared": dense}
         router = layer.router
@@ -44,7 +43,7 @@ def run_stages(
         return layer.experts.moe(autocast(x), layer.experts.operands(), routing, layer.moe_spec, **whole)
     rows = scored
     if token_mask is not None and torch.is_grad_enabled():
-        # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+        # The router's backward multiplies every row by its gradient, 0 for masked tokens: rows may hold NaN.
         rows = scored.masked_fill(~token_mask[:, None], 0)
     logits = at_least_float32(layer.router(rows))
     router = own_part(layer.router, "router")
@@ -70,7 +69,7 @@ def run_stages(
         entering = x
         if spec.latent is not None:
             if torch.is_grad_enabled():
-                # The projection's backward multiplies every row by its gradient, which is zero without an expert.
+                # The projection's backward multiplies every row by its gradient, 0 without an expert.
                 entering = x.masked_fill((kept < 0).all(1, keepdim=True), 0)
             entering = layer.before(entering)
         output = experts(entering, kept, weights, *norm)
@@ -94,7 +93,7 @@ def run_stages(
 def _sparse_mixed(
     logits: torch.Tensor, epsilon: float, token_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and weights `[T, 2]`; see `MoELayerSpec.sparse_mixer`."""
+    """ids and weights `[T, 2]`, see `MoELayerSpec.sparse_mixer`."""
     left, found, every = logits, [], torch.arange(logits.shape[1], device=logits.device)
     for _ in range(2):
         largest = left.detach().amax(-1, keepdim=True)
@@ -105,7 +104,7 @@ def _sparse_mixed(
 
 
 def like_x(gate_inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """gate_inputs, checked: other rows of the same tokens."""
+    """gate_inputs, checked."""
     require_instance("gate_inputs", gate_inputs, torch.Tensor)
     if gate_inputs.shape != x.shape or gate_inputs.dtype != x.dtype:
         raise InvalidInput(
@@ -118,8 +117,7 @@ def like_x(gate_inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def given_ids(
     layer: Any, x: torch.Tensor, expert_ids: torch.Tensor | None, input_ids: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The ids int32 `[T, K]` that the caller gives, or that the layer's table has for input_ids; None = the router
-    chooses."""
+    """The caller's ids int32 `[T, K]`, or the table's for input_ids. None: the router chooses."""
     table = own_part(layer.router, "router").table
     if table is None and input_ids is not None:
         raise InvalidInput("input_ids must be None for a layer without a table of ids, got a tensor; leave them out")
@@ -143,7 +141,7 @@ def given_ids(
         )
     flat = input_ids.reshape(-1).long()
     inside = (flat >= 0) & (flat < len(table))
-    # A token outside of the table visits no expert, and is counted among the invalid ids.
+    # A token outside of the table has no expert, and counts as an invalid id.
     return torch.where(inside[:, None], table[flat.where(inside, 0)], layer.spec.num_experts)
 
 
@@ -160,17 +158,16 @@ def ids_of_tokens(expert_ids: torch.Tensor, x: torch.Tensor, top_k: int) -> torc
 
 
 def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, layer: Any) -> torch.Tensor:
-    """ids, -1 where an expert was full; of experts on several ranks, with all ranks' tokens in their order.
+    """ids, with -1 for slots of a full expert. On several ranks, tokens of all ranks count in their order.
 
-    An expert keeps the first C = `spec.capacity(T)` slots in slot order, those that `make_layout(max_rows=C)` keeps. C
-    is compared with each slot's place in a layout of all slots, which has no E * C rows to fill and takes a symbolic
-    number of tokens.
+    An expert keeps the first C = `spec.capacity(T)` slots, as `make_layout(max_rows=C)` does. A layout of all slots
+    avoids E * C rows, and takes a symbolic number of tokens.
     """
     ratio, exchange = layer.spec.capacity_ratio(), own_part(layer.experts, "experts").exchange
     assert ratio is not None
     numerator, denominator = ratio
     capacity, flat = -(-ids.shape[0] * numerator // denominator), ids.view(-1)
-    # -1 for every slot behind the first of its expert.
+    # -1 for all slots but the first of an expert.
     place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
     kept = place < capacity
     if exchange is not None:

@@ -1,4 +1,4 @@
-"""What is done to every expert's arrays by itself, done on the ranks that have them."""
+"""Work on every expert's arrays, on the ranks that have them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ B = TypeVar("B")
 
 
 class Own(NamedTuple):
-    """What a rank has of an array of all experts. local: its part. experts: which experts, None = all of them. cut,
-    split: its slice of each expert's array; cut None = all of it."""
+    """A rank's part of an array of all experts. local: the part. experts: None: all. cut, split: the slice of each
+    expert's array. cut: None: all of it.
+    """
 
     local: torch.Tensor
     experts: slice | list[int] | None = None
@@ -24,7 +25,7 @@ class Own(NamedTuple):
     split: TensorSplit = WHOLE
 
     def taken(self, array: Any) -> Any:
-        """This rank's slice of arrays of experts `[..., N]`, which are whole."""
+        """This rank's slice of whole arrays of experts `[..., N]`."""
         if self.cut is None:
             return array
         parts = [array[self.cut.index(own)] for own in self.cut.slices(array.shape[self.cut.axis], self.split)]
@@ -32,7 +33,7 @@ class Own(NamedTuple):
 
 
 def is_shared_out(tensor: Any) -> bool:
-    """Whether a tensor is whole, or shared out by experts first and then, at most, by a tensor axis."""
+    """Return True if a tensor is whole, or sharded by experts and then, at most, by a tensor axis."""
     placed = getattr(tensor, "placements", ())
     return not placed or (
         placed[0].is_shard(0) and (len(placed) == 1 or (len(placed) == 2 and not placed[1].is_shard(0)))
@@ -40,7 +41,7 @@ def is_shared_out(tensor: Any) -> bool:
 
 
 def own_of(tensor: Any) -> Own:
-    """What a rank has of a tensor that `is_shared_out`."""
+    """A rank's part of a tensor that `is_shared_out`."""
     held = getattr(tensor, "held", None)
     if held is not None:
         part = tensor.part
@@ -59,7 +60,7 @@ def own_of(tensor: Any) -> Own:
 
 
 def on_own_experts(function: Callable[..., B], bundle: B, *arguments: Any) -> B:
-    """`function(bundle, *arguments)`. Arrays that are shared out among ranks by their first axis are so in the result.
+    """Return `function(bundle, *arguments)`, with arrays sharded by experts as in the bundle.
 
     Raises Unsupported for arrays that are sharded in another way.
     """
@@ -81,7 +82,7 @@ def on_own_experts(function: Callable[..., B], bundle: B, *arguments: Any) -> B:
 
 
 def shared_like(shared: Any, local: torch.Tensor) -> Any:
-    """This rank's part `[held, ...]` as a shared-out array `[E, ...]`, on the ranks of another one."""
+    """This rank's part `[held, ...]` as an array `[E, ...]` on the ranks of `shared`."""
     if not hasattr(shared, "device_mesh"):
         return shared.of_local(local)
     shape = [shared.shape[0], *local.shape[1:]]

@@ -1,4 +1,4 @@
-"""Between a layer's parameters and the canonical NumPy form, bit by bit."""
+"""A layer's parameters and the canonical NumPy form, bit by bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_core.parallel.tensor import Cut
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
 from moe_torch.layers.shards import Own, is_shared_out, own_of, shared_like
 
-#: What NumPy and torch pass to each other as bits: (NumPy's dtype, the bits, torch's dtype).
+#: Dtypes passed as bits: (NumPy's dtype, the bits, torch's dtype).
 _BY_BITS: tuple[tuple[Any, Any, torch.dtype], ...] = (
     (ml_dtypes.bfloat16, np.int16, torch.bfloat16),
     (ml_dtypes.float8_e4m3fn, np.uint8, torch.float8_e4m3fn),
@@ -27,8 +27,7 @@ _BY_BITS: tuple[tuple[Any, Any, torch.dtype], ...] = (
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """A tensor that shares the array's memory (bfloat16, fp8 and read-only arrays too, which `torch.from_numpy`
-    refuses).
+    """Return a tensor that shares an array's memory, also bfloat16, fp8 and read-only arrays.
 
     The caller must not write to it.
     """
@@ -42,7 +41,7 @@ def from_numpy(array: np.ndarray) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as a row-major NumPy array (ml_dtypes for bfloat16 and fp8); a tensor on a CPU shares its memory."""
+    """Return a tensor as a row-major NumPy array (ml_dtypes for bfloat16 and fp8). On a CPU it shares the memory."""
     tensor = tensor.detach().cpu().contiguous()
     for own, bits, dtype in _BY_BITS:
         if tensor.dtype == dtype:
@@ -51,12 +50,12 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def require_same_layer(spec: MoELayerSpec, weights: LayerWeights) -> None:
-    """Raise InvalidInput that names the first field in which the weights are of another layer than `spec`."""
+    """Raise InvalidInput with the first field in which weights are not of `spec`."""
     own, given = (one.stored_as(HUGGING_FACE) for one in (spec, weights.layer_spec()))
     given = dataclasses.replace(given, **{name: getattr(own, name) for name in FREE_FIELDS})
     scheme = own.experts.scheme
     if scheme is not None and given.experts.scheme is not None and given.experts.scheme.weights == scheme.weights:
-        # What rows are quantised to is the layer's affair too.
+        # The layer also decides how rows are quantised.
         given = dataclasses.replace(given, experts=dataclasses.replace(given.experts, scheme=scheme))
     for field in dataclasses.fields(MoELayerSpec):
         mine, theirs = getattr(own, field.name), getattr(given, field.name)
@@ -68,21 +67,21 @@ def require_same_layer(spec: MoELayerSpec, weights: LayerWeights) -> None:
 
 
 def copy_weights(weights: LayerWeights, tensors: Mapping[str, torch.Tensor], storage: Storage) -> None:
-    """Write the arrays into the tensors of a layer stored as `storage`; checked whole before the first is written."""
+    """Write arrays into the tensors of a layer stored as `storage`, after checking all."""
     parts = list(placements(weights, storage))
     for name, _, array in parts:
         _require_writable(name, array, tensors[name])
     with torch.no_grad():
         for name, place, array in parts:
             own = own_of(tensors[name])
-            # Of experts on several ranks, no others' are read, and of slices of them no others.
+            # A rank reads only its own experts and slices.
             array = array if own.experts is None else array[own.experts]
             for target, source in _slices(own, place, array.shape):
                 own.local[target].copy_(from_numpy(array[source]))
 
 
 def _slices(own: Own, place: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
-    """(where in a rank's part, what of an array of that shape): what a rank has of one placement of whole experts."""
+    """(index in a rank's part, part of an array of that shape) of one placement of whole experts."""
     cut, size = own.cut, own.split.size
     if cut is None:
         yield place, ...
@@ -91,7 +90,7 @@ def _slices(own: Own, place: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any,
             each = taken.stop - taken.start
             yield cut.index(slice(number * each, (number + 1) * each)), cut.index(taken)
     else:
-        # Columns of gate or up alone: every other one, or a half.
+        # Columns of gate or of up: every other one, or a half.
         columns = place[cut.axis]
         if columns.step is None:
             start, stop = (None if end is None else end // size for end in (columns.start, columns.stop))
@@ -118,8 +117,9 @@ def _require_writable(name: str, array: np.ndarray, tensor: torch.Tensor) -> Non
 def placed_tensors(
     weights: LayerWeights, device: torch.device | str | None, copy: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on the device) of every array, dtypes kept: a copy, or where `copy` is False and an array can be a
-    parameter as it lies, its own memory."""
+    """(name, tensor on the device) of every array, in its dtype: a copy, or without `copy` its memory if it can be a
+    parameter.
+    """
     for name, array in weights.named().items():
         target = torch.empty(array.shape, dtype=TORCH_DTYPES[dtypes.canonical(array.dtype)], device=device)
         usable = array.flags.writeable and array.ctypes.data % ALIGNMENT == 0
@@ -130,7 +130,7 @@ def placed_tensors(
 
 
 def hold(layer: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Put the tensors in the place of the layer's parameters and buffers of these names."""
+    """Replace the layer's parameters and buffers of these names."""
     for name, tensor in tensors:
         path, _, field = name.rpartition(".")
         group = layer.get_submodule(path)
@@ -140,11 +140,11 @@ def hold(layer: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def gathered(name: str, tensor: Any) -> np.ndarray:
-    """A parameter or buffer as a NumPy array; of a DTensor the whole (a collective)."""
+    """A parameter or buffer as a NumPy array. A DTensor is gathered, a collective."""
     if tensor.is_meta:
         raise InvalidInput(f"{name} must have memory, got a meta tensor; call to_empty(device=...) on the layer first")
     if hasattr(tensor, "device_mesh") and tensor.dtype.itemsize == 1:
-        # As bytes: not every backend moves 8-bit floats.
+        # Bytes: not every backend moves 8-bit floats.
         local = tensor.to_local()
         return to_numpy(shared_like(tensor, local.view(torch.uint8)).full_tensor().view(tensor.dtype))
     return to_numpy(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
