@@ -1,20 +1,20 @@
-"""The Mixture-of-Experts layer for Flax Linen. Names, shapes and what is cast: see `moe_jax.layers`.
+"""The Mixture-of-Experts layer for Flax Linen. See `moe_jax.layers` for names, shapes and casts.
 
     layer = MoE(d_model=512, d_ff=1024, num_experts=8, top_k=2)
     variables = layer.init(jax.random.key(0), x)    # x [..., 512]
     y = layer.apply(variables, x)
     y, aux = layer.apply(variables, x, return_aux=True)
 
-Parameters are in the collection `params`, boxed with MaxText's logical axes or those of `logical_axes`
-(`nn.meta.unbox` removes the boxes); the correction bias is in `router_state`, which no gradient trains. With
-`mutable=["intermediates"]` every call also sows its MoEAux as `moe_aux`.
+Parameters are in the collection `params`, boxed with logical axes, MaxText's by default (`nn.meta.unbox` removes the
+boxes). The correction bias is in `router_state`, without a gradient. With `mutable=["intermediates"]` every call also
+sows its MoEAux as `moe_aux`.
 
-Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's as they are
-stored, `layer = MoE.from_spec(weights.layer_spec())` and `layer.load_weights(weights)`. Their arrays are in the
-collection `quantized`: `quantized/wi_0/values` and so on.
+Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's,
+`layer = MoE.from_spec(weights.layer_spec())` and `layer.load_weights(weights)`. Their arrays are in the collection
+`quantized`: `quantized/wi_0/values` and so on.
 
-Layers in a scan: make one MoE with num_layers=L, whose parameters are `[L, ...]`, and tell each call its layer. Weights
-stored in the compute dtype are then read where they are, and nothing is copied:
+For a scan over layers, make one MoE with num_layers=L and parameters `[L, ...]`, and pass each call its layer. Weights
+in the compute dtype are then read in place:
 
     class Model(nn.Module):
         @nn.compact
@@ -28,7 +28,7 @@ stored in the compute dtype are then read where they are, and nothing is copied:
             )
             return step(stack, x, jnp.arange(24))[0]
 
-Several devices: call the layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
+With several devices, call the layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
 """
 
 from __future__ import annotations
@@ -64,21 +64,26 @@ __all__ += description.__all__
 
 #: The collection of the correction bias.
 STATE = "router_state"
-#: That of the arrays of quantised experts.
+#: The collection of quantised experts.
 QUANTIZED = "quantized"
-#: (what is left of a leaf's path, the leaf)
+#: (the rest of a leaf's path, the leaf)
 _Places = tuple[tuple[tuple[str, ...], Leaf], ...]
 
 
 class MoE(nn.Module):
     """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring.
 
-    Fields: those of `MoELayerSpec`, by the same names; dtype: computed in and returned, None = the promotion of x and
-    the parameters; param_dtype: parameters are made in; kernel_init: draws one matrix `[inputs, outputs]` at a time;
-    num_layers: None, or L for a stack `[L, ...]` whose calls name a layer; logical_axes: what the parameters' axes are
-    called; expert_axis: the mesh axis over which experts are split, see `moe_jax.layers.forward`. token_rounding is of
-    training: evaluate `layer.clone(token_rounding=None)`, whose variables are the same. Raises InvalidInput, also in
-    calls inside `nn.logical_axis_rules` that do not know these names.
+    Args:
+        d_model, d_ff, num_experts, top_k, router, experts, ...: the fields of `MoELayerSpec`.
+        dtype: of the computation and of y. None: the promotion of x and the parameters.
+        param_dtype: of new parameters.
+        kernel_init: draws one matrix `[inputs, outputs]` at a time.
+        num_layers: None, or L for a stack `[L, ...]`.
+        logical_axes: names of the parameters' axes.
+        expert_axis: the mesh axis that splits the experts, see `moe_jax.layers.forward`.
+
+    token_rounding is for training: evaluate `layer.clone(token_rounding=None)`, with the same variables. Raises
+    InvalidInput, also in calls inside `nn.logical_axis_rules` without these names.
     """
 
     d_model: int
@@ -114,15 +119,16 @@ class MoE(nn.Module):
     token_rounding: layers.TokenRounding | None = None
 
     def __post_init__(self) -> None:
-        # Wrong fields are refused here, not in the first call.
+        # Wrong fields raise here, not in the first call.
         layers.leaves(self.spec, self.num_layers)
         ExpertAxis.of(self.expert_axis)
         super().__post_init__()
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, **options: Any) -> MoE:
-        """The layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
-        num_layers, expert_axis, name."""
+        """Return the layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype,
+        kernel_init, num_layers, expert_axis, name.
+        """
         return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, **options)
 
     @property
@@ -142,8 +148,9 @@ class MoE(nn.Module):
         input_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`,
-        gate_inputs, expert_ids and input_ids those of `moe_jax.layers.RoutedBy`."""
+        """Return y `[..., D]`, or (y, MoEAux) with return_aux. Arguments are those of `moe_jax.layers.forward` and
+        `moe_jax.layers.RoutedBy`.
+        """
         spec = self.spec
         rule = layers.current_rule()
         if rule is not None and spec.experts.scheme is None and layers.scheme_of_rule(rule) is not None:
@@ -172,14 +179,16 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> str:
-        """The plan of a forward, or of a training step; see `moe_jax.layers.explain`. variables: whose dtypes are
-        meant, as arrays or ShapeDtypeStructs; None = those `init` makes (loaded gates and biases may be wider)."""
+        """Explain the plan of a forward, or of a training step; see `moe_jax.layers.explain`. variables: have the
+        dtypes, as arrays or ShapeDtypeStructs. None: those of `init`.
+        """
         return layers.explain(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape; see
-        `moe_core.layers.layer_cost`. training: also of the backward. XLA's own `cost_analysis` counts none of it."""
+        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape, see
+        `moe_core.layers.layer_cost`. training: with the backward. XLA's `cost_analysis` does not count them.
+        """
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     @nn.nowrap
@@ -194,26 +203,27 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> dict[str, Any]:
-        """Variables (unboxed) that hold the weights, in this layer's layouts; see `moe_jax.layers.load_weights`."""
+        """Return variables (unboxed) with the weights, in this layer's layouts; see `moe_jax.layers.load_weights`."""
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         return self._variables(jax.tree.map(jnp.array, arrays))
 
     @nn.nowrap
     def quantize_experts(self, variables: Any, scheme: Scheme) -> tuple[MoE, dict[str, Any]]:
-        """(the layer with quantised experts, its variables, unboxed); see `moe_jax.layers.quantize_experts`."""
+        """Return (the layer with quantised experts, its variables, unboxed); see `moe_jax.layers.quantize_experts`."""
         arrays, spec = layers.quantize_experts(self._parameters(variables), self.spec, scheme, self.num_layers)
         layer = self.clone(experts=spec.experts)
         return layer, layer._variables(arrays)
 
     @nn.nowrap
     def prepack_weights(self, variables: Any) -> dict[str, Any]:
-        """Variables (unboxed) as `moe_jax.layers.prepack_weights` makes them: `quantized/wi/tiled_values` and so on,
-        in checkpoints too. Collections of other modules are not kept. Raises InvalidInput."""
+        """Return variables (unboxed) of `moe_jax.layers.prepack_weights`: `quantized/wi/tiled_values` and so on, in
+        checkpoints, too. Collections of other modules are dropped. Raises InvalidInput.
+        """
         return self._variables(layers.prepack_weights(self._parameters(variables), self.spec, self.num_layers))
 
     @nn.nowrap
     def restore_weights(self, variables: Any) -> dict[str, Any]:
-        """The inverse of `prepack_weights`."""
+        """Undo `prepack_weights`."""
         return self._variables(layers.restore_weights(self._parameters(variables), self.spec, self.num_layers))
 
     @nn.nowrap
@@ -226,7 +236,7 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def export_weights(self, variables: Any) -> layers.LayerWeights | list[layers.LayerWeights]:
-        """The weights in `variables` as NumPy arrays in the canonical form, as stored; for a stack, of each layer."""
+        """Return the weights in `variables` as NumPy arrays in the canonical form; for a stack, of each layer."""
         return layers.export_weights(self._parameters(variables), self.spec, self.num_layers)
 
     @nn.nowrap
@@ -254,7 +264,7 @@ class ParameterGroup(nn.Module):
 def _declare(
     module: nn.Module, places: _Places, param_dtype: Any, kernel_init: Initializer, axes: layers.LogicalAxes
 ) -> dict[str, Any]:
-    """The arrays of a module and the groups below it, made where they are missing, as nested dicts."""
+    """The arrays of a module and the groups below it as nested dicts; missing ones are made."""
     arrays: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path, _ in places):
         below = tuple((path[1:], leaf) for path, leaf in places if path[0] == name)
@@ -270,5 +280,5 @@ def _declare(
 
 
 def _collection(leaf: Leaf) -> str:
-    """Where a leaf is among the variables."""
+    """The collection of a leaf."""
     return QUANTIZED if leaf.is_quantized else STATE if leaf.is_state else "params"

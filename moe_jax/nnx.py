@@ -1,14 +1,13 @@
-"""The Mixture-of-Experts layer for Flax NNX. Names, shapes and what is cast: see `moe_jax.layers`.
+"""The Mixture-of-Experts layer for Flax NNX. See `moe_jax.layers` for names, shapes and casts.
 
     layer = MoE(d_model=512, d_ff=1024, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
     y = layer(x)                                    # x [..., 512]
     y, aux = layer(x, return_aux=True)
 
-Compile with `jax.jit`, or `nnx.jit(graph_updates=False)`: plain `nnx.jit` returns every parameter from the program, and
-so copies all of them in each call.
+Compile with `jax.jit`, or `nnx.jit(graph_updates=False)`: plain `nnx.jit` copies every parameter in each call.
 
-Layers in a scan: make one MoE with num_layers=L, whose parameters are `[L, ...]`, and tell each call its layer. Weights
-stored in the compute dtype are then read where they are, and nothing is copied:
+For a scan over layers, make one MoE with num_layers=L and parameters `[L, ...]`, and pass each call its layer. Weights
+in the compute dtype are then read in place:
 
     stack = MoE(512, 1024, 8, 2, num_layers=24, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
@@ -18,11 +17,12 @@ stored in the compute dtype are then read where they are, and nothing is copied:
 
     y = step(stack, x, jnp.arange(24))
 
-Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's as it is
-stored, `MoE.from_weights(LayerWeights.from_checkpoint(layer))`. Their arrays are `QuantizedArray`s, no nnx.Params.
+Layers that are scanned as usual have axis 0, the stack None.
 
-Beside layers that are scanned over as usual, pass these with axis 0 and the stack with None. Several devices: call the
-layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
+Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's,
+`MoE.from_weights(LayerWeights.from_checkpoint(layer))`. Their arrays are `QuantizedArray`s, no nnx.Params.
+
+With several devices, call the layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _MAXTEXT_AXES = layers.LogicalAxes()
 
 
 class CorrectionBias(nnx.Variable):
-    """The router's correction bias fp32 `[E]`: state that no gradient trains, so no nnx.Param.
+    """The router's correction bias fp32 `[E]`, state without a gradient.
 
     After a step, with `bias = layer.gate.correction_bias` and the whole batch's tokens per expert:
     `bias.set_value(update_correction_bias(bias.get_value(), tokens_per_expert, rate))`.
@@ -76,11 +76,11 @@ class CorrectionBias(nnx.Variable):
 
 
 class TokenTable(nnx.Variable):
-    """A router's table int32 `[V, K]`, token id -> experts: no gradient trains it, so no nnx.Param."""
+    """A router's table int32 `[V, K]`, token id -> experts, state without a gradient."""
 
 
 class QuantizedArray(nnx.Variable):
-    """One array of a quantised matrix, as its format stores it: no gradient trains it, so no nnx.Param."""
+    """One array of a quantised matrix in the format's storage, without a gradient."""
 
 
 class ParameterGroup(nnx.Module):
@@ -108,20 +108,23 @@ class ParameterGroup(nnx.Module):
 class MoE(nnx.Module):
     """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring.
 
-    d_model, d_ff, num_experts, top_k, router, experts, shared_experts, and by keyword the other fields of
-    `MoELayerSpec` (router_bias, correction_bias, capacity_factor, ...). dtype: computed in and returned, None = the
-    promotion of x and the parameters. param_dtype: parameters are made in. kernel_init: draws one matrix `[inputs,
-    outputs]` at a time. num_layers: None, or L for a stack `[L, ...]` whose calls name a layer.
+    Args:
+        d_model, d_ff, num_experts, top_k, router, experts, shared_experts: and by keyword the other fields of
+            `MoELayerSpec` (router_bias, correction_bias, capacity_factor, ...).
+        dtype: of the computation and of y. None: the promotion of x and the parameters.
+        param_dtype: of new parameters.
+        kernel_init: draws one matrix `[inputs, outputs]` at a time.
+        num_layers: None, or L for a stack `[L, ...]`.
+        logical_axes: names of the parameters' axes (`out_sharding`), by default MaxText's. Under a mesh with
+            `nnx.logical_axis_rules` for them, parameters are made sharded.
+        expert_axis: the mesh axis that splits the experts, see `moe_jax.layers.forward`.
 
-    logical_axes: the names of the parameters' axes (`out_sharding`), MaxText's ("exp", "embed_moe", "mlp_moe") for
-    `wi_0` unless given. Parameters are made sharded under a mesh with `nnx.logical_axis_rules` for those names, and
-    otherwise left where JAX puts them. expert_axis: the mesh axis over which experts are split, see
-    `moe_jax.layers.forward`. token_rounding is of training: `model.eval()` sets `deterministic`, which leaves it out,
-    and `model.train()` clears it. Raises InvalidInput, also for rules that do not know the names.
+    `model.eval()` leaves out token_rounding, which is for training. Raises InvalidInput, also for rules without these
+    names.
     """
 
     gate: ParameterGroup
-    # nnx.Param, or of quantised experts ParameterGroup: a union would make every reader of a plain layer prove it.
+    # nnx.Param, or ParameterGroup of quantised experts; a union would burden readers of plain layers.
     wi: Any
     wi_0: Any
     wi_1: Any
@@ -172,8 +175,9 @@ class MoE(nnx.Module):
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
-        """The layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
-        num_layers, expert_axis."""
+        """Return the layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype,
+        kernel_init, num_layers, expert_axis.
+        """
         described = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return cls(**described, rngs=rngs, **options)
 
@@ -181,13 +185,11 @@ class MoE(nnx.Module):
     def from_weights(
         cls, weights: layers.LayerWeights, *, dtype: Any = None, param_dtype: Any = None, copy: bool = True
     ) -> MoE:
-        """A layer that holds the weights in the storage they have; nothing is drawn first.
+        """Return a layer with these weights, in their storage; nothing is drawn first.
 
-        param_dtype: None = that of the weights (`LayerWeights.dtype`). Quantised experts stay as their format stores
-        them. copy=False: on a CPU the layer takes over the arrays, which must not change from then on, instead of
-        holding a second copy. Meant for weights that were just read from a checkpoint. For another storage, a stack or
-        more options make an abstract layer, `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call
-        load_weights.
+        param_dtype: None: that of the weights. Quantised experts stay as they are. copy=False: on a CPU the layer
+        shares the arrays, which must not change any more. For another storage, a stack or more options, make an
+        abstract layer, `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call load_weights.
         """
         if not isinstance(weights, layers.LayerWeights):
             raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; pass those of one layer")
@@ -212,8 +214,9 @@ class MoE(nnx.Module):
         input_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """y `[..., D]`, or (y, MoEAux) with return_aux; the arguments are those of `moe_jax.layers.forward`,
-        gate_inputs, expert_ids and input_ids those of `moe_jax.layers.RoutedBy`."""
+        """Return y `[..., D]`, or (y, MoEAux) with return_aux. Arguments are those of `moe_jax.layers.forward` and
+        `moe_jax.layers.RoutedBy`.
+        """
         rule = layers.current_rule()
         scheme = None if rule is None or self.spec.experts.scheme is not None else layers.scheme_of_rule(rule)
         if scheme is not None:
@@ -225,16 +228,17 @@ class MoE(nnx.Module):
         return layers.forward(self.parameters(), x, spec, dtype=self.dtype, **options)
 
     def parameters(self) -> dict[str, Any]:
-        """Every array of the layer as nested dicts, for the functions of `moe_jax.layers`."""
+        """Return every array as nested dicts, for the functions of `moe_jax.layers`."""
         return layers.nested((leaf.path, self._variable_of(leaf).get_value()) for leaf in self._leaves())
 
     def explain(self, tokens: int | tuple[int, ...], *, training: bool = False) -> str:
-        """The plan of a forward, or of a training step, for this layer's parameters; see `moe_jax.layers.explain`."""
+        """Explain the plan of a forward, or of a training step; see `moe_jax.layers.explain`."""
         return layers.explain(self.spec, tokens, **self._planned_for(), training=training)
 
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape; see
-        `moe_core.layers.layer_cost`. training: also of the backward. XLA's own `cost_analysis` counts none of it."""
+        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape, see
+        `moe_core.layers.layer_cost`. training: with the backward. XLA's `cost_analysis` does not count them.
+        """
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
@@ -246,11 +250,11 @@ class MoE(nnx.Module):
         return options | {"parameters": self.parameters()}
 
     def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> None:
-        """Take the weights of a checkpoint or of another layer (of each layer, for a stack), in this layer's layouts.
+        """Take the weights of a checkpoint or another layer (of each layer, for a stack), in this layer's layouts.
 
-        Every array goes where the one it replaces was, and shares no memory with `weights`. A layer made by
-        `nnx.eval_shape` needs none to replace: under a mesh with logical rules its arrays go where the rules say. See
-        `moe_jax.layers.load_weights`. A prepacked layer is so again after.
+        Every array goes to the devices of the one it replaces, and shares no memory with `weights`. Arrays of a layer
+        made by `nnx.eval_shape` go where logical rules say. A prepacked layer stays prepacked. See
+        `moe_jax.layers.load_weights`.
         """
         if self.is_prepacked:
             self.restore_weights()
@@ -268,20 +272,21 @@ class MoE(nnx.Module):
             place = _place_of(variable.get_value())
             placed = jax.device_put(value, place)
             if copy and any(device.platform == "cpu" for device in placed.devices()):
-                # On a CPU device_put may hand out the caller's own memory, which JAX takes for immutable.
+                # On a CPU device_put may share the caller's memory, which JAX takes for immutable.
                 placed = jax.device_put(np.array(value), place)
             variable.set_value(placed)
 
     def export_weights(self) -> layers.LayerWeights | list[layers.LayerWeights]:
-        """The weights as NumPy arrays in the canonical form, as stored here (prepacked ones as published); for a stack,
-        of each layer."""
+        """Return the weights as NumPy arrays in the canonical form, in this storage (prepacked ones as published);
+        for a stack, of each layer.
+        """
         return layers.export_weights(self.parameters(), self.spec, self.num_layers)
 
     def quantize_experts(self, scheme: Scheme) -> None:
-        """Quantise the experts in place, for good: `wi_0`, `wi_1`, `wo` become `QuantizedArray`s of `scheme.weights`.
+        """Quantise the experts in place: `wi_0`, `wi_1`, `wo` become `QuantizedArray`s of `scheme.weights`.
 
-        `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to the layers of its copy of a model that a
-        rule names; see `moe_jax.layers.quantize_experts` and `scheme_of_rule`.
+        `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to layers that a rule names; see
+        `moe_jax.layers.quantize_experts` and `scheme_of_rule`.
         """
         parameters, spec = layers.quantize_experts(self.parameters(), self.spec, scheme, self.num_layers)
         for leaf in self._leaves():
@@ -292,23 +297,26 @@ class MoE(nnx.Module):
 
     @property
     def is_prepacked(self) -> bool:
-        """Whether the experts' matrices lie as `prepack_weights` puts them. InvalidInput for both layouts at once."""
+        """Return True if experts' matrices are in the order of `prepack_weights`. Raises InvalidInput for both
+        layouts at once.
+        """
         groups = [(name, getattr(self, name, None)) for name in ("wi", "wo")]
         return layers.is_prepacked({name: vars(group) for name, group in groups if isinstance(group, ParameterGroup)})
 
     def prepack_weights(self) -> None:
-        """`moe_jax.layers.prepack_weights` in place, when the weights are loaded: `wi.values` becomes
-        `wi.tiled_values`, scales and zero points likewise, in states and checkpoints too. Raises InvalidInput."""
+        """Run `moe_jax.layers.prepack_weights` in place on loaded weights: `wi.values` becomes `wi.tiled_values`,
+        scales and zero points likewise, in states and checkpoints, too. Raises InvalidInput.
+        """
         self._hold(layers.prepack_weights(self.parameters(), self.spec, self.num_layers), self._leaves())
 
     def restore_weights(self) -> None:
-        """The inverse of `prepack_weights`, in place; a layer that is not prepacked stays as it is."""
+        """Undo `prepack_weights`, in place. Other layers stay as they are."""
         self._hold(layers.restore_weights(self.parameters(), self.spec, self.num_layers), self._leaves())
 
     def parallelize(self, mesh: Mesh, expert_axis: str | ExpertAxis | None = "ep") -> None:
-        """Split the experts over an axis of the mesh, in place; all else goes whole to every device of it.
+        """Split the experts over an axis of the mesh, in place. All else goes whole to its devices.
 
-        A layer made by `nnx.eval_shape` takes the places only: `load_weights` then fills them. See
+        A layer made by `nnx.eval_shape` gets the shardings, and `load_weights` fills it. See
         `moe_jax.layers.expert_sharding`. Raises InvalidInput.
         """
         axis = ExpertAxis.of(expert_axis)
@@ -326,7 +334,7 @@ class MoE(nnx.Module):
         self.expert_axis = axis
 
     def _hold(self, parameters: dict[str, Any], before: Sequence[Leaf]) -> None:
-        """Take over quantised matrices from parameters that may have other names for their arrays than those before."""
+        """Take quantised matrices of parameters, which may have other names for their arrays than before."""
         after = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
         for leaf in filter(lambda leaf: leaf.is_quantized, before):
             delattr(self._group_of(leaf), leaf.path[-1])
@@ -338,7 +346,7 @@ class MoE(nnx.Module):
         return layers.leaves(self.spec, self.num_layers, self.is_prepacked)
 
     def _group_of(self, leaf: Leaf) -> Any:
-        """What has the leaf's variable."""
+        """The group with the leaf's variable."""
         return functools.reduce(getattr, leaf.path[:-1], self)
 
     def _variable_of(self, leaf: Leaf) -> nnx.Variable:
@@ -346,7 +354,7 @@ class MoE(nnx.Module):
 
 
 def _place_of(value: Any) -> Any:
-    """Where an array is, or an abstract one will be on the mesh that is set; None = where JAX puts it."""
+    """The sharding of an array, or of an abstract one on the mesh that is set. None: JAX's choice."""
     place = getattr(value, "sharding", None)
     if not isinstance(place, NamedSharding) or isinstance(place.mesh, Mesh):
         return place
@@ -365,7 +373,7 @@ def _variable(leaf: Leaf, axes: layers.LogicalAxes, value: jax.Array) -> nnx.Var
     names, mesh, rules = axes.of(leaf), jax.sharding.get_abstract_mesh(), get_logical_axis_rules()
     if nnx.using_eager_sharding() and not mesh.empty and rules:
         layers.require_rules(leaf, axes, rules)
-        # Flax would take the last of several rules for one name, and one mesh axis twice: MaxText's rules need Linen's.
+        # Flax takes the last of several rules for a name, and one mesh axis twice. MaxText's rules need Linen's order.
         spec = logical_to_mesh_axes(names, rules)
         place = jax.sharding.reshard if mesh.are_all_axes_explicit else jax.lax.with_sharding_constraint
         value = place(value, spec)

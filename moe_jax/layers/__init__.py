@@ -1,24 +1,23 @@
-"""One MoE layer as functions: a table of its parameters, an initialiser, the forward. The Flax layers are built on it.
+"""One MoE layer as functions: its parameters, an initialiser, the forward. The Flax layers are built on it.
 
-Parameters are nested dicts of arrays, named as MaxText names them and stored as `MAXTEXT` unless the spec says
-otherwise: `gate/kernel` `[D, E]`, `wi_0` (gate), `wi_1` (up) `[E, D, F]` and `wo` `[E, F, D]`; gate_layout `halves` or
+Parameters are nested dicts of arrays with MaxText's names, in the storage `MAXTEXT` unless the spec has another:
+`gate/kernel` `[D, E]`, `wi_0` (gate), `wi_1` (up) `[E, D, F]` and `wo` `[E, F, D]`. gate_layout `halves` or
 `interleaved` and ungated experts have one buffer `wi`. Biases: `gate/bias`, `wi_0_bias`, `wi_1_bias` (`wi_bias`),
-`wo_bias`. `gate/correction_bias` is no parameter but state. Shared experts: `shared_experts/wi_0/kernel` and so on, and
-`shared_experts/gate/kernel`. A stack of L layers has the same names with a leading axis `[L, ...]` on every array.
+`wo_bias`. `gate/correction_bias` is state. Shared experts: `shared_experts/wi_0/kernel` and so on, and
+`shared_experts/gate/kernel`. A stack of L layers has a leading axis `[L, ...]` on every array.
 
-Experts with a scheme (`ExpertsSpec(scheme=...)`) are quantised: `wi_0`, `wi_1` and `wo` then are no arrays, but hold
-`values`, `scales` and, of formats that have them, `zero_points`, as in `QuantizedTensor` (sub-byte values packed in
-uint8). They start as zeros, to be loaded, are never cast, and have no gradient; those of everything else flow through
-them, unless the scheme quantises activations too. `prepack_weights` re-lays loaded mxfp4, int4 and int8
-experts for Hopper's kernels, under the names `tiled_values`, `tiled_scales` and `tiled_zero_points`.
+With `ExpertsSpec(scheme=...)`, `wi_0`, `wi_1` and `wo` hold `values`, `scales` and, if the format has them,
+`zero_points`, as in `QuantizedTensor` (sub-byte values packed in uint8). They start as zeros, are never cast, and have
+no gradient. Other gradients flow through them, unless the scheme also quantises activations. `prepack_weights` re-lays
+loaded mxfp4, int4 and int8 experts for Hopper's kernels, as `tiled_values`, `tiled_scales` and `tiled_zero_points`.
 
-Logical axes are MaxText's current ones, ("exp", "embed_moe", "mlp_moe") for `wi_0`, or those of a `LogicalAxes`.
+Logical axes are MaxText's, ("exp", "embed_moe", "mlp_moe") for `wi_0`, or those of a `LogicalAxes`.
 
-What is cast to the compute dtype: x, the matrices of the experts and shared experts, and biases that are not fp32. The
-copy of the matrices is made in every call, so store them in the compute dtype (param_dtype) where memory counts. Gates
-and fp32 biases are used as they are, in fp32: one bit of difference in a logit can choose another expert.
+x, matrices of experts and shared experts, and biases that are not fp32 are cast to the compute dtype. Every call copies
+matrices it casts, so store them in the compute dtype (param_dtype) to save memory. Gates and fp32 biases stay fp32: one
+bit of difference in a logit can choose another expert.
 
-Layers are differentiable (docs/user/training.md) by x and every parameter. Flax is not needed here.
+Layers are differentiable by x and every parameter. Flax is not needed here.
 Letters: L layers, T tokens, K top-k, E experts, D d_model, F d_ff per expert. T counts the tokens of all leading axes.
 """
 

@@ -1,4 +1,4 @@
-"""What the axes of a layer's arrays are called, for the rules that lay logical axes on a mesh."""
+"""Logical axis names of a layer's arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_core.errors import InvalidInput
 from moe_jax.layers.parameters import Leaf
 
 Names = tuple[str | None, ...]
-#: field of LogicalAxes -> the axes that it names, and what their tuple looks like.
+#: field of LogicalAxes -> its axes, and an example.
 _ROLES: dict[str, tuple[str, ...]] = {
     "router": ("d_model", "experts"),
     "wi": ("experts", "d_model", "d_ff"),
@@ -20,7 +20,7 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "shared_wi": ("d_model", "d_ff"),
     "shared_wo": ("d_ff", "d_model"),
 }
-#: Names that rule sets of different age and origin have for one axis of a matrix.
+#: Names of one axis in different rule sets.
 _SYNONYMS: dict[str, frozenset[str]] = {
     "experts": frozenset({"exp", "expert", "experts"}),
     "d_model": frozenset({"embed_moe", "embed_no_exp", "embed_router", "embed"}),
@@ -30,16 +30,16 @@ _SYNONYMS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class LogicalAxes:
-    """The logical axis names of each group of arrays; None leaves an axis whole. The defaults are MaxText's (0.2.5).
+    """Logical axis names of each group of arrays; None leaves an axis whole. Defaults are MaxText's (0.2.5).
 
-    Each tuple follows the axes in MaxText's layout, whatever the layer stores: another storage takes them along. Biases
-    of the router, the fused `wi`, quantised arrays and the gate of shared experts take theirs from the same fields.
+    Each tuple follows the axes in MaxText's layout; other storages permute it. Router biases, the fused `wi`, quantised
+    arrays and the gate of shared experts use the same fields.
 
-    MaxText's blocks without shared experts have `router=("embed", None)`. Its older rule sets know the names
-    `router=("embed", None), wi=("exp", "embed_no_exp", "mlp"), wo=("exp", "mlp", "embed_no_exp")`. With its option
-    `shard_exp_on_fsdp` they are `wi=("embed_moe", None, "mlp_moe"), wo=("embed_moe", "mlp_moe", None)`.
+    MaxText's blocks without shared experts have `router=("embed", None)`. Its older rule sets have `router=("embed",
+    None), wi=("exp", "embed_no_exp", "mlp"), wo=("exp", "mlp", "embed_no_exp")`. With `shard_exp_on_fsdp` they are
+    `wi=("embed_moe", None, "mlp_moe"), wo=("embed_moe", "mlp_moe", None)`.
 
-    Fields:
+    Args:
         router: `[D, E]`.
         wi, wo: `[E, D, F]` and `[E, F, D]`.
         wi_bias, wo_bias: `[E, F]` and `[E, D]`.
@@ -71,18 +71,17 @@ class LogicalAxes:
             raise InvalidInput(f"stack must be one name or None, got {self.stack!r}; pass 'layers'")
 
     def of(self, leaf: Leaf) -> Names:
-        """The names of an array's axes, in the order in which it is stored."""
+        """Return the names of an array's axes, in its storage."""
         names: dict[str | None, str | None] = dict(zip(_ROLES[_field(leaf)], getattr(self, _field(leaf)), strict=True))
         axes = tuple(names.get(axis) for axis in leaf.parameter.axes)
         return axes if len(axes) == len(leaf.shape) else (self.stack, *axes)
 
 
 def require_rules(leaf: Leaf, axes: LogicalAxes, rules: Sequence[Any]) -> None:
-    """Raise InvalidInput where rules for logical axes, if any, would lose the sharding of a matrix without a word.
+    """Raise InvalidInput if rules for logical axes would silently lose the sharding of a matrix.
 
-    An axis without a rule stays whole, as in Flax and MaxText, whose rule sets leave out what they do not split. Two
-    cases are mistakes in a name: no rule for d_model, which every way of sharding parameters splits or names, and none
-    for an axis that the rules split under another name.
+    An axis without a rule stays whole, as in Flax and MaxText. Two cases are mistakes in a name: no rule for d_model,
+    and none for an axis that the rules split under another name.
     """
     if not rules or leaf.parameter.role not in ("weight", "quantized"):
         return
@@ -103,7 +102,7 @@ def require_rules(leaf: Leaf, axes: LogicalAxes, rules: Sequence[Any]) -> None:
 
 
 def _field(leaf: Leaf) -> str:
-    """The field of LogicalAxes that names an array's axes."""
+    """The field of LogicalAxes for an array."""
     group, matrix, *_ = leaf.parameter.name.split(".")
     if group == "router":
         return "router"

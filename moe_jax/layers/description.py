@@ -1,4 +1,4 @@
-"""What a layer is described with: the names that `moe_jax.layers` and both Flax layers export."""
+"""Names of specs that `moe_jax.layers` and both Flax layers export."""
 
 from moe_core.checkpoint.presets import layer_spec_from_config
 from moe_core.layers import (

@@ -1,4 +1,4 @@
-"""The forward of one layer, its losses, and what it would run."""
+"""The forward of one layer, and its plans."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ from moe_jax.ops import Array, ExpertWeights, RouterWeights, SharedExpert
 from moe_jax.parallel.axis import ExpertAxis
 from moe_jax.warmup import make_ready
 
-#: Names MaxText's remat policies save or offload. The output of a layer is the last product of its experts, summed over
-#: K; `moe_jax.autodiff.moe` names the products `mlpwi_0` and `mlpwi_1`.
+#: Names for MaxText's remat policies: the output of a layer. `moe_jax.autodiff.moe` names `mlpwi_0` and `mlpwi_1`.
 CHECKPOINT_NAMES = ("mlpwo", "moe_mlpwo")
 
 
@@ -52,21 +51,28 @@ def forward(
     expert_axis: str | ExpertAxis | None = None,
     return_aux: bool = False,
 ) -> Any:
-    """y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
+    """Return y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
 
-    dtype: what is computed in and what y has; None = the promotion of x and the experts, as Flax does it (of quantised
-    experts: of x and the shared experts, if there are any). token_mask:
-    bool `[...]`; a False token gets zeros (plus the shared experts) and is left out of every statistic. layer_index:
-    where parameters are a stack, which layer of it, an int32 scalar on the device or an int. Matrices stored in the
-    compute dtype are read in place; others are cut out and cast, one layer's copy per call. An index outside the stack
-    is refused where its value is known. A traced one gives NaN, except that the reference, which runs matrices in place
-    on a CPU, raises. With a capacity limit the slots past it are dropped. The op runs in stages then,
-    for a router with a norm or expert scales, and where routed_by says what the router goes by.
+    The op runs in stages with a capacity limit, which drops later slots, with a router norm or expert scales, and with
+    routed_by.
 
-    expert_axis: the mesh axis that splits the experts (docs/user/parallel-jax.md). Inside a `jax.shard_map` over it, x
-    and parameters are local parts, the losses' mean over ranks is that of all tokens, and the rest of MoEAux is of the
-    local ones. Outside, with a mesh set that has the axis, they are the whole, and the layer runs in a shard_map of its
-    own. With neither it is a layer like any other. Raises InvalidInput, Unsupported.
+    Args:
+        parameters: of the layer, or of a stack.
+        x: `[..., D]`.
+        spec: the layer.
+        dtype: of the computation and of y. None: the promotion of x and the experts, as in Flax (quantised experts: of
+            x and the shared experts, if any).
+        token_mask: bool `[...]`. False tokens get zeros, plus shared experts, and count in no statistic.
+        layer_index: the layer of a stack, an int32 scalar on the device or an int. Matrices in the compute dtype are
+            read in place, others are copied and cast in each call. An index outside the stack raises if it is known. A
+            traced one gives NaN, or raises on the CPU reference with matrices in place.
+        routed_by: other inputs or ids for the router.
+        expert_axis: the mesh axis that splits the experts. Inside a `jax.shard_map` over it, x and parameters are local
+            parts, the losses' mean over ranks is that of all tokens, and the rest of MoEAux is local. Outside, with a
+            mesh set that has the axis, they are the whole, and the layer opens a shard_map. With neither it has no
+            effect.
+
+    Raises InvalidInput, Unsupported.
     """
     axis = ExpertAxis.of(expert_axis)
     if axis is not None and not axis.is_manual:
@@ -106,13 +112,11 @@ def explain(
     parameters: Parameters | None = None,
     training: bool = False,
 ) -> str:
-    """The plan of `forward` for x of shape `tokens` (`[..., D]`, or a number of tokens) on the default device.
+    """Explain the plan of `forward` for x of shape `tokens` (`[..., D]`, or a number of tokens) on the default device.
 
-    training: the forward of a training step, then its backward with the gradients of x and of every parameter.
-
-    parameters: whose dtypes are meant, as arrays or ShapeDtypeStructs; None = every array has param_dtype, as
-    `initialize` makes them, while loaded gates and biases may be wider. x is taken to have `dtype`, or that of the
-    experts where it is None; of quantised ones, param_dtype. Nothing is computed. Raises InvalidInput, Unsupported.
+    training: the forward of a training step, then its backward with the gradients of x and every parameter. parameters:
+    have the dtypes, as arrays or ShapeDtypeStructs. None: param_dtype, as of `initialize`. x has `dtype`, else that of
+    the experts, or of quantised ones param_dtype. Computes nothing. Raises InvalidInput, Unsupported.
     """
     shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
     operands, target = _planned_for(spec, shape, dtype, param_dtype, num_layers, parameters)
@@ -129,11 +133,11 @@ def warmup(
     parameters: Parameters | None = None,
     training: bool = False,
 ) -> WarmupReport:
-    """Compile and load, ahead of the first call, the kernels of `forward` for so many tokens; computes nothing.
+    """Compile and load the kernels of `forward` for so many tokens, ahead of the first call. Computes nothing.
 
-    training: also those of training steps, forward and backward, in which x and every parameter have a gradient.
-    tokens: the numbers that will come, or a few from small to large. The other arguments are those of `explain`.
-    Returns the kernels with the seconds each took; on a CPU there are none. Raises InvalidInput, Unsupported.
+    tokens: the numbers to come, or a few from small to large. training: also steps with gradients of x and every
+    parameter. Other arguments are those of `explain`. Returns the kernels with the seconds each took; none on a CPU.
+    Raises InvalidInput, Unsupported.
     """
     plans: list[LaunchPlan] = []
     for count in token_counts(tokens):
@@ -151,7 +155,7 @@ def _planned_for(
     num_layers: int | None,
     parameters: Parameters | None,
 ) -> tuple[MoEOperands, Target]:
-    """What a forward for x of a shape plans with: the specs of its operands, and the target."""
+    """The specs of a forward's operands for x of a shape, and the target."""
 
     def dtype_of(leaf: Leaf) -> Any:
         if parameters is not None:
@@ -180,10 +184,11 @@ def _planned_for(
 
 
 def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
-    """The correction bias fp32 `[E]` after a step: raised for experts with fewer tokens than the mean, else lowered.
+    """Return the correction bias fp32 `[E]` after a step: raised for experts with fewer tokens than the mean, else
+    lowered.
 
     DeepSeek-V3's balancing without a loss (technical report, section 2.1.2): bias + rate * sign(mean - count).
-    tokens_per_expert: int32 `[E]`, MoEAux's of the whole batch, summed over devices. Of stacks both are `[L, E]`. rate:
+    tokens_per_expert: int32 `[E]`, of the whole batch, summed over devices. For stacks both are `[L, E]`. rate:
     DeepSeek-V3 trains with 0.001.
     """
     counts = tokens_per_expert
@@ -192,7 +197,7 @@ def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Ar
             f"tokens_per_expert must be int32{list(correction_bias.shape)} like correction_bias, got "
             f"{counts.dtype}{list(counts.shape)}; pass MoEAux.tokens_per_expert"
         )
-    # In integers, so that an expert at the mean gets exactly no step.
+    # Integers: an expert at the mean gets exactly no step.
     total, num_experts = counts.sum(axis=-1, keepdims=True), counts.shape[-1]
     floor, is_whole = total // num_experts, total % num_experts == 0
     step = jnp.where(counts > floor, -1.0, jnp.where((counts == floor) & is_whole, 0.0, 1.0))
@@ -202,8 +207,9 @@ def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Ar
 def _prepare(
     parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer_index: Any
 ) -> tuple[MoEOperands, dict[str, LayerPart], jax.Array | None]:
-    """The arguments of the composed op, checked, flattened and cast, what the layer has around it, and whether the
-    layer exists where only the device knows."""
+    """The composed op's arguments, checked, flattened and cast; what is around it; and whether the layer exists, if
+    only the device knows.
+    """
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise InvalidInput(f"x must be a jax.Array, got {type(x).__name__}; convert it with jax.numpy.asarray")
     if x.ndim < 1 or x.shape[-1] != spec.d_model:
@@ -243,7 +249,7 @@ def _prepare(
 
 
 def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepacked: bool) -> dict[str, Any]:
-    """The arrays of quantised matrices put together: `experts.down` of `experts.down.values` and so on."""
+    """Arrays with quantised matrices put together: `experts.down` of `experts.down.values` and so on."""
     if spec.experts.scheme is None:
         return arrays
     found: dict[str, Any] = {name: array for name, array in arrays.items() if not is_quantized(name)}
@@ -251,13 +257,12 @@ def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepacked: bool) -> d
     parts = [name.rpartition(".") for name in arrays if is_quantized(name)]
     for matrix in dict.fromkeys(matrix for matrix, _, _ in parts):
         fields = {field: arrays[f"{matrix}.{field}"] for of, _, field in parts if of == matrix}
-        # The op checks them, and names what is wrong.
+        # The op checks them.
         found[matrix] = QuantizedTensor.unchecked(own[matrix], **fields)
     return found
 
 
 def _used_dtype(name: str, array: Any, dtype: Any) -> Any:
-    """What an array is cast to before use."""
     as_stored = is_gate(name) or is_quantized(name) or (name.endswith("_bias") and array.dtype == jnp.float32)
     if dtype == jnp.float64:  # which stands beside no other float
         as_stored = is_quantized(name) or name == "router.table"
@@ -267,11 +272,11 @@ def _used_dtype(name: str, array: Any, dtype: Any) -> Any:
 def _one_layer(
     arrays: dict[str, Any], dtype: Any, layer_index: Array | int | None, axes: int
 ) -> tuple[dict[str, Any], jax.Array | None, jax.Array | None]:
-    """(the arrays of one layer of a stack, the index of those left stacked or None, whether a traced layer that was cut
-    out exists or None). axes: those of one layer's down.
+    """(arrays of one layer of a stack, the index of stacked ones or None, whether a traced layer that was cut out
+    exists or None). axes: of one layer's down.
 
-    Gates are always cut out (a few numbers per feature); matrices only where they must be cast anyway, which quantised
-    ones never are, so that plain shared experts may be cut out beside them.
+    Gates are always cut out, being small; matrices only if they have to be cast. Quantised ones never are, so plain
+    shared experts may be cut out next to them.
     """
     down = arrays["experts.down" if "experts.down" in arrays else "experts.down.values"]
     if down.ndim == axes and layer_index is None:
@@ -281,7 +286,7 @@ def _one_layer(
         raise InvalidInput(
             f"layer_index must be given with a stack of layers and only then, got {layer_index!r} with {kind}"
         )
-    # NumPy keeps every bit of an index, JAX may cut it to 32.
+    # JAX may cut an index to 32 bits.
     given = (
         np.asarray(layer_index) if isinstance(layer_index, (int, np.generic, np.ndarray)) else jnp.asarray(layer_index)
     )
@@ -297,7 +302,7 @@ def _one_layer(
         )
     index = jnp.asarray(given, jnp.int32).reshape(1)
     cast = {name for name, array in arrays.items() if array.dtype != _used_dtype(name, array, dtype)}
-    # Biases are few: those of a stack read in place are cast as a stack.
+    # Biases are small: those of a stack are cast as a stack.
     in_place = not any(name.startswith("experts.") and not name.endswith("_bias") for name in cast)
     shared_in_place = in_place and not any(name.startswith("shared_experts.") for name in cast)
     cut = {
@@ -309,5 +314,5 @@ def _one_layer(
     }
     if in_place:
         return arrays | cut, index, None
-    # Cutting clamps the index: without this another layer would answer.
+    # Cutting clamps the index to another layer.
     return arrays | cut, None, (given >= 0) & (given < num_layers) if is_traced else None

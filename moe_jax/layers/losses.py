@@ -21,16 +21,15 @@ def router_losses(
     spec: RouterSpec,
     over: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """(load-balancing loss, z-loss), fp32 scalars; `moe_core.ops.routing.reference_backward.router_losses` has the
-    formulas.
+    """Return (load-balancing loss, z-loss), fp32 scalars; formulas:
+    `moe_core.ops.routing.reference_backward.router_losses`.
 
-    Under data parallelism these are the losses of the local tokens: see examples/jax_data_parallel.py. over: mesh axes
-    of a shard_map, over whose ranks the mean of either result is then the loss of all their tokens; no gradient needs a
-    message for that.
+    They are losses of the local tokens. over: mesh axes of a shard_map. The mean over their ranks is then the loss of
+    all tokens, and gradients need no message.
     """
     num_experts = logits.shape[1]
     kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
-    # Masked logits may be anything: they must reach neither the sums nor their derivatives.
+    # Masked logits, which may be NaN, must not reach sums or derivatives.
     logits = jnp.where(kept[:, None], logits, 0)
     if spec.logit_scale != 1:
         logits = logits * spec.logit_scale
@@ -53,18 +52,18 @@ def router_losses(
 def load_balance_loss(
     logits: Any, ids: Any, *, scoring: str = "softmax", scale: float = 1.0, token_mask: Any = None
 ) -> jax.Array:
-    """A load-balancing loss of one's own making from `MoEAux.logits` and `MoEAux.ids`: `moe_torch.load_balance_loss`,
-    whose docstring has the formula and the recipes.
+    """Return a load-balancing loss from `MoEAux.logits` and `MoEAux.ids`; formula and recipes:
+    `moe_torch.load_balance_loss`.
 
     Args:
-        logits: fp32 `[..., S, E]`: the tokens of each sequence in the last axis but one.
+        logits: fp32 `[..., S, E]`, with the tokens of each sequence in the last axis but one.
         ids: int32 `[..., S, K]`.
-        scoring: of P: `softmax`, `sigmoid` or `sqrt_softplus`, whatever the layer's own is.
+        scoring: of P: `softmax`, `sigmoid` or `sqrt_softplus`.
         scale: multiplies the loss.
-        token_mask: bool `[..., S]`. Tokens that are False are left out.
+        token_mask: bool `[..., S]`. False tokens are left out.
 
     Returns:
-        the loss, an fp32 scalar.
+        an fp32 scalar.
     """
     logits, ids = jnp.asarray(logits), jnp.asarray(ids)
     kept = jnp.ones(ids.shape[:-1], bool) if token_mask is None else jnp.asarray(token_mask)
@@ -79,7 +78,7 @@ def load_balance_loss(
 
 
 def _shares(logits: jax.Array, scoring: str, kept: jax.Array) -> jax.Array:
-    """Scores over their sum; zeros for tokens that are not kept or whose logits are all -inf."""
+    """Scores over their sum. Zeros for masked tokens, and if all logits are -inf."""
     log_scores = _LOG_SCORES[scoring](logits)
     empty = jnp.isneginf(log_scores).all(axis=-1, keepdims=True)
     return jnp.where(kept[..., None] & ~empty, jax.nn.softmax(jnp.where(empty, 0, log_scores), axis=-1), 0)
@@ -91,7 +90,7 @@ def _log_sqrt_softplus(logits: jax.Array) -> jax.Array:
     return 0.5 * jnp.where(logits < edge, logits, jnp.log(jax.nn.softplus(jnp.maximum(logits, edge))))
 
 
-#: Logarithms of the scores, up to a constant of the token: scores underflow, and their sum then has no gradient.
+#: Logarithms of scores, up to a constant of the token. Scores may underflow, and their sum then has no gradient.
 _LOG_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": lambda logits: logits,
     "sigmoid": jax.nn.log_sigmoid,

@@ -1,4 +1,4 @@
-"""The parameters of one layer or of a stack of layers: names, shapes, how they start."""
+"""The parameters of one layer or of a stack: names, shapes, first values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_core.layers import MAXTEXT, MoELayerSpec, Parameter, first_table, tiled
 
 #: Nested dicts with arrays as leaves: {"gate": {"kernel": ...}, "wi_0": ..., ...}.
 Parameters = Mapping[str, Any]
-#: (key, shape, dtype) -> array, as in jax.nn.initializers; called with the shape [inputs, outputs] of one matrix.
+#: (key, shape, dtype) -> array, as in jax.nn.initializers, for one matrix [inputs, outputs].
 Initializer = Callable[..., jax.Array]
 Path = tuple[str, ...]
 
@@ -44,14 +44,15 @@ _FIXED_PATHS: dict[str, Path] = {
     "output.norm": ("output", "norm"),
     "output.bias": ("output", "bias"),
 }
-#: Before the names of the arrays of tiled matrices: `wo/tiled_values`.
+#: Prefix of arrays of tiled matrices: `wo/tiled_values`.
 TILED = "tiled_"
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a layer. path: its keys in the nested dict. shape: with the leading axis of a stack. out_in: a
-    matrix stored `[outputs, inputs]`. `LogicalAxes.of` names its axes."""
+    """One array of a layer. path: keys in the nested dict. shape: with the axis of a stack. out_in: a matrix stored
+    `[outputs, inputs]`.
+    """
 
     path: Path
     parameter: Parameter
@@ -60,18 +61,18 @@ class Leaf:
 
     @property
     def is_state(self) -> bool:
-        """Whether it is the correction bias or a table of ids: no gradient ever trains it."""
+        """Return True for the correction bias and a table of ids, which have no gradient."""
         return self.parameter.role in ("buffer", "table")
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it is one of the arrays of a quantised matrix: never trained, never cast."""
+        """Return True for arrays of a quantised matrix, which are never trained or cast."""
         return self.parameter.role == "quantized"
 
     def initial(self, key: jax.Array | None, dtype: Any, kernel_init: Initializer) -> jax.Array:
         """Biases and state start at zero (state in fp32), factors at one, quantised matrices at codes of zero with
-        scales of one. Every other matrix is drawn by itself, with a key of its own: the scale depends on its inputs,
-        never on how many experts or layers lie beside it."""
+        scales of one. Other matrices are drawn with a key and a scale of their own.
+        """
         if self.is_quantized:
             return jnp.full(self.shape, self.parameter.fill, self.parameter.dtype)
         if self.parameter.role == "table":
@@ -92,9 +93,9 @@ class Leaf:
 
 @functools.lru_cache(maxsize=1024)
 def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = False) -> tuple[Leaf, ...]:
-    """Every array of a layer, or of a stack of num_layers, in a fixed order.
+    """Return every array of a layer, or of a stack of num_layers, in a fixed order.
 
-    prepacked: of parameters that `prepack_weights` gave, whose quantised matrices are tiled. Raises InvalidInput.
+    prepacked: with tiled quantised matrices. Raises InvalidInput.
     """
     if num_layers is not None:
         require_at_least("num_layers", num_layers, 1)
@@ -115,7 +116,7 @@ def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = 
 
 
 def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Parameter:
-    """An array of a quantised matrix as it is in a prepacked layer."""
+    """An array of a quantised matrix in a prepacked layer."""
     matrix, _, part = parameter.name.rpartition(".")
     tiling = specs[matrix].tiling
     assert tiling is not None
@@ -124,8 +125,7 @@ def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Paramete
 
 
 def is_prepacked(parameters: Parameters) -> bool:
-    """Whether parameters are those that `prepack_weights` gave. InvalidInput where matrices are there in both layouts,
-    as an update of a layer with the state of another kind leaves them."""
+    """Return True for parameters of `prepack_weights`. Raises InvalidInput for both layouts at once."""
     matrices = {name: parameters.get(name) for name in ("wi", "wo")} if isinstance(parameters, Mapping) else {}
     held = {name: set(matrix) for name, matrix in matrices.items() if isinstance(matrix, Mapping)}
     for name, parts in held.items():
@@ -138,7 +138,7 @@ def is_prepacked(parameters: Parameters) -> bool:
 
 
 def nested(arrays: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """A nested dict: [(("gate", "kernel"), a), (("wo",), b)] -> {"gate": {"kernel": a}, "wo": b}."""
+    """Return a nested dict: [(("gate", "kernel"), a), (("wo",), b)] -> {"gate": {"kernel": a}, "wo": b}."""
     tree: dict[str, Any] = {}
     for path, value in arrays:
         *above, name = path
@@ -157,7 +157,7 @@ def initialize(
     kernel_init: Initializer = DEFAULT_KERNEL_INIT,
     num_layers: int | None = None,
 ) -> dict[str, Any]:
-    """Fresh parameters (and state) of a layer or of a stack of layers, drawn as `Leaf.initial` says."""
+    """Return new parameters and state of a layer or a stack, see `Leaf.initial`."""
     every = leaves(spec, num_layers)
     keys = jax.random.split(key, len(every))
     return nested(
@@ -166,17 +166,17 @@ def initialize(
 
 
 def is_gate(name: str) -> bool:
-    """Whether a parameter scores tokens, or is a norm or bias of rows: used and stored without rounding."""
+    """Return True for parameters that score tokens, and for norms and biases of rows; they are not rounded."""
     return name.startswith(("router.", "output.")) or name in ("shared_experts.gate", "before.norm")
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a parameter is one of the arrays of a quantised matrix: `experts.down.scales`."""
+    """Return True for arrays of a quantised matrix, such as `experts.down.scales`."""
     return name.count(".") == 2
 
 
 def find(parameters: Parameters, path: Path) -> Any:
-    """The array at a path of nested parameters; InvalidInput names what is missing."""
+    """Return the array at a path of nested parameters. Raises InvalidInput with the missing name."""
     place: Any = parameters
     for depth, key in enumerate(path):
         if not isinstance(place, Mapping) or key not in place:
