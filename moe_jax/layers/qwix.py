@@ -1,7 +1,7 @@
-"""Qwix's rules for a layer: which scheme of ours quantises experts as a rule asks. Qwix need not be installed.
+"""Qwix's rules for a layer: the scheme that quantises experts by a rule. Qwix need not be installed.
 
-Qwix quantises the operands of JAX's own products, and so never sees the experts' matrices. Instead a layer asks for the
-rule of the product `gmm` that holds where it is called, as other custom kernels do, and follows or refuses it.
+Qwix quantises the operands of JAX's products, not the experts' matrices. So a layer asks for the rule of the product
+`gmm` where it is called, as other custom kernels do, and follows or refuses it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, Scheme, format_named, format_names, scheme_named
 from moe_core.formats.format import known_scheme
 
-#: Of types without a tile size, and of those whose tile size is fixed.
+#: Types without a tile size, or with a fixed one.
 _FORMATS = {
     ("int8", None): "int8_row",
     ("int4", None): "int4_row",
@@ -35,8 +35,9 @@ _LEAVE_OUT = "give the rule a module_path that leaves this layer out"
 
 
 def current_rule() -> Any:
-    """The rule of Qwix that holds for the experts of the layer being called, None without one. To be asked from a
-    method of the layer: Qwix finds the module in the frames of Python."""
+    """Return Qwix's rule for the experts of the layer being called, or None. Call it from a method of the layer:
+    Qwix finds the module in Python's frames.
+    """
     if "qwix" not in sys.modules:
         return None
     from qwix.pallas import get_current_rule
@@ -45,14 +46,13 @@ def current_rule() -> Any:
 
 
 def scheme_of_rule(rule: Any) -> Scheme | None:
-    """The scheme that quantises experts as a `qwix.QuantizationRule` asks, None for one that quantises no weights.
+    """Return the scheme of a `qwix.QuantizationRule`, None for one that quantises no weights.
 
     Weights alone: int8 and int4 in one group per output or in groups of a tile_size of 32, 64 or 128 inputs (with zero
     points for the calibration `minmax`), float8_e4m3fn per output, mxfp8, mxfp4. Weights and activations: int8 with
     int8, float8_e4m3fn with itself, mxfp8 with itself, mxfp4 with mxfp8 or mxfp4. Scales and codes follow our formats.
 
-    Raises InvalidInput for what is no such rule, and Unsupported for other types and calibrations, and for the rules of
-    quantised training and LoRA.
+    Raises InvalidInput for no rule, and Unsupported for other types and calibrations, quantised training and LoRA.
     """
     import qwix
 

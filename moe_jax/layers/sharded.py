@@ -1,4 +1,4 @@
-"""Layers whose experts are split over an axis of a mesh: where their parameters are, and a forward over the mesh."""
+"""Layers with experts split over a mesh axis: shardings of parameters, and a forward over the mesh."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moe_jax.parallel.axis import ExpertAxis, require_divisible
 def expert_specs(
     spec: MoELayerSpec, axis: str = "ep", *, num_layers: int | None = None, prepacked: bool = False
 ) -> dict[str, Any]:
-    """The PartitionSpecs of a layer's parameters: experts over a mesh axis, everything else whole.
+    """Return PartitionSpecs of a layer's parameters: experts over a mesh axis, all else whole.
 
-    num_layers: of a stack. prepacked: of parameters that `prepack_weights` gave. For `in_specs` of `jax.shard_map`, for
-    example.
+    num_layers: of a stack. prepacked: of parameters of `prepack_weights`. For example for `in_specs` of
+    `jax.shard_map`.
     """
     every = leaves(spec, num_layers, prepacked)
     return nested((leaf.path, P(*(axis if split else None for split in _split(leaf)))) for leaf in every)
@@ -31,9 +31,9 @@ def expert_specs(
 def expert_sharding(
     spec: MoELayerSpec, mesh: Mesh, axis: str = "ep", *, num_layers: int | None = None, prepacked: bool = False
 ) -> dict[str, Any]:
-    """`expert_specs` as NamedShardings of a mesh: for `jax.device_put`, `out_shardings` and checkpoints.
+    """Return `expert_specs` as NamedShardings of a mesh, for `jax.device_put`, `out_shardings` and checkpoints.
 
-    Raises InvalidInput where the mesh has no such axis or it does not divide the experts.
+    Raises InvalidInput unless the mesh has the axis and it divides the experts.
     """
     if axis not in mesh.shape or spec.num_experts % mesh.shape[axis]:
         raise InvalidInput(
@@ -45,14 +45,14 @@ def expert_sharding(
 
 
 def local_leaf(leaf: Leaf, axis: ExpertAxis) -> Leaf:
-    """An array of a layer as a rank has it, inside a shard_map over the axis."""
+    """A rank's part of a layer's array, inside a shard_map over the axis."""
     ranks = jax.lax.axis_size(axis.name)
     sizes = zip(leaf.shape, _split(leaf), strict=True)
     return dataclasses.replace(leaf, shape=tuple(size // ranks if split else size for size, split in sizes))
 
 
 def _split(leaf: Leaf) -> list[bool]:
-    """Which axes of an array are split: that of the experts, where it is theirs."""
+    """The axes of an array that are split: the experts'."""
     axes = (*(None,) * (len(leaf.shape) - len(leaf.parameter.axes)), *leaf.parameter.axes)
     return [axis == "experts" and leaf.parameter.name.startswith("experts.") for axis in axes]
 
@@ -66,10 +66,10 @@ def over_mesh(
     by_token: dict[str, Any],
     return_aux: bool,
 ) -> Any:
-    """`forward(parameters, layer_index, by_token)` of local parts, in a shard_map over every axis of the mesh.
+    """Call `forward(parameters, layer_index, by_token)` on local parts, in a shard_map over every axis of the mesh.
 
-    whole: parameters and layer_index. by_token: arrays whose first axis is the batch. The results are those of the
-    whole batch.
+    whole: parameters and layer_index. by_token: arrays with the batch as first axis. Results are those of the whole
+    batch.
     """
     axis = axis if axis.tokens is not None else dataclasses.replace(axis, tokens=tuple(mesh.shape))
     ranks, rows = 1, by_token["x"].shape[0] if by_token["x"].ndim > 1 else 0
@@ -95,7 +95,7 @@ def over_mesh(
 
     given = {name: array for name, array in by_token.items() if array is not None}
     if mesh.are_all_axes_explicit:
-        # The types of arrays say where they are, and shard_map moves none.
+        # Types of arrays have shardings, and shard_map moves no array.
         given = jax.tree.map(lambda array: jax.sharding.reshard(array, tokens), given)
         parameters = jax.tree.map(jax.sharding.reshard, parameters, specs)
     call = jax.shard_map(
@@ -105,7 +105,7 @@ def over_mesh(
 
 
 def of_batch(aux: MoEAux, axis: ExpertAxis) -> MoEAux:
-    """Statistics of all ranks' tokens from those of a rank."""
+    """Statistics of all ranks' tokens, from a rank's."""
     others = tuple(name for name in axis.over if name != axis.name)
     return aux._replace(
         load_balance_loss=jax.lax.pmean(aux.load_balance_loss, axis.over),

@@ -1,4 +1,4 @@
-"""One call of a layer: the composed op, or its stages one by one, and what the layer has around them."""
+"""One call of a layer: the composed op, or its stages one by one, and the parts around it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from moe_jax.parallel.forward import run
 
 @dataclasses.dataclass(frozen=True)
 class RoutedBy:
-    """What a router goes by instead of x and its own choice.
+    """Inputs or choices of the router instead of x and its own.
 
-    gate_inputs: of the shape of x, which the router scores instead of x. expert_ids int32 `[..., K]`: the experts of
-    each token, distinct, instead of the router's choice, whose weights they still get (a token with an id outside
-    [0, E) is as one that is masked; a correction bias has no part in it). input_ids, integers `[...]`: the ids of the
-    tokens, which a layer with a table of ids looks up, and takes where expert_ids are not given.
+    Args:
+        gate_inputs: like x; the router scores it instead of x.
+        expert_ids: int32 `[..., K]`, distinct experts of each token, still weighted by the router; no correction bias.
+            A token with an id outside [0, E) counts as masked.
+        input_ids: integers `[...]`, token ids for a layer with a table of ids, used without expert_ids.
     """
 
     gate_inputs: Any = None
@@ -38,7 +39,7 @@ class RoutedBy:
 
 
 def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> RoutedBy:
-    """Checked, and flattened as x is; gate_inputs in the dtype of x."""
+    """Check and flatten like x; gate_inputs get the dtype of x."""
     _require_table(by, spec)
     rows, ids = by.gate_inputs, by.expert_ids
     if rows is not None:
@@ -61,7 +62,7 @@ def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> Rou
 
 
 def _by_table(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> jax.Array | None:
-    """The ids int32 `[T, K]` that the layer's table has for input_ids; None = the router chooses."""
+    """The table's ids int32 `[T, K]` for input_ids. None: the router chooses."""
     if by.input_ids is None:
         return None
     tokens, table = jnp.asarray(by.input_ids), given.routing.table
@@ -72,7 +73,7 @@ def _by_table(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> j
         )
     flat = tokens.reshape(-1)
     inside = (flat >= 0) & (flat < len(table))
-    # A token outside of the table visits no expert, and is counted among the invalid ids.
+    # A token outside of the table has no expert, and counts as an invalid id.
     return jnp.where(inside[:, None], table[jnp.where(inside, flat, 0)], spec.num_experts)
 
 
@@ -90,7 +91,7 @@ def _require_table(by: RoutedBy, spec: MoELayerSpec) -> None:
 
 
 class _Experts:
-    """The experts of a layer: on this device, or of the ranks of an axis."""
+    """The experts of a layer, on this device or on the ranks of an axis."""
 
     def __init__(self, spec: MoELayerSpec, axis: ExpertAxis | None) -> None:
         self.axis, self.group = axis, None if axis is None else axis.group(spec.num_experts)
@@ -102,7 +103,7 @@ class _Experts:
             )
 
     def spec(self, spec: MoELayerSpec, tokens: int) -> MoESpec:
-        """The options of the layer's ops, with tiles as for all ranks' tokens."""
+        """Options of the layer's ops, with tiles for all ranks' tokens."""
         own = spec.moe_spec(MAXTEXT)
         return own if self.group is None else self.group.whole(own, tokens)
 
@@ -114,7 +115,7 @@ class _Experts:
         return run(x, experts, routing, spec, self.group, token_mask, shared)
 
     def kept(self, rank: jax.Array, ids: jax.Array, spec: MoELayerSpec, counts: jax.Array) -> jax.Array:
-        """Whether slots, numbered among their expert's here, are within the capacity for all ranks' tokens."""
+        """True for slots within the capacity for all ranks' tokens. rank: the slot's number among its expert's here."""
         if self.axis is None:
             return rank < spec.capacity(ids.shape[0])
         ranks = jax.lax.axis_size(self.axis.over)
@@ -130,7 +131,7 @@ def run_layer(
     by: RoutedBy,
     axis: ExpertAxis | None = None,
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
-    """The result of a layer and the slots routed to each expert, `[E]`, before any capacity limit."""
+    """Return the result of a layer, and slots of each expert `[E]`, before any capacity limit."""
     x, mask, of_layer = given.x, given.token_mask, _Experts(spec, axis)
     staged = spec.in_stages or spec.token_rounding is not None
     if not staged and by.gate_inputs is None and by.expert_ids is None:
@@ -144,11 +145,11 @@ def run_layer(
 def _run_stages(
     given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, by: RoutedBy, of_layer: _Experts
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
-    """As `run_layer`, up to the sum of the experts."""
+    """`run_layer` up to the sum of the experts."""
     x, router, mask = given.x, given.routing, given.token_mask
     moe_spec = of_layer.spec(spec, x.shape[0])
     scored = x if by.gate_inputs is None else by.gate_inputs
-    # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+    # The router's backward multiplies every row by its gradient, 0 for masked tokens: rows may hold NaN.
     rows = scored if mask is None else jnp.where(mask[:, None], scored, 0)
     if spec.router_norm is not None:
         rows = ops.rms_norm(rows, router.norm, spec.router_norm)
@@ -171,7 +172,7 @@ def _run_stages(
     else:
         invalid_ids = jnp.zeros_like(counts[:1])
     if spec.capacity_factor is not None:
-        # A slot's place among its expert's; slots without a row have the id -1 and stay so.
+        # A slot's number among its expert's; slots without a row keep the id -1.
         rank = layout.row_of_slot.reshape(ids.shape) - layout.group_start[ids]
         ids = jnp.where(of_layer.kept(rank, ids, spec, counts), ids, -1)
     if by.expert_ids is not None:
@@ -189,7 +190,7 @@ def _run_stages(
 
 
 def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing:
-    """ids and weights `[T, 2]`; see `MoELayerSpec.sparse_mixer`."""
+    """ids and weights `[T, 2]`, see `MoELayerSpec.sparse_mixer`."""
     left, found, fixed = logits, [], jax.lax.stop_gradient(logits)
     for _ in range(2):
         largest = jax.lax.stop_gradient(left).max(axis=-1, keepdims=True)
@@ -202,13 +203,13 @@ def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing
 def _around_experts(
     given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, routing: TopK, of_layer: _Experts
 ) -> MoEOutput | ParallelOutput:
-    """The sum of experts with a latent width, or with a norm of each one's result, and of shared experts."""
+    """The sum of experts with a latent width or a norm of each result, and of shared experts."""
     x, experts = given.x, given.experts
     moe_spec = of_layer.spec(spec, x.shape[0])
     product = MatmulSpec(moe_spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=moe_spec.matmul_tuning())
     rows = x
     if spec.latent is not None:
-        # The projection's backward multiplies every row by its gradient, which is zero without an expert.
+        # The projection's backward multiplies every row by its gradient, 0 without an expert.
         rows = jnp.where((routing.ids >= 0).any(axis=1, keepdims=True), x, 0)
         rows = ops.matmul_ogs(MatmulOperands(rows, around["before"].weight), None, product)
         if spec.latent.norm is not None:
@@ -242,13 +243,13 @@ def _normalised(x: Any, experts: Any, routing: TopK, spec: MoESpec, norm: tuple[
     hidden = ops.activation(multiply(x, "gate_up", into), spec.activation, up=up)
     out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
     slots = at_least_float32(ops.rms_norm(multiply(hidden, "down", out), *norm))
-    # A slot without a row counts in no gradient, whatever its weight is.
+    # A slot without a row counts in no gradient.
     factors = jnp.where(layout.row_of_slot[:, None] < 0, 0, routing.weights.reshape(-1, 1))
     return ops.reduce(slots * factors, layout, out_dtype=x.dtype)
 
 
 def _shared(x: Any, shared: Any, spec: MoESpec, product: MatmulSpec, layer_index: Any) -> jax.Array:
-    """The rows of the shared experts, whose matrices may be cut out of a stack already."""
+    """The rows of the shared experts."""
     index = layer_index if shared.down.ndim == 3 else None
 
     def multiply(rows: Any, weight: Any) -> jax.Array:
@@ -264,7 +265,7 @@ def _shared(x: Any, shared: Any, spec: MoESpec, product: MatmulSpec, layer_index
 
 
 def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSpec) -> jax.Array:
-    """What the layer does to the sum of its experts."""
+    """Apply the parts behind the sum of the experts."""
     output = spec.output
     if output is None:
         return rows
@@ -277,10 +278,9 @@ def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSp
 
 
 def _added(rows: jax.Array, bias: Any) -> jax.Array:
-    """rows `[T, D]` plus bias `[D]`, in fp32, with one cast.
+    """Add bias `[D]` to rows `[T, D]` in fp32, with one cast.
 
-    The bias becomes rows as that of a product with zeros: its gradient then is the sum over tokens in the order that
-    the router's backward names.
+    The bias is that of a product with zeros, so that its gradient has the order of sums of the router's backward.
     """
     return (at_least_float32(rows) + _rows_of(bias, len(rows))).astype(rows.dtype)
 
@@ -297,10 +297,9 @@ def _rows_of(values: Any, count: int) -> jax.Array:
 
 
 def _scaled(routing: Routing, scale: Any) -> jax.Array:
-    """The weights `[T, K]` times the scales `[E]` of their experts; masked ones stay 0.
+    """Multiply weights `[T, K]` by the scales `[E]` of their experts; masked ones stay 0.
 
-    The scales become rows `[T, E]` as the bias of a product with zeros: their gradient then is the sum over tokens of
-    that bias, in the order that the router's backward names.
+    Scales are the bias of a product with zeros, so that their gradient has the order of sums of the router's backward.
     """
     rows = _rows_of(scale, len(routing.ids))
     return routing.weights * jnp.take_along_axis(rows, jnp.maximum(routing.ids, 0), axis=1)

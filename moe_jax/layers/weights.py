@@ -1,4 +1,4 @@
-"""The nested parameters of a JAX layer: from and to `LayerWeights`, the canonical form, and prepacked."""
+"""The nested parameters of a JAX layer: from and to `LayerWeights`, and prepacked."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ def load_weights(
     param_dtype: Any = np.float32,
     num_layers: int | None = None,
 ) -> dict[str, Any]:
-    """Nested NumPy parameters, as `spec` stores them, that hold `weights`: the same numbers at other places.
+    """Return nested NumPy parameters with these weights, in the storage of `spec`.
 
-    With num_layers: weights of that many layers, one after the other; each is copied into the stack before the next is
-    asked for, so an iterator that reads a checkpoint holds one layer at a time. Arrays whose layout and dtype do not
-    change are not copied. Matrices of experts are stored in param_dtype, which must hold their values exactly, and
-    quantised ones as they are; gates and biases in the wider of param_dtype and their own. Raises InvalidInput for
-    weights of another kind of layer, another number of layers, and where param_dtype would round; Unsupported where
-    quantised gate and up would have to move.
+    num_layers: weights are those of so many layers. Each is copied into the stack before the next is read, so an
+    iterator over a checkpoint holds one layer at a time. Arrays in the right layout and dtype are not copied. Experts'
+    matrices get param_dtype, which must hold their values exactly; quantised ones stay; gates and biases get the wider
+    of param_dtype and their own. Raises InvalidInput for another kind or number of layers and if param_dtype would
+    round, and Unsupported if quantised gate and up would have to move.
     """
     every = leaves(spec, num_layers)
     if num_layers is None:
@@ -46,10 +45,10 @@ def load_weights(
 def export_weights(
     parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None
 ) -> LayerWeights | list[LayerWeights]:
-    """The parameters of a layer as LayerWeights, or of a stack as one LayerWeights per layer; layouts as stored, those
-    of prepacked matrices as published.
+    """Return LayerWeights of a layer's parameters, or one for each layer of a stack, in their storage; prepacked
+    matrices as published.
 
-    Arrays are fetched from their device one by one; those on a CPU are not copied. A stack's arrays are views of it.
+    Arrays are fetched from their device one by one; those on a CPU are not copied.
     """
     if is_prepacked(parameters):
         parameters = restore_weights(parameters, spec, num_layers)
@@ -85,7 +84,7 @@ def _stack(weights: Any, spec: MoELayerSpec, every: tuple[Leaf, ...], param_dtyp
                 stacked[name][count] = array
                 del array
         count += 1
-        # Else the loop variable would keep this layer alive while the next is read.
+        # Otherwise the loop variable keeps this layer while the next is read.
         del layer
     if count != num_layers:
         raise InvalidInput(f"weights must be those of num_layers = {num_layers} layers, got {count}; pass as many")
@@ -127,7 +126,7 @@ def _stored_dtype(leaf: Leaf, array: np.ndarray, param_dtype: str) -> np.dtype:
 
 
 def _require_same_kind(weights: LayerWeights, spec: MoELayerSpec) -> None:
-    """Raise InvalidInput unless the weights make a layer like `spec`, layouts and what no weight depends on aside."""
+    """Raise InvalidInput unless the weights make a layer like `spec`, apart from layouts and free fields."""
     if not isinstance(weights, LayerWeights):
         raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; make one of your arrays")
     storage = spec.storage(MAXTEXT)
@@ -143,12 +142,11 @@ def _require_same_kind(weights: LayerWeights, spec: MoELayerSpec) -> None:
 
 
 def prepack_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None) -> dict[str, Any]:
-    """The parameters of a layer, or of a stack of num_layers, with the experts' quantised matrices in the order of
-    Hopper's kernels: `wi/tiled_values`, `wi/tiled_scales` in the place of `wi/values`, `wi/scales`; the rest as it is.
+    """Return parameters with the experts' quantised matrices in the order of Hopper's kernels.
 
-    Their names tell the functions of this package how they lie, and keep checkpoints of both kinds apart. Forwards give
-    what they gave; there are no gradients beside prepacked experts. Works in any program. Prepared parameters come back
-    as they are. Raises InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be tiled.
+    `wi/values` and `wi/scales` become `wi/tiled_values` and `wi/tiled_scales`; names tell functions and checkpoints the
+    layout. Forwards keep their results, and there are no gradients. Works inside jit. Prepared parameters come back as
+    they are. Raises InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be tiled.
     """
     specs = tiled_specs(spec, spec.storage(MAXTEXT))
 
@@ -161,18 +159,17 @@ def prepack_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int 
 
 
 def restore_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None) -> dict[str, Any]:
-    """The inverse of `prepack_weights`; parameters that are not prepacked stay as they are. Raises InvalidInput."""
+    """Undo `prepack_weights`. Other parameters stay as they are. Raises InvalidInput."""
     return _changed(parameters, spec, num_layers, True, lambda _, tensor: untile(tensor))
 
 
 def quantize_experts(
     parameters: Parameters, spec: MoELayerSpec, scheme: Scheme, num_layers: int | None = None
 ) -> tuple[dict[str, Any], MoELayerSpec]:
-    """(parameters, spec) of the same layer, or stack of num_layers, with its experts quantised to a scheme.
+    """Return (parameters, spec) of a layer, or stack of num_layers, with its experts quantised to a scheme.
 
-    The matrices of experts become arrays of `scheme.weights`, where they were (`moe_jax.quantize`: eagerly, computed on
-    the host); everything else stays. Raises InvalidInput for experts that are quantised already and for sizes that the
-    format cannot have, Unsupported inside jit.
+    Matrices become arrays of `scheme.weights` on their devices (`moe_jax.quantize`, computed on the host). Raises
+    InvalidInput for quantised experts and sizes that the format cannot have, and Unsupported inside jit.
     """
     if spec.experts.scheme is not None:
         raise InvalidInput(f"experts must be plain to be quantised, got {spec.experts.scheme}; quantise them once")
@@ -188,7 +185,7 @@ def quantize_experts(
 
 
 def matrix_specs(spec: MoELayerSpec, is_tiled: bool) -> dict[str, QuantizedSpec]:
-    """What the arrays of each quantised matrix mean, by name (`experts.down`)."""
+    """The QuantizedSpec of each quantised matrix, by name (`experts.down`)."""
     scheme, storage = spec.experts.scheme, spec.storage(MAXTEXT)
     assert scheme is not None
     if is_tiled:
@@ -204,7 +201,7 @@ def _changed(
     is_tiled: bool,
     change: Callable[[str, QuantizedTensor], QuantizedTensor],
 ) -> dict[str, Any]:
-    """The parameters after `change` of every quantised matrix, by name; is_tiled: whether it takes tiled ones."""
+    """The parameters after `change` of every quantised matrix. is_tiled: it takes tiled ones."""
     before = is_prepacked(parameters)
     every = leaves(spec, num_layers, before)
     arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in every}

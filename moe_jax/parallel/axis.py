@@ -1,4 +1,4 @@
-"""The mesh axis over which a layer's experts are split."""
+"""The mesh axis that splits a layer's experts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from moe_jax.parallel.forward import Group
 class ExpertAxis:
     """The `expert_axis` of layers.
 
-    name: the mesh axis. exchange: how rows travel. tokens: the mesh axes over which the batch is split, major first:
-    losses and capacities are those of all their tokens. None = every axis of the mesh, or, inside a `jax.shard_map` of
-    the caller's, `name` alone. Raises InvalidInput.
+    Args:
+        name: the mesh axis.
+        exchange: how rows travel.
+        tokens: mesh axes that split the batch, major first; losses and capacities are those of all their tokens. None:
+            every axis of the mesh, or, inside the caller's `jax.shard_map`, `name` alone.
+
+    Raises InvalidInput.
     """
 
     name: str = "ep"
@@ -39,7 +43,7 @@ class ExpertAxis:
 
     @staticmethod
     def of(value: Any) -> ExpertAxis | None:
-        """What an `expert_axis` means: a name, an ExpertAxis or None. Raises InvalidInput."""
+        """Return the ExpertAxis of a name, an ExpertAxis or None. Raises InvalidInput."""
         if value is None or isinstance(value, ExpertAxis):
             return value
         if not isinstance(value, str):
@@ -50,7 +54,7 @@ class ExpertAxis:
 
     @property
     def is_manual(self) -> bool:
-        """Whether this is traced inside a shard_map over the axis."""
+        """Return True inside a shard_map over the axis."""
         try:
             jax.lax.axis_size(self.name)
         except NameError:
@@ -63,12 +67,12 @@ class ExpertAxis:
         return (self.name,) if self.tokens is None else self.tokens
 
     def mesh(self) -> AbstractMesh | None:
-        """The mesh that is set, if it has the axis."""
+        """Return the mesh that is set, if it has the axis."""
         mesh = jax.sharding.get_abstract_mesh()
         return mesh if self.name in mesh.shape else None
 
     def group(self, num_experts: int) -> Group:
-        """The ranks, each with equally many consecutive experts. Raises InvalidInput."""
+        """Return the ranks, with equally many consecutive experts each. Raises InvalidInput."""
         ranks = jax.lax.axis_size(self.name)
         require_divisible(num_experts, ranks, self.name)
         return Group(self.name, Placement.linear(num_experts, ranks), self.exchange)

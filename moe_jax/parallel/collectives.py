@@ -1,4 +1,4 @@
-"""Rows that move between the ranks of a mesh axis, inside `jax.shard_map`."""
+"""Messages between the ranks of a mesh axis, inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_jax.parallel.exchange import Splits, take
 
 
 class _Rows(NamedTuple):
-    """What is static: rows of the result, what those hold that nothing comes into, the axis."""
+    """Static sizes: rows of the result, the value of unused ones, the axis."""
 
     count: int
     unused: float
@@ -20,7 +20,7 @@ class _Rows(NamedTuple):
 
 
 def ragged_all_to_all(rows: jax.Array, splits: Splits, count: int, unused: float, axis_name: str) -> jax.Array:
-    """`[count, N]` of what the peers send: rows `[S, N]`, of which every peer gets those that splits says.
+    """Return rows `[count, N]` from the peers: each gets the rows `[S, N]` that splits says.
 
     XLA has no ragged all-to-all on CPUs: there every rank gathers all rows and keeps its own.
     """
@@ -47,13 +47,13 @@ def _gathered(rows: jax.Array, splits: Splits, static: _Rows) -> jax.Array:
     first, sent, begins = jax.lax.all_gather(table, static.axis_name)[:, :, rank].T[:, :, None]
     number = jnp.arange(static.count, dtype=jnp.int32) - begins
     source = jnp.arange(len(begins), dtype=jnp.int32)[:, None] * rows.shape[0] + first + number
-    # Of every row at most one peer is the source.
+    # Every row has at most one source.
     found = jnp.where((number >= 0) & (number < sent), source, -1).max(axis=0)
     return take(jax.lax.all_gather(rows, static.axis_name, tiled=True), found, static.unused)
 
 
 def varying_over(array: jax.Array, axis_name: str) -> jax.Array:
-    """An array whose type says that it differs between the ranks of an axis; collectives want that."""
+    """An array with a type that varies over an axis, which collectives want."""
     if axis_name in jax.typeof(array).manual_axis_type.varying:
         return array
     return jax.lax.pcast(array, (axis_name,), to="varying")

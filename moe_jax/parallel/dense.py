@@ -1,4 +1,4 @@
-"""The shared expert of a rank's own tokens: a forward whose tokens visit no other expert."""
+"""The shared expert of a rank's tokens: a forward without other experts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _GATE = "saved.shared_gate"
 
 
 class _Dense(MoERule):
-    """Rows and the gate's logits apart. What flows into rows is the gradient of rows times the gate: whoever adds them
-    up applies it, so that products and sums are rounded as on one device."""
+    """Rows and the gate's logits. The gradient of rows arrives multiplied by the gate, so that products and sums are
+    rounded as on one device.
+    """
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
         shared = self.operands.shared
@@ -41,9 +42,9 @@ class _Dense(MoERule):
 def shared_output(
     x: jax.Array, wide: jax.Array, experts: ExpertWeights, shared: SharedExpert, spec: MoESpec
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
+    """Return the shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
 
-    wide: x in fp32, which takes its gradient, unrounded. experts: those of the rank, whose layer_index counts.
+    wide: x in fp32, which takes its gradient, unrounded. experts: give the layer_index.
     """
     tokens = x.shape[0]
     nowhere = TopK(jnp.full((tokens, 1), -1, jnp.int32), jnp.zeros((tokens, 1), jnp.float32))

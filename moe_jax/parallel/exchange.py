@@ -1,7 +1,6 @@
-"""The index arithmetic of `moe_core.parallel.exchange` on traced arrays; both give the same numbers.
+"""The index arithmetic of `moe_core.parallel.exchange` on traced arrays, with equal results.
 
-Letters as there: W ranks, L places per rank, T tokens of a rank, K top-k, G groups of rows that a home sends (places or
-owners), G / W of them to each owner.
+Letters as there; G groups of rows that a home sends (places or owners), G / W of them to each owner.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from moe_jax.ops import RaggedLayout
 
 
 class Places(NamedTuple):
-    """places int32 `[T, K]`: physical ids, -1 = no expert. invalid_ids int32 `[1]`: ids outside [-1, E)."""
+    """places int32 `[T, K]`: physical ids, -1: no expert. invalid_ids int32 `[1]`: ids outside [-1, E)."""
 
     places: jax.Array
     invalid_ids: jax.Array
@@ -25,7 +24,9 @@ class Places(NamedTuple):
 def physical_ids(
     ids: jax.Array, placement: Placement, *, first_token: jax.Array | int = 0, token_mask: jax.Array | None = None
 ) -> Places:
-    """The place of every slot, from ids int32 `[T, K]`; first_token: the number of the first token in the group."""
+    """Return the place of every slot, from ids int32 `[T, K]`. first_token: the number of the first token in the
+    group.
+    """
     _, places, start = (jnp.asarray(table) for table in placement.tables)
     known = ids if token_mask is None else jnp.where(token_mask[:, None], ids, -1)
     invalid = (known < -1) | (known >= placement.num_experts)
@@ -39,41 +40,40 @@ def physical_ids(
 
 
 def owners_of(places: jax.Array, per_rank: int) -> jax.Array:
-    """The rank of every place, int32; -1 stays."""
+    """Return the rank of every place, int32; -1 stays."""
     return jnp.where(places < 0, -1, places // per_rank)
 
 
 def same_owner(owners: jax.Array, others: jax.Array) -> jax.Array:
-    """bool `[T, K, K]`: whether slot k of a token has an owner, which is that of slot j of the others."""
+    """bool `[T, K, K]`: slot k of a token has an owner, the same as slot j of the others."""
     return (owners[:, :, None] == others[:, None, :]) & (owners >= 0)[:, :, None]
 
 
 def _earlier(owners: jax.Array) -> jax.Array:
-    """int32 `[T, K]`: how many earlier slots of its token have the owner of a slot."""
+    """int32 `[T, K]`: number of earlier slots of the token with the same owner."""
     return (same_owner(owners, owners) & jnp.tri(owners.shape[1], k=-1, dtype=bool)).sum(axis=2, dtype=jnp.int32)
 
 
 def first_owners(owners: jax.Array) -> jax.Array:
-    """int32 `[T, K]`: the owners of slots, -1 where an earlier slot of the token has it too."""
+    """int32 `[T, K]`: owners of slots, -1 if an earlier slot of the token has the same."""
     return jnp.where(_earlier(owners) > 0, -1, owners)
 
 
 def nearest_slots(owners: jax.Array, most: int) -> jax.Array:
-    """bool `[T, K]`: whether a slot is one of the first `most` that its token has with its owner. So are all of
-    distinct ids, where `most` is the smaller of K and L."""
+    """bool `[T, K]`: the slot is one of the token's first `most` at its owner. With distinct ids all slots are, if
+    `most` is the smaller of K and L.
+    """
     return _earlier(owners) < most
 
 
 def pair_counts(group_sizes: jax.Array, num_ranks: int) -> jax.Array:
-    """int32 `[..., W]`: rows for each owner, from those of groups `[..., G]`."""
+    """int32 `[..., W]`: rows for each owner, from rows of groups `[..., G]`."""
     return group_sizes.reshape(*group_sizes.shape[:-1], num_ranks, -1).sum(axis=-1, dtype=jnp.int32)
 
 
 def rows_in_runs(sent: RaggedLayout, groups: jax.Array, num_ranks: int) -> jax.Array:
-    """int32 `[T, K]`: the number of each row among those that the home sends to its owner, -1 = no row.
-
-    Added to where the home's rows begin at an owner it is `destinations`; added to where an owner's rows begin at home,
-    `returned_rows`.
+    """int32 `[T, K]`: the number of each row among the home's rows for its owner, -1: no row. Added to where these
+    rows begin at an owner it gives `destinations`, added to where an owner's rows begin at home `returned_rows`.
     """
     each = sent.group_sizes.shape[0] // num_ranks
     begins = sent.group_start[:-1:each]
@@ -82,7 +82,7 @@ def rows_in_runs(sent: RaggedLayout, groups: jax.Array, num_ranks: int) -> jax.A
 
 
 class Splits(NamedTuple):
-    """What a ragged all-to-all of a rank needs, int32 `[W]` each, by peer; as `moe_core.parallel.exchange.Splits`."""
+    """Arguments of a rank's ragged all-to-all, int32 `[W]` by peer; as `moe_core.parallel.exchange.Splits`."""
 
     sent: jax.Array
     received: jax.Array
@@ -91,7 +91,9 @@ class Splits(NamedTuple):
 
 
 def splits(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) -> Splits:
-    """Of a rank, from the rows of every (home, owner), int32 `[W, W]`. receive: rows that each owner takes at most."""
+    """Return the splits of a rank, from rows of every (home, owner), int32 `[W, W]`. receive: the most rows of an
+    owner.
+    """
     start = jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
     kept = pairs if receive is None else jnp.clip(receive - start, 0, pairs)
     first = jnp.cumsum(pairs[rank], dtype=jnp.int32) - pairs[rank]
@@ -99,7 +101,7 @@ def splits(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) 
 
 
 def returning(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) -> Splits:
-    """The splits of the way back: rows go to where they came from, in the same order."""
+    """Return the splits of the way back: rows return to their homes in the same order."""
     start = jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
     kept = pairs if receive is None else jnp.clip(receive - start, 0, pairs)
     at_home = jnp.cumsum(pairs, axis=1, dtype=jnp.int32) - pairs
@@ -107,9 +109,8 @@ def returning(pairs: jax.Array, rank: jax.Array | int, receive: int | None = Non
 
 
 def rows_of_blocks(sent: RaggedLayout, num_ranks: int, block: int, fits: int) -> jax.Array:
-    """int32 `[W * block]`: the slot of each row in blocks of one size, of which `fits` are used at most; -1 = unused.
-
-    sent: the layout of what a home sends, by (group, slot).
+    """int32 `[W * block]`: the slot of each row in blocks of one size, with at most `fits` used; -1: unused. sent:
+    the layout of a home's rows, by (group, slot).
     """
     each = sent.group_sizes.shape[0] // num_ranks
     number = jnp.arange(block, dtype=jnp.int32)
@@ -119,7 +120,7 @@ def rows_of_blocks(sent: RaggedLayout, num_ranks: int, block: int, fits: int) ->
 
 
 def first_rows(runs: jax.Array, most: int) -> jax.Array:
-    """The rows of runs int32 `[W, L]`, one run after another, that are among the first `most`."""
+    """The part of runs int32 `[W, L]`, one after another, among the first `most` rows."""
     flat = runs.reshape(-1)
     start = jnp.cumsum(flat, dtype=jnp.int32) - flat
     return jnp.clip(most - start, 0, flat).reshape(runs.shape)

@@ -44,35 +44,34 @@ def moe(
     token_mask: Array | None = None,
     tensor_axis: str | None = None,
 ) -> ParallelOutput:
-    """`moe_jax.moe` over the ranks of a mesh axis, which share the experts: called inside `jax.shard_map`.
+    """Run `moe_jax.moe` over the ranks of a mesh axis, which share the experts, inside `jax.shard_map`.
 
     Output and gradients are, bit by bit, those of `moe_jax.moe` on one device with the tokens of all ranks, in the
-    order of ranks, and all experts (`moe_core.parallel.plan_exchange` says when they are not). Gradients of a router's
-    parameters are sums over ranks, added up in another order.
+    order of ranks, and all experts (`moe_core.parallel.plan_exchange` names exceptions). Gradients of a router's
+    parameters are sums over ranks, in another order.
 
     Args:
-        x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank. Every rank has as many.
-        experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. What an empty place
-            holds is not read.
-        routing: over all E experts; logits, or ids and weights, are of this rank's tokens.
+        x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank, equally many on all.
+        experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. Empty places are not
+            read.
+        routing: over all E experts, of this rank's tokens.
         spec: as for `moe_jax.moe`.
-        axis_name: the mesh axis of the ranks. It must be manual in the `shard_map`.
-        placement: which experts lie on which rank.
-        exchange: how rows travel. `all_to_all` sends as many rows as there are into buffers for the most there can be;
-            `padded` sends blocks of that size; `all_gather` sends every token to every rank. `receive` makes buffers
-            and blocks smaller.
+        axis_name: the mesh axis of the ranks, manual in the `shard_map`.
+        placement: the experts of each rank.
+        exchange: how rows travel. Buffers of `all_to_all` and blocks of `padded` are for the most rows there can be, or
+            for `receive`. `all_gather` sends every token to every rank.
         token_mask: bool `[T]`, as for `moe_jax.moe`.
-        tensor_axis: a second mesh axis, whose ranks have slices of the experts, as `split_experts` of
-            `moe_core.parallel.tensor` makes them, and tokens of their own. down_bias is whole, and does not vary over
-            the axis. Results are sums over it, in the order of ranks: the bits are not one device's.
+        tensor_axis: a second mesh axis. Its ranks have slices of the experts, as
+            `moe_core.parallel.tensor.split_experts` makes them, and tokens of their own. down_bias is whole, and does
+            not vary over the axis. Results are sums over it, in the order of ranks, so the bits are not one device's.
 
     Returns:
-        a ParallelOutput. Rows beyond a bound are counted in its `overflow`, and their tokens' output is NaN, or lacks
+        a ParallelOutput. Rows beyond a bound are counted in its `overflow`. The output of their tokens is NaN, or lacks
         them with `exchange.on_overflow="drop"`.
 
     Raises:
-        InvalidInput: outside of a shard_map over these axes; another number of ranks or experts than the placement's.
-        Unsupported: what exchanges cannot do yet, and gradients of experts with replicas, when they are taken.
+        InvalidInput: outside of a shard_map over these axes, or other numbers of ranks or experts than the placement's.
+        Unsupported: requests that exchanges cannot serve, and gradients of experts with replicas.
     """
     require_type("placement", placement, Placement)
     require_type("exchange", exchange, ExchangeSpec)
@@ -81,7 +80,7 @@ def moe(
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share experts, how they exchange rows, and the axis of those that split each expert."""
+    """The ranks that share experts, their exchange, and the axis that splits each expert."""
 
     axis_name: str
     placement: Placement
@@ -89,14 +88,14 @@ class Group:
     tensor_axis: str | None = None
 
     def whole(self, spec: MoESpec, tokens: int) -> MoESpec:
-        """The options with tiles as for so many tokens on each rank, and all experts."""
+        """Options with tiles for so many tokens on each rank, and all experts."""
         tuning = Tuning() if spec.tuning is None else spec.tuning
         expected: dict[str, Any] = {"expected_tokens": max(1, self.placement.num_ranks * tokens)}
         expected["expected_experts"] = self.placement.num_experts
         return dataclasses.replace(spec, tuning=dataclasses.replace(tuning, **expected))
 
     def owner(self, spec: MoESpec, slots: int) -> MoESpec:
-        """The options of the experts, whose rows are slots of which every rank has so many."""
+        """Options of the experts, with so many rows of slots on every rank."""
         plain = dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None)
         return self.whole(plain, slots)
 
@@ -110,7 +109,7 @@ def run(
     token_mask: Any = None,
     shared: SharedExpert | None = None,
 ) -> ParallelOutput:
-    """`moe` with a shared expert, which every rank has whole and runs on its own tokens."""
+    """Run `moe` with a shared expert, which every rank has."""
     require_type("spec", spec, MoESpec)
     require_type("routing", routing, RouterWeights, RouterLogits, TopK)
     x, placement, axis_name = require_x(x), group.placement, group.axis_name
@@ -120,9 +119,9 @@ def run(
     tensor, size = group.tensor_axis, size_of(group.tensor_axis)
     x, rank = varying_over(x, axis_name), jax.lax.axis_index(axis_name)
     x = x if tensor is None else varying_over(x, tensor)
-    # Those of all ranks of a tensor axis.
+    # Tokens of all ranks of a tensor axis.
     tokens = x.shape[0] * size
-    # The gradient of x: what is beside the slots is added up first.
+    # The gradient of x adds other parts before the slots.
     scored = isinstance(routing, RouterWeights)
     *others, wide = used(x, 1 + (shared is not None) + scored, jnp.float32)
     ids, weights, logits, traveling = _route(x, others[-1] if scored else x, routing, group.whole(spec, tokens), mask)
@@ -172,7 +171,7 @@ def _route(
         raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
     if isinstance(routing, RouterWeights):
         if token_mask is not None:
-            # The router's backward multiplies every row by its gradient, which is zero for masked tokens.
+            # The router's backward multiplies every row by its gradient, 0 for masked tokens: rows may hold NaN.
             x, wide = (jnp.where(token_mask[:, None], rows, 0) for rows in (x, wide))
         found = ops.router(x, routing.weight, bias=routing.bias, spec=spec.logits_spec(), wide=wide)
         for_routing, logits = used(found, 2, jnp.float32)
@@ -185,8 +184,9 @@ def _route(
 
 
 def require_ranks(group: Group, spec: MoESpec | None = None) -> None:
-    """Raise InvalidInput unless the axis is manual here and has the placement's ranks, Unsupported for what exchanges
-    in JAX do not do."""
+    """Raise InvalidInput unless the axis is manual and has the placement's ranks, and Unsupported for other
+    exchanges.
+    """
     axis_name, placement, exchange = group.axis_name, group.placement, group.exchange
     try:
         size = jax.lax.axis_size(axis_name)
@@ -213,7 +213,7 @@ def require_ranks(group: Group, spec: MoESpec | None = None) -> None:
 
 
 def require_x(x: Any) -> jax.Array:
-    """x as an array; InvalidInput for other than tokens `[T, D]`."""
+    """x as an array. Raises InvalidInput for other than tokens `[T, D]`."""
     require_array("x", x)
     if x.ndim != 2 or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise InvalidInput(

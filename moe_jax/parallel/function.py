@@ -1,7 +1,7 @@
-"""Dispatch and combine, each with the other's way as its backward, and the sums of gradients in a fixed order.
+"""Dispatch and combine, each with the other's way as its backward; gradients in a fixed order.
 
-Forward: rows of tokens go out, rows of slots come home and are added up in the order k = 0..K-1. Backward: the gradient
-of the output goes out, the gradients of slots come home and are added up in the same order, in fp32.
+Forward: rows of tokens go out, rows of slots come home and are added in the order k = 0..K-1. Backward: the gradient of
+the output goes out, the gradients of slots come home and are added in the same order, in fp32.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from moe_jax.parallel.routes import Routes, Sizes, at_home, pull, push
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(sizes: Sizes, routes: Routes, x: jax.Array, wide: jax.Array, weights: jax.Array) -> Any:
-    """(rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`).
+    """Return (rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`).
 
-    x `[T, D]`: what travels. wide: x in fp32, which gets its gradient, unrounded. weights fp32 `[T, K]`: the routes'
-    own, for their gradient.
+    x `[T, D]` travels. wide: x in fp32, which gets its gradient, unrounded. weights fp32 `[T, K]` get theirs.
     """
     return push(sizes, routes, x), routes.weights
 
@@ -46,8 +45,10 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 def combine(
     sizes: Sizes, out_dtype: str, routes: Routes, rows: jax.Array, shared: jax.Array | None, gate: jax.Array | None
 ) -> jax.Array:
-    """y `[T, D]`: the sum of each token's slots, of rows `[R, D]` at their owners, then shared fp32 `[T, D]`, if there
-    is one, times the sigmoid of gate fp32 `[T, 1]`; see `dense.py` for their gradients. NaN where a slot did not fit.
+    """Return y `[T, D]`: the sum of each token's slots, of rows `[R, D]` at their owners, then of shared fp32 `[T, D]`,
+    if any, times the sigmoid of gate fp32 `[T, 1]`.
+
+    `dense.py` has their gradients. NaN if a slot did not fit.
     """
     options = {"order": "row", "shared": shared, "shared_gate": gate, "out_dtype": out_dtype}
     y = ops.reduce(pull(sizes, routes, rows), at_home(sizes, routes), **options)
@@ -69,7 +70,7 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 
 def used(x: jax.Array, count: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """x for each of `count` uses, in a dtype; their gradients are added in that order, in that dtype, and cast once."""
+    """x for each of `count` uses, in a dtype. Their gradients are added in that order and dtype, and cast once."""
     found: Any = _used(x, count, dtype)
     return found
 
@@ -92,7 +93,7 @@ _used.defvjp(_used_forward, _used_backward)
 
 @jax.custom_vjp
 def untrained(array: jax.Array) -> jax.Array:
-    """An array of experts that lie on several ranks: what is asked for its gradient raises Unsupported."""
+    """An array of experts with replicas: asking for its gradient raises Unsupported."""
     return array
 
 

@@ -1,4 +1,4 @@
-"""What XLA's ragged all-to-all costs on this machine: the part of JAX in `moebius-tune --links`."""
+"""Measure XLA's ragged all-to-all, the JAX part of `moebius-tune --links`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from moe_core.parallel.links import LinkTiming
 
-#: Calls in a program, each of what the one before it received; programs whose median counts.
+#: Chained calls in a program, and programs for the median.
 _CALLS, _BATCHES = 8, 5
-#: Columns of rows of bytes.
+#: Columns of byte rows.
 _COLUMNS = 256
 
 

@@ -1,6 +1,6 @@
-"""Which row becomes which row of another rank, and the two ways on which rows move: of tokens out, of slots back.
+"""Routes of rows between ranks: tokens go out, results of slots come home.
 
-At an owner there is one row for each slot, whatever travelled: its op has K = 1, and gives back a row for each slot.
+An owner has one row for each slot, whatever travelled: its op has K = 1, and returns a row for each slot.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from moe_jax.parallel import exchange
 from moe_jax.parallel.collectives import ragged_all_to_all
 from moe_jax.parallel.exchange import Splits, take
 
-#: What rows hold that nothing was received into; tests put NaN here.
+#: The value of rows without a source; tests put NaN here.
 UNUSED = 0.0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is static of an exchange. tokens: T, of each rank."""
+    """Static sizes of an exchange. tokens: T, of each rank."""
 
     axis_name: str
     placement: Placement
@@ -43,17 +43,17 @@ class Sizes:
 
     @property
     def is_exact(self) -> bool:
-        """Whether ranks tell each other how many rows come; blocks have one size otherwise."""
+        """Return True if ranks exchange counts; otherwise blocks have one size."""
         return self.spec.mode == "all_to_all"
 
     @property
     def nearest(self) -> int:
-        """The most experts of one owner that distinct ids of a token may name."""
+        """The most experts of one owner among distinct ids of a token."""
         return min(self.top_k, self.placement.per_rank)
 
     @functools.cached_property
     def most_out(self) -> int:
-        """Rows that a block takes; without blocks, that an owner takes of all homes."""
+        """Rows of a block; without blocks, of an owner from all homes."""
         bounds = bounds_of(self.spec, self.tokens, self.top_k, self.placement)
         if bounds.block is not None:
             return bounds.block
@@ -62,11 +62,11 @@ class Sizes:
 
     @functools.cached_property
     def most_back(self) -> int:
-        """Slots that a block takes on the way back; without blocks, that an owner has of all homes."""
+        """Slots of a block on the way back; without blocks, of an owner from all homes."""
         back = bounds_of(self.spec, self.tokens, self.top_k, self.placement).back
         return self.most_out * (self.nearest if self.spec.rows == "tokens" else 1) if back is None else back
 
-    # Arrays have a row at least, which nothing may be in.
+    # Arrays have at least one row, which may be unused.
     @property
     def out(self) -> int:
         """Rows of memory for most_out."""
@@ -79,19 +79,18 @@ class Sizes:
 
     @property
     def at_home(self) -> LayoutSpec:
-        """The layout of the rows that come back: one for each slot, or blocks of the owners."""
+        """The layout of rows that come back: one for each slot, or blocks of the owners."""
         return LayoutSpec(self.tokens, self.top_k, self.num_ranks, max_rows=None if self.is_exact else self.back)
 
 
 class Routes(NamedTuple):
     """The routes of one rank.
 
-    send int32 `[S]`: the slot whose row, or whose token's row, goes out at each place, -1 = none; None = every token.
-    slots int32 `[R]`: the received row * K + k of every row of slots at the owner, -1 = none; None = what is received
-    are slots. out, home: splits of both ways where counts are exact.
-    ids int32 and weights fp32 `[R, 1]`: what the owner's op is given. row_of_slot int32 `[T * K]`: where the result of
-    a slot comes home, -1 = nowhere. lost bool `[T]`: whether a slot of the token did not fit. overflow int32 `[1]`:
-    rows of all ranks that did not.
+    send int32 `[S]`: the slot whose row, or whose token's row, goes out, -1: none. None: every token. slots int32
+    `[R]`: the received row * K + k of every owner's row, -1: none. None: received rows are slots. out, home: splits of
+    both ways for exact counts. ids int32 and weights fp32 `[R, 1]`: of the owner's op. row_of_slot int32 `[T * K]`:
+    where the result of a slot comes home, -1: nowhere. lost bool `[T]`: a slot of the token did not fit. overflow int32
+    `[1]`: rows of all ranks that did not fit.
     """
 
     send: jax.Array | None
@@ -106,29 +105,29 @@ class Routes(NamedTuple):
 
 
 def push(sizes: Sizes, routes: Routes, values: jax.Array) -> jax.Array:
-    """Rows of slots at their owners, `[R, N]`, of rows of tokens at home, `[T, N]`."""
+    """Rows of slots at their owners, `[R, N]`, from rows of tokens at home, `[T, N]`."""
     send, slots = routes.send, routes.slots
     came = _go_out(sizes, routes.out, values if send is None else take(values, _tokens(sizes, send), UNUSED))
     return came if slots is None else take(came, _tokens(sizes, slots), UNUSED)
 
 
 def pull(sizes: Sizes, routes: Routes, rows: jax.Array) -> jax.Array:
-    """Rows of slots at home, of the capacity of `sizes.at_home`, of rows of slots at their owners, `[R, N]`."""
+    """Rows of slots at home, in the layout `sizes.at_home`, from rows of slots at their owners, `[R, N]`."""
     if routes.home is None:
         return jax.lax.all_to_all(rows, sizes.axis_name, 0, 0, tiled=True)
     return ragged_all_to_all(rows, routes.home, sizes.at_home.num_slots, UNUSED, sizes.axis_name)
 
 
 def at_home(sizes: Sizes, routes: Routes) -> RaggedLayout:
-    """The layout by which `reduce` adds up what `pull` gives."""
+    """The layout by which `reduce` adds the rows of `pull`."""
     nothing = jnp.zeros(0, jnp.int32)
     return RaggedLayout(sizes.at_home, nothing, nothing, nothing, routes.row_of_slot, None)
 
 
 def make_routes(sizes: Sizes, places: jax.Array, weights: jax.Array) -> Routes:
-    """From the places of this rank's slots, int32 `[T, K]`, and their weights, fp32 `[T, K]`.
+    """Make the routes of this rank's slots, places int32 and weights fp32 `[T, K]`.
 
-    Where rows are bounded by what distinct ids need, repeated ids may be one too many: these are lost too.
+    With bounds for distinct ids, repeated ids may be lost, too.
     """
     owners = exchange.owners_of(places, sizes.placement.per_rank)
     if sizes.is_exact:
@@ -138,14 +137,14 @@ def make_routes(sizes: Sizes, places: jax.Array, weights: jax.Array) -> Routes:
     routes = of_rows(sizes, kept, owners, weights)
     row_of_slot = routes.row_of_slot
     lost = (places >= 0) & (row_of_slot < 0)
-    # Lost slots are lost rows, but for slots whose token's row is lost.
+    # Lost slots count as lost rows, except those of a lost token.
     rows = lost.sum(dtype=jnp.int32) + routes.overflow
     overflow = jax.lax.psum(rows, sizes.axis_name).reshape(1)
     return routes._replace(row_of_slot=row_of_slot.reshape(-1), lost=lost.any(axis=1), overflow=overflow)
 
 
 def _of_slots(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.Array) -> Routes:
-    """Rows are slots. Every rank sends those of a place, one place after another."""
+    """Rows are slots, sent by place."""
     ranks, each = sizes.num_ranks, sizes.placement.per_rank
     sent = ops.make_layout(places, ranks * each)
     number = exchange.rows_in_runs(sent, places, ranks)
@@ -155,7 +154,7 @@ def _of_slots(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.A
         pairs, send = exchange.pair_counts(counts, ranks), sent.slot_of_row
         out, home = (of(pairs, rank, sizes.most_out) for of in (exchange.splits, exchange.returning))
         fits, begins = out.sent[jnp.maximum(owners, 0)], out.sent_start[jnp.maximum(owners, 0)]
-        # The counts say which expert each row is for.
+        # The expert of each row follows from the counts.
         runs = exchange.first_rows(counts.reshape(ranks, ranks, each)[:, rank], sizes.most_out)
         ids, _ = ops.layout_of_runs(runs, sizes.out)
         came = _go_out(sizes, out, take(weights.reshape(-1, 1), send, 0))
@@ -170,7 +169,7 @@ def _of_slots(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.A
 
 
 def _of_tokens(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.Array) -> Routes:
-    """Rows are tokens. An owner makes of them the rows of slots that it has, in the order (home, slot)."""
+    """Rows are tokens. The owner makes rows of slots from them, in the order (home, slot)."""
     ranks, rank = sizes.num_ranks, jax.lax.axis_index(sizes.axis_name)
     first, overflow = exchange.first_owners(owners), jnp.zeros((), jnp.int32)
     send = out = home = arrives = None
@@ -215,7 +214,7 @@ def _rows_of_slots(sizes: Sizes, valid: jax.Array) -> jax.Array:
     number = jnp.cumsum(by_block, axis=1, dtype=jnp.int32) - 1
     begins = jnp.arange(blocks, dtype=jnp.int32)[:, None] * sizes.back
     total = blocks * sizes.back
-    # Slots without a row write past the end, which is dropped.
+    # Slots without a row are written past the end and dropped.
     row = jnp.where(by_block & (number < sizes.most_back), begins + number, total).reshape(-1)
     nothing = jnp.full(total, -1, jnp.int32)
     nothing, row, slot = varying_alike((nothing, row, jnp.arange(len(flat), dtype=jnp.int32)))
@@ -227,7 +226,7 @@ def _tokens(sizes: Sizes, slots: jax.Array) -> jax.Array:
 
 
 def _table(ids: jax.Array, weights: jax.Array) -> jax.Array:
-    """ids and the bits of weights beside each other, int32: one message."""
+    """ids and the bits of weights, int32, in one message."""
     return jnp.concatenate([ids, jax.lax.bitcast_convert_type(weights, jnp.int32)], axis=1)
 
 

@@ -1,7 +1,7 @@
-"""The tensor axis: ranks that each have a slice of every expert, around the exchange of rows over the other axis.
+"""The tensor axis around the exchange: its ranks each have a slice of every expert.
 
-As in `moe_torch.parallel.tensor`: tokens are gathered over the axis, and the fp32 parts of results and of gradients are
-added in the order of its ranks.
+As in `moe_torch.parallel.tensor`: tokens are gathered over the axis, and fp32 parts of results and gradients are added
+in the order of its ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from moe_jax import ops
 
 
 class Brought(NamedTuple):
-    """What a rank brings to an exchange: x `[T, D]`, which has no gradient; wide fp32 `[T, D]`, which takes it; ids
-    int32 and weights fp32 `[T, K]`; token_mask bool `[T]` or None."""
+    """Inputs of an exchange: x `[T, D]`, without a gradient; wide fp32 `[T, D]`, which takes it; ids int32 and
+    weights fp32 `[T, K]`; token_mask bool `[T]` or None.
+    """
 
     x: jax.Array
     wide: jax.Array
@@ -31,7 +32,7 @@ class Brought(NamedTuple):
 
 
 def size_of(axis: str | None) -> int:
-    """The ranks of the axis, 1 without one. Raises InvalidInput where it is not manual here."""
+    """The ranks of the axis, 1 without one. Raises InvalidInput unless it is manual."""
     if axis is None:
         return 1
     try:
@@ -53,7 +54,7 @@ def gathered(axis: str, own: Brought) -> Brought:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _around(axis: str, x: jax.Array, wide: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """wide fp32 `[S, D]` and weights `[S, K]` of all ranks' tokens; the parts of their gradients are added."""
+    """wide fp32 `[S, D]` and weights `[S, K]` of all ranks' tokens. Parts of their gradients are added."""
     return x.astype(wide.dtype), jax.lax.all_gather(weights, axis, tiled=True)
 
 
@@ -71,12 +72,12 @@ _around.defvjp(_around_forward, _around_backward)
 
 
 def _pulled(axis: str, parts: jax.Array) -> jax.Array:
-    """`[size * T, N]`: the parts of this rank's tokens from all ranks, of a part of all tokens."""
+    """`[size * T, N]`: parts of this rank's tokens from all ranks."""
     return jax.lax.all_to_all(parts, axis, 0, 0, tiled=True)
 
 
 def _added(axis: str, parts: jax.Array, **options: Any) -> jax.Array:
-    """The sum `[T, D]` of parts fp32 of all tokens in the order of ranks; options: of `reduce`."""
+    """The sum `[T, D]` of parts fp32 in the order of ranks. options: of `reduce`."""
     size, nothing = jax.lax.axis_size(axis), jnp.zeros(0, jnp.int32)
     tokens = len(parts) // size
     row_of_slot = jnp.arange(size * tokens, dtype=jnp.int32).reshape(size, tokens).T.reshape(-1)
@@ -90,7 +91,10 @@ def total(
     axis: str, dtype: str, out_dtype: str, parts: jax.Array, shared: jax.Array | None, gate: jax.Array | None
 ) -> jax.Array:
     """y `[T, D]`: the sum of all ranks' parts fp32 `[S, D]`, then of shared `[T, D]` times the sigmoid of gate fp32
-    `[T, 1]`, as in `combine`. The gradient travels in dtype."""
+    `[T, 1]`, as in `combine`.
+
+    The gradient travels in dtype.
+    """
     return _added(axis, parts, shared=shared, shared_gate=gate, out_dtype=out_dtype)
 
 
@@ -108,7 +112,7 @@ total.defvjp(_total_forward, _total_backward)
 
 
 def bias_once(axis: str, experts: ExpertWeights) -> ExpertWeights:
-    """The slices of a rank, whose down_bias the first rank of the axis adds alone; its gradient is there alone, too."""
+    """The slices of a rank. Only the first rank of the axis adds down_bias, and has its gradient."""
     if experts.down_bias is None:
         return experts
     first = jax.lax.axis_index(axis) == 0
