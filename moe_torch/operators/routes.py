@@ -1,4 +1,4 @@
-"""The operators of the tables that expert parallelism goes by; no gradient passes them."""
+"""Operators of the tables of expert parallelism, without gradients."""
 
 from __future__ import annotations
 

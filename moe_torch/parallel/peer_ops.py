@@ -1,9 +1,10 @@
-"""Stores and loads at the addresses of other ranks: what the mode `peer` of an exchange is made of.
+"""Stores and loads at the addresses of other ranks, the ops of mode `peer`.
 
 A table `*_at` is an int64 `[W]` tensor: for every rank, this one included, the address of one array in the symmetric
 allocation. On a CPU these are addresses of shared memory. Barriers are the caller's: between stores and reads, and
 between reads and later stores. `memory`, where given, is this rank's own symmetric tensor: traced programs keep the
 order of all calls that have it. No call waits for the host or has a gradient.
+`programs` is the most blocks of a launch, so that it runs beside others. It changes no bit.
 
 Letters: W ranks, L places of a rank, P = W * L, T tokens of a rank, K top-k, D columns, slot `s = t * K + k`, R rows.
 """
@@ -34,10 +35,10 @@ _NO_CHECKS = Checks()
 
 
 class PeerPlaces(NamedTuple):
-    """Where the row of every slot lies, int32.
+    """The row of every slot at its owner, int32.
 
-    owners, rows `[T, K]`: the rank that has it and its row there, -1 = none goes. received `[1, L]`: the rows that come
-    for each expert of this rank, bound or not. overflow `[1]`: the rows of all ranks that do not fit.
+    owners, rows `[T, K]`: the rank and the row there, -1: none. received `[1, L]`: rows for each expert of this rank,
+    bound or not. overflow `[1]`: rows of all ranks that do not fit.
     """
 
     owners: torch.Tensor
@@ -47,7 +48,7 @@ class PeerPlaces(NamedTuple):
 
 
 def address_table(addresses: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """The table int64 `[W]` of an array's address at every rank. Raises InvalidInput unless all are multiples of 16."""
+    """Return the table int64 `[W]` of an array. Raises InvalidInput unless all addresses are multiples of 16."""
     require_addresses(addresses)
     return torch.tensor(list(addresses), dtype=torch.int64, device=device)
 
@@ -55,17 +56,17 @@ def address_table(addresses: Sequence[int], device: torch.device | str) -> torch
 def peer_places(
     ids: torch.Tensor, layout: RaggedLayout, counts: torch.Tensor, *, rank: int, receive: int
 ) -> PeerPlaces:
-    """Find the owner of every slot, and the row there: owners have rows by (expert, home, slot).
+    """Find the owner of every slot, and the row there. Owners have rows by (expert, home, slot).
 
     Args:
-        ids: int32 `[T, K]`. Places, -1 = none. Place p is of rank `p // L`.
+        ids: int32 `[T, K]`. Places, -1: none. Place p is of rank `p // L`.
         layout: `make_layout(ids, P)`.
-        counts: int32 `[W, P]`. `layout.group_sizes` of every rank. Rows may be strided.
+        counts: int32 `[W, P]`, `layout.group_sizes` of every rank. Rows may be strided.
         rank: this rank.
         receive: R. Rows beyond do not go, and are counted.
 
     Returns:
-        The places. `layout_of_runs(places.received, R)` is the owner's layout: rows lie in it as they arrive.
+        the places. `layout_of_runs(places.received, R)` is the owner's layout of arriving rows.
 
     Raises:
         InvalidInput: arguments of the wrong shape or dtype.
@@ -81,13 +82,12 @@ def peer_places(
 def push_counts(
     counts: torch.Tensor, counts_at: torch.Tensor, *, rank: int, memory: torch.Tensor | None = None
 ) -> None:
-    """Store this rank's counts to row `rank` of an array int32 `[W, N]` of every rank.
+    """Store counts int32 `[N]` to row `rank` of an array int32 `[W, N]` of every rank.
 
     Args:
-        counts: int32 `[N]`.
+        counts: of this rank.
         counts_at: the table of the arrays.
         rank: this rank.
-        memory: see the module.
     """
     rank = as_integer("rank", rank, 0)
     operators.PUSH_COUNTS.call(counts=counts, counts_at=counts_at, memory=memory, rank=rank)
@@ -107,19 +107,15 @@ def dispatch_push(
     """Store the row of every token to the places of its slots.
 
     Args:
-        x: bf16, fp16 or fp32 `[T, D]`. Rows may be strided. A row has a multiple of 16 bytes.
+        x: bf16, fp16 or fp32 `[T, D]`. Rows may be strided.
         places: of `peer_places`.
         rows_at: the table of the arrays `[num_rows, D]`, of the dtype of x or of the format's codes.
         num_rows: R.
-        programs: blocks of the launch at most, so that it runs beside others. None = as many as there are tiles. It
-            changes no bit.
-        format: of e4m3 with groups of one row, `fp8_group` for example. Codes and scales have the bits of
-            `quantize_rows`.
+        format: of e4m3 with groups of one row, such as `fp8_group`. Codes and scales have the bits of `quantize_rows`.
         scales_at: with a format, the table of the arrays fp32 `[num_rows, groups]`.
-        memory: see the module.
 
     Raises:
-        InvalidInput: rows that are no multiple of 16 bytes, and arguments of the wrong shape or dtype.
+        InvalidInput: arguments of the wrong shape or dtype.
         Unsupported: another format.
     """
     operators.DISPATCH_PUSH.call(
@@ -138,16 +134,15 @@ def push_routing(
     num_rows: int,
     memory: torch.Tensor | None = None,
 ) -> None:
-    """Store what goes beside the rows of slots.
+    """Store the weights of slots at their rows, and where their results go.
 
     Args:
         weights: fp32 `[T, K]`.
         places: of `peer_places`.
-        weights_at: the table of the arrays fp32 `[num_rows]`. None = weights do not go.
-        sources_at: the table of the arrays int32 `[num_rows, 2]`, which get (rank, slot). None = they do not go.
+        weights_at: the table of the arrays fp32 `[num_rows]`. None: weights do not go.
+        sources_at: the table of the arrays int32 `[num_rows, 2]` for (rank, slot). None: they do not go.
         rank: this rank.
         num_rows: R.
-        memory: see the module.
     """
     operators.PUSH_SLOTS.call(
         weights=weights, owners=places.owners, rows=places.rows, weights_at=weights_at, sources_at=sources_at,
@@ -164,19 +159,17 @@ def take_rows(
     dtype: torch.dtype | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
-    """Copy rows of tokens that arrived once to the rows of their slots, as many as there are.
+    """Copy rows of tokens that arrived once to the rows of their slots.
 
     Args:
-        x: bf16, fp16 or fp32 `[N, D]`, or codes of e4m3. A row has a multiple of 16 bytes.
-        rows: int32 `[R, 1]`. The row of x for every row, outside [0, N) = zeros.
-        group_start: int32 `[L + 1]`. Its last entry is the number of rows that are written.
+        x: bf16, fp16 or fp32 `[N, D]`, or codes of e4m3.
+        rows: int32 `[R, 1]`. The row of x for every row, outside [0, N): zeros.
+        group_start: int32 `[L + 1]`. Its last entry is the number of rows to write.
         scales: fp32 `[N, ceil(D / 128)]`, of codes.
-        dtype: of the result, which codes need. None = that of x.
-        programs: as of `dispatch_push`.
+        dtype: of the result, for codes. None: that of x.
 
     Returns:
-        y `[R, D]`, of which rows from `group_start[-1]` on are not written. Codes are multiplied with their scales in
-        fp32, with one cast, as `dequantize` does.
+        y `[R, D]`. Rows from `group_start[-1]` on are not written. Codes become numbers as by `dequantize`.
     """
     options = {"dtype": dtype_name("dtype", dtype), "programs": programs}
     return operators.TAKE_ROWS.call(x=x, scales=scales, rows=rows, group_start=group_start, **options)
@@ -194,16 +187,14 @@ def combine_pull(
 ) -> torch.Tensor:
     """Load the rows of a token's slots from their owners and add them: fp32, in the order k = 0..K-1, one cast.
 
-    The bits are those of `reduce(order="row")` on the same rows.
+    The bits are those of `reduce(order="row")`.
 
     Args:
-        places: of `peer_places`, for slots. A slot without a row is skipped.
-        results_at: the table of the arrays `[num_rows, width]` of bf16, fp16 or fp32. A row has a multiple of 16 bytes.
-        shared: bf16, fp16 or fp32 `[T, D]`. It is added last. Rows may be strided.
-        shared_gate: fp32 `[T, 1]`. The shared rows are multiplied with its sigmoid.
+        places: of `peer_places`. A slot without a row is skipped.
+        results_at: the arrays `[num_rows, width]` of bf16, fp16 or fp32.
+        shared: bf16, fp16 or fp32 `[T, D]`, added last. Rows may be strided.
+        shared_gate: fp32 `[T, 1]`. Its sigmoid multiplies shared.
         out_dtype: of the sum. None: that of the arrays.
-        programs: as of `dispatch_push`.
-        memory: see the module.
 
     Returns:
         out `[T, D]`.
@@ -222,13 +213,12 @@ def combine_pull_weights(
     """Load one number for every slot from its owner, such as the gradient of its weight.
 
     Args:
-        places: of `peer_places`, for slots.
+        places: of `peer_places`.
         weights_at: the table of the arrays fp32 `[num_rows]`.
         num_rows: R.
-        memory: see the module.
 
     Returns:
-        fp32 `[T, K]`, 0 where a slot has no row.
+        fp32 `[T, K]`, 0 for a slot without a row.
     """
     return operators.COMBINE_PULL_WEIGHTS.call(
         owners=places.owners, rows=places.rows, weights_at=weights_at, memory=memory, num_rows=_rows(num_rows)
@@ -245,16 +235,14 @@ def combine_push(
     programs: int | None = None,
     memory: torch.Tensor | None = None,
 ) -> None:
-    """Store an owner's results to the slots that they are of; `reduce(order="slot")` at home adds them.
+    """Store an owner's results to their slots at home, where `reduce(order="slot")` adds them.
 
     Args:
-        y: bf16, fp16 or fp32 `[R, D]`. A row has a multiple of 16 bytes.
+        y: bf16, fp16 or fp32 `[R, D]`.
         sources: int32 `[R, 2]`, of `push_routing`: (home, slot) of every row.
-        group_start: int32 `[L + 1]`. Its last entry is the number of rows that have a source.
+        group_start: int32 `[L + 1]`. Its last entry is the number of rows with a source.
         slots_at: the table of the arrays `[num_slots, D]`.
-        num_slots: slots that every home has memory for.
-        programs: as of `dispatch_push`.
-        memory: see the module.
+        num_slots: slots of every home.
     """
     operators.COMBINE_PUSH.call(
         y=y, sources=sources, group_start=group_start, slots_at=slots_at, memory=memory,
@@ -263,11 +251,11 @@ def combine_push(
 
 
 class PushedTokens(NamedTuple):
-    """What `push_tokens_once` knows of this rank's tokens, int32.
+    """Results of `push_tokens_once`, int32.
 
-    places `[T, K]`: of slots, -1 = none. tokens_per_expert `[E]`. invalid_ids `[1]`: ids outside [-1, E). overflow
-    `[1]`: 0, since every token has its place. owners, rows `[T, W]`, with visits: the ranks that a token visits and its
-    rows there, -1 = none.
+    places `[T, K]`: of slots, -1: none. tokens_per_expert `[E]`. invalid_ids `[1]`: ids outside [-1, E). overflow
+    `[1]`: 0, since every token has its row. owners, rows `[T, W]`, with visits: the ranks that a token visits and its
+    rows there, -1: none.
     """
 
     places: torch.Tensor
@@ -279,10 +267,10 @@ class PushedTokens(NamedTuple):
 
 
 class TokensAt(NamedTuple):
-    """Tables of the arrays that `push_tokens_once` stores to, of M = most tokens for every rank.
+    """Tables of arrays for M = most tokens of every rank.
 
-    rows `[W * M, D]`. None: they are sent apart. ids int32 and weights fp32 `[W * M, K]`. headers int32
-    `[2 * W + 1, 12]`: the last row begins with the turns of the rank, which have to be equal at all ranks at first.
+    rows `[W * M, D]`. None: they are sent apart. ids int32 and weights fp32 `[W * M, K]`. headers int32 `[2 * W + 1,
+    12]`: the last row begins with the turns of the rank, equal at all ranks at first.
     """
 
     rows: torch.Tensor | None
@@ -305,16 +293,13 @@ def push_tokens_once(
 ) -> PushedTokens:
     """Store a rank's tokens, their ids and their weights in row `rank * most + t` of every array.
 
-    Owners group the rows by the ids that arrive with them.
-
     Args:
         tokens: of this rank. Rows go where a token has an expert, and only with `at.rows`; ids and weights go to all
             ranks.
         header: int32 `[8]`. It goes to all ranks, followed by T, to one of two rows in turn.
         at: the tables.
         rank: this rank.
-        placement: how many experts and places there are.
-        programs, memory: as for `dispatch_push`.
+        placement: gives the numbers of experts and places.
         visits: return owners and rows, too.
 
     Raises Unsupported for 2**31 slots or more, and on a GPU for more experts or top_k than kernels take.
@@ -345,15 +330,14 @@ def sum_results(
         y: `[N, D]`. Results by slot, N at least T * K.
         places: int32 `[T, K]`, of `push_tokens_once`, or the rows of `peer_places`. A slot with -1 adds nothing.
         checks: see `Checks`.
-        shared, shared_gate, out_dtype: as of `combine_pull`.
-        out: `[T, D]` of the dtype of the sum, whose address is a multiple of 16. None = a new tensor.
-        memory: see the module.
+        shared, shared_gate, out_dtype: as for `combine_pull`.
+        out: `[T, D]` of the dtype of the sum, at a multiple of 16 bytes. None: a new tensor.
 
     Returns:
         out.
 
     Raises:
-        InvalidInput: arguments of the wrong shape or dtype, and out_dtype beside an out of another dtype.
+        InvalidInput: arguments of the wrong shape or dtype, or an out_dtype other than out's.
     """
     optional = {**checks._asdict(), "shared": shared, "shared_gate": shared_gate}
     if out is None:
@@ -368,14 +352,14 @@ def sum_results(
 def result_addresses(
     sources: torch.Tensor, group_start: torch.Tensor, slots_at: torch.Tensor, *, num_slots: int, width: int, dtype: Any
 ) -> torch.Tensor:
-    """Find where an owner's results go, for `experts_push`.
+    """Find the addresses of an owner's results, for `experts_push`.
 
     Args:
-        sources, group_start, slots_at, num_slots: as of `combine_push`, sources being `[R, 2]`.
-        width, dtype: D and the dtype of the arrays, as of `combine_pull`.
+        sources, group_start, slots_at, num_slots: as for `combine_push`.
+        width, dtype: D and the dtype of the arrays.
 
     Returns:
-        int64 `[R]`: the address of every row's slot at its home, 0 = the row has no source.
+        int64 `[R]`: the address of every row's slot at its home, 0: no source.
     """
     return operators.RESULT_ADDRESSES.call(
         sources=sources, group_start=group_start, slots_at=slots_at, num_slots=_rows(num_slots, "num_slots"),

@@ -38,9 +38,8 @@ class Way(NamedTuple):
 
 
 def rounded(rows: int) -> int:
-    """Round a number of rows up, by 1/32 at most, and not at all up to 63. Examples: 65 -> 66, 1000 -> 1008.
-
-    Counts change with every call, and each number of rows has plans of its own.
+    """Round a number of rows up, by 1/32 at most, and not up to 63. Every number of rows has plans of its own.
+    Examples: 65 -> 66, 1000 -> 1008.
     """
     step = 1 << max(0, rows.bit_length() - 6)
     return -(-rows // step) * step
@@ -50,11 +49,10 @@ def rounded(rows: int) -> int:
 class CollectiveRoutes:
     """The routes of one rank for one call; see `moe_torch.parallel.route.Routes`.
 
-    send int32: the slots whose rows go out, -1: none. None: every token goes to every rank. slots int32 `[R]`: which
-    slots of the received rows, K each, are the owner's rows. None: received rows are slots. out, home: how many rows go
-    both ways. at_home: how rows that come home are added. spoilt bool `[T]`: tokens whose output becomes NaN, because a
-    slot did not fit or ranks disagree. None: no token. tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of
-    this rank's tokens.
+    send int32: slots of rows that go out, -1: none. None: every token goes to every rank. slots int32 `[R]`: the slots
+    of received rows, K each, of the owner's rows. None: received rows are slots. at_home: how rows that come home are
+    added. spoilt bool `[T]`: tokens that become NaN, because a slot did not fit or ranks disagree, or None.
+    tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of this rank's tokens.
     """
 
     ranks: Ranks
@@ -85,7 +83,7 @@ class CollectiveRoutes:
         return arrived
 
     def start_pull(self, rows: torch.Tensor, what: str) -> Arriving:
-        """Send rows of slots home, `[R, N]`; the result waits, and returns the rows that `at_home` adds."""
+        """Send rows of slots home, `[R, N]`. The result waits, and returns the rows that `at_home` adds."""
         return self.ranks.start_all_to_all(rows, what, *self.home)
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
@@ -98,7 +96,7 @@ class CollectiveRoutes:
         return total
 
     def spoil(self, y: torch.Tensor) -> torch.Tensor:
-        """y `[T, D]`, in place, with NaN for the tokens that are spoilt."""
+        """Set spoilt tokens of y `[T, D]` to NaN, in place."""
         return y if self.spoilt is None else y.masked_fill_(self.spoilt[:, None], torch.nan)
 
     def gradients(
@@ -132,17 +130,17 @@ def plan_routes(
     token_mask: torch.Tensor | None = None,
     moving: MovingPlacement | None = None,
 ) -> Counted | Blocks:
-    """Plan the routes of this rank's ids int32 `[T, K]` and weights fp32 `[T, K]`; `start` sends the first message.
+    """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`. `start` sends the first message.
 
-    token_mask bool `[T]`: a token that is False has no slots. moving: where the experts are when this is replayed;
-    None: where the plan says. Raises InvalidInput and Unsupported.
+    token_mask bool `[T]`: False tokens have no slots. moving: placement at the time of a replay, or None. Raises
+    InvalidInput and Unsupported.
     """
     kind = Counted if plan.spec.mode == "all_to_all" else Blocks
     return kind(ranks, plan, ids, weights, token_mask, moving)
 
 
 def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> torch.Tensor | None:
-    """Send the first messages of an exchange; the tokens of all ranks int32 `[W]` where replicas need them."""
+    """Send the first messages of an exchange. Returns tokens of all ranks int32 `[W]` if replicas need them."""
     if device.type == "cpu":
         # Waiting costs nothing here, so the host compares before it sends messages whose sizes may differ. On a GPU
         # headers travel with the counts or the routing. If the host does not read them and they differ, the output is
@@ -155,7 +153,7 @@ def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> t
 
 
 def check_headers(ranks: Ranks, header: Sequence[int], device: torch.device) -> None:
-    """Raise if a rank failed or has other sizes or options; the host waits."""
+    """Raise if a rank failed or has other sizes or options. The host waits."""
     (sent,) = constants((tuple(header),), device)
     compare_headers(ranks.all_gather(sent, "header").cpu().numpy(), ranks.where)
 
@@ -172,12 +170,12 @@ def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device:
 
 
 def counts_sent(spec: ExchangeSpec, placement: Placement) -> int:
-    """How many counts follow the header: slots by place, or tokens and their slots by owner."""
+    """Number of counts behind the header: slots by place, or tokens and their slots by owner."""
     return placement.num_places if spec.rows == "slots" else 2 * placement.num_ranks
 
 
 class _Tables(NamedTuple):
-    """The outputs of `plan_send_tables`; some modes have no slot_of_row and table."""
+    """Outputs of `plan_send_tables`; some modes have no slot_of_row and table."""
 
     places: torch.Tensor
     invalid_ids: torch.Tensor
@@ -191,7 +189,7 @@ class _Tables(NamedTuple):
 
 
 class _Planner:
-    """The tables of a rank, which both kinds of routes are made of."""
+    """The tables of a rank, for both kinds of routes."""
 
     def __init__(
         self,
@@ -221,9 +219,9 @@ class _Planner:
         }
         self.tokens: torch.Tensor | None = None
         if plan.spec.mode in STATIC_MODES and (moving is not None or plan.placement.has_replicas):
-            # Ranks have equally many. What is captured has to hold for placements to come.
+            # Ranks have equally many. A captured graph has to work for later placements.
             (self.tokens,) = constants(((plan.brought,) * ranks.size,), ids.device)
-        # Replicas take a message of others' tokens first, where these differ.
+        # With replicas, ranks first exchange their numbers of tokens.
         asks = plan.placement.has_replicas and plan.spec.mode not in STATIC_MODES
         self._first = None if asks else self.tables()
 
@@ -234,7 +232,7 @@ class _Planner:
         return _Tables(*tables)
 
     def first_tables(self) -> _Tables:
-        """The tables, after the first messages of the exchange."""
+        """The tables, after the first messages."""
         tokens = tokens_of_ranks(self.ranks, self.plan, self.header.device)
         self.tokens = self.tokens if tokens is None else tokens
         return self.tables() if self._first is None else self._first
@@ -256,8 +254,7 @@ class _Planner:
         returned: int,
         **counted: Any,
     ) -> CollectiveRoutes:
-        """ways: out and home. owner: ids, weights and slots, if any. returned: rows that come home. counted: spoilt,
-        overflow and group_tokens."""
+        """ways: out and home. owner: ids, weights and slots, if any. returned: rows that come home."""
         (out, home), (ids, weights, *slots) = ways, owner
         return CollectiveRoutes(
             self.ranks,
@@ -286,16 +283,16 @@ class Counted(_Planner):
     """Routes of exact counts, which ranks exchange and the host reads."""
 
     def start(self) -> Callable[[], CollectiveRoutes]:
-        """Send the counts; the result waits for the others' and returns the routes. A collective.
+        """Send the counts. The result waits for the others' and returns the routes. A collective.
 
-        Raises PeerFailed and InvalidInput as `compare_headers` does.
+        Raises PeerFailed and InvalidInput as `compare_headers`.
         """
         tables = self.first_tables()
         arriving = self.ranks.start_all_gather(tables.message, "header and counts")
         return lambda: self.counted(tables, arriving())
 
     def counted(self, tables: _Tables, on_device: torch.Tensor) -> CollectiveRoutes:
-        """The routes. on_device int32 `[W, ...]`: header and counts of all ranks."""
+        """on_device int32 `[W, ...]`: header and counts of all ranks."""
         plan, ranks, by_slot = self.plan, self.ranks, self.spec.by_slot
         device = on_device.device
         message = on_device.cpu().numpy()
@@ -360,7 +357,7 @@ def _first_rows(runs: np.ndarray, most: int) -> np.ndarray:
 
 
 class Blocks(_Planner):
-    """Routes of blocks of one size between every two ranks; the host reads nothing."""
+    """Routes of blocks of one size between every two ranks. The host reads nothing."""
 
     def start(self) -> Callable[[], CollectiveRoutes]:
         """The result sends everything and returns the routes. A collective."""

@@ -1,4 +1,4 @@
-"""What every exchange through peers' addresses requires, and how its copies are cut."""
+"""Checks of exchanges through peers' addresses, and tiles of their copies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from moe_core.base.sizes import INT32_LIMIT, elementwise_tile, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 
-#: Slots of a token whose places are looked up together, at most.
+#: The most slots of a token that are looked up together.
 _MOST_AT_ONCE = 8
 #: Columns of a tile, preferred first.
 _COLUMNS = (2048, 1024)
-#: Threads of a warp on NVIDIA GPUs, and bytes that a thread moves with one instruction.
+#: Threads of a warp, and bytes of one instruction of a thread.
 _WARP, _VECTOR = 32, 16
-#: Warps of a program where the number of programs is limited, and otherwise.
+#: Warps of a program with a limited number of programs, and without.
 _LIMITED_WARPS, _WARPS = 16, 4
-#: Programs of 4 warps that a multiprocessor holds.
+#: Programs of 4 warps on a multiprocessor.
 _RESIDENT = 16
-#: Elements of a program where integers are copied one by one.
+#: Integers of a program that copies them one by one.
 _BLOCK = {"gpu": 1024, "interpreter": 64}
 
 
 def require_addresses(addresses: Sequence[int], name: str = "addresses") -> None:
-    """Raise InvalidInput unless these can be a table: of every peer the address of an array, a multiple of 16."""
+    """Raise InvalidInput unless these are the addresses of an array at every peer, multiples of 16."""
     if len(addresses) < 1:
         raise InvalidInput(f"{name} must have one entry for each rank, got none; pass those of all peers")
     for rank, address in enumerate(addresses):
@@ -38,14 +38,14 @@ def require_addresses(addresses: Sequence[int], name: str = "addresses") -> None
 
 
 def require_table(name: str, table: ArraySpec, num_ranks: int | None = None) -> int:
-    """The number of ranks of a table of addresses int64 `[W]`."""
+    """Return the number of ranks of a table of addresses int64 `[W]`."""
     require_spec(name, table, ("num_ranks" if num_ranks is None else num_ranks,), "int64")
     require_at_least(f"num_ranks of {name}", table.shape[0], 1)
     return table.shape[0]
 
 
 def require_places(owners: ArraySpec, rows: ArraySpec, tokens: int | str = "num_tokens") -> tuple[int, int]:
-    """(tokens, K) of places int32 `[T, K]`."""
+    """Return (tokens, K) of places int32 `[T, K]`."""
     require_spec("places.rows", rows, (tokens, "top_k"), "int32")
     require_spec("places.owners", owners, rows.shape, "int32")
     require_at_least("top_k of places.rows", rows.shape[1], 1)
@@ -55,7 +55,7 @@ def require_places(owners: ArraySpec, rows: ArraySpec, tokens: int | str = "num_
 
 
 def require_width(name: str, width: int, dtype: str) -> None:
-    """Raise InvalidInput unless rows of this width can be moved in pieces of 16 bytes."""
+    """Raise InvalidInput unless rows of this width move in pieces of 16 bytes."""
     size = width * dtypes.itemsize(dtype)
     if width < 1 or size % _VECTOR:
         each = _VECTOR // dtypes.itemsize(dtype)
@@ -66,25 +66,24 @@ def require_width(name: str, width: int, dtype: str) -> None:
 
 
 def require_programs(programs: int | None) -> None:
-    """Raise InvalidInput for a limit that is none."""
+    """Raise InvalidInput for a limit below 1."""
     if programs is not None:
         require_at_least("programs", programs, 1)
 
 
 def at_once(top_k: int) -> int:
-    """Slots of a token whose places are looked up together: K, or a part of it."""
+    """Slots of a token that are looked up together: K, or a part of it."""
     return -(-top_k // -(-top_k // _MOST_AT_ONCE))
 
 
 def copy_tile(
     rows: int, width: int, itemsize: int, programs: int | None, target: Target, *, each: int = 1
 ) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile of a copy, of which a thread moves 64 bytes.
+    """Return (rows, columns, warps) of a copy's tile; a thread moves 64 bytes.
 
-    A link is busy while enough bytes are on their way: 340 GB/s times the 2 us of a load from a peer are 680 KB. So a
-    program has 16 warps and 32 KB where the number of programs is limited. Few rows are spread over as many programs as
-    there are warps, since only latency counts. itemsize: of what is moved; each: how many elements a thread holds for
-    one that it stores.
+    A link needs 680 KB on their way: 340 GB/s times the 2 us of a load from a peer. So a program has 16 warps and 32 KB
+    if the number of programs is limited. Few rows are spread over many programs, since only latency counts. itemsize:
+    of what moves. each: elements that a thread holds for one that it stores.
     """
     if target.interpreted:
         return *elementwise_tile(width, target), 4
@@ -104,7 +103,7 @@ def copy_grid(rows: int, blocks: int, block_rows: int, programs: int | None) -> 
 
 
 def most_programs(programs: int | None, target: Target) -> int:
-    """`programs`, or as many as a device holds: for rows that are counted there, mostly far fewer than there can be."""
+    """`programs`, or as many as a device holds, for rows that are counted there: mostly far fewer than there can be."""
     return _RESIDENT * max(1, target.num_sms) if programs is None else programs
 
 

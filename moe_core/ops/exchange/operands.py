@@ -1,4 +1,4 @@
-"""The arrays of an exchange's ops in records: specs in planners, tensors in a front-end."""
+"""Records of the arrays of an exchange's ops: specs in planners, tensors in a front-end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Record = TypeVar("Record", bound=tuple)
 
 
 def record_of(kind: type[Record], arrays: Mapping[str, Any]) -> Record:
-    """The record of the arrays that have its fields' names."""
+    """Return a record of the arrays with its fields' names."""
     fields: Any = kind
     return kind(**{name: arrays[name] for name in fields._fields if name in arrays})
 
 
 def in_records(planner: Callable[..., Any], **records: type[Any]) -> Callable[..., Any]:
-    """A planner that takes the arrays of its records by name. records: their classes, by parameter."""
+    """Return a planner that takes the arrays of its records by name. records: classes by parameter."""
     fields = {field for kind in records.values() for field in kind._fields}
 
     def plan(**arguments: Any) -> Any:
@@ -44,10 +44,9 @@ class RowsAt(NamedTuple):
 class HomeTokens(NamedTuple):
     """The tokens of a rank.
 
-    x `[T, D]`: bf16, fp16 or fp32, rows may be strided. None: rows are sent apart. ids int32 and weights fp32
-    `[T, K]`: of experts, -1: none. token_mask bool `[T]`: a token that is False has no experts. places_of_experts int32
-    `[E]`: None: every expert's place has its number. given int32 `[T, K]`: the places of slots, if an expert has
-    several.
+    x `[T, D]`: bf16, fp16 or fp32, rows may be strided. None: rows are sent apart. ids int32 and weights fp32 `[T, K]`:
+    of experts, -1: none. token_mask bool `[T]`: False tokens have no experts. places_of_experts int32 `[E]`. None:
+    every expert's place has its number. given int32 `[T, K]`: places of slots, if an expert has several.
     """
 
     x: Any
@@ -59,7 +58,7 @@ class HomeTokens(NamedTuple):
 
 
 class TokenTables(NamedTuple):
-    """Addresses int64 `[W]` of the arrays that tokens are stored to, M tokens of every rank.
+    """Addresses int64 `[W]` of arrays for M tokens of every rank.
 
     ids_at, weights_at: of int32 and fp32 `[W * M, K]`. headers_at: of int32 `[2 * W + 1, 12]`. rows_at: of the dtype of
     x `[W * M, D]`. None: rows are sent apart.
@@ -72,7 +71,7 @@ class TokenTables(NamedTuple):
 
 
 class TokenSizes(NamedTuple):
-    """This rank, the places of each rank, experts, and the most tokens of a rank."""
+    """This rank, places of each rank, experts, and the most tokens of a rank."""
 
     rank: int
     per_rank: int
@@ -83,9 +82,8 @@ class TokenSizes(NamedTuple):
 class Checks(NamedTuple):
     """Arrays that make sums NaN. None: no such check.
 
-    headers int32 `[2 * W + 1, 12]`, as tokens bring them: all tokens, if ranks differ in the first eight numbers of the
-    last turn. agree bool `[1]`: all tokens, if it is False. wanted int32 `[T, K]`: tokens with a slot that is not -1
-    here and has no row.
+    headers int32 `[2 * W + 1, 12]`: all tokens, if ranks differ in the first eight numbers of the last turn. agree bool
+    `[1]`: all tokens, if it is False. wanted int32 `[T, K]`: tokens with a slot that is not -1 here and has no row.
     """
 
     headers: Any = None
@@ -97,10 +95,10 @@ class SendOperands(NamedTuple):
     """Arrays of a rank that has tokens.
 
     ids int32 and weights fp32 `[T, K]`. places_of_experts int32 `[W * L]`, start int32 `[E + 1]`: a placement's tables.
-    header int32 `[8]`. token_mask bool `[T]`: a token that is False has no slots. tokens int32 `[W]`: of all ranks,
-    needed if experts have replicas: slot (t, k) of an expert with n places goes to number (t + k) mod n, t counting the
-    tokens of all ranks. limits int32 `[2, W]`, with `all_to_all` only: the rows that each owner takes of this rank and,
-    of rows of tokens, where its results begin at home.
+    header int32 `[8]`. token_mask bool `[T]`: False tokens have no slots. tokens int32 `[W]`: of all ranks, if experts
+    have replicas: slot (t, k) of an expert with n places goes to number (t + k) mod n, t counting the tokens of all
+    ranks. limits int32 `[2, W]`, with `all_to_all` only: rows that each owner takes of this rank and, for rows of
+    tokens, where its results begin at home.
     """
 
     ids: Any
@@ -116,8 +114,8 @@ class SendOperands(NamedTuple):
 class ReceiveOperands(NamedTuple):
     """Arrays of a rank that has experts.
 
-    came int32: with `all_to_all` `[R, width]`, a row for each row of tokens; else `[W, 8 + rows * width]`, the message
-    of each rank. header int32 `[8]`: this rank's, not with `all_to_all`. lost bool `[T]`: tokens of this rank that are
+    came int32: with `all_to_all` `[R, width]`, for each row of tokens; else `[W, 8 + rows * width]`, the message of
+    each rank. header int32 `[8]`: this rank's, except with `all_to_all`. lost bool `[T]`: tokens of this rank that are
     spoilt already.
     """
 

@@ -1,4 +1,4 @@
-"""Planning of where the rows of slots go, from the counts of all ranks."""
+"""Planning of the places of slots' rows, from the counts of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 RUN_STARTS = declare_kernel(kernels.run_starts)
 SLOT_PLACES = declare_kernel(kernels.slot_places)
 
-#: Counts for one owner that one program holds.
+#: Counts of one owner in a program.
 MAX_COUNTS = 8192
 
 
@@ -33,15 +33,15 @@ def plan_peer_places(
     rank: int,
     receive: int,
 ) -> LaunchPlan:
-    """Where the row of every slot of this rank lies at its owner, which has rows ordered by (expert, home, slot).
+    """Find the row of every slot at its owner, which has rows by (expert, home, slot).
 
-    W ranks with L places each, P = W * L. ids int32 `[T, K]`: places, -1 = none; place p is of rank p // L. group_start
-    int32 `[P + 1]`, row_of_slot int32 `[T * K]`: of the layout of ids. counts int32 `[W, P]`: the group sizes of every
+    W ranks with L places each, P = W * L; place p is of rank p // L. ids int32 `[T, K]`: places, -1: none. group_start
+    int32 `[P + 1]`, row_of_slot int32 `[T * K]`: of the layout of ids. counts int32 `[W, P]`: group sizes of every
     rank's layout, rows may be strided. receive: rows that an owner has memory for; rows beyond do not go.
 
-    Inputs: ids, group_start, row_of_slot, counts. Outputs, int32: owners, rows `[T, K]`, -1 = no row goes; received
-    `[1, L]`, the rows that come for every expert here whatever the bound, which is what `plan_layout_of_runs` takes;
-    overflow `[1]`, the rows of all ranks that do not fit, the same on every rank. Raises InvalidInput, Unsupported.
+    Inputs: ids, group_start, row_of_slot, counts. Outputs, int32: owners, rows `[T, K]`, -1: no row; received `[1, L]`,
+    rows for every expert here, bound or not, for `plan_layout_of_runs`; overflow `[1]`, rows of all ranks that do not
+    fit, equal on all. Raises InvalidInput, Unsupported.
     """
     require_spec("counts", counts, ("num_ranks", "num_places"), "int32", contiguous=False)
     stride, (num_ranks, num_places) = row_stride("counts", counts), counts.shape

@@ -1,4 +1,4 @@
-"""Planning of stores to peers: rows of tokens, what goes beside them, and results."""
+"""Planning of stores to peers: rows of tokens, routing of slots, and results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PUSH_SLOTS = declare_kernel(kernels.push_slots)
 PUSH_COUNTS = declare_kernel(kernels.push_counts)
 PUSH_RESULTS = declare_kernel(kernels.push_results)
 
-#: Parts of the rows that results leave from by turns: a prime, so that few numbers of experts begin all parts alike.
+#: Parts of the rows that results leave from in turn: a prime, so that parts rarely begin at equal homes.
 _SECTIONS = 13
 
 
@@ -133,8 +133,8 @@ def plan_push_slots(
 ) -> LaunchPlan:
     """Store the weights of slots at their rows, and where their results go.
 
-    weights fp32 `[T, K]`. weights_at int64 `[W]`: addresses of fp32 `[num_rows]`.
-    sources_at int64 `[W]`: addresses of int32 `[num_rows, 2]`, (rank, slot t * K + k) of the home. rank: this one.
+    weights fp32 `[T, K]`. weights_at int64 `[W]`: addresses of fp32 `[num_rows]`. sources_at int64 `[W]`: addresses of
+    int32 `[num_rows, 2]`, (rank, slot t * K + k) of the home. rank: this one.
 
     Inputs: weights, owners, rows, [weights_at], [sources_at]; no outputs. Raises InvalidInput.
     """
@@ -168,7 +168,7 @@ def plan_push_slots(
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_push_counts(counts: ArraySpec, counts_at: ArraySpec, target: Target, *, rank: int) -> LaunchPlan:
-    """Store counts int32 `[N]` to row `rank` of the int32 `[W, N]` of every peer, whose addresses are counts_at `[W]`.
+    """Store counts int32 `[N]` to row `rank` of the int32 `[W, N]` of every peer, at addresses counts_at `[W]`.
 
     Inputs: counts, counts_at; no outputs. Raises InvalidInput.
     """
@@ -198,11 +198,10 @@ def plan_combine_push(
     num_slots: int,
     programs: int | None = None,
 ) -> LaunchPlan:
-    """Store row r of y `[R, D]` to the slot that it is of: row slot of an array `[num_slots, D]` of peer home.
+    """Store row r of y `[R, D]` to row slot of an array `[num_slots, D]` of peer home, (home, slot) = sources[r].
 
-    (home, slot) = sources[r], int32 `[R, 2]`, as `plan_push_slots` stores them. group_start int32 `[L + 1]`: its last
-    entry is the number of rows that have one. slots_at int64 `[W]`: addresses of the peers' arrays. programs: as of
-    `plan_dispatch_push`.
+    sources int32 `[R, 2]`: of `plan_push_slots`. group_start int32 `[L + 1]`: its last entry is the number of rows with
+    a source. slots_at int64 `[W]`: addresses of the peers' arrays. programs: as for `plan_dispatch_push`.
 
     Inputs: y, sources, group_start, slots_at; no outputs. Raises InvalidInput.
     """

@@ -1,4 +1,4 @@
-"""Planning of where an owner's results go: an address for each row, to which a product stores the row itself."""
+"""Planning of the addresses of an owner's results, which a product stores itself."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def plan_result_addresses(
 ) -> LaunchPlan:
     """results_at int64 `[R]`: the address of row slot of an array `[num_slots, width]` of dtype of peer home.
 
-    (home, slot) = sources[r], int32 `[R, 2]`, as `plan_push_slots` stores them; 0 where row r has none. group_start
-    int32 `[L + 1]`: its last entry is the number of rows that have one. slots_at int64 `[W]`: addresses of the peers'
-    arrays.
+    (home, slot) = sources[r], int32 `[R, 2]`, of `plan_push_slots`; 0 if row r has none. group_start int32 `[L + 1]`:
+    its last entry is the number of rows with a source. slots_at int64 `[W]`: addresses of the peers' arrays.
 
     Inputs: sources, group_start, slots_at. Raises InvalidInput.
     """

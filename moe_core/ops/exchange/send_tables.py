@@ -1,4 +1,4 @@
-"""Planning of the tables of a rank that has tokens: what goes where, and what comes home."""
+"""Planning of the tables of a rank with tokens: rows that go, and results that come home."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ PLACE_SENDS = declare_kernel(kernels.place_sends, writes_layout=True, counts_slo
 
 #: Numbers that ranks compare.
 HEADER = 8
-#: Slots that a program works on at once, padding included; ranking compares every pair.
+#: Slots of a program at once, padding included; ranking compares every pair.
 LANES = 128
-#: Blocks into which the interpreter splits tokens; a GPU gets one per multiprocessor.
+#: Blocks of tokens in the interpreter; a GPU has one per multiprocessor.
 _INTERPRETER_BLOCKS = 3
 #: Elements of a tile of counts, and of a step of filling.
 _COUNTS, _FILL = {"gpu": 4096, "interpreter": 256}, {"gpu": 512, "interpreter": 32}
 
 
 def blocks_of(rows: int, step: int, target: Target) -> tuple[int, int]:
-    """(rows per program, programs) for rows of which a program takes `step` at once."""
+    """Return (rows per program, programs), with `step` rows at once."""
     most = _INTERPRETER_BLOCKS if target.interpreted else target.num_sms
     each = -(-max(rows, 1) // (most * step)) * step
     return each, -(-max(rows, 1) // each)
@@ -132,7 +132,7 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
 
 
 def send_shapes(num_tokens: int, top_k: int, spec: TableSpec) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype) of every output; see `plan_send_tables`."""
+    """Return (name, shape, dtype) of every output of `plan_send_tables`."""
     width, most = spec.width(top_k), num_tokens * (top_k if spec.by_slot else min(top_k, spec.num_ranks))
     message: tuple[int, ...] = (HEADER + spec.counts,)
     if spec.mode == "all_gather":

@@ -66,9 +66,9 @@ def run_peer(
     shared: Shared | None,
     dtype: torch.dtype,
 ) -> Results:
-    """The forward of a rank. shared: called while rows travel, if that is possible. dtype: of the output.
+    """Run the forward of a rank. shared: called while rows travel, if possible. dtype: of the output.
 
-    call: its ranks and plan, and where experts are when this is replayed. None: where the plan says.
+    call: ranks and plan, and the placement at the time of a replay, or None.
     """
     ranks, plan, moving = call
     make, arrays, counts = (_direct if plan.direct else _counted)(ranks, plan, brought, moving)
@@ -100,10 +100,10 @@ def run_peer(
 def _beside_shared(
     chunk: Sequence[Any], make: Callable[..., Any], owner: Owner, shared: Shared, dtype: torch.dtype
 ) -> tuple[torch.Tensor, _Part]:
-    """The output and the only part, with gradients. The shared expert overlaps with rows that travel, on a GPU.
+    """The output and its part, with gradients. On a GPU the shared expert overlaps with rows that travel.
 
-    Its backward overlaps with the gradients of results. Autograd runs a backward on the stream of its forward, and the
-    last call first: so the shared expert is called behind the experts, on a stream that does not wait for their rows.
+    Its backward overlaps with gradients of results. Autograd runs a backward on the stream of its forward, last call
+    first. So the shared expert is called behind the experts, on a stream that does not wait for their rows.
     """
     x, wide, *routing = chunk
     streams = Streams(x.device)
@@ -154,7 +154,7 @@ def _direct(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingPl
 
 @functools.lru_cache(maxsize=256)
 def _places_of_experts(placement: Placement) -> tuple[int, ...]:
-    """The place of every expert; none has several."""
+    """The place of every expert, without replicas."""
     _, places, start = placement.tables
     return tuple(places[start[:-1]].tolist())
 
@@ -167,7 +167,7 @@ def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights:
 
 @functools.lru_cache(maxsize=256)
 def _is_in_order(placement: Placement) -> bool:
-    """Whether the place of every expert has the expert's number."""
+    """Return True if every expert's place has its number."""
     return placement.num_places == placement.num_experts and placement.tables.places.tolist() == list(
         range(placement.num_experts)
     )
@@ -176,7 +176,7 @@ def _is_in_order(placement: Placement) -> bool:
 def _places(
     ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Send the first messages, if any; places `[T, K]` of slots, invalid_ids `[1]` and tokens_per_expert `[E]`."""
+    """Send the first messages, if any. Returns places `[T, K]`, invalid_ids `[1]` and tokens_per_expert `[E]`."""
     experts = plan.placement.num_experts
     _check_headers(ranks, plan, ids)
     if moving is None and _is_in_order(plan.placement):
@@ -197,7 +197,7 @@ def _check_headers(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor) -> None:
 def _physical_ids(
     ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
 ) -> Places:
-    """Places of this rank's slots. The replica of a slot depends on how many tokens the ranks ahead have."""
+    """Places of this rank's slots. Replicas depend on the tokens of ranks ahead."""
     first_token: Any = 0
     if plan.placement.has_replicas or moving is not None:
         (tokens,) = constants(((len(ids),),), ids.device)
@@ -211,7 +211,7 @@ def _total(counts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _cut(arrays: tuple[Any, ...], bounds: list[int]) -> list[Any]:
-    """The rows of each chunk, from one bound to the next, of arrays by token; an array may be None."""
+    """Cut arrays by token, or None, into chunks."""
     if len(bounds) == 2:
         # The gradient of a slice is a copy, also of a slice of everything.
         return [arrays]
@@ -219,7 +219,7 @@ def _cut(arrays: tuple[Any, ...], bounds: list[int]) -> list[Any]:
 
 
 def _limits(number: int, count: int, owner: Owner, device: torch.device) -> Multiprocessors:
-    """The multiprocessors of a chunk's products. The first product 1 and the last product 2 have all of them."""
+    """The multiprocessors of a chunk's products. The first product 1 and the last product 2 have all."""
     if device.type != "cuda":
         return None, None
     most = torch.cuda.get_device_properties(device).multi_processor_count
@@ -237,9 +237,9 @@ def _in_chunks(
 ) -> tuple[torch.Tensor, list[_Part]]:
     """The output and all parts, without gradients.
 
-    On a GPU the rows of later chunks, and the results of chunk n - 1, are copied beside the products of chunk n. In
-    lanes product 2 of chunk n - 1 runs beside product 1 of chunk n. Streams wait for each other when the call begins
-    and ends. In between, memory of one stream that another has used is released when the first was told to wait.
+    On a GPU, copies of later rows and of the results of chunk n - 1 run beside the products of chunk n, and in lanes
+    product 2 of chunk n - 1 beside product 1 of chunk n. Streams wait for each other when the call begins and ends. In
+    between, memory of one stream that another used is released when the first was told to wait.
     """
     source, bounds = chunks[0][0], [*itertools.accumulate((len(x) for x, *_ in chunks), initial=0)]
     sets, in_lanes = sets_of_buffers(plan.spec), runs_in_lanes(plan.spec)
