@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("tl.join(d_gate, d_up)", "tl.join(d_up, d_gate)"),
         OpFault("products += z * hidden", "products += upstream * hidden"),
         OpFault("total += tl.load(bias_product", "total -= tl.load(bias_product"),
-        OpFault("present = written & (found >= 0)", "present = written & (found >= 1)"),
+        OpFault("written & (layout_rows >= 0)", "written & (layout_rows >= 1)"),
         OpFault("mask=written & (present == 0)", "mask=written & present"),
         OpFault("present = (slots >= 0) &", "present = (slots >= 1) &"),
         OpFault("weight[:, None] * hidden", "hidden"),
@@ -80,13 +80,13 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("(slots // TOP_K)", "(slots * 0)"),
     ),
     "exchange.kernels.places": (
-        OpFault("homes < rank, given", "homes <= rank, given"),
+        OpFault("homes < rank, counted", "homes <= rank, counted"),
         OpFault("tl.cumsum(total, axis=0) - total", "tl.cumsum(total, axis=0)"),
         OpFault("(row < receive)", "(row <= receive)"),
-        OpFault("given = tl.maximum(given, 0)", "given += 0"),
+        OpFault("counted = tl.maximum(counted, 0)", "counted += 0"),
         OpFault("place // PER_RANK", "place % PER_RANK"),
         OpFault("tl.sum(total, axis=0) - receive", "tl.sum(total, axis=0) + 1 - receive"),
-        OpFault("own - tl.load(group_start + place", "own - 0 * tl.load(group_start + place"),
+        OpFault("number - tl.load(group_start + place", "number - 0 * tl.load(group_start + place"),
     ),
     "exchange.kernels.addresses": (
         OpFault("tl.load(table + owner", "tl.load(table + 0 * owner"),
@@ -129,7 +129,7 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("(source >= 0)", "(source >= 1)"),
     ),
     "exchange.kernels.pull": (
-        OpFault("found[k].to(tl.float32)", "found[AT_ONCE - 1 - k].to(tl.float32)"),
+        OpFault("loaded[k].to(tl.float32)", "loaded[AT_ONCE - 1 - k].to(tl.float32)"),
         OpFault("some = inside & (first + k < TOP_K)", "some = inside"),
         OpFault("total += extra", "total -= extra"),
         OpFault("extra *= sigmoid", "extra += sigmoid"),
@@ -176,7 +176,7 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
     "exchange.kernels.send_tables": (
         OpFault("(columns > k) & (owner == one)", "(columns > k) & (owner == one + 1)"),
         OpFault("(first_token + rows + columns) %", "(first_token + rows) %"),
-        OpFault("given = tl.where(kept != 0, given, -1)", "given = tl.where(kept == 0, given, -1)"),
+        OpFault("chosen = tl.where(kept != 0, chosen, -1)", "chosen = tl.where(kept == 0, chosen, -1)"),
         OpFault("tl.where(travels, number, number - 1)", "number"),
         OpFault("fits = arrives & (result < back)", "fits = arrives"),
         OpFault("arrives = arrives & (number < limit)", "arrives = arrives & (number <= limit)"),

@@ -91,10 +91,10 @@ def expert_activation_backward(
     written = slots < num_slots
     rows, present = slots, written
     if row_of_slot is not None:
-        found = tl.load(row_of_slot + slots, mask=written, other=-1)
-        present = written & (found >= 0)
+        layout_rows = tl.load(row_of_slot + slots, mask=written, other=-1)
+        present = written & (layout_rows >= 0)
         if BY_ROW:
-            rows = found.to(tl.int64)
+            rows = layout_rows.to(tl.int64)
             present = present & (rows < num_rows)
             if slot_of_row is not None:
                 if d_weight is not None:
@@ -115,8 +115,8 @@ def expert_activation_backward(
     for first in range(0, WIDTH, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)[None, :]
         if GATE_LAYOUT == "interleaved":
-            # A thread that loads 16 bytes has the pairs of 4 columns: with as many of the other arrays nothing moves
-            # between threads.
+            # A thread that loads 16 bytes has the pairs of 4 columns: with 4 columns of the other arrays nothing
+            # moves between threads.
             columns = tl.max_contiguous(columns, [1, 4])
         here = rows[:, None] * WIDTH + columns
         mask = present[:, None] & (columns < WIDTH)

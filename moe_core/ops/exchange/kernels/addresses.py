@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-#: Sections of an expert's row blocks that take turns where rows go to peers: as many as one host has GPUs, mostly.
+#: Sections of an expert's row blocks that take turns where rows go to peers, usually the number of GPUs of a host.
 #: In order, all owners would store at one home at a time: 230 GB/s instead of 340.
 SECTIONS = tl.constexpr(8)
 
@@ -45,5 +45,5 @@ def peer_rows(table, owner, row, present, WIDTH: tl.constexpr, DTYPE: tl.constex
 def slots_at(addresses, slots, exists, DTYPE: tl.constexpr):
     """Return (pointers to the places of slots, which slots have one). addresses int64: one for each slot, 0:
     nowhere."""
-    found = tl.load(addresses + slots, mask=exists, other=0)
-    return pointer_to(found, DTYPE), found != 0
+    targets = tl.load(addresses + slots, mask=exists, other=0)
+    return pointer_to(targets, DTYPE), targets != 0

@@ -61,10 +61,10 @@ def push_tokens_once(
             )  # fmt: skip
             owner = tl.where(place < 0, -1, place // PER_RANK)
             row = rank.to(tl.int64) * most + tokens[:, None]
-            # The first columns of a token take along what goes beside it.
-            beside = known & (tile % blocks == 0)
-            weight = tl.load(weights + slots, mask=beside, other=0.0)
-            tl.store(places + slots, place, mask=beside)
+            # The first columns of a token take its ids and weights along.
+            first_block = known & (tile % blocks == 0)
+            weight = tl.load(weights + slots, mask=first_block, other=0.0)
+            tl.store(places + slots, place, mask=first_block)
             for turn in range(num_ranks):
                 # All ranks begin with another peer.
                 peer = (rank + 1 + turn) % num_ranks
@@ -78,8 +78,8 @@ def push_tokens_once(
                     tl.store(owners + at_home, tl.where(visits, peer, -1), mask=once)
                     tl.store(rows + at_home, tl.where(visits, row, -1).to(tl.int32), mask=once)
                 local = tl.where(owner == peer, place - peer * PER_RANK, -1)
-                tl.store(pointer_to(tl.load(ids_at + peer), "int32") + row * TOP_K + k, local, mask=beside)
-                tl.store(pointer_to(tl.load(weights_at + peer), "float32") + row * TOP_K + k, weight, mask=beside)
+                tl.store(pointer_to(tl.load(ids_at + peer), "int32") + row * TOP_K + k, local, mask=first_block)
+                tl.store(pointer_to(tl.load(weights_at + peer), "float32") + row * TOP_K + k, weight, mask=first_block)
         first, step = (program - 1).to(tl.int64) * BLOCK_FILL, (tl.num_programs(0) - 1).to(tl.int64) * BLOCK_FILL
         begin, end = num_tokens.to(tl.int64), most.to(tl.int64)
         for peer in range(num_ranks):
@@ -111,15 +111,15 @@ def _count(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """tokens_per_expert[e] = slots of expert e, invalid_ids = the number of invalid ids."""
-    found = tl.zeros((EXPERTS,), dtype=tl.int32)
+    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
     wrong = tl.zeros((CHUNK,), dtype=tl.int32)
     for first in range(0, num_slots, CHUNK):
         slots = first + tl.arange(0, CHUNK)
         local, invalid = local_experts(ids, None, token_mask, slots, num_slots, NUM_EXPERTS, NUM_EXPERTS, TOP_K)
         wrong += invalid.to(tl.int32)
-        found += tl.histogram(local, EXPERTS, mask=local >= 0)
+        counts += tl.histogram(local, EXPERTS, mask=local >= 0)
     experts = tl.arange(0, EXPERTS)
-    tl.store(tokens_per_expert + experts, found, mask=experts < NUM_EXPERTS)
+    tl.store(tokens_per_expert + experts, counts, mask=experts < NUM_EXPERTS)
     tl.store(invalid_ids, tl.sum(wrong, axis=0))
 
 

@@ -21,10 +21,10 @@ def run_starts(
     homes, experts = tl.arange(0, RANKS)[:, None], tl.arange(0, EXPERTS)
     mask = (homes < num_ranks) & (experts < PER_RANK)[None, :]
     # Counts come from others: sums of whatever they say stay inside 64 bits, and rows inside the arrays.
-    given = tl.load(counts + homes * STRIDE + owner * PER_RANK + experts[None, :], mask=mask, other=0).to(tl.int64)
-    given = tl.maximum(given, 0)
-    total = tl.sum(given, axis=0)
-    start = tl.cumsum(total, axis=0) - total + tl.sum(tl.where(homes < rank, given, 0), axis=0)
+    counted = tl.load(counts + homes * STRIDE + owner * PER_RANK + experts[None, :], mask=mask, other=0).to(tl.int64)
+    counted = tl.maximum(counted, 0)
+    total = tl.sum(counted, axis=0)
+    start = tl.cumsum(total, axis=0) - total + tl.sum(tl.where(homes < rank, counted, 0), axis=0)
     tl.store(starts + owner * PER_RANK + experts, start, mask=experts < PER_RANK)
     tl.store(excess + owner, tl.maximum(tl.sum(total, axis=0) - receive, 0))
     if owner == rank:
@@ -40,9 +40,9 @@ def slot_places(
     slots = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slots < num_slots
     place = tl.load(ids + slots, mask=inside, other=-1)
-    own = tl.load(row_of_slot + slots, mask=inside, other=-1).to(tl.int64)
-    exists = (place >= 0) & (place < num_ranks * PER_RANK) & (own >= 0)
-    row = tl.load(starts + place, mask=exists, other=0) + own - tl.load(group_start + place, mask=exists, other=0)
+    number = tl.load(row_of_slot + slots, mask=inside, other=-1).to(tl.int64)
+    exists = (place >= 0) & (place < num_ranks * PER_RANK) & (number >= 0)
+    row = tl.load(starts + place, mask=exists, other=0) + number - tl.load(group_start + place, mask=exists, other=0)
     fits = exists & (row >= 0) & (row < receive)
     tl.store(owners + slots, tl.where(fits, place // PER_RANK, -1), mask=inside)
     tl.store(rows + slots, tl.where(fits, row, -1).to(tl.int32), mask=inside)

@@ -23,16 +23,16 @@ def pull_rows(
         mask = inside[:, None] & exists
         total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
         for first in range(0, TOP_K, AT_ONCE):
-            # Every row is asked for before the first sum waits for one.
-            found = ()
+            # All loads start before the first sum waits for one.
+            loaded = ()
             for k in tl.static_range(AT_ONCE):
                 some = inside & (first + k < TOP_K)
                 owner, row, present = place_of(owners, rows, tokens * TOP_K + first + k, some, num_ranks, num_rows)
                 pointers = peer_rows(results_at, owner, row, present, WIDTH, DTYPE)[:, None] + columns[None, :]
                 # Past the L1, which does not see what peers store.
-                found += (tl.load(pointers, mask=present[:, None] & exists, other=0.0, cache_modifier=".cg"),)
+                loaded += (tl.load(pointers, mask=present[:, None] & exists, other=0.0, cache_modifier=".cg"),)
             for k in tl.static_range(AT_ONCE):
-                total += found[k].to(tl.float32)
+                total += loaded[k].to(tl.float32)
         if shared is not None:
             extra = tl.load(shared + tokens[:, None] * SHARED_STRIDE + columns[None, :], mask=mask, other=0.0)
             extra = extra.to(tl.float32)

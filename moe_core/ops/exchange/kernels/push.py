@@ -54,18 +54,18 @@ def push_quantized_rows(
         usable = (bits < 0x7F800000)[:, :, None]
         codes = codes_of(value, scale[:, :, None], usable, ELEMENT, CONVERTS).to(tl.uint8)
         for first in range(0, TOP_K, AT_ONCE):
-            there, beside, presence = (), (), ()
+            there, scale_rows, presence = (), (), ()
             for k in tl.static_range(AT_ONCE):
                 some = inside & (first + k < TOP_K)
                 owner, row, present = place_of(owners, rows, tokens * TOP_K + first + k, some, num_ranks, num_rows)
                 there += (peer_rows(rows_at, owner, row, present, WIDTH, "uint8"),)
-                beside += (peer_rows(scales_at, owner, row, present, GROUPS, "float32"),)
+                scale_rows += (peer_rows(scales_at, owner, row, present, GROUPS, "float32"),)
                 presence += (present,)
             for k in tl.static_range(AT_ONCE):
                 mask = presence[k][:, None, None] & exists
                 tl.store(there[k][:, None, None] + columns[None, :, :], codes, mask=mask)
                 mask = presence[k][:, None] & (groups < GROUPS)[None, :]
-                tl.store(beside[k][:, None] + groups[None, :], scale, mask=mask)
+                tl.store(scale_rows[k][:, None] + groups[None, :], scale, mask=mask)
 
 
 @triton.jit

@@ -9,11 +9,11 @@ from moe_core.ops.routing.kernels.schedule import fill
 @triton.jit
 def _local(came, source, row, inside, rank, columns, HEADER, LENGTH, WIDTH: tl.constexpr, PER_RANK: tl.constexpr):
     """Return local ids (-1: not here) and weights (0 there) of columns of rows that came."""
-    beside = came + source.to(tl.int64) * LENGTH + HEADER + row * (2 * WIDTH) + columns
-    place = tl.load(beside, mask=inside, other=-1)
+    pointers = came + source.to(tl.int64) * LENGTH + HEADER + row * (2 * WIDTH) + columns
+    place = tl.load(pointers, mask=inside, other=-1)
     ids = place - rank * PER_RANK
     here = (place >= 0) & (ids >= 0) & (ids < PER_RANK)
-    weights = tl.load(beside + WIDTH, mask=inside, other=0).to(tl.float32, bitcast=True)
+    weights = tl.load(pointers + WIDTH, mask=inside, other=0).to(tl.float32, bitcast=True)
     return tl.where(here, ids, -1), tl.where(here, weights, 0.0)
 
 
@@ -25,9 +25,9 @@ def _write_spoilt(
     """Mark this rank's lost tokens, or all of its tokens if a header differs from this rank's."""
     numbers = tl.arange(0, HEADER)[None, :]
     sources = tl.arange(0, SOURCES)[:, None]
-    own = tl.load(header + numbers)
-    found = tl.load(came + sources.to(tl.int64) * length + numbers, mask=sources < num_sources, other=0)
-    other = tl.max(tl.max(((sources < num_sources) & (found != own)).to(tl.int32), axis=1), axis=0) > 0
+    expected = tl.load(header + numbers)
+    received = tl.load(came + sources.to(tl.int64) * length + numbers, mask=sources < num_sources, other=0)
+    other = tl.max(tl.max(((sources < num_sources) & (received != expected)).to(tl.int32), axis=1), axis=0) > 0
     for first in range(program * BLOCK, num_tokens, num_programs * BLOCK):
         tokens = first + tl.arange(0, BLOCK)
         gone = tl.zeros((BLOCK,), tl.int32)

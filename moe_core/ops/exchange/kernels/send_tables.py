@@ -42,21 +42,21 @@ def count_sends(
         rows = begin + tl.arange(0, BLOCK_T)[:, None]
         inside = (rows < last) & (columns < TOP_K)
         slots = rows * TOP_K + columns
-        given = tl.load(ids + slots, mask=inside, other=-1)
+        chosen = tl.load(ids + slots, mask=inside, other=-1)
         if token_mask is not None:
             kept = tl.load(token_mask + rows, mask=rows < last, other=0)
-            given = tl.where(kept != 0, given, -1)
-        valid = (given >= 0) & (given < NUM_EXPERTS)
-        first = tl.load(start + given, mask=valid, other=0)
+            chosen = tl.where(kept != 0, chosen, -1)
+        valid = (chosen >= 0) & (chosen < NUM_EXPERTS)
+        first = tl.load(start + chosen, mask=valid, other=0)
         if tokens is not None:
-            replicas = tl.load(start + given + 1, mask=valid, other=1) - first
+            replicas = tl.load(start + chosen + 1, mask=valid, other=1) - first
             first += ((first_token + rows + columns) % tl.maximum(replicas, 1)).to(tl.int32)
         place = tl.load(places_of_experts + first, mask=valid, other=-1)
         owner = tl.where(place < 0, -1, place // PER_RANK)
         tl.store(places + slots, place, mask=inside)
-        wrong += tl.reshape(((given < -1) | (given >= NUM_EXPERTS)).to(tl.int32), (BLOCK_T * COLUMNS,))
+        wrong += tl.reshape(((chosen < -1) | (chosen >= NUM_EXPERTS)).to(tl.int32), (BLOCK_T * COLUMNS,))
         by_owner += count_experts(tl.reshape(owner, (BLOCK_T * COLUMNS,)), RANKS)
-        by_expert += count_experts(tl.reshape(tl.where(valid, given, -1), (BLOCK_T * COLUMNS,)), EXPERTS)
+        by_expert += count_experts(tl.reshape(tl.where(valid, chosen, -1), (BLOCK_T * COLUMNS,)), EXPERTS)
         if BY_SLOT:
             sends += count_experts(tl.reshape(place, (BLOCK_T * COLUMNS,)), SENDS)
         elif MODE != "all_gather":
@@ -80,15 +80,15 @@ def count_sends(
 def _sum_blocks(counts, block, num_blocks, count, stride, SIZE: tl.constexpr, BLOCK_B: tl.constexpr):
     """Return the first `count` counts added up over all blocks, and over the blocks ahead, int32 `[SIZE]` each."""
     columns = tl.arange(0, SIZE)[None, :]
-    found = tl.zeros((SIZE,), dtype=tl.int32)
+    total = tl.zeros((SIZE,), dtype=tl.int32)
     before = tl.zeros((SIZE,), dtype=tl.int32)
     for first in range(0, num_blocks, BLOCK_B):
         blocks = first + tl.arange(0, BLOCK_B)[:, None]
         mask = (blocks < num_blocks) & (columns < count)
         one = tl.load(counts + blocks.to(tl.int64) * stride + columns, mask=mask, other=0)
-        found += tl.sum(one, axis=0)
+        total += tl.sum(one, axis=0)
         before += tl.sum(tl.where(blocks < block, one, 0), axis=0)
-    return found, before
+    return total, before
 
 
 @triton.jit
@@ -100,9 +100,9 @@ def _ranks_among(wanted, held, before):
     """
     position = tl.arange(0, wanted.shape[0])
     earlier = position[:, None] < position[None, :]
-    found = tl.sum((earlier & (held[:, None] == wanted[None, :])).to(tl.int32), axis=0)
-    found += tl.gather(before, tl.where(wanted >= 0, wanted, 0), 0)
-    return found, before + count_experts(held, before.shape[0])
+    ranks = tl.sum((earlier & (held[:, None] == wanted[None, :])).to(tl.int32), axis=0)
+    ranks += tl.gather(before, tl.where(wanted >= 0, wanted, 0), 0)
+    return ranks, before + count_experts(held, before.shape[0])
 
 
 @triton.jit
@@ -192,14 +192,14 @@ def place_sends(
         slot = token * TOP_K + k
         place = tl.load(places + slot, mask=inside, other=-1)
         owner = tl.where(place < 0, -1, place // PER_RANK)
-        own = tl.where(owner < 0, 0, owner)
+        target = tl.where(owner < 0, 0, owner)
         travels = place >= 0
         arrives = travels
         if BY_SLOT:
             number, sends_before = _ranks_among(place, place, sends_before)
             number += tl.gather(group_start, tl.where(place < 0, 0, place), 0)
             result = number
-            arrives = travels & (number < tl.gather(kept, own, 0))
+            arrives = travels & (number < tl.gather(kept, target, 0))
         else:
             result, owners_before = _ranks_among(owner, owner, owners_before)
             number = result
@@ -209,44 +209,44 @@ def place_sends(
                 travels = group >= 0
                 # A later slot of a token has the row of the first one, which is ahead of it.
                 number = tl.where(travels, number, number - 1)
-                limit = tl.gather(kept, own, 0)
+                limit = tl.gather(kept, target, 0)
                 arrives = arrives & (number < limit)
-                over = tl.gather(rows, own, 0) - limit
+                over = tl.gather(rows, target, 0) - limit
                 counts = _counted(result, over, back, MODE)
-                tl.store(counted + own, counts, mask=travels & (number == limit))
+                tl.store(counted + target, counts, mask=travels & (number == limit))
         fits = arrives
         if MODE != "all_to_all":
             fits = arrives & (result < back)
-        home = tl.where(fits, tl.gather(result_start, own, 0) + result, -1)
+        home = tl.where(fits, tl.gather(result_start, target, 0) + result, -1)
         tl.store(row_of_slot + slot, home, mask=inside)
         gone = tl.reshape(((place >= 0) & ~fits).to(tl.int32), (BLOCK_T, COLUMNS))
         of_token = begin + tl.arange(0, BLOCK_T)
         tl.store(lost + of_token, tl.max(gone, axis=1) > 0, mask=of_token < last)
         if MODE == "all_gather":
             bits = tl.load(weights + slot, mask=inside, other=0).to(tl.int32, bitcast=True)
-            beside = message + HEADER + token * WIDTH + k
-            tl.store(beside, place, mask=inside)
-            tl.store(beside + TOP_K, bits, mask=inside)
+            words = message + HEADER + token * WIDTH + k
+            tl.store(words, place, mask=inside)
+            tl.store(words + TOP_K, bits, mask=inside)
         else:
             goes = travels & arrives
-            row = tl.gather(row_start, own, 0).to(tl.int64) + number
+            row = tl.gather(row_start, target, 0).to(tl.int64) + number
             tl.store(slot_of_row + row, slot.to(tl.int32), mask=goes)
             if MODE == "padded":
                 length = HEADER + block_rows.to(tl.int64) * WIDTH
-                beside = message + owner * length + HEADER + number.to(tl.int64) * WIDTH
+                words = message + owner * length + HEADER + number.to(tl.int64) * WIDTH
             else:
-                beside = table + row * WIDTH
+                words = table + row * WIDTH
             if BY_SLOT:
                 bits = tl.load(weights + slot, mask=goes, other=0).to(tl.int32, bitcast=True)
                 if MODE == "padded":
-                    tl.store(beside, place, mask=goes)
-                tl.store(beside + (WIDTH - 1), bits, mask=goes)
+                    tl.store(words, place, mask=goes)
+                tl.store(words + (WIDTH - 1), bits, mask=goes)
             else:
                 for other in range(TOP_K):
                     read = token * TOP_K + other
                     bits = tl.load(weights + read, mask=goes, other=0).to(tl.int32, bitcast=True)
-                    tl.store(beside + other, tl.load(places + read, mask=goes, other=-1), mask=goes)
-                    tl.store(beside + TOP_K + other, bits, mask=goes)
+                    tl.store(words + other, tl.load(places + read, mask=goes, other=-1), mask=goes)
+                    tl.store(words + TOP_K + other, bits, mask=goes)
 
 
 @triton.jit
@@ -291,5 +291,5 @@ def _fill_blocks(
         used = tl.sum(tl.where(ranks == owner, went, 0), axis=0)
         rows = slot_of_row + owner * block_rows.to(tl.int64)
         fill(rows, used + first, block_rows, step, BLOCK)
-        beside = message + owner * length + HEADER
-        fill(beside, used.to(tl.int64) * WIDTH + first, block_rows.to(tl.int64) * WIDTH, step, BLOCK)
+        words = message + owner * length + HEADER
+        fill(words, used.to(tl.int64) * WIDTH + first, block_rows.to(tl.int64) * WIDTH, step, BLOCK)

@@ -17,10 +17,10 @@ def take_rows(
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     filled = tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)
     for tile in range(tl.program_id(0), tl.cdiv(filled, BLOCK_M) * blocks, tl.num_programs(0)):
-        own = (tile // blocks) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        target = (tile // blocks) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         columns = (tile % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside, exists = own < filled, (columns < WIDTH)[None, :]
-        source = tl.load(rows + own, mask=inside, other=-1).to(tl.int64)
+        inside, exists = target < filled, (columns < WIDTH)[None, :]
+        source = tl.load(rows + target, mask=inside, other=-1).to(tl.int64)
         present = (inside & (source >= 0) & (source < num_sources))[:, None] & exists
         if scales is None:
             value = tl.load(x + source[:, None] * WIDTH + columns[None, :], mask=present, other=0.0)
@@ -29,4 +29,4 @@ def take_rows(
             codes = tl.load(pointers + source[:, None] * WIDTH + columns[None, :], mask=present, other=0)
             scale = tl.load(scales + source[:, None] * GROUPS + (columns // GROUP)[None, :], mask=present, other=0.0)
             value = (e4m3_to_bfloat16(codes).to(tl.float32) * scale).to(y.dtype.element_ty)
-        tl.store(y + own[:, None] * WIDTH + columns[None, :], value, mask=inside[:, None] & exists)
+        tl.store(y + target[:, None] * WIDTH + columns[None, :], value, mask=inside[:, None] & exists)

@@ -80,7 +80,7 @@ def weight_gradient(
             accumulator = tl.load(into + offsets, mask=inside, other=0.0) + accumulator
         tl.store(d_weight + offsets, accumulator.to(d_weight.dtype.element_ty), mask=inside)
 
-    # The rows once more, for the first tile of every column alone: in the loop above the sums would cost registers.
+    # Read the rows again, only for the first tile of every column: in the loop above the sums would cost registers.
     if BIAS_SIDE == "left":
         if tile_n == 0:
             values = Rows(left, None, LEFT_STRIDE, LEFT_GATHER, LEFT_START)

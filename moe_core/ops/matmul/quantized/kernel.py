@@ -215,7 +215,7 @@ def matmul_quantized(
     layer_number = layer_number.to(tl.int64)
     matrix = layer_number * NUM_EXPERTS + tl.cast(expert, tl.int64)
 
-    # Weight rows of this tile. Of a gated product 8 of the gate and 8 of up by turns: a thread holds both of a pair.
+    # Weight rows of this tile. Gated: 8 of the gate, 8 of up, ..., so that a thread holds both of a pair.
     PAIRED: tl.constexpr = GATE_LAYOUT is not None
     place = tl.arange(0, 2 * BLOCK_N if PAIRED else BLOCK_N)
     if PAIRED:

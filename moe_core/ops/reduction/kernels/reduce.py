@@ -46,7 +46,7 @@ def reduce_tile(token_block, column_block, sums):
     mask = inside[:, None] & (columns < WIDTH)[None, :]
     total = tl.zeros((sums.BLOCK_T, sums.BLOCK_N), dtype=tl.float32)
     if sums.UNROLL:
-        # Every row is asked for before the first sum waits for one, and every row's number before that.
+        # All row numbers, then all rows are loaded before the first sum waits for one.
         sources = ()
         for k in tl.static_range(TOP_K):
             sources += (_source(sums, tokens * TOP_K + k, inside, CACHE),)

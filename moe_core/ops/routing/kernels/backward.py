@@ -9,7 +9,7 @@ from moe_core.ops.routing.kernels.topk import bounded, exp_negative, expert_scor
 
 @triton.jit
 def log_score_derivative(x, SCORING: tl.constexpr):
-    """d log(score) / d x of the scores that each expert gives alone. sigmoid: s(-x). sqrt_softplus: s(x) / (2
+    """d log(score) / d x of the scores of each expert. sigmoid: s(-x). sqrt_softplus: s(x) / (2
     softplus(x)), which is 1/2 in fp32 below -17."""
     if SCORING == "sigmoid":
         return expert_scores(-x, "sigmoid")

@@ -40,14 +40,14 @@ def local_experts(
 ):  # fmt: skip
     """`to_local` of the ids of slots, int32 or int64. -1 past num_slots and for masked tokens."""
     inside = slots < num_slots
-    found = tl.load(ids + slots, mask=inside, other=-1)
+    experts = tl.load(ids + slots, mask=inside, other=-1)
     if ids.dtype.element_ty == tl.int64:
         # Ids beyond int32 become another invalid id, not an expert.
-        found = tl.minimum(tl.maximum(found, -2), NUM_GLOBAL).to(tl.int32)
+        experts = tl.minimum(tl.maximum(experts, -2), NUM_GLOBAL).to(tl.int32)
     if token_mask is not None:
         kept = tl.load(token_mask + slots // TOP_K, mask=inside, other=0)
-        found = tl.where(kept != 0, found, -1)
-    return to_local(found, expert_map, NUM_GLOBAL, NUM_EXPERTS)
+        experts = tl.where(kept != 0, experts, -1)
+    return to_local(experts, expert_map, NUM_GLOBAL, NUM_EXPERTS)
 
 
 @triton.jit
@@ -103,11 +103,11 @@ def first_rows(sizes, groups):
 
 
 @triton.jit
-def within(found, capacity):
-    """Return sizes `[EXPERTS]` of groups cut to the first `capacity` rows. Example, found [3, 4, 2], capacity 5: [3, 2,
+def within(sizes, capacity):
+    """Return sizes `[EXPERTS]` of groups cut to the first `capacity` rows. Example, sizes [3, 4, 2], capacity 5: [3, 2,
     0]."""
-    starts = tl.cumsum(found, axis=0) - found
-    return tl.minimum(found, tl.maximum(capacity - starts, 0))
+    starts = tl.cumsum(sizes, axis=0) - sizes
+    return tl.minimum(sizes, tl.maximum(capacity - starts, 0))
 
 
 @triton.jit
@@ -274,15 +274,15 @@ def sum_blocks(
     """Return the counts added up over all blocks, and over the blocks ahead of this one, int32 `[EXPERTS]` each.
     Example, counts of one expert [2, 0, 3], block 2: 5 and 2."""
     experts = tl.arange(0, EXPERTS)[None, :]
-    found = tl.zeros((EXPERTS,), dtype=tl.int32)
+    total = tl.zeros((EXPERTS,), dtype=tl.int32)
     before = tl.zeros((EXPERTS,), dtype=tl.int32)
     for first in range(0, num_blocks, BLOCK_B):
         blocks = first + tl.arange(0, BLOCK_B)[:, None]
         mask = (blocks < num_blocks) & (experts < NUM_EXPERTS)
         counts = tl.load(block_counts + blocks.to(tl.int64) * NUM_EXPERTS + experts, mask=mask, other=0)
-        found += tl.sum(counts, axis=0)
+        total += tl.sum(counts, axis=0)
         before += tl.sum(tl.where(blocks < block, counts, 0), axis=0)
-    return found, before
+    return total, before
 
 
 @triton.jit

@@ -78,7 +78,7 @@ def keep_candidates(
         digits = tl.arange(0, 256)
         threshold = tl.zeros((1,), dtype=tl.uint32)
         for place in range(4):
-            found = tl.zeros((256,), dtype=tl.int32)
+            per_digit = tl.zeros((256,), dtype=tl.int32)
             for first in range(start, last, BLOCK):
                 rows = first + tl.arange(0, BLOCK)
                 inside = rows < last
@@ -86,9 +86,9 @@ def keep_candidates(
                 # The digits up to this one, and the earlier ones, none for the first.
                 ahead = keys >> (24 - 8 * place)
                 member = inside & (extra == cut_extra) & (ahead >> 8 == threshold)
-                found += tl.histogram((ahead & 255).to(tl.int32), 256, mask=member)
-            above = tl.sum(found, axis=0) - tl.cumsum(found, axis=0)
-            here = (above < wanted) & (wanted <= above + found)
+                per_digit += tl.histogram((ahead & 255).to(tl.int32), 256, mask=member)
+            above = tl.sum(per_digit, axis=0) - tl.cumsum(per_digit, axis=0)
+            here = (above < wanted) & (wanted <= above + per_digit)
             threshold = threshold * 256 + tl.sum(tl.where(here, digits, 0), axis=0).to(tl.uint32)
             wanted -= tl.sum(tl.where(here, above, 0), axis=0)
         ties = tl.zeros((1,), dtype=tl.int32)

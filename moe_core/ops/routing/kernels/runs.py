@@ -13,7 +13,7 @@ def layout_of_runs(
 ):  # fmt: skip
     """Program (source, expert) places one run. All share the rows that nothing fills.
 
-    first[w, e] = where the run lies among the rows that arrived,  row[w, e] = where it goes in the layout
+    first[w, e] = its place among the rows that arrived,  row[w, e] = its place in the layout
     ids[first + i] = e, row_of_slot[first + i] = row + i, slot_of_row[row + i] = first + i
 
     Rows of a source begin at source * stride, or (stride None) at the end of the source ahead. Runs are cut at num_rows
@@ -25,32 +25,32 @@ def layout_of_runs(
     sources, experts = tl.arange(0, SOURCES)[:, None], tl.arange(0, EXPERTS)[None, :]
     mask = (sources < num_sources) & (experts < NUM_EXPERTS)
     # Counts come from others: sums of whatever they say stay inside 64 bits, and rows inside the arrays.
-    given = tl.load(counts + sources * NUM_EXPERTS + experts, mask=mask, other=0).to(tl.int64)
-    given = tl.maximum(given, 0)
-    within = tl.cumsum(given, axis=1) - given
+    counted = tl.load(counts + sources * NUM_EXPERTS + experts, mask=mask, other=0).to(tl.int64)
+    counted = tl.maximum(counted, 0)
+    within = tl.cumsum(counted, axis=1) - counted
     if stride is not None:
         begin = sources.to(tl.int64) * stride
         limit = tl.minimum(begin + stride, num_rows)
     else:
-        total = tl.sum(given, axis=1)
+        total = tl.sum(counted, axis=1)
         begin = (tl.cumsum(total, axis=0) - total)[:, None]
         limit = num_rows
     first = begin + within
-    kept = tl.minimum(given, tl.maximum(limit - first, 0))
+    kept = tl.minimum(counted, tl.maximum(limit - first, 0))
     sizes = tl.sum(kept, axis=0)
     starts = tl.cumsum(sizes, axis=0) - sizes
     row = starts[None, :] + tl.cumsum(kept, axis=0) - kept
     filled = tl.sum(sizes, axis=0)
-    own = (sources == source) & (experts == expert)
+    this_run = (sources == source) & (experts == expert)
     if (source == 0) & (expert == 0):
         places = tl.arange(0, EXPERTS)
         tl.store(group_sizes + places, sizes.to(tl.int32), mask=places < NUM_EXPERTS)
         tl.store(group_start + places, starts.to(tl.int32), mask=places < NUM_EXPERTS)
         tl.store(group_start + NUM_EXPERTS, filled.to(tl.int32))
-        missing = tl.sum(tl.sum(given - kept, axis=1), axis=0)
+        missing = tl.sum(tl.sum(counted - kept, axis=1), axis=0)
         tl.store(overflow, tl.minimum(missing, 2147483647).to(tl.int32))
-    run_first = _pick(first, own)
-    run_row, length = _pick(row, own), _pick(kept, own)
+    run_first = _pick(first, this_run)
+    run_row, length = _pick(row, this_run), _pick(kept, this_run)
     for done in range(0, length, BLOCK):
         offsets = done + tl.arange(0, BLOCK)
         inside = offsets < length
@@ -62,7 +62,7 @@ def layout_of_runs(
     fill(slot_of_row, filled + program * BLOCK, num_rows, step, BLOCK)
     # From the end of this source to the next one: its programs take turns.
     of_source = tl.sum(tl.where(sources == source, kept, 0), axis=1)
-    end = _pick(begin + tl.zeros((SOURCES, EXPERTS), tl.int64), own) + tl.sum(of_source, axis=0)
+    end = _pick(begin + tl.zeros((SOURCES, EXPERTS), tl.int64), this_run) + tl.sum(of_source, axis=0)
     last = num_rows.to(tl.int64)
     if stride is not None:
         if source < num_sources - 1:
@@ -74,5 +74,5 @@ def layout_of_runs(
 
 
 @triton.jit
-def _pick(table, own):
-    return tl.sum(tl.sum(tl.where(own, table, 0), axis=1), axis=0)
+def _pick(table, this_run):
+    return tl.sum(tl.sum(tl.where(this_run, table, 0), axis=1), axis=0)

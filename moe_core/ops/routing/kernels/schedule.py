@@ -27,7 +27,7 @@ def write_schedule(sizes, schedule, max_blocks, program, num_programs, BLOCK_M: 
     # Sizes may come from anywhere: whatever they say, no row behind the schedule is written.
     blocks = tl.cdiv(tl.minimum(tl.maximum(sizes, 0), max_blocks * BLOCK_M), BLOCK_M)
     starts = tl.cumsum(blocks, axis=0) - blocks
-    # In int64: what lies a step past the end may not fit into int32, nor twice the number of rows.
+    # In int64: a row a step past the end may not fit into int32, nor twice the number of rows.
     step = num_programs.to(tl.int64)
     for block in range(program.to(tl.int64), tl.max(blocks, axis=0), step):
         busy = (block < blocks) & (starts + block < max_blocks)

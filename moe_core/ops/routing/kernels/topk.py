@@ -78,7 +78,7 @@ def log1p_unit(u):
 
 @triton.jit
 def expert_scores(x, SCORING: tl.constexpr):
-    """Scores that each expert gives alone, without overflow: sigmoid, or sqrt(log(1 + exp(x)))."""
+    """Scores of each expert without overflow: sigmoid, or sqrt(log(1 + exp(x)))."""
     shrunk = exp_negative(-tl.abs(x))
     if SCORING == "sigmoid":
         return tl.div_rn(tl.where(x >= 0.0, 1.0, shrunk), 1.0 + shrunk)
@@ -110,7 +110,7 @@ def keep_groups(keys, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_PAIR: t
         group_keys = topk_keys(key_scores(first) + key_scores(tl.max(others, axis=2)))
     else:
         group_keys = tl.max(members, axis=2)
-    # Groups that only pad hold masked keys alone and come last: no key is lower, and ties go to the lower group.
+    # Padding groups hold masked keys only and come last: no key is lower, and ties go to the lower group.
     groups = tl.arange(0, GROUPS)[None, :]
     for _ in range(TOPK_GROUP):
         _, _, group_keys = take_best(group_keys, groups)
@@ -135,7 +135,7 @@ def column_experts(router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     columns = FIRST + tl.arange(0, WIDTH)
     group, member = columns // router.MEMBERS, columns % router.MEMBERS
     real = (group < NUM_GROUPS) & (member < router.NUM_EXPERTS // NUM_GROUPS)
-    # Without groups the plain column number, which the compiler knows to be contiguous.
+    # Without groups the plain column number, known to be contiguous.
     return columns if NUM_GROUPS == 1 else group * (router.NUM_EXPERTS // NUM_GROUPS) + member, real
 
 
@@ -206,7 +206,7 @@ def choose_experts(router, tokens, inside):
             else:
                 scores = expert_scores(x, SCORING)
             if router.correction_bias is not None:
-                # Loaded as one row per token, so that it lies in the threads as the scores do.
+                # Loaded as one row per token, so that threads hold it as they hold the scores.
                 biases = router.correction_bias + tl.zeros_like(tokens)
                 scores = scores + load_rows(biases, inside, router, 0, COLUMNS)
             keys = topk_keys(scores)

@@ -116,7 +116,7 @@ def load_tile(product, row_slots, tile, matrix, stage, phase):
         else:
             mbarrier.expect(ready, CODES)
         for pair in gl.static_range(PAIRS):
-            # Behind the last step of a block lies the next block: its codes meet rows of x that are zeros there.
+            # Behind the last step of a block is the next block. Its codes meet zeros of x.
             line = ((block + pair) * STEPS + step) * LINES
             tma_load(weights.map, [line, 0], ready, stages.codes.index(stage * PAIRS + pair))
         for deep in gl.static_range(DEEP):
@@ -131,7 +131,7 @@ def load_tile(product, row_slots, tile, matrix, stage, phase):
         elif GATHER != "row":
             for chunk in gl.static_range(CHUNKS):
                 if tile.rows > chunk * CHUNK:
-                    # Looked up again for every stage: there are no registers for so many addresses.
+                    # Looked up again for every stage, because the addresses would not fit into registers.
                     slots = row_slots.slice(chunk * CHUNK, CHUNK).load(gl.SliceLayout(1, loads))
                     known = gl.maximum(slots, 0)
                     x_row = known // layout.TOP_K if GATHER == "token" else known
