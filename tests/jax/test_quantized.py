@@ -15,10 +15,8 @@ import moe_jax
 from moe_core.formats import (
     FP8_BLOCK,
     FP8_CHANNEL,
-    FP8_GROUP,
     FP8_TENSOR,
     FP8_TOKEN,
-    INT8_TOKEN,
     MXFP4,
     MXFP8,
     Format,
@@ -84,31 +82,12 @@ def quantized_layer(scheme: Scheme, *lead: int) -> tuple[jax.Array, ExpertWeight
     return jnp.asarray(x, jnp.bfloat16), *to_jax((experts, routing)), spec
 
 
-@pytest.mark.parametrize("format", [FP8_BLOCK, MXFP4, INT4], ids=str)
-@pytest.mark.parametrize("layout", ["out_in", "in_out"])
-def test_weights_are_quantised_as_in_numpy(format: Format, layout: str) -> None:
-    weight = np.random.default_rng(1).standard_normal((2, 64, 96)).astype(np.float32)
-    expected = reference.quantize(weight, format, layout=layout)
-    device = jax.devices("cpu")[1]
-    found = moe_jax.quantize(jax.device_put(weight, device), format, layout=layout)
-    assert found.spec == expected.spec and bits(found) == bits(expected)
+def test_weights_are_quantised_where_they_are() -> None:
+    weight, device = np.random.default_rng(1).standard_normal((2, 64, 96)).astype(np.float32), jax.devices("cpu")[1]
+    found = moe_jax.quantize(jax.device_put(weight, device), MXFP4)
     assert all(isinstance(array, jax.Array) and array.devices() == {device} for _, array in named_arrays(found))
-    restored = moe_jax.dequantize(found, jnp.bfloat16)
-    assert restored.devices() == {device} and bits(restored) == bits(reference.dequantize(expected, "bfloat16"))
-    assert not any(array.committed for array in jax.tree.leaves(moe_jax.quantize(weight, format)))
-
-
-@on_engines
-@pytest.mark.parametrize("format", [FP8_TOKEN, FP8_GROUP, FP8_TENSOR, INT8_TOKEN, MXFP8, MXFP4], ids=str)
-def test_rows_are_quantised_as_in_numpy(engine: str, format: Format) -> None:
-    x = np.random.default_rng(2).standard_normal((6, 128)).astype(np.float32)
-    with running_on(engine):
-        found = jax.jit(lambda x: moe_jax.quantize_rows(x, format))(jnp.asarray(x))
-        assert bits(found) == bits(reference.quantize(x, format))
-        if format is FP8_TENSOR:
-            scale = np.array([0.01], np.float32)
-            found = moe_jax.quantize_rows(jnp.asarray(x), format, scales=jnp.asarray(scale))
-            assert bits(found) == bits(reference.quantize_rows(x, scale, format=format))
+    assert moe_jax.dequantize(found, jnp.bfloat16).devices() == {device}
+    assert not any(array.committed for array in jax.tree.leaves(moe_jax.quantize(weight, MXFP4)))
 
 
 @on_engines

@@ -100,9 +100,8 @@ class Torch(Frontend):
         if isinstance(tree, tuple):
             values = [self.numpy(value) for value in tree]
             return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-        if isinstance(tree, self.names.Tensor):
-            return self.support.to_numpy(tree)
-        return map_arrays(tree, self.support.to_numpy)
+        to_numpy = importlib.import_module("moe_torch.layers.weights").to_numpy
+        return to_numpy(tree) if isinstance(tree, self.names.Tensor) else map_arrays(tree, to_numpy)
 
     def cast(self, array: Any, dtype: str) -> Any:
         return array.to(self.dtype(dtype))
