@@ -1,4 +1,4 @@
-"""What the plans of all products add alike, and arguments of their launches that mean the same in every kernel."""
+"""Plan parts and launch arguments that all products share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 
-#: The arrays of a layout that a matmul reads, and the schedule of its row blocks.
+#: Layout arrays that a matmul reads, and the schedule of its row blocks.
 SCHEDULED_INPUTS = (*LAYOUT_INPUTS, "schedule")
 
 
 def zero_counters(builder: PlanBuilder, name: str = "tile_counters") -> str:
-    """Add a buffer of tile counters (int32 `[2]`, one per product) and the launch that clears it; its name."""
+    """Add tile counters (int32 `[2]`, one per product) and the launch that clears them. Returns the buffer's name."""
     builder.scratch(name, ArraySpec((2,), "int32"))
     builder.launch(ZERO_COUNTERS, (1,), passed(counters=name, COUNT=2), 1, 1)
     return name
 
 
 def fill_absent(builder: PlanBuilder, layout: LayoutSpec, spec: MatmulSpec) -> None:
-    """Zero the rows of y that no expert writes: marked by slot_of_row, or by a slot's missing row."""
+    """Zero the rows of y that no expert writes, by slot_of_row or row_of_slot."""
     markers = "slot_of_row"
     if spec.scatter == "slot":
         markers = builder.input("row_of_slot", ArraySpec((layout.num_slots,), "int32"))
@@ -36,33 +36,33 @@ def fill_absent(builder: PlanBuilder, layout: LayoutSpec, spec: MatmulSpec) -> N
 
 
 def row_counts(problem: MatmulProblem, config: TileConfig) -> dict[str, Argument]:
-    """How many row blocks, rows and slots there may be."""
+    """The largest numbers of row blocks, rows and slots."""
     rows, layout = problem.sizes.rows, problem.layout
     num_slots = layout.num_slots if layout is not None else rows
     return passed(num_blocks=problem.num_blocks(config), num_rows=rows, num_slots=num_slots)
 
 
 def result(builder: PlanBuilder, name: str = "y") -> Pointer | Constant:
-    """The kernel's y: the buffer of that name, if there is one, or the addresses of rows."""
+    """The kernel's y: the buffer of that name, or the addresses of rows."""
     return builder.optional("results_at" if builder.has("results_at") else name)
 
 
 def size_constants(problem: MatmulProblem) -> dict[str, Argument]:
-    """Sides of the product and of one weight buffer, and how many of these there are."""
+    """Sizes of the product and of one weight buffer, and the number of weight buffers."""
     sizes = problem.sizes
     counts = passed(NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers)
     return passed(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n) | counts
 
 
 def bias_strides(operands: MatmulOperands) -> dict[str, Argument]:
-    """Elements from layer to layer of the biases, 0 where they have none."""
+    """Elements between layers of the biases, 0 if not stacked."""
     stacked, biases = operands.layer_index is not None, (operands.bias, operands.up_bias)
-    own, up = (bias.stride[0] if bias is not None and stacked else 0 for bias in biases)
-    return passed(BIAS_LAYER_STRIDE=own, UP_BIAS_LAYER_STRIDE=up)
+    weight_stride, up_stride = (bias.stride[0] if bias is not None and stacked else 0 for bias in biases)
+    return passed(BIAS_LAYER_STRIDE=weight_stride, UP_BIAS_LAYER_STRIDE=up_stride)
 
 
 def fused_constants(problem: MatmulProblem) -> dict[str, Argument]:
-    """TOP_K, gather, scatter (or the dtype of rows that go to addresses) and the fused activation, in the kernels'
+    """TOP_K, gather, scatter (or the dtype of rows sent to addresses) and the fused activation, in the kernels'
     order."""
     spec, layout, activation = problem.spec, problem.layout, problem.spec.activation
     scatter = spec.scatter if not problem.addressed else spec.out_dtype or problem.dtype
@@ -72,31 +72,31 @@ def fused_constants(problem: MatmulProblem) -> dict[str, Argument]:
 
 
 def block_constants(config: TileConfig) -> dict[str, Argument]:
-    """The sides of a tile, and how many row blocks make a group."""
+    """The sides of a tile and the row blocks in a group."""
     sides = passed(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
     return sides | passed(GROUP_M=config.group_m)
 
 
 def quantized_pointers(builder: PlanBuilder) -> dict[str, Argument]:
-    """The arrays of the weight and of up."""
+    """The arrays of weight and up."""
     names = ("weight", "scales", "zero_points", "up", "up_scales", "up_zero_points")
     buffers = (f"{side}.{part}" for side in ("weight", "up") for part in ("values", "scales", "zero_points"))
     return {name: builder.optional(buffer) for name, buffer in zip(names, buffers, strict=True)}
 
 
 def format_constants(weight: QuantizedTensor) -> dict[str, Argument]:
-    """The element of a weight's codes, and the rows and columns of a group, 0 for whole axes."""
+    """The element of a weight's codes, and the rows and columns of a group (0: the whole axis)."""
     format = weight.format
     return passed(ELEMENT=format.element, GROUP_ROWS=format.group_rows or 0, GROUP=format.group_columns or 0)
 
 
 def quantized_strides(weight: QuantizedTensor) -> dict[str, Argument]:
-    """Elements between matrices, outputs and reduction columns of a weight's codes, scales and zero points."""
+    """Strides of a weight's codes, scales and zero points, in elements: matrices, outputs, reduction columns."""
     n_axis, k_axis = (-2, -1) if weight.layout == "out_in" else (-1, -2)
-    found: dict[str, Argument] = {}
+    strides: dict[str, Argument] = {}
     for prefix, array in (("VALUE", weight.values), ("SCALE", weight.scales), ("POINT", weight.zero_points)):
         steps = (0, 0, 0)
         if array is not None:
             steps = (array.shape[-2] * array.shape[-1], array.stride[n_axis], array.stride[k_axis])
-        found |= {f"{prefix}_{part}": Constant(step) for part, step in zip(("MATRIX", "N", "K"), steps, strict=True)}
-    return found
+        strides |= {f"{prefix}_{part}": Constant(step) for part, step in zip(("MATRIX", "N", "K"), steps, strict=True)}
+    return strides

@@ -37,9 +37,7 @@ DIFFERENTIABLE = ("x", "weight", "bias", "row_weight")
 
 def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, names: set[str]) -> str | None:
     """Why a product has no gradients of the operands of these names; None where it has. layout: None for a dense one.
-
-    Of operands it only counts which are there, which are quantised, and which are tiled.
-    """
+    Of operands it only counts which are there, which are quantised, and which are tiled."""
     quantized = quantized_operands(operands)
     if "x" in quantized:
         return (
@@ -168,9 +166,7 @@ def stage_inputs(
     builder: PlanBuilder, plan: LaunchPlan, layout: LayoutSpec | None, block_m: int, *, counters: str = "tile_counters"
 ) -> dict[str, str]:
     """What a product needs as a stage of a composed plan: bindings of its own, made by the first that asks for them.
-
-    These are the schedule of its block height (`schedule_128`), and `counters`, zeros.
-    """
+    These are the schedule of its block height (`schedule_128`), and `counters`, zeros."""
     needs, bindings = {buffer.name for buffer in plan.inputs}, {}
     if "schedule" in needs:
         assert layout is not None
@@ -239,9 +235,8 @@ def add_weight_gradient(
     *,
     trusted: bool = True,
 ) -> None:
-    """Add d_weight = x^T d_y over every expert's rows, in spec.weight_layout, and d_bias, the column sums of d_y.
-
-    x: may be None for d_bias alone, which does not read that side, whatever stands there. bindings: of d_weight and
+    """Add d_weight = x^T d_y over every expert's rows, in spec.weight_layout, and d_bias, the column sums of d_y. x:
+    may be None for d_bias alone, which does not read that side, whatever stands there. bindings: of d_weight and
     d_bias, which are left out where builder has none, and of row_weight (of d_bias alone), row_mask, into and
     layer_index, where it has them. A result of one layer takes no layer_index. trusted: as in `plan_weight_gradient`.
     """

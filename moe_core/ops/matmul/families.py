@@ -1,4 +1,4 @@
-"""The kernel families, in order of preference, and which of them a configuration belongs to."""
+"""The kernel families in order of preference."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moe_core.ops.matmul.sm90_packed.few_rows_plan import FEW_ROWS
 from moe_core.ops.matmul.sm90_packed.plan import MIXED_INPUT
 from moe_core.specs.tile import TileConfig
 
-#: Of the families that can run a product, the first that is not passed over is chosen (`Family.why_not_chosen`).
+#: The first family that can run a product and has no `Family.why_not_chosen` is used.
 FAMILIES: tuple[Family, ...] = (FEW_ROWS, MIXED_INPUT, SM90_FP8, QUANTIZED, SM90, PORTABLE)
 
 
 def families_for(problem: MatmulProblem) -> tuple[Family, ...]:
-    """Those for the problem's kind of weights, in order of preference, whether they can run it or not."""
+    """The families for the problem's kind of weights, in order of preference, including those that cannot run it."""
     return tuple(family for family in FAMILIES if family.weights == problem.weights)
 
 
@@ -27,7 +27,7 @@ def family_of(config: TileConfig, problem: MatmulProblem) -> Family:
 
 
 def why_illegal(config: TileConfig, problem: MatmulProblem) -> str | None:
-    """The reason a configuration cannot run a problem, or None."""
+    """The reason why a configuration cannot run a problem, or None."""
     families = {family.name: family for family in families_for(problem)}
     if config.family not in families:
         names = " or ".join(repr(name) for name in sorted(families))

@@ -1,4 +1,4 @@
-"""What a kernel family is: why it cannot run a product, its own tile, why another tile is illegal, and its launch."""
+"""The interface of a kernel family: its limits, its tile, legality of other tiles, and its launch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from moe_core.specs.tile import TileConfig
 
 
 class Family(abc.ABC):
-    """Kernels that compute products of one kind of operands. Subclasses have no state: one instance is the family.
+    """Kernels for products of one kind of operands. Subclasses are stateless singletons.
 
-    name: the one in `TileConfig.family`; families of different weights may share it.
+    name: as in `TileConfig.family`. Families of different kinds of weights may share it.
     weights: PLAIN, QUANTISED or PREPACKED of `moe_core.ops.matmul.problem`.
-    counts_tiles: its blocks take tiles from a counter, the int32 `[2]` buffer `tile_counters`, zeros before.
-    stores_rows: it stores whole tiles to neighbouring rows, so that the last product of a forward scatters by row.
-    finds_maxima: its launch can find the largest magnitudes of y too (`MatmulProblem.finds_maxima`).
-    shares_launches: few tokens' forwards have kernels made of its tiles (`moe_core.ops.moe.fuse`).
+    counts_tiles: blocks take tiles from a counter, the int32 `[2]` buffer `tile_counters`, initially zero.
+    stores_rows: stores whole tiles to neighbouring rows, so a forward's last product scatters by row.
+    finds_maxima: its launch can also find the largest magnitudes of y (`MatmulProblem.finds_maxima`).
+    shares_launches: forwards of few tokens have fused kernels with its tiles (`moe_core.ops.moe.fuse`).
     """
 
     name: str
@@ -30,35 +30,34 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def why_not(self, problem: MatmulProblem) -> str | None:
-        """The reason it cannot run a product of its kind of weights, whatever the tile; None if it can."""
+        """The reason why the family cannot run a product of its kind of weights with any tile, or None."""
 
     def why_not_chosen(self, problem: MatmulProblem) -> str | None:
-        """The reason a later family of `FAMILIES` is chosen for a product it can run: what was measured, or
-        batch_invariant; None where it is the best."""
+        """The reason why a later family of `FAMILIES` is preferred for a product that this one can run (measurements or
+        batch_invariant), or None."""
         return None
 
     @abc.abstractmethod
     def tile(self, problem: MatmulProblem) -> TileConfig:
-        """Its own choice for a product it can run: arithmetic on sizes, formats, dtype and architecture. Under
-        problem.batch_invariant the rows are not looked at."""
+        """The heuristic tile, from sizes, formats, dtype and architecture. problem.batch_invariant ignores rows."""
 
     @abc.abstractmethod
     def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
-        """The reason a configuration of the family is wrong for a product it can run; None if it is legal."""
+        """The reason why a configuration of the family is illegal for a product that it can run, or None."""
 
     @abc.abstractmethod
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
-        """Add the launch that computes problem.outputs, and its line of sums. Buffers by the names of
-        `plan_matmul_ogs`; stage: as there, None on its own."""
+        """Add the launch that computes problem.outputs, and its line of sums. Buffers and stage: see
+        `plan_matmul_ogs`."""
 
     def storing(self, config: TileConfig, problem: MatmulProblem) -> TileConfig:
-        """The configuration that computes the same bits and stores all of problem.outputs; mostly `config` itself."""
+        """The configuration with the same bits that stores all of problem.outputs, usually `config`."""
         return config
 
     def why_not_out_format(self, problem: MatmulProblem) -> str | None:
-        """The reason y cannot be quantised to problem.out_format in its launch; None if it can."""
+        """The reason why its launch cannot quantise y to problem.out_format, or None."""
         return "only the sm90 family's fp8 kernel quantises what it stores"
 
     def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
-        """What `moebius-tune` times, most promising first; illegal ones are left out afterwards."""
+        """Configurations for `moebius-tune` to time, most promising first. Illegal ones are dropped later."""
         return (self.tile(problem),)

@@ -1,4 +1,4 @@
-"""Planning of the ragged grouped matmul with gather, scatter and a fused epilogue, whichever family computes it."""
+"""Planning of the ragged grouped matmul with gather, scatter and a fused epilogue, for every family."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def plan_matmul_ogs(
 ) -> LaunchPlan:
     """`y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight)` for every row of the layout.
 
-    operands: a bundle of ArraySpecs (shapes in MatmulOperands), weights and x possibly `QuantizedTensor`s of them
-    (what is computed then: docs/user/quantization.md). layout None = dense: x `[T, D]`, weight `[D, N]` or `[N, D]`.
-    config: None = chosen by `choose_tile`, which follows spec.tuning. Rows no expert writes become exact zeros.
-    stage: 0 or 1 as that product of a composed plan, which trusts its own layout, never reads rows that no expert
-    writes (they are left unwritten) and brings two more inputs: the schedule of the config's block_m, and, for families
-    that count tiles, tile_counters int32 `[2]`, zeros. The reference engine has no tiles: it needs neither, and fills
-    all.
-    outputs: `y`, `pre` or both. pre is what the fused activation is applied to, cast to the dtype of x: `[rows of y,
-    2N]` (ungated N), gate_layout `separate` as gate columns, then up; for composed and dense plans, in layout order.
-    joined: x is twice as wide, and y = x[:, :D] @ weight + x[:, D:] @ up, one fp32 sum: of compiled targets only.
-    A quantised x has no pre and quantised weights are not joined: `moe_core.ops.matmul.quantized.transposed` is for
-    these. Inputs: the operands given, then group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`,
-    [schedule], [tile_counters]. y: `[capacity, N]` (scatter `row`) or `[T * K, N]` (`slot`). Raises InvalidInput,
-    Unsupported.
+    operands: ArraySpecs (shapes in MatmulOperands), weights and x possibly `QuantizedTensor`s of them (semantics:
+    docs/user/quantization.md). layout None: dense, x `[T, D]`, weight `[D, N]` or `[N, D]`. config None: chosen by
+    `choose_tile` from spec.tuning. Rows that no expert writes become exact zeros. joined: x is twice as wide, and y =
+    x[:, :D] @ weight + x[:, D:] @ up with one fp32 sum, on compiled targets only. outputs: `y`, `pre` or both. pre is
+    the input of the fused activation, cast to the dtype of x: `[rows of y, 2N]` (ungated N), gate_layout `separate` as
+    gate columns, then up; in composed and dense plans, in layout order. A quantised x has no pre, and quantised weights
+    are not joined; see `moe_core.ops.matmul.quantized.transposed`.
+
+    stage: 0 or 1 for that product of a composed plan. It trusts its layout, neither reads nor writes rows without an
+    expert, and has two more inputs: the schedule of the config's block_m and, for families that count tiles,
+    tile_counters int32 `[2]`, zeros. The reference engine has no tiles, needs neither and fills all rows.
+
+    Inputs: the operands, group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`, [schedule],
+    [tile_counters]. y: `[capacity, N]` (scatter `row`) or `[T * K, N]` (`slot`). Raises InvalidInput, Unsupported.
     """
     problem = MatmulProblem(operands, layout, spec, target, outputs, joined)
     if joined and not target.compiled:
@@ -61,17 +61,17 @@ def plan_matmul_ogs(
 
 
 def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | None = None) -> LaunchPlan:
-    """`plan_matmul_ogs` of a problem with the tile that was chosen for it, None on a target without tiles.
+    """`plan_matmul_ogs` of a problem with its chosen tile (None on a target without tiles).
 
-    With problem.out_format, as the first product of a composed plan: what `plan_quantize_rows` makes of y, to its bits.
-    [static_scale] is another input then, and outputs are y.values e4m3 `[capacity, N]` and y.scales fp32 `[capacity,
-    ceil(N / 128)]`, or `[1]` of a static scale, rows of no expert unwritten.
+    problem.out_format (first product of a composed plan): y is quantised bitwise like `plan_quantize_rows`.
+    [static_scale] is another input. Outputs: y.values e4m3 `[capacity, N]` and y.scales fp32 `[capacity, ceil(N /
+    128)]`, or `[1]` for a static scale. Rows without an expert are unwritten.
 
-    With problem.finds_maxima, as that product on a compiled target: maxima int32 `[64]` is another input, zeros, which
-    are raised to the bits of the largest magnitudes of the rows of y that it writes, as int32.
+    problem.finds_maxima (first product, compiled target): another input is maxima int32 `[64]`, zeros, raised to the
+    fp32 bits of the largest magnitudes of the written rows of y.
 
-    With problem.addressed, as the last product of a composed plan on a compiled target: y is no output. results_at
-    int64 `[T * K]` is an input, the address where each slot's row goes, a multiple of 16, 0 = it is not stored.
+    problem.addressed (last product, compiled target): y is no output. Input results_at int64 `[T * K]` holds the
+    address of each slot's row, a multiple of 16 (0: not stored).
     """
     operands, layout, spec = problem.operands, problem.layout, problem.spec
     builder = PlanBuilder("matmul_ogs", problem.target)
@@ -123,7 +123,7 @@ def _declare_outputs(builder: PlanBuilder, problem: MatmulProblem) -> None:
 
 
 def _reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProblem) -> LaunchPlan:
-    """The plan with the NumPy twin in the place of launches."""
+    """The plan with the NumPy twin instead of launches."""
     from moe_core.ops.matmul.reference import forward as twins
 
     outputs, axis = problem.outputs, "the whole reduction axis"

@@ -1,4 +1,4 @@
-"""What the operands of a grouped matmul must be, plain or quantised."""
+"""Checks of a grouped matmul's operands, plain or quantised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, named_fields
 from moe_core.specs.routing import LayoutSpec
 
-#: Elements whose values are weights only: they lie on a grid that is not centred.
+#: Elements for weights only: their grid is not centred.
 _UNSIGNED = ("uint8", "uint4")
 #: Largest magnitude of a product of two int8 numbers.
 _INT8_PRODUCT = 128 * 128
@@ -23,7 +23,7 @@ _INT8_PRODUCT = 128 * 128
 
 @dataclass(frozen=True)
 class MatmulSizes:
-    """What validation finds. d: reduction length; n: output columns; weight_n: columns of one weight buffer."""
+    """Sizes from validation. d: reduction length, n: output columns, weight_n: columns of one weight buffer."""
 
     d: int
     n: int
@@ -34,15 +34,13 @@ class MatmulSizes:
 
 
 def quantized_operands(operands: MatmulOperands) -> dict[str, QuantizedTensor]:
-    """The operands that are quantised, by name, in plan order."""
+    """The quantised operands by name, in plan order."""
     return {name: value for name, value in named_fields(operands) if isinstance(value, QuantizedTensor)}
 
 
 def check_operands(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, joined: bool) -> MatmulSizes:
-    """Check a bundle of ArraySpecs and QuantizedTensors of them; joined as in `matmul_ogs.plan_matmul_ogs`.
-
-    Raises InvalidInput, and Unsupported for sizes that overflow.
-    """
+    """Check ArraySpecs and QuantizedTensors of them. joined: see `plan_matmul_ogs`. Raises InvalidInput, and
+    Unsupported for sizes that overflow."""
     x, weight = operands.x, operands.weight
     dtype = _check_formats(operands, spec)
     x_shape = require_spec("x", logical_spec(x, dtype), ("num_rows", "d"), dtype, contiguous=False).shape
@@ -91,7 +89,8 @@ def check_operands(operands: MatmulOperands, layout: LayoutSpec | None, spec: Ma
 def _check_epilogue(
     operands: MatmulOperands, spec: MatmulSpec, lead: tuple[int, ...], weight_n: int, dtype: str, joined: bool
 ) -> int:
-    """Check up, biases and layer_index; the number of output columns. lead: the weight's axes before the matrix."""
+    """Check up, biases and layer_index. Returns the number of output columns. lead: the weight's axes before the
+    matrix."""
     activation, weight = spec.activation, operands.weight
     separate = activation is not None and activation.gate_layout == "separate"
     one_buffer = activation is not None and activation.gated and not separate
@@ -115,7 +114,7 @@ def _check_epilogue(
 
 
 def why_not_together(activations: Format, weights: Format) -> str | None:
-    """The reason rows in one format cannot be multiplied with weights in another, None if they can."""
+    """The reason why rows in one format cannot be multiplied with weights in another, or None."""
     if activations.element in _UNSIGNED:
         return f"{activations.element} codes are of weights; activations are e4m3, e2m1 or int8"
     if activations.group_rows not in (None, 1):
@@ -130,10 +129,8 @@ def why_not_together(activations: Format, weights: Format) -> str | None:
 
 
 def check_tiling(weight: object, activation: Activation | None, name: str) -> None:
-    """Check that the rows of a prepacked weight lie in the order of the product that it is in; other weights pass.
-
-    activation: the one that is fused with the product, None without one. Raises InvalidInput.
-    """
+    """Raise InvalidInput if a prepacked weight's row order does not fit its product. activation: the fused one
+    or None."""
     tiling = weight.spec.tiling if isinstance(weight, QuantizedTensor) else None
     if tiling is None:
         return
@@ -153,7 +150,7 @@ def check_tiling(weight: object, activation: Activation | None, name: str) -> No
 
 
 def why_prepacked(matrices: Mapping[str, QuantizedTensor]) -> str | None:
-    """The reason nothing has a gradient beside these matrices: one of them is tiled. None if none is."""
+    """The reason why products with these matrices have no gradients (one is tiled), or None."""
     for name, matrix in matrices.items():
         if matrix.spec.tiling is not None:
             return (
@@ -164,7 +161,7 @@ def why_prepacked(matrices: Mapping[str, QuantizedTensor]) -> str | None:
 
 
 def why_frozen(names: Iterable[str], quantized: Iterable[str]) -> str | None:
-    """The reason arrays of these names have no gradient: they are of matrices quantised. None if they are of others."""
+    """The reason why arrays of these names have no gradient (their matrix is quantised), or None."""
     matrices = set(quantized)
     frozen = sorted(name for name in names if name in matrices or name.rpartition(".")[0] in matrices)
     if not frozen:
@@ -176,12 +173,12 @@ def why_frozen(names: Iterable[str], quantized: Iterable[str]) -> str | None:
 
 
 def logical_spec(array: Any, dtype: str) -> ArraySpec:
-    """A quantised tensor as the row-major array of `dtype` it stands for; a plain array as it is."""
+    """A quantised tensor as a row-major array of `dtype`; a plain array unchanged."""
     return ArraySpec(array.shape, dtype) if isinstance(array, QuantizedTensor) else array
 
 
 def require_like(name: str, array: Any, other_name: str, other: Any) -> None:
-    """Check that an operand is like another one: a plain array, or a quantised tensor of the same format and arrays."""
+    """Check that an operand matches another: a plain array, or a quantised tensor of the same format and arrays."""
     if not isinstance(other, QuantizedTensor):
         require_spec(name, array, other.shape, other.dtype)
     elif not isinstance(array, QuantizedTensor) or array != other:
@@ -208,7 +205,7 @@ def _require_contiguous(name: str, tensor: QuantizedTensor) -> None:
 
 
 def _check_formats(operands: MatmulOperands, spec: MatmulSpec) -> str:
-    """Check which operands are quantised and how; the dtype of what is plain: that of x, or spec.out_dtype."""
+    """Check the combination of formats. Returns the dtype of plain operands: that of x, or spec.out_dtype."""
     x, weight = operands.x, operands.weight
     both_fp8 = all(isinstance(side, QuantizedTensor) and side.format.element == "e4m3" for side in (x, weight))
     if spec.fast_accumulate and not both_fp8:

@@ -1,4 +1,4 @@
-"""One product as kernel families see it: operands, layout, options and target, checked, and the sizes that follow."""
+"""One product for kernel families: checked operands, layout, options and target, and derived sizes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import MatmulTuning
 
-#: Kinds of weights, each with families of its own.
+#: Kinds of weights, each with its own families.
 PLAIN, QUANTISED, PREPACKED = "plain", "quantised", "prepacked"
-#: Largest magnitudes of a result, each of some of its elements: as many as the sm90 family's consumers have rows.
+#: Partial maxima of a result: one for each row of the sm90 family's consumers.
 MAXIMA = 64
 
 
 @dataclass(frozen=True)
 class MatmulProblem:
-    """One product of `plan_matmul_ogs`, whose arguments these are; of ArraySpecs, checked when it is made.
+    """The arguments of one `plan_matmul_ogs`, as ArraySpecs, checked on construction.
 
-    out_format: y is rounded to its dtype, then quantised to this format of rows before it is stored, in the first
-    product of a composed plan; out_scale: fp32 `[1]`, its static scale. finds_maxima: of what the first product of a
-    composed plan stores in y, the largest magnitudes are found too, for one scale of all. addressed: slots go to
-    addresses, in the second product of a composed plan. expected_rows: what a tile is chosen for, None: what
-    spec.tuning expects, or all the rows that the layout has. multiprocessors: that kernels fill at most whose blocks
-    stay and take tile after tile, None = all; no bit depends on it. Raises InvalidInput, Unsupported.
+    In the first product of a composed plan: out_format quantises y to this row format after rounding it to its dtype,
+    out_scale is its static scale fp32 `[1]`, and finds_maxima also finds the largest magnitudes of the stored y, for
+    one common scale. In the second: addressed sends slots to addresses. expected_rows: rows to choose a tile for, None
+    means spec.tuning's, else all rows of the layout. multiprocessors: the most that persistent kernels fill (None:
+    all); bits do not depend on it. Raises InvalidInput, Unsupported.
     """
 
     operands: MatmulOperands
@@ -77,7 +76,6 @@ class MatmulProblem:
 
     @functools.cached_property
     def quantized(self) -> dict[str, QuantizedTensor]:
-        """The operands that are quantised, by name."""
         return quantized_operands(self.operands)
 
     @property
@@ -90,7 +88,7 @@ class MatmulProblem:
 
     @property
     def dtype(self) -> str:
-        """That of x, of a quantised x the one of y."""
+        """The dtype of x, or of y if x is quantised."""
         x = self.operands.x
         dtype = self.spec.out_dtype if isinstance(x, QuantizedTensor) else x.dtype
         assert dtype is not None, "a quantised x is checked to have out_dtype"
@@ -108,12 +106,12 @@ class MatmulProblem:
 
     @property
     def gate_layout(self) -> str | None:
-        """That of a fused gated activation."""
+        """The gate layout of a fused gated activation."""
         return self.spec.activation.gate_layout if self.spec.activation is not None else None
 
     @property
     def gated(self) -> bool:
-        """Whether a gated activation is fused."""
+        """True if a gated activation is fused."""
         return self.spec.activation is not None and self.spec.activation.gated
 
     @property
@@ -123,7 +121,7 @@ class MatmulProblem:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a tile is chosen without looking at the number of rows."""
+        """True if the tile must not depend on the number of rows."""
         return self.tuning.batch_invariant
 
     @property
@@ -133,7 +131,7 @@ class MatmulProblem:
             return self.expected_rows
         tokens, layout = self.tuning.expected_tokens, self.layout
         if layout is not None and layout.limit is not None:
-            # The mean of those that the limit leaves room for.
+            # The mean of the rows that fit the limit.
             return (layout.num_tokens if tokens is None else tokens) * layout.limit.per_token
         if tokens is not None:
             return tokens if layout is None else tokens * layout.top_k
@@ -146,7 +144,7 @@ class MatmulProblem:
 
     @property
     def used_groups(self) -> int:
-        """Groups that have rows, were the rows that a tile is chosen for spread over as many as they can be."""
+        """Groups with rows if `rows` spread over as many groups as possible."""
         return min(self.expected_groups, self.rows)
 
     @property
@@ -157,34 +155,33 @@ class MatmulProblem:
 
     @property
     def tuning(self) -> MatmulTuning:
-        """That of the spec."""
         return self.spec.tuning or MatmulTuning()
 
     @property
     def rows_per_group(self) -> float:
-        """Mean rows of a group that has any, were all groups used."""
+        """Mean rows per used group."""
         return self.rows / max(1, self.used_groups)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of plain weights that are read by `used_groups`."""
+        """Bytes of plain weights that `used_groups` read."""
         return self.used_groups * self.d * self.n * self.buffers * dtypes.itemsize(self.dtype)
 
     @property
     def most_multiprocessors(self) -> int:
-        """That a kernel fills at most whose blocks stay."""
+        """The most multiprocessors for a persistent kernel."""
         most = self.target.num_sms
         return most if self.multiprocessors is None else min(self.multiprocessors, most)
 
     def waves(self, config: TileConfig) -> float:
-        """Output tiles per multiprocessor, were the rows spread evenly."""
+        """Output tiles per multiprocessor if rows were spread evenly."""
         per_group = -(-math.ceil(self.rows_per_group) // config.block_m) * -(-self.n // config.block_n)
         return self.used_groups * per_group / max(1, self.target.num_sms)
 
     def num_blocks(self, config: TileConfig) -> int:
-        """The most row blocks that the layout may have."""
+        """The largest number of row blocks."""
         return -(-self.sizes.rows // config.block_m) if self.layout is None else self.layout.max_blocks(config.block_m)
 
     def tiles(self, config: TileConfig) -> int:
-        """The most output tiles."""
+        """The largest number of output tiles."""
         return self.num_blocks(config) * -(-self.n // config.block_n)

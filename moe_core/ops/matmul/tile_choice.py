@@ -1,4 +1,4 @@
-"""Which tile configuration a product gets: the caller's, one for every batch, a measured one, or the heuristics'."""
+"""Choice of a product's tile: the caller's, one for every batch, a measured one, or a heuristic one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_core.specs.tuning import MatmulTuning
 
 
 class TileSource(enum.Enum):
-    """Where a configuration comes from; values are for `explain`."""
+    """The origin of a configuration, for `explain`."""
 
     GIVEN = "given for this call"
     BATCH_INVARIANT = "batch invariant: the same for every number of rows"
@@ -27,11 +27,8 @@ class TileSource(enum.Enum):
 
 @dataclass(frozen=True)
 class TileChoice:
-    """The tile of one product, chosen once and handed to whatever plans it.
-
-    detail: the table it was found in, or what the heuristics went by. stored: it was changed to store the
-    pre-activation (`Family.storing`).
-    """
+    """The tile of one product, chosen once and passed to its planners. detail: its table, or the inputs of the
+    heuristics. stored: it was changed to store the pre-activation (`Family.storing`)."""
 
     family: Family
     config: TileConfig
@@ -40,24 +37,22 @@ class TileChoice:
     stored: bool = False
 
     def __str__(self) -> str:
-        """Where it comes from, for `explain`."""
+        """The origin, for `explain`."""
         text = f"{self.source.value}: {self.detail}" if self.detail else self.source.value
         return f"{text}; {self.config.block_m} rows where the pre-activation is stored" if self.stored else text
 
 
 def choose_tile(problem: MatmulProblem, name: str = "tuning.config") -> TileChoice | None:
-    """The first of: tuning.config; under batch_invariant the one that ignores rows; the entry of tuning.table; the
-    entry of the shipped table; the heuristics'. None on a target without tiles. Nothing is timed.
-
-    Tables hold products of plain weights alone. They have no entry for a problem where what they hold is of the sm90
-    family, which cannot run the problem. name: the override's, for messages. Raises InvalidInput with the reason where
-    an override or an entry is illegal, and Unsupported where no family can run the product.
-    """
+    """The first of: tuning.config; under batch_invariant the tile that ignores rows; the entry of tuning.table; the
+    entry of the shipped table; the heuristic tile. None on a target without tiles. Nothing is timed. Tables cover plain
+    weights only. An entry of the sm90 family is ignored if that family cannot run the problem. name: the override's,
+    for messages. Raises InvalidInput with the reason if an override or entry is illegal, and Unsupported if no family
+    can run the product."""
     tuning = problem.tuning
     if tuning.config is not None:
-        given = given_tile(problem, tuning.config, name)
-        # A backward recomputes the pre-activation alone, of a forward whose configuration may not store it.
-        return _storing(given, problem) if given is not None and problem.outputs == ("pre",) else given
+        override = given_tile(problem, tuning.config, name)
+        # A backward recomputes only the pre-activation, and the forward's configuration may not store it.
+        return _storing(override, problem) if override is not None and problem.outputs == ("pre",) else override
     if not problem.target.compiled:
         return None
     measured = None if tuning.batch_invariant else _measured(problem, tuning)
@@ -65,8 +60,7 @@ def choose_tile(problem: MatmulProblem, name: str = "tuning.config") -> TileChoi
 
 
 def _dividing(choice: TileChoice, problem: MatmulProblem) -> TileChoice:
-    """The choice, or, where each expert's rows are a multiple of a number that its tiles do not divide, the same with
-    the highest ones that do, if they are legal."""
+    """The choice, or the tallest legal tile that divides the number that each expert's rows are a multiple of."""
     limit, height = None if problem.layout is None else problem.layout.limit, choice.config.block_m
     if limit is None or limit.multiple % height == 0 or problem.batch_invariant:
         return choice
@@ -80,7 +74,7 @@ def _dividing(choice: TileChoice, problem: MatmulProblem) -> TileChoice:
 
 
 def heuristic_tile(problem: MatmulProblem) -> TileChoice:
-    """The tile that no one gave and no table holds. Raises Unsupported where no family can run the product."""
+    """The tile without an override or table entry. Raises Unsupported if no family can run the product."""
     family = next(family for family in _able(problem) if family.why_not_chosen(problem) is None)
     config = _require_legal(family.tile(problem), problem, "config", "choose another")
     choice = TileChoice(family, config, TileSource.HEURISTICS, _arithmetic(problem, config))
@@ -90,10 +84,8 @@ def heuristic_tile(problem: MatmulProblem) -> TileChoice:
 
 
 def given_tile(problem: MatmulProblem, config: TileConfig, name: str = "config") -> TileChoice | None:
-    """The caller's configuration; None on a target without tiles. Raises InvalidInput where it is illegal.
-
-    It is not left aside where it cannot run: whoever names a configuration wants it, or to know why not.
-    """
+    """The caller's configuration, None on a target without tiles. Raises InvalidInput if it is illegal: a caller who
+    names a configuration wants it, or the reason against it."""
     if not problem.target.compiled and problem.weights != PLAIN:
         return None
     _able(problem)
@@ -104,17 +96,17 @@ def given_tile(problem: MatmulProblem, config: TileConfig, name: str = "config")
 
 
 def tile_key(problem: MatmulProblem) -> TileKey:
-    """What tables know of a problem with plain weights."""
+    """The table key of a problem with plain weights."""
     sizes, operands = (problem.rows, problem.expected_groups, problem.d, problem.n), (problem.dtype, problem.buffers)
     return TileKey(*sizes, *operands, problem.spec.weight_layout, why_not_operands(problem) or "")
 
 
 def _able(problem: MatmulProblem) -> list[Family]:
-    """The families that can run a problem, in order of preference."""
+    """Families that can run a problem, in order of preference."""
     reasons = {family: family.why_not(problem) for family in families_for(problem)}
     able = [family for family, reason in reasons.items() if reason is None]
     if not able:
-        # That of the family that takes most.
+        # The reason of the most general family.
         reason = list(reasons.values())[-1]
         raise Unsupported(f"quantised operands need a kernel for {problem.target}, and there is none: {reason}")
     return able
@@ -130,7 +122,7 @@ def _measured(problem: MatmulProblem, tuning: MatmulTuning) -> TileChoice | None
         if config is not None:
             _require_legal(config, problem, f"the entry of {origin}", "measure again with moebius-tune")
             family = family_of(config, problem)
-            # What does not store the problem's outputs was measured for others: the heuristics choose.
+            # An entry that does not store the problem's outputs was measured for others. Use the heuristics.
             stores = family.storing(config, problem) == config
             return TileChoice(family, config, TileSource.MEASURED, origin) if stores else None
     return None
@@ -142,7 +134,7 @@ def _storing(choice: TileChoice, problem: MatmulProblem) -> TileChoice:
 
 
 def _arithmetic(problem: MatmulProblem, config: TileConfig) -> str:
-    """What the heuristics go by."""
+    """The inputs of the heuristics."""
     rows = f"{problem.rows_per_group:.1f} rows per expert"
     if problem.weights != PLAIN:
         return f"{rows}, {problem.operands.weight.format} weights"
@@ -152,7 +144,7 @@ def _arithmetic(problem: MatmulProblem, config: TileConfig) -> str:
 
 
 def _require_legal(config: TileConfig, problem: MatmulProblem, name: str, fix: str) -> TileConfig:
-    """The configuration; raises InvalidInput with the reason it is illegal. name: where it comes from."""
+    """The configuration. Raises InvalidInput with the reason if it is illegal. name: its origin."""
     if (reason := why_illegal(config, problem)) is not None:
         raise InvalidInput(f"{name} must be legal on {problem.target}, got {config}: {reason}; {fix}")
     return config

@@ -1,4 +1,4 @@
-"""Rules of tiles that several kernel families share; each gives the reason a configuration breaks it, or None."""
+"""Tile rules shared by kernel families. Each returns the reason why a configuration breaks it, or None."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from moe_core.base.target import Target
 from moe_core.specs.tile import TileConfig, shared_limit
 
-#: Smallest tile side the tensor cores take.
+#: Smallest tile side of the tensor cores.
 SMALLEST_SIDE = 16
-#: Rows per expert that one configuration of decoded weights for every batch is chosen for.
+#: Rows per expert that a batch-invariant configuration of decoded weights is chosen for.
 INVARIANT_ROWS = 64.0
 
 
 def why_not_sides(config: TileConfig, least_k: int = SMALLEST_SIDE) -> str | None:
-    """Tile sides are powers of two that the tensor cores take."""
+    """Tile sides must be powers of two that fit the tensor cores."""
     for name, least in (("block_m", SMALLEST_SIDE), ("block_n", SMALLEST_SIDE), ("block_k", least_k)):
         side = getattr(config, name)
         if side < least or side & (side - 1):
@@ -24,21 +24,21 @@ def why_not_sides(config: TileConfig, least_k: int = SMALLEST_SIDE) -> str | Non
 
 
 def why_not_warps(config: TileConfig, target: Target) -> str | None:
-    """Blocks have whole warp groups."""
+    """Blocks must have whole warp groups."""
     if config.num_warps not in (4, 8, 16) and target.on_gpu:
         return f"num_warps must be 4, 8 or 16 (whole warp groups), got {config.num_warps}"
     return None
 
 
 def why_not_counts(config: TileConfig) -> str | None:
-    """There is at least one pipeline stage, and one row block in a group."""
+    """At least one pipeline stage, and one row block per group."""
     if config.num_stages < 1 or config.group_m < 1:
         return f"num_stages and group_m must be at least 1, got {config.num_stages} and {config.group_m}"
     return None
 
 
 def why_no_room(config: TileConfig, stage_bytes: int, target: Target) -> str | None:
-    """The stages of the pipeline fit into shared memory."""
+    """The pipeline's stages must fit in shared memory."""
     if config.num_stages * stage_bytes > shared_limit(target.arch):
         return (
             f"{config.num_stages} stages of {stage_bytes} bytes exceed the {shared_limit(target.arch)} bytes of shared "
@@ -48,13 +48,13 @@ def why_no_room(config: TileConfig, stage_bytes: int, target: Target) -> str | N
 
 
 def accumulators(config: TileConfig, target: Target, buffers: int = 1) -> int:
-    """fp32 accumulators of a thread."""
+    """fp32 accumulators per thread."""
     return config.block_m * config.block_n * buffers // (target.warp_threads * config.num_warps)
 
 
 def shrunk(config: TileConfig, why_illegal: Callable[[TileConfig], str | None], least_k: int) -> TileConfig:
-    """Fewer stages, down to two, then steps along the reduction half as long, down to least_k, then one stage: the
-    first configuration that is legal. Only a pipeline too large for shared memory can be wrong with it."""
+    """The first legal configuration with fewer stages (down to two), then shorter reduction steps (halved down to
+    least_k), then one stage. Only the pipeline's shared memory may be illegal in `config`."""
     while (reason := why_illegal(config)) is not None:
         if config.num_stages > 2:
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)

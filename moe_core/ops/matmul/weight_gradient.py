@@ -1,4 +1,4 @@
-"""Planning of the weights' gradients: products ragged along the reduction, and dense ones in parts."""
+"""Planning of weight gradients: products ragged along the reduction, and dense ones in parts."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from moe_core.specs.tile import TileConfig
 WEIGHT_GRADIENT = declare_kernel(kernels.weight_gradient)
 SUM_PARTS = declare_kernel(kernels.sum_parts)
 
-#: Steps along the rows that a part of a dense product has at least: fewer would only move work into the sum of parts.
+#: Least row steps per part of a dense product. Fewer would only move work into the sum of parts.
 _STEPS_PER_PART = 8
-#: Warps of dense products that a multiprocessor is given: it holds several small tiles at once.
+#: Warps of dense products per multiprocessor, which holds several small tiles at once.
 _WARPS_PER_SM = 16
-#: Of column sums alone, but for block_k: many small blocks in flight.
+#: For column sums only, except block_k: many small blocks in flight.
 _BIAS_TILE = TileConfig(64, 64, 64, num_warps=2, num_stages=4)
-#: Mean rows of an expert from which the sm90 family is taken.
+#: Mean rows per expert from which the sm90 family is used.
 _SM90_ROWS = 64
 _SUM_BLOCK = {"gpu": 1024, "interpreter": 65536}
 
 
 def _product(left: str, right: str, allow_tf32: bool) -> str:
-    """How the kernel multiplies: fp32's IEEE products unless both sides are of one 16-bit dtype."""
+    """The kernel's multiplication: IEEE fp32 unless both sides have the same 16-bit dtype."""
     if left == right:
         return "tf32" if left == "float32" and allow_tf32 else "ieee"
     if (left, right) == ("bfloat16", "float32"):
@@ -50,16 +50,13 @@ def _product(left: str, right: str, allow_tf32: bool) -> str:
 
 
 def gradient_tile(m: int, n: int, product: str, dtype: str, target: Target, *, adds: bool = False) -> TileConfig:
-    """The tile of a product of M x N: large where the tensor cores take 16-bit numbers as they are.
-
-    adds: the result is added to an array; the largest tile's accumulators and what they are added to do not fit into
-    the registers together.
-    """
+    """The tile of an M x N product, large if the tensor cores take 16-bit numbers unchanged. adds: the result is added
+    to an array. The largest tile's accumulators and addends would not both fit in registers."""
     if not target.on_gpu:
         return TileConfig(min(128, padded(m)), min(256, padded(n)), 64)
     least = 16
     if product.startswith("split"):
-        # With fewer columns on one side ptxas aims at too few registers for the three parts and spills.
+        # With fewer columns on one side ptxas targets too few registers for the three parts and spills.
         config, least = TileConfig(64, 64, 64, num_warps=4, num_stages=2), 32
         if m >= 128 and n >= 128:
             config = TileConfig(128, 128, 64, num_warps=8, num_stages=2)
@@ -83,7 +80,7 @@ def _columns(name: str, array: ArraySpec, columns: tuple[int, int] | None) -> tu
 def _validate(
     operands: WeightGradientOperands, layout: LayoutSpec | None, spec: WeightGradientSpec
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The columns taken of left and of right."""
+    """The columns taken of left and right."""
     rows: dict[str, int | str] = {"row": "num_rows"}
     if layout is not None:
         rows = {"row": layout.capacity, "slot": layout.num_slots, "token": layout.num_tokens}
@@ -124,16 +121,16 @@ def plan_weight_gradient(
     *,
     trusted: bool = True,
 ) -> LaunchPlan:
-    """d_weight `[E, M, N]` = cast(into + left_rows^T . right_rows) of every expert's rows, d_bias `[E, M or N]`.
+    """d_weight `[E, M, N]` = cast(into + left_rows^T . right_rows) over every expert's rows, d_bias `[E, M or N]`.
 
-    operands: a bundle of ArraySpecs. layout None: dense, d_weight `[M, N]`, with fp32 sums of parts of the rows where
-    one sum would leave most of the device idle. With operands.layer_index every result has a leading layer axis, zeros
-    (or into) but for one. An expert without rows: exact zeros. trusted: the layout is one of ours, without padding
-    inside a group; otherwise rows without a slot are left out, whatever stands there.
+    operands: ArraySpecs. layout None: dense, d_weight `[M, N]`, in fp32 partial sums over the rows if one sum would
+    leave most of the device idle. With operands.layer_index every result has a leading layer axis, zeros (or into) in
+    other layers. Experts without rows are exact zeros. trusted: the layout is ours, without padding inside a group.
+    Otherwise rows without a slot are skipped, whatever their values.
 
-    Inputs: the operands given, then group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`. Outputs:
-    d_weight (unless out_dtype is None), d_bias (where bias_side is given). Compiled targets only: the reference engine
-    runs whole backwards (`moe_core.ops.moe.reference.backward`). Raises InvalidInput, Unsupported.
+    Inputs: the operands, group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`. Outputs: d_weight (unless
+    out_dtype is None), d_bias (with bias_side). Compiled targets only: the reference engine runs whole backwards
+    (`moe_core.ops.moe.reference.backward`). Raises InvalidInput, Unsupported.
     """
     if not target.compiled:
         raise Unsupported(f"a gradient of weights is planned for compiled targets, got {target}; plan a whole backward")
@@ -168,10 +165,8 @@ def plan_weight_gradient(
 
 
 def _faster_family(layout: LayoutSpec, spec: WeightGradientSpec, shape: tuple[int, int], tile: TileConfig) -> str:
-    """`sm90` where experts have rows enough and its large tiles, multiplied twice as fast, are not mostly padding.
-
-    shape: (M, N); tile: the portable kernel's.
-    """
+    """`sm90` if experts have enough rows and its large tiles, which multiply twice as fast, are not mostly padding.
+    shape: (M, N). tile: the portable kernel's."""
     tokens = layout.num_tokens if spec.expected_tokens is None else spec.expected_tokens
     if tokens * layout.top_k < _SM90_ROWS * (spec.expected_experts or layout.num_experts):
         return "portable"
@@ -192,10 +187,8 @@ def _launch_portable(
     trusted: bool,
     with_weight: bool,
 ) -> None:
-    """Add the launches of the kernel that runs everywhere. columns: first ones of left and of right, M, N.
-
-    with_weight: whether d_weight is made too. trusted: as in `plan_weight_gradient`.
-    """
+    """Add the launches of the portable kernel. columns: first ones of left and right, M, N. with_weight: compute
+    d_weight too. trusted: see `plan_weight_gradient`."""
     target, (left_start, right_start, m, n) = builder.target, columns
     groups = 1 if layout is None else layout.num_experts
     left, right = operands.left, operands.right
@@ -210,7 +203,7 @@ def _launch_portable(
     part_rows = -(-rows // parts)
     parts = max(1, -(-rows // max(1, part_rows)))
     if not with_weight:
-        # Parts and steps stay those of the product, so that the order of the sums does too.
+        # Keep the product's parts and steps, so that the order of the sums stays the same.
         if target.on_gpu:
             tile = dataclasses.replace(_BIAS_TILE, block_k=tile.block_k)
         tiles_m, tiles_n = (-(-m // tile.block_m), 1) if spec.bias_side == "left" else (1, -(-n // tile.block_n))
@@ -237,12 +230,12 @@ def _launch_portable(
     builder.launch(WEIGHT_GRADIENT, grid, arguments, tile.num_warps, tile.num_stages)
     builder.sums(f"rows of a group in order, {tile.block_k} at a time, fp32, {product} products, in {parts} parts")
     if in_parts:
-        for name, found in results.items():
-            _sum_parts(builder, spec, name, found, parts)
+        for name, buffer in results.items():
+            _sum_parts(builder, spec, name, buffer, parts)
 
 
 def _sum_parts(builder: PlanBuilder, spec: WeightGradientSpec, name: str, parts: str, number: int) -> None:
-    """Add the launch that makes a result of its parts."""
+    """Add the launch that sums the parts of a result."""
     size = builder.spec(parts).size // number
     block = min(_SUM_BLOCK[builder.target.engine], padded(size))
     into = builder.optional("into") if name == "d_weight" else None

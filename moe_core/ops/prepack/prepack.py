@@ -1,7 +1,7 @@
-"""Prepacked weights in any array library: quantised weights put into the order of a kernel once, when they are loaded.
+"""Prepacking in any array library: quantised weights reordered for a kernel once, when they are loaded.
 
-What lies where: `moe_core.formats.tiling`. This is the one description of the permutation; NumPy, torch and JAX bring
-the functions that they call differently (`ArrayFunctions`).
+The layout: `moe_core.formats.tiling`. This is the only description of the permutation. NumPy, torch and JAX pass their
+own functions (`ArrayFunctions`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, ROW_BYTES, SIDE_RO
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
 
-#: What turns a signed code of eight bits into an unsigned one with the zero point 128, and back.
+#: Converts a signed 8-bit code to an unsigned one with zero point 128, and back.
 _SIGN = -128
-#: Where `[block, side, row]` of a block are found in the matrix's axis of rows, split from slow to fast; by order.
+#: Positions of `[block, side, row]` in the matrix's axis of rows, split from slow to fast, by order.
 _ROW_AXES = {"rows": (0, 1, 2), "interleaved": (0, 2, 1), "halves": (1, 0, 2)}
 
 
 class ArrayFunctions(NamedTuple):
-    """What libraries call differently. permute(array, axes); stack(arrays, axis): along a new axis; pad(array, rows,
-    columns): zeros behind the last two axes; finish(array): what a result becomes."""
+    """Functions that libraries call differently. permute(array, axes); stack(arrays, axis) along a new axis; pad(array,
+    rows, columns) adds zeros after the last two axes; finish(array) converts a result."""
 
     permute: Callable[[Any, tuple[int, ...]], Any]
     stack: Callable[[list[Any], int], Any]
@@ -35,7 +35,7 @@ class ArrayFunctions(NamedTuple):
 
 
 def pad_with(pad: Callable[..., Any]) -> Callable[[Any, int, int], Any]:
-    """`ArrayFunctions.pad` of a library whose `pad` is NumPy's."""
+    """`ArrayFunctions.pad` from a `pad` like NumPy's."""
     return lambda array, rows, columns: pad(array, [(0, 0)] * (array.ndim - 2) + [(0, rows), (0, columns)])
 
 
@@ -43,7 +43,7 @@ NUMPY = ArrayFunctions(np.transpose, np.stack, pad_with(np.pad), np.ascontiguous
 
 
 def order_for(gate_layout: str | None, name: str) -> str:
-    """The order in which weights are tiled whose gate and up rows lie so; None = no gates. Raises InvalidInput."""
+    """The tiling order for a layout of gate and up rows (None: no gates). Raises InvalidInput."""
     if gate_layout not in (None, "interleaved", "halves"):
         raise InvalidInput(
             f"gate_layout must be None, 'interleaved' or 'halves' for prepacked weights, got {gate_layout!r} for "
@@ -53,11 +53,9 @@ def order_for(gate_layout: str | None, name: str) -> str:
 
 
 def tile(tensor: QuantizedTensor, order: str, functions: ArrayFunctions = NUMPY) -> QuantizedTensor:
-    """A quantised weight `[..., N, D]` with the arrays of `Tiling(N, D, order)`; an `in_out` one is transposed first.
-
-    One that is tiled so comes back as it is. Raises InvalidInput for formats and sizes that cannot be tiled, and for a
-    tensor tiled in another order.
-    """
+    """A quantised weight `[..., N, D]` with the arrays of `Tiling(N, D, order)`. An `in_out` one is transposed first,
+    and a tiled one returned unchanged. Raises InvalidInput for formats and sizes that cannot be tiled, and for a tensor
+    tiled in another order."""
     if tensor.spec.tiling is not None:
         if tensor.spec.tiling.order != order:
             raise InvalidInput(f"weights to tile in order {order!r} must not be tiled yet, got {tensor}; restore them")
@@ -85,8 +83,7 @@ def tile(tensor: QuantizedTensor, order: str, functions: ArrayFunctions = NUMPY)
 
 
 def untile(tensor: QuantizedTensor, functions: ArrayFunctions = NUMPY) -> QuantizedTensor:
-    """The published layout of a prepacked weight, `out_in`: the inverse of `tile`. One that is not tiled comes back as
-    it is."""
+    """The published `out_in` layout of a prepacked weight: the inverse of `tile`. Untiled weights are unchanged."""
     tiling, format = tensor.spec.tiling, tensor.format
     if tiling is None:
         return tensor
@@ -118,7 +115,7 @@ def prepack_weights(
     gate_layout: str | None = None,
     tile: Callable[[QuantizedTensor, str], QuantizedTensor] = tile,
 ) -> Any:
-    """`moe_torch.prepack_weights` in any library. tile(tensor, order): that of its arrays. Raises InvalidInput."""
+    """`moe_torch.prepack_weights` in any library. tile(tensor, order): that library's. Raises InvalidInput."""
     if isinstance(weights, QuantizedTensor):
         if spec is not None:
             raise InvalidInput(f"spec must be None with one tensor, got {spec}; pass its gate_layout instead")
@@ -145,7 +142,7 @@ def prepack_weights(
 
 
 def restore_weights(weights: Any, untile: Callable[[QuantizedTensor], QuantizedTensor] = untile) -> Any:
-    """`moe_torch.restore_weights` in any array library. untile: that of the library. Raises InvalidInput."""
+    """`moe_torch.restore_weights` in any library. untile: that library's. Raises InvalidInput."""
     if isinstance(weights, QuantizedTensor):
         return untile(weights)
     if not isinstance(weights, ExpertWeights):
@@ -161,13 +158,13 @@ def _quantized(weights: ExpertWeights) -> dict[str, QuantizedTensor]:
 
 
 def _split_rows(tiling: Tiling) -> tuple[int, ...]:
-    """The axis of rows, as the order splits it."""
+    """The axis of rows split as in the order."""
     sizes = dict(zip(_ROW_AXES[tiling.order], (tiling.blocks, 2, SIDE_ROWS), strict=True))
     return tuple(sizes[axis] for axis in range(3))
 
 
 def _to_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
-    """`[..., blocks, steps, 2, 32, width]` of `[..., rows, columns]`; width: columns of a step."""
+    """`[..., blocks, steps, 2, 32, width]` of `[..., rows, columns]`. width: columns per step."""
     lead = array.shape[:-2]
     missing = tiling.blocks * BLOCK_ROWS - array.shape[-2], steps * width - array.shape[-1]
     array = functions.pad(array, *missing).reshape(*lead, *_split_rows(tiling), steps, width)
@@ -177,9 +174,9 @@ def _to_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: Ar
 
 
 def _from_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
-    """The inverse of `_to_blocks`, with the padding: `[..., blocks * 64, steps * width]`."""
+    """The inverse of `_to_blocks`, with padding: `[..., blocks * 64, steps * width]`."""
     lead = array.shape[:-5]
-    # Of block, side and row in the array.
+    # Axes of block, side and row in the array.
     places = dict(zip(_ROW_AXES[tiling.order], (len(lead), len(lead) + 2, len(lead) + 3), strict=True))
     rows = (places[axis] for axis in range(3))
     array = functions.permute(array, (*range(len(lead)), *rows, len(lead) + 1, len(lead) + 4))
@@ -187,7 +184,7 @@ def _from_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: 
 
 
 def _to_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
-    """The 64 bytes of each row of a block, from the order of columns to that of words (t, q)."""
+    """The 64 bytes of each block row from column order to word order (t, q)."""
     lead = array.shape[:-1]
     t, q = len(lead) + 2, len(lead)
     if element not in _PACK:
@@ -203,7 +200,7 @@ def _to_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
 
 
 def _from_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
-    """The inverse of `_to_words`: `[..., 64]` of words in that last axis."""
+    """The inverse of `_to_words`: the last axis of `[..., 64]` holds words."""
     lead = array.shape[:-1]
     t, q = len(lead), len(lead) + 1
     if element not in _UNPACK:
@@ -213,12 +210,12 @@ def _from_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
     array = array.reshape(*lead, 4, 4, 2, 2)
     codes = _UNPACK[element](array[..., 0], array[..., 1])
     # [..., t, q, i] of [..., t, q, b], then [..., q, i, t].
-    found = functions.stack([code[..., 0] | (code[..., 1] << 4) for code in codes], -1)
-    return functions.permute(found, (*range(len(lead)), q, q + 1, t)).reshape(*lead, ROW_BYTES)
+    bytes_of_words = functions.stack([code[..., 0] | (code[..., 1] << 4) for code in codes], -1)
+    return functions.permute(bytes_of_words, (*range(len(lead)), q, q + 1, t)).reshape(*lead, ROW_BYTES)
 
 
 def _pack_e2m1(c0: Any, c1: Any, c2: Any, c3: Any) -> list[Any]:
-    """The lower and upper byte of a half with four codes, bits as `moe_core.formats.tiling` says."""
+    """The lower and upper byte of a half with four codes, with the bits of `moe_core.formats.tiling`."""
     low = ((c0 & 3) << 6) | ((c1 & 7) << 3) | (c2 & 7)
     signs = ((c0 & 8) << 4) | ((c1 & 8) << 1) | ((c2 & 8) >> 2)
     return [low, signs | ((c0 & 4) >> 2) | (c3 & 12) | ((c3 & 3) << 5)]
@@ -238,14 +235,14 @@ _UNPACK = {"e2m1": _unpack_e2m1, "uint4": lambda low, high: (low & 15, low >> 4,
 
 
 def _unpack_rows(points: Any, rows: int, functions: ArrayFunctions) -> Any:
-    """Zero points of 4 bits `[..., ceil(rows / 2), groups]`, an even row in the low nibble: `[..., rows, groups]`."""
+    """`[..., rows, groups]` of 4-bit zero points `[..., ceil(rows / 2), groups]`, even rows in the low nibble."""
     lead, groups = points.shape[:-2], points.shape[-1]
     pairs = functions.stack([points & 15, points >> 4], -2)
     return pairs.reshape(*lead, 2 * points.shape[-2], groups)[..., :rows, :]
 
 
 def _pack_rows(points: Any, functions: ArrayFunctions) -> Any:
-    """The inverse of `_unpack_rows`; an odd last row leaves 0 above it."""
+    """The inverse of `_unpack_rows`. An odd last row is padded with 0."""
     lead, (rows, groups) = points.shape[:-2], points.shape[-2:]
     pairs = functions.pad(points, rows % 2, 0).reshape(*lead, (rows + 1) // 2, 2, groups)
     return pairs[..., 0, :] | (pairs[..., 1, :] << 4)

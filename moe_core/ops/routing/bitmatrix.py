@@ -1,4 +1,4 @@
-"""Planning of bitmatrices: which experts a token has, one bit each."""
+"""Planning of bitmatrices: one bit per expert of a token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACK = declare_kernel(kernels.pack)
 SUM_COUNTS = declare_kernel(kernels.sum_counts)
 UNPACK = declare_kernel(kernels.unpack)
 
-#: Elements of a tile of a bitmatrix kernel, and its tokens at most.
+#: Elements, and most tokens, of a bitmatrix kernel's tile.
 _ELEMENTS, _MOST_TOKENS = {"gpu": 2048, "interpreter": BLOCK_ELEMENTS["interpreter"]}, 128
 
 
@@ -30,12 +30,10 @@ def _block_tokens(num_tokens: int, width: int, target: Target) -> int:
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> LaunchPlan:
-    """bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 says that e was chosen.
-
-    -1 sets no bit. duplicates int32 `[1]`: slots whose expert an earlier slot of the token has; invalid_ids int32
-    `[1]`: ids outside [-1, E); both set no further bit. Input: ids; outputs: bitmatrix, duplicates, invalid_ids.
-    Raises InvalidInput, Unsupported.
-    """
+    """bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 means that e was chosen.
+    -1 sets no bit. duplicates int32 `[1]` counts slots that repeat an expert of the token, invalid_ids int32 `[1]`
+    counts ids outside [-1, E). Neither sets a bit. Input: ids. Outputs: bitmatrix, duplicates, invalid_ids. Raises
+    InvalidInput, Unsupported."""
     require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
     num_experts = as_integer("num_experts", num_experts, 1)
     num_tokens, top_k = ids.shape
@@ -69,11 +67,8 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, target: Target) -> LaunchPlan:
-    """ids int32 `[T, K]` of a bitmatrix uint32 `[T, ceil(E / 32)]`: ascending, -1 behind the last.
-
-    Of more than K set bits the lowest K; bits at and above E are ignored. Input: bitmatrix; output: ids. Raises
-    InvalidInput, Unsupported.
-    """
+    """ids int32 `[T, K]` of a bitmatrix uint32 `[T, ceil(E / 32)]`: ascending, then -1. With more than K set bits the
+    lowest K are taken. Bits from E on are ignored. Input: bitmatrix. Output: ids. Raises InvalidInput, Unsupported."""
     num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
     require_spec("bitmatrix", bitmatrix, ("num_tokens", -(-num_experts // 32)), "uint32")
     num_tokens = bitmatrix.shape[0]

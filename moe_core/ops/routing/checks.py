@@ -1,4 +1,4 @@
-"""What a front-end finds in the counters of invalid and repeated ids, once it has read them."""
+"""Checks of a front-end on the counters of invalid and repeated ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def require_known_ids(invalid_ids: int, num_ids: int) -> None:
 
 
 def require_distinct_ids(repeated: int) -> None:
-    """Raise InvalidInput unless the count of ids that a token has twice is 0."""
+    """Raise InvalidInput unless the count of repeated ids within a token is 0."""
     if repeated:
         raise InvalidInput(
             f"ids must not repeat within a token, which a bitmatrix cannot hold, got {repeated} repeated ids; "

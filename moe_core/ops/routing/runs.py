@@ -1,4 +1,4 @@
-"""Planning of the layout of rows that other ranks sent: runs by source, then by local expert."""
+"""Planning of the layout of rows from other ranks: runs by source, then by local expert."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from moe_core.specs.routing import LayoutSpec
 
 LAYOUT_OF_RUNS = declare_kernel(kernels.layout_of_runs, writes_layout=True)
 
-#: Counts that one program holds.
+#: Most counts in one program.
 MAX_COUNTS = 8192
 _BLOCK = {"gpu": 1024, "interpreter": 64}
 
 
 def runs_spec(num_rows: int, num_experts: int) -> LayoutSpec:
-    """The layout of so many rows, one slot each."""
+    """The layout of `num_rows` rows, one slot each."""
     return LayoutSpec(num_rows, 1, num_experts, rows=num_rows)
 
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_layout_of_runs(counts: ArraySpec, num_rows: int, target: Target, *, stride: int | None = None) -> LaunchPlan:
-    """Group rows by expert that arrived as runs, sources in order and within a source its experts.
+    """Group received rows by expert. Rows arrive in runs, ordered by source, then by expert.
 
-    counts int32 `[W, L]`: rows of each run. stride: every source has that many rows, those behind its runs are unused;
-    None: the runs lie side by side. A stable layout: an expert's rows are those of source 0, then of source 1, each in
-    the order in which they arrived. A row is a slot (K = 1). Runs are cut where their memory ends, and overflow counts
-    what is missing.
+    counts int32 `[W, L]`: rows per run. stride: rows per source, unused after its runs. None: runs are contiguous. The
+    layout is stable: an expert's rows are those from source 0, then source 1, in order of arrival. A row is a slot (K =
+    1). Runs are cut where their memory ends, and overflow counts the missing rows.
 
     Input: counts. Outputs, int32, R = num_rows: ids `[R, 1]`, the local expert of every row, -1 = unused; group_sizes
     `[L]`, group_start `[L + 1]`, slot_of_row `[R]`, row_of_slot `[R]`, overflow `[1]`. Raises InvalidInput,

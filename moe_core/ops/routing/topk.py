@@ -1,8 +1,8 @@
-"""Planning of routing: logits to ids and weights, alone or together with their layout.
+"""Planning of routing: logits to ids and weights, with or without their layout.
 
-Up to `FEW_TOKENS` tokens, while one program can hold their logits (`_FEW_LOGITS`) and slots (`_FEW_SLOTS`),
-`route_and_layout` does everything in one launch. Above, `topk.route` counts the slots of its block of tokens while it
-routes them, and `layout.place_blocks` places them. The arithmetic: docs/notebook/launches.md.
+Up to `FEW_TOKENS` tokens, if one program can hold their logits (`_FEW_LOGITS`) and slots (`_FEW_SLOTS`),
+`route_and_layout` does everything in one launch. Otherwise `topk.route` routes and counts the slots of its block of
+tokens, and `layout.place_blocks` places them. The arithmetic: docs/notebook/launches.md.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ ROUTE_AND_LAYOUT = declare_kernel(
     route_and_layout_kernels.route_and_layout, pdl="start", writes_layout=True, counts_slots=True
 )
 
-#: What kernels read to choose experts.
+#: Inputs of kernels that choose experts.
 _ROUTED = ("logits", "correction_bias", "token_mask", "expert_map")
 #: Up to this many tokens one launch routes and lays out.
 FEW_TOKENS = {"gpu": 64, "interpreter": 32}
-#: Tokens such a kernel takes: the first number that holds them all, so that few kernels are compiled.
+#: Token capacities of that kernel. The first that suffices is used, so that few kernels are compiled.
 _FEW_SIZES = {"gpu": (1, 4, 16, 64), "interpreter": (32,)}
-#: Slots it takes in all. On an H200 it is 9 us slower than two launches with 512 (64 tokens, K = 8), up to 2 us slower
-#: with 256 (64 tokens, K = 4), where it saves a launch, and as fast with fewer.
+#: Its most slots. On an H200 it is 9 us slower than two launches with 512 (64 tokens, K = 8), up to 2 us slower with
+#: 256 (64 tokens, K = 4), where it saves a launch, and as fast with fewer.
 _FEW_SLOTS = {"gpu": 256, "interpreter": 4096}
-#: Logits it takes in all, and logits and slots it takes at once.
+#: Its most logits, and logits and slots per step.
 _FEW_LOGITS, _STEP_LOGITS, _STEP_SLOTS = 32768, 8192, 256
-#: Tokens that a program takes at once where routing also counts: the first number that lets the device take them all.
+#: Tokens per program where routing also counts: the first number with which all tokens run at once.
 _COUNTED_TOKENS = {"gpu": (8, 16, 32), "interpreter": (4,)}
-#: Programs of one warp that an SM holds at most (CUDA: 32 blocks per SM); more tokens are looped over.
+#: One-warp programs per SM at most (CUDA: 32 blocks per SM). More tokens are looped over.
 _PROGRAMS_PER_SM = 32
-#: Logits that a warp holds (32 per thread), and those of one row that one load of a warp takes (16 bytes per thread).
+#: Logits per warp (32 per thread), and per load of one row by a warp (16 bytes per thread).
 _LOGITS_PER_WARP, _LOGITS_PER_LOAD = 1024, 128
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """How a kernel chooses `width` experts: padded columns and slots, and the constants of `topk.choose_experts`."""
+    """How a kernel chooses `width` experts: padded columns and slots, and constants of `topk.choose_experts`."""
 
     spec: RouterSpec
     num_experts: int
@@ -76,7 +76,7 @@ class _Selection:
         return min(16, max(least, block_t * self.columns // _LOGITS_PER_WARP))
 
     def constants(self, block_t: int, target: Target) -> dict[str, Argument]:
-        """From NUM_EXPERTS to BLOCK_T, in the kernels' order."""
+        """NUM_EXPERTS to BLOCK_T in the kernels' order."""
         spec, span = self.spec, _LOGITS_PER_LOAD * max(1, self.columns // _LOGITS_PER_WARP)
         return {
             **passed(NUM_EXPERTS=self.num_experts, TOP_K=spec.top_k, SCORING=spec.scoring),
@@ -90,7 +90,7 @@ class _Selection:
         }
 
     def describe(self, builder: PlanBuilder, has_bias: bool) -> None:
-        """What is selected on, and the order of the sums: the same in every kernel."""
+        """Note the selection key and the order of the sums, which are the same in every kernel."""
         describe_selection(builder, self.spec, has_bias)
         builder.sums(
             f"softmax over experts: a tree over {self.columns} columns, over slots and renormalisation: a tree over "
@@ -99,7 +99,7 @@ class _Selection:
 
 
 def describe_selection(builder: PlanBuilder, spec: RouterSpec, has_bias: bool) -> None:
-    """What is selected on."""
+    """Note the selection key."""
     if has_bias:
         selected = "logit + bias" if spec.bias_on == "logits" else "score + bias"
     else:
@@ -110,7 +110,6 @@ def describe_selection(builder: PlanBuilder, spec: RouterSpec, has_bias: bool) -
 def require_routing(
     logits: ArraySpec, spec: RouterSpec, correction_bias: ArraySpec | None, token_mask: ArraySpec | None
 ) -> None:
-    """Check the arguments of routing."""
     require_spec("logits", logits, ("num_tokens", "num_experts"), "float32")
     num_tokens, num_experts = logits.shape
     spec.validate_experts(num_experts, correction_bias is not None)
@@ -134,12 +133,12 @@ def plan_routing(
 ) -> LaunchPlan:
     """ids int32 `[T, K]` and weights fp32 `[T, K]` of logits fp32 `[T, E]`.
 
-    correction_bias fp32 `[E]` moves the selection, never the weights. token_mask bool `[T]`: a masked token gets ids -1
-    and weights 0. Without a bias experts are ordered by their logits (every scoring is monotone), with one by fp32
-    score + bias (topk_then_softmax: logit + bias); -0.0 ties with 0.0, NaN ranks below every number, ties go to the
-    lower id. given int32 `[T, K]`: experts that are chosen already, distinct within a token, in their order; a token
-    with an id outside [0, E) is masked. Inputs: logits, [correction_bias], [token_mask], [given]; outputs: ids,
-    weights, [bitmatrix uint32 `[T, ceil(E / 32)]`]. Raises InvalidInput, Unsupported.
+    correction_bias fp32 `[E]` affects the selection, not the weights. token_mask bool `[T]`: a masked token gets ids -1
+    and weights 0. Without a bias experts are ordered by logits (every scoring is monotone), otherwise by fp32 score +
+    bias (topk_then_softmax: logit + bias). -0.0 ties with 0.0, NaN ranks below every number, ties go to the lower id.
+    given int32 `[T, K]`: experts already chosen, distinct within a token, in this order. A token with an id outside [0,
+    E) is masked. Inputs: logits, [correction_bias], [token_mask], [given]. Outputs: ids, weights, [bitmatrix uint32
+    `[T, ceil(E / 32)]`]. Raises InvalidInput, Unsupported.
     """
     require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape
@@ -169,7 +168,7 @@ def plan_routing(
 
 
 def launch_routing(builder: PlanBuilder, spec: RouterSpec, width: int) -> LaunchPlan:
-    """The plan with a launch that chooses the `width` best experts for the inputs and outputs of `plan_routing`."""
+    """Add the launch that chooses the `width` best experts, with the inputs and outputs of `plan_routing`."""
     target, (num_tokens, num_experts) = builder.target, builder.spec("logits").shape
     require_experts(num_experts)
     selection = _Selection(spec, num_experts, width)
@@ -190,7 +189,6 @@ def launch_routing(builder: PlanBuilder, spec: RouterSpec, width: int) -> Launch
 def _launch_route(
     builder: PlanBuilder, programs: int, block_tokens: int, constants: dict[str, Argument], num_warps: int
 ) -> None:
-    """Add a launch of `topk.route`."""
     names = ("logits", "correction_bias", "token_mask", "given", "expert_map", "ids", "weights")
     names += ("bitmatrix", "block_counts")
     counts = passed(num_tokens=builder.spec("logits").shape[0], block_tokens=block_tokens)
@@ -209,12 +207,10 @@ def plan_route_and_layout(
     block_ms: tuple[int, ...] = (),
     tile_counters: int = 0,
 ) -> LaunchPlan:
-    """`plan_routing`, then `plan_layout` of its ids: the same results, in one launch for few tokens, two for many.
-
-    expert_map int32 `[E]`: local id of each expert or -1; without one layout.num_experts is E. Inputs: logits,
-    [correction_bias], [token_mask], [expert_map]; outputs: ids and weights `[T, K]`, then those of `plan_layout`, with
-    a schedule per height in block_ms and [tile_counters]. Raises InvalidInput, Unsupported.
-    """
+    """`plan_routing` and `plan_layout` of its ids: the same results in one launch for few tokens, two for many.
+    expert_map int32 `[E]`: local id of each expert or -1. Without it layout.num_experts is E. Inputs: logits,
+    [correction_bias], [token_mask], [expert_map]. Outputs: ids and weights `[T, K]`, then those of `plan_layout`, with
+    a schedule per height in block_ms and [tile_counters]. Raises InvalidInput, Unsupported."""
     logits, correction_bias = routing.logits, routing.correction_bias
     require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape
@@ -261,7 +257,7 @@ def plan_route_and_layout(
 
 
 def _few_tokens(selection: _Selection, launcher: LayoutLauncher) -> int | str:
-    """The tokens that a kernel for few takes, or why there is none."""
+    """The token capacity of the one-launch kernel, or the reason why there is none."""
     engine, num_tokens = launcher.target.engine, launcher.layout.num_tokens
     if launcher.layout.rows is not None:
         return "rows are bounded"

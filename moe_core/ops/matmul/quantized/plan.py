@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul with quantised weights, and rows where asked (`kernel.matmul_quantized`)."""
+"""Planning of the grouped matmul with quantised weights and optionally quantised rows (`kernel.matmul_quantized`)."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ from moe_core.specs.tile import TileConfig
 ORDER_COLUMNS = declare_kernel(kernels.order_columns)
 MATMUL_QUANTIZED = declare_kernel(kernels.matmul_quantized, pdl="layout")
 
-#: Columns of which a thread reads its share of decoded weights at once, by elements per byte; see `weight_tile`.
+#: (order, columns that hold a thread's share of decoded weights) by elements per byte; see `weight_tile`.
 _ORDERS = {2: ("words", 128), 1: ("bytes", 64)}
-#: Tokens of a tile from which the columns of x are put in order by a launch of their own, into a buffer of this name.
+#: From this many tokens per tile a separate launch reorders the columns of x, into a buffer of this name.
 _ORDERED_ROWS, _ORDERED = 64, "ordered_x"
 _ORDER_ROWS = 32
-#: A row of packed weights is read by 16 bytes.
+#: Rows of packed weights are read 16 bytes at a time.
 _WORD_COLUMNS = 32
-#: Tokens of a tile from which they fill the tensor cores' left side, where weights are not decoded into registers.
+#: From this many tokens per tile tokens are the left operand of the tensor cores, unless weights are decoded into
+#: registers.
 _TOKENS_FIRST_ROWS = 64
 
-#: Columns after which partial sums of fp8 products are added up in fp32.
+#: Columns between additions of partial fp8 sums into the fp32 sum.
 _PROMOTED = 128
 
 
 @dataclass(frozen=True)
 class ProductMethod:
-    """How a product is computed: what the kernel's DOT and SCALING say, and what blocks along the reduction must be.
-
-    least_k: the shortest reduction of one instruction; group: columns a block must not cross (0: any block is fine).
-    """
+    """How a product is computed: the kernel's DOT and SCALING, and limits on blocks along the reduction. least_k: the
+    shortest reduction of one instruction. group: columns that a block must not cross (0: no limit)."""
 
     dot: str
     scaling: str
@@ -52,11 +51,11 @@ class ProductMethod:
 
 
 def product_method(operands: MatmulOperands, target: Target) -> ProductMethod:
-    """How a product of valid operands is computed on a compiled target."""
+    """The method for valid operands on a compiled target."""
     weights: Format = operands.weight.format
     x = operands.x
     if not isinstance(x, QuantizedTensor):
-        # Powers of two leave float16's range, so its products are scaled in fp32.
+        # Powers of two exceed float16's range, so its products are scaled in fp32.
         if weights.has_e8m0_scales and x.dtype == "float16":
             return ProductMethod("float16", "per_block", 16, _finest(weights.group_columns))
         return ProductMethod(x.dtype, "into_weight", 16, 0)
@@ -74,13 +73,13 @@ def product_method(operands: MatmulOperands, target: Target) -> ProductMethod:
 
 
 def _finest(*groups: int | None) -> int:
-    """The largest power of two that divides every group of columns; 0 where all are whole axes."""
-    found = math.gcd(*(group or 0 for group in groups))
-    return found & -found
+    """The largest power of two that divides every group of columns, 0 if all are whole axes."""
+    common = math.gcd(*(group or 0 for group in groups))
+    return common & -common
 
 
 class _Quantized(Family):
-    """Quantised weights, and rows where asked, on every compiled target."""
+    """Quantised weights and optionally quantised rows, on every compiled target."""
 
     name, weights, finds_maxima = "quantized", QUANTISED, True
 
@@ -134,7 +133,7 @@ QUANTIZED = _Quantized()
 
 
 def _stage_bytes(config: TileConfig, problem: MatmulProblem) -> int:
-    """Shared memory of one pipeline stage: the codes of a weight tile and the rows of x as they are stored."""
+    """Shared memory of one pipeline stage: a weight tile's codes and the stored rows of x."""
     x = problem.operands.x
     x_bits = x.format.bits_per_element if isinstance(x, QuantizedTensor) else 8 * dtypes.itemsize(x.dtype)
     weight_bits = problem.operands.weight.format.bits_per_element
@@ -142,21 +141,22 @@ def _stage_bytes(config: TileConfig, problem: MatmulProblem) -> int:
 
 
 def _heuristics(problem: MatmulProblem) -> TileConfig:
-    """By rows per expert and what is multiplied; block_n counts output columns, of which gated products have two."""
+    """A tile from rows per expert and the method. block_n counts output columns; gated products have two weight rows
+    for each."""
     rows = rules.INVARIANT_ROWS if problem.batch_invariant else problem.rows_per_group
     method = product_method(problem.operands, problem.target)
     block_k = min(128, padded(problem.d, 32), method.group or 128)
     if problem.operands.weight.layout == "in_out" and method.dot not in ("e4m3", "int8"):
-        # Decoded columns of that layout are put into the tensor cores' order one by one: shorter steps need no spills.
+        # Decoded columns in that layout are reordered one by one for the tensor cores. Shorter steps avoid spills.
         block_k = min(block_k, 32)
     if not problem.target.on_gpu:
         return TileConfig(32, min(64, padded(problem.n)), block_k, 4, 1, family=_Quantized.name)
-    # Weight rows of a tile: 64, the least that Hopper's fast instruction takes, of which gate and up have half each.
+    # A tile has 64 weight rows, the minimum of Hopper's wgmma. Gate and up have half each.
     wide = 1 if problem.gated else 2
     if method.dot == "float32":
         config = TileConfig(16, 32 * wide, 32, 4, 2) if rows <= 16 else TileConfig(32, 32 * wide, 32, 8, 2)
     elif rows <= 24:
-        # Twice the mean, so that few experts have rows for a second tile, which decodes the same weights again.
+        # Twice the mean, so that few experts need a second tile, which decodes the same weights again.
         config = TileConfig(16 if rows <= 10 else 32, 32 * wide, block_k, 4, 4)
     elif rows <= 100:
         config = TileConfig(64, 32 * wide, block_k, 4, 4)
@@ -167,7 +167,7 @@ def _heuristics(problem: MatmulProblem) -> TileConfig:
 
 
 def _order(config: TileConfig, operands: MatmulOperands, method: ProductMethod, d: int) -> str | None:
-    """In which order the columns of decoded weights are multiplied, see `kernels.dequantize.weight_tile`."""
+    """The order in which columns of decoded weights are multiplied, see `kernels.dequantize.weight_tile`."""
     weights: Format = operands.weight.format
     if method.dot in ("e4m3", "int8") or operands.weight.layout != "out_in":
         return None
@@ -183,7 +183,7 @@ def _order(config: TileConfig, operands: MatmulOperands, method: ProductMethod, 
 
 
 def _is_uniform(problem: MatmulProblem, config: TileConfig, method: ProductMethod) -> bool:
-    """Whether the weight rows of any tile, of the gate and of up apart, share their scales."""
+    """True if the weight rows of every tile share their scales, gate and up separately."""
     group_rows, gate_layout = problem.operands.weight.format.group_rows, problem.gate_layout
     if method.scaling == "into_weight":
         return False
@@ -195,7 +195,7 @@ def _is_uniform(problem: MatmulProblem, config: TileConfig, method: ProductMetho
 
 
 def _x_arguments(x: ArraySpec | QuantizedTensor) -> dict[str, Argument]:
-    """What kernels are told of x as it is given."""
+    """Kernel arguments of x as it is stored."""
     if not isinstance(x, QuantizedTensor):
         return passed(x="x", x_scales=None, ELEMENT=None, STRIDE=row_stride("x", x), SCALE_STRIDE=0, GROUP=0)
     scale_stride, group = x.scales.shape[1] if x.format.group_rows else 0, x.format.group_columns or 0
@@ -206,7 +206,7 @@ def _x_arguments(x: ArraySpec | QuantizedTensor) -> dict[str, Argument]:
 def _order_columns(
     builder: PlanBuilder, x_side: dict[str, Argument], method: ProductMethod, order: str, config: TileConfig, d: int
 ) -> dict[str, Argument]:
-    """Add the launch that decodes x and puts its columns in order; what the product is then told of x."""
+    """Add the launch that decodes x and reorders its columns. Returns the product's arguments of x."""
     x = x_side["x"]
     assert isinstance(x, Pointer)
     rows, width = builder.spec(x.buffer).shape[0], -(-d // config.block_k) * config.block_k
@@ -226,7 +226,7 @@ def _order_columns(
 def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, x_side: dict[str, Argument], order: str | None
 ) -> dict[str, Argument]:
-    """Every kernel parameter in order. x_side: what it is told of x; order: of the columns of decoded weights."""
+    """Every kernel parameter in order. x_side: the arguments of x. order: of the columns of decoded weights."""
     weight: QuantizedTensor = problem.operands.weight
     spec, method = problem.spec, product_method(problem.operands, builder.target)
     ordered = x_side["x"] == Pointer(_ORDERED)

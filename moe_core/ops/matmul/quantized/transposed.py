@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul with a quantised weight read the other way: gradients through frozen weights."""
+"""Planning of the grouped matmul with a transposed quantised weight: gradients through frozen weights."""
 
 from __future__ import annotations
 
@@ -44,16 +44,17 @@ def plan_matmul_quantized_transposed(
 ) -> LaunchPlan:
     """`y[scatter(row)] = cast(x[gather(row)] @ dequantised(weight[expert])^T)` for every row of the layout.
 
-    operands: of ArraySpecs, as the forward of `plan_matmul_ogs` has them with these exceptions: x is the gradient of
-    its result, `[*, N]` in any matmul dtype, and y `[*, D]`; with `up` x is `[*, 2N]`, the gate's columns first, and
-    y = x[:, :N] @ weight^T + x[:, N:] @ up^T, one fp32 sum. Only x, weight, up and layer_index are there. The weight is
-    (code - zero point) * scale in fp32, cast to the dtype of x. spec.weight_layout is the weight's own; spec.tuning:
-    batch_invariant, or a config of the family `quantized`; gather and scatter are those of this product.
+    operands: ArraySpecs of the forward's operands, except that x is the gradient of its result, `[*, N]` in any matmul
+    dtype, and y is `[*, D]`. With `up` x is `[*, 2N]`, gate columns first, and y = x[:, :N] @ weight^T + x[:, N:] @
+    up^T with one fp32 sum. Only x, weight, up and layer_index are present. The weight is (code - zero point) * scale in
+    fp32, cast to the dtype of x. spec: the weight's weight_layout, this product's gather and scatter, and tuning with
+    batch_invariant or a config of the family `quantized`.
 
-    tile: None = that of `choose_transposed_tile`. Inputs: x, the weights' arrays, [layer_index], group_sizes `[E]`,
-    group_start `[E + 1]`, slot_of_row `[capacity]`, then composed: `schedule` of the tile's block_m, and rows that no
-    expert writes are left unwritten; else they become exact zeros, and for scatter `slot` row_of_slot `[T * K]` is an
-    input. Output: y; addressed, with composed: none, as of `plan_product`. Raises InvalidInput, Unsupported.
+    tile None: that of `choose_transposed_tile`. Inputs: x, the weights' arrays, [layer_index], group_sizes `[E]`,
+    group_start `[E + 1]`, slot_of_row `[capacity]`. composed: another input is `schedule` for the tile's block_m, and
+    rows without an expert are unwritten. Otherwise these rows become exact zeros, and scatter `slot` has the input
+    row_of_slot `[T * K]`. Output: y, or none if addressed (composed only), as in `plan_product`. Raises InvalidInput,
+    Unsupported.
     """
     problem = dataclasses.replace(_decoded(operands, layout, spec, target), addressed=addressed)
     builder = PlanBuilder("matmul_quantized_transposed", target)
@@ -82,7 +83,7 @@ def plan_matmul_quantized_transposed(
 
 
 def _decoded(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, target: Target) -> MatmulProblem:
-    """The product with decoded weights in the other layout, checked: what it is to all but those who read weights."""
+    """The checked product with decoded weights in the other layout, for all code that does not read weights."""
     x, weight = operands.x, operands.weight
     if isinstance(x, QuantizedTensor) or not isinstance(weight, QuantizedTensor):
         raise Unsupported(
@@ -114,7 +115,7 @@ def _decoded(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSp
 def choose_transposed_tile(
     operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, target: Target
 ) -> TileChoice | None:
-    """What `plan_matmul_quantized_transposed` runs; None on the reference target. Raises InvalidInput."""
+    """The tile of `plan_matmul_quantized_transposed`, None on the reference target. Raises InvalidInput."""
     return _choose(_decoded(operands, layout, spec, target), operands.weight.format)
 
 
@@ -140,7 +141,7 @@ def _choose(problem: MatmulProblem, weights: Format) -> TileChoice | None:
 
 
 def why_illegal(config: TileConfig, dtype: str, weights: Format, target: Target) -> str | None:
-    """The reason a configuration cannot run a product of rows in dtype on the target, or None."""
+    """The reason why a configuration cannot multiply rows of dtype on the target, or None."""
     if config.family != QUANTIZED.name:
         return f"family must be {QUANTIZED.name!r} for quantised weights, got {config.family!r}"
     reason = rules.why_not_sides(config) or rules.why_not_warps(config, target) or rules.why_not_counts(config)
@@ -150,7 +151,7 @@ def why_illegal(config: TileConfig, dtype: str, weights: Format, target: Target)
         return None
     width = dtypes.itemsize(dtype)
     stage = config.block_k * (config.block_m * 8 * width + config.block_n * weights.bits_per_element) // 8
-    # The decoded tile goes through shared memory too.
+    # The decoded tile also goes through shared memory.
     needed = stage * config.num_stages + config.block_k * config.block_n * width
     if needed > shared_limit(target.arch):
         return f"{needed} bytes exceed the {shared_limit(target.arch)} bytes of shared memory of {target.architecture}"
@@ -160,8 +161,8 @@ def why_illegal(config: TileConfig, dtype: str, weights: Format, target: Target)
 
 
 def _heuristics(rows: float, dtype: str, weights: Format, target: Target) -> TileConfig:
-    """By rows per expert: many rows share what is decoded."""
-    # Zero points and fp32 scales of small groups beside 64 decoded weight rows would not fit into the registers.
+    """A tile from rows per expert: many rows share the decoded weights."""
+    # Zero points and fp32 scales of small groups would not fit into registers next to 64 decoded weight rows.
     block_k = 32 if weights.own_element.max_code is not None else 64
     low = 16 if rows <= 16 else 32
     if not target.on_gpu:

@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul of fp8 with fp8 by the warp-specialised kernel for Hopper (`kernels.fp8`)."""
+"""Planning of Hopper's warp-specialised grouped matmul of fp8 with fp8 (`kernels.fp8`)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from moe_core.specs.tile import TileConfig
 
 MATMUL_FP8 = declare_kernel(kernels.matmul_fp8)
 
-#: Columns of the reduction in a stage.
+#: Reduction columns per stage.
 _BLOCK_K = 128
-#: Codes in the 16 bytes that TMA and cp.async take at a time, and numbers of a result.
+#: Codes and results in the 16 bytes that TMA and cp.async move.
 _CODES, _RESULTS = 16, 8
 _CONSUMER_ROWS, _PIECE = 64, 128
-#: Columns, or weight rows, that may share a scale, besides one and all.
+#: Columns or weight rows that may share a scale, apart from one and all.
 _GROUP = 128
 #: Registers per thread of a consumer, which holds 192 sums, and of the producer: 65536 for 384 threads.
 _REGISTERS = passed(CONSUMER_REGISTERS=216, PRODUCER_REGISTERS=72)
 
 
 class _Sm90Fp8(sm90.Sm90Family):
-    """fp8 rows with fp8 weights on sm_90: of the sm90 family too, which these operands take another kernel of."""
+    """fp8 rows with fp8 weights on sm_90. Also named sm90, with another kernel for these operands."""
 
     weights, finds_maxima = QUANTISED, True
 
@@ -71,13 +71,13 @@ SM90_FP8 = _Sm90Fp8()
 
 
 def sm90_fp8_config(spec: MatmulSpec, num_stages: int = SM90_STAGES, group_m: int = 8) -> TileConfig:
-    """The sm90 family's configuration of a product of fp8 with fp8."""
+    """The configuration of an fp8 product."""
     buffers = 2 if spec.activation is not None and spec.activation.gated else 1
     return TileConfig(SM90_BLOCK_M, SM90_WIDTH // buffers, _BLOCK_K, 4, num_stages, group_m, SM90_FP8.name)
 
 
 def _why_not_operands(problem: MatmulProblem) -> str | None:
-    """The reason the kernel cannot multiply quantised operands."""
+    """The reason why the kernel cannot multiply quantised operands, or None."""
     x, weight, n = problem.operands.x, problem.operands.weight, problem.n
     if problem.layout is None:
         return "it is dense, and only ragged layouts have the kernel's schedule"
@@ -109,9 +109,7 @@ def _why_not_operands(problem: MatmulProblem) -> str | None:
 
 
 def why_not_codes(format: Format, n: int, spec: MatmulSpec, *, static: bool = False) -> str | None:
-    """The reason a product that the kernel runs cannot store its result in a format of rows, None if it can.
-
-    static: the format's scale is given."""
+    """The reason why the kernel cannot store its result in a row format, or None. static: the scale is an input."""
     if spec.activation is None or not spec.activation.gated or spec.scatter != "row":
         return f"its tiles have one group of {_GROUP} columns of a gated activation, by row"
     groups = (None, None) if static else (1, _GROUP)
@@ -124,7 +122,7 @@ def why_not_codes(format: Format, n: int, spec: MatmulSpec, *, static: bool = Fa
 
 
 def _why_not_scales(x: Format, weights: Format) -> str | None:
-    """The reason the kernel cannot apply the scales of both formats, None if it can."""
+    """The reason why the kernel cannot apply the scales of both formats, or None."""
     if x.group_rows not in (None, 1) or x.group_columns not in (None, _GROUP):
         return f"scales of x must be of one row or all, and of {_GROUP} columns or all, got {x}"
     if weights.group_rows not in (None, 1, _GROUP) or weights.group_columns not in (None, _GROUP):
@@ -140,7 +138,7 @@ def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None
 ) -> dict[str, Argument]:
     """Every kernel parameter in order. A stage trusts its layout, without padding inside a group, so that whole tiles
-    may be stored; codes of problem.out_format, in `y.values` and `y.scales`, need it."""
+    may be stored. Codes of problem.out_format (`y.values`, `y.scales`) need this."""
     operands, spec, sizes, layout = problem.operands, problem.spec, problem.sizes, problem.layout
     codes, gate_layout = problem.out_format, problem.gate_layout
     assert layout is not None and (stage is not None or codes is None), "codes are stored by whole tiles"

@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul's warp-specialised kernels for Hopper (`kernels.matmul`, `kernels.tall`)."""
+"""Planning of Hopper's warp-specialised grouped matmuls (`kernels.matmul`, `kernels.tall`)."""
 
 from __future__ import annotations
 
@@ -27,37 +27,36 @@ from moe_core.plan.steps import Argument, TensorMap, declare_kernel, passed
 from moe_core.specs.tile import TileConfig
 
 SM90_MATMUL_OGS = declare_kernel(matmul_kernels.matmul_ogs, pdl="start", whole_multiprocessor=True)
-#: Its blocks take a multiprocessor each, too; PDL at any number of tokens has not been measured for it.
+#: Each block fills a multiprocessor here too. PDL at any number of tokens has not been measured.
 SM90_TALL_MATMUL_OGS = declare_kernel(tall_kernels.matmul_ogs, pdl="start")
 
 _CONSUMER_ROWS, _PIECE, _PANEL = 64, 128, 64
 
-#: What the kernel is written for: rows, accumulator columns, reduction elements of a stage, stages.
+#: Fixed sizes of the kernel: rows, accumulator columns, reduction elements per stage, stages.
 SM90_BLOCK_M, SM90_WIDTH, SM90_BLOCK_K, SM90_STAGES = 128, 256, 64, 4
-#: The same of its tall row blocks, whose stages are larger: rows, stages.
+#: Rows and stages of tall row blocks, whose stages are larger.
 SM90_TALL_BLOCK_M, SM90_TALL_STAGES = 192, 3
-#: Mean rows per expert from which these kernels beat those that run everywhere. Of 16-bit operands measured below
-#: and above (with fewer rows, weights stream faster without them); of fp8 with fp8 from 64 on, where they are 1.2 times
-#: as fast.
+#: Mean rows per expert from which these kernels beat the portable ones. 16-bit operands were measured below and above
+#: (with fewer rows, weights stream faster without them), fp8 with fp8 from 64 on, where they are 1.2 times as fast.
 _LEAST_ROWS = 48
-#: Mean rows per expert, from and to, where tall blocks win: most experts then have more than 128 rows and at most 192.
-#: Measured at means of 128 and 160, 3 to 14 % faster; at 64, 96, 192, 256 and 512 mostly 1 to 4 % slower.
+#: Range of mean rows per expert where tall blocks win: most experts have 129 to 192 rows. Measured at means of 128 and
+#: 160: 3 to 14 % faster; at 64, 96, 192, 256 and 512 mostly 1 to 4 % slower.
 _TALL_ROWS = (120, 180)
-#: Elements of 16 bits in the 16 bytes that TMA and cp.async take at a time.
+#: 16-bit elements in the 16 bytes that TMA and cp.async move.
 _VECTOR = 8
-#: Values worth measuring, in order: all of a tile but its height is fixed.
+#: Values worth measuring, in order. All of a tile but its height is fixed.
 CHOICES: Mapping[str, tuple[int, ...]] = {"num_stages": (3, 4, 2), "group_m": (4, 8, 2), "block_m": (128, 192)}
 
 
 def why_not_target(target: Target) -> str | None:
-    """The reason a target has none of the family's kernels."""
+    """The reason why a target has no kernel of the family, or None."""
     if not target.is_sm90:
         return f"it needs sm_90, its wgmma and TMA instructions, got {target}"
     return None
 
 
 def why_not_operands(problem: MatmulProblem) -> str | None:
-    """The reason the kernel cannot multiply plain operands, on whatever target."""
+    """The reason why the kernel cannot multiply plain operands on any target, or None."""
     x, n, spec = problem.operands.x, problem.n, problem.spec
     if problem.joined:
         return "its reduction goes over two weights"
@@ -77,7 +76,7 @@ def why_not_operands(problem: MatmulProblem) -> str | None:
 
 
 def why_not_activation(problem: MatmulProblem) -> str | None:
-    """The reason the family's kernels cannot fuse an activation."""
+    """The reason why the kernels cannot fuse an activation, or None."""
     if problem.spec.activation is not None and problem.spec.activation.name == "gelu":
         return "gelu's erf does not fit into its registers"
     return None
@@ -86,12 +85,11 @@ def why_not_activation(problem: MatmulProblem) -> str | None:
 def sm90_config(
     problem: MatmulProblem, num_stages: int = SM90_STAGES, group_m: int = 8, block_m: int = SM90_BLOCK_M
 ) -> TileConfig:
-    """The tile of a problem."""
     return TileConfig(block_m, SM90_WIDTH // problem.buffers, SM90_BLOCK_K, 4, num_stages, group_m, Sm90Family.name)
 
 
 def why_not_stages(config: TileConfig, most: int) -> str | None:
-    """The reason a configuration's stages or groups are wrong, or None."""
+    """The reason why a configuration's stages or groups are wrong, or None."""
     if not 2 <= config.num_stages <= most:
         return f"num_stages must be 2 to {most} (shared memory), got {config.num_stages}"
     if config.group_m < 1:
@@ -100,7 +98,7 @@ def why_not_stages(config: TileConfig, most: int) -> str | None:
 
 
 class Sm90Family(Family):
-    """What the family's kernels have in common, whatever they multiply."""
+    """Common parts of the family's kernels for all operands."""
 
     name, counts_tiles, stores_rows = "sm90", True, True
 
@@ -113,7 +111,7 @@ class Sm90Family(Family):
 
 
 class _Sm90(Sm90Family):
-    """bf16 and fp16 on sm_90, with row blocks of 128, or tall ones of 192."""
+    """bf16 and fp16 on sm_90, with row blocks of 128 or tall ones of 192."""
 
     weights = PLAIN
 
@@ -124,7 +122,7 @@ class _Sm90(Sm90Family):
         rows = problem.rows_per_group
         if _TALL_ROWS[0] <= rows <= _TALL_ROWS[1]:
             return sm90_config(problem, SM90_TALL_STAGES, 4, SM90_TALL_BLOCK_M)
-        # Blocks that read the same weights drift apart over a long reduction; a shorter queue keeps them together.
+        # Blocks that read the same weights drift apart over a long reduction. A shorter queue keeps them together.
         together = problem.d >= 4096 and rows <= 2 * SM90_BLOCK_M
         return sm90_config(problem, SM90_STAGES - 1 if together else SM90_STAGES, 4)
 
@@ -136,7 +134,7 @@ class _Sm90(Sm90Family):
         return why_not_stages(config, SM90_TALL_STAGES if tall else SM90_STAGES)
 
     def storing(self, config: TileConfig, problem: MatmulProblem) -> TileConfig:
-        # The kernel of tall blocks does not store the pre-activation; results are the same, to the bit.
+        # The tall kernel does not store the pre-activation. Results are bitwise the same.
         return config if problem.outputs == ("y",) else dataclasses.replace(config, block_m=SM90_BLOCK_M)
 
     def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
@@ -159,7 +157,7 @@ def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None
 ) -> dict[str, Argument]:
     """Every kernel parameter in order. A stage trusts its layout, without padding inside a group, so that whole tiles
-    may be stored; pre needs it."""
+    may be stored. pre needs this."""
     operands, spec, sizes, layout = problem.operands, problem.spec, problem.sizes, problem.layout
     assert layout is not None and (stage is not None or not builder.has("pre")), "pre is stored by whole tiles"
     x, weight, in_out = operands.x, operands.weight, spec.weight_layout == "in_out"
@@ -186,7 +184,7 @@ def _arguments(
         return TensorMap(name, (matrices * weight_n, d), d, (columns, SM90_BLOCK_K))
 
     def output_map(name: str, columns: int | None = None) -> TensorMap | None:
-        # Of the first `columns` columns, where not of all.
+        # Only the first `columns` columns unless None.
         if not builder.has(name):
             return None
         rows, width = builder.spec(name).shape

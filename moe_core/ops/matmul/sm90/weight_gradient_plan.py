@@ -16,11 +16,11 @@ from moe_core.specs.routing import LayoutSpec
 
 SM90_WEIGHT_GRADIENT = declare_kernel(kernels.weight_gradient)
 
-#: Elements of 16 bits in the 16 bytes that TMA and cp.async take at a time.
+#: 16-bit elements in the 16 bytes that TMA and cp.async move.
 _VECTOR = 8
-#: Rows of the result that one consumer has, columns that one store takes, tiles of rows that share columns.
+#: Result rows per consumer, columns per store, row tiles that share columns.
 _CONSUMER_ROWS, _PIECE, _GROUP_M = 64, 128, 8
-#: Rows and columns of the result that a block computes at a time.
+#: Result rows and columns that a block computes at a time.
 SM90_GRADIENT_TILE = (2 * _CONSUMER_ROWS, SM90_WIDTH)
 
 
@@ -31,7 +31,7 @@ def why_not_sm90_gradient(
     shape: tuple[int, int],
     target: Target,
 ) -> str:
-    """The reason the kernel cannot compute a gradient `shape` = (M, N), empty if it can."""
+    """The reason why the kernel cannot compute a gradient of `shape` (M, N), or an empty string."""
     left, right, (m, n) = operands.left, operands.right, shape
     if not target.is_sm90:
         return f"it needs sm_90, its wgmma and TMA instructions, got {target}"
@@ -59,13 +59,11 @@ def why_not_sm90_gradient(
 def launch_sm90_gradient(
     builder: PlanBuilder, layout: LayoutSpec, spec: WeightGradientSpec, starts: tuple[int, int], shape: tuple[int, int]
 ) -> bool:
-    """Add the launch, and before it the one that clears its counter. Buffers by the names of `plan_weight_gradient`.
-
-    starts: the first columns of left and of right; shape: (M, N). Returns whether d_bias, if there is one, is made too:
-    where a consumer without rows of its own can multiply with ones.
-    """
+    """Add the launch and the one that clears its counter. Buffers have the names of `plan_weight_gradient`. starts: the
+    first columns of left and right. shape: (M, N). Returns True if d_bias, if any, is also computed, which takes a
+    consumer without rows to multiply with ones."""
     (m, n), groups = shape, layout.num_experts
-    # Triton 3.6 does not compile the sums of a gradient that is one tile.
+    # Triton 3.6 does not compile the sums of a single-tile gradient.
     idle = m > SM90_GRADIENT_TILE[0] and m % SM90_GRADIENT_TILE[0] != 0 and spec.gather[0] != "row"
     idle = idle and groups * n < INT32_LIMIT
     sums = spec.bias_side == "right" and idle and not builder.has("row_weight")

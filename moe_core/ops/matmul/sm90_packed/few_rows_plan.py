@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul for few rows per expert, whose weights go into registers (`kernels.few_rows`)."""
+"""Planning of the grouped matmul for few rows per expert, with weights in registers (`kernels.few_rows`)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from moe_core.specs.tile import TileConfig
 MATMUL_FEW_ROWS = declare_kernel(kernels.matmul_few_rows, pdl="layout", prepacked_weight="weight")
 
 FEW_ROWS_NAME = "few_rows"
-#: Mean rows per expert up to which weights stream into registers: measured with mxfp4 up to 4, where it is up to 1.1
-#: times as fast as the mixed-input family, and at 8, where that one is 1.26 times as fast: experts with more than 8
-#: rows stream twice.
+#: Weights stream into registers up to this mean of rows per expert. Measured with mxfp4: up to 1.1 times as fast as the
+#: mixed-input family up to 4 rows. At 8 that family is 1.26 times as fast, because experts with more than 8 rows stream
+#: twice.
 _MOST_ROWS = 4
-#: Rows of a block of the grid, as many as one instruction takes.
+#: Rows per block of the grid, as in one instruction.
 _HEIGHT = 8
-#: Blocks along the reduction that are under way, the most first: as many as there are registers for.
+#: Blocks in flight along the reduction, most first, limited by registers.
 _CHUNKS = (4, 3, 2)
-#: Columns of one product, of which a sum takes every other one.
+#: Columns of one product. A sum takes every other one.
 _DEPTH = 64
-#: Registers of a thread, so that four blocks share a multiprocessor.
+#: Registers per thread, so that four blocks share a multiprocessor.
 _REGISTERS = 128
 
 
 class _FewRows(Family):
-    """bf16 rows with prepacked weights on sm_90, a few rows per expert."""
+    """bf16 rows with prepacked weights on sm_90, few rows per expert."""
 
     name, weights = FEW_ROWS_NAME, PREPACKED
 
@@ -82,7 +82,7 @@ FEW_ROWS = _FewRows()
 
 
 def why_illegal_few_rows(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec) -> str | None:
-    """The reason a configuration of the family cannot run a product with a prepacked weight, or None."""
+    """The reason why a configuration of the family cannot run a product with a prepacked weight, or None."""
     if config.block_m != _HEIGHT:
         return f"block_m must be {_HEIGHT}, got {config.block_m}"
     if config.block_n != block_width(spec):
@@ -99,16 +99,16 @@ def why_illegal_few_rows(config: TileConfig, weight: QuantizedTensor, spec: Matm
 
 
 def few_rows_config(weight: QuantizedTensor, spec: MatmulSpec) -> TileConfig:
-    """The configuration for a prepacked weight: the most blocks under way that add few of zeros behind the last one."""
+    """The configuration for a prepacked weight: the most blocks in flight with little zero padding after the last."""
     block, steps = block_of(weight.format), weight.values.shape[-2]
-    # Steps that share scales stay together: they load them once.
+    # Steps that share scales stay together to load them once.
     chunks = [chunk for chunk in _CHUNKS if _alike(block, chunk, steps) in (chunk, block.repeat)]
     chunk = next((chunk for chunk in chunks if -steps % chunk <= steps // 8), _CHUNKS[-1])
     return TileConfig(_HEIGHT, block_width(spec), chunk * block.columns, 4, 2, 1, FEW_ROWS_NAME)
 
 
 def _alike(block: TiledBlock, chunk: int, steps: int) -> int:
-    """How many of the `chunk` steps under way share their scales whenever they are loaded."""
+    """Number of the `chunk` steps in flight that share their scales at every load."""
     repeat = block.repeat
     if repeat is None or repeat >= steps or repeat % chunk == 0:
         return chunk

@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul for Hopper whose weights are decoded in registers (`kernels.matmul`)."""
+"""Planning of Hopper's grouped matmul with weights decoded in registers (`kernels.matmul`)."""
 
 from __future__ import annotations
 
@@ -23,41 +23,40 @@ from moe_core.specs.tile import TileConfig, shared_limit
 
 MATMUL_MIXED_INPUT = declare_kernel(kernels.matmul_mixed_input, pdl="start", prepacked_weight="weight_map")
 
-#: Columns of x that lie together in shared memory.
+#: Adjacent columns of x in shared memory.
 _DEPTH = 64
-#: Tokens that tiles of twice as many and more multiply where they have no more rows.
+#: Tiles of at least twice this number of tokens multiply only this number if they have no more rows.
 _NARROW = 32
-#: Rows of x that a tall tile loads together, where one of them exists.
+#: Rows of x that a tall tile loads together if one of them exists.
 _CHUNK = 64
-#: Registers of a thread at launch where two blocks share a multiprocessor.
+#: Registers per thread at launch if two blocks share a multiprocessor.
 _SHARED_REGISTERS = 80
 
 MIXED_INPUT_NAME = "mixed_input"
-#: Bytes of a line of codes, and lines of a block of them.
+#: Bytes per line of codes, and lines per block.
 LINE, _LINES = 128, BLOCK_VALUES // 128
-#: Elements that TMA and cp.async take at a time, and tokens that one part of the epilogue stores.
+#: Elements that TMA and cp.async move at a time, and tokens per part of the epilogue.
 _VECTOR, _PART = 8, 32
-#: Tokens of the tiles whose block has a multiprocessor for itself, of four blocks of weight rows and of two, and their
-#: most columns of the reduction per stage; of the others two share one.
+#: Tokens of tiles with four (large) or two (tall) blocks of weight rows, and their most reduction columns per stage.
+#: Each of their blocks fills a multiprocessor; two blocks of other tiles share one.
 LARGE, TALL, _LARGE_DEPTH = 128, 256, 128
-#: Elements that a part of a tall tile's epilogue stores.
+#: Elements per part of a tall tile's epilogue.
 _TALL_PART = 1024
-#: What the hardware keeps of a multiprocessor's shared memory for each block.
+#: Shared memory that the hardware reserves per block.
 _RESERVED = 1024
-#: Stages of two blocks that are worth having: with fewer, stages have one.
+#: With fewer stages of two blocks, stages have one block.
 _LEAST_STAGES = 3
-#: Mean rows per expert above which, and up to which, tiles of mxfp4 weights are tall, of products without gate and of
-#: gated ones; measured with whole forwards at means of 32, 64, 128, 256 and 512
-#: (docs/notebook/quantised.md). Integers, which have not been measured, get none by themselves.
+#: Mean rows per expert (above, up to) with tall tiles for mxfp4 weights, without and with a gate. Measured in whole
+#: forwards at means of 32, 64, 128, 256 and 512 (docs/notebook/quantised.md). Integer weights were not measured and do
+#: not get tall tiles by default.
 _TALL_ROWS = {False: (64, math.inf), True: (96, 192)}
-#: Most mean rows per expert of a tile's tokens, and its columns of the reduction per stage, at most two blocks; above:
-#: the largest tile. Room for more rows than the mean; measured with mxfp4 at means of 8, 32 and 128
-#: (docs/notebook/quantised.md), not in between.
+#: (most mean rows per expert, tokens of a tile, reduction columns per stage, at most two blocks). Larger means get the
+#: largest tile. Tiles exceed the mean. Measured with mxfp4 at means of 8, 32 and 128 only (docs/notebook/quantised.md).
 _HEIGHTS = ((10, 16, 256), (24, 32, 256), (48, 64, 128))
 
 
 def why_not(problem: MatmulProblem) -> str | None:
-    """The reason a product with a prepacked weight has no kernel, None if it has."""
+    """The reason why a product with a prepacked weight has no kernel, or None."""
     x, weight, n, spec = problem.operands.x, problem.operands.weight, problem.n, problem.spec
     target = problem.target
     if not target.is_sm90:
@@ -65,8 +64,8 @@ def why_not(problem: MatmulProblem) -> str | None:
     if problem.layout is None:
         return "the kernels for prepacked weights multiply by expert, and this product is dense; restore the weight"
     if isinstance(x, QuantizedTensor) or x.dtype != "bfloat16" or (spec.out_dtype or x.dtype) != x.dtype:
-        found = x.format.name if isinstance(x, QuantizedTensor) else f"{x.dtype} to {spec.out_dtype or x.dtype}"
-        return f"prepacked weights are multiplied with bfloat16 rows, to bfloat16, got {found}; restore the weight"
+        got = x.format.name if isinstance(x, QuantizedTensor) else f"{x.dtype} to {spec.out_dtype or x.dtype}"
+        return f"prepacked weights are multiplied with bfloat16 rows, to bfloat16, got {got}; restore the weight"
     if x.shape[1] % _VECTOR or row_stride("x", x) % _VECTOR or n % _VECTOR:
         return (
             f"rows of x and y must start at multiples of 16 bytes, got {x.shape[1]} columns of x, {row_stride('x', x)} "
@@ -82,7 +81,7 @@ def why_not(problem: MatmulProblem) -> str | None:
 def why_illegal_mixed_input(
     config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, target: Target
 ) -> str | None:
-    """The reason a configuration of the family cannot run a product with a prepacked weight, or None."""
+    """The reason why a configuration of the family cannot run a product with a prepacked weight, or None."""
     width, columns = block_width(spec), block_of(weight.format).columns
     heights = [height for _, height, _ in _HEIGHTS]
     if config.block_m not in (*heights, LARGE, TALL):
@@ -106,11 +105,11 @@ def why_illegal_mixed_input(
 
 
 def mixed_input_config(rows: float, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> TileConfig:
-    """The configuration for so many mean rows per expert, with as many stages as there is room for."""
-    found = ((height, depth) for most, height, depth in _HEIGHTS if rows <= most)
+    """The configuration for this mean of rows per expert, with all stages that fit."""
+    choices = ((height, depth) for most, height, depth in _HEIGHTS if rows <= most)
     above, most = _TALL_ROWS[spec.activation is not None and spec.activation.gated]
     tall = weight.format.has_e8m0_scales and above < rows <= most
-    height, depth = next(found, (TALL if tall else LARGE, _LARGE_DEPTH))
+    height, depth = next(choices, (TALL if tall else LARGE, _LARGE_DEPTH))
     columns = block_of(weight.format).columns
     config = TileConfig(
         height, _blocks_of(height) * block_width(spec), min(depth, 2 * columns), 4, 1, 8, MIXED_INPUT_NAME
@@ -126,7 +125,7 @@ def block_width(spec: MatmulSpec) -> int:
 
 
 def _blocks_of(block_m: int) -> int:
-    """Blocks of weight rows of a tile."""
+    """Blocks of weight rows per tile."""
     return 4 if block_m == LARGE else 2
 
 
@@ -135,12 +134,12 @@ def blocks_of(config: TileConfig, spec: MatmulSpec) -> int:
 
 
 def _most_stages(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> int:
-    """Stages of a pipeline in the shared memory that a block of the grid has."""
+    """Pipeline stages that fit in a block's shared memory."""
     limit = shared_limit(target.arch)
     if config.block_m < LARGE:
         limit = (limit + _RESERVED) // 2 - _RESERVED
     arrays = [array for array in (weight.scales, weight.zero_points) if array is not None]
-    # Of a block: its codes, and a record of each other array.
+    # A block's codes and one record of each other array.
     held = BLOCK_VALUES + sum(array.shape[-1] * dtypes.itemsize(array.dtype) for array in arrays)
     steps = config.block_k // block_of(weight.format).columns
     stage = steps * blocks_of(config, spec) * held + config.block_m * config.block_k * 2
@@ -168,7 +167,7 @@ class _MixedInput(Family):
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
         most = problem.most_multiprocessors * (1 if config.block_m >= LARGE else 2)
         count = problem.tiles(config)
-        # Blocks that have one tile each need not ask for it.
+        # Blocks with one tile each need no counter.
         arguments = _arguments(builder, problem, config, (stage or 0) if count > most else None)
         builder.launch(MATMUL_MIXED_INPUT, (min(count, most),), arguments, config.num_warps, 1)
         tokens = f"{config.block_m}"
@@ -183,7 +182,7 @@ MIXED_INPUT = _MixedInput()
 
 
 def tiled_constants(problem: MatmulProblem) -> dict[str, Argument]:
-    """What the kernels for prepacked weights are compiled for, whatever their tiles."""
+    """Compile-time constants of all kernels for prepacked weights."""
     weight: QuantizedTensor = problem.operands.weight
     blocks, steps = weight.values.shape[-3:-1]
     block = block_of(weight.format)
@@ -194,7 +193,7 @@ def tiled_constants(problem: MatmulProblem) -> dict[str, Argument]:
         **passed(X_STRIDE=row_stride("x", problem.operands.x)),
         **passed(BIAS_LAYER_STRIDE=bias_strides(problem.operands)["BIAS_LAYER_STRIDE"]),
         **fused_constants(problem),
-        # Signed codes of 8 bits are tiled as unsigned ones with the zero point 128.
+        # Signed 8-bit codes are tiled as unsigned ones with zero point 128.
         **passed(ELEMENT="uint8" if weight.format.element == "int8" else weight.format.element),
         **passed(COLUMNS=block.columns, GROUPS=block.groups, REPEAT=repeat),
     }
@@ -203,7 +202,7 @@ def tiled_constants(problem: MatmulProblem) -> dict[str, Argument]:
 def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, counter: int | None
 ) -> dict[str, Argument]:
-    """Every kernel parameter in order. counter: the one of `tile_counters` that blocks take tiles from, None = none."""
+    """Every kernel parameter in order. counter: the index in `tile_counters` that blocks take tiles from, or None."""
     x, weight = problem.operands.x, problem.operands.weight
     values: ArraySpec = weight.values
     large, gathered = config.block_m >= LARGE, problem.spec.gather != "row"
@@ -220,7 +219,7 @@ def _arguments(
         **(row_counts(problem, config) | tiled_constants(problem)),
         **passed(COUNTER=counter, STAGES=config.num_stages, BLOCK_M=config.block_m),
         **passed(PAIRS=blocks_of(config, problem.spec), DEEP=deep),
-        # One warp issues what little a small tile or TMA asks for soonest; gathering many rows takes more threads.
+        # One warp issues a small tile's loads or TMA soonest. Gathering many rows takes more threads.
         **passed(PRODUCER_WARPS=4 if many else 1, REGISTERS=None if large else _SHARED_REGISTERS),
         **passed(GROUP_M=config.group_m, PDL=None),
     }
