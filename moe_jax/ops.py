@@ -362,8 +362,8 @@ def moe(
         Unsupported: `checked` in a traced or captured program, second derivatives, and a gradient that does not
             exist.
     """
-    options = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared, "checked": checked}
-    return run_moe(x, experts, routing, spec, **options)
+    arrays = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared}
+    return run_moe(x, experts, routing, spec, checked=checked, **arrays)
 
 
 def explain_moe(
@@ -389,7 +389,9 @@ def explain_moe(
     Returns:
         the plan as text.
     """
-    call, arguments, keywords = moe_request(x, experts, routing, spec, token_mask, expert_map, shared)
+    call, arguments, keywords = moe_request(
+        x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared
+    )
     if training:
         return explain_training(training_plans(call, arguments, keywords))
     return call.plan(plan_moe, *arguments, options=ForwardOptions(**keywords)).explain()

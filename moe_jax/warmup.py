@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 
@@ -25,6 +25,14 @@ from moe_jax.ops import Array
 Shaped = Array | jax.ShapeDtypeStruct
 
 
+class OptionalArguments(TypedDict, total=False):
+    """Arguments of `moe` that are optional."""
+
+    token_mask: Shaped | None
+    expert_map: Shaped | None
+    shared: SharedExpert | None
+
+
 def warmup(
     x: Shaped,
     experts: ExpertWeights,
@@ -32,31 +40,39 @@ def warmup(
     spec: MoESpec,
     *,
     tokens: Sequence[int],
-    token_mask: Shaped | None = None,
-    expert_map: Shaped | None = None,
-    shared: SharedExpert | None = None,
     training: bool = False,
+    **optional: Unpack[OptionalArguments],
 ) -> WarmupReport:
-    """Compile and load, on every local device, every kernel that `moe` runs for these arguments; runs nothing.
+    """Compile and load, on every local device, every kernel that `moe` runs for these arguments.
 
-    training: also those of training steps in which every array has a gradient, forward and backward.
+    Nothing runs. Tracing `moe` afterwards compiles no kernel; XLA still compiles the program. Inside
+    `moe_jax.export_target(...)` kernels are compiled and not loaded.
 
-    Arrays may be `jax.ShapeDtypeStruct`s: then the default device counts. tokens: numbers of tokens, each in the place
-    of the first axis of x and of every other array by token. The number is no constant of a kernel: a few counts from
-    small to large find every kernel, and tracing `moe` afterwards compiles none. XLA's own compilation of a program is
-    not part of this. Inside `moe_jax.export_target(...)` kernels are compiled and not loaded.
-    Returns the kernels with the seconds each took, and which existed before; on a CPU there are none. Raises
-    InvalidInput, Unsupported.
+    Args:
+        x, experts, routing, spec: as for `moe`. Arrays may be `jax.ShapeDtypeStruct`s, for the default device.
+        tokens: numbers of tokens, which replace the first axis of x and of every other array by token. A few counts
+            from small to large find every kernel, because the number is no constant of a kernel.
+        training: also compile training steps, forward and backward, in which every array has a gradient.
+        optional: token_mask, expert_map and shared, as for `moe`.
+
+    Returns:
+        the kernels, the seconds for each, and which existed before. On a CPU there are none.
+
+    Raises:
+        InvalidInput: as `moe`, and for tokens that are no numbers of tokens.
+        Unsupported: as `moe`.
     """
-    plans = []
+    plans, token_mask = [], optional.get("token_mask")
     for count in core.token_counts(tokens):
         sized = routing
         if isinstance(routing, (RouterLogits, TopK)):
             by_token = [name for name, _ in array_fields(type(routing)) if f"routing.{name}" in BY_TOKEN]
-            given = {name: _with_tokens(getattr(routing, name), count) for name in by_token}
-            sized = dataclasses.replace(routing, **given)
-        mask = None if token_mask is None else _with_tokens(token_mask, count)
-        call, arguments, keywords = moe_request(_with_tokens(x, count), experts, sized, spec, mask, expert_map, shared)
+            sized = dataclasses.replace(
+                routing, **{name: _with_tokens(getattr(routing, name), count) for name in by_token}
+            )
+        if token_mask is not None:
+            optional["token_mask"] = _with_tokens(token_mask, count)
+        call, arguments, keywords = moe_request(_with_tokens(x, count), experts, sized, spec, **optional)
         plans.append(call.plan(plan_moe, *arguments, options=ForwardOptions(**keywords)))
         if training:
             plans += training_plans(call, arguments, keywords)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -15,6 +16,14 @@ from moe_torch.bridge.arrays import target_of_device
 from moe_torch.operators.requests import moe_request, training_plans
 
 
+class OptionalArguments(TypedDict, total=False):
+    """Arguments of `moe` that are optional."""
+
+    token_mask: torch.Tensor | None
+    expert_map: torch.Tensor | None
+    shared: SharedExpert | None
+
+
 def warmup(
     x: torch.Tensor,
     experts: ExpertWeights,
@@ -22,32 +31,36 @@ def warmup(
     spec: MoESpec,
     *,
     tokens: Sequence[int],
-    token_mask: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    shared: SharedExpert | None = None,
     training: bool = False,
+    **optional: Unpack[OptionalArguments],
 ) -> WarmupReport:
-    """Compile and load, on the tensors' device, every kernel that `moe` runs for these arguments; runs nothing.
+    """Compile and load, on the tensors' device, every kernel that `moe` runs for these arguments.
 
-    training: also those of training steps in which every array has a gradient, forward and backward.
+    Nothing runs. A later call of `moe` compiles nothing and can be captured in a CUDA graph at once.
 
-    tokens: numbers of tokens, each in the place of the first axis of x and of every other array by token. The number is
-    no constant of a kernel: a few counts from small to large find every kernel. Afterwards a call of `moe` compiles
-    nothing, so that it can be captured in a CUDA graph at once.
-    Returns the kernels with the seconds each took, and which existed before; on a CPU there are none. Raises
-    InvalidInput, Unsupported.
+    Args:
+        x, experts, routing, spec: as for `moe`.
+        tokens: numbers of tokens, which replace the first axis of x and of every other array by token. A few counts
+            from small to large find every kernel, because the number is no constant of a kernel.
+        training: also compile training steps, forward and backward, in which every array has a gradient.
+        optional: token_mask, expert_map and shared, as for `moe`.
+
+    Returns:
+        the kernels, the seconds for each, and which existed before. On a CPU there are none.
+
+    Raises:
+        InvalidInput: as `moe`, and for tokens that are no numbers of tokens.
+        Unsupported: as `moe`.
     """
-    operator, arguments = moe_request(
-        x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared
-    )
+    operator, arguments = moe_request(x, experts, routing, spec, **optional)
     device, plans, resized = operator.device_of(arguments[:-1]), [], list(arguments)
     target = target_of_device(device)
     for count in core.token_counts(tokens):
-        for place, (name, array) in enumerate(zip(operator.names, arguments, strict=False)):
+        for index, (name, array) in enumerate(zip(operator.names, arguments, strict=False)):
             if name in BY_TOKEN and isinstance(array, torch.Tensor):
-                # Rows as far apart as those given, without memory.
-                shape, like = (count, *array.shape[1:]), {"dtype": array.dtype, "device": "meta"}
-                resized[place] = torch.empty_strided(shape, array.stride(), **like)
+                # The same distance between rows, without memory.
+                shape = (count, *array.shape[1:])
+                resized[index] = torch.empty_strided(shape, array.stride(), dtype=array.dtype, device="meta")
         plans.append(operator.plan(resized, target))
         if training:
             plans += training_plans(operator, tuple(resized), target)

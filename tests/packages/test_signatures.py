@@ -25,8 +25,6 @@ PUBLISHED = {
     "moe_jax/modular/experts.py": {"fused_experts", "unfused_experts"},
     "moe_torch/layers/moe.py": {"__init__"},
     "moe_jax/nnx.py": {"__init__"},
-    "moe_torch/warmup.py": {"warmup"},
-    "moe_jax/warmup.py": {"warmup"},
     "moe_jax/layers/functional.py": {"forward"},
     "moe_jax/parallel/forward.py": {"moe"},
 }
