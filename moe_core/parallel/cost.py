@@ -1,14 +1,14 @@
 """Predicted times of an expert-parallel layer: a model of links and products.
 
-A rank sends and receives rows over NVLink within its domain and over the network to others, both at once, and the
-busiest rank decides. Ids, weights and counts are left out, below 2 % of the rows of real models, except one latency if
-the host reads counts. Products take the longer of two times: their operations at `Machine.tflops`, and the weights of a
-rank at `Machine.memory`. `Machine.products` replaces both by measured times.
+Rows travel over NVLink within a domain and over the network to others, both at once. The busiest rank decides. Ids,
+weights and counts, below 2 % of the rows of real models, are left out, except one latency if the host reads counts.
+Products take the longer of two times: their operations at `Machine.tflops`, and a rank's weights at `Machine.memory`.
+`Machine.products` replaces both by measured times.
 
 Stages follow one another, with two exceptions. With mode `peer` the last product stores its rows at their homes, so
-only the part of the way back that takes longer than this product counts. With chunks, all messages but those of one
-chunk overlap with products. Product 2 of a chunk and product 1 of the next slow each other down, and every further
-chunk reads the experts' weights again. Chunks are for forwards only.
+the way back counts only where it takes longer than this product. With chunks, all messages but those of one chunk
+overlap with products. Product 2 of a chunk and product 1 of the next slow each other down, and each further chunk
+reads the experts' weights again.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _SHARING, _READ_AGAIN = 0.06, 0.68
 
 @dataclass(frozen=True)
 class Zipf:
-    """A law of routing: the expert of rank r is drawn with probability proportional to r^-exponent. A token's
-    experts are distinct. The seed draws the order of experts.
+    """A law of routing: expert r is drawn with probability proportional to r^-exponent, and a token's experts are
+    distinct. The seed draws the order of experts.
     """
 
     exponent: float
@@ -73,9 +73,7 @@ class Zipf:
 
 
 class Traffic(NamedTuple):
-    """Shares of every rank, fp64 `[W]`. tokens: of all tokens, those that visit it. slots: of all slots, those it
-    computes; they add up to 1.
-    """
+    """Shares of every rank, fp64 `[W]`: of the tokens, those that visit it; of the slots, those it computes (sum 1)."""
 
     tokens: np.ndarray
     slots: np.ndarray
@@ -85,9 +83,8 @@ class Traffic(NamedTuple):
 class Prediction:
     """Predicted microseconds of one layer on W ranks.
 
-    stages: (name, us) of the busiest rank, in order, each without overlap. us: the whole, with overlap. alone_us: one
-    device with all experts and the tokens of one rank. imbalance: rows of the busiest rank over the mean. bound: the
-    part that takes longest.
+    stages: (name, us) of the busiest rank, in order, without overlap. us: the whole, with overlap. alone_us: one device
+    with all experts and one rank's tokens. imbalance: rows of the busiest rank over the mean. bound: the longest part.
     """
 
     ranks: int
@@ -100,7 +97,7 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Throughput of a rank over the throughput of one device alone."""
+        """Throughput of a rank over that of one device alone."""
         return self.alone_us / self.us if self.us else 1.0
 
     @property
@@ -109,7 +106,7 @@ class Prediction:
         return sum(us for name, us in self.stages if name != "compute")
 
     def hidden_for(self, efficiency: float) -> float:
-        """Return the share of the exchange that has to overlap for this efficiency; above 1: not possible."""
+        """Return the share of the exchange that must overlap for this efficiency. Above 1: not possible."""
         compute = dict(self.stages)["compute"]
         exposed = self.alone_us / efficiency - compute
         return max(0.0, 1 - exposed / self.exchange_us) if self.exchange_us else 0.0
@@ -214,7 +211,7 @@ def simulate(
 
 
 def traffic_of(ids: np.ndarray, placement: Placement) -> Traffic:
-    """Return the shares of ranks in a routing of ids int32 `[T, K]`; replicas take equal parts of their expert."""
+    """Return the shares of ranks in a routing of ids int32 `[T, K]`. Replicas take equal parts."""
     ranks, (held, _, start) = placement.num_ranks, placement.tables
     load = np.bincount(ids[ids >= 0], minlength=placement.num_experts) / max(int((ids >= 0).sum()), 1)
     part = np.where(held < 0, 0.0, (load / np.diff(start))[np.maximum(held, 0)])
@@ -298,7 +295,7 @@ def _price(
 
 
 def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool) -> float:
-    """Return how long rows travel home while products compute (share: us) that store them (combine: us of one way)."""
+    """How long rows travel home while products (share: us) compute and store them. combine: us of one way."""
     # Product 2 multiplies with one of 3 equal matrices, the last product of a backward with the others.
     matrices = 3 if layer.gated else 2
     if not training:
@@ -308,8 +305,8 @@ def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool
 
 
 def _exposed_in_lanes(share: float, others: float, stored: float, hidden: float, chunks: int, weights: float) -> float:
-    """Return how much longer than its products a forward in lanes takes. others, stored: us of rows sent before and
-    by product 2, which hides `hidden`.
+    """How much longer than its products a forward in lanes takes. others, stored: us of rows sent before and by
+    product 2, which hides `hidden`.
     """
     # Nothing overlaps with the first chunk's arrival and the last product 2.
     ends = (others + stored - hidden) / chunks
@@ -328,7 +325,7 @@ def _row_bytes(layer: MoELayerSpec, spec: ExchangeSpec) -> int:
 def _rows(
     layer: MoELayerSpec, tokens: int, spec: ExchangeSpec, traffic: Traffic, per_rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows `[W]` that each home sends to every rank, and that come back."""
+    """Rows `[W]` that each home sends to every rank, and rows that come back."""
     ranks = len(traffic.slots)
     visits, slots = tokens * traffic.tokens, tokens * layer.top_k * traffic.slots
     if spec.mode in ("all_gather", "padded"):
@@ -341,7 +338,7 @@ def _rows(
 
 
 def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float:
-    """Microseconds of the busiest rank if every home sends rows `[W]` of `size` bytes. link: within a domain."""
+    """Microseconds of the busiest rank if homes send rows `[W]` of `size` bytes. link: within a domain."""
     ranks, domain = len(rows), min(machine.domain, len(rows))
     if ranks == 1:
         return 0.0
@@ -357,7 +354,7 @@ def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float
 
 
 def _work(layer: MoELayerSpec) -> tuple[float, float, float, float]:
-    """Operations of a slot, and of a token without slots; bytes of an expert, and of other parameters."""
+    """Operations of a slot, and of a token without slots. Bytes of an expert, and of other parameters."""
     D, gates = layer.d_model, 3 if layer.gated else 2
     shared = layer.shared_experts
     dense = 2 * D * layer.num_experts + (0 if shared is None else 2 * D * (shared.d_ff * gates + shared.gate))

@@ -1,9 +1,9 @@
 """The index arithmetic of an exchange, in NumPy. Front-ends compute the same on their devices.
 
 Letters: W ranks, L places per rank, T tokens of a rank, K top-k, slot s = t * K + k. A *home* has tokens, an *owner*
-has experts. A home sends *groups* of rows: one per place if rows are slots, G = W * L, or one per owner if rows are
-tokens, G = W. Both are ragged layouts: of the places, or of `first_owners`. So rows go out by (group, slot), and ranks
-tell each other the group sizes.
+has experts. Rows are slots or tokens. A home sends *groups* of rows: one for each place if rows are slots (G = W * L),
+one for each owner if rows are tokens (G = W). Groups make a ragged layout, of the places or of `first_owners`, so rows
+go out by (group, slot). Ranks tell each other the group sizes.
 
 Example, W = 2, L = 2, K = 2, T = 2 on rank 0, places [[2, 3], [0, 2]]. Slots: the layout over 4 places has group_sizes
 [1, 0, 2, 1] and sends slots 2 | 0, 3, 1. Tokens: first_owners [[1, -1], [0, 1]] has group_sizes [1, 2] and sends tokens
@@ -39,9 +39,9 @@ def physical_ids(
 ) -> Places:
     """Return the place of every slot, from ids int32 `[T, K]`.
 
-    A slot of an expert with n places goes to number (t + k) mod n, where t counts the tokens of all ranks from
-    first_token on. So the choice does not depend on how tokens are split. token_mask bool `[T]`: slots of False tokens
-    have no place. Invalid ids are counted as by `make_layout`.
+    A slot of an expert with n places goes to number (t + k) mod n. t counts the tokens of all ranks from first_token
+    on,
+    so the split into ranks does not matter. token_mask bool `[T]`: slots of False tokens have no place.
     """
     _, places, start = placement.tables
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
@@ -77,10 +77,10 @@ def sends(groups: np.ndarray, num_groups: int) -> RaggedLayout:
 
 
 def run_starts(counts: np.ndarray, order: str, block: int = 0) -> np.ndarray:
-    """Return where the rows of every (home, group) begin at the owner, int32 `[W, G]`; counts int32 `[W, G]`.
+    """Return where the rows of every (home, group) begin at the owner, int32 `[W, G]`. counts int32 `[W, G]`.
 
-    order: `expert`: by (group, home), which matmuls read. `source`: by (home, group), as an all-to-all delivers rows.
-    `padded`: home h has `block` rows from h * block on, by group.
+    order: `expert`: by (group, home), as matmuls read. `source`: by (home, group), as an all-to-all delivers. `padded`:
+    home h has `block` rows from h * block on, by group.
 
     Example, W = 2, L = 1, counts [[2, 1], [3, 0]]: expert [[0, 0], [2, 1]], source the same; padded, block 4: [[0, 0],
     [4, 4]].
@@ -113,8 +113,8 @@ def destinations(
 ) -> Destinations:
     """Return the row at its owner of each row of a home.
 
-    start int32 `[G]`: the home's row of `run_starts`. end: rows from there on do not fit: a bound, or the ends of
-    blocks `[G]`. None: all fit.
+    start int32 `[G]`: the home's row of `run_starts`. end: rows from there on do not fit, one bound or block ends
+    `[G]`.
 
     Example above, rank 0, slots, order `source`, nothing else sent: start [0, 1, 0, 2], row [[0, 2], [-1, 1]].
     """
@@ -140,8 +140,7 @@ class Splits(NamedTuple):
 
 
 def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
-    """Return the splits of a rank, from counts int32 `[W, G]`. receive: the most rows that an owner takes, the first
-    ones.
+    """Return the splits of a rank, from counts int32 `[W, G]`. An owner takes the first `receive` rows.
 
     Example, counts [[2, 1], [3, 0]], rank 1, receive 4: sent [2, 0], received [1, 0], sent_start [0, 3], peer_start [2,
     1].
@@ -172,10 +171,10 @@ def token_ids(places: np.ndarray, tokens: np.ndarray, owner: int, per_rank: int)
 
 
 def returned_rows(sent: RaggedLayout, groups: np.ndarray, num_ranks: int, block: int | None = None) -> Destinations:
-    """Return the row at home of the result of each row that was sent, int32 `[T, K]`, -1: none.
+    """Return the row at home of the result of each sent row, int32 `[T, K]`, -1: none.
 
-    An owner returns results in the order of the rows it got. sent: the layout of groups int32 `[T, K]`. block: the rows
-    that each owner has room for. None: owner after owner, without gaps.
+    Owners return results in the order of rows. sent: the layout of groups int32 `[T, K]`. block: rows of each owner's
+    block. None: owner after owner, without gaps.
     """
     start = sent.group_start[:-1].astype(np.int64)
     if block is None:
@@ -186,9 +185,7 @@ def returned_rows(sent: RaggedLayout, groups: np.ndarray, num_ranks: int, block:
 
 
 def token_rows(row: np.ndarray, owners: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the row of each token at every rank, int32 `[T, W]`, -1: it did not go there. row, owners `[T, K]`: of
-    its slots.
-    """
+    """Return the row of each token at every rank, int32 `[T, W]`, -1: none. row, owners `[T, K]`: of its slots."""
     found = np.full((len(row), num_ranks), -1, np.int32)
     token, k = np.nonzero(row >= 0)
     found[token, owners[token, k]] = row[token, k]
@@ -196,7 +193,7 @@ def token_rows(row: np.ndarray, owners: np.ndarray, num_ranks: int) -> np.ndarra
 
 
 def slot_rows(table: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Return the row that a slot's token has at the slot's rank, int32 `[T, K]`; table: of `token_rows`."""
+    """Return the row of a slot's token at the slot's rank, int32 `[T, K]`. table: of `token_rows`."""
     found = np.take_along_axis(table, np.maximum(owners, 0).astype(np.int64), axis=1)
     return np.where(owners < 0, -1, found).astype(np.int32)
 

@@ -38,10 +38,11 @@ class Machine:
     """GPUs as a cost model sees them.
 
     domain: consecutive ranks that nvlink connects. network: connects domains, None: there is one. tflops: 10^12
-    operations per second of a layer's products. memory: GB/s. measured: (kind, Link) of messages within a domain
-    (`all_gather`, `all_to_all`, `peer`, `peer_pull`, `ragged_all_to_all`); others take nvlink. products: measured
-    microseconds of a layer's forward on one device, of a rank's tokens with all experts, and of a rank's part of all
-    ranks' tokens with its own experts. None: from tflops and memory. Raises InvalidInput.
+    operations
+    per second of a layer's products. memory: GB/s. measured: (kind, Link) of messages within a domain (`all_gather`,
+    `all_to_all`, `peer`, `peer_pull`, `ragged_all_to_all`); others take nvlink. products: measured microseconds of a
+    layer's forward, of one rank's tokens with all experts, and of all ranks' tokens with one rank's experts. None: from
+    tflops and memory. Raises InvalidInput.
     """
 
     nvlink: Link
@@ -91,8 +92,8 @@ H200 = Machine(
 
 @dataclass(frozen=True)
 class MachineRecord:
-    """A record of `moebius-tune --links`. provenance: gpu, driver, versions, commit, command, date. timings: of
-    every message. not_measured: (kind, reason).
+    """A record of `moebius-tune --links`. provenance: gpu, driver, versions, commit, command, date. not_measured:
+    (kind, reason).
     """
 
     machine: Machine
@@ -110,8 +111,8 @@ class MachineRecord:
         memory: float,
         not_measured: Sequence[tuple[str, str]] = (),
     ) -> MachineRecord:
-        """Fit a machine to timings; nvlink is the link of all_to_all within the domain. Raises InvalidInput without
-        such a timing.
+        """Fit a machine to timings. nvlink is the link of all_to_all within the domain, which must be timed, else
+        raises InvalidInput.
         """
         by_kind: dict[tuple[str, str], list[LinkTiming]] = {}
         for timing in timings:
@@ -138,7 +139,7 @@ class MachineRecord:
 
     @staticmethod
     def load(path: str | Path) -> MachineRecord:
-        """Read a file. Raises InvalidInput for any other file, and names the problem."""
+        """Read a file. Raises InvalidInput for any other file, with the problem."""
         try:
             content = load_json(path)
         except InvalidInput as error:
@@ -165,7 +166,7 @@ class MachineRecord:
 
 
 def machine_of(machine: Machine | str | Path | None) -> Machine:
-    """Return the machine, or that of the record at a path. None: of the record that MOEBIUS_MACHINE names. Raises
+    """Return the machine, or the record's at a path, or for None the record's that MOEBIUS_MACHINE names. Raises
     InvalidInput for other files, and without any.
     """
     if machine is None:

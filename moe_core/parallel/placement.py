@@ -1,4 +1,4 @@
-"""The ranks of experts, and the replica of a slot.
+"""The ranks of experts, and their replicas.
 
 Letters: E experts, W ranks, L places per rank. Physical id of a place: rank * L + local.
 """
@@ -24,7 +24,7 @@ HOLE = -1
 
 
 class Move(NamedTuple):
-    """One expert goes from place `source` of the old placement to place `target` of the new one, physical ids."""
+    """A copy of an expert from place `source` of the old placement to place `target` of the new one, physical ids."""
 
     expert: int
     source: int
@@ -32,10 +32,11 @@ class Move(NamedTuple):
 
 
 class PlacementTables(NamedTuple):
-    """A placement as int32 arrays. Their sizes stay when experts move between the same places.
+    """A placement as int32 arrays, of the same sizes when experts move between places.
 
-    expert_of_place `[W * L]`: -1: empty. places `[W * L]`: physical ids, of expert e at start[e] : start[e + 1],
-    ascending; then empty places. start `[E + 1]`.
+    expert_of_place `[W * L]`, -1: empty. Expert e has the physical ids places[start[e] : start[e + 1]], ascending;
+    empty
+    places come last. places `[W * L]`, start `[E + 1]`.
     """
 
     expert_of_place: np.ndarray
@@ -48,10 +49,11 @@ class PlacementTables(NamedTuple):
 class Placement:
     """The experts of each rank.
 
-    Every rank has equally many places. An expert lies on at least one rank, and at most once on each (replicas).
+    Ranks have equally many places. An expert is on at least one rank, and at most once on each (replicas).
 
     owners: logical ids of each rank in local order, -1: an empty place. version: number of changes, which ranks
-    compare. Raises InvalidInput.
+    compare.
+    Raises InvalidInput.
     """
 
     num_experts: int
@@ -114,7 +116,7 @@ class Placement:
 
     @functools.cached_property
     def tables(self) -> PlacementTables:
-        """The placement as arrays; they must not be written to."""
+        """The placement as arrays, which must not be written to."""
         held = np.array(self.owners, np.int32).reshape(-1)
         key = np.where(held == HOLE, self.num_experts, held)
         counts = np.bincount(key, minlength=self.num_experts + 1)[: self.num_experts]
@@ -144,7 +146,7 @@ class Placement:
 
     @staticmethod
     def linear(num_experts: int, num_ranks: int) -> Placement:
-        """Put consecutive experts on a rank, ceil(E / W) each, with empty places at the end. Raises InvalidInput."""
+        """Put consecutive experts on a rank, ceil(E / W) each, empty places last. Raises InvalidInput."""
         experts, ranks = _sizes(num_experts, num_ranks)
         each = -(-experts // ranks)
         ids = [expert if expert < experts else HOLE for expert in range(each * ranks)]
@@ -152,7 +154,7 @@ class Placement:
 
     @staticmethod
     def round_robin(num_experts: int, num_ranks: int) -> Placement:
-        """Put expert e on rank e mod W; the last ranks may have an empty place. Raises InvalidInput."""
+        """Put expert e on rank e mod W. The last ranks may have an empty place. Raises InvalidInput."""
         experts, ranks = _sizes(num_experts, num_ranks)
         ids = [expert if expert < experts else HOLE for expert in range(-(-experts // ranks) * ranks)]
         return Placement(experts, tuple(tuple(ids[rank::ranks]) for rank in range(ranks)))
@@ -166,15 +168,13 @@ class Placement:
         nodes: int = 1,
         max_replicas: int | None = None,
     ) -> Placement:
-        """Give ranks shares of a load that are as equal as possible; spare places hold replicas of the hottest experts.
-
-        Equal arguments give equal placements.
+        """Share a load out as equally as possible. Spare places hold replicas of the hottest experts. Deterministic.
 
         Args:
-            load: `[E]`, the work of each expert, such as tokens_per_expert of past calls. Replicas take equal parts.
+            load: `[E]`, work of each expert, such as tokens_per_expert of past calls. Replicas take equal parts.
             num_ranks: W.
             per_rank: L.
-            nodes: number of nodes, of consecutive ranks. The replicas of an expert stay on one node.
+            nodes: number of nodes, of consecutive ranks. An expert's replicas stay on one node.
             max_replicas: the most places of an expert. None: one on each rank of a node. Training needs 1.
 
         Raises:
@@ -198,7 +198,7 @@ class Placement:
         return Placement(experts, tuple(owners))
 
     def balancedness(self, load: Sequence[float] | np.ndarray) -> float:
-        """Return the mean over the maximum of the ranks' work, in (0, 1]; 1 without any work. load `[E]`: as for
+        """Return the mean over the maximum of the ranks' work, in (0, 1], 1 without work. load `[E]`: as for
         `balanced`. Raises InvalidInput.
         """
         loads = _loads(load)
@@ -210,11 +210,11 @@ class Placement:
         return float(ranks.mean() / ranks.max()) if ranks.any() else 1.0
 
     def near(self, previous: Placement, *, nodes: int = 1) -> Placement:
-        """Return the next version: the same groups of experts, on ranks and places that need few moves from `previous`.
+        """Return the next version: these groups of experts, on ranks and places that need few moves from `previous`.
 
-        Ranks of a node take, in turn, the group they already have most of. An expert that stays on its rank keeps its
-        place. previous: as many experts and ranks, and at most as many places. Returns `previous` if nothing moves.
-        Raises InvalidInput.
+        Ranks of a node take, in turn, the group they already have most of. Experts that stay keep their place.
+        previous: has
+        as many experts and ranks, and at most as many places; it is returned if nothing moves. Raises InvalidInput.
         """
         sizes = [(one.num_experts, one.num_ranks) for one in (self, previous)]
         if sizes[0] != sizes[1] or previous.per_rank > self.per_rank:
@@ -254,8 +254,9 @@ class Placement:
     def moved(self, other: Placement) -> tuple[Move, ...]:
         """Return the copies that turn this placement into `other`, by target.
 
-        The source is a place on the target's rank if there is one, else one of the expert's places, in turn. Raises
-        InvalidInput unless both have equally many experts, ranks and places.
+        The source is a place on the target's rank if possible, else one of the expert's places, in turn. Raises
+        InvalidInput
+        unless sizes are equal.
         """
         sizes = [(placement.num_experts, placement.num_ranks, placement.per_rank) for placement in (self, other)]
         if sizes[0] != sizes[1]:
@@ -297,7 +298,7 @@ def _nodes(nodes: int, num_ranks: int) -> int:
 
 def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
     """Split experts into groups of at most ceil(E / groups) and equal load: the heaviest first, into the lightest
-    group with room. Ties go to the first.
+    group with room, or the first of equals.
     """
     room = -(-len(loads) // groups)
     found: list[list[int]] = [[] for _ in range(groups)]
@@ -311,8 +312,8 @@ def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
 
 
 def _copies(loads: np.ndarray, experts: list[int], places: int, most: int) -> dict[int, int]:
-    """Return the number of places of each expert: spare ones go to the expert with the heaviest replicas. Ties go to
-    the first.
+    """Return the places of each expert. Spare ones go to the expert with the heaviest replicas, or the first of
+    equals.
     """
     copies = dict.fromkeys(experts, 1)
     hottest = [(-loads[expert], expert) for expert in experts] if most > 1 else []

@@ -1,4 +1,4 @@
-"""The messages of one exchange in order, and its memory: planned from shapes, without a device."""
+"""The messages of one exchange in order, and its memory, planned from shapes without a device."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ from moe_core.specs.exchange import TableSpec
 @plan_type
 @dataclass(frozen=True)
 class ExchangePlan:
-    """One exchange; made by `plan_exchange`.
+    """One exchange, made by `plan_exchange`.
 
-    forward, backward: messages in order; backward is empty without training. buffers: of the worst case, all sets of
-    them. host_reads: 0 to 2. why_not_exact: why the bits are not those of one device; empty: they are. expected_tokens,
-    expected_experts: for `Tuning`, so that an owner's sums have the order of one device. expected_rows: slots of all
-    ranks. tensor: this rank on the axis that splits each expert. experts: of `experts_digest`; 0: not compared.
+    forward, backward: messages in order, backward only with training. buffers: of the worst case, all sets. host_reads:
+    0
+    to 2. why_not_exact: why the bits are not one device's, empty if they are. expected_tokens, expected_experts: for
+    `Tuning`, so that sums have the order of one device. expected_rows: slots of all ranks. tensor: this rank on the
+    axis
+    that splits each expert. experts: of `experts_digest`, 0: not compared.
     """
 
     tokens: int
@@ -72,7 +74,7 @@ class ExchangePlan:
 
     @property
     def direct(self) -> bool:
-        """Return True if each token has its own row at every owner; see `is_direct`."""
+        """Return True if each token has its own row at every owner, see `is_direct`."""
         return is_direct(self.spec)
 
     @functools.cached_property
@@ -88,7 +90,7 @@ class ExchangePlan:
         return header.of_experts(self.experts)
 
     def tensor_header(self, rank: int) -> Header:
-        """int32 `[8]`, which the ranks of the tensor axis compare; rank: this one's number on the axis of experts."""
+        """int32 `[8]`, which ranks of the tensor axis compare. rank: this one's on the axis of experts."""
         return self.header.on_tensor_axis(self.tokens, rank)
 
     @functools.cached_property
@@ -99,9 +101,8 @@ class ExchangePlan:
         return TableSpec(spec.mode, spec.rows, *sizes, self.bounds.block, self.bounds.back)
 
     def of_group(self, tokens: int) -> ExchangePlan:
-        """The plan for a group of so many tokens in all. By default all ranks have equally many.
-
-        Raises InvalidInput, and Unsupported for too many rows.
+        """Return the plan for so many tokens on all ranks together; by default ranks have equally many. Raises
+        InvalidInput, and Unsupported for too many rows.
         """
         if tokens < self.brought:
             raise InvalidInput(f"tokens must be at least this rank's {self.brought}, got {tokens}; add up all ranks'")
@@ -118,21 +119,22 @@ class ExchangePlan:
         return {}
 
     def of_experts(self, digest: int) -> ExchangePlan:
-        """The plan whose ranks also compare this digest of `experts_digest`."""
+        """Return the plan whose ranks also compare a digest of `experts_digest`."""
         if digest not in self._by_digest:
             self._by_digest[digest] = dataclasses.replace(self, experts=digest)
         return self._by_digest[digest]
 
     def buffers_of(self, received: int, returned: int) -> tuple[ExchangeBuffer, ...]:
-        """The buffers of a chunk for known counts: rows received, and results returned, both as an owner."""
+        """Return the buffers of a chunk for known counts of rows received and results returned, as an owner."""
         return _Planner(self).buffers(received, returned)
 
     def peak(self, received: int | None = None, returned: int | None = None, *, scratch: int = 0) -> int:
-        """The most bytes that buffers and output of a forward take at once.
+        """Return the most bytes that buffers and output of a forward take at once.
 
         received, returned: as for `buffers_of`. None: the worst case. scratch: bytes of the owner's op besides input
-        and results. Index arrays are left out, a few int32 for each slot. A rank frees rows as soon as they have moved
-        on; training keeps the input of the op.
+        and
+        results. Index arrays, a few int32 a slot, are left out. Rows are freed once they have moved on, except the op's
+        input in training.
         """
         if received is None or returned is None:
             return _peak(self, self.buffers, scratch)
@@ -178,10 +180,10 @@ def plan_exchange(
     training: bool = False,
     tensor: TensorSplit = WHOLE,
 ) -> ExchangePlan:
-    """Plan the exchange of a rank that has x `[tokens, d_model]` of dtype, and top_k experts for each token.
+    """Plan the exchange of a rank that has x `[tokens, d_model]` of dtype, with top_k experts for each token.
 
-    training: a backward follows. tensor: the rank on an axis that splits each expert. Raises InvalidInput, and
-    Unsupported for training with replicas, whose gradients would be parts of one, with a format and with chunks.
+    training: a backward follows. tensor: the rank on an axis that splits each expert. Raises InvalidInput. Raises
+    Unsupported for training with replicas, with a format or with chunks.
     """
     sizes = tokens, top_k, d_model, dtype, placement, spec, training
     draft = ExchangePlan(*sizes, (), (), (), 0, (), 0, 0, 0, tensor)
@@ -250,7 +252,6 @@ class _Planner:
         return self.tokens * self.top_k
 
     def _rows(self, kind: str) -> list[Collective]:
-        """The rows of x, quantised if there is a format."""
         if self.spec.format is None:
             return [Collective(kind, "rows", self.plan.dtype, self.sent, self.sent * self.row_bytes)]
         parts = quantized_bytes(self.spec, self.plan.d_model)
@@ -260,7 +261,6 @@ class _Planner:
         return Collective(kind, what, dtype, rows, rows * width * 4)
 
     def _results(self, what: str) -> Collective:
-        """The results on their way home."""
         kind, rows = "push" if self.spec.mode == "peer" else "all_to_all", self.given
         return Collective(kind, what, self.plan.dtype, rows, rows * self.row_bytes)
 
@@ -275,7 +275,6 @@ class _Planner:
         return slots_received(self.spec, received, self.top_k, self.plan.placement)
 
     def forward(self) -> tuple[Collective, ...]:
-        """All messages of a forward, in order."""
         mode, header = self.spec.mode, len(Header._fields)
         if mode == "peer":
             return tuple(self._between_barriers()) * self.spec.chunks
@@ -299,7 +298,7 @@ class _Planner:
         return tuple(messages)
 
     def _between_barriers(self) -> list[Collective]:
-        """One chunk with mode `peer`. Memory stored in a stage is read behind the barrier that ends the stage."""
+        """One chunk with mode `peer`. What a stage stores is read behind the barrier that ends it."""
         if self.plan.direct:
             told = self._table("push", "header, ids and weights", "int32", self.tokens, 2 * self.top_k)
             told = dataclasses.replace(told, bytes=told.bytes + 4 * TOLD)
@@ -316,11 +315,10 @@ class _Planner:
 
     @property
     def width_of_ids(self) -> int:
-        """Local ids that travel with a row; 0 if they follow from the counts."""
+        """Local ids that travel with a row, 0 if counts give them."""
         return 0 if self.spec.rows == "slots" and self.spec.mode != "padded" else self.width
 
     def backward(self) -> tuple[Collective, ...]:
-        """All messages of a backward, in order."""
         barrier = [_BARRIER] * (self.spec.mode == "peer")
         rows = [dataclasses.replace(message, what="d_output") for message in self._rows(self._rows_kind)]
         results = self._results("d_x")
@@ -336,7 +334,6 @@ class _Planner:
         return self.buffers(rows_received(self.spec, self.tokens, self.top_k, self.plan.placement), self.given)
 
     def buffers(self, received: int, given: int) -> tuple[ExchangeBuffer, ...]:
-        """Memory of the exchange, without x and the output."""
         incoming, symmetric = self.row_bytes, self.spec.mode == "peer"
         if self.spec.format is not None:
             incoming = sum(size for *_, size in quantized_bytes(self.spec, self.plan.d_model))

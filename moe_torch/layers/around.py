@@ -30,8 +30,8 @@ class ProjectionParameters(ParameterGroup):
 
 
 class OutputParameters(ParameterGroup):
-    """`y = output(rows)`: norm `[D]`, a constant scale and bias `[D]` of rows `[T, D]`. The experts apply a norm of
-    each expert's result.
+    """`y = output(rows)`: norm `[D]`, a constant scale and bias `[D]` of rows `[T, D]`. A norm of each expert's
+    result is applied by the experts.
     """
 
     NAMES = ("norm", "bias")

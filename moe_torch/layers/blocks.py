@@ -113,15 +113,13 @@ def _tensors(block: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _align(tensor: torch.Tensor) -> None:
-    """Copy a tensor that starts at an address kernels do not take, in a mapped file for example. It stays the same
-    parameter.
-    """
+    """Copy a tensor whose address kernels do not take, in a mapped file for example. It stays the same parameter."""
     if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
         tensor.data = tensor.data.clone()
 
 
 def _names(architecture: Architecture, *, table: bool) -> dict[str, tuple[str, ...]]:
-    """The layer's arrays -> the tensors of the block that make them: a gate and an up, or one."""
+    """Arrays of the layer -> tensors of the block that make them: a gate and an up, or one."""
     naming, family = architecture.naming, architecture.family
     router, (*gate_up, down) = naming.router[0], naming.fused[0]
     names: dict[str, tuple[str, ...]] = {"router.weight": (router,)}

@@ -41,7 +41,7 @@ def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[
 def tensors_of(layer: Any, x: Any) -> list[Any] | None:
     """Return x and the layer's arrays, if the layer is its operator alone and has plain parameters; else None.
 
-    It repeats `has_own_call` inline, in a third of the time, since every forward runs it.
+    It repeats `has_own_call` inline, in a third of the time, for every forward.
     """
     if torch.compiler.is_compiling() or layer._in_stages or (layer._rounds and layer.training):
         return None

@@ -13,7 +13,7 @@ _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def autocast(tensor: Any, name: str = "x") -> Any:
     """Cast a tensor as `torch.autocast` casts arguments of torch.nn.Linear, if it is on.
 
-    name: of a parameter. float32 biases and a gate stay as they are, and so do other than plain floating-point tensors.
+    name: of a parameter. float32 biases, a gate, and other than plain floating-point tensors stay as they are.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _AUTOCAST_DTYPES or name == "gate":
         return tensor

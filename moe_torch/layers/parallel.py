@@ -35,7 +35,7 @@ Layer = TypeVar("Layer", bound=PrepackedExperts)
 @dataclass
 class LayerExchange:
     """Replaces `moe_torch.moe` in a layer that is shared out. counted, began: this forward has sent the counts of a
-    capacity, and has begun the exchange.
+    capacity, and begun the exchange.
     """
 
     parallel: ExpertParallel
@@ -121,23 +121,30 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     """Share a layer's experts out among ranks, in place. Forwards and backwards then exchange rows.
 
     The experts' parameters become DTensors `[E, ...]`, sharded by their first axis over the mesh: rank r has the
-    experts from r * ceil(E / W) on. Experts in another order are `PlacedTensor`s of the same shape, for optimizers but
-    not for `fully_shard`. Both save whole experts by logical id in `state_dict` and `torch.distributed.checkpoint`, and
-    load for any placement and number of ranks. Router and shared experts stay on every rank: average their gradients
-    over all ranks with tokens of their own. Experts' gradients are sums over all ranks' tokens: divide them by
-    `parallel.gradient_divisor` for the same mean.
+    experts from
+    r * ceil(E / W) on. Experts in another order are `PlacedTensor`s of the same shape, for optimizers but not for
+    `fully_shard`. Both save whole experts by logical id in `state_dict` and `torch.distributed.checkpoint`, and load
+    for any
+    placement and number of ranks. Router and shared experts stay on every rank: average their gradients over all ranks
+    with
+    tokens of their own. Experts' gradients are sums over all ranks' tokens: divide them by `parallel.gradient_divisor`
+    for the
+    same mean.
 
     With `parallel.tensor`, a rank keeps slices of its experts: DTensors over both axes, `[Shard(0), Shard(axis)]`. Gate
-    and up in halves, the default, are `PlacedTensor`s, since a slice of each half is no range of rows. down_bias is
-    whole on every rank of the axis.
+    and up
+    in halves, the default, are `PlacedTensor`s, since a slice of each half is no range of rows. down_bias is whole on
+    every
+    rank of the axis.
 
-    Call it before `fully_shard` and before an optimizer is made, on every rank. A layer on `meta` gets no memory.
+    Call it on every rank, before `fully_shard` and before an optimizer is made. A layer on `meta` gets no memory.
 
     Args:
         layer: a `moe_torch.MoE` with all its experts.
         parallel: the ranks. Its mesh must be a DeviceMesh.
         placement: the experts of each rank. None: `Placement.linear`. With replicas, forwards that need a gradient
-            raise Unsupported.
+            raise
+            Unsupported.
 
     Returns:
         the layer.

@@ -31,8 +31,9 @@ from moe_torch.quantize import prepack_weights, restore_weights, tile
 class QuantizedMatrix(torch.nn.Module):
     """The arrays of a quantised matrix, as buffers: values, scales and zero_points (None if the format has none).
 
-    They move with the module and keep their dtypes. Those of a prepacked matrix (`hold`) are tiled; a state_dict has
-    the published layout.
+    They move with the module and keep their dtypes. A prepacked matrix's (`hold`) are tiled, with the published layout
+    in a
+    state_dict.
     """
 
     values: torch.Tensor
@@ -109,8 +110,9 @@ def _buffer_dtype(dtype: torch.dtype | None) -> torch.dtype:
 class ParameterGroup(torch.nn.Module):
     """The arrays of one part of a layer. Its forward is called only if something needs the call (`has_own_call`).
 
-    NAMES: every array the part can have; absent ones are None. Buffers stay float32, or float64. quantized: format and
-    layout of quantised matrices. trained: parameters require a gradient.
+    NAMES: every array the part can have, None if absent. Buffers stay float32, or float64. quantized: format and layout
+    of
+    quantised matrices. trained: parameters require a gradient.
     """
 
     NAMES: ClassVar[tuple[str, ...]]

@@ -34,7 +34,7 @@ _ALIKE = frozenset(
 
 
 class Slice(NamedTuple):
-    """A rank's slice of every expert's array, on the ranks of a tensor axis. cut: None: all of it."""
+    """A rank's slice of every expert's array, on a tensor axis. cut: None: all of it."""
 
     mesh: Any
     cut: Cut | None
@@ -46,8 +46,9 @@ class PlacedTensor(torch.Tensor):
 
     It is like a DTensor for experts in any order. Elementwise operations, such as optimizers', run on this rank's part,
     `to_local()` `[held, ...]`, in the order of `placement.owners[rank]`. `full_tensor()` is the whole, a collective.
-    `torch.distributed.checkpoint` saves and loads it and optimizer states by expert, so checkpoints fit every placement
-    and number of ranks. Other operations raise Unsupported.
+    `torch.distributed.checkpoint` saves and loads it and optimizer states by expert, for every placement and number of
+    ranks.
+    Other operations raise Unsupported.
 
     With a tensor axis, `part` is this rank's slice of each expert, which may be of both halves of an axis.
     """

@@ -34,7 +34,7 @@ class PlannedLayer(torch.nn.Module):
     def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> str:
         """Explain a forward of so many tokens, or of an x of that shape: buffers, kernels, decisions, order of sums.
 
-        training: the forward of a training step, then its backward with gradients of x and every parameter. Runs
+        training: the forward of a training step, and its backward with gradients of x and every parameter. Runs
         nothing.
         """
         tokens = count_tokens(tokens, self.spec.d_model)

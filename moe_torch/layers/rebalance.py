@@ -53,20 +53,24 @@ class Rebalancer:
     """Moves the experts of expert-parallel layers between ranks as their load changes, for inference.
 
     Call `step()` on every rank after each step of the model. Forwards count the rows of each expert on the device, also
-    in CUDA graphs. Every `every` steps, ranks add the counts of the last `window` steps and compute a new placement,
-    with replicas of the hottest experts in spare places. Weights move between steps, layer by layer, into the memory of
-    the parameters, so CUDA graphs captured after the Rebalancer was made stay valid. Outputs keep their bits.
+    in
+    CUDA graphs. Every `every` steps, ranks add the counts of the last `window` steps and compute a new placement, with
+    replicas
+    of the hottest experts in spare places. Weights move between steps, layer by layer, into the memory of the
+    parameters, so
+    CUDA graphs captured after the Rebalancer was made stay valid. Outputs keep their bits.
 
     A move needs memory for the experts that a rank sends and receives, of one array of one layer at a time. Spare
-    places are made with the Rebalancer. Parameters become `PlacedTensor`s. A step invalidates earlier state_dicts.
+    places are
+    made with the Rebalancer. Parameters become `PlacedTensor`s. A step invalidates earlier state_dicts.
 
     Args:
         layers: `moe_torch.MoE` layers that `parallelize` has shared out, in the same order on every rank.
         parallel: their ranks.
         every: steps between two placements.
         window: steps of counts.
-        places_per_rank: places of a rank in each layer, from E / W to E. None: as many as now.
-        nodes: number of nodes, of consecutive ranks. The replicas of an expert stay on one node.
+        places_per_rank: places of a rank in each layer, from E / W to E. None: as now.
+        nodes: number of nodes, of consecutive ranks. An expert's replicas stay on one node.
         least_gain: share of the slowest rank's rows that a new placement must save.
         layers_per_step: the most layers that move after one step, which bounds its wait. None: all.
 

@@ -16,7 +16,7 @@ B = TypeVar("B")
 
 class Own(NamedTuple):
     """A rank's part of an array of all experts. local: the part. experts: None: all. cut, split: the slice of each
-    expert's array. cut: None: all of it.
+    expert's array, None: all of it.
     """
 
     local: torch.Tensor

@@ -1,5 +1,6 @@
-"""The operators of a forward whose last product stores its rows at peers' addresses: those of `moe` with given ids and
-weights, and `results_at` beside. Their output has no rows."""
+"""Operators of a forward whose last product stores its rows at peers' addresses: `moe` with given ids and weights,
+and `results_at`. Their output has no rows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def _without_rows(shapes: Any, given: Any) -> Outputs:
 
 
 def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
-    """The forward, and the one that saves what its backward reads, which is that of `moe`."""
+    """The forward, and the one that saves for its backward, which is that of `moe`."""
     tensors = (*table.moe_tensors(TopK, matrices), "results_at", "gradients_at?", "memory!")
     declare = functools.partial(
         Signature, tensors, ("spec",), _BUNDLES, matrices=matrices, unplanned=("gradients_at", "memory")
@@ -43,7 +44,7 @@ def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
 
 
 def _in_two_parts(packet: str, *matrices: str) -> Operator:
-    """The forward whose product 2 may run on another stream; results_at is optional."""
+    """The forward with product 2 on another stream. results_at is optional."""
     tensors = (*table.moe_tensors(TopK, matrices), "results_at?", "memory!")
     options = ("spec", "multiprocessors")
     signature = Signature(tensors, options, _BUNDLES, matrices=matrices, returns=_RESULTS, unplanned=("memory",))
@@ -61,7 +62,7 @@ def _gradients(given: Any) -> Outputs:
 
 
 def _backward(packet: str, *matrices: str) -> Operator:
-    """That of `moe`, whose last product stores the rows of d_x at addresses."""
+    """The backward of `moe`, which stores rows of d_x at addresses."""
     into = packet.endswith("_into")
     tensors = table.backward_tensors(TopK, ("results_at", "memory!"), into=into)
     options = ("spec", "wanted")
@@ -92,22 +93,22 @@ def experts_push(
     gradients_at: torch.Tensor | None = None,
     memory: torch.Tensor | None = None,
 ) -> MoEOutput:
-    """`moe` whose last product stores the row of every slot where it belongs, while it computes the others.
+    """Run `moe`, whose last product stores the row of every slot at its address while it computes the others.
 
-    These are the bits of `moe` with K = 1 and `combine_push`, without an array of rows here. Gradients are those of
-    `moe`: the gradient of the output is that of each token's sum. x, experts, routing and spec are as for
-    `moe_torch.moe`. A row has a multiple of 16 bytes.
+    Results have the bits of `moe` with K = 1 and `combine_push`, without an array of rows here. Gradients are those of
+    `moe`: the gradient of the output is that of each token's sum.
 
     Args:
-        results_at: int64 `[T * K]`, the address where the row of each slot goes, a multiple of 16, 0 = nowhere; for
-            example of `result_addresses`. Slots of no expert go nowhere.
-        gradients_at: int64 `[T * K]`: where the backward stores each slot's row of the gradient of x, in the same way.
-            That gradient then has no memory either. None = it is an array, the sum of a token's rows.
-        memory: the symmetric tensor of this rank, see `moe_torch.parallel.peer_ops`.
+        x, experts, routing, spec: as for `moe_torch.moe`. A row has a multiple of 16 bytes.
+        results_at: int64 `[T * K]`, the address of each slot's row, a multiple of 16, 0: nowhere; for example of
+            `result_addresses`. Slots of no expert go nowhere.
+        gradients_at: int64 `[T * K]`, addresses of each slot's row of the gradient of x, which then has no memory
+            either.
+            None: an array, the sum of a token's rows.
+        memory: see `moe_torch.parallel.peer_ops`.
 
     Returns:
-        a MoEOutput. Its output holds no rows: it has the shape `[0, D]`, or where a gradient is asked for `[T, D]` and
-        no memory, so that there is a gradient of it.
+        a MoEOutput. Its output has no rows, `[0, D]`, or `[T, D]` without memory if a gradient is asked for.
 
     Raises:
         InvalidInput: as `moe`, and a spec with out_dtype.
@@ -121,7 +122,7 @@ def experts_push(
 
 
 class BegunExperts(NamedTuple):
-    """Experts whose product 1 is under way. What it holds has to live until `finish` has run on the device."""
+    """Experts whose product 1 is under way. What it holds must live until `finish` has run on the device."""
 
     routing: TopK
     begun: Begun
@@ -142,10 +143,10 @@ def experts_begin(
     *,
     multiprocessors: tuple[int | None, int | None],
 ) -> BegunExperts:
-    """The layout and product 1 of `experts_push`, without gradients. results_at: None = they are summed, as by `moe`.
+    """Run the layout and product 1 of `experts_push`, without gradients. results_at: None: rows are summed, as by
+    `moe`.
 
-    multiprocessors: that product 1 and product 2 fill at most, None = all. No bit depends on it. Raises as
-    `experts_push`.
+    multiprocessors: the most for product 1 and product 2. None: all. No bit depends on it. Raises as `experts_push`.
     """
     operator = EXPERTS_IN_PARTS_QUANTIZED if reads_formats(experts, routing, spec) else EXPERTS_IN_PARTS
     arguments = operator.arguments(

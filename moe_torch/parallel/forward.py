@@ -50,15 +50,16 @@ class ExpertParallel:
     """The ranks that share the experts, and how rows travel between them.
 
     Args:
-        mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group. Its ranks share the experts.
+        mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group.
         exchange: how rows travel, see `moe_core.parallel.ExchangeSpec`.
         max_tokens: the most tokens of a rank in one call. None: any number. Mode `peer` needs it: the first call makes
             memory for them.
         tensor: a second axis, such as `mesh["tp"]`. Its ranks have slices of each expert: columns of gate and up, rows
-            of down. Results are sums over it, so the bits are not one device's. None: experts are whole.
+            of
+            down. Results are sums over it, so the bits are not one device's. None: experts are whole.
         timeout: seconds of a message on a CPU. None: the process group's, which always counts on a GPU.
         tensor_tokens: `split`: ranks of tensor have tokens of their own, equally many, as sequence parallelism leaves
-            them. `replicated`: they have the same tokens, and all get their results.
+            them. `replicated`: they have the same tokens, and all get the results.
 
     Raises:
         InvalidInput: a mesh of several axes, axes that overlap, wrong numbers, mode `peer` without max_tokens.
@@ -107,8 +108,7 @@ class ExpertParallel:
     def gradient_divisor(self) -> int:
         """The divisor of experts' gradients, if other gradients are averaged over ranks with tokens of their own.
 
-        Experts' gradients are sums over the tokens of all ranks. It is W, times the ranks of tensor with `split`
-        tokens.
+        Experts' gradients are sums over all ranks' tokens. It is W, times the ranks of tensor with `split` tokens.
         """
         return self.token_ranks
 
@@ -296,7 +296,6 @@ class Exchange:
     def _route(
         self, x: torch.Tensor, wide: torch.Tensor | None, routing: Any, spec: MoESpec, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """ids, weights and logits."""
         if isinstance(routing, TopK):
             ids, weights = array_spec("routing.ids", routing.ids), array_spec("routing.weights", routing.weights)
             require_given(ids, weights, len(x))
@@ -360,7 +359,7 @@ def tell_peers(
 ) -> None:
     """Tell the other ranks that this one raises before the exchange, if they wait for such a message.
 
-    tensor: messages over that axis so far. Best effort: the caller has to see the first error.
+    tensor: messages over that axis so far. Best effort: the caller must see the first error.
     """
     if tells_peers(parallel, device):
         tensor = parallel.tensor_ranks() if tensor is None else tensor

@@ -19,9 +19,11 @@ from moe_torch.parallel.route import Overlap, Routes
 class Dispatch(torch.autograd.Function):
     """`(routes, x, wide, weights, stored) -> (rows [R, D] at their owners, their weights fp32)`.
 
-    x `[T, D]` has no gradient; it may be rows under way. wide `[T, D]`, which is not read, gets the gradient, in its
-    dtype: fp32, or that of x if nothing else flows into x. weights fp32 `[T, K]`: those that routes have sent. stored:
-    gradients of rows are stored at `routes.results_at`, and the gradient that autograd passes is a stand-in.
+    x `[T, D]` has no gradient; it may be rows under way. wide `[T, D]`, not read, gets the gradient in its dtype: fp32,
+    or
+    that of x if nothing else flows into x. weights fp32 `[T, K]`: those that routes have sent. stored: gradients of
+    rows are
+    stored at `routes.results_at`, and autograd passes a stand-in.
     """
 
     @staticmethod
@@ -50,8 +52,10 @@ class Combine(torch.autograd.Function):
     """`(routes, rows, shared, gate, out_dtype, total, overlap) -> y [T, D]`.
 
     y is the sum of each token's slots, then of shared `[T, D]`, if any, times the sigmoid of gate fp32 `[T, 1]`;
-    `dense.py` has their gradients. total: `routes.start_total` of the same rows. None: they have not left. overlap:
-    sends the gradient of rows, which were `awaited`. None: the stream waits for it.
+    `dense.py`
+    has their gradients. total: `routes.start_total` of the same rows. None: they have not left. overlap: sends the
+    gradient
+    of rows, which were `awaited`. None: the stream waits for it.
     """
 
     @staticmethod
@@ -147,8 +151,9 @@ def combine(
 class Uses(torch.autograd.Function):
     """`(x, count, dtype) -> count` stand-ins of the shape of x, without memory, one for each use of x.
 
-    The first use is that of the experts, the others are a shared expert's and the router's. Their gradients are added
-    as on one device, and cast once: they come in fp32, except the only one of a sum.
+    The first use is the experts', the others are a shared expert's and the router's. Their gradients are added as on
+    one
+    device, and cast once: they come in fp32, except the only one of a sum.
     """
 
     @staticmethod

@@ -60,8 +60,9 @@ class Ranks:
     ) -> torch.Tensor:
         """Return rows `[R, ...]` from every rank, one rank after another.
 
-        sent, received: rows to and from each rank. None: equally many. Rows behind those that go stay. memory: R, if it
-        is more than come; the rest holds anything.
+        sent, received: rows to and from each rank. None: equally many. Rows behind those that go stay. memory: R, if
+        more than
+        come; the rest holds anything.
         """
         return self.start_all_to_all(rows, what, sent, received, memory)()
 
@@ -128,7 +129,7 @@ def _moved(values: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """The same memory as rows of bytes."""
+    """The memory as rows of bytes."""
     return values.view(len(values), values[:1].numel() if len(values) else 0).view(torch.uint8)
 
 

@@ -16,10 +16,10 @@ _OF_PLACEMENT = Header._fields.index("version")
 
 
 class MovingPlacement:
-    """A placement, and its tables as int32 arrays on a device, which `change` writes to.
+    """A placement that can change between calls, as int32 arrays on a device.
 
-    `moe_torch.parallel.moe` takes it as a placement. Captured CUDA graphs stay valid when experts move, since they read
-    the arrays.
+    `moe_torch.parallel.moe` takes it as a placement. Captured CUDA graphs read the arrays, and stay valid when experts
+    move.
 
     Args:
         placement: the first one, without empty places.
@@ -31,7 +31,7 @@ class MovingPlacement:
         current: the placement now.
         places, start: int32 `[W * L]` and `[E + 1]`, see `moe_core.parallel.PlacementTables`.
         load: see above.
-        why_broken: why the experts must not be used any more. None: they may be used.
+        why_broken: why the experts must not be used any more. None: they may be.
 
     Raises:
         InvalidInput: a placement with empty places.

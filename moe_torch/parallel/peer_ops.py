@@ -1,12 +1,14 @@
 """Stores and loads at the addresses of other ranks, the ops of mode `peer`.
 
-A table `*_at` is an int64 `[W]` tensor: for every rank, this one included, the address of one array in the symmetric
-allocation. On a CPU these are addresses of shared memory. Barriers are the caller's: between stores and reads, and
-between reads and later stores. `memory`, where given, is this rank's own symmetric tensor: traced programs keep the
-order of all calls that have it. No call waits for the host or has a gradient.
-`programs` is the most blocks of a launch, so that it runs beside others. It changes no bit.
+A table `*_at` is int64 `[W]`: the address of one array at every rank, in the symmetric allocation; on a CPU in shared
+memory. The caller makes barriers, between stores and reads and between reads and later stores. No call waits for the
+host or has a gradient.
+
+Common arguments. places: of `peer_places`. rank: this one. num_rows: R. programs: the most blocks of a launch, so that
+it runs beside others. memory: this rank's symmetric tensor; traced programs keep the order of all calls with it.
 
 Letters: W ranks, L places of a rank, P = W * L, T tokens of a rank, K top-k, D columns, slot `s = t * K + k`, R rows.
+Rows have a multiple of 16 bytes. Ops raise InvalidInput for arguments of the wrong shape or dtype.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ _NO_CHECKS = Checks()
 class PeerPlaces(NamedTuple):
     """The row of every slot at its owner, int32.
 
-    owners, rows `[T, K]`: the rank and the row there, -1: none. received `[1, L]`: rows for each expert of this rank,
-    bound or not. overflow `[1]`: rows of all ranks that do not fit.
+    owners, rows `[T, K]`: the rank and the row there, -1: none. received `[1, L]`: rows for each expert here, with
+    those
+    that do not fit. overflow `[1]`: rows of all ranks that do not fit.
     """
 
     owners: torch.Tensor
@@ -59,18 +62,16 @@ def peer_places(
     """Find the owner of every slot, and the row there. Owners have rows by (expert, home, slot).
 
     Args:
-        ids: int32 `[T, K]`. Places, -1: none. Place p is of rank `p // L`.
+        ids: int32 `[T, K]`, places, -1: none. Place p is of rank `p // L`.
         layout: `make_layout(ids, P)`.
-        counts: int32 `[W, P]`, `layout.group_sizes` of every rank. Rows may be strided.
+        counts: int32 `[W, P]`, `layout.group_sizes` of every rank.
         rank: this rank.
-        receive: R. Rows beyond do not go, and are counted.
+        receive: R. Rows beyond are not sent, only counted.
 
     Returns:
         the places. `layout_of_runs(places.received, R)` is the owner's layout of arriving rows.
 
-    Raises:
-        InvalidInput: arguments of the wrong shape or dtype.
-        Unsupported: more than 8192 counts for one rank, on a GPU.
+    Raises Unsupported for more than 8192 counts of one rank on a GPU.
     """
     places = operators.PEER_PLACES.call(
         ids=ids, group_start=layout.group_start, row_of_slot=layout.row_of_slot, counts=counts,
@@ -82,13 +83,7 @@ def peer_places(
 def push_counts(
     counts: torch.Tensor, counts_at: torch.Tensor, *, rank: int, memory: torch.Tensor | None = None
 ) -> None:
-    """Store counts int32 `[N]` to row `rank` of an array int32 `[W, N]` of every rank.
-
-    Args:
-        counts: of this rank.
-        counts_at: the table of the arrays.
-        rank: this rank.
-    """
+    """Store this rank's counts int32 `[N]` to row `rank` of the arrays int32 `[W, N]` at counts_at."""
     rank = as_integer("rank", rank, 0)
     operators.PUSH_COUNTS.call(counts=counts, counts_at=counts_at, memory=memory, rank=rank)
 
@@ -108,15 +103,10 @@ def dispatch_push(
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`. Rows may be strided.
-        places: of `peer_places`.
-        rows_at: the table of the arrays `[num_rows, D]`, of the dtype of x or of the format's codes.
-        num_rows: R.
+        rows_at: of arrays `[num_rows, D]`, of the dtype of x or the format's codes.
         format: of e4m3 with groups of one row, such as `fp8_group`. Codes and scales have the bits of `quantize_rows`.
-        scales_at: with a format, the table of the arrays fp32 `[num_rows, groups]`.
-
-    Raises:
-        InvalidInput: arguments of the wrong shape or dtype.
-        Unsupported: another format.
+            Raises Unsupported for others.
+        scales_at: with a format, of arrays fp32 `[num_rows, groups]`.
     """
     operators.DISPATCH_PUSH.call(
         x=x, owners=places.owners, rows=places.rows, rows_at=rows_at, scales_at=scales_at, memory=memory,
@@ -138,11 +128,8 @@ def push_routing(
 
     Args:
         weights: fp32 `[T, K]`.
-        places: of `peer_places`.
-        weights_at: the table of the arrays fp32 `[num_rows]`. None: weights do not go.
-        sources_at: the table of the arrays int32 `[num_rows, 2]` for (rank, slot). None: they do not go.
-        rank: this rank.
-        num_rows: R.
+        weights_at: of arrays fp32 `[num_rows]`. None: no weights.
+        sources_at: of arrays int32 `[num_rows, 2]`, for (rank, slot). None: none.
     """
     operators.PUSH_SLOTS.call(
         weights=weights, owners=places.owners, rows=places.rows, weights_at=weights_at, sources_at=sources_at,
@@ -163,7 +150,7 @@ def take_rows(
 
     Args:
         x: bf16, fp16 or fp32 `[N, D]`, or codes of e4m3.
-        rows: int32 `[R, 1]`. The row of x for every row, outside [0, N): zeros.
+        rows: int32 `[R, 1]`, the row of x for every row, outside [0, N): zeros.
         group_start: int32 `[L + 1]`. Its last entry is the number of rows to write.
         scales: fp32 `[N, ceil(D / 128)]`, of codes.
         dtype: of the result, for codes. None: that of x.
@@ -185,7 +172,7 @@ def combine_pull(
     programs: int | None = None,
     memory: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Load the rows of a token's slots from their owners and add them: fp32, in the order k = 0..K-1, one cast.
+    """Load the rows of a token's slots from their owners and add them in fp32, k = 0..K-1, with one cast.
 
     The bits are those of `reduce(order="row")`.
 
@@ -210,15 +197,8 @@ def combine_pull(
 def combine_pull_weights(
     places: PeerPlaces, weights_at: torch.Tensor, *, num_rows: int, memory: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Load one number for every slot from its owner, such as the gradient of its weight.
-
-    Args:
-        places: of `peer_places`.
-        weights_at: the table of the arrays fp32 `[num_rows]`.
-        num_rows: R.
-
-    Returns:
-        fp32 `[T, K]`, 0 for a slot without a row.
+    """Load one number of every slot, such as the gradient of its weight, from its owner's array fp32 `[num_rows]`:
+    fp32 `[T, K]`, 0 for a slot without a row.
     """
     return operators.COMBINE_PULL_WEIGHTS.call(
         owners=places.owners, rows=places.rows, weights_at=weights_at, memory=memory, num_rows=_rows(num_rows)
@@ -241,7 +221,7 @@ def combine_push(
         y: bf16, fp16 or fp32 `[R, D]`.
         sources: int32 `[R, 2]`, of `push_routing`: (home, slot) of every row.
         group_start: int32 `[L + 1]`. Its last entry is the number of rows with a source.
-        slots_at: the table of the arrays `[num_slots, D]`.
+        slots_at: of arrays `[num_slots, D]`.
         num_slots: slots of every home.
     """
     operators.COMBINE_PUSH.call(
@@ -254,8 +234,10 @@ class PushedTokens(NamedTuple):
     """Results of `push_tokens_once`, int32.
 
     places `[T, K]`: of slots, -1: none. tokens_per_expert `[E]`. invalid_ids `[1]`: ids outside [-1, E). overflow
-    `[1]`: 0, since every token has its row. owners, rows `[T, W]`, with visits: the ranks that a token visits and its
-    rows there, -1: none.
+    `[1]`: 0,
+    since every token has its row. With visits, owners and rows `[T, W]`: the ranks that a token visits and its rows
+    there,
+    -1: none.
     """
 
     places: torch.Tensor
@@ -291,12 +273,11 @@ def push_tokens_once(
     visits: bool = False,
     memory: torch.Tensor | None = None,
 ) -> PushedTokens:
-    """Store a rank's tokens, their ids and their weights in row `rank * most + t` of every array.
+    """Store a rank's tokens, ids and weights in row `rank * most + t` of every array.
 
     Args:
-        tokens: of this rank. Rows go where a token has an expert, and only with `at.rows`; ids and weights go to all
-            ranks.
-        header: int32 `[8]`. It goes to all ranks, followed by T, to one of two rows in turn.
+        tokens: of this rank. Rows go where a token has an expert, and only with `at.rows`. Ids and weights go to all.
+        header: int32 `[8]`. It goes to all ranks with T behind it, to one of two rows in turn.
         at: the tables.
         rank: this rank.
         placement: gives the numbers of experts and places.
@@ -324,11 +305,11 @@ def sum_results(
     out: torch.Tensor | None = None,
     memory: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add the results of each token's slots as `reduce(order="slot")` does; NaN where a check fails.
+    """Add the results of each token's slots as `reduce(order="slot")` does. NaN where a check fails.
 
     Args:
-        y: `[N, D]`. Results by slot, N at least T * K.
-        places: int32 `[T, K]`, of `push_tokens_once`, or the rows of `peer_places`. A slot with -1 adds nothing.
+        y: `[N, D]`, results by slot, N at least T * K.
+        places: int32 `[T, K]`, of `push_tokens_once`, or the rows of `peer_places`. -1 adds nothing.
         checks: see `Checks`.
         shared, shared_gate, out_dtype: as for `combine_pull`.
         out: `[T, D]` of the dtype of the sum, at a multiple of 16 bytes. None: a new tensor.
@@ -336,8 +317,7 @@ def sum_results(
     Returns:
         out.
 
-    Raises:
-        InvalidInput: arguments of the wrong shape or dtype, or an out_dtype other than out's.
+    Raises InvalidInput for an out_dtype other than out's.
     """
     optional = {**checks._asdict(), "shared": shared, "shared_gate": shared_gate}
     if out is None:
@@ -352,14 +332,9 @@ def sum_results(
 def result_addresses(
     sources: torch.Tensor, group_start: torch.Tensor, slots_at: torch.Tensor, *, num_slots: int, width: int, dtype: Any
 ) -> torch.Tensor:
-    """Find the addresses of an owner's results, for `experts_push`.
+    """Find the addresses of an owner's results, for `experts_push`: int64 `[R]`, each row's slot at its home, 0: none.
 
-    Args:
-        sources, group_start, slots_at, num_slots: as for `combine_push`.
-        width, dtype: D and the dtype of the arrays.
-
-    Returns:
-        int64 `[R]`: the address of every row's slot at its home, 0: no source.
+    Arguments as for `combine_push`. width, dtype: D and the dtype of the arrays.
     """
     return operators.RESULT_ADDRESSES.call(
         sources=sources, group_start=group_start, slots_at=slots_at, num_slots=_rows(num_slots, "num_slots"),

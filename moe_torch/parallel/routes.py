@@ -38,7 +38,7 @@ class Way(NamedTuple):
 
 
 def rounded(rows: int) -> int:
-    """Round a number of rows up, by 1/32 at most, and not up to 63. Every number of rows has plans of its own.
+    """Round a number of rows up, by at most 1/32, and not up to 63, since every number of rows has plans of its own.
     Examples: 65 -> 66, 1000 -> 1008.
     """
     step = 1 << max(0, rows.bit_length() - 6)
@@ -47,12 +47,15 @@ def rounded(rows: int) -> int:
 
 @dataclass(frozen=True)
 class CollectiveRoutes:
-    """The routes of one rank for one call; see `moe_torch.parallel.route.Routes`.
+    """The routes of one rank for one call, see `moe_torch.parallel.route.Routes`.
 
     send int32: slots of rows that go out, -1: none. None: every token goes to every rank. slots int32 `[R]`: the slots
-    of received rows, K each, of the owner's rows. None: received rows are slots. at_home: how rows that come home are
-    added. spoilt bool `[T]`: tokens that become NaN, because a slot did not fit or ranks disagree, or None.
-    tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of this rank's tokens.
+    of
+    received rows, K each, of the owner's rows. None: received rows are slots. at_home: how rows that come home are
+    added.
+    spoilt bool `[T]`: tokens that become NaN, because a slot did not fit or ranks disagree, or None. tokens_per_expert
+    int32
+    `[E]` and invalid_ids int32 `[1]`: of this rank's tokens.
     """
 
     ranks: Ranks
@@ -83,7 +86,7 @@ class CollectiveRoutes:
         return arrived
 
     def start_pull(self, rows: torch.Tensor, what: str) -> Arriving:
-        """Send rows of slots home, `[R, N]`. The result waits, and returns the rows that `at_home` adds."""
+        """Send rows of slots home, `[R, N]`. The result waits, and returns rows for `at_home`."""
         return self.ranks.start_all_to_all(rows, what, *self.home)
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
@@ -133,14 +136,14 @@ def plan_routes(
     """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`. `start` sends the first message.
 
     token_mask bool `[T]`: False tokens have no slots. moving: placement at the time of a replay, or None. Raises
-    InvalidInput and Unsupported.
+    InvalidInput, Unsupported.
     """
     kind = Counted if plan.spec.mode == "all_to_all" else Blocks
     return kind(ranks, plan, ids, weights, token_mask, moving)
 
 
 def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> torch.Tensor | None:
-    """Send the first messages of an exchange. Returns tokens of all ranks int32 `[W]` if replicas need them."""
+    """Send the first messages. Returns the tokens of all ranks int32 `[W]` if replicas need them."""
     if device.type == "cpu":
         # Waiting costs nothing here, so the host compares before it sends messages whose sizes may differ. On a GPU
         # headers travel with the counts or the routing. If the host does not read them and they differ, the output is
@@ -159,7 +162,7 @@ def check_headers(ranks: Ranks, header: Sequence[int], device: torch.device) -> 
 
 
 def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device: torch.device) -> None:
-    """Send a header of zeros, so that no peer waits for a rank that failed."""
+    """Send a header of zeros, so that no peer waits for a failed rank."""
     counts = 0
     if device.type != "cpu":
         # Others send these behind it, or ahead of it.
@@ -232,7 +235,6 @@ class _Planner:
         return _Tables(*tables)
 
     def first_tables(self) -> _Tables:
-        """The tables, after the first messages."""
         tokens = tokens_of_ranks(self.ranks, self.plan, self.header.device)
         self.tokens = self.tokens if tokens is None else tokens
         return self.tables() if self._first is None else self._first
@@ -240,7 +242,6 @@ class _Planner:
     def received(
         self, came: torch.Tensor, num_rows: int, header: torch.Tensor | None = None, lost: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """The outputs of `plan_receive_tables`."""
         return operators.RECEIVE_TABLES.call(
             came=came, header=header, lost=lost, spec=self.spec, rank=self.rank, top_k=self.top_k, num_rows=num_rows,
             num_tokens=self.num_tokens,
@@ -283,7 +284,7 @@ class Counted(_Planner):
     """Routes of exact counts, which ranks exchange and the host reads."""
 
     def start(self) -> Callable[[], CollectiveRoutes]:
-        """Send the counts. The result waits for the others' and returns the routes. A collective.
+        """Send the counts. The result waits for others' and returns the routes. A collective.
 
         Raises PeerFailed and InvalidInput as `compare_headers`.
         """

@@ -1,8 +1,10 @@
 """The tensor axis around the exchange: its ranks each have a slice of every expert.
 
 Tokens are gathered over the axis before the exchange, and parts of results are added behind it. The backward gathers
-the gradient of results, and adds parts of d_x and of the weights' gradients. Parts are fp32 and added in the order of
-ranks, so bits are equal in every run and on every rank.
+the
+gradient of results, and adds parts of d_x and of the weights' gradients. Parts are fp32 and added in the order of
+ranks,
+so bits are equal in every run and on every rank.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class Brought(NamedTuple):
 
 @dataclasses.dataclass
 class TensorRanks:
-    """One call's messages over the axis. told: the first of them has been sent. agree: bool `[1]`, all ranks have
-    the same sizes, if the host has not waited to know.
+    """One call's messages over the axis. told: the first has been sent. agree: bool `[1]`, ranks have the same
+    sizes, if the host has not waited to know.
     """
 
     ranks: Ranks
@@ -51,9 +53,9 @@ class TensorRanks:
     agree: torch.Tensor | None = None
 
     def gather(self, plan: ExchangePlan, rank: int, own: Brought) -> Brought:
-        """Return the tokens of all ranks of the axis, in their order; replicated tokens are returned as they are.
+        """Return the tokens of all ranks of the axis, in their order, or replicated tokens as they are.
 
-        rank: this one's number on the other axis. A collective. Raises as `compare_headers`.
+        rank: this one's on the other axis. A collective. Raises as `compare_headers`.
         """
         # A plan of mode `peer` is for max_tokens.
         device, header = own.x.device, plan.tensor_header(rank)._replace(tokens=len(own.x))

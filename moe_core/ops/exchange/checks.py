@@ -1,4 +1,4 @@
-"""Checks of exchanges through peers' addresses, and tiles of their copies."""
+"""Checks of exchanges at peers' addresses, and tiles of their copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BLOCK = {"gpu": 1024, "interpreter": 64}
 
 
 def require_addresses(addresses: Sequence[int], name: str = "addresses") -> None:
-    """Raise InvalidInput unless these are the addresses of an array at every peer, multiples of 16."""
+    """Raise InvalidInput unless these are addresses of an array at every peer, multiples of 16."""
     if len(addresses) < 1:
         raise InvalidInput(f"{name} must have one entry for each rank, got none; pass those of all peers")
     for rank, address in enumerate(addresses):
@@ -79,11 +79,13 @@ def at_once(top_k: int) -> int:
 def copy_tile(
     rows: int, width: int, itemsize: int, programs: int | None, target: Target, *, each: int = 1
 ) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) of a copy's tile; a thread moves 64 bytes.
+    """Return (rows, columns, warps) of a copy's tile. A thread moves 64 bytes.
 
-    A link needs 680 KB on their way: 340 GB/s times the 2 us of a load from a peer. So a program has 16 warps and 32 KB
-    if the number of programs is limited. Few rows are spread over many programs, since only latency counts. itemsize:
-    of what moves. each: elements that a thread holds for one that it stores.
+    A link needs 680 KB on their way: 340 GB/s times the 2 us of a load from a peer. So a limited number of programs
+    have 16
+    warps and 32 KB each. Few rows are spread over many programs, since only latency counts. each: elements that a
+    thread
+    holds for one that it stores.
     """
     if target.interpreted:
         return *elementwise_tile(width, target), 4
@@ -103,7 +105,7 @@ def copy_grid(rows: int, blocks: int, block_rows: int, programs: int | None) -> 
 
 
 def most_programs(programs: int | None, target: Target) -> int:
-    """`programs`, or as many as a device holds, for rows that are counted there: mostly far fewer than there can be."""
+    """`programs`, or as many as a device holds, for rows that are counted there, mostly far fewer than possible."""
     return _RESIDENT * max(1, target.num_sms) if programs is None else programs
 
 

@@ -1,7 +1,7 @@
 """Planning of the exchange without counts: all stores of a home in one launch, and its sums.
 
-Every home has rows of its own at every owner, so no rank needs the counts of others: row `home * most + t` is of token
-t. Owners lay out the rows by the ids that arrive with them.
+Every home has rows of its own at every owner, so nobody needs counts: row `home * most + t` is of token t. Owners lay
+out rows by the ids that arrive with them.
 """
 
 from __future__ import annotations
@@ -53,16 +53,19 @@ def plan_push_tokens_once(
 ) -> LaunchPlan:
     """Store this rank's tokens, with their ids and weights, at every owner of one of their experts.
 
-    Token t of rank h has row h * M + t, M = sizes.most. Rows are stored at the ranks that a token visits, ids and
-    weights at all ranks: an id is the number of a place among the owner's, -1: none of these, also behind a rank's last
-    token. Row h of the headers, and in every other turn row W + h, is header int32 `[8]` of rank h, its tokens, and
-    zeros. The last row begins with the turns of its rank, which have to be equal at all ranks at first. programs: of
-    the launch at most.
+    Token t of rank h has row h * M + t, M = sizes.most. Rows go to the ranks that a token visits. Ids and weights go to
+    all
+    ranks: an id is a place's number at the owner, -1: none there, also behind a rank's last token. Row h of the
+    headers, and
+    in every other turn row W + h, is header int32 `[8]` of rank h, its tokens, and zeros. The last row begins with the
+    rank's turns, at first equal on all ranks. programs: the most of the launch.
 
     Inputs: [x], ids, weights, header, [places_of_experts], [given], [token_mask], [rows_at], ids_at, weights_at,
-    headers_at. Outputs, int32: places `[T, K]`, -1: none; tokens_per_expert `[E]`; invalid_ids `[1]`, ids outside
-    [-1, E); overflow `[1]`, which is 0; with visits owners and rows `[T, W]`: the ranks that a token visits and its
-    rows there. Raises InvalidInput, Unsupported.
+    headers_at.
+    Outputs, int32: places `[T, K]`, -1: none; tokens_per_expert `[E]`; invalid_ids `[1]`, ids outside [-1, E); overflow
+    `[1]`, 0; with visits owners and rows `[T, W]`: the ranks that a token visits and its rows there. Raises
+    InvalidInput,
+    Unsupported.
     """
     x, ids, weights, token_mask, places_of_experts, given = operands
     rank, per_rank, num_experts, most = sizes
@@ -140,10 +143,9 @@ def plan_sum_results(
     shared_gate: ArraySpec | None = None,
     out_dtype: str | None = None,
 ) -> LaunchPlan:
-    """out `[T, D]`: the sums that `plan_reduce` of order `slot` makes, or NaN where a check fails.
+    """out `[T, D]`: the sums of `plan_reduce` of order `slot`, or NaN where a check fails.
 
-    y `[N, D]`, N >= T * K: results by slot. row_of_slot int32 `[T, K]`: -1 adds nothing. shared, shared_gate,
-    out_dtype: as for `plan_reduce`.
+    y `[N, D]`, N >= T * K: results by slot. row_of_slot int32 `[T, K]`: -1 adds nothing. Others: as for `plan_reduce`.
 
     Inputs: y, row_of_slot, [headers], [agree], [wanted], [shared], [shared_gate]. Raises InvalidInput, Unsupported.
     """

@@ -44,9 +44,10 @@ class RowsAt(NamedTuple):
 class HomeTokens(NamedTuple):
     """The tokens of a rank.
 
-    x `[T, D]`: bf16, fp16 or fp32, rows may be strided. None: rows are sent apart. ids int32 and weights fp32 `[T, K]`:
-    of experts, -1: none. token_mask bool `[T]`: False tokens have no experts. places_of_experts int32 `[E]`. None:
-    every expert's place has its number. given int32 `[T, K]`: places of slots, if an expert has several.
+    x `[T, D]`: bf16, fp16 or fp32, rows may be strided. None: rows are sent apart. ids int32, weights fp32 `[T, K]`: of
+    experts, -1: none. token_mask bool `[T]`: False tokens have no experts. places_of_experts int32 `[E]`. None: an
+    expert's
+    place has its number. given int32 `[T, K]`: places of slots, if an expert has several.
     """
 
     x: Any
@@ -82,8 +83,9 @@ class TokenSizes(NamedTuple):
 class Checks(NamedTuple):
     """Arrays that make sums NaN. None: no such check.
 
-    headers int32 `[2 * W + 1, 12]`: all tokens, if ranks differ in the first eight numbers of the last turn. agree bool
-    `[1]`: all tokens, if it is False. wanted int32 `[T, K]`: tokens with a slot that is not -1 here and has no row.
+    headers int32 `[2 * W + 1, 12]`: all tokens, if ranks' first eight numbers of the last turn differ. agree bool
+    `[1]`: all
+    tokens, if False. wanted int32 `[T, K]`: tokens with a slot that is not -1 here and has no row.
     """
 
     headers: Any = None
@@ -94,11 +96,14 @@ class Checks(NamedTuple):
 class SendOperands(NamedTuple):
     """Arrays of a rank that has tokens.
 
-    ids int32 and weights fp32 `[T, K]`. places_of_experts int32 `[W * L]`, start int32 `[E + 1]`: a placement's tables.
-    header int32 `[8]`. token_mask bool `[T]`: False tokens have no slots. tokens int32 `[W]`: of all ranks, if experts
-    have replicas: slot (t, k) of an expert with n places goes to number (t + k) mod n, t counting the tokens of all
-    ranks. limits int32 `[2, W]`, with `all_to_all` only: rows that each owner takes of this rank and, for rows of
-    tokens, where its results begin at home.
+    ids int32, weights fp32 `[T, K]`. places_of_experts int32 `[W * L]`, start int32 `[E + 1]`: a placement's tables.
+    header
+    int32 `[8]`. token_mask bool `[T]`: False tokens have no slots. tokens int32 `[W]`: of all ranks, if experts have
+    replicas. Slot (t, k) of an expert with n places goes to number (t + k) mod n, t counting the tokens of all ranks.
+    limits
+    int32 `[2, W]`, with `all_to_all` only: the rows that each owner takes of this rank, and for rows of tokens where
+    its
+    results begin at home.
     """
 
     ids: Any

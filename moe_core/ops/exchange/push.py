@@ -53,10 +53,11 @@ def plan_dispatch_push(
 ) -> LaunchPlan:
     """Store row t of x `[T, D]` to row rows[t, k] of an array `[num_rows, D]` of peer owners[t, k], for all k.
 
-    x: bf16, fp16 or fp32, rows may be strided. rows_at int64 `[W]`: the addresses of the peers' arrays, multiples of
-    16. format: of e4m3 with groups of one row; codes go to rows_at and fp32 scales to the arrays `[num_rows, groups]`
-    at scales_at, both with the bits of `plan_quantize_rows`. programs: the most of the launch. None: one for each tile.
-    No bit depends on it.
+    x: bf16, fp16 or fp32, rows may be strided. rows_at int64 `[W]`: addresses of the arrays, multiples of 16. format:
+    of
+    e4m3 with groups of one row; codes go to rows_at, fp32 scales to the arrays `[num_rows, groups]` at scales_at, with
+    the
+    bits of `plan_quantize_rows`. programs: the most of the launch, None: one for each tile. No bit depends on it.
 
     Inputs: x, owners, rows, rows_at, [scales_at]; no outputs. Raises InvalidInput, and Unsupported for other formats.
     """

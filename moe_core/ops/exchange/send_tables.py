@@ -52,19 +52,20 @@ def columns_of(top_k: int) -> int:
 def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target: Target) -> LaunchPlan:
     """Make the tables of a rank's slots before rows travel: what goes where, and what comes home.
 
-    A row goes for each slot, or once for each (token, owner), ordered by (place, slot) or (owner, token). Results come
-    back by slot, owner after owner. Inputs in the order of `SendOperands`. Outputs, int32 unless said:
+    A row goes for each slot, by (place, slot), or once for each (owner, token), in that order. Results come back by
+    slot,
+    owner after owner. Inputs in the order of `SendOperands`. Outputs, int32 unless said:
 
     - places `[T, K]`: physical ids, -1: none. invalid_ids `[1]`: ids outside [-1, E). tokens_per_expert `[E]`.
     - row_of_slot `[T * K]`: among the rows that come home, -1: none. lost bool `[T]`: a slot of the token has a place
       and no such row.
     - counted `[W]`, by owner: with `all_to_all` the slots that arrive there, else rows and results without room.
     - message: header, then with `all_to_all` `[8 + counts]` the counts of `TableSpec`; with `all_gather` `[8 + T * 2K]`
-      the places and weights of each token; with `padded` `[W, 8 + block_rows * width]` those of each row, -1 where
-      there is none. Weights travel as their bits.
+      the places and weights of each token; with `padded` `[W, 8 + block_rows * width]` those of each row, -1: none.
+      Weights travel as their bits.
     - slot_of_row, except with `all_gather`: the slot of each row that goes, -1: none. `[W * block_rows]`, or with
-      `all_to_all` one for each row that there can be, owner after owner without gaps.
-    - table, with `all_to_all`: the places or weights of these rows; rows behind the last one are undefined.
+      `all_to_all` one for each possible row, owner after owner without gaps.
+    - table, with `all_to_all`: the places or weights of these rows. Rows behind the last one are undefined.
 
     Raises InvalidInput, Unsupported.
     """

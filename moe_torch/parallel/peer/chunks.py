@@ -1,7 +1,7 @@
-"""The forward of mode `peer`, at once or in chunks: while one chunk is computed, the next travels.
+"""The forward of mode `peer`, at once or in chunks, so that one chunk is computed while the next travels.
 
-In chunks, which have no gradients, product 2 of a chunk also runs beside product 1 of the next, each on some of the
-multiprocessors, so that the links are always busy.
+In chunks, which have no gradients, product 2 of a chunk also runs beside product 1 of the next, each on some
+multiprocessors, so that links are always busy.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class _Part(NamedTuple):
 class _Way(NamedTuple):
     """How the routes of chunks are made.
 
-    make: takes arrays of a chunk's tokens, number and programs. arrays: of all tokens. counts: tokens_per_expert
-    `[E]` and invalid_ids `[1]`. None: the routes have them.
+    make: takes arrays of a chunk's tokens, number and programs. arrays: of all tokens. counts: tokens_per_expert `[E]`
+    and
+    invalid_ids `[1]`, None if the routes have them.
     """
 
     make: Callable[..., Any]
@@ -68,7 +69,7 @@ def run_peer(
 ) -> Results:
     """Run the forward of a rank. shared: called while rows travel, if possible. dtype: of the output.
 
-    call: ranks and plan, and the placement at the time of a replay, or None.
+    call: ranks, plan, and the placement at the time of a replay, or None.
     """
     ranks, plan, moving = call
     make, arrays, counts = (_direct if plan.direct else _counted)(ranks, plan, brought, moving)
@@ -102,8 +103,9 @@ def _beside_shared(
 ) -> tuple[torch.Tensor, _Part]:
     """The output and its part, with gradients. On a GPU the shared expert overlaps with rows that travel.
 
-    Its backward overlaps with gradients of results. Autograd runs a backward on the stream of its forward, last call
-    first. So the shared expert is called behind the experts, on a stream that does not wait for their rows.
+    Its backward overlaps with gradients of results: autograd runs a backward on the stream of its forward, last call
+    first.
+    So the shared expert is called behind the experts, on a stream that does not wait for their rows.
     """
     x, wide, *routing = chunk
     streams = Streams(x.device)
@@ -176,7 +178,7 @@ def _is_in_order(placement: Placement) -> bool:
 def _places(
     ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Send the first messages, if any. Returns places `[T, K]`, invalid_ids `[1]` and tokens_per_expert `[E]`."""
+    """Places `[T, K]`, invalid_ids `[1]` and tokens_per_expert `[E]`. Sends the first messages, if any."""
     experts = plan.placement.num_experts
     _check_headers(ranks, plan, ids)
     if moving is None and _is_in_order(plan.placement):
@@ -238,8 +240,10 @@ def _in_chunks(
     """The output and all parts, without gradients.
 
     On a GPU, copies of later rows and of the results of chunk n - 1 run beside the products of chunk n, and in lanes
-    product 2 of chunk n - 1 beside product 1 of chunk n. Streams wait for each other when the call begins and ends. In
-    between, memory of one stream that another used is released when the first was told to wait.
+    product
+    2 of chunk n - 1 beside product 1 of chunk n. Streams wait for each other when the call begins and ends. In between,
+    one
+    stream's memory that another used is released once the first was told to wait.
     """
     source, bounds = chunks[0][0], [*itertools.accumulate((len(x) for x, *_ in chunks), initial=0)]
     sets, in_lanes = sets_of_buffers(plan.spec), runs_in_lanes(plan.spec)

@@ -1,11 +1,11 @@
 """Mode `peer` with counts: ranks tell each other how many rows go where. The host reads nothing on a GPU.
 
     counts     every rank stores its counts at all others; barrier
-    dispatch   rows of tokens, and the routing of each slot, go to their owners; barrier
-    combine    results of slots go to the homes of their tokens, each to its own row; barrier; homes add them
+    dispatch   rows of tokens, and the routing of slots, go to their owners; barrier
+    combine    results go to their own row at the homes of their tokens; barrier; homes add them
 
 One set of buffers is enough: a rank has read what was stored at it before the barrier behind the counts, or before the
-barrier that begins a backward.
+one that begins a backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADER = len(Header._fields)
 
 
 class Sizes(NamedTuple):
-    """Rows of the buffers: rows that travel, rows that an owner computes, and results at home."""
+    """Rows of the buffers: rows that travel, rows that an owner computes, results at home."""
 
     rows: int
     computed: int
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, plan: ExchangePlan) -> Sizes:
-        """The sizes of a plan. No buffer is empty, so that each has an address."""
+        """Sizes of a plan. No buffer is empty, so that each has an address."""
         spec, placement, top_k = plan.spec, plan.placement, plan.top_k
         tokens = tokens_at_once(plan.brought, spec)
         rows = rows_received(spec, tokens, top_k, placement)
@@ -48,12 +48,15 @@ class Sizes(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The buffers that others store into.
+    """Buffers that others store into.
 
-    counts int32 `[W, N]`: a row from every rank. fitting int32 `[W, P]`: the same, of slots whose token fits, if tokens
-    have a bound. rows `[*, D]` that arrive, and their scales if they are quantised. For each computed row: weights fp32
-    `[R, 1]`; tokens int32 `[R, 1]`, the row of a slot's token; sources int32 `[R, 2]`, its home and slot there.
-    returned `[*, D]`: results that come home. d_weights fp32 `[R]`: others load it.
+    counts int32 `[W, N]`: a row from every rank. fitting int32 `[W, P]`: the same of slots whose token fits, if tokens
+    have a
+    bound. rows `[*, D]` that arrive, and their scales. For each computed row: weights fp32 `[R, 1]`; tokens int32 `[R,
+    1]`,
+    the row of a slot's token; sources int32 `[R, 2]`, its home and slot there. returned `[*, D]`: results that come
+    home.
+    d_weights fp32 `[R]`: others load it.
     """
 
     memory: symmetric.Symmetric
@@ -69,7 +72,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
-    """The buffers of a plan, which its first call allocates. number: which set of buffers."""
+    """Buffers of a plan, which its first call allocates. number: of the set of buffers."""
     sizes, placement, dtype, spec = Sizes.of(plan), plan.placement, TORCH_DTYPES[plan.dtype], plan.spec
     by_token = spec.rows == "tokens"
     groups = placement.num_places + placement.num_ranks * by_token
@@ -92,11 +95,13 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
 
 
 class CountedRoutes:
-    """The routes of one rank for one chunk; see `interface.PeerRoutes`.
+    """The routes of one rank for one chunk, see `interface.PeerRoutes`.
 
-    Making them stores everything but rows. places int32 and weights fp32 `[T, K]`: of slots. number: which set of
-    buffers. programs: the most blocks of kernels that copy rows. sent, back: the rows at owners of what travels, by
-    (token, owner) or slot, and of the results that come back, by slot.
+    Making them stores everything but rows. places int32 and weights fp32 `[T, K]`: of slots. number: of the set of
+    buffers.
+    programs: the most blocks of copies. sent, back: rows at owners, of what travels, by (token, owner) or slot, and of
+    the
+    results that come back, by slot.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class CountedRoutes:
         self._push_routing(weights.detach())
 
     def _count(self, places: torch.Tensor) -> None:
-        """Exchange the counts of rows, and find where the rows go."""
+        """Exchange counts, and find where rows go."""
         plan, placement, device = self.plan, self.plan.placement, places.device
         told = [self.header, *exchange.constants(((self.tokens, 0, 0, 0),), device)]
         count, going = placement.num_places, places
@@ -162,7 +167,7 @@ class CountedRoutes:
         self._wanted = None if plan.spec.on_overflow == "drop" else places
 
     def _told_by_all(self, counts: torch.Tensor, region: Region, what: str) -> torch.Tensor:
-        """Exchange counts int32 `[N]`; those of all ranks, `[W, N]`."""
+        """Exchange counts int32 `[N]`. Returns those of all ranks, `[W, N]`."""
         peer_ops.push_counts(counts, region.addresses, rank=self.ranks.rank)
         self.arrive(what)
         return region.own
@@ -177,7 +182,7 @@ class CountedRoutes:
         return peer_ops.peer_places(ids, layout, counts, rank=self.ranks.rank, receive=receive)
 
     def _push_routing(self, weights: torch.Tensor) -> None:
-        """Store the weight and the origin of each row at its owner."""
+        """Store weights and origins of rows at their owners."""
         memory = self.memory
         options: Any = {"rank": self.ranks.rank, "num_rows": self.sizes.computed}
         peer_ops.push_routing(weights, self.back, memory.weights.addresses, memory.sources.addresses, **options)
@@ -215,7 +220,7 @@ class CountedRoutes:
         return arrived
 
     def _take_routing(self) -> None:
-        """Take the routing of rows from the buffers; copies of it if a backward needs it."""
+        """Take the routing of rows from the buffers, as copies if a backward needs it."""
         memory, training = self.memory, self.plan.training
         kept = torch.Tensor.clone if training else torch.Tensor.detach
         self._sources, self.ids, self.weights = kept(memory.sources.own), self._local, memory.weights.own

@@ -1,14 +1,15 @@
 """Mode `peer` without counts: every token has a row of its own at every owner.
 
-    dispatch   rows of tokens go to their owners, with ids, weights and the header of their rank; barrier
-    combine    results of slots go to the homes of their tokens, each to its own row; barrier; homes add them
+    dispatch   rows of tokens go to their owners, with ids, weights and their rank's header; barrier
+    combine    results go to their own row at the homes of their tokens; barrier; homes add them
 
 Row `home * max_tokens + t` of an owner is of token t. The owner's op groups these rows by their ids: by (expert, home,
-slot), the order of one device. No rank stores over unread memory: rows have been read before the barrier behind the
+slot), the order of one device. No unread memory is overwritten: rows have been read before the barrier behind the
 results of the previous call, and results before the barrier behind the rows of this one.
 
-In training a forward and its backward both begin with a barrier, since a backward may stop early. Rows of tokens are
-copied when they have arrived, because a backward reads them. Rows of the output's gradient are read in the buffer.
+In training a forward and its backward both begin with a barrier, since a backward may stop early. Arrived rows of
+tokens
+are copied, because a backward reads them. Rows of the output's gradient are read in the buffer.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from moe_torch.parallel.peer.symmetric import Part, Region
 
 
 class Memory(NamedTuple):
-    """The buffers that others store into, of M tokens for each of W ranks.
+    """Buffers that others store into, of M tokens for each of W ranks.
 
-    headers int32 `[2 * W + 1, 12]`. rows `[W * M, D]`, and their scales if they are quantised. ids int32 and weights
-    fp32 `[W * M, K]`. returned `[M * K, D]`: results that come home. d_weights fp32 `[W * M, K]`: others load it; only
-    with training.
+    headers int32 `[2 * W + 1, 12]`. rows `[W * M, D]`, and their scales. ids int32 and weights fp32 `[W * M, K]`.
+    returned
+    `[M * K, D]`: results that come home. d_weights fp32 `[W * M, K]`, in training: others load it.
     """
 
     memory: symmetric.Symmetric
@@ -49,7 +50,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
-    """The buffers of a plan, which its first call allocates. number: which set of buffers."""
+    """Buffers of a plan, which its first call allocates. number: of the set of buffers."""
     most, top_k, spec = _most(plan), plan.top_k, plan.spec
     rows, dtype, scales = ranks.size * most, TORCH_DTYPES[plan.dtype], scales_of(spec.format, plan.d_model)
     parts = (
@@ -73,8 +74,9 @@ def _most(plan: ExchangePlan) -> int:
 class _Constants(NamedTuple):
     """Arrays that stay the same for a memory.
 
-    results_at int64 `[W * M * K]`: where the results of all ranks' slots go. Int32: rows `[W * M, 1]`, the numbers of
-    rows; start `[2]`, the first and the end of them; slots `[M, K]`, the numbers of this rank's slots among all ranks'.
+    results_at int64 `[W * M * K]`: where the results of all ranks' slots go. Int32: rows `[W * M, 1]`, their numbers;
+    start
+    `[2]`, the first and the end of them; slots `[M, K]`, the numbers of this rank's slots among all ranks'.
     """
 
     results_at: torch.Tensor
@@ -104,10 +106,11 @@ def _constants_of(memory: Memory, rank: int) -> _Constants:
 
 
 class DirectRoutes:
-    """The routes of one rank for one chunk; see `interface.PeerRoutes`. ids and weights are of all slots of each row.
+    """The routes of one rank for one chunk, see `interface.PeerRoutes`. ids and weights are of all slots of each row.
 
-    ids, weights, token_mask, places, places_of_experts: see `peer_ops.HomeTokens`. number: which set of buffers.
-    programs: the most blocks of kernels that copy rows. `send` stores everything and sets `pushed`.
+    ids, weights, token_mask, places, places_of_experts: see `peer_ops.HomeTokens`. number: of the set of buffers.
+    programs:
+    the most blocks of copies. `send` stores everything and sets `pushed`.
     """
 
     pushed: peer_ops.PushedTokens
@@ -134,7 +137,7 @@ class DirectRoutes:
 
     @property
     def group_tokens(self) -> int:
-        """The tokens of all ranks, once they have arrived; on a GPU W times this rank's."""
+        """Tokens of all ranks, once they have arrived; on a GPU W times this rank's."""
         headers = self.memory.headers.own
         return self.ranks.size * self.tokens if headers.is_cuda else int(last_told(headers)[:, -4].sum())
 

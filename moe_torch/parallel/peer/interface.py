@@ -1,4 +1,4 @@
-"""What both kinds of routes of mode `peer` share: their interface, and the record of a call."""
+"""What both kinds of routes of mode `peer` share."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class PeerRoutes(Routes, Protocol):
         ...
 
     def rows(self) -> torch.Tensor:
-        """The rows that are computed here, once they have arrived."""
+        """The rows to compute here, once they have arrived."""
         ...
 
     def results_at(self) -> torch.Tensor:
-        """int64, once rows have arrived: the address where experts store the result of each slot."""
+        """int64, once rows have arrived: addresses where experts store the results of slots."""
         ...
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal: ...

@@ -52,7 +52,7 @@ class Streams:
 
 
 class GradientOverlap:
-    """Rows of gradients travel on `copies`; see `moe_torch.parallel.route.Overlap`."""
+    """Rows of gradients travel on `copies`, see `moe_torch.parallel.route.Overlap`."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

@@ -1,4 +1,4 @@
-"""Memory of every rank that all ranks of a group load and store, and barriers."""
+"""Memory that all ranks of a group load and store, and barriers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ _BARRIER_SECONDS = 600.0
 
 
 class Region(NamedTuple):
-    """Part of a symmetric allocation. own: this rank's. addresses int64 `[W]`, on the device: of the region at every
-    rank.
-    """
+    """Part of a symmetric allocation. own: this rank's. addresses int64 `[W]`, on the device: every rank's."""
 
     own: torch.Tensor
     addresses: torch.Tensor
@@ -49,10 +47,11 @@ class Part(NamedTuple):
 
 
 class Symmetric:
-    """One allocation of every rank of a group; made by `symmetric`.
+    """One allocation of every rank of a group, made by `symmetric`.
 
     peers: the bytes of every rank as memory of this process, uint8 `[bytes]` each. regions: consecutive arrays in it,
-    the same at every rank.
+    the
+    same at every rank.
     """
 
     def __init__(self, peers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, handle: Any) -> None:
@@ -66,9 +65,8 @@ class Symmetric:
         self.regions = tuple(regions)
 
     def barrier(self, ranks: Ranks, what: str) -> None:
-        """Wait until earlier stores of all ranks can be loaded, and memory they have loaded may be overwritten.
-
-        On a GPU the stream waits, not the host.
+        """Wait until earlier stores of all ranks can be loaded, and memory that they loaded may be overwritten. On a
+        GPU the stream waits, not the host.
         """
         if self._handle is not None:
             self._handle.barrier(0, _milliseconds(ranks, self.device))
@@ -92,8 +90,9 @@ _known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 def symmetric(ranks: Ranks, parts: tuple[Part, ...], device: torch.device, number: int = 0) -> Symmetric:
     """Return memory for these parts, the same for all calls of a group with equal parts and number.
 
-    Bytes are zero at first. The first call is a collective that waits. Raises InvalidInput if ranks have other parts.
-    Raises Unsupported on every rank if one cannot reach the memory of another, or captures a CUDA graph.
+    Bytes are zero at first. The first call is a collective that waits. Raises InvalidInput if ranks have other parts,
+    and
+    Unsupported on every rank if one cannot reach another's memory, or captures a CUDA graph.
     """
     known = _known.setdefault(ranks.group, {})
     key = device, parts, number
@@ -121,7 +120,6 @@ def _allocate(ranks: Ranks, parts: tuple[Part, ...], device: torch.device) -> Sy
 
 
 def _told(ranks: Ranks, value: Any) -> list[Any]:
-    """Values of every rank."""
     found: list[Any] = [None] * ranks.size
     dist.all_gather_object(found, value, group=ranks.group)
     return found
@@ -139,7 +137,6 @@ def _require_none(ranks: Ranks, problem: str | None) -> None:
 
 
 def _host() -> str:
-    """An id of this host."""
     name = pathlib.Path("/proc/sys/kernel/random/boot_id")
     return name.read_text().strip() if name.exists() else os.uname().nodename
 
