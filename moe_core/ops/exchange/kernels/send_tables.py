@@ -121,10 +121,9 @@ def place_sends(
     row sent = where the owner's rows begin + number, row_of_slot = where its results begin + result
 
     limits int32 `[2, W]`: rows that each owner takes, and (rows of tokens) where its results begin at home. With blocks
-    owners take `block` rows, which begin at multiples of block_rows, and return `back`, at multiples of back_rows. A
-    slot without room has no row, and its token is lost. counted int32 `[W]`: rows and results without room, or for
-    `all_to_all` the slots that arrive. Those are the first of an owner's slots: they end at the first row that does not
-    arrive, and its place among the results is their number.
+    owners take `block` rows, at multiples of block_rows, and return `back`, at multiples of back_rows. A slot without
+    room has no row, and its token is lost. counted int32 `[W]`: rows and results without room, or for `all_to_all` the
+    slots that arrive, the first of an owner's: the first row that does not arrive has their number among the results.
     """
     program = tl.program_id(0)
     WIDTH: tl.constexpr = (1 if MODE == "all_to_all" else 2) if BY_SLOT else 2 * TOP_K

@@ -18,8 +18,8 @@ from moe_core.ops.routing.kernels.schedule import spread_block
 #: Stacked weights of D x N or, interleaved, D x 2 N elements with their biases, and the sizes of a tile.
 Matrices = aggregate_of(
     "Matrices",
-    "weight up bias up_bias layer_index D N WEIGHT_N NUM_LAYERS LAYER_STRIDE EXPERT_STRIDE K_STRIDE N_STRIDE "
-    "BIAS_LAYER_STRIDE UP_BIAS_LAYER_STRIDE INPUT_PRECISION BLOCK_M BLOCK_N BLOCK_K",
+    """weight up bias up_bias layer_index D N WEIGHT_N NUM_LAYERS LAYER_STRIDE EXPERT_STRIDE K_STRIDE N_STRIDE
+    BIAS_LAYER_STRIDE UP_BIAS_LAYER_STRIDE INPUT_PRECISION BLOCK_M BLOCK_N BLOCK_K""",
 )
 
 
@@ -272,11 +272,10 @@ def matmul_ogs(
     """Compute one tile of y. N: output columns. WEIGHT_N: columns of one weight buffer (2N for gate and up together).
 
     num_rows: rows of the layout. num_slots: slots, TOP_K neighbours for each token. A row with slot -1 is padding:
-    values read in its place are never written. schedule None: dense, every row belongs to the only expert. GATE_LAYOUT
-    joined: the reduction continues over `up` and the next D columns of x. pre, if not None: gets the input of the
-    activation in layout order, `separate` as `halves`. y None: only pre is written. SCATTER: a layout row is written to
-    `row` or `slot` of y. Otherwise y int64 has an address for each slot, 0: none, and SCATTER is the dtype there. PDL:
-    see `kernels.pdl`.
+    values read in its place are never written. schedule None: dense, one expert. GATE_LAYOUT joined: the reduction
+    continues over `up` and the next D columns of x. pre, if not None: gets the input of the activation in layout order,
+    `separate` as `halves`. y None: only pre is written. SCATTER: rows go to `row` or `slot` of y. Otherwise y int64 has
+    an address for each slot, 0: none, and SCATTER is the dtype there.
     """
     if PDL == "start":
         join()

@@ -4,10 +4,9 @@ for each (row block b, expert e) of the schedule, for each column tile:
     rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
     y[scatter(rows)] = cast(act(x[gather(rows)] @ dequantised(w[e]) + bias[e]) * row_weight)
 
-The weight is the left operand, [weight rows, BLOCK_K] @ [BLOCK_K, BLOCK_M]. Decoded weights stay in registers, which
-Hopper's tensor cores take on that side only, and few tokens cost a narrow tile. SCALING applies scales `into_weight`
-(number times scale, one cast), `per_block` (each partial sum of BLOCK_K columns times the scales) or `at_end` (the sum
-of all columns times the scales).
+The weight is the left operand, [weight rows, BLOCK_K] @ [BLOCK_K, BLOCK_M], so that decoded weights stay in registers
+and few tokens cost a narrow tile. SCALING: scales are applied `into_weight` (number times scale, one cast), `per_block`
+(to partial sums of BLOCK_K columns) or `at_end` (to the sums).
 """
 
 import triton
@@ -192,13 +191,12 @@ def matmul_quantized(
     """Compute one tile of y. N: output columns. WEIGHT_N: rows of one weight matrix (2N for gate and up together).
 
     num_rows, num_slots, schedule, GATHER, SCATTER, pre and y as in `matmul_ogs`. X_ELEMENT None: x is not quantised.
-    X_COLUMNS: D, or more with the zeros of `order_columns`. ORDER, X_ORDER: the order of columns, see `weight_tile`.
-    GROUP, X_GROUP: columns that share a scale, GROUP_ROWS: weight rows that do, 0: all. *_MATRIX, *_N, *_K: strides of
-    one expert's matrix, of a weight row (of a scale: of a group of rows) and of a column (a byte, a group). DOT:
-    operands, `e4m3` or `int8` codes, else `bfloat16`, `float16` or `float32` numbers. UNIFORM: weight rows of one side
-    of a tile share their scales. TOKENS_FIRST: rows of x are the left operand. DRAINED: products end before the next
-    step, see `drained`. maxima int32 `[MAXIMA]`, if not None: zeros, or more, raised to the bits of the largest
-    magnitudes of y. Programs share its places. PDL: see `kernels.pdl`.
+    X_COLUMNS: D, or more with the zeros of `order_columns`. ORDER, X_ORDER: of columns, see `weight_tile`. GROUP,
+    X_GROUP: columns that share a scale, GROUP_ROWS: weight rows that do, 0: all. *_MATRIX, *_N, *_K: strides of one
+    expert's matrix, of a weight row (of a scale: of a group of rows) and of a column (a byte, a group). DOT: operands,
+    `e4m3` or `int8` codes, else numbers. UNIFORM: weight rows of one side of a tile share scales. TOKENS_FIRST: rows of
+    x are the left operand. DRAINED: products end before the next step. maxima int32 `[MAXIMA]`, if not None: shared by
+    programs and raised to the bits of the largest magnitudes of y.
     """
     if PDL == "start":
         join()

@@ -30,8 +30,8 @@ from moe_core.ops.quantize.kernels.decode import (
 #: Matrices of D rows and N columns as codes. Parameters as in `matmul_quantized_transposed`.
 Codes = aggregate_of(
     "Codes",
-    "values scales zero_points D N ELEMENT GROUP_ROWS GROUP VALUE_MATRIX VALUE_N VALUE_K SCALE_MATRIX SCALE_N SCALE_K "
-    "POINT_MATRIX POINT_N POINT_K",
+    """values scales zero_points D N ELEMENT GROUP_ROWS GROUP VALUE_MATRIX VALUE_N VALUE_K SCALE_MATRIX SCALE_N
+    SCALE_K POINT_MATRIX POINT_N POINT_K""",
 )
 
 

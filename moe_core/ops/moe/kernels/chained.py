@@ -52,7 +52,7 @@ def chained(
 ):  # fmt: skip
     """Compute one tile of one of the three. Parameters as in `matmul_ogs` and `reduce`. hidden: rows of product 1, F
     columns, in layout order. slots: rows of product 2, by slot. progress: int32 zeros, BLOCKS and one for each row
-    block. PDL: see `kernels.pdl`."""
+    block."""
     if PDL is not None:
         join()
     TILES: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N

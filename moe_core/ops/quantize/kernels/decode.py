@@ -1,8 +1,8 @@
 """Decode e2m1, e4m3, unsigned integers with zero points, and e8m0 scales by bit operations.
 
-Every result is exact. Codes become bfloat16 (or float16), which holds all of these formats: at most 8 significant bits.
-Bits of e2m1 and e4m3 move to the sign, the low exponent bits and the high mantissa bits of bfloat16. A product with a
-power of two, which is exact, completes the exponent and also turns denormal codes into numbers.
+Every result is exact, as bfloat16 (or float16). Bits of e2m1 and e4m3 move to the sign, the low exponent bits and the
+high mantissa bits of bfloat16. A product with a power of two completes the exponent and makes numbers of denormal
+codes.
 """
 
 import triton

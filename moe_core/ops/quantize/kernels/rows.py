@@ -1,9 +1,9 @@
 """Quantise rows of activations to codes and scales, with the bits of `moe_core.ops.quantize.reference`.
 
-Each step rounds once, on any architecture: true division, then half to even on the bits of fp32 numbers, because not
-every architecture converts to fp8. Those with a conversion multiply with the reciprocal, to the same bits
-(`e4m3_quotient`), which takes fewer instructions. Magnitudes are compared as integers, so a NaN is larger than infinity
-and every number. A group with a NaN or an infinity gets the scale NaN and codes of zero.
+Each step rounds once: true division, then half to even on the bits of fp32 numbers, because not every architecture
+converts to fp8. If it does, multiplying with the reciprocal and converting gives the same bits (`e4m3_quotient`) with
+fewer instructions. Magnitudes are compared as integers. A group with a NaN or an infinity, the largest ones, gets the
+scale NaN and codes of zero.
 """
 
 import triton

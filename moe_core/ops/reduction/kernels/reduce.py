@@ -10,8 +10,8 @@ from moe_core.ops.common.kernels.pdl import join
 #: Parameters of `reduce`, and of its tiles. WAIT: for the launch ahead, once the rows are known.
 Reduction = aggregate_of(
     "Reduction",
-    "y row_of_slot out num_tokens num_rows TOP_K WIDTH BLOCK_T BLOCK_N shared shared_gate SHARED_STRIDE BY_ROW UNROLL "
-    "WAIT",
+    """y row_of_slot out num_tokens num_rows TOP_K WIDTH BLOCK_T BLOCK_N shared shared_gate SHARED_STRIDE BY_ROW
+    UNROLL WAIT""",
     shared=None, shared_gate=None, SHARED_STRIDE=0, BY_ROW=False, UNROLL=True, WAIT=False,
 )  # fmt: skip
 
@@ -23,8 +23,8 @@ def reduce(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k = 0..K-1 of y[slot t*K + k] (+ shared[t] * sigmoid(gate[t])), fp32, in that order. A slot
-    without a row (-1) is skipped and its memory not read. num_rows: rows of y. PDL: see `kernels.pdl`. The launch
-    behind a reduction belongs to another plan and may not begin early."""
+    without a row (-1) is skipped, unread. num_rows: rows of y. The launch behind a reduction is of another plan and
+    may not begin early."""
     if PDL == "start":
         tl.extra.cuda.gdc_wait()
     sums = Reduction(

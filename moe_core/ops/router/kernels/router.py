@@ -19,8 +19,7 @@ def router(
     for each step of BLOCK_K along d:  accumulator += x tile . weight tile        (fp32)
     logits tile = round(accumulator + bias)                                       (LOGITS_DTYPE, stored as fp32)
 
-    PRODUCT, DRAINED: see `multiply`. Rows past the last token repeat it, so that loads of x need no mask, and are not
-    stored. PDL: see `kernels.pdl`.
+    PRODUCT, DRAINED: see `multiply`. Rows past the last token repeat it, so that loads of x need no mask.
     """
     if PDL is not None:
         join()

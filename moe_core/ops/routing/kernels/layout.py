@@ -15,9 +15,9 @@ from moe_core.ops.routing.kernels.schedule import fill, write_schedule
 #: Arrays of a layout to write, and their sizes. max_rows None: groups have as many rows as they need.
 Groups = aggregate_of(
     "Groups",
-    "group_sizes group_start slot_of_row row_of_slot invalid_ids schedule_0 schedule_1 tile_counters overflow "
-    "capacity max_blocks_0 max_blocks_1 max_rows NUM_EXPERTS ALIGNMENT COUNTERS BLOCK_M_0 BLOCK_M_1 EXPERTS BLOCK_PAD "
-    "BLOCK_FILL COUNT_LOST",
+    """group_sizes group_start slot_of_row row_of_slot invalid_ids schedule_0 schedule_1 tile_counters overflow
+    capacity max_blocks_0 max_blocks_1 max_rows NUM_EXPERTS ALIGNMENT COUNTERS BLOCK_M_0 BLOCK_M_1 EXPERTS BLOCK_PAD
+    BLOCK_FILL COUNT_LOST""",
     COUNT_LOST=False,
 )
 
@@ -208,7 +208,7 @@ def layout_at_once(
     0, rank 0) goes to row 0 + 1 + 0 = 1. row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
 
     overflow: the number of slots beyond `capacity` rows, None: all have room. COUNT_LOST: they count as invalid ids
-    too. row_weight gets given_weights, by slot, in fp32. Both may be None. PDL: see `kernels.pdl`.
+    too. row_weight: gets given_weights, by slot, in fp32.
     """
     if PDL is not None:
         join()

@@ -55,8 +55,8 @@ def keep_candidates(
     n = candidates with column < TOP_K,  rows = n rounded,  kept = the first `rows` candidates in the order:
     chosen ones by weight, then extra ones by score, of equals the lower token
 
-    If rows > n, all chosen ones and rows - n extra ones are kept, else `rows` chosen ones only. So one of both classes
-    is cut, at its `wanted`-th largest key, which is found 8 bits at a time from counts of digits.
+    So one of both classes is cut, at its `wanted`-th largest key, which is found 8 bits at a time from counts of
+    digits.
     """
     expert = tl.program_id(0)
     if expert >= NUM_EXPERTS:

@@ -22,8 +22,8 @@ def route_tokens(
     STEPS: tl.constexpr,
 ):  # fmt: skip
     """ids and weights as in `topk.route`, and their layout as in `layout.layout_at_once`, of at most STEPS * BLOCK_T
-    tokens. Earlier steps leave their results in registers. Ranks need earlier choices only, but rows need the sizes of
-    all groups, so slots are placed at the end. program, num_programs: of the programs that share long writes."""
+    tokens. Steps leave their results in registers, and slots are placed at the end, when the sizes of all groups are
+    known."""
     TOP_K: tl.constexpr = router.TOP_K
     SLOTS: tl.constexpr = router.SLOTS
     step_numbers = tl.arange(0, STEPS)[:, None]
@@ -71,7 +71,6 @@ def route_and_layout(
     COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Run `route_tokens` in one program. PDL: see `kernels.pdl`."""
     if PDL is not None:
         join()
     router = Router(

@@ -21,8 +21,8 @@ NO_EXPERT = tl.constexpr(0x7FFFFFFF)
 #: Logits `[T, E]` and parameters of `choose_experts`.
 Router = aggregate_of(
     "Router",
-    "logits correction_bias token_mask given NUM_EXPERTS TOP_K SCORING SOFTMAX_LAST RENORMALIZE SCALE NUM_GROUPS "
-    "TOPK_GROUP BY_EXPERT BY_PAIR BIAS_ON_LOGITS EPSILON LOGIT_SCALE SOFTCAP GROUPS MEMBERS SLOTS SPAN WIDTH",
+    """logits correction_bias token_mask given NUM_EXPERTS TOP_K SCORING SOFTMAX_LAST RENORMALIZE SCALE NUM_GROUPS
+    TOPK_GROUP BY_EXPERT BY_PAIR BIAS_ON_LOGITS EPSILON LOGIT_SCALE SOFTCAP GROUPS MEMBERS SLOTS SPAN WIDTH""",
 )
 
 
@@ -272,8 +272,7 @@ def route(
 ):  # fmt: skip
     """Write ids and weights `[T, WIDTH]` of logits `[T, E]`, block_tokens tokens per program, BLOCK_T at a time.
     Parameters as in `choose_experts`. bitmatrix, if not None: of the first K ids, WORDS >= E / 32, a power of two.
-    block_counts `[programs, NUM_LOCAL]`, if not None: the program's slots of every local expert, for
-    `layout.place_blocks`. PDL: see `kernels.pdl`."""
+    block_counts `[programs, NUM_LOCAL]`, if not None: the program's slots of every local expert."""
     if PDL is not None:
         join()
     block = tl.program_id(0)

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_core.ops.common.kernels.aggregates import Array, Constant, Memory, Number, aggregate
+from moe_core.ops.common.kernels.aggregates import aggregate_of
 from moe_core.ops.exchange.kernels.addresses import slots_at
 from moe_core.ops.matmul.sm90.kernels.pipeline import barrier
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import (
@@ -17,51 +17,17 @@ from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import (
 from moe_core.ops.matmul.sm90_packed.kernels.decode_integers import integer_operand, read_factors
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import activated
 
+#: Shared memory of all stages: rows of x, codes, scales, zero points. Of all places of the ring: row weights and slots
+#: of a tile. Then results to store. PAIRS: row blocks of a tile, of both consumers. DEEP: column blocks of a stage.
+Stages = aggregate_of("Stages", "x codes scales zeros row_weights slots results PAIRS DEEP")
 
-@aggregate
-class Stages:
-    """Shared memory of all stages: rows of x, codes, scales, zero points. Of all places of the ring: row weights and
-    slots of a tile. Then results to store. PAIRS: row blocks of a tile, of both consumers. DEEP: column blocks of a
-    stage."""
+#: Tiled codes in STEPS x BLOCKS blocks of COLUMNS columns and 64 rows. GROUPS: scales of a row in a block. REPEAT:
+#: steps that share them.
+Codes = aggregate_of("Codes", "scales zero_points STEPS BLOCKS ELEMENT COLUMNS GROUPS REPEAT")
 
-    x: Memory
-    codes: Memory
-    scales: Memory
-    zeros: Memory
-    row_weights: Memory
-    slots: Memory
-    results: Memory
-    PAIRS: Constant
-    DEEP: Constant
-
-
-@aggregate
-class Codes:
-    """Tiled codes in STEPS x BLOCKS blocks of COLUMNS columns and 64 rows. GROUPS: scales of a row in a block.
-    REPEAT: steps that share them."""
-
-    scales: Array
-    zero_points: Array
-    STEPS: Constant
-    BLOCKS: Constant
-    ELEMENT: Constant
-    COLUMNS: Constant
-    GROUPS: Constant
-    REPEAT: Constant
-
-
-@aggregate
-class Part:
-    """The part of consumer WHICH of a tile: its first block of weight rows, the first row of x, the start of its
-    biases, if the requested layer exists, the tile's place of the ring, and the weights of its rows."""
-
-    block: Number
-    start: Number
-    base: Number
-    layer_exists: Number
-    place: Number
-    row_weights: Memory
-    WHICH: Constant
+#: The part of consumer WHICH of a tile: its first block of weight rows, the first row of x, the start of its biases, if
+#: the requested layer exists, the tile's place of the ring, and the weights of its rows.
+Part = aggregate_of("Part", "block start base layer_exists place row_weights WHICH")
 
 
 @gluon.jit

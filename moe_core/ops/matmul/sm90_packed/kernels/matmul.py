@@ -1,17 +1,15 @@
 """Ragged grouped matmul for Hopper with weights as codes, decoded in registers. Written in Gluon, warps specialised.
 
-The weight is the left operand, which tensor cores take from registers: a consumer reads codes from shared memory, turns
-them into bfloat16, and multiplies them with rows of x in shared memory. Few rows make a narrow tile, and only the
-weights' bytes move.
+The weight is the left operand, which tensor cores take from registers, and rows of x stay in shared memory. Few rows
+make a narrow tile, and only the weights' bytes move.
 
 producer (1 or 4 warps): take a tile, announce it. For each stage, one or two blocks along the reduction: wait until it
     is free, load codes by TMA, scales and zero points by cp.async, rows by TMA (in layout order) or cp.async (gathered)
 consumer 0, 1 (4 warps each): 64 or 128 weight rows each. For each stage, 64 rows and 64 columns: decode, then one
-    asynchronous product, which runs while the next codes are decoded. Then bias, activation, row weight, cast, and
-    stores by token. Tiles of up to 256 rows of x: `wide`
+    asynchronous product, which runs while the next codes are decoded. Then the epilogue. Tall tiles: `wide`
 
-Weights are tiled (`moe_core.formats.tiling`): the 32 bytes that a thread needs of a block (64 weight rows, 128 columns
-of four bits or 64 of eight) are together, and so are the rows' scales.
+The 32 bytes that a thread needs of a tiled block (`moe_core.formats.tiling`), 64 weight rows and 128 columns of four
+bits or 64 of eight, are together, and so are the rows' scales.
 """
 
 from triton.experimental import gluon
