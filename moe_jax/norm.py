@@ -1,4 +1,4 @@
-"""The normalisation of rows, as an op on JAX arrays."""
+"""RMS normalisation as an op on JAX arrays."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PLAIN_NORM = NormSpec()
 
 
 def rms_norm(x: Array, weight: Array, spec: NormSpec = _PLAIN_NORM) -> jax.Array:
-    """Normalise rows by the root of their mean square, in fp32, with one cast at the end.
+    """Divide rows by their root mean square, in fp32, with one cast at the end.
 
     Args:
         x: bf16, fp16 or fp32 `[R, D]`.
-        weight: bf16, fp16 or fp32 `[D]`. It multiplies the columns.
+        weight: bf16, fp16 or fp32 `[D]`, multiplies the columns.
         spec: epsilon, and a constant factor.
 
     Returns:

@@ -1,19 +1,18 @@
 """The ops on JAX arrays. They work eagerly and in jit, scan, cond, checkpoint, vmap, shard_map and jax.export.
 
-Every op is planned while it is traced, or on its first eager call for given shapes. Kernels are compiled there, for
-every local CUDA device. A program holds one custom call per op.
+Tracing, or the first eager call for given shapes, plans an op and compiles its kernels for every local CUDA device. A
+program holds one custom call per op.
 
 - CPU engine: chosen while tracing. `moe_jax.cpu_engine(kind)` makes jitted functions trace again.
-- Several devices: call the ops inside `jax.shard_map`, on local parts. Elsewhere XLA gathers a sharded operand on every
-  device. Where that can be seen (eager arrays, explicit mesh axes) it raises Unsupported. Under `jit` with automatic
-  mesh axes it cannot be seen.
+- Several devices: call the ops on local parts inside `jax.shard_map`. Elsewhere XLA gathers a sharded operand on every
+  device. This raises Unsupported if visible (eager arrays, explicit mesh axes), not under `jit` with automatic axes.
 - vmap runs one call per element, in order.
-- Gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation` and
-  `reduce` have them, in reverse mode (docs/user/training.md). `jax.jvp` raises JAX's TypeError, a second derivative
-  Unsupported. Differentiating another op raises Unsupported.
-- Outputs are new arrays. Arguments are not donated here: donate in the `jax.jit` around the op.
-- Errors: every function raises InvalidInput for an argument with the wrong type, shape or dtype, for arrays of several
-  devices, and for options that contradict each other. It raises Unsupported for a platform without kernels.
+- Gradients in reverse mode: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
+  `activation`, `reduce` (docs/user/training.md). Other ops and second derivatives raise Unsupported, `jax.jvp`
+      TypeError.
+- Outputs are new arrays. Donate arguments in the `jax.jit` around the op.
+- Errors: InvalidInput for a wrong type, shape or dtype, arrays of several devices, and contradictory options.
+  Unsupported for a platform without kernels.
 
 Letters: T tokens, K top-k, E experts (local), D d_model, F d_ff per expert, N output width. Slot `s = t * K + k`.
 """
@@ -100,8 +99,8 @@ def router(
         x: bf16, fp16 or fp32 `[T, D]`.
         weight: bf16, fp16 or fp32 `[D, E]`, or `[E, D]` if `spec.weight_layout` is `out_in`.
         bias: bf16, fp16 or fp32 `[E]`.
-        spec: weight layout and precision. Products of fp32 are IEEE unless `spec.allow_tf32`.
-        wide: `x.astype(float32)`, which gets the gradient of x unrounded. x itself then gets none; see `gather_rows`.
+        spec: weight layout and precision. fp32 products are IEEE unless `spec.allow_tf32`.
+        wide: `x.astype(float32)`, which gets the unrounded gradient instead of x; see `gather_rows`.
 
     Returns:
         logits fp32 `[T, E]`.
@@ -126,11 +125,10 @@ def route(
     Args:
         logits: fp32 `[T, E]`.
         spec: the rules of the choice.
-        correction_bias: fp32 `[E]`. It is added to the scores for the selection only.
-        token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0.
-        ids: int32 `[T, K]`. The experts, where something else chose them (a table by token id, for example), distinct
-            within a token. Nothing is selected then: the weights are those of these experts, in this order, and the
-            gradient goes to their logits. A token with an id outside [0, E) gets ids -1 and weights 0.
+        correction_bias: fp32 `[E]`, added to the scores for the selection only.
+        token_mask: bool `[T]`. False tokens get ids -1 and weights 0.
+        ids: int32 `[T, K]`, experts chosen elsewhere, distinct within a token. The weights are for them, in this order,
+            and their logits get the gradient. A token with an id outside [0, E) gets ids -1 and weights 0.
 
     Returns:
         ids int32 `[T, K]` and weights fp32 `[T, K]`.
@@ -160,27 +158,25 @@ def make_layout(
     """Group the slots of ids by expert. An expert's rows are in slot order.
 
     Args:
-        ids: int32 or int64 `[T, K]`. -1 means no expert, and such a slot has no row.
+        ids: int32 or int64 `[T, K]`. -1 means no expert and no row.
         num_experts: E, the local experts.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
-        token_mask: bool `[T]`. Tokens that are False have no rows.
+        token_mask: bool `[T]`. False tokens have no rows.
         alignment: each expert's rows start at a multiple of it.
-        max_rows: each expert owns that many rows, and later ones are dropped. None = as many as it needs.
-        rows: the most rows of all experts together. `overflow` int32 `[1]` counts the slots behind, which have none.
-        checked: raise InvalidInput if `invalid_ids` is not 0. This waits for the result, so it works eagerly only.
+        max_rows: rows of every expert. Later ones are dropped. None: no limit.
+        rows: limit for all experts together. `overflow` int32 `[1]` counts the slots beyond it.
+        checked: raise InvalidInput if `invalid_ids` is not 0. Waits, so a traced or captured program raises
+            Unsupported.
 
     Returns:
-        the layout. An id outside [-1, E), with expert_map [-1, E_global), acts as -1 and counts in `invalid_ids`.
-
-    Raises:
-        Unsupported: `checked` in a traced or captured program.
+        the layout. An id outside [-1, E), or [-1, E_global) with expert_map, acts as -1 and counts in `invalid_ids`.
     """
     call = OpCall("make_layout")
     shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), ID_DTYPES)
     require_flag("checked", checked)
     layout = LayoutSpec(shape.shape[0], shape.shape[1], num_experts, alignment, max_rows, rows)
-    own, mask = call.optional("expert_map", expert_map), call.optional("token_mask", token_mask)
-    result = RaggedLayout(layout, *call.run(plan_layout, shape, layout, expert_map=own, token_mask=mask))
+    map_spec, mask = call.optional("expert_map", expert_map), call.optional("token_mask", token_mask)
+    result = RaggedLayout(layout, *call.run(plan_layout, shape, layout, expert_map=map_spec, token_mask=mask))
     if checked:
         num_ids = layout.num_experts if expert_map is None else expert_map.shape[0]
         require_known_ids(on_host("make_layout", result.invalid_ids), num_ids)
@@ -190,20 +186,17 @@ def make_layout(
 def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> jax.Array:
     """Pack ids into one bit per token and expert.
 
-    Bit `e % 32` of word `e // 32` says that expert e was chosen. -1 and ids outside [0, E) set nothing. A repeated
-    id sets its bit once.
+    Expert e sets bit `e % 32` of word `e // 32`. -1 and ids outside [0, E) set nothing. A repeated id sets its bit
+    once.
 
     Args:
         ids: int32 `[T, K]`.
         num_experts: E.
-        checked: raise InvalidInput for a repeated id, or one outside [-1, E). This waits for the result, so it works
-            eagerly only.
+        checked: raise InvalidInput for a repeated id, or one outside [-1, E). Waits, so a traced or captured program
+            raises Unsupported.
 
     Returns:
         bitmatrix uint32 `[T, ceil(E / 32)]`.
-
-    Raises:
-        Unsupported: `checked` in a traced or captured program.
     """
     call = OpCall("pack_bitmatrix")
     require_flag("checked", checked)
@@ -239,14 +232,14 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     Gradients go through quantised weights, which are frozen. With a quantised x nothing has a gradient.
 
     Args:
-        operands: see MatmulOperands. x is bf16, fp16 or fp32. weight with up, and x with them, may be
-            `QuantizedTensor`s (docs/user/quantization.md).
-        layout: the rows' experts. None = one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
+        operands: x is bf16, fp16 or fp32. weight with up, and x with them, may be `QuantizedTensor`s
+            (docs/user/quantization.md).
+        layout: the rows' experts. None: one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
         spec: gather, scatter, fused activation, weight layout, dtypes.
 
     Returns:
         y `[capacity, N]` (scatter `row`), `[T * K, N]` (`slot`) or `[T, N]` (dense), in `spec.out_dtype`. N is the
-        width after gating. Rows without an expert are exact zeros.
+            width after gating. Rows without an expert are exact zeros.
     """
     call = OpCall("matmul_ogs")
     require_type("operands", operands, MatmulOperands)
@@ -255,7 +248,7 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     if layout is not None:
         require_type("layout", layout, RaggedLayout)
         require_type("layout.spec", layout.spec, LayoutSpec)
-        # Which of them a plan reads depends on its target.
+        # The target decides which of them a plan reads.
         fields = array_fields(LayoutArrays)
         arrays = {name: call.array(name, getattr(layout, name), f"layout.{name}") for name, _ in fields}
         require_layout(layout.spec, LayoutArrays(**arrays))
@@ -266,10 +259,10 @@ def activation(x: Array, activation: Activation, *, up: Array | None = None, out
     """Apply an activation in fp32, with one cast at the end.
 
     Args:
-        x: `[R, 2F]` (gated, one buffer), or `[R, F]` (ungated, or the gate beside `up`).
+        x: `[R, 2F]` (gated, one buffer), or `[R, F]` (ungated, or the gate if `up` is passed).
         activation: its name, gating and gate layout.
         up: `[R, F]`, the second buffer of gate_layout `separate`.
-        out_dtype: a dtype. None = the dtype of x.
+        out_dtype: None: the dtype of x.
 
     Returns:
         y `[R, F]`.
@@ -294,11 +287,11 @@ def reduce(
 
     Args:
         y: `[T * K, D]` (order `slot`) or `[capacity, D]` (order `row`). Slots without a row add nothing.
-        layout: which row each slot has.
-        order: `slot` or `row`: how the rows of y lie.
+        layout: maps slots to rows.
+        order: order of the rows of y, `slot` or `row`.
         shared: `[T, D]`, added last.
         shared_gate: fp32 `[T, 1]`. Its sigmoid scales shared.
-        out_dtype: a dtype. None = the dtype of y.
+        out_dtype: None: the dtype of y.
 
     Returns:
         out `[T, D]`.
@@ -326,41 +319,35 @@ def moe(
     shared: SharedExpert | None = None,
     checked: bool = False,
 ) -> MoEOutput:
-    """Run one whole MoE forward as one custom call; its gradients are one more.
+    """Run one whole MoE forward as one custom call, and its gradients as one more.
 
-    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x,
-    after bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast
-    once.
+    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x, after
+    bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
 
-    Gradients, in reverse mode and once: x, every weight and bias of experts, router and shared, and given logits or
-    weights. They flow in through output, and through weights and logits where these are computed here. Ids, masks,
-    counts, correction_bias and layer_index have none. Only the gradients asked for are computed, and only what
-    these need is saved (docs/user/training.md). Quantised matrices are frozen, and gradients go through them. With
-    `spec.activations` nothing has a gradient.
+    First-order gradients in reverse mode: for x, weights and biases of experts, router and shared, and passed logits or
+    weights. They flow in through output, and through weights and logits computed here. Only requested gradients are
+    computed, and only their needs are saved (docs/user/training.md). Gradients go through quantised matrices, which are
+    frozen. With `spec.activations` nothing has a gradient.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
         experts: weights and biases of the local experts. Matrices may be `QuantizedTensor`s
             (docs/user/quantization.md).
-        routing: RouterWeights (routes from x), RouterLogits (routes from logits) or TopK (ids and weights are
-            given).
-        spec: options of the whole forward. `spec.activations` is the format that x and the hidden rows are
-            quantised to.
-        token_mask: bool `[T]`. A token that is False has no expert: its row is zero (plus shared), and it counts in
-            no statistic.
+        routing: RouterWeights (routes from x), RouterLogits (routes from logits) or TopK (ids and weights).
+        spec: options of the whole forward. `spec.activations` is the quantised format of x and the hidden rows.
+        token_mask: bool `[T]`. A False token has no expert: its row is zero (plus shared), and no statistic counts it.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         shared: a dense expert that every token visits.
-        checked: raise InvalidInput for an id outside [-1, E_global). This waits for the result, so it works eagerly
-            only.
+        checked: raise InvalidInput for an id outside [-1, E_global). Waits, so a traced or captured program raises
+            Unsupported.
 
     Returns:
-        output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert and the count of invalid ids;
-        see MoEOutput. Given ids and weights are returned as they are.
+        output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert and the count of invalid ids; see
+            MoEOutput. Passed ids and weights are returned unchanged.
 
     Raises:
-        InvalidInput: as the module says.
-        Unsupported: `checked` in a traced or captured program, second derivatives, and a gradient that does not
-            exist.
+        InvalidInput: see the module.
+        Unsupported: also for second derivatives, and a gradient that does not exist.
     """
     arrays = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared}
     return run_moe(x, experts, routing, spec, checked=checked, **arrays)
@@ -377,11 +364,10 @@ def explain_moe(
     shared: SharedExpert | None = None,
     training: bool = False,
 ) -> str:
-    """Describe what `moe` would run for these arguments.
+    """Describe what `moe` would run for these arguments: every buffer, kernel, decision and summation order.
 
-    Every buffer, kernel, decision and summation order. Runs nothing. The arguments are those of `moe`. Arrays may be
-    `jax.ShapeDtypeStruct`s: then the default device counts. Inside `moe_jax.export_target(...)` it explains that
-    target's plan.
+    Runs nothing. Takes the arguments of `moe`, or `jax.ShapeDtypeStruct`s for the default device. Inside
+    `moe_jax.export_target(...)` it explains that target's plan.
 
     Args:
         training: explain the forward of a training step, then its backward with every gradient.

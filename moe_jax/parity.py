@@ -1,4 +1,4 @@
-"""The JAX front-end as a parity engine: its public ops stage by stage, and its composed op."""
+"""Run `moe_jax.ops`, stage by stage and composed, as a parity engine."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ FAMILY = "moebius"
 
 
 def _choose_device() -> Any:
-    """The first GPU JAX can use, else its first CPU device."""
+    """JAX's first GPU, else its first CPU device."""
     if use_gpu():
         try:
             return jax.devices("cuda")[0]
         except RuntimeError:
-            # This JAX has no CUDA plugin; the report then names the CPU engine that ran.
+            # No CUDA plugin. The report names the CPU engine that ran.
             pass
     return jax.devices("cpu")[0]
 
 
 class JaxEngine:
-    """`moe_jax.ops` on the first GPU, or on the CPU where JAX has none or the interpreter was asked for."""
+    """`moe_jax.ops` on the first GPU, or on the CPU if there is none or the interpreter was requested."""
 
     name = "jax"
 
@@ -39,11 +39,10 @@ class JaxEngine:
         self._device = _choose_device()
 
     def why_unsupported(self, case: Case) -> str | None:
-        """Every case is supported."""
         return None
 
     def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
-        """Every stage of a case, and the composed op."""
+        """Run every stage of a case, and the composed op."""
         front_end = FrontEnd(ops, lambda array: jax.device_put(array, self._device), np.asarray)
         with jax.default_device(self._device):
             results = run_stages(front_end, case, progress)
@@ -55,7 +54,7 @@ class JaxEngine:
         return describe(("cuda", self._device.local_hardware_id) if on_gpu else ("cpu", 0), explanation)
 
     def gradients(self, case: Case, progress: Callable[[str], object]) -> GradientRun:
-        """Those of the composed op."""
+        """Run the composed op with its gradients."""
 
         def put(array: np.ndarray) -> jax.Array:
             return jax.device_put(array, self._device)
@@ -75,10 +74,10 @@ class JaxEngine:
             return pull(flowing)[0], {name: getattr(result, name) for name in ("ids", "weights", "logits")}
 
         with jax.default_device(self._device):
-            found, forward = step(leaves)
+            pulled, forward = step(leaves)
             progress("gradients")
             positional, options = arguments_of(case, leaves, put)
             device, is_reference = self._describe(ops.explain_moe(*positional, **options, training=True))
-        gradients = {f"d_{name}": np.asarray(found[name]) for name in leaves}
+        gradients = {f"d_{name}": np.asarray(pulled[name]) for name in leaves}
         forward = {name: np.asarray(array) for name, array in forward.items()}
         return GradientRun(self.name, device, forward, gradients, is_reference, FAMILY)

@@ -1,4 +1,4 @@
-"""Host devices of JAX, and one device, as `moe-parity --ranks` compares them."""
+"""Run a case on JAX's host devices and on one device, for `moe-parity --ranks`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def _results(found: Any, gradients: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _alone(part: Part) -> tuple[str, dict[str, np.ndarray]]:
-    """What ran on one device, and its results."""
+    """Run on one device. Returns its name and the results."""
     put = jax.numpy.asarray
 
     @jax.jit
     def step(leaves: dict[str, Any], d_output: Any) -> Any:
         def forward(leaves: dict[str, Any]) -> Any:
             arguments, options = arguments_of(part.case, leaves, put)
-            found = ops.moe(*arguments, **options)
-            return found.output, found
+            result = ops.moe(*arguments, **options)
+            return result.output, result
 
-        _, pull, found = jax.vjp(forward, leaves, has_aux=True)
-        return found, pull(d_output)[0]
+        _, pull, result = jax.vjp(forward, leaves, has_aux=True)
+        return result, pull(d_output)[0]
 
     leaves = leaves_of(part.case, put)
     arguments, options = arguments_of(part.case, leaves, put)
@@ -46,7 +46,7 @@ def _alone(part: Part) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def run_ranks(whole: Part, parts: Sequence[Part]) -> RanksRun:
-    """All ranks at once, then one device."""
+    """Run all ranks at once, then one device."""
     mesh = jax.make_mesh((len(parts),), ("ep",), axis_types=(AxisType.Auto,))
     placement, ranks = parts[0].placement, P("ep")
     assert placement is not None
@@ -55,28 +55,28 @@ def run_ranks(whole: Part, parts: Sequence[Part]) -> RanksRun:
         return {name: np.stack([one[name] for one in arrays]) for name in arrays[0]}
 
     def step(leaves: dict[str, Any], mask: Any, d_output: Any) -> Any:
-        own = {name: array[0] for name, array in leaves.items()}
+        local = {name: array[0] for name, array in leaves.items()}
 
         def forward(leaves: dict[str, Any]) -> Any:
             (x, experts, routing, spec), options = arguments_of(parts[0].case, leaves, jax.numpy.asarray)
             group = Group("ep", placement, ExchangeSpec())
-            found = run(x, experts, routing, spec, group, mask, options["shared"])
-            return found.output, found
+            result = run(x, experts, routing, spec, group, mask, options["shared"])
+            return result.output, result
 
-        _, pull, found = jax.vjp(forward, own, has_aux=True)
+        _, pull, result = jax.vjp(forward, local, has_aux=True)
         gradients = pull(d_output)[0]
-        return found, {name: array[None] for name, array in gradients.items()}
+        return result, {name: array[None] for name, array in gradients.items()}
 
     fields = {name: P() if name == "overflow" else ranks for name in ParallelOutput._fields}
     specs = {"mesh": mesh, "in_specs": (ranks, ranks, ranks), "out_specs": (ParallelOutput(**fields), ranks)}
     call = jax.jit(jax.shard_map(step, **specs))
     leaves = stacked([leaves_of(part.case, np.asarray) for part in parts])
     mask = whole.case.token_mask
-    found, gradients = jax.block_until_ready(call(leaves, mask, whole.d_output))
-    everything = _results(found, gradients)
+    result, gradients = jax.block_until_ready(call(leaves, mask, whole.d_output))
+    everything = _results(result, gradients)
 
     def of_rank(rank: int) -> dict[str, np.ndarray]:
-        # Gradients have an axis of ranks; all else lies behind each other.
+        # Gradients have an axis of ranks. Other arrays are concatenated.
         return {
             name: array[rank] if name.startswith("d_") else np.split(array, len(parts))[rank]
             for name, array in everything.items()

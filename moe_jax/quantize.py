@@ -1,4 +1,4 @@
-"""Quantising JAX arrays (rows in any program, weights once, when they are loaded), and prepacking, in any program."""
+"""Quantise JAX arrays (rows in any program, weights eagerly when they are loaded), and prepack them in any program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_jax.bridge.calls import Array, OpCall, require_type
 
 Weights = TypeVar("Weights", QuantizedTensor, ExpertWeights)
 _JAX = core.ArrayFunctions(jnp.transpose, jnp.stack, core.pad_with(jnp.pad))
-# Jitted, so that intermediate results take no memory.
+# Jitted, so that intermediate results use no memory.
 _tile = jax.jit(lambda tensor, order: core.tile(tensor, order, _JAX), static_argnums=1)
 _untile = jax.jit(lambda tensor: core.untile(tensor, _JAX))
 
@@ -29,56 +29,58 @@ _untile = jax.jit(lambda tensor: core.untile(tensor, _JAX))
 def quantize_rows(
     x: Array, format: Format, *, scales: Array | None = None, used_by: Array | None = None
 ) -> QuantizedTensor:
-    """Quantise rows to a format of activations: one custom call, under every transformation the ops work in.
+    """Quantise rows to a format of activations with one custom call, under every transformation the ops support.
 
     Args:
         x: bf16, fp16 or fp32 `[R, D]`.
-        format: of activations: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or
-            for all of x (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
-        scales: fp32 `[1]`, a static scale, of formats with one per tensor. None = found from x.
-        used_by: int32 `[R * n]`: rows all of whose n entries are negative are not read, and become zeros (a layout's
-            row_of_slot for tokens, slot_of_row for its rows).
+        format: e4m3, e2m1 or int8, with one scale per row, per group of columns in a row, or for all of x (`FP8_TOKEN`,
+            `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
+        scales: fp32 `[1]`, a static scale, for formats with one per tensor. None: computed from x.
+        used_by: int32 `[R * n]`. Rows with only negative entries are not read and become zeros. Pass a layout's
+            row_of_slot for tokens, slot_of_row for its rows.
 
     Returns:
-        the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
+        the rows, `out_in`, bitwise equal to `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
 
     Raises:
-        InvalidInput: for arguments of the wrong type, dtype or shape, and for another format.
-        Unsupported: on a device without kernels.
+        InvalidInput: wrong type, dtype or shape, or another format.
+        Unsupported: a device without kernels.
     """
     call = OpCall("quantize_rows")
     require_type("format", format, Format)
     rows = call.array("x", x)
-    given = None if scales is None else call.array("static_scale", scales, "scales")
-    values, chosen = call.run(plan_quantize_rows, rows, format, scales=given, used_by=call.optional("used_by", used_by))
+    static = None if scales is None else call.array("static_scale", scales, "scales")
+    values, chosen = call.run(
+        plan_quantize_rows, rows, format, scales=static, used_by=call.optional("used_by", used_by)
+    )
     return QuantizedTensor(QuantizedSpec(format), values, chosen)
 
 
 def quantize(weight: Array, format: Format, *, layout: str = "out_in") -> QuantizedTensor:
-    """A weight `[..., N, D]` (layout `out_in`) or `[..., D, N]` (`in_out`) in a format, where `weight` is.
+    """Quantise a weight `[..., N, D]` (layout `out_in`) or `[..., D, N]` (`in_out`) to a format, on its device.
 
-    For loading: NumPy computes it on the host, exactly as `moe_core.ops.quantize.reference.quantize` says, so that it
-    works eagerly only (Unsupported while tracing). Raises InvalidInput.
+    NumPy computes on the host, exactly as `moe_core.ops.quantize.reference.quantize`. Raises InvalidInput, and
+    Unsupported while tracing.
     """
     require_type("format", format, Format)
-    place, array = _on_host("quantize", "weight", weight)
-    return map_arrays(reference.quantize(array, format, layout=layout), place)
+    to_device, array = _on_host("quantize", "weight", weight)
+    return map_arrays(reference.quantize(array, format, layout=layout), to_device)
 
 
 def dequantize(tensor: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
     """The numbers of a quantised tensor in its layout: code x scale in fp32, cast to dtype (bf16, fp16 or fp32).
 
-    NumPy computes it on the host, as `moe_core.ops.quantize.reference.dequantize`, so that it works eagerly only
-    (Unsupported while tracing). Raises InvalidInput.
+    NumPy computes on the host, as `moe_core.ops.quantize.reference.dequantize`. Raises InvalidInput, and Unsupported
+    while tracing.
     """
     require_type("tensor", tensor, QuantizedTensor)
-    place, _ = _on_host("dequantize", "tensor.values", tensor.values)
+    to_device, _ = _on_host("dequantize", "tensor.values", tensor.values)
     on_host = map_arrays(tensor, lambda array: _on_host("dequantize", "an array of tensor", array)[1])
-    return place(reference.dequantize(on_host, dtypes.canonical(dtype)))
+    return to_device(reference.dequantize(on_host, dtypes.canonical(dtype)))
 
 
 def _on_host(op: str, name: str, array: Any) -> tuple[Any, np.ndarray]:
-    """(what puts a NumPy array where `array` is, `array` in NumPy)."""
+    """(a function that puts a NumPy array where `array` is, `array` in NumPy)."""
     if isinstance(array, Tracer):
         raise Unsupported(
             f"{op} computes on the host, got {name} inside jit or another transformation; call it outside and pass the "
@@ -98,23 +100,22 @@ def _on_host(op: str, name: str, array: Any) -> tuple[Any, np.ndarray]:
 
 
 def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
-    """Put quantised weights into the order in which the kernels of bf16 rows on Hopper read and decode them.
+    """Put quantised weights into the order in which Hopper's kernels for bf16 rows read and decode them.
 
-    Do this once, when weights are loaded. It works eagerly and in any program. No number changes, and `restore_weights`
-    is the inverse.
-    Prepacked weights come back as they are. They go wherever the published ones go, except into gradients
+    Do this once, when weights are loaded, eagerly or in any program. No number changes, and `restore_weights` is the
+    inverse. Prepacked weights come back as they are. They work wherever published ones do, except in gradients
     (docs/user/quantization.md).
 
     Args:
-        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of such (one layer or a stack). The format
-            is mxfp4, mxfp4_ceil, or integers of 4 or 8 bits with a scale for each row or for 32, 64, 128, ...
-            columns of it. `in_out` tensors are transposed, exactly.
-        spec: with ExpertWeights, the MoESpec that they are used with. Its activation says how gate and up lie.
-        gate_layout: with a tensor, `interleaved` or `halves` where its rows are gate and up, else None.
+        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of them (one layer or a stack). The format is
+            mxfp4, mxfp4_ceil, or 4- or 8-bit integers with a scale per row or per 32, 64, 128, ... columns. `in_out`
+            tensors are transposed exactly.
+        spec: with ExpertWeights, their MoESpec. Its activation gives the layout of gate and up.
+        gate_layout: with a tensor, `interleaved` or `halves` if its rows are gate and up, else None.
 
     Returns:
-        the weights, `out_in`, as `MoESpec.weight_layout` then must be. Biases, plain matrices and the logical shape
-        stay what they are.
+        the weights, `out_in`, to use with the same `MoESpec.weight_layout`. Biases, plain matrices and the logical
+            shape are unchanged.
 
     Raises:
         InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks
@@ -124,7 +125,7 @@ def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layou
 
 
 def restore_weights(weights: Weights) -> Weights:
-    """Put prepacked weights back into the published layout, `out_in`: the inverse of `prepack_weights`, bit by bit.
+    """Put prepacked weights back into the published layout, `out_in`: the exact inverse of `prepack_weights`.
 
     Weights that are not prepacked come back as they are. Raises InvalidInput.
     """
@@ -142,7 +143,7 @@ def untile(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _of_jax(op: str, tensor: QuantizedTensor) -> QuantizedTensor:
-    """The tensor checked, NumPy arrays in it as JAX's. Raises InvalidInput, also for shapes without numbers."""
+    """Check the tensor and convert its NumPy arrays. Raises InvalidInput, also for shapes without numbers."""
     call = OpCall(op)
     for name, array in named_arrays(tensor, "weights."):
         call.array(name, array)

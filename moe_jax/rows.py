@@ -14,40 +14,39 @@ from moe_jax.bridge.calls import Array, OpCall, require_type
 
 
 def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -> tuple[jax.Array, RaggedLayout]:
-    """Group rows by expert that arrived as runs: those of source 0 for expert 0, for expert 1, ..., then of source 1.
+    """Group rows by expert that arrived as runs: source 0 for expert 0, 1, ..., then source 1.
 
-    It is the layout of what an all-to-all of slots brings, without a sort and without waiting for the device. Rows of
-    an expert keep the order of sources and of arrival: where sources are ranks in order, the order of all slots.
+    All-to-all of slots brings this order. Needs no sort and no wait for the device. An expert's rows keep the order of
+    sources and of arrival, which is slot order if sources are in rank order.
 
     Args:
-        counts: int32 `[W, L]`. How many rows source w sent for local expert e.
-        num_rows: R, the rows that there is memory for.
-        stride: every source has `stride = R / W` rows, unused behind its runs. None = the runs lie side by side.
+        counts: int32 `[W, L]`, the rows that source w sent for local expert e.
+        num_rows: R, the allocated rows.
+        stride: rows per source, `R / W`, unused after its runs. None: runs are adjacent.
 
     Returns:
-        ids int32 `[R, 1]`, the local expert of each row, -1 = unused, and the layout, with one slot for each row. Runs
-        that exceed their memory are cut, and the layout's `overflow` int32 `[1]` counts the rows that are missing.
+        ids int32 `[R, 1]`, the local expert of each row (-1: unused), and the layout, with one slot per row. Runs are
+            cut at their memory, and the layout's `overflow` int32 `[1]` counts the missing rows.
     """
     call = OpCall("layout_of_runs")
     num_rows = as_integer("num_rows", num_rows, 0)
     stride = None if stride is None else as_integer("stride", stride, 0)
     table = call.array("counts", counts)
-    ids, *own, overflow = call.run(plan_layout_of_runs, table, num_rows, stride=stride)
+    ids, *tables, overflow = call.run(plan_layout_of_runs, table, num_rows, stride=stride)
     spec = runs_spec(num_rows, table.shape[1])
-    return ids, RaggedLayout(spec, own[0], own[1], own[2], own[3], None, overflow)
+    return ids, RaggedLayout(spec, tables[0], tables[1], tables[2], tables[3], None, overflow)
 
 
 def gather_rows(x: Array, layout: RaggedLayout, *, wide: Array | None = None) -> jax.Array:
-    """Copy the row of each token to the rows of its slots: rows grouped by expert, zeros where a row has no slot.
+    """Copy each token's row to the rows of its slots, grouped by expert. Rows without a slot are zeros.
 
-    Its gradient is `reduce(d_y, layout, order="row")`: fp32 sums in the order k = 0..K-1, one cast, never an atomic
-    addition.
+    Its gradient is `reduce(d_y, layout, order="row")`: fp32 sums in the order k = 0..K-1, one cast, no atomic addition.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
         layout: the rows.
-        wide: `x.astype(float32)`, which gets the gradient of x in fp32, unrounded. x itself then gets none.
-            Where `router` gets the same `wide`, both gradients are added before the one cast, as `moe` adds them.
+        wide: `x.astype(float32)`. It gets the unrounded fp32 gradient instead of x. Pass the same `wide` to `router` to
+            add both gradients before the one cast, as `moe` does.
 
     Returns:
         y `[capacity, D]` in the dtype of x.
@@ -57,8 +56,8 @@ def gather_rows(x: Array, layout: RaggedLayout, *, wide: Array | None = None) ->
     rows = call.array("x", x if wide is None else jax.lax.stop_gradient(x))
     names = ("slot_of_row", "row_of_slot")
     slots = [call.array(name, getattr(layout, name), f"layout.{name}") for name in names]
-    given = call.optional("wide", wide)
-    return run_stage(call, plan_gather_rows, rows, *slots, layout.spec, wide=given)[0]
+    wide_spec = call.optional("wide", wide)
+    return run_stage(call, plan_gather_rows, rows, *slots, layout.spec, wide=wide_spec)[0]
 
 
 def scale_rows(x: Array, weights: Array) -> jax.Array:

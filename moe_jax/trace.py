@@ -1,8 +1,7 @@
-"""Record which experts every token visits, and play it back, in any JAX function whose MoE layers run on Moebius.
+"""Record which experts every token visits, and play it back, in any JAX function with MoE layers on Moebius.
 
-Both are transformations of a function, so that what they record or play is in its results or arguments, under `jit` as
-anywhere else. They see every whole MoE forward (the layers of `moe_jax.nnx`, `moe_jax.linen` and `moe_jax.layers`, and
-`moe_jax.ops.moe`) in the order of the calls:
+Both transform a function, also under `jit`. They see every whole MoE forward (the layers of `moe_jax.nnx`,
+`moe_jax.linen` and `moe_jax.layers`, and `moe_jax.ops.moe`) in call order:
 
     y, layers = jax.jit(capture(model))(x)                  # one LayerRouting per layer, arrays of JAX
     RoutingTrace(layers).save("routing.safetensors")
@@ -10,16 +9,16 @@ anywhere else. They see every whole MoE forward (the layers of `moe_jax.nnx`, `m
     trace = RoutingTrace.load("routing.safetensors")        # perhaps captured by moe_torch.trace
     y = jax.jit(replay(model))(trace.layers, x)
 
-They act on the level of transformations they are applied at, and raise InvalidInput for a layer further inside (a
-function that is itself under `jit`, the body of a scan, `checkpoint`, `vmap`, `shard_map`), whose arrays do not exist
-outside: apply them there. A scan over layers then stacks what its body captures, and takes a stack apart:
+A layer inside a further transformation (an inner `jit`, the body of a scan, `checkpoint`, `vmap`, `shard_map`) raises
+InvalidInput, because its arrays do not exist outside. Apply them inside there. A scan over layers then stacks what its
+body captures, and splits a stack to replay:
 
     y, stacks = jax.lax.scan(capture(body), x, parameters)  # body(x, parameters) returns the next x
     RoutingTrace.from_scan(stacks).save("routing.safetensors")
 
-A replayed layer that has a router still computes its logits, for the losses made of them; its ids and weights are the
-trace's, and its token mask still holds. It can be trained: the gradient of the weights flows into the router (or into
-the logits or weights given) as if that had chosen the trace's ids.
+A replayed layer's ids and weights are the trace's. It still computes its logits (for losses), keeps its token mask, and
+can be trained: the weights' gradient flows into the router (or the passed logits or weights) as if that had chosen the
+trace's ids.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ jax.tree_util.register_dataclass(LayerRouting, data_fields=["ids", "weights"], m
 
 
 def capture(function: Callable[..., Any]) -> Callable[..., tuple[Any, tuple[LayerRouting, ...]]]:
-    """`capture(function)(...)` is `(function(...), layers)`: the routing of every whole MoE forward in it.
+    """`capture(function)(...)` is `(function(...), layers)`, with the routing of every whole MoE forward in it.
 
-    Raises InvalidInput if none runs, or one inside a further transformation.
+    Raises InvalidInput if none runs, or one runs inside a further transformation.
     """
 
     def captured(*arguments: Any, **keywords: Any) -> tuple[Any, tuple[LayerRouting, ...]]:
@@ -75,9 +74,8 @@ def capture(function: Callable[..., Any]) -> Callable[..., tuple[Any, tuple[Laye
 def replay(function: Callable[..., Any]) -> Callable[..., Any]:
     """`replay(function)(trace, ...)` is `function(...)` with the trace's ids and weights in its whole MoE forwards.
 
-    trace: a RoutingTrace, or its layers, which `jit` takes as an argument. Raises InvalidInput where a layer's tokens,
-    top-k or experts differ from the trace's, unless exactly the trace's layers run, and for one inside a further
-    transformation.
+    trace is a RoutingTrace, or its layers, which `jit` takes as an argument. Raises InvalidInput if tokens, top-k,
+    experts or number of layers differ from the trace, or a layer is inside a further transformation.
     """
 
     def replayed(
@@ -98,10 +96,7 @@ def replay(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watched(replayable: Callable[..., MoEOutput]) -> Callable[[Callable[..., MoEOutput]], Callable[..., MoEOutput]]:
-    """Decorates the op `moe`, so that the functions above see its calls.
-
-    replayable: the same with one more keyword, `replayed`: a Routing in the place of the call's own.
-    """
+    """Decorate the op `moe` so that capture and replay see its calls. replayable also takes `replayed`, a Routing."""
 
     def decorate(moe: Callable[..., MoEOutput]) -> Callable[..., MoEOutput]:
         @functools.wraps(moe)
@@ -131,7 +126,7 @@ class _Call:
         return sizes_of(self.experts, self.routing, self.spec, self.options.get("expert_map"))
 
     def run(self) -> MoEOutput:
-        """What the call returns; the innermost watch sees it first, and those around it what that makes of it."""
+        """Run the call. The innermost watch sees it first, and outer ones see the resulting call."""
         watch = _current.get()
         if watch is None:
             return self.function(self.x, self.experts, self.routing, self.spec, **self.options)
@@ -140,13 +135,13 @@ class _Call:
             return watch.visit(self)
 
     def run_with(self, ids: jax.Array, weights: jax.Array) -> MoEOutput:
-        """What the call returns with these ids and weights as its routing."""
+        """Run the call with these ids and weights as its routing."""
         options = self.options | {"replayed": Routing(ids, weights)}
         return dataclasses.replace(self, function=self.replayable, options=options).run()
 
 
 class _Watch:
-    """A capture or replay under way: what it does with a call, and the level of transformations it is at."""
+    """A capture or replay in progress, with its level of transformations."""
 
     def __init__(self, visit: Callable[[_Call], MoEOutput]) -> None:
         self.visit = visit
@@ -162,7 +157,7 @@ class _Watch:
 
 
 _current: contextvars.ContextVar[_Watch | None] = contextvars.ContextVar("moe_jax_watch", default=None)
-# Part of the key of every jit cache: a function jitted before must be traced again to be seen, and refused.
+# Part of every jit cache's key: a function jitted before is traced again, so that it is seen and refused.
 _is_watched = jax.make_user_context(None)
 
 

@@ -1,4 +1,4 @@
-"""Compiling ahead of the first call."""
+"""Compile ahead of the first call."""
 
 from __future__ import annotations
 
