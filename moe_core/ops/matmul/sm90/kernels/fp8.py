@@ -18,8 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from moe_core.ops.common.kernels.aggregates import (
-    Array,
-    Constant,
     Epilogue,
     Layout,
     Output,
@@ -29,7 +27,7 @@ from moe_core.ops.common.kernels.aggregates import (
     Tile,
     Tiles,
     Weights,
-    aggregate,
+    aggregate_of,
 )
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.exchange.kernels.addresses import SECTIONS
@@ -57,20 +55,8 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
 DEPTH = gl.constexpr(128)
 
 
-@aggregate
-class Scales:
-    """fp32 scales of rows and of weights; see `matmul_fp8`."""
-
-    x: Array
-    weights: Array
-    up_weights: Array
-    X_STRIDE: Constant
-    X_GROUP: Constant
-    ROWS: Constant
-    COLUMNS: Constant
-    GROUP_ROWS: Constant
-    GROUP: Constant
-    FAST: Constant
+#: fp32 scales of rows and of weights. See `matmul_fp8`.
+Scales = aggregate_of("Scales", "x weights up_weights X_STRIDE X_GROUP ROWS COLUMNS GROUP_ROWS GROUP FAST")
 
 
 @gluon.jit

@@ -20,16 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_core.ops.common.kernels.aggregates import (
-    Array,
-    Constant,
-    Descriptor,
-    Layout,
-    Number,
-    Rows,
-    Tiles,
-    aggregate,
-)
+from moe_core.ops.common.kernels.aggregates import Layout, Rows, Tiles, aggregate_of
 from moe_core.ops.matmul.portable.kernel import source_rows, tile_of_program
 from moe_core.ops.matmul.sm90.kernels.matmul import halves
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
@@ -53,25 +44,10 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
 )
 
 
-@aggregate
-class Gradients:
-    """Gradients `[M, N]` of the groups' weights: their TMA descriptor as one matrix, and the sums of right's rows."""
-
-    map: Descriptor
-    bias: Array
-    NUM_GROUPS: Constant
-    M: Constant
-    N: Constant
-
-
-@aggregate
-class Part:
-    """The part of a gradient from row m and column n on, of a group with `size` rows from row `start` on."""
-
-    start: Number
-    size: Number
-    m: Number
-    n: Number
+#: Gradients `[M, N]` of the groups' weights: their TMA descriptor as one matrix, and the sums of right's rows.
+Gradients = aggregate_of("Gradients", "map bias NUM_GROUPS M N")
+#: The tile of a gradient at row m and column n, summed over `size` rows from row `start` on.
+Part = aggregate_of("Part", "start size m n")
 
 
 @gluon.jit
