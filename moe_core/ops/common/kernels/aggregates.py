@@ -41,7 +41,7 @@ def aggregate(cls):
 
 
 def aggregate_of(name, fields, **defaults):
-    """Return an aggregate of the fields that a text lists; its description is the comment above it."""
+    """Return an aggregate of the fields that a text lists. A comment above it describes them."""
     kinds = {field: Constant if field.isupper() else object for field in fields.split()}
     return aggregate(type(name, (), {"__annotations__": kinds, **defaults}))
 
@@ -85,9 +85,9 @@ Epilogue = aggregate_of(
     scales=None, maxima=None, DTYPE=None, RULE=None,
 )  # fmt: skip
 
-#: y with N columns, the pre-activation by layout row, and TMA descriptors of both. SCATTER: y is indexed by `row` of the
-#: layout or by `slot`, or is sent to other ranks. TRUSTED: every row of the layout has a slot. gate_map: the descriptor
-#: of the gate columns of pre, which ends with them.
+#: y with N columns, the pre-activation by layout row, and their TMA descriptors. SCATTER: y is indexed by layout `row`
+#: or by `slot`, or is sent to other ranks. TRUSTED: every row of the layout has a slot. gate_map: the descriptor of the
+#: gate columns of pre, which ends with them.
 Output = aggregate_of("Output", "y y_map pre pre_map gate_map N SCATTER TRUSTED")
 
 #: An array to store pieces of tiles to. WIDTH: columns of a row. END: the column to stop at, as map does.

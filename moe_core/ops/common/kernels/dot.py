@@ -1,4 +1,4 @@
-"""Products of tiles whose factors differ in width, summed in fp32."""
+"""Products of tiles with factors of different widths, summed in fp32."""
 
 import triton
 import triton.language as tl
@@ -6,11 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def multiply(a, b, accumulator, PRODUCT: tl.constexpr, DRAINED: tl.constexpr):
-    """accumulator + a . b, fp32. PRODUCT: an input precision of `tl.dot`, behind `widen_` where both become fp32 first;
-    `split_a` or `split_b`: that factor is fp32, the other bf16. DRAINED: see `drained`.
+    """Return accumulator + a . b in fp32. DRAINED: see `drained`.
 
-    A split factor is three bf16 numbers, whose sum has its 24 bits: products on the tensor cores are exact then, which
-    products in fp32 are not, and sums are fp32's. Small parts go first.
+    PRODUCT: an input precision of `tl.dot`. `widen_` before it: both factors become fp32 first. `split_a`, `split_b`:
+    that factor is fp32 and the other one bf16. It is split into three bf16 numbers that sum to its 24 bits, so products
+    on the tensor cores are exact, unlike products in fp32. Small parts are added first.
     """
     if PRODUCT == "widen_ieee":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
@@ -33,18 +33,17 @@ def multiply(a, b, accumulator, PRODUCT: tl.constexpr, DRAINED: tl.constexpr):
 
 @triton.jit
 def drained(accumulator):
-    """The same sums, behind the products that they come from.
+    """Return the same sums, after the products that make them.
 
-    A left operand that is computed, and not loaded, is in registers. wgmma reads them when its turn comes, and Triton
-    3.6 lets up to seven products wait while the next step of a loop already writes the same registers. What uses the
-    sums makes a step wait for its own products.
+    A computed left operand is in registers, and wgmma reads them some time later. Triton 3.6 lets up to seven products
+    wait while the next step of a loop writes the same registers. A use of the sums makes a step wait for its products.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [accumulator], tl.float32, False, 1)
 
 
 @triton.jit
 def split(values):
-    """Three bf16 numbers whose sum is an fp32 number, largest first."""
+    """Split an fp32 number into three bf16 numbers, largest first."""
     high = values.to(tl.bfloat16)
     rest = values - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)

@@ -1,4 +1,4 @@
-"""Which layer of stacked weights a kernel reads."""
+"""The layer of stacked weights that a kernel reads."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def layer_in_stack(layer_index, NUM_LAYERS: tl.constexpr):
-    """(index of the layer inside the stack, whether the requested one exists): one outside must not read elsewhere.
+    """Return the index of a layer inside the stack, 0 for a layer outside, and True if the requested layer exists.
 
-    layer_index None: the weights are those of one layer.
+    layer_index None: the weights have one layer.
     """
     index, exists = tl.cast(0, tl.int32), tl.cast(True, tl.int1)
     if layer_index is not None:

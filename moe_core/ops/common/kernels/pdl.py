@@ -1,13 +1,13 @@
-"""What kernels do whose launches overlap: programmatic dependent launch, sm_90 and newer.
+"""Programmatic dependent launch (PDL), sm_90 and newer: launches overlap.
 
-PDL, a constant of every kernel that takes part, says when it waits for the launch ahead of it:
+PDL, a constant of every kernel that takes part, says when it waits for the launch ahead:
 
-    None: never; the launch is an ordinary one, and nothing of this is compiled
+    None: never. The launch is ordinary.
     "start": before it reads or writes anything
-    "layout": once it has read the schedule and the layout, which were written before the launch ahead began
+    "layout": after it has read the schedule and the layout, which were written before the launch ahead began
 
-Everything that a kernel reads before waiting, beside inputs of the plan, may only come from launches before the one
-ahead: that one let this kernel begin after its own wait, when all before it had ended.
+Before it waits, a kernel may read inputs of the plan and results of launches before the one ahead: that one let this
+kernel begin after its own wait, when all launches before it had ended.
 """
 
 import triton
@@ -16,6 +16,6 @@ import triton.language as tl
 
 @triton.jit
 def join():
-    """Wait until the launch ahead has ended and its writes can be seen; then the next launch may begin."""
+    """Wait until the launch ahead has ended and its writes can be seen. Then let the next launch begin."""
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()

@@ -1,16 +1,17 @@
-"""Ragged grouped matmul of e4m3 codes with e4m3 codes for Hopper, warps specialised as in `sm90.kernels.matmul`. Gluon.
+"""Ragged grouped matmul of e4m3 codes with e4m3 codes for Hopper, in Gluon. Warps are specialised as in `matmul`.
 
     y[scatter(row)] = cast(act(x[gather(row)] @ dequantised(w[expert]) + bias) * row_weight)
 
-Blocks take tiles of 128 rows x 256 accumulator columns, and the producer loads them 128 of the reduction at a time,
-128 bytes of a row as of 16-bit numbers. What differs is how the consumers add up. The tensor cores keep few bits of
-what they add to, so each 128 of the reduction are a product of their own, which is added in fp32:
+Tiles have 128 rows x 256 accumulator columns. A stage holds 128 of the reduction, which are 128 bytes of a row. Tensor
+cores keep few bits of a sum, so each stage is its own product, and these are added in fp32:
 
-consumer 0, 1 (4 warps each): 64 rows each; for each stage, for the first 128 columns and then the last ones: one wgmma
-    64 x 128 x 128, then total += product * (scale of the row * scale of the weights), while the other consumer
-    multiplies. Scales of a stage are asked for one stage ahead.
+consumer 0 and 1 (4 warps each), 64 rows each
+    for each stage, for the first and then for the last 128 columns:
+        one wgmma 64 x 128 x 128
+        total += product * (scale of the row * scale of the weights), while the other consumer multiplies
+    scales are loaded one stage ahead
 
-Where scales span the reduction, they multiply the sum instead; FAST then leaves all of the sum to the tensor cores.
+Scales that span the reduction multiply the sum instead. FAST then leaves the whole sum to the tensor cores.
 """
 
 from triton.experimental import gluon
@@ -61,7 +62,7 @@ Scales = aggregate_of("Scales", "x weights up_weights X_STRIDE X_GROUP ROWS COLU
 
 @gluon.jit
 def source_of_row(slots, start, within, GATHER: gl.constexpr, TOP_K: gl.constexpr):
-    """The row of x of every row of a consumer. within: rows that exist, counted from start."""
+    """Return the row of x of every row of a consumer. within: existing rows, counted from start."""
     if GATHER == "row":
         return start + within
     elif GATHER == "token":
@@ -72,7 +73,7 @@ def source_of_row(slots, start, within, GATHER: gl.constexpr, TOP_K: gl.constexp
 
 @gluon.jit
 def first_weight_row(tile, PART: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.constexpr):
-    """The row of a weight matrix that the first or the last 128 columns of a tile begin with."""
+    """Return the first weight row of the first or the last 128 columns of a tile."""
     if GATE_LAYOUT == "halves":
         return tile * PIECE + PART * N
     elif GATE_LAYOUT == "separate":
@@ -83,9 +84,9 @@ def first_weight_row(tile, PART: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.
 
 @gluon.jit
 def scales_of_part(product, matrix, column, PART: gl.constexpr):
-    """A pointer to the scales that 128 columns of a tile share, or where every weight row has its own, to the first.
+    """Return a pointer to the scales of 128 columns of a tile, or to the first if every weight row has its own.
 
-    Columns behind the matrix take its last scales: their sums are not stored.
+    Columns behind the matrix take its last scales. Their sums are not stored.
     """
     scales = product.scales
     GATE_LAYOUT: gl.constexpr = product.weights.GATE_LAYOUT
@@ -109,7 +110,7 @@ def begin_part(rows, weights, PART: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def add_part(total, partial, factor):
-    """total + partial * factor, where rows have factors of a stage."""
+    """Return total + partial * factor. factor may be None."""
     if factor is not None:
         total += partial * factor[:, None]
     else:
@@ -119,7 +120,7 @@ def add_part(total, partial, factor):
 
 @gluon.jit
 def add_stages(product, x_offsets, first_scales, last_scales, stage, phase, WHICH: gl.constexpr, layout: gl.constexpr):
-    """The sums of both halves of a tile, of products of one stage each, times their scales where GROUP says so."""
+    """Return the sums of both halves of a tile, of products of one stage each, scaled if GROUP > 0."""
     tiles, pipeline, scales = product.tiles, product.pipeline, product.scales
     BLOCKS: gl.constexpr = (product.weights.D + DEPTH - 1) // DEPTH
     first = gl.zeros([ROWS, PIECE], gl.float32, layout)
@@ -139,7 +140,7 @@ def add_stages(product, x_offsets, first_scales, last_scales, stage, phase, WHIC
                 x_scale = gl.load(scales.x + (x_offsets + following))
         partial = warpgroup_mma_wait(num_outstanding=0, deps=[partial])
         first = add_part(first, partial, first_factor)
-        # Nothing is under way: this only tells the compiler to add before the next product needs the registers.
+        # No product is under way. This makes the compiler add before the next product needs the registers.
         first = warpgroup_mma_wait(num_outstanding=0, deps=[first])
         partial = begin_part(rows, weights, 1, layout)
         partial = warpgroup_mma_wait(num_outstanding=0, deps=[partial])
@@ -151,7 +152,7 @@ def add_stages(product, x_offsets, first_scales, last_scales, stage, phase, WHIC
 
 @gluon.jit
 def add_all(product, stage, phase, WHICH: gl.constexpr):
-    """The sums of both halves of a tile, left to the tensor cores."""
+    """Return the sums of both halves of a tile, made by the tensor cores."""
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     accumulator = gl.zeros([ROWS, WIDE], gl.float32, wide)
     stage, phase, accumulator = multiply(product, stage, phase, accumulator, WHICH, True)
@@ -163,7 +164,7 @@ def add_all(product, stage, phase, WHICH: gl.constexpr):
 
 @gluon.jit
 def scale_sums(sums, x_scale, scales, GROUP_ROWS: gl.constexpr):
-    """sums * (x_scale * scale), of scales that span the reduction."""
+    """Return sums * (x_scale * scale), for scales that span the reduction."""
     x_scale = gl.convert_layout(x_scale, gl.SliceLayout(1, sums.type.layout))
     if GROUP_ROWS == 1:
         columns = gl.arange(0, PIECE, gl.SliceLayout(0, sums.type.layout))
@@ -189,11 +190,11 @@ def consumer(WHICH: gl.constexpr, product):
         tile = await_tile(pipeline, place, ring_phase)
         expert = tile.expert
         if tile.rows > FIRST:
-            # A row that does not exist is multiplied with a scale of the last one that does; its sums are not stored.
+            # A row that does not exist takes the scale of the last existing row. Its sums are not stored.
             exists = gl.minimum(within, tile.rows - 1)
             slots = exists
             if (epilogue.row_weight is not None) or (GATHER != "row"):
-                # The addresses of scales and row weights come from memory: asked for here.
+                # The addresses of scales and row weights come from memory: ask early.
                 slots = gl.load(layout.slot_of_row + tile.start.to(gl.int64) + exists)
                 slots = gl.minimum(gl.maximum(slots, 0), layout.num_slots - 1)
             x_rows = source_of_row(slots, tile.start, exists, GATHER, layout.TOP_K)
@@ -215,10 +216,10 @@ def consumer(WHICH: gl.constexpr, product):
             if scales.GROUP == 0:
                 first = scale_sums(first, x_scale, first_scales, scales.GROUP_ROWS)
                 if scales.GROUP_ROWS == 1:
-                    # Or the scales of both halves are loaded at once, which do not fit into the registers.
+                    # Keeps the compiler from loading the scales of both halves at once: registers have no room.
                     barrier()
                 last = scale_sums(last, x_scale, last_scales, scales.GROUP_ROWS)
-            # Read again rather than kept in registers over the main loop.
+            # Read again rather than keep it in registers over the main loop.
             _, start, rows, column = read_facts(pipeline, place)
             tile = Tile(expert, start, rows, column)
             biases = tiles.biases.index(place) if BIASED else None
@@ -244,15 +245,17 @@ def matmul_fp8(
     TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     HIDDEN: gl.constexpr, RULE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """y of codes; everything that is not named here as in `sm90.kernels.matmul`.
+    """Multiply codes. Arguments that are not named here are as in `sm90.kernels.matmul`.
 
-    x: codes, as bytes. x_scales fp32: X_SCALE_STRIDE between rows (0: all share theirs), X_GROUP columns to each (128,
-    or 0: all). scales, up_scales fp32 `[.., SCALE_ROWS, SCALE_COLUMNS]` of one matrix: GROUP_ROWS weight rows (0: all,
-    1, or 128; N is a multiple of 128 in the case of 1, and of 128 with gate_layout `halves`) and GROUP columns (0: all,
-    or 128) to each; X_GROUP only beside GROUP, and GROUP only with more than one row. FAST: no sums but those of the
-    tensor cores; GROUP is 0. y_scales, if not None: y is codes too, as bytes, of the result in the 16-bit dtype HIDDEN,
-    quantised by RULE; given: the scale fp32 `[1]` of all of them, of RULE `given`.
-    maxima int32 `[64]`, if not None: zeros, or more; see `raise_maxima`.
+    x: codes, as bytes.
+    x_scales: fp32, X_SCALE_STRIDE between rows (0: one for all rows), one for X_GROUP columns (128, or 0: all).
+    scales, up_scales: fp32 `[.., SCALE_ROWS, SCALE_COLUMNS]` of one matrix, one for GROUP_ROWS weight rows (0: all, 1,
+        or 128) and GROUP columns (0: all, or 128). N is a multiple of 128 if GROUP_ROWS is 1, or 128 with gate_layout
+        `halves`. X_GROUP needs GROUP, and GROUP needs more than one row.
+    FAST: the tensor cores make the whole sum. GROUP is 0.
+    y_scales: None, or y is codes too, as bytes: the result in the 16-bit dtype HIDDEN, quantised by RULE.
+    given: the scale fp32 `[1]` of all results, for RULE `given`.
+    maxima: None, or int32 `[64]`, 0 or more. See `raise_maxima`.
     """
     x_codes = x.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)

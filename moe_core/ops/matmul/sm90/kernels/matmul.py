@@ -1,15 +1,18 @@
-"""Ragged grouped matmul for Hopper, its warps specialised: one producer feeds two consumers. Written in Gluon.
+"""Ragged grouped matmul for Hopper in Gluon. Warps are specialised: one producer feeds two consumers.
 
-A block works on tiles of 128 rows x 256 accumulator columns until none is left. It takes each from a counter, so that a
-multiprocessor with cheap tiles or near memory takes more of them; which block computes a tile does not change it.
+A block takes tiles of 128 rows x 256 accumulator columns from a counter until none is left, so that a multiprocessor
+with cheap tiles or near memory takes more of them. Results do not depend on the block that computes a tile.
 
-producer (4 warps): take a tile, announce it; for each 64 of the reduction: wait for a free stage, load weights by TMA
-    and rows by TMA (in layout order) or cp.async (gathered)
-consumer 0, 1 (4 warps each): 64 rows each; for each stage: one wgmma 64 x 256 x 64; then bias, activation, row weight,
-    cast, and a TMA store (or a masked one where fewer than 64 rows exist), while the other consumer multiplies; for
-    training the pre-activation is stored before its result, through the same buffer
+producer (4 warps)
+    takes and announces a tile
+    for each 64 of the reduction: waits for a free stage, loads weights by TMA, rows by TMA or, if gathered, by cp.async
+consumer 0 and 1 (4 warps each), 64 rows each
+    for each stage: one wgmma 64 x 256 x 64
+    bias, activation, row weight, cast and store, while the other consumer multiplies
+        by TMA, or masked if fewer than 64 rows exist
+        for training, the pre-activation first, through the same buffer
 
-A gated tile holds 128 gate and 128 up columns, both halves of a pair in the registers of one thread.
+A gated tile holds 128 gate and 128 up columns. One thread has both numbers of a pair in its registers.
 """
 
 from triton.experimental import gluon
@@ -54,7 +57,7 @@ from moe_core.ops.matmul.sm90.kernels.quantize_epilogue import quantize_by, quan
 
 @gluon.jit
 def multiply(product, stage, phase, accumulator, WHICH: gl.constexpr, FIRST: gl.constexpr):
-    """One stage; the one before it is free when this one's product has begun and its own is done."""
+    """Multiply one stage. Release the previous one when this product has begun and its product is done."""
     tiles, pipeline = product.tiles, product.pipeline
     CHUNKS: gl.constexpr = tiles.left.shape[0] // pipeline.STAGES
     await_stage(pipeline, stage, phase)
@@ -71,7 +74,7 @@ def multiply(product, stage, phase, accumulator, WHICH: gl.constexpr, FIRST: gl.
 
 @gluon.jit
 def multiply_rest(product, stage, phase, accumulator, WHICH: gl.constexpr):
-    """All stages of a tile but the first. The last one is not released yet."""
+    """Multiply all stages of a tile but the first. The caller releases the last one."""
     STEP: gl.constexpr = product.tiles.left.shape[2]
     for _ in range(STEP, product.weights.D, STEP):
         stage, phase, accumulator = multiply(product, stage, phase, accumulator, WHICH, False)
@@ -80,28 +83,27 @@ def multiply_rest(product, stage, phase, accumulator, WHICH: gl.constexpr):
 
 @gluon.jit
 def halves(accumulator):
-    """(first, last) 128 columns: each pair is in one thread already."""
+    """Return the first and the last 128 columns. One thread has both numbers of a pair already."""
     first, last = gl.split(gl.permute(gl.reshape(accumulator, [ROWS, 2, PIECE]), [0, 2, 1]))
     return first, last
 
 
 @gluon.jit
 def activate_pairs(half, epilogue):
-    """The result of 128 interleaved columns: 64."""
+    """Return the 64 result columns of 128 interleaved columns."""
     gate, up = gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))
     return activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
 
 
 @gluon.jit
 def join_halves(left, right):
-    """[left, right], 64 columns each."""
+    """Concatenate 64 and 64 columns."""
     return gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [ROWS, PIECE])
 
 
 @gluon.jit
 def add_bias(values, bias_row, FIRST: gl.constexpr):
-    """Biases, from column FIRST of the tile, are read when it is their turn: all at once would not fit into the
-    registers."""
+    """Add biases from column FIRST of the tile on. They are read in parts: registers have no room for all of them."""
     if bias_row is not None:
         COLUMNS: gl.constexpr = values.shape[1]
         values += bias_row.slice(FIRST, COLUMNS).load(gl.SliceLayout(0, values.type.layout))[None, :]
@@ -112,8 +114,7 @@ def add_bias(values, bias_row, FIRST: gl.constexpr):
 def store_piece(values, buffer, target, layout, tile, column, FIRST: gl.constexpr, zero=0):
     """Write 64 x 128 or 64 x 64 values from `column` on: by TMA, which clips columns, if all rows exist, else by row.
 
-    zero: 0, but where the compiler does not know it, it does not hold what is computed from it in registers from tile
-    to tile.
+    zero: 0. A 0 that the compiler cannot see keeps it from holding addresses in registers from tile to tile.
     """
     COLUMNS: gl.constexpr = values.shape[1]
     IN_ORDER: gl.constexpr = target.TRUSTED and target.SCATTER == "row"
@@ -135,7 +136,7 @@ def store_piece(values, buffer, target, layout, tile, column, FIRST: gl.constexp
                     tma_store(target.map, [tile.start + FIRST, column + part], buffer.slice(part, BOX, dim=1))
     else:
         barrier()
-        # Where slots are read first, all at once; else in parts of one row per thread, which share their addresses.
+        # If slots are read: all rows at once. Else in parts of one row per thread, which share their addresses.
         ACROSS: gl.constexpr = COLUMNS // 8
         HEIGHT: gl.constexpr = 32 // ACROSS * gl.num_warps() if IN_ORDER else ROWS
         places: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
@@ -164,8 +165,8 @@ def store_piece(values, buffer, target, layout, tile, column, FIRST: gl.constexp
 def store_pre(product, tile, values, buffer, PART: gl.constexpr, FIRST: gl.constexpr):
     """Write the first or the last 128 columns of a tile of the pre-activation by layout row.
 
-    They are neighbours, or those of the gate and those of up, which lie N further: a narrow last tile's gate columns
-    would run into them, so they have a map of their own that ends there.
+    Up columns may be N columns behind the gate columns. The gate columns then have their own descriptor, which ends
+    with them, because a narrow last tile would overwrite up columns.
     """
     output = product.output
     GATE_LAYOUT: gl.constexpr = product.epilogue.GATE_LAYOUT
@@ -190,7 +191,7 @@ def store_result(product, tile, result, buffer, column, FIRST: gl.constexpr, zer
 
 @gluon.jit
 def weigh(result, scale, layer_exists):
-    """Row weights, and NaN for a layer outside the stack."""
+    """Multiply with row weights. Return NaN for a layer outside the stack."""
     if scale is not None:
         result *= gl.convert_layout(scale, gl.SliceLayout(1, result.type.layout))[:, None]
     if layer_exists is not None:
@@ -200,14 +201,14 @@ def weigh(result, scale, layer_exists):
 
 @gluon.jit
 def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST: gl.constexpr, zero=0):
-    """Bias, [pre-activation cast and stored], activation, row weight, cast, store. zero: see `store_piece`."""
+    """Add the bias, store the pre-activation, activate, weigh, quantise and store. zero: see `store_piece`."""
     epilogue, output = product.epilogue, product.output
     N: gl.constexpr = output.N
     if epilogue.GATE_LAYOUT is not None:
         first = add_bias(first, biases, 0)
         if output.pre is not None:
             store_pre(product, tile, first, buffer, 0, FIRST)
-        # The activation is between two stores, so that it runs while the buffer of the first is read.
+        # Activate between two stores, while the buffer of the first is being read.
         if output.y is not None and epilogue.GATE_LAYOUT == "interleaved":
             left = activate_pairs(first, epilogue)
             last = add_bias(last, biases, PIECE)
@@ -249,7 +250,7 @@ def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRS
 
 @gluon.jit
 def load_scale(product, slots):
-    """Row weights of slots, which may be outside of them."""
+    """Return the row weights of slots. Slots may come from anywhere, and are moved into the array."""
     return gl.load(product.epilogue.row_weight + gl.minimum(gl.maximum(slots, 0), product.layout.num_slots - 1))
 
 
@@ -270,7 +271,7 @@ def consumer(WHICH: gl.constexpr, product):
         expert = tile.expert
         if tile.rows > FIRST:
             if WEIGHTED:
-                # The weights' addresses come from memory: asked for here, used after the first stage and at the end.
+                # The addresses of row weights come from memory: ask early.
                 rows = product.layout.slot_of_row
                 slots = gl.load(rows + tile.start.to(gl.int64) + within, mask=within < tile.rows, other=0)
             accumulator = gl.zeros([ROWS, WIDE], gl.float32, sums)
@@ -300,13 +301,17 @@ def matmul_ogs(
     IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight); see `portable.kernel`.
+    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight). See `portable.kernel`.
 
-    schedule: row blocks of 128. counters[COUNTER]: tiles taken, 0 when the kernel starts.
-    *_map: TMA descriptors of x (only if rows are not gathered), the weights as one matrix, y, pre, and the gate columns
-    of pre where they lie before those of up. pre, if not None: what the activation is applied to, in layout order,
-    `separate` as `halves`; y None: only that. TRUSTED: the layout is our own, all of whose rows have slots, as pre
-    demands. N: output columns; WEIGHT_N: columns of one weight buffer. PDL: see `kernels.pdl`.
+    schedule: row blocks of 128.
+    counters[COUNTER]: tiles taken, 0 when the kernel starts.
+    *_map: TMA descriptors. x_map only if rows are not gathered. The weights are one matrix. gate_map: the gate columns
+        of pre if up columns follow them.
+    pre: the pre-activation in layout order, or None. `separate` is stored as `halves`.
+    y: None stores pre only.
+    TRUSTED: every row of the layout has a slot. pre needs that.
+    N, WEIGHT_N: columns of the output and of one weight buffer.
+    PDL: see `kernels.pdl`.
     """
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = weight_map.dtype

@@ -1,4 +1,4 @@
-"""What producer and consumers of the Hopper matmul share: sizes, circular buffers, the ring that announces tiles."""
+"""Sizes, circular buffers and the ring of tiles that producer and consumers of Hopper products share."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,11 +20,11 @@ PIECE = gl.constexpr(128)
 #: Accumulator columns of a tile, and the part of the reduction that one stage holds.
 WIDE = gl.constexpr(256)
 DEPTH = gl.constexpr(64)
-#: Tiles the producer may announce ahead of the consumers, and the facts of each: expert, first row, rows, column tile.
+#: Tiles that the producer may announce ahead, and facts of each: expert, first row, rows, column tile.
 RING = gl.constexpr(2)
 FACTS = gl.constexpr(4)
 PRODUCER_WARPS = gl.constexpr(4)
-#: Of tall row blocks: chunks of ROWS rows, columns of gate and of up that take turns, places for rows of x.
+#: For tall row blocks: chunks of ROWS rows, columns of a panel of gate or up, places for rows of x.
 CHUNKS = gl.constexpr(3)
 PANEL = gl.constexpr(64)
 ROOM = gl.constexpr(256)
@@ -32,7 +32,7 @@ ROOM = gl.constexpr(256)
 
 @gluon.jit
 def advance(stage, phase, STAGES: gl.constexpr):
-    """The next place of a circular buffer and its parity."""
+    """Return the next place of a circular buffer and its parity."""
     following = stage + 1
     wrapped = following == STAGES
     return gl.where(wrapped, 0, following), gl.where(wrapped, phase ^ 1, phase)
@@ -40,7 +40,7 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def write_fact(pipeline, place, FACT: gl.constexpr, value):
-    """Put one of FACTS facts of a tile into its place of the ring."""
+    """Write a fact of a tile to its place of the ring."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     pipeline.ring.index(place * FACTS + FACT).store(gl.full([1], 0, gl.int32, layout) + value)
 
@@ -54,7 +54,7 @@ def read_fact(pipeline, place, FACT: gl.constexpr):
 
 @gluon.jit
 def announce(pipeline, place, expert, start, rows, column):
-    """Give the consumers a tile; expert -1: none is left."""
+    """Give the consumers a tile. expert -1: none is left."""
     write_fact(pipeline, place, 0, expert)
     write_fact(pipeline, place, 1, start)
     write_fact(pipeline, place, 2, rows)
@@ -65,7 +65,7 @@ def announce(pipeline, place, expert, start, rows, column):
 
 @gluon.jit
 def read_facts(pipeline, place):
-    """Return the facts of the tile at a place of the ring, which this consumer has not released."""
+    """Return the facts of the tile at a place of the ring that is not released yet."""
     expert, start = read_fact(pipeline, place, 0), read_fact(pipeline, place, 1)
     return expert, start, read_fact(pipeline, place, 2), read_fact(pipeline, place, 3)
 
@@ -93,22 +93,22 @@ def release_tile(pipeline, place):
 
 @gluon.jit
 def locate_tile(number, layout, schedule, TILES: gl.constexpr, HEIGHT: gl.constexpr):
-    """Return (is a tile left, does it exist, expert, the expert's first row, rows and blocks, row block, column tile)
-    of tile `number`. Blocks have HEIGHT rows, rows of blocks TILES column tiles.
+    """Return (left, exists, expert, first row, rows and row blocks of the expert, row block, column tile) of a tile.
 
-    A tile that does not exist has the addresses of the first one of an expert.
+    left: there is a tile of this number. exists: it has rows. A tile that does not exist has the addresses of the first
+    one of an expert. HEIGHT: rows of a row block. TILES: column tiles of a row block.
     """
-    # An expert's blocks follow each other in the schedule. Neighbouring tiles are the same columns of one expert, so
-    # that blocks which start together read the same weights while those are in the L2 cache.
+    # An expert's row blocks follow each other in the schedule. Neighbouring tiles are the same columns of one expert:
+    # blocks that start together read the same weights from the L2 cache.
     within = number < schedule.num_blocks * TILES
     row = gl.where(within, number, 0) // TILES
     expert = gl.load(schedule.schedule + 2 * row.to(gl.int64) + 1)
     expert_block = gl.load(schedule.schedule + 2 * row.to(gl.int64))
-    # Idle rows are a schedule's last ones: behind the first of them there is no tile.
+    # Idle rows end a schedule: behind the first of them there is no tile.
     left = within & (expert >= 0)
     start, size = rows_of_group(layout.group_sizes, layout.group_start, gl.maximum(expert, 0), layout.num_rows, "")
     blocks = gl.maximum((size + HEIGHT - 1) // HEIGHT, 1)
-    # What a group that starts too late lacks rows for has no tile.
+    # A group that starts too late has fewer rows than the schedule says.
     exists = left & (expert_block < blocks)
     place = number - (row - expert_block) * TILES
     block, column = tile_of_program(gl.where(exists, place, 0), blocks, TILES, schedule.GROUP_M)
@@ -122,7 +122,7 @@ def await_stage(pipeline, stage, phase):
     """Wait until a stage is loaded."""
     mbarrier.wait(pipeline.full.index(stage), phase)
     if pipeline.COPIED:
-        # Rows came through the generic proxy (cp.async), the product reads through the asynchronous one.
+        # cp.async writes through the generic proxy, and products read through the asynchronous one.
         fence_async_shared()
 
 

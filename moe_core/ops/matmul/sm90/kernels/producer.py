@@ -1,4 +1,4 @@
-"""The Hopper matmul's producer: takes tiles, announces them, and loads weights and rows ahead of the consumers."""
+"""Parts of the producer of Hopper products: take a tile, load its weights and rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,7 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, PIECE, ROWS, WIDE, 
 
 @gluon.jit
 def bias_tile(weights, layer_number, expert, column):
-    """Return the fp32 biases of a tile's accumulator columns; zeros outside the matrix."""
+    """Return the fp32 biases of a tile's accumulator columns, zeros outside the matrix."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     columns = gl.arange(0, WIDE, layout)
     split_tile: gl.constexpr = (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate")
@@ -38,9 +38,9 @@ def bias_tile(weights, layer_number, expert, column):
 
 @gluon.jit
 def load_weights(product, full, stage, group, column, k, PANEL: gl.constexpr = PIECE):
-    """Start loading one stage of weights: those of gate and of up take turns, PANEL columns of each.
+    """Start loading one stage of weights, with panels of PANEL gate and PANEL up columns by turns.
 
-    group: the matrix, counted over layers and experts.
+    group: the number of the matrix over layers and experts.
     """
     weights, tiles = product.weights, product.tiles.right
     if (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate"):
@@ -65,7 +65,7 @@ def load_weights(product, full, stage, group, column, k, PANEL: gl.constexpr = P
 
 @gluon.jit
 def gathered_rows(product, start, rows, FIRST: gl.constexpr):
-    """Return the rows of x of a consumer; a row that does not exist repeats the last one that does.
+    """Return the rows of x of a consumer. A row that does not exist repeats the last existing one.
 
     The arrays of a layout may come from anywhere: no value in them may lead outside x.
     """
@@ -132,7 +132,7 @@ def load_steps(product, sources, tile, group, stage, phase, FROM: gl.constexpr, 
                 if tile.rows > ROWS:
                     row_load(tiles.left.index(2 * stage + 1), lower_rows + k, mask=ROWS + within < tile.rows)
             else:
-                # What lies behind a row is another one: zeros, which TMA reads there too.
+                # Zeros behind the end of a row, as TMA reads.
                 inside = (columns < product.weights.D - k)[None, :]
                 row_load(tiles.left.index(2 * stage), upper_rows + k, mask=(within < tile.rows) & inside)
                 if tile.rows > ROWS:

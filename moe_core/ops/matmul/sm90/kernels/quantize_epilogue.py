@@ -1,4 +1,4 @@
-"""Results of the Hopper matmuls as e4m3 codes, which the next product reads, and what a scale of all is found from."""
+"""Results of Hopper products as e4m3 codes for the next product, and their largest magnitudes."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,10 +14,9 @@ from moe_core.ops.quantize.kernels.rows import (
 
 @gluon.jit
 def quantize_tile(values, scales, tile, FIRST: gl.constexpr, N: gl.constexpr, RULE: gl.constexpr):
-    """Rows times 128 columns of fp32 numbers, which a result of 16 bits can hold: e4m3 numbers, with a scale for each
-    row's 128 columns; writes these.
+    """Return rows times 128 columns of fp32 numbers that fit 16 bits as e4m3 numbers, and write a scale for each row.
 
-    scales fp32 `[rows, ceil(N / 128)]`, by layout row. RULE: as in `quantize_rows.choose_scale`, whose bits these are.
+    scales fp32 `[rows, ceil(N / 128)]`, by layout row. RULE: see `quantize_rows.choose_scale`, which gives equal bits.
     """
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
@@ -42,8 +41,7 @@ def quantize_tile(values, scales, tile, FIRST: gl.constexpr, N: gl.constexpr, RU
 
 @gluon.jit
 def quantize_by(values, given):
-    """fp32 numbers, which a result of 16 bits can hold, as e4m3 numbers of the one scale fp32 `[1]` that is given;
-    zeros where it is not positive."""
+    """Return fp32 numbers that fit 16 bits as e4m3 numbers of one scale fp32 `[1]`, or zeros if it is not positive."""
     scale = gl.load(given)
     positive = scale > 0.0
     factor, divisor = comfortable_divisor(gl.where(positive, scale, 1.0))
@@ -53,13 +51,15 @@ def quantize_by(values, given):
 
 @gluon.jit
 def raise_maxima(values, maxima, rows, column, FIRST: gl.constexpr, N: gl.constexpr, zero=0):
-    """Raise maxima int32 `[64]`, a place for each row of a consumer's tiles, to the bits of the largest magnitudes of
-    rows times 128 columns, from `column` on, of a result of 16 bits. zero: as of `store_piece`."""
+    """Raise maxima to the bits of the largest magnitude of each row of 128 columns from `column` on, of 16 bits.
+
+    maxima int32 `[64]`: a place for each row of a consumer. zero: see `store_piece`.
+    """
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
     bits = magnitude_bits(values.to(gl.float32))
     if N % WIDTH != 0:
-        # Of most registers the compiler then knows that their columns exist, which takes no comparison.
+        # The compiler sees that the columns of most registers exist, and then compares nothing.
         always = gl.arange(0, WIDTH, gl.SliceLayout(0, values.type.layout)) < N % WIDTH
         bits = gl.where((always | (column + WIDTH <= N))[None, :], bits, 0)
     bits = gl.max(bits, axis=1)

@@ -1,16 +1,17 @@
-"""The Hopper matmul with tall row blocks, of up to 192 rows. Written in Gluon.
+"""The Hopper matmul with row blocks of up to 192 rows, in Gluon. Results equal those of `matmul` bit for bit.
 
-An expert of 129 to 192 rows reads its weights once, where blocks of 128 read them twice, and a full block reads 56 KB
-for each 64 of the reduction, where blocks of 128 read 72 KB for as many rows.
+An expert of 129 to 192 rows reads its weights once, and with blocks of 128 rows twice. For each 64 of the reduction, a
+full block reads 56 KB. Blocks of 128 read 72 KB for the same rows.
 
-producer (4 warps): as in `matmul`; a stage has room for three chunks of 64 rows, and only those that exist are
-    loaded
-consumer 0, 1 (4 warps each): 64 rows x 256 columns, as in `matmul`; where the block has a third chunk, 128 of
-    its columns besides, by a wgmma of 128 columns, stored after the first result
+producer (4 warps)
+    as in `matmul`, but a stage has room for three chunks of 64 rows, and existing chunks are loaded
+consumer 0 and 1 (4 warps each)
+    64 rows x 256 columns, as in `matmul`
+    if there is a third chunk, 128 of its columns, by a wgmma of 128 columns, stored after the first result
 
-Two consumers with 192 accumulator registers a thread, not three with 128: for 512 threads, which start with 128
-registers each, ptxas does not compile a wgmma of 256 columns. Gate and up that lie apart come in panels of 64 columns
-by turns, so that each half of the third chunk has whole pairs. Results are those of `matmul`, to the bit.
+Three consumers with 128 accumulator registers per thread are impossible: 512 threads start with 128 registers each, and
+ptxas then does not compile a wgmma of 256 columns. If gate and up are apart, panels of 64 gate and of 64 up columns
+alternate, so that each half of the third chunk has whole pairs.
 """
 
 from triton.experimental import gluon
@@ -56,7 +57,7 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
 
 @gluon.jit
 def multiply_tall(product, stage, phase, accumulator, third, WHICH: gl.constexpr, FIRST: gl.constexpr):
-    """One stage of this consumer's 64 rows and of half of the columns of the third 64; see `multiply`."""
+    """Multiply one stage of this consumer's 64 rows and of half of the columns of the third 64. See `multiply`."""
     tiles, pipeline = product.tiles, product.pipeline
     await_stage(pipeline, stage, phase)
     weights = tiles.right.index(stage)
@@ -77,7 +78,7 @@ def multiply_tall(product, stage, phase, accumulator, third, WHICH: gl.constexpr
 
 @gluon.jit
 def panel_halves(values):
-    """(gate, up) of panels of 64 columns that take turns: each pair is in one thread already."""
+    """Return the gate and the up columns of alternating panels of 64. One thread has both numbers of a pair already."""
     COLUMNS: gl.constexpr = values.shape[1]
     panels = gl.reshape(values, [ROWS, COLUMNS // (2 * PANEL), 2, PANEL])
     gate, up = gl.split(gl.reshape(gl.permute(panels, [0, 1, 3, 2]), [ROWS, COLUMNS // 2, 2]))
@@ -86,7 +87,7 @@ def panel_halves(values):
 
 @gluon.jit
 def finish_third(product, tile, third, biases, scale, layer_exists, buffer, WHICH: gl.constexpr):
-    """Bias, activation, row weight, cast and store of this consumer's half of the third chunk."""
+    """Do what `finish` does with this consumer's half of the third chunk."""
     epilogue = product.epilogue
     if epilogue.GATE_LAYOUT is None:
         column = tile.column * WIDE + WHICH * PIECE
@@ -94,7 +95,7 @@ def finish_third(product, tile, third, biases, scale, layer_exists, buffer, WHIC
         if epilogue.ACTIVATION is not None:
             result = activate(result, epilogue.ACTIVATION)
     else:
-        # Half as wide: the other consumer stores the other panel.
+        # The other consumer stores the other panel.
         buffer = buffer.slice(0, PANEL, dim=1)
         column = tile.column * PIECE + WHICH * PANEL
         if epilogue.GATE_LAYOUT == "interleaved":
@@ -128,7 +129,7 @@ def consumer(WHICH: gl.constexpr, product):
         if tile.rows > FIRST:
             scale, third_scale = None, None
             if WEIGHTED:
-                # The weights' addresses come from memory: asked for here, used after the first stage and at the end.
+                # The addresses of row weights come from memory: ask early.
                 slots = product.layout.slot_of_row + tile.start.to(gl.int64)
                 third_slots = gl.load(slots + third_within, mask=third_within < tile.rows, other=0)
                 slots = gl.load(slots + within, mask=within < tile.rows, other=0)
@@ -177,11 +178,11 @@ def matmul_ogs(
     IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `sm90.kernels.matmul`, without pre. schedule: row blocks of 192, which are cut as `even_block` does.
+    """As `sm90.kernels.matmul`, without pre. schedule: row blocks of 192, cut by `even_block`.
 
-    Boxes of weight_map and up_map are PANEL columns wide where gate and up lie apart, those of y_map where y is gated.
+    Boxes of weight_map and up_map have PANEL columns if gate and up are apart. Boxes of y_map do if y is gated.
     """
-    # Of 504, which is what 384 threads start with, 168 each: a producer that gathers has addresses to compute.
+    # 384 threads start with 168 registers each, which is 504 over three groups. Gathering takes addresses.
     PRODUCER_REGISTERS: gl.constexpr = 24 if GATHER == "row" else 40
     CONSUMER_REGISTERS: gl.constexpr = (504 - PRODUCER_REGISTERS) // 2
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

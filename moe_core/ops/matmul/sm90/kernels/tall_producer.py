@@ -1,6 +1,6 @@
-"""The producer of the Hopper matmul with tall row blocks; see `producer`.
+"""Parts of the producer of Hopper products with tall row blocks. See `producer`.
 
-It has few registers, since consumers need the rest: rows of x and biases wait in shared memory.
+Consumers need most registers, so rows of x and biases wait in shared memory.
 """
 
 from triton.experimental import gluon
@@ -25,13 +25,13 @@ from moe_core.ops.routing.kernels.schedule import even_block
 
 @gluon.jit
 def row_of_place(place):
-    """The row of a block at a place of its list: rows 16 apart, which one thread loads, are neighbours."""
+    """Return the row of a block at a place of its list. Rows 16 apart are neighbours, because one thread loads them."""
     return place // ROWS * ROWS + place % 4 * 16 + place % ROWS // 4
 
 
 @gluon.jit
 def read_rows(places, layout: gl.constexpr):
-    """Rows of x of a chunk, in order, by one read of four per thread."""
+    """Return the rows of x of a chunk, in order. Each thread reads four."""
     four: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([4, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
     numbers = gl.reshape(gl.permute(gl.reshape(places.load(four), [16, 4]), [1, 0]), [ROWS])
     return gl.convert_layout(numbers, layout, assert_trivial=True)
@@ -39,9 +39,9 @@ def read_rows(places, layout: gl.constexpr):
 
 @gluon.jit
 def take_tile(product, layer_number, row_list, last_biases):
-    """Return what `producer.take_tile` returns, but 0 for rows of x and biases, which go to shared memory.
+    """Return the tile as `producer.take_tile` does, and zeros. Rows of x and biases go to shared memory.
 
-    row_list int32 `[ROOM]` gets the rows of x, -1 behind the last one; last_biases fp32 `[WIDE]` gets the biases.
+    row_list int32 `[ROOM]` gets the rows of x, and -1 behind the last one. last_biases fp32 `[WIDE]` gets the biases.
     """
     x, weights, layout = product.x, product.weights, product.layout
     left, exists, expert, start, size, blocks, block, column = next_tile(product, CHUNKS * ROWS)
@@ -68,7 +68,7 @@ def take_tile(product, layer_number, row_list, last_biases):
 def load_steps(product, row_list, tile, group, stage, phase, FROM: gl.constexpr, TO: gl.constexpr):
     """Load the part FROM .. TO of a tile's reduction as stages become free."""
     x, tiles, pipeline = product.x, product.tiles, product.pipeline
-    # FROM, which the compiler does not know: it would hold addresses for it, in registers of the consumers.
+    # FROM, but unknown to the compiler, which would hold addresses for it in registers that consumers need.
     first = FROM + 8 * gl.minimum(tile.rows, 0) if FROM > 0 else 0
     BYTES: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])

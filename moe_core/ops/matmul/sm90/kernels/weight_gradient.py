@@ -1,12 +1,14 @@
-"""Gradients of weights for Hopper, ragged along the reduction, warps specialised as in `sm90.kernels.matmul`. Gluon.
+"""Gradients of weights for Hopper, ragged along the reduction, in Gluon. Warps are specialised as in `matmul`.
 
 A block takes tiles of 128 x 256 of the experts' gradients from a counter until none is left.
 
-producer (4 warps): for each 64 rows of the expert: wait for a free stage, load 128 columns of left and 256 of right, by
-    TMA (in layout order) or cp.async (gathered, or the last rows of an expert, fewer than 64: what follows is zeros);
-    what the next tile needs from the layout is asked for meanwhile
-consumer 0, 1 (4 warps each): 64 of the 128 rows of the result; for each stage: one wgmma 64 x 256 x 64, left read
-    transposed; then cast and two TMA stores, while the producer loads the next tile
+producer (4 warps)
+    for each 64 rows of the expert: waits for a free stage, loads 128 columns of left and 256 of right
+        by TMA, or by cp.async if they are gathered or fewer than 64, and then zeros follow
+    meanwhile reads the layout for the next tile
+consumer 0 and 1 (4 warps each), 64 of the 128 rows of the result each
+    for each stage: one wgmma 64 x 256 x 64 that reads left transposed
+    cast and two TMA stores, while the producer loads the next tile
 """
 
 from triton.experimental import gluon
@@ -43,7 +45,6 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     tma_store,
 )
 
-
 #: Gradients `[M, N]` of the groups' weights: their TMA descriptor as one matrix, and the sums of right's rows.
 Gradients = aggregate_of("Gradients", "map bias NUM_GROUPS M N")
 #: The tile of a gradient at row m and column n, summed over `size` rows from row `start` on.
@@ -52,7 +53,7 @@ Part = aggregate_of("Part", "start size m n")
 
 @gluon.jit
 def copy_rows(side, buffer, rows, slots, exists, first, end, TOP_K: gl.constexpr):
-    """cp.async of 64 rows of a side from column `first` on; zeros from column `end` and in rows not there."""
+    """Copy 64 rows of a side from column `first` on by cp.async. Columns from `end` on and missing rows are zeros."""
     COLUMNS: gl.constexpr = buffer.shape[1]
     places: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     columns = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, places))
@@ -63,25 +64,25 @@ def copy_rows(side, buffer, rows, slots, exists, first, end, TOP_K: gl.constexpr
 
 @gluon.jit
 def bounds(start, size, num_rows):
-    """(first row, rows) of a group. Layouts come from anywhere: no value in them may lead outside the buffers."""
+    """Return (first row, rows) of a group. Layouts come from anywhere: no value in them may lead outside buffers."""
     start = gl.minimum(gl.maximum(start, 0), num_rows)
     return start, gl.minimum(gl.maximum(size, 0), num_rows - start)
 
 
 @gluon.jit
 def first_slots(layout, start, size, within):
-    """Of a group's first rows."""
+    """Return the slots of the first rows of a group."""
     start, size = bounds(start, size, layout.num_rows)
     return gl.load(layout.slot_of_row + start + within, mask=within < size, other=-1)
 
 
 @gluon.jit
 def load_tile(tiles, pipeline, left, right, layout, gradients, part, stage, phase, next_start, next_size, next_slots):
-    """Load an expert's rows for a part, 64 at a time, as stages become free; no row: one stage of zeros.
+    """Load the rows of a part, 64 at a time, as stages become free. A part without rows gets one stage of zeros.
 
-    next_slots: of the first rows; next_start, next_size: where the next tile's rows lie, as the layout says. Returns
-    those of the next tile's first rows beside stage and phase. Where no rows of the result are left for consumer 1 and
-    a bias is wanted, it gets ones for left: its product is the sum of right's rows.
+    next_slots: slots of the part's first rows. next_start, next_size: the next part's, as in the layout. If consumer 1
+    has no rows of the result and a bias is wanted, it gets ones for left: its product is the sum of right's rows.
+    Returns stage, phase and the slots of the next part's first rows.
     """
     ones: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     start, size, m, n = part.start, part.size, part.m, part.n
@@ -95,7 +96,7 @@ def load_tile(tiles, pipeline, left, right, layout, gradients, part, stage, phas
         rows, slots = start + first + within, next_slots
         exists = first + within < size
         if BY_SLOT:
-            # Rows' addresses come from memory: those of a step are asked for while the step before is being loaded.
+            # The addresses of rows come from memory: read them one step ahead.
             if first + DEPTH < size:
                 following = first + DEPTH + within
                 next_slots = gl.load(layout.slot_of_row + start + following, mask=following < size, other=-1)
@@ -131,7 +132,7 @@ def load_tile(tiles, pipeline, left, right, layout, gradients, part, stage, phas
 
 @gluon.jit
 def producer(tiles, pipeline, left, right, layout, counters, gradients, GROUP_M: gl.constexpr):
-    """Take tiles, expert by expert, announce them and load them. Facts: stages, row of d_weight, row of M, column."""
+    """Take, announce and load tiles, expert by expert. Facts: stages, row of d_weight, row of M, column."""
     TILES_M: gl.constexpr = (gradients.M + 2 * ROWS - 1) // (2 * ROWS)
     TILES_N: gl.constexpr = (gradients.N + WIDE - 1) // WIDE
     TILES: gl.constexpr = TILES_M * TILES_N
@@ -145,7 +146,7 @@ def producer(tiles, pipeline, left, right, layout, counters, gradients, GROUP_M:
     if (left.GATHER != "row") or (right.GATHER != "row"):
         slots = first_slots(layout, next_start, next_size, within)
     while number < gradients.NUM_GROUPS * TILES:
-        # What a tile needs is asked for while the tile before is being loaded, its number another tile earlier.
+        # The layout is read one tile ahead, and the counter two tiles ahead.
         later = gl.atomic_add(counters, 1, sem="relaxed")
         group = number // TILES
         tile_m, tile_n = tile_of_program(number % TILES, TILES_M, TILES_N, GROUP_M)
@@ -167,7 +168,7 @@ def producer(tiles, pipeline, left, right, layout, counters, gradients, GROUP_M:
 
 @gluon.jit
 def multiply(accumulator, tiles, pipeline, stage, phase, WHICH: gl.constexpr, FIRST: gl.constexpr):
-    """One stage; the one before it is free when this one's product has begun and its own is done."""
+    """Multiply one stage. Release the previous one when this product has begun and its product is done."""
     await_stage(pipeline, stage, phase)
     rows = tiles.left.index(2 * stage + WHICH).permute([1, 0])
     accumulator = warpgroup_mma(rows, tiles.right.index(stage), accumulator, use_acc=not FIRST, is_async=True)
@@ -180,7 +181,7 @@ def multiply(accumulator, tiles, pipeline, stage, phase, WHICH: gl.constexpr, FI
 
 @gluon.jit
 def store_sums(accumulator, d_bias, column, N: gl.constexpr):
-    """Store the sums that are every row of a product with ones."""
+    """Store a row of a product with ones, as sums of the rows of right."""
     first, last = halves(accumulator)
     layout: gl.constexpr = first.type.layout
     one = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) == 0
@@ -208,7 +209,7 @@ def consumer(WHICH: gl.constexpr, tiles, pipeline, gradients):
                 accumulator, stage, phase = multiply(accumulator, tiles, pipeline, stage, phase, WHICH, False)
             accumulator = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
             release_previous_stage(pipeline, stage)
-            # M is a multiple of 64: this consumer's rows exist or do not; columns are clipped by TMA.
+            # M is a multiple of 64, so all rows of this consumer exist or none. TMA clips columns.
             if m + WHICH * ROWS < gradients.M:
                 first, last = halves(accumulator)
                 for part in gl.static_range(2):
@@ -231,11 +232,12 @@ def weight_gradient(
     RIGHT_STRIDE: gl.constexpr, LEFT_START: gl.constexpr, RIGHT_START: gl.constexpr, LEFT_GATHER: gl.constexpr,
     RIGHT_GATHER: gl.constexpr, TOP_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """d_weight[g] `[M, N]` = cast(sum over g's rows of left row^T . right row); see `portable.weight_gradient_kernel`.
+    """d_weight[g] `[M, N]` = cast(sum over rows of g of left row^T . right row). See `portable.weight_gradient_kernel`.
 
-    *_map: TMA descriptors of left and right (only of a side in layout order), and of d_weight as one matrix
-    `[groups * M, N]`. counters[0]: tiles taken, 0 when the kernel starts. d_bias `[groups, N]`, or None: the sums of
-    right's rows; only where left is gathered and M no multiple of 128, so that consumer 1 has no rows in a last tile.
+    *_map: TMA descriptors of left and right, if in layout order, and of d_weight as one matrix `[groups * M, N]`.
+    counters[0]: tiles taken, 0 when the kernel starts.
+    d_bias: the sums of right's rows `[groups, N]`, or None. Needs a gathered left side, and an M that is no multiple of
+        128, so that consumer 1 has no rows in a last tile.
     """
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = d_weight_map.dtype
