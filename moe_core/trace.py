@@ -1,9 +1,7 @@
 """Routing traces: the experts that every token visited, layer by layer, for any framework.
 
-`moe_torch.trace` and `moe_jax.trace` record them and replay them, also each other's. Then two implementations of one
-model can be compared although a rounding difference would send tokens to other experts.
-
-Letters: L layers, T tokens, K top-k, E experts.
+`moe_torch.trace` and `moe_jax.trace` record and replay them, also each other's, to compare two implementations of one
+model although rounding differences would send tokens to other experts. Letters: L layers, T tokens, K top-k, E experts.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ _ARRAYS = ("ids", "weights")
 class LayerRouting:
     """The routing of one layer: ids int32 `[T, K]` (-1 = no expert), weights fp32 `[T, K]`, of any framework.
 
-    num_experts: E, all experts, even if the layer holds only some of them. A scan over layers stacks arrays to `[L, T,
-    K]`.
+    num_experts: E, all experts, even if the layer holds only some. A scan over layers stacks arrays to `[L, T, K]`.
     """
 
     ids: Any
@@ -41,11 +38,11 @@ class LayerRouting:
 
     def require_fits(self, layer: int, num_tokens: int, top_k: int, num_experts: int) -> None:
         """Raise InvalidInput unless this routing, number `layer` of a trace, is for a call of these sizes."""
-        wanted, given = (num_tokens, top_k), tuple(self.ids.shape)
-        if given != wanted or tuple(self.weights.shape) != wanted:
+        wanted, shape = (num_tokens, top_k), tuple(self.ids.shape)
+        if shape != wanted or tuple(self.weights.shape) != wanted:
             raise InvalidInput(
                 f"layer {layer} of the trace must have ids and weights [num_tokens, top_k] = {wanted}, "
-                f"got {given} and {tuple(self.weights.shape)}; replay a trace of the same model and tokens"
+                f"got {shape} and {tuple(self.weights.shape)}; replay a trace of the same model and tokens"
             )
         if self.num_experts != num_experts:
             raise InvalidInput(
@@ -135,7 +132,7 @@ class RoutingTrace:
                     "save it with RoutingTrace.save"
                 )
             sizes = _sizes(metadata.get("num_experts", ""))
-            # Do not ask a file with too few tensors for each layer.
+            # Stop before too few tensors for a layer.
             numbers = range(min(len(sizes), 1 + len(file.entries)))
             names = [[f"layers.{number}.{name}" for name in _ARRAYS] for number in numbers]
             missing = {name for pair in names for name in pair} - set(file.entries)
@@ -151,7 +148,7 @@ class RoutingTrace:
 def sizes_of(
     experts: ExpertWeights, routing: RouterWeights | RouterLogits | TopK, spec: MoESpec, expert_map: Any
 ) -> tuple[int, int]:
-    """(K, E) of a whole MoE forward. E counts all experts, even if the process holds only some of them."""
+    """(K, E) of a whole MoE forward. E counts all experts, even if the process holds only some."""
     if isinstance(routing, TopK):
         if expert_map is not None:
             return routing.ids.shape[1], expert_map.shape[0]
@@ -204,7 +201,7 @@ def layers_of(trace: Any) -> tuple[LayerRouting, ...]:
 
 
 def _sizes(text: str) -> list[int]:
-    """The numbers of experts in a file's metadata, or none if it holds something else."""
+    """The numbers of experts in a file's metadata, or none if malformed."""
     try:
         sizes = json.loads(text)
     except (ValueError, RecursionError):

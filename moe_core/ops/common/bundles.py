@@ -1,4 +1,4 @@
-"""Bundles made of arrays by the names of a plan's inputs; what `moe_core.specs.operands.named_arrays` takes apart."""
+"""Bundles from a plan's inputs by name, the inverse of `moe_core.specs.operands.named_arrays`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Bundle = TypeVar("Bundle")
 
 
 def bundle_of(kind: type[Bundle], arrays: Mapping[str, Any], prefix: str = "") -> Bundle:
-    """The bundle of the arrays with the names of its fields behind the prefix."""
+    """The bundle of the arrays named by the prefix and its fields."""
     names = {field.name: prefix + field.name for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
     return kind(**{field: arrays[name] for field, name in names.items() if name in arrays})
 
 
 def quantized_from(arrays: Mapping[str, Any], tensors: tuple[tuple[str, QuantizedSpec], ...]) -> dict[str, Any]:
-    """Arrays by the names of a plan's inputs, those of quantised tensors (`weight.values`, `weight.scales`, ...) put
-    together. tensors: (name, what its arrays mean) of each."""
+    """A plan's inputs by name, with the arrays of quantised tensors (`weight.values`, `weight.scales`, ...) joined.
+    tensors: (name, spec) of each."""
     parts, rest = ("values", "scales", "zero_points"), dict(arrays)
     built = {
         name: QuantizedTensor(meaning, *(rest.pop(f"{name}.{part}", None) for part in parts))

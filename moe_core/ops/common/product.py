@@ -12,12 +12,12 @@ import numpy as np
 from moe_core.base.threads import blas_kernels
 from moe_core.ops.common.rounding import to_float32
 
-#: Where OpenBLAS has AVX-512 it multiplies small float32 matrices, of up to so many multiplications, without packing
-#: them first: with few rows, parts of a product are faster than all of it.
+#: With AVX-512 OpenBLAS multiplies small float32 matrices, up to this number of multiplications, without packing. With
+#: few rows, parts are then faster than the whole product.
 _SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
 _MOST_PRODUCTS, _FEW_ROWS = 1_000_000, 48
-#: A transposed matrix has a kernel of its own, for up to 1200 results, from this depth on, and columns of a part. On
-#: AMD's processors it is faster for all rows it takes; on Intel's, 128 rows take 1.4 times as long as packed.
+#: Transposed matrices have another small kernel for up to 1200 results: its least depth and columns of a part. On AMD
+#: it is faster for all its rows; on Intel 128 rows take 1.4 times as long as packed.
 _LEAST_DEPTH, _NARROW, _FEW_ROWS_OF_AMD = 32, 4, 300
 #: Columns, or rows of a gradient, of the other parts.
 _PARTS = (256, 128, 64, 32, 16)
@@ -25,7 +25,7 @@ _PARTS = (256, 128, 64, 32, 16)
 
 @functools.cache
 def _transposed_rows() -> int:
-    """Rows that are few for a transposed matrix."""
+    """Most rows that count as few for a transposed matrix."""
     with contextlib.suppress(OSError):
         return _FEW_ROWS_OF_AMD if "AuthenticAMD" in pathlib.Path("/proc/cpuinfo").read_text() else _FEW_ROWS
     return _FEW_ROWS
@@ -34,15 +34,15 @@ def _transposed_rows() -> int:
 def product(
     x: np.ndarray, weight: np.ndarray, weight_layout: str, batch_invariant: bool, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """fp32 `[R, N]` = x `[R, D]` . weight. batch_invariant: row by row, because the order of BLAS depends on R. out:
-    what is written to and returned, None = a new array."""
+    """fp32 `[R, N]` = x `[R, D]` . weight, in `out` or a new array. batch_invariant: row by row, because BLAS's order
+    of additions depends on R."""
     return multiply(to_float32(x), to_float32(weight), weight_layout, batch_invariant, out)
 
 
 def multiply(
     rows: np.ndarray, weight: np.ndarray, weight_layout: str, batch_invariant: bool, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """`product` in the dtype both operands have."""
+    """`product` in the common dtype of both operands."""
     matrix = weight if weight_layout == "in_out" else weight.T
     if batch_invariant:
         result = np.matmul(rows[:, None, :], matrix)[:, 0, :]
@@ -58,8 +58,8 @@ def multiply(
 def operands(
     rows: np.ndarray, matrix: np.ndarray, out: np.ndarray, transposed: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What np.matmul takes for out = rows `[R, D]` . matrix `[D, N]`, all of one dtype: those, or stacks of parts that
-    are faster. transposed: as the matrix is stored. It holds Python's lock once, and little of Python is left to do."""
+    """Arguments of np.matmul for out = rows `[R, D]` . matrix `[D, N]`, all of one dtype: the arrays, or stacks of
+    parts that are faster. transposed: as the matrix is stored. One matmul call takes the GIL once."""
     part = _part(rows, matrix.shape[1], transposed)
     return (rows, _columns(matrix, part), _columns(out, part)) if part else (rows, matrix, out)
 
@@ -73,8 +73,8 @@ def inner_operands(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> tupl
 
 
 def narrow_columns(rows: Any, weight: Any, weight_layout: str) -> bool:
-    """Whether every few columns of the product are a product of their own, so that any pieces of them give the same
-    bits. weight: a matrix or a stack of them."""
+    """True if the product is computed in narrow column parts, so any split into them gives the same bits. weight: a
+    matrix or a stack of them."""
     plain = isinstance(rows, np.ndarray) and isinstance(weight, np.ndarray) and weight.dtype == rows.dtype
     return plain and weight_layout == "out_in" and _part(rows, weight.shape[-2], True) > 0
 
@@ -85,8 +85,7 @@ def _columns(array: np.ndarray, width: int) -> np.ndarray:
 
 
 def _part(rows: np.ndarray, width: int, transposed: bool) -> int:
-    """So many columns of a product with a matrix of this width are multiplied at a time; 0: all of them. transposed: as
-    the matrix is stored."""
+    """Columns multiplied at a time for a matrix of this width, 0 for all. transposed: as the matrix is stored."""
     count, depth = rows.shape
     few = _transposed_rows() if transposed else _FEW_ROWS
     if rows.dtype != np.float32 or not 2 <= count <= few or blas_kernels() not in _SMALL_KERNELS:

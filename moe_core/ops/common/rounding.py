@@ -1,7 +1,5 @@
-"""Widening to fp32 and the one rounding back: half to even, overflow to infinity.
-
-Of float64 arrays the working precision is float64, and "float32" names it (`moe_core.plan.float64`).
-"""
+"""Widening to fp32 and the single rounding back: half to even, overflow to infinity. float64 arrays compute in float64,
+which "float32" then names (`moe_core.plan.float64`)."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ from moe_core.base import dtypes
 
 
 def working_dtype(array: Any) -> np.dtype:
-    """What sums of the array's elements are kept in: float64 for float64, else (quantised tensors too) float32."""
+    """The dtype of sums of the array's elements: float64 for float64, else (also for quantised tensors) float32."""
     return np.dtype(np.float64 if getattr(array, "dtype", None) == np.float64 else np.float32)
 
 
 def to_float32(array: np.ndarray) -> np.ndarray:
-    """`array` as fp32, exactly; no copy where it is fp32 already. float64 stays."""
+    """`array` as fp32, exactly, without a copy if it is fp32. float64 stays."""
     return np.asarray(array).astype(working_dtype(array), copy=False)
 
 
@@ -34,7 +32,7 @@ def plain_name(array: np.ndarray) -> str:
 
 
 def round_to(values: np.ndarray, dtype: str | np.dtype) -> np.ndarray:
-    """`values` rounded half to even to a dtype (a canonical name, see `result_dtype`, or a NumPy dtype)."""
+    """`values` rounded half to even to a NumPy dtype or a canonical name (`result_dtype`)."""
     wanted = result_dtype(dtype, values) if isinstance(dtype, str) else dtype
     if isinstance(values, np.ndarray) and values.dtype == wanted:
         return values

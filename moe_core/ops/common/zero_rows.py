@@ -1,4 +1,4 @@
-"""Zeroing the rows of a result that no expert writes: a launch that matmuls and the activation's backward add."""
+"""Zeroing of a result's rows that no expert writes, for matmuls and the activation's backward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ ZERO_ROWS = declare_kernel(UnloadedFunction("moe_core.ops.reduction.kernels.redu
 
 
 def launch_zero_rows(builder: PlanBuilder, markers: str, y: str, tile: tuple[int, int]) -> None:
-    """Zero the rows of the buffer y `[rows, columns]` whose entry in the buffer markers int32 `[rows]` is -1.
-
-    tile: rows of a program, and the columns that it writes at a time.
-    """
+    """Zero the rows of the buffer y `[rows, columns]` whose entry in the buffer markers int32 `[rows]` is -1. tile:
+    rows per program, and columns that it writes at a time."""
     rows, width = builder.spec(y).shape
     arguments = passed(markers=markers, y=y, num_rows=rows, WIDTH=width, BLOCK_M=tile[0], BLOCK_N=tile[1])
     builder.launch(ZERO_ROWS, (-(-rows // tile[0]),), arguments)

@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul's backward: as an op of its own, and the two products that composed backwards add."""
+"""Planning of the grouped matmul's backward: a separate op, and the two products of composed backwards."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, WeightGradien
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tuning import MatmulTuning
 
-#: The operands that have a gradient.
+#: Operands with a gradient.
 DIFFERENTIABLE = ("x", "weight", "bias", "row_weight")
 
 
 def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, names: set[str]) -> str | None:
-    """Why a product has no gradients of the operands of these names; None where it has. layout: None for a dense one.
-    Of operands it only counts which are there, which are quantised, and which are tiled."""
+    """The reason why a product has no gradients of these operands, or None. layout: None if dense. It depends only on
+    which operands are present, quantised or tiled."""
     quantized = quantized_operands(operands)
     if "x" in quantized:
         return (
@@ -83,18 +83,17 @@ def plan_matmul_ogs_backward(
     *,
     wanted: tuple[str, ...],
 ) -> LaunchPlan:
-    """The gradients of `plan_matmul_ogs` without an activation, those wanted of d_x, d_weight, d_bias, d_row_weight.
+    """The wanted gradients of `plan_matmul_ogs` without an activation: d_x, d_weight, d_bias, d_row_weight.
 
-    d_y: the gradient of y, of y's shape, in any matmul dtype; c = cast(d_y) to the dtype of x, and g = c, or with
-    row_weight g = cast(row_weight * c). d_x = cast(g . weight^T), and for gather `token` the fp32 sum of a token's such
-    rows, cast once more; d_weight = cast(sum over an expert's rows of x^T g); d_bias = cast(sum of g); d_row_weight =
-    <c, x . weight + bias> in fp32, for which the product runs again. Rows, slots and experts without each other get
-    exact zeros. operands, layout and spec are the forward's; of its tuning only what is expected counts. A quantised
-    weight is dequantised to the dtype of x for d_x, and has no gradient.
+    d_y: the gradient of y, in y's shape and any matmul dtype. c = cast(d_y) to the dtype of x, and g = c, or with
+    row_weight g = cast(row_weight * c). d_x = cast(g . weight^T); for gather `token` the fp32 sum of a token's rows of
+    it, cast again. d_weight = cast(sum over an expert's rows of x^T g). d_bias = cast(sum of g). d_row_weight = <c, x .
+    weight + bias> in fp32, by running the product again. Rows, slots and experts without a counterpart get exact zeros.
+    operands, layout and spec are the forward's, but only the expected sizes of its tuning count. A quantised weight is
+    dequantised to the dtype of x for d_x, and has no gradient.
 
-    Inputs: d_y, the operands given, then group_sizes, group_start, slot_of_row, row_of_slot of a layout. Outputs:
-    wanted, in that order, each as what it is the gradient of. Raises InvalidInput, and Unsupported where
-    `why_no_gradient` says so.
+    Inputs: d_y, the operands, then group_sizes, group_start, slot_of_row, row_of_slot of a layout. Outputs: wanted, in
+    order, each like its operand. Raises InvalidInput, and Unsupported with the reason of `why_no_gradient`.
     """
     _validate(d_y, operands, layout, spec, wanted)
     builder = PlanBuilder("matmul_ogs_backward", target)
@@ -121,7 +120,7 @@ def plan_matmul_ogs_backward(
         gradient = builder.call(plan, "row weight", {"x": gradient}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
     if "d_x" in wanted:
         _plan_d_x(builder, operands, layout, spec, gradient)
-    # The row weight is in the gradient's rows already.
+    # The gradient's rows already include the row weight.
     bindings = {name: name for name in ("layer_index", *wanted)}
     left, right = Side("x", spec.gather) if "d_weight" in wanted else None, Side(gradient, spec.scatter)
     add_weight_gradient(builder, "weight gradient", left, right, layout, spec, bindings, trusted=False)
@@ -131,20 +130,20 @@ def plan_matmul_ogs_backward(
 def _plan_d_row_weight(
     builder: PlanBuilder, operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, gradient: str
 ) -> None:
-    """The product again, by layout row, without the row weight and unrounded; its rows times those of the gradient."""
+    """Run the product again by layout row, unweighted and unrounded, and multiply its rows with the gradient's."""
     plain = dataclasses.replace(operands, row_weight=None)
     unrounded = dataclasses.replace(spec, scatter="row", out_dtype="float32", tuning=_tuning(spec))
     rows = builder.call(plan_matmul_ogs(plain, layout, unrounded, builder.target), "product", {})
     plan = plan_weighted_input(builder.spec(rows), builder.spec(gradient), builder.target, outputs=("d_weight",))
     bindings = {"d_rows": rows, "x": gradient, "d_weight": "d_row_weight"}
-    # The same product of rows: here those of y with their gradients, not gradients with rows of x.
+    # The same product of rows as for gradients with rows of x, here for rows of y with their gradients.
     builder.call(plan, "row weight's gradient", bindings, {"d_rows": Role.ROWS, "x": Role.D_ROWS})
 
 
 def _plan_d_x(
     builder: PlanBuilder, operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, gradient: str
 ) -> None:
-    """From where y is scattered to where x is gathered; a token's rows are added up."""
+    """Scatter and gather swap roles. The rows of a token are summed."""
     by_token = spec.gather == "token"
     pulled = MatmulOperands(builder.spec(gradient), operands.weight, layer_index=operands.layer_index)
     scatter = "row" if by_token else spec.gather
@@ -158,15 +157,15 @@ def _plan_d_x(
 
 
 def _tuning(spec: MatmulSpec) -> MatmulTuning | None:
-    """That of the gradients of a product with this spec."""
+    """The tuning of the gradients."""
     return None if spec.tuning is None else spec.tuning.of_gradient()
 
 
 def stage_inputs(
     builder: PlanBuilder, plan: LaunchPlan, layout: LayoutSpec | None, block_m: int, *, counters: str = "tile_counters"
 ) -> dict[str, str]:
-    """What a product needs as a stage of a composed plan: bindings of its own, made by the first that asks for them.
-    These are the schedule of its block height (`schedule_128`), and `counters`, zeros."""
+    """Bindings of a product in a composed plan: the schedule of its block height (`schedule_128`) and `counters`,
+    zeros. The first product that needs them adds them."""
     needs, bindings = {buffer.name for buffer in plan.inputs}, {}
     if "schedule" in needs:
         assert layout is not None
@@ -189,13 +188,11 @@ def add_input_gradient(
     stage: int | None = None,
     addressed: bool = False,
 ) -> str:
-    """Add d_x = cast(d_y . weight^T), or with `up` of the gate's columns of d_y with weight and of the others with up.
-
-    operands: x is d_y; weight (with up) as the forward has it, plain or quantised, and layer_index. spec: the forward's
-    weight_layout; gather says where d_y lies, scatter where d_x goes. bindings: of x, weight, up, and of y if it has a
-    buffer yet, as `PlanBuilder.call` takes them. stage: as in `plan_matmul_ogs`; addressed: as in `MatmulProblem`, with
-    `results_at` in builder. Returns the result's buffer, which with spec.out_dtype is an addend.
-    """
+    """Add d_x = cast(d_y . weight^T). With `up` gate columns of d_y use weight and the others up. operands: x is d_y;
+    weight (and up) as in the forward, plain or quantised, and layer_index. spec: the forward's weight_layout; gather
+    indexes d_y, scatter d_x. bindings: of x, weight, up, and of y if its buffer exists, as in `PlanBuilder.call`.
+    stage: see `plan_matmul_ogs`. addressed: see `MatmulProblem`, with `results_at` in builder. Returns the result's
+    buffer, an addend if spec.out_dtype is set."""
     target = builder.target
     if quantized_operands(operands):
         tile = choose_transposed_tile(operands, layout, spec, target)
@@ -215,8 +212,8 @@ def add_input_gradient(
 
 
 class Side(NamedTuple):
-    """One side of a gradient of weights: a buffer, how its rows are gathered, and (first, number) of the columns taken,
-    None for all. role: of the gradient's side."""
+    """One side of a weight gradient: its buffer, the gather of its rows, (first, number) of its columns (None: all) and
+    its role."""
 
     buffer: str
     gather: str = "row"
@@ -236,12 +233,11 @@ def add_weight_gradient(
     trusted: bool = True,
 ) -> None:
     """Add d_weight = x^T d_y over every expert's rows, in spec.weight_layout, and d_bias, the column sums of d_y. x:
-    may be None for d_bias alone, which does not read that side, whatever stands there. bindings: of d_weight and
-    d_bias, which are left out where builder has none, and of row_weight (of d_bias alone), row_mask, into and
-    layer_index, where it has them. A result of one layer takes no layer_index. trusted: as in `plan_weight_gradient`.
-    """
-    given = {name: buffer for name, buffer in bindings.items() if builder.has(buffer)}
-    results = {name: given[name] for name in ("d_weight", "d_bias") if name in given}
+    may be None for d_bias only, which never reads it. bindings: of d_weight and d_bias, skipped if absent from builder,
+    and of row_weight (for d_bias only), row_mask, into and layer_index, if present. A one-layer result takes no
+    layer_index. trusted: see `plan_weight_gradient`."""
+    present = {name: buffer for name, buffer in bindings.items() if builder.has(buffer)}
+    results = {name: present[name] for name in ("d_weight", "d_bias") if name in present}
     if not results:
         return
     in_out, other = spec.weight_layout == "in_out", x or Side(d_y.buffer, d_y.gather)
@@ -249,7 +245,7 @@ def add_weight_gradient(
     first, array = next((name, builder.spec(buffer)) for name, buffer in results.items())
     stacked = array.rank > (2 if first == "d_weight" else 1) + (layout is not None)
     names = ["row_weight"] * ("d_bias" in results) + ["row_mask", "into"] + ["layer_index"] * stacked
-    sides = {"left": left.buffer, "right": right.buffer} | {name: given[name] for name in names if name in given}
+    sides = {"left": left.buffer, "right": right.buffer} | {name: present[name] for name in names if name in present}
     operands = WeightGradientOperands(**{name: builder.spec(buffer) for name, buffer in sides.items()})
     dtypes_of = {name: builder.spec(buffer).dtype for name, buffer in results.items()}
     side, num_layers = "right" if in_out else "left", array.shape[0] if stacked else 1

@@ -19,26 +19,23 @@ from moe_core.specs.routing import LayoutSpec
 REDUCE = declare_kernel(kernels.reduce, pdl="layout")
 SCALE_ROWS = declare_kernel(kernels.scale_rows, pdl="start")
 
-#: Up to this K the loop over slots is unrolled, so that all its loads are in flight at once.
+#: Up to this K the loop over slots is unrolled, so that all loads are in flight at once.
 _UNROLL_LIMIT = 16
-#: Columns of one program for few tokens and for many, preferred first; a thread has 8, 16 bytes of a 16-bit row.
+#: Columns per program for few and for many tokens, preferred first. A thread has 8: 16 bytes of a 16-bit row.
 _FEW_COLUMNS, _MANY_COLUMNS, _COLUMNS_PER_WARP = 256, (2048, 1024), 256
 
 
 def unrolled(top_k: int) -> bool:
-    """Whether the loop over the slots of a token is."""
+    """True if the loop over a token's slots is unrolled."""
     return top_k <= _UNROLL_LIMIT
 
 
 def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, int]:
-    """(tokens, columns, warps) of a program of the reduction, which is bound by memory.
-
-    A whole row, or the tile that pads it least, for many tokens: with K = 8 a thread then has 128 bytes in flight, and
-    the 12 programs of 4 warps that fit on an H100 or H200 multiprocessor 196 KB, where 40 KB cover its share of the
-    bandwidth times the latency. Reading T * K + T rows of D 16-bit numbers takes (K + 1) * T * D * 2 bytes: 604 MB
-    for T = 16384, K = 8, D = 2048, which is 134 us at 4.5 TB/s. Few tokens are spread over as many programs as there
-    are warps, since only latency counts.
-    """
+    """(tokens, columns, warps) per program of the reduction, which is memory bound. Many tokens: a whole row, or the
+    tile with the least padding. With K = 8 a thread has 128 bytes in flight, and the 12 programs of 4 warps on an H100
+    or H200 multiprocessor 196 KB. 40 KB cover its share of bandwidth times latency. Reading T * K + T rows of D 16-bit
+    numbers moves (K + 1) * T * D * 2 bytes: 604 MB for T = 16384, K = 8, D = 2048, or 134 us at 4.5 TB/s. Few tokens:
+    one program per warp, since only latency counts."""
     if target.interpreted:
         return *elementwise_tile(width, target), 4
     columns = min(_MANY_COLUMNS, key=lambda size: -(-width // size) * size)
@@ -49,7 +46,7 @@ def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, 
 
 
 def require_beside(shared: ArraySpec | None, shared_gate: ArraySpec | None, shape: tuple[int, int]) -> None:
-    """Raise InvalidInput for a shared expert's rows, or logits of its gate, that do not go with sums of this shape."""
+    """Raise InvalidInput if a shared expert's rows or gate logits do not fit sums of this shape."""
     if shared is not None:
         row_stride("shared", require_spec("shared", shared, shape, dtypes.MATMUL_DTYPES, contiguous=False))
     if shared_gate is not None:
@@ -70,12 +67,10 @@ def plan_reduce(
     shared_gate: ArraySpec | None = None,
     out_dtype: str | None = None,
 ) -> LaunchPlan:
-    """out `[T, D]` = sum over k of the rows of y of a token's slots, in fp32 and in the order k = 0..K-1.
-
-    y: `[T * K, D]` by slot (order `slot`) or `[capacity, D]` by layout row (order `row`); row_of_slot int32 `[T * K]`,
-    -1 = no contribution (y is not read there). shared `[T, D]` is added in fp32, times the sigmoid of shared_gate (fp32
-    `[T, 1]`) if given; one cast to out_dtype (None = the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate].
-    """
+    """out `[T, D]`: the fp32 sum of the rows of y of a token's slots, in the order k = 0..K-1. y: `[T * K, D]` by slot
+    (order `slot`) or `[capacity, D]` by layout row (order `row`). row_of_slot int32 `[T * K]`: -1 adds nothing and y is
+    not read. shared `[T, D]` is added in fp32, times the sigmoid of shared_gate (fp32 `[T, 1]`) unless None. One cast
+    to out_dtype (None: the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate]."""
     require_choice("order", order, ("slot", "row"))
     require_spec("layout.row_of_slot", row_of_slot, (layout.num_slots,), "int32")
     rows = layout.num_slots if order == "slot" else layout.capacity

@@ -1,8 +1,8 @@
-"""What Triton's interpreter needs to be right on a CPU, and launches on borrowed host memory.
+"""Corrections of Triton's interpreter on a CPU, and launches on borrowed host memory.
 
-Under TRITON_INTERPRET=1 Triton runs kernels in NumPy. Triton 3.6 to 3.9 do so with faults (bfloat16 computes on raw
-bits, conversions truncate, ...); `install` replaces the interpreter's builder, reductions and language scope by those
-of this package. The interpreter's state is global to the process, so launches take turns. No framework is imported.
+Under TRITON_INTERPRET=1 Triton runs kernels in NumPy. Triton 3.6 to 3.9 have faults there (bfloat16 computes on raw
+bits, conversions truncate, ...). `install` replaces the interpreter's builder, reductions and language scope. The
+interpreter's state is global to the process, so launches take turns. No framework is imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_core.base.recent import process_lock
 from moe_core.errors import Unsupported
 from moe_core.plan.steps import Scalar
 
-#: Triton versions whose interpreter this package knows: at least the first, below the second.
+#: Supported Triton versions: at least the first, below the second.
 VERSIONS = ((3, 6), (3, 10))
 _lock = process_lock()
 _language: Any = None
@@ -29,10 +29,8 @@ _language: Any = None
 
 @dataclass(frozen=True)
 class HostPointer:
-    """A pointer argument: the address of borrowed host memory and the canonical dtype name of its elements.
-
-    Booleans are one byte each and kernels see them as uint8, as they do when compiled.
-    """
+    """A pointer argument: the address of borrowed host memory and the canonical dtype name of its elements. Booleans
+    have one byte and are uint8 in kernels, as when compiled."""
 
     address: int
     dtype: str
@@ -64,7 +62,7 @@ def require_interpreter() -> None:
 
 
 def install() -> None:
-    """Make the interpreter of this process right; does nothing the second time. Raises as `require_interpreter`."""
+    """Correct this process's interpreter, once. Raises like `require_interpreter`."""
     global _language
     if _language is not None:
         return
@@ -77,12 +75,10 @@ def install() -> None:
 
 
 def launch(kernel: Any, grid: Sequence[int], arguments: Sequence[tuple[str, Any]]) -> None:
-    """Run every program of one launch, in order, on host memory in place.
-
-    kernel: a `@triton.jit` function imported under TRITON_INTERPRET=1. arguments: (parameter, value) where a
-    HostPointer becomes a pointer, a plan `Scalar` a run-time number of its dtype, and anything else a constant.
-    An exception of the kernel propagates, with a note naming the program.
-    """
+    """Run every program of one launch, in order, on host memory in place. kernel: a `@triton.jit` function imported
+    under TRITON_INTERPRET=1. arguments: (parameter, value). A HostPointer becomes a pointer, a plan `Scalar` a run-time
+    number of its dtype, anything else a constant. An exception of the kernel propagates with a note that names the
+    program."""
     install()
     from moe_core.runtime.interpreter import patches
 

@@ -1,7 +1,7 @@
-"""The interpreter's builder with right numbers: the NumPy meaning of every Triton operation. Imports Triton.
+"""The interpreter's builder with correct numbers: the NumPy meaning of every Triton operation. Imports Triton.
 
-bfloat16 and fp8 tensors hold ml_dtypes arrays, so that NumPy computes, compares and rounds them, where Triton's own
-builder holds raw bits and computes on those.
+bfloat16 and fp8 tensors hold ml_dtypes arrays, so NumPy computes, compares and rounds them. Triton's own builder
+computes on raw bits.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def numpy_dtype(kind: Any) -> np.dtype:
     kind = kind.scalar
     if isinstance(kind, tl.pointer_type):
         return _ADDRESS
-    found = _NUMPY.get(kind.name)
-    if found is None:
+    dtype = _NUMPY.get(kind.name)
+    if dtype is None:
         raise Unsupported(f"Triton type {kind.name} has no NumPy counterpart; use {', '.join(_NUMPY)}")
-    return found
+    return dtype
 
 
 def convert(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Round to nearest even; fp8 saturates at its largest finite number as `cvt.rn.satfinite` does, NaN stays NaN."""
+    """Round to nearest even. fp8 saturates at its largest finite number like `cvt.rn.satfinite`; NaN stays NaN."""
     limit = _FP8_LIMITS.get(dtype)
     if limit is not None and data.dtype != dtype:
         data = np.clip(data.astype(np.float32), -limit, limit)
@@ -53,25 +53,23 @@ def convert(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _round_to_tf32(data: np.ndarray) -> np.ndarray:
-    """float32 with 10 explicit mantissa bits, to nearest, ties away (as `cvt.rna.tf32`); inf and NaN unchanged."""
+    """float32 with 10 mantissa bits, to nearest, ties away (like `cvt.rna.tf32`). inf and NaN are unchanged."""
     bits = data.view(np.uint32)
     rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
     return np.where(np.isfinite(data), rounded, data)
 
 
 def _fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """x * y + z of float32 with one rounding.
-
-    The product is exact in float64. The sum is rounded to odd there (Boldo and Melquiond, "Emulation of FMA and
-    correctly rounded sums", 2008), which makes the second rounding, to float32, the only one that counts.
-    """
+    """x * y + z of float32 with one rounding. The product is exact in float64. The sum is rounded to odd there (Boldo
+    and Melquiond, "Emulation of FMA and correctly rounded sums", 2008), so that only the second rounding, to float32,
+    counts."""
     product, addend = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
     total = product + addend
     part = total - product
     error = (product - (total - part)) + (addend - part)
     bits = np.ascontiguousarray(total).view(np.int64)
     inexact = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
-    # Towards the error: magnitude grows where the error has the sign of the total.
+    # Round towards the error: the magnitude grows if error and total have the same sign.
     step = np.where((error > 0) == (total > 0), 1, -1)
     return np.where(inexact, bits + step, bits).view(np.float64).astype(np.float32)
 
@@ -89,7 +87,7 @@ class _Memory:
 
 
 class Builder(InterpreterBuilder):
-    """Overrides the operations Triton 3.6 to 3.9 get wrong, in one way for all of them."""
+    """Corrects the operations that Triton 3.6 to 3.9 get wrong, in the same way for all versions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +113,7 @@ class Builder(InterpreterBuilder):
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., np.ndarray]) -> TensorHandle:
         left, right, kind = lhs.data, rhs.data, lhs.dtype.scalar
         if left.dtype == np.bool_ and right.dtype == np.bool_:
-            # int1 wraps around like every integer; NumPy's booleans saturate.
+            # int1 wraps around like every integer. NumPy's booleans saturate.
             return TensorHandle(op(left.astype(np.int8), right.astype(np.int8)) & 1 == 1, kind)
         output = op(left, right)
         wanted = numpy_dtype(kind)
@@ -129,7 +127,7 @@ class Builder(InterpreterBuilder):
         return TensorHandle(np.right_shift(left, rhs.data.astype(left.dtype)), lhs.dtype.scalar)
 
     def create_umulhi(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
-        # Python's integers are as wide as a product needs.
+        # Python's integers are wide enough for a product.
         unsigned, bits = _UNSIGNED[lhs.data.itemsize], 8 * lhs.data.itemsize
         product = lhs.data.view(unsigned).astype(object) * rhs.data.view(unsigned).astype(object) >> bits
         return TensorHandle(product.astype(unsigned).view(lhs.data.dtype), lhs.dtype.scalar)
@@ -171,7 +169,7 @@ class Builder(InterpreterBuilder):
     def _scaled(
         self, value: TensorHandle, scale: TensorHandle | None, format: Any, packed_axis: int, axis: int
     ) -> np.ndarray:
-        """A microscaled operand in float32. scale: e8m0 bytes `[rows, K / group]`, whichever side the operand is on."""
+        """A microscaled operand in float32. scale: e8m0 bytes `[rows, K / group]` for either side."""
         data = value.data
         if format == ir.ScaleDotElemTypeTY.E2M1:
             nibbles = np.stack([data & 15, data >> 4], axis=packed_axis % data.ndim + 1)
@@ -187,7 +185,7 @@ class Builder(InterpreterBuilder):
         return data * (factor if axis == -1 else np.swapaxes(factor, -1, -2))
 
     def create_histogram(self, data: TensorHandle, bins: int, mask: TensorHandle | None) -> TensorHandle:
-        # Out-of-range values are dropped, as on a GPU; np.histogram counts those equal to `bins`.
+        # Out-of-range values are dropped as on a GPU. np.histogram counts values equal to `bins`.
         kept = (data.data >= 0) & (data.data < bins)
         if mask is not None:
             kept &= mask.data
@@ -215,7 +213,7 @@ class Builder(InterpreterBuilder):
         if mask is None:
             return TensorHandle(self._read(ptrs.data, dtype), kind)
         if other is None:
-            # What a masked lane holds without `other` is undefined; 0xFF bytes (NaN, -1) show a kernel that uses it.
+            # A masked lane without `other` is undefined. 0xFF bytes (NaN, -1) expose kernels that use it.
             output = np.full(ptrs.data.shape, -1, np.dtype(f"int{8 * dtype.itemsize}")).view(dtype)
         else:
             output = np.array(other.data, dtype)
@@ -241,7 +239,7 @@ class Builder(InterpreterBuilder):
         memory, index = _elements(addresses, dtype)
         return memory[index].view(dtype)
 
-    # Triton's own atomics know integers of 32 and 64 bits and sums of float32 and float64. Lanes take turns here.
+    # Triton's atomics support 32- and 64-bit integers and sums of float32 and float64. Here lanes take turns.
 
     def create_atomic_rmw(
         self, operation: Any, ptr: TensorHandle, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
@@ -260,7 +258,7 @@ class Builder(InterpreterBuilder):
     def create_atomic_cas(
         self, ptr: TensorHandle, compare: TensorHandle, value: TensorHandle, sem: Any, scope: Any
     ) -> TensorHandle:
-        # Bits are compared, as the hardware does: -0.0 is not 0.0, and NaN may equal NaN.
+        # Compare bits like the hardware: -0.0 is not 0.0, and NaN may equal NaN.
         unsigned = _UNSIGNED[compare.data.itemsize]
         old, new = compare.data.view(unsigned), value.data.view(unsigned)
         before = np.zeros_like(old)
@@ -270,7 +268,7 @@ class Builder(InterpreterBuilder):
                 cell[0] = new[lane]
         return TensorHandle(before.view(compare.data.dtype), compare.dtype.scalar)
 
-    # What only a GPU has.
+    # GPU-only operations.
 
     def create_extern_elementwise(self, *arguments: Any) -> TensorHandle:
         raise Unsupported("external device functions are not interpreted; write the operation with triton.language")
@@ -280,14 +278,14 @@ class Builder(InterpreterBuilder):
 
 
 def _cells(addresses: np.ndarray, dtype: np.dtype) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """(lane, array of the one element its address points at), in the order of the lanes."""
+    """(lane, one-element array at its address) in the order of lanes."""
     for lane in np.ndindex(addresses.shape):
         address = int(addresses[lane])
         yield lane, np.asarray(_Memory(address, address, _UNSIGNED[dtype.itemsize])).view(dtype)
 
 
 def _elements(addresses: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The memory from the lowest address to the highest as unsigned integers, and the index of every address in it."""
+    """The memory between the lowest and highest address as unsigned integers, and the index of every address in it."""
     lowest, highest = int(addresses.min()), int(addresses.max())
     memory = np.asarray(_Memory(lowest, highest, _UNSIGNED[dtype.itemsize]))
     return memory, (addresses - np.uint64(lowest)) // np.uint64(dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Puts the corrected builder, reductions and language into `triton.runtime.interpreter`. Imports Triton."""
+"""Installs the corrected builder, reductions and language into `triton.runtime.interpreter`. Imports Triton."""
 
 from __future__ import annotations
 
@@ -24,12 +24,9 @@ from moe_core.runtime.interpreter.semantic import Semantic, block_type_init, ten
 
 
 class PatchedLanguage:
-    """`triton.language`, replaced by what computes with NumPy for the time of a turn; turns may nest, threads take them
-    one after the other.
-
-    The language and the number of the running program are global to the process. Triton finds what to replace anew for
-    every launch and every call of a helper function; here it is found once.
-    """
+    """`triton.language`, replaced by NumPy implementations during a turn. Turns may nest. Threads take turns, because
+    the language and the running program's number are global to the process. Triton looks up its replacements for every
+    launch and every call of a helper function; this class looks them up once."""
 
     def __init__(self, replace: Callable[[Any], Any], semantic: TritonSemantic) -> None:
         scope = replace(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
@@ -37,20 +34,18 @@ class PatchedLanguage:
         for owner, name, original in scope._changes:
             originals.setdefault((id(owner), name), (owner, name, original))
         self._originals = list(originals.values())
-        found = [(owner, name, getattr(owner, name)) for owner, name, _ in self._originals]
-        self._replacements = [(owner, name, _rebind(value, semantic)) for owner, name, value in found]
+        replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in self._originals]
+        self._replacements = [(owner, name, _rebind(value, semantic)) for owner, name, value in replaced]
         self._depth, self._lock = 0, threading.RLock()
         scope.restore()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._start_again)
 
     def turn(self) -> Generator[None]:
-        """A generator that replaces the language when it is started and restores it when it is closed.
-
-        Not a context manager, whose `__enter__` and `__exit__` an interrupt can end half way. Interrupts fall into
-        neither the `with` of a lock nor `close`, and a generator that is dropped closes itself. `_depth` changes where
-        no interrupt can fall between it and the block.
-        """
+        """A generator that replaces the language when started and restores it when closed. An interrupt could end a
+        context manager's `__enter__` or `__exit__` half way. Interrupts cannot hit the `with` of a lock or `close`, and
+        a dropped generator closes itself. `_depth` changes at points where no interrupt can fall between the change and
+        the block."""
         with self._lock:
             self._depth += 1
             try:
@@ -63,7 +58,7 @@ class PatchedLanguage:
                     _set(self._originals)
 
     def scope(self, function: Any) -> Any:
-        """A turn as Triton's own launches take it: `restore` ends it."""
+        """A turn for Triton's own launches, which end it by `restore`."""
         turn = self.turn()
         try:
             next(turn)
@@ -73,13 +68,13 @@ class PatchedLanguage:
             raise
 
     def _start_again(self) -> None:
-        """A child process has none of its parent's threads: what one of them did inside a turn has not ended there."""
+        """Reset in a child process: it has no threads of its parent, so their turns never end there."""
         self._depth, self._lock = 0, threading.RLock()
         _set(self._originals)
 
 
 def _set(attributes: Sequence[tuple[Any, str, Any]]) -> None:
-    """Set (owner, name, value), also where an interrupt kept an earlier call from setting all."""
+    """Set (owner, name, value), also after an interrupted earlier call."""
     for owner, name, value in attributes:
         if value is not interpreter._MISSING:
             setattr(owner, name, value)
@@ -88,7 +83,7 @@ def _set(attributes: Sequence[tuple[Any, str, Any]]) -> None:
 
 
 def _rebind(replacement: Any, semantic: TritonSemantic) -> Any:
-    """Triton's replacement of a builtin, less two layers of calls; other replacements unchanged."""
+    """Triton's replacement of a builtin without two layers of calls. Other replacements are unchanged."""
     builtin = (getattr(replacement, "__kwdefaults__", None) or {}).get("member")
     if builtin is None:
         return replacement
@@ -111,14 +106,14 @@ def _refuse_libdevice(name: str, function: Any) -> Any:
     return refuse
 
 
-# Taken when this module is imported, so that `install` can run again where it was interrupted.
+# Taken on import, so that `install` can run again after an interrupt.
 _patch_language = interpreter._patch_lang
 
 
 def install() -> PatchedLanguage:
-    """Replace what is wrong and return the language scope. Called once per process, under the interpreter's lock."""
+    """Patch the interpreter and return the language scope. Called once per process, under the interpreter's lock."""
     interpreter.interpreter_builder = Builder()
-    # Kernels that ran before hold this object by name, so it changes rather than being replaced.
+    # Kernels that ran before refer to this object, so change it in place.
     interpreter.interpreter_semantic.__class__ = Semantic
     interpreter.interpreter_semantic.builder = interpreter.interpreter_builder
     interpreter._get_np_dtype = numpy_dtype
@@ -128,7 +123,7 @@ def install() -> PatchedLanguage:
     def replace(function: Any) -> Any:
         scope = _patch_language(function)
         scope.set_attr(tl.core.tensor, "__index__", lambda self: int(self.handle.data.item()))
-        # The builder's types are the language's own.
+        # The builder uses the language's types.
         scope.set_attr(tl.core.dtype, "to_ir", lambda self, builder: self)
         scope.set_attr(tl.core.tensor, "__init__", tensor_init)
         scope.set_attr(tl.core.block_type, "__init__", block_type_init)
@@ -137,7 +132,7 @@ def install() -> PatchedLanguage:
 
     language = PatchedLanguage(replace, interpreter.interpreter_semantic)
     interpreter._patch_lang = language.scope
-    # A kernel calls another `@triton.jit` function: the language is already replaced.
+    # For kernels that call another `@triton.jit` function: the language is already replaced.
     interpreter.InterpretedFunction.__call__ = lambda self, *given, **keywords: self.rewrite()(*given, **keywords)
     for name, function in inspect.getmembers(libdevice, inspect.isfunction):
         setattr(libdevice, name, _refuse_libdevice(name, function))
@@ -149,7 +144,7 @@ def is_interpreted(kernel: Any) -> bool:
 
 
 def begin(kernel: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., Any], Callable[[int, int, int], None]]:
-    """The function to call per program and the function that says which program it is."""
+    """The function to call per program, and the one that sets the running program."""
     builder = interpreter.interpreter_builder
     builder.set_grid_dim(*grid)
     return kernel.rewrite(), builder.set_grid_idx
@@ -162,7 +157,7 @@ def scalar(value: int | float, dtype: str) -> Any:
 
 
 def pointer(address: int, dtype: str) -> Any:
-    """A pointer to `dtype` (a canonical name) as a tensor of the language; the interpreter has fp8 on any machine."""
+    """A pointer to `dtype` (a canonical name) as a tensor of the language. fp8 works on any machine."""
     name = "fp8e4nv" if dtype == "float8_e4m3fn" else dtypes.triton_name(dtype)
     kind: Any = tl.str_to_ty("*" + name, None)
     return tl.tensor(interpreter.TensorHandle(np.array([address], dtype=np.uint64), kind), kind)

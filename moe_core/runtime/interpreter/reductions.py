@@ -1,4 +1,4 @@
-"""Reductions and scans of the interpreter, right for bfloat16 and NaN, in a few calls of whole slices."""
+"""The interpreter's reductions and scans, correct for bfloat16 and NaN, in a few calls on whole slices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moe_core.runtime.interpreter.builder import numpy_dtype
 
 
 def _tensor(data: np.ndarray, dtype: Any) -> Any:
-    """A tensor of the language; no axes = a scalar, which the interpreter keeps as one element."""
+    """A tensor of the language. Without axes it is a scalar, which the interpreter keeps as one element."""
     if data.ndim == 0:
         return tl.core.tensor(TensorHandle(data.reshape(1), dtype.scalar), dtype.scalar)
     return tl.core.tensor(TensorHandle(data, dtype.scalar), tl.block_type(dtype.scalar, list(data.shape)))
 
 
 def _combine(function: Any, left: list[Any], right: list[Any], like: tuple[Any, ...]) -> list[np.ndarray]:
-    """`function(*left, *right)` on whole slices; the results have the dtype of `like` and the shape of `left`."""
+    """`function(*left, *right)` on whole slices. Results have the dtype of `like` and the shape of `left`."""
     kinds = [tensor.dtype for tensor in like]
     tensors = [_tensor(data, kind) for data, kind in zip([*left, *right], kinds * 2, strict=True)]
     results = function(*tensors)
@@ -33,12 +33,12 @@ def _combine(function: Any, left: list[Any], right: list[Any], like: tuple[Any, 
 
 
 def _accumulator(data: np.ndarray) -> np.dtype | None:
-    """Floats of 16 bits and fewer are summed in float32 and rounded once; None = NumPy's choice."""
+    """float32 for floats of at most 16 bits, rounded once at the end. None means NumPy's choice."""
     return np.dtype(np.float32) if data.dtype.itemsize <= 2 and data.dtype.kind not in "iub" else None
 
 
 def _pack(data: Any, kind: Any) -> Any:
-    """A result of NumPy as a tensor of element type `kind`."""
+    """A NumPy result as a tensor of element type `kind`."""
     return _tensor(np.asarray(data).astype(numpy_dtype(kind)), kind)
 
 
@@ -47,7 +47,7 @@ def _replace_nan(data: np.ndarray, value: float) -> np.ndarray:
 
 
 class Reduction(ReduceOps):
-    """`tl.reduce`: sums and extrema by NumPy, any other combine function in a binary tree over whole slices."""
+    """`tl.reduce`: sums and extrema by NumPy, other combine functions in a binary tree over whole slices."""
 
     def apply_impl(self, input: tuple[Any, ...]) -> Any:
         function, data, kind = self.combine_fn, input[0].handle.data, input[0].dtype
@@ -60,7 +60,7 @@ class Reduction(ReduceOps):
             return _pack(np.fmin.reduce(data, **options), kind)
         if function is standard._xor_combine:
             return _pack(np.bitwise_xor.reduce(data, **options), kind)
-        # A NaN ranks last, so that a position is always found.
+        # NaN ranks last, so that there is always a position.
         if function in (standard._argmax_combine_tie_break_left, standard._argmax_combine_tie_break_fast):
             position = np.argmax(_replace_nan(data, -np.inf), **options)
             return _pack(np.fmax.reduce(data, **options), kind), _pack(position, tl.int32)
@@ -70,7 +70,7 @@ class Reduction(ReduceOps):
         return self._tree(input)
 
     def _tree(self, input: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Combine neighbours, then neighbours of those: order is kept, log2(size) calls (sizes are powers of two)."""
+        """Combine neighbours repeatedly: keeps the order in log2(size) calls (sizes are powers of two)."""
         arrays = [tensor.handle.data for tensor in input]
         slices = [data.reshape(-1) if self.axis is None else np.moveaxis(data, self.axis, 0) for data in arrays]
         while len(slices[0]) > 1:

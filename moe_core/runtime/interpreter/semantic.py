@@ -1,8 +1,5 @@
-"""What Triton's language checks and converts before an operation, found once per kind of operands. Imports Triton.
-
-Kernels run a few operations over and over. Triton works out the types and the shapes of every one anew, which takes
-several times as long as NumPy's part of it.
-"""
+"""Cached checks and conversions of Triton's language, per kind of operands. Imports Triton. Kernels repeat few
+operations, but Triton derives types and shapes every time, which takes several times as long as NumPy's part."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ _ONE = tl.constexpr(1)
 _NO_AXES = tl.tuple([])
 _block_types: dict[tuple[Any, ...], Any] = {}
 _pairs: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-# Taken when this module is imported, so that `install` can run again where it was interrupted.
+# Taken on import, so that `install` can run again after an interrupt.
 _build_block_type = tl.block_type.__init__
-#: How many kinds of operands are kept; there are as many more as kernels have constants.
+#: Most kinds of operands that are cached. Every constant of a kernel adds kinds.
 _MOST = 4096
 
 
@@ -31,17 +28,17 @@ class _Text(str):
 
 
 def _block_type(element_type: Any, sizes: tuple[int, ...]) -> Any:
-    """The one block type of an element type and sizes."""
+    """The cached block type of an element type and sizes."""
     key = (element_type.name, *sizes)
-    found = _block_types.get(key)
-    if found is None:
-        found: Any = tl.block_type.__new__(tl.block_type)
-        _build_block_type(found, element_type, list(sizes))
-        found.sizes = sizes
-        found.tensor_shape = tl.tuple([tl.constexpr(size) for size in sizes])
-        found.tensor_numel = tl.constexpr(found.numel)
-        _block_types[key] = found
-    return found
+    block_type = _block_types.get(key)
+    if block_type is None:
+        block_type: Any = tl.block_type.__new__(tl.block_type)
+        _build_block_type(block_type, element_type, list(sizes))
+        block_type.sizes = sizes
+        block_type.tensor_shape = tl.tuple([tl.constexpr(size) for size in sizes])
+        block_type.tensor_numel = tl.constexpr(block_type.numel)
+        _block_types[key] = block_type
+    return block_type
 
 
 def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
@@ -57,7 +54,7 @@ def with_element_type(self: Any, scalar_ty: Any) -> Any:
 
 
 def tensor_init(self: Any, handle: Any, type: Any) -> None:
-    """`tl.tensor(handle, type)` with the shape of its type instead of a new one."""
+    """`tl.tensor(handle, type)` with its type's shape instead of a new one."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     block = type.is_block()
     self.shape = type.tensor_shape if block else _NO_AXES
@@ -70,7 +67,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(_MOST)
 def _common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The sizes that both are broadcast to; None where they do not fit."""
+    """The sizes after broadcasting, or None if they do not fit."""
     if left and right and len(left) != len(right):
         return None
     pairs = list(zip(left or right, right or left, strict=True))
@@ -79,13 +76,14 @@ def _common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, .
 
 
 def _kind(operand: Any) -> Any:
-    """What the type of an operation depends on: a tensor's element type, or a number of Python, -0.0 unlike 0.0."""
+    """The part of an operand that determines an operation's type: a tensor's element type, or a Python number (-0.0
+    differs from 0.0)."""
     kind = type(operand)
     return operand.dtype.name if kind is tl.tensor else (kind, operand if kind is int else repr(operand))
 
 
 class Semantic(TritonSemantic):
-    """Triton's semantics with a short way to convert and broadcast operands: most of what a small operation costs."""
+    """Triton's semantics with fast conversion and broadcasting of operands, the main cost of small operations."""
 
     def binary_op_type_checking_impl(
         self,
@@ -96,10 +94,8 @@ class Semantic(TritonSemantic):
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> Any:
-        """Operands of one element type, by Triton's rules; the type of the first has the sizes of the result.
-
-        NumPy broadcasts the data.
-        """
+        """Operands of one element type, by Triton's rules. The first one's type has the sizes of the result. NumPy
+        broadcasts the data."""
         rules = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
         key = (_kind(lhs), _kind(rhs), rules)
         pair = _pairs.get(key)
@@ -124,7 +120,7 @@ class Semantic(TritonSemantic):
         return left if sizes == wide else tl.tensor(left.handle, _block_type(left.dtype, sizes)), right
 
     def _one(self, operand: Any) -> Any:
-        """An element of a tensor's type, or the number that the operand is."""
+        """An element of a tensor's type, or the operand's number."""
         if type(operand) is not tl.tensor:
             return operand
         return tl.tensor(self.builder.get_null_value(operand.dtype), operand.dtype)
@@ -137,7 +133,7 @@ class Semantic(TritonSemantic):
     def dot_scaled(
         self, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, rhs_format: Any, *rest: Any
     ) -> Any:
-        # Triton 3.6 wants the formats as constants, which a kernel run as Python cannot give.
+        # Triton 3.6 needs the formats as constants, which a kernel run as Python cannot pass.
         formats = _Text(getattr(lhs_format, "value", lhs_format)), _Text(getattr(rhs_format, "value", rhs_format))
         return super().dot_scaled(lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *rest)
 

@@ -1,8 +1,7 @@
-"""NumPy twins of the grouped matmul's backward: fp32 sums from inputs as stored, one cast to the stored dtype.
+"""NumPy twins of the grouped matmul's backward: fp32 sums of stored inputs, one cast to the stored dtype.
 
-The gradient of a grouped matmul's input is a grouped matmul over the same layout with the weight read the other way, so
-`input_gradient` stands on the forward's twin. The gradient of its weights is a product per expert over that expert's
-rows (ragged along the reduction).
+The input gradient is a grouped matmul over the same layout with transposed weights, so it uses the forward's twin. The
+weight gradient is one product per expert over its rows (ragged along the reduction).
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ def input_gradient(
     later: Later | None = None,
     then: Callable[[slice], None] | None = None,
 ) -> np.ndarray:
-    """d_x = cast(d_y . weight[expert]^T) for every row of the layout (rows None: of a dense product).
+    """d_x = cast(d_y . weight[expert]^T) for every row of the layout (rows None: a dense product).
 
-    operands: x is d_y, weight `[E, D, N]` (`in_out`) or `[E, N, D]` as the forward had it, and layer_index. spec:
-    weight_layout is the forward's; gather is how d_y `[*, N]` is indexed and scatter how d_x `[*, D]` is; out_dtype
-    None = the dtype of d_y. up: the second weight of gate_layout `separate`; d_y is then `[*, 2N]`, the gate's columns
-    first, and both products share one fp32 sum. Rows without an expert are exact zeros. Quantised weights are
-    dequantised to the dtype of d_y: a scale belongs to some addends of the sum and cannot be multiplied with it.
-    places, later, then: of `matmul_ogs`, for one weight and the fp32 sums themselves.
+    operands: x is d_y, weight `[E, D, N]` (`in_out`) or `[E, N, D]` as in the forward, layer_index. spec: the forward's
+    weight_layout, gather indexes d_y `[*, N]`, scatter indexes d_x `[*, D]`, out_dtype None means the dtype of d_y. up:
+    the second weight of gate_layout `separate`. d_y is then `[*, 2N]`, gate columns first, and both products share one
+    fp32 sum. Rows without an expert are exact zeros. Quantised weights are dequantised to the dtype of d_y: a scale
+    applies to some addends only and cannot be factored out of the sum. places, later, then: see `matmul_ogs`, for one
+    weight and the fp32 sums.
     """
     d_y, layer_index = operands.x, operands.layer_index
     matrices = [operands.weight] if operands.up is None else [operands.weight, operands.up]
@@ -73,7 +72,7 @@ def input_gradient_plan(
     spec: MatmulSpec,
     tensors: tuple[tuple[str, QuantizedSpec], ...],
 ) -> np.ndarray:
-    """`input_gradient` by the names of `plan_matmul_quantized_transposed`'s inputs; tensors: see `quantized_from`."""
+    """`input_gradient` with the inputs of `plan_matmul_quantized_transposed` by name. tensors: see `quantized_from`."""
     operands = bundle_of(MatmulOperands, quantized_from(arrays, tensors))
     return input_gradient(operands, spec, planned_rows(layout, arrays, len(operands.x)))
 
@@ -89,13 +88,13 @@ def weight_gradient(
     place: np.ndarray | None = None,
     later: Later | None = None,
 ) -> np.ndarray:
-    """d_weight `[E, M, N]`: for every expert the fp32 product left_rows^T . right_rows over its rows, one cast.
+    """d_weight `[E, M, N]`: the fp32 product left_rows^T . right_rows over each expert's rows, one cast.
 
-    left `[*, M]` and right `[*, N]` are each indexed by layout `row`, `slot` or `token` (gather). For `in_out` weights
-    left is the matmul's input and right the gradient of its output; for `out_in` the other way round. An expert without
-    rows has exact zeros. into: an array of the result's shape and dtype to which the fp32 product is added before the
-    cast (an accumulated main gradient). place: what is written to and returned, None = a new array. rows None: dense,
-    `[M, N]` from left `[R, M]` and right `[R, N]`. later: computes it, None = now.
+    gather: how left `[*, M]` and right `[*, N]` are indexed (`row`, `slot` or `token`). For `in_out` weights left is
+    the matmul's input and right the gradient of its output; for `out_in` the reverse. Experts without rows are exact
+    zeros. into: an array of the result's shape and dtype; the fp32 product is added to it before the cast (an
+    accumulated main gradient). place: the array to write and return (None: a new one). rows None: dense, `[M, N]` from
+    left `[R, M]` and right `[R, N]`. later: computes it (None: now).
     """
     rows = dense_rows(len(left)) if rows is None else rows
     layout = rows.layout
@@ -113,10 +112,10 @@ def weight_gradient(
         to, part = d_weight[expert, columns], parts.get(expert)
         if part is None:
             return functools.partial(to.__setitem__, ..., 0 if added is None else added[expert, columns])
-        own = left[part, columns], right[part]
+        sides = left[part, columns], right[part]
         if added is None and to.dtype == left.dtype:
-            return functools.partial(np.matmul, *inner_operands(*own, to))
-        return functools.partial(add, *own, to, None if added is None else added[expert, columns])
+            return functools.partial(np.matmul, *inner_operands(*sides, to))
+        return functools.partial(add, *sides, to, None if added is None else added[expert, columns])
 
     def add(left: np.ndarray, right: np.ndarray, to: np.ndarray, added: np.ndarray | None) -> None:
         product = left.T @ right
@@ -130,7 +129,7 @@ def weight_gradient(
     by_rows = sorted(range(num_experts), key=lambda expert: -size_of.get(expert, 0))
     work = products(rows.count, num_columns, width) + elements(*d_weight.shape)
     blocks = column_blocks(num_columns)
-    # Two threads that write to one huge page for the first time clear it twice.
+    # Two threads that first write to one huge page clear it twice.
     parts_of_expert = [blocks] if num_experts >= threads_for(work) else [[columns] for columns in blocks]
     pieces = [(expert, [ready(expert, block) for block in part]) for expert in by_rows for part in parts_of_expert]
     if later is not None:
@@ -149,9 +148,9 @@ def bias_gradient(
     out_dtype: str,
     row_weight: np.ndarray | None = None,
 ) -> np.ndarray:
-    """d_bias `[E, N]`: for every expert the fp32 sum of its rows of d_y `[*, N]` (gather: `row`, `slot`, `token`), each
-    times row_weight fp32 `[T * K]` (by slot) where given, unrounded; one cast. An expert without rows: exact zeros.
-    rows None: dense, `[N]`."""
+    """d_bias `[E, N]`: per expert the fp32 sum of its rows of d_y `[*, N]` (gather: `row`, `slot`, `token`), each times
+    row_weight fp32 `[T * K]` (by slot) if not None, unrounded; one cast. Experts without rows are exact zeros. rows
+    None: dense, `[N]`."""
     rows = dense_rows(len(d_y)) if rows is None else rows
     d_bias = np.zeros((1 if rows.layout is None else rows.layout.num_experts, d_y.shape[1]), working_dtype(d_y))
     with np.errstate(all="ignore"):
@@ -164,8 +163,8 @@ def bias_gradient(
 
 
 def bias_product(d_y: np.ndarray, bias: np.ndarray, rows: Rows, *, gather: str = "row") -> np.ndarray:
-    """fp32 `[T * K]` by slot: <d_y row, bias[expert]>, the bias's share of the row weight's gradient; 0 without an
-    expert. d_y `[*, N]` is indexed by gather, bias `[E, N]`."""
+    """The bias's share of the row weight's gradient, fp32 `[T * K]` by slot: <d_y row, bias[expert]>, 0 without an
+    expert. gather indexes d_y `[*, N]`; bias is `[E, N]`."""
     assert rows.layout is not None
     products = np.zeros(rows.layout.num_slots, working_dtype(d_y))
     with np.errstate(all="ignore"):
@@ -175,8 +174,8 @@ def bias_product(d_y: np.ndarray, bias: np.ndarray, rows: Rows, *, gather: str =
 
 
 class Trained(NamedTuple):
-    """What a gradient belongs to. layer_index: of a stack, the layer used. into: fp32, of the array's shape, added to
-    the gradient. place: memory that the gradient may take, unless it is one of a stack."""
+    """An array that gets a gradient. layer_index: the layer used of a stack. into: fp32, of the array's shape, added to
+    the gradient. place: memory that the gradient may use unless the array is a stack."""
 
     array: np.ndarray
     layer_index: np.ndarray | None = None
@@ -184,10 +183,8 @@ class Trained(NamedTuple):
     place: np.ndarray | None = None
 
     def in_stack(self, gradient: np.ndarray) -> np.ndarray:
-        """The gradient of the array from that of the layer used: zeros, or what is in `into`, for all others.
-
-        A layer outside the stack raises InvalidInput.
-        """
+        """The whole array's gradient from that of the layer used: zeros, or `into`, in all other layers. Raises
+        InvalidInput for a layer outside the stack."""
         if self.layer_index is None:
             return gradient
         pick_layer(self.array, self.layer_index)
@@ -205,10 +202,8 @@ def matrix_gradient(
     weight_layout: str,
     later: Later | None = None,
 ) -> np.ndarray:
-    """d_weight of `y = x @ weight`, in the layout and dtype of weight, fp32 with weight.into.
-
-    x, d_y: each with how it is gathered; later: of `weight_gradient`.
-    """
+    """d_weight of `y = x @ weight` in weight's layout and dtype, or in fp32 with weight.into. x and d_y come with their
+    gather. later: see `weight_gradient`."""
     (left, of_left), (right, of_right) = (x, d_y) if weight_layout == "in_out" else (d_y, x)
     stacked, into = weight.layer_index is not None, pick_layer(weight.into, weight.layer_index)
     d_weight = weight_gradient(
@@ -232,10 +227,8 @@ def matmul_ogs_backward_plan(
     wanted: tuple[str, ...],
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
 ) -> tuple[np.ndarray, ...]:
-    """The gradients wanted of d_x, d_weight, d_bias and d_row_weight, by the names of a plan's inputs.
-
-    Formulas and roundings: `moe_core.ops.matmul.backward`. tensors: of quantised operands, see `quantized_from`.
-    """
+    """The wanted gradients among d_x, d_weight, d_bias and d_row_weight, with a plan's inputs by name. Formulas and
+    roundings: `moe_core.ops.matmul.backward`. tensors: see `quantized_from`."""
     operands, row_of_slot = bundle_of(MatmulOperands, quantized_from(arrays, tensors)), arrays.get("row_of_slot")
     x, weight, bias, row_weight = operands.x, operands.weight, operands.bias, operands.row_weight
     made, rows = {}, planned_rows(layout, arrays, len(x))
@@ -266,7 +259,7 @@ def matmul_ogs_backward_plan(
 
 
 def _rows_product(rows: np.ndarray, g: np.ndarray, row_of_slot: np.ndarray) -> np.ndarray:
-    """fp32 by slot: the slot's row of `rows` times its row of g; 0 without a row."""
+    """fp32 by slot: the dot product of the slot's rows of `rows` and g; 0 without a row."""
     products = np.zeros(len(row_of_slot), working_dtype(g))
     slots = np.flatnonzero(row_of_slot >= 0)
     with np.errstate(all="ignore"):

@@ -1,10 +1,9 @@
-"""One MoE backward in NumPy, stage by stage, at the rounding points of the kernels.
+"""One MoE backward in NumPy, stage by stage, with the rounding points of the kernels.
 
-What it reads of the forward is what a training step saves: x, the routing (logits, ids, weights; the layout follows
-from ids) and the pre-activation as stored, in the dtype of x. Neither gathered inputs nor the activation nor expert
-outputs are saved. Rounding points: d_output to the dtype of x (nothing where it has that dtype already), d_pre,
-weighted_hidden and d_slots to the dtype of x, every result to the dtype of what it is the gradient of; all else is
-fp32.
+It reads what a training step saves: x, the routing (logits, ids, weights; the layout follows from ids) and the stored
+pre-activation in the dtype of x. Gathered inputs, the activation and expert outputs are not saved. Rounding points:
+d_output (if its dtype differs), d_pre, weighted_hidden and d_slots to the dtype of x; every result to the dtype of its
+array. All else is fp32.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from moe_core.specs.operands import (
 from moe_core.specs.routing import LayoutSpec, LogitsSpec
 
 _ROUTING: dict[str, type] = {"routing.weight": RouterWeights, "routing.logits": RouterLogits, "routing.ids": TopK}
-#: What a forward saves -> the stage that it is.
+#: Saved array of the forward -> its stage.
 _SAVED = {
     "saved.pre_activation": "pre_activation",
     "saved.shared_pre_activation": "shared_matmul1",
@@ -57,9 +56,9 @@ _SAVED = {
 
 @dataclass(frozen=True)
 class Request:
-    """What a backward is to compute. wanted: names of gradients, None = all there are. into: fp32 arrays by name, to
-    which the gradient of that name is added before its cast, which is to fp32 then. places: memory by name that the
-    gradient of a matrix may be written to. wide: d_x stays fp32. by_slot: d_x is the rows of slots `[T * K, D]`."""
+    """The gradients to compute. wanted: names, None means all. into: fp32 arrays by name, added to that gradient before
+    its cast, which is then to fp32. places: memory by name for the gradients of matrices. wide: d_x stays fp32.
+    by_slot: d_x has one row per slot, `[T * K, D]`."""
 
     wanted: frozenset[str] | None = None
     into: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -75,11 +74,9 @@ EVERYTHING = Request()
 
 
 class _Chain(NamedTuple):
-    """Experts, or the shared expert: their weights, and how they find their rows.
-
-    x: the input of gate_up, d_out: the gradient of the output, both by row. tokens: None, or the token of each row
-    where x and d_out are still empty: the rows of `source` go there block by block.
-    """
+    """The weights and rows of the experts or the shared expert. x: the input of gate_up, d_out: the gradient of the
+    output, both by row. tokens: None, or the token of each row while x and d_out are still empty. They are then copied
+    from `source` block by block."""
 
     bundle: ExpertWeights | SharedExpert
     prefix: str
@@ -91,7 +88,8 @@ class _Chain(NamedTuple):
     tokens: np.ndarray | None = None
 
     def at_once(self) -> bool:
-        """Whether one call of threads does all: nothing reads a result of the first product before the others run."""
+        """True if one call of threads does all, because nothing reads the first product's result before the
+        others run."""
         arrays = vars(self.bundle)
         plain = all(isinstance(arrays[name], np.ndarray) for name in ("gate_up", "down"))
         biases = any(array is not None for name, array in arrays.items() if name.endswith("_bias"))
@@ -99,7 +97,7 @@ class _Chain(NamedTuple):
         return plain and wide and not biases and self.bundle.up is None and self.layer_index is None
 
     def pre_activation(self, spec: MoESpec) -> np.ndarray:
-        """The product with gate_up (and up) before its activation, as the forward rounds it."""
+        """The product with gate_up (and up) before its activation, rounded like the forward's."""
         matmul = MatmulSpec(spec.weight_layout, "row", "row", None, plain_name(self.x), spec.allow_tf32)
         names = [name for name in ("gate_up", "up") if getattr(self.bundle, name) is not None]
         sides = [(getattr(self.bundle, name), getattr(self.bundle, f"{name}_bias", None)) for name in names]
@@ -108,8 +106,8 @@ class _Chain(NamedTuple):
 
 
 class MoEBackward:
-    """The stages of one backward; one method per part. `found` collects what `moe_backward_stages` returns, `by_row`
-    what is by slot there and by layout row here."""
+    """The stages of one backward, one method per part. `results` holds the return value of `moe_backward_stages`.
+    `by_row` holds, by layout row, the arrays that are by slot there."""
 
     def __init__(
         self,
@@ -122,34 +120,34 @@ class MoEBackward:
         self.x, self.experts, self.routing = operands.x, operands.experts, operands.routing
         self.token_mask, self.expert_map, self.shared = operands.token_mask, operands.expert_map, operands.shared
         self.gradients, self.spec, self.stages, self.request = gradients, spec, stages, request
-        self.found: dict[str, np.ndarray] = {}
+        self.results: dict[str, np.ndarray] = {}
         self.d_out = round_to(gradients.output, self.x.dtype)
-        # What flows into x through the experts, and through all else, which is added up first, as kernels do.
+        # Parts of d_x: through the experts, and all else, which is summed first as in the kernels.
         self.d_x = np.zeros(self.x.shape, working_dtype(self.x))
         self.d_rest: np.ndarray | None = None
         self.by_row: dict[str, np.ndarray] = {}
         self.row_of_slot = np.zeros(0, np.int32)
 
     def run(self) -> dict[str, np.ndarray]:
-        """`found`, whole."""
+        """Run every part and return `results`."""
         d_weights = self.through_experts()
         if self.shared is not None:
             self.through_shared(self.shared)
         self.through_router(d_weights)
         if self.request.by_slot:
-            self.found["d_x"] = self.rows_of_slots(self.by_row["d_slots"])
-            return self.found
+            self.results["d_x"] = self.rows_of_slots(self.by_row["d_slots"])
+            return self.results
         with np.errstate(all="ignore"):
             total = self.d_x if self.d_rest is None else self.d_x + self.d_rest
-        self.found["d_x"] = total if self.request.wide else round_to(total, self.x.dtype)
-        return self.found
+        self.results["d_x"] = total if self.request.wide else round_to(total, self.x.dtype)
+        return self.results
 
     def rows_of_slots(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of the layout by slot; zeros where a slot has none."""
+        """Layout rows by slot, zeros for slots without a row."""
         slots = np.flatnonzero(self.row_of_slot >= 0)
-        found = np.zeros((len(self.row_of_slot), rows.shape[1]), rows.dtype)
-        found[slots] = rows[self.row_of_slot[slots]]
-        return found
+        by_slot = np.zeros((len(self.row_of_slot), rows.shape[1]), rows.dtype)
+        by_slot[slots] = rows[self.row_of_slot[slots]]
+        return by_slot
 
     def _add(self, d_x: np.ndarray) -> None:
         with np.errstate(all="ignore"):
@@ -158,9 +156,8 @@ class MoEBackward:
     def _through(
         self, chain: _Chain, pre: np.ndarray | None, out_dtype: str | None, weighting: ExpertActivationOperands
     ) -> tuple[np.ndarray, ...]:
-        """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x in out_dtype; keeps the chain's gradients.
-
-        pre: None = computed again. weighting: row_of_slot, row_weight and bias_product."""
+        """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x in out_dtype. Stores the chain's gradients.
+        pre None: recompute it. weighting: row_of_slot, row_weight and bias_product."""
         bundle, d_out = chain.bundle, chain.d_out
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
@@ -203,20 +200,20 @@ class MoEBackward:
             if self.request.wants(full) and isinstance(matrix, np.ndarray):
                 request = self.request
                 trained = matmul.Trained(matrix, chain.layer_index, request.into.get(full), request.places.get(full))
-                self.found[full] = matmul.matrix_gradient(
+                self.results[full] = matmul.matrix_gradient(
                     (left, "row"), (right, "row"), trained, chain.rows, weight_layout=spec.weight_layout, later=later
                 )
             bias, full = getattr(bundle, f"{name}_bias", None), f"{full}_bias"
             if bias is not None and self.request.wants(full):
                 weight = weighting.row_weight if name == "down" else None
                 d_bias = matmul.bias_gradient(right, chain.rows, row_weight=weight, out_dtype=plain_name(bias))
-                self.found[full] = matmul.Trained(bias, chain.layer_index).in_stack(d_bias)
+                self.results[full] = matmul.Trained(bias, chain.layer_index).in_stack(d_bias)
         with np.errstate(all="ignore"):
             later.run()
         return d_hidden, d_pre, hidden, d_weight, d_rows
 
     def through_experts(self) -> np.ndarray:
-        """Gradients of the experts and the experts' part of d_x; the gradient of the weights fp32 `[T, K]`."""
+        """Store the experts' gradients and their part of d_x. Returns the gradient of the weights, fp32 `[T, K]`."""
         experts, stages, layer_index = self.experts, self.stages, self.experts.layer_index
         ids, weights = stages["ids"], stages["weights"].reshape(-1)
         num_experts = experts.down.shape[0 if layer_index is None else 1]
@@ -226,7 +223,7 @@ class MoEBackward:
         rows = rows_of(layout, sizes, start, slot_of_row)
         on_input = self.spec.apply_router_weight_on_input
         source = scale_rows(self.x, stages["weights"]) if on_input else self.x
-        # By layout row from here on; rows without a slot hold anything.
+        # By layout row from here on. Rows without a slot are undefined.
         slots = np.maximum(slot_of_row, 0)
         tokens = slots // layout.top_k
         pre = stages.get("pre_activation")
@@ -245,7 +242,7 @@ class MoEBackward:
         d_hidden, d_pre, hidden, d_weight, d_rows = self._through(chain, pre, None, weighting)
         self.by_row = {"d_hidden": d_hidden, "d_pre": d_pre, "weighted_hidden": hidden, "d_slots": d_rows}
         if on_input:
-            # K = 1: a slot is its token. What was x times the weight gives gradients of both.
+            # K = 1, so a slot is its token. The input was x times the weight, so both get gradients.
             tokens = np.flatnonzero(row_of_slot >= 0)
             d_source = to_float32(d_rows[row_of_slot[tokens]])
             d_weight = np.zeros(layout.num_slots, working_dtype(self.x))
@@ -257,7 +254,7 @@ class MoEBackward:
         return d_weight.reshape(ids.shape)
 
     def through_shared(self, shared: SharedExpert) -> None:
-        """The shared expert: one expert of every token, weighted by the sigmoid of its gate."""
+        """The shared expert: one expert for every token, weighted by the sigmoid of its gate."""
         spec, x = self.spec, self.x
         layer_index = self.experts.layer_index if shared.gate_up.ndim == 3 else None
         pre, gate = self.stages.get("shared_matmul1"), self.stages.get("shared_gate")
@@ -270,40 +267,44 @@ class MoEBackward:
         if gate is not None and shared.gate is not None:
             with np.errstate(all="ignore"):
                 d_gate = d_sigmoid[:, None] * (sigmoid(gate) * sigmoid(-gate))
-                found = router_backward(d_gate, x, shared.gate, spec=LogitsSpec(spec.weight_layout))
-            self.found["d_shared.gate"] = found.weight
-            self._add(found.x)
+                gate_gradients = router_backward(d_gate, x, shared.gate, spec=LogitsSpec(spec.weight_layout))
+            self.results["d_shared.gate"] = gate_gradients.weight
+            self._add(gate_gradients.x)
 
     def through_router(self, d_weights: np.ndarray) -> None:
-        """From the weights, the losses and the logits' own gradient to the logits, and to x where they come from it."""
-        given, spec, stages, routing = self.gradients, self.spec, self.stages, self.routing
+        """Propagate the gradients of weights, losses and logits to the logits, and to x if it produced them."""
+        gradients, spec, stages, routing = self.gradients, self.spec, self.stages, self.routing
         if isinstance(routing, TopK):
-            extra = [name for name in ("weights", "logits", "load_balance", "z") if getattr(given, name) is not None]
+            extra = [
+                name for name in ("weights", "logits", "load_balance", "z") if getattr(gradients, name) is not None
+            ]
             if extra:
                 raise InvalidInput(
                     f"gradients.{extra[0]} must be None where ids and weights are given, which are no outputs then; "
                     "got a value, leave it out"
                 )
-            self.found["d_routing.weights"] = d_weights
+            self.results["d_routing.weights"] = d_weights
             return
         assert spec.router is not None
         logits, ids = stages["logits"], stages["ids"]
         with np.errstate(all="ignore"):
-            total = d_weights if given.weights is None else d_weights + given.weights
+            total = d_weights if gradients.weights is None else d_weights + gradients.weights
         counts = np.bincount(ids[ids >= 0], minlength=logits.shape[1])
-        flowing = RoutingGradients(total, given.logits, given.load_balance, given.z, counts)
+        flowing = RoutingGradients(total, gradients.logits, gradients.load_balance, gradients.z, counts)
         d_logits = routing_backward(flowing, logits, ids, self.token_mask, spec=spec.router)
-        self.found |= {"d_weights": d_weights, "d_logits": d_logits}
+        self.results |= {"d_weights": d_weights, "d_logits": d_logits}
         if isinstance(routing, RouterLogits):
-            self.found["d_routing.logits"] = d_logits
+            self.results["d_routing.logits"] = d_logits
             return
         options = LogitsSpec(spec.router_weight_layout, spec.logits_dtype, spec.allow_tf32)
         into = self.request.into.get("d_routing.weight")
-        found = router_backward(d_logits, self.x, routing.weight, routing.bias, self.token_mask, into, spec=options)
-        self.found["d_routing.weight"] = found.weight
-        if found.bias is not None:
-            self.found["d_routing.bias"] = found.bias
-        self._add(found.x)
+        router_gradients = router_backward(
+            d_logits, self.x, routing.weight, routing.bias, self.token_mask, into, spec=options
+        )
+        self.results["d_routing.weight"] = router_gradients.weight
+        if router_gradients.bias is not None:
+            self.results["d_routing.bias"] = router_gradients.bias
+        self._add(router_gradients.x)
 
 
 def moe_backward_stages(
@@ -314,20 +315,21 @@ def moe_backward_stages(
     *,
     request: Request = EVERYTHING,
 ) -> dict[str, np.ndarray]:
-    """Every stage of one MoE backward; stages: what `moe_stages` returned for the same arguments, of which logits, ids,
-    weights and matmul1 are read, and of a shared expert shared_matmul1 `[T, 2S]` and shared_gate fp32 `[T, 1]`; both
-    matmul1 are computed again, to the same bits, where they are not there. request: what is wanted and added to.
+    """Every stage of one MoE backward.
 
-    Keys, by slot with exact zeros where a slot has no expert: d_hidden fp32 `[T * K, F]` (before the weight), d_pre
-    `[T * K, 2F]` (or F), weighted_hidden `[T * K, F]`, d_slots `[T * K, D]`; then d_weights fp32 `[T, K]` and d_logits
-    fp32 `[T, E]` (absent where ids are given). The results: d_x, `d_experts.*`, `d_shared.*` and `d_routing.*` for
-    every array of the bundles that has a gradient (correction_bias, ids and layer_index have none), with its shape and
-    dtype.
+    stages: the result of `moe_stages` for the same arguments. Read are logits, ids, weights, matmul1 and, with a shared
+    expert, shared_matmul1 `[T, 2S]` and shared_gate fp32 `[T, 1]`. A missing matmul1 is recomputed bitwise. request:
+    the gradients wanted and the arrays added to.
 
-    d_x = the fp32 sum of a token's slots in order (with apply_router_weight_on_input: times the weight), + the sum of
-    the shared expert's, its gate's and the router's; one cast. A stacked array has a zero gradient but for the layer
-    used. Quantised matrices have none; what goes back through them is `input_gradient`'s.
-    Raises InvalidInput where ids are given and a gradient of what comes before them is too.
+    Keys by slot, with exact zeros where a slot has no expert: d_hidden fp32 `[T * K, F]` (before the weight), d_pre `[T
+    * K, 2F]` (or F), weighted_hidden `[T * K, F]`, d_slots `[T * K, D]`. Then d_weights fp32 `[T, K]` and d_logits fp32
+    `[T, E]` (absent if ids are given). Results: d_x, `d_experts.*`, `d_shared.*` and `d_routing.*` for every array with
+    a gradient (not correction_bias, ids and layer_index), in its shape and dtype.
+
+    d_x = the fp32 sum of a token's slots in order (with apply_router_weight_on_input: times the weight), then the
+    shared expert's, its gate's and the router's part; one cast. In a stacked array only the layer used has a nonzero
+    gradient. Quantised matrices have none; `input_gradient` propagates through them. Raises InvalidInput if ids are
+    given and an output gradient needs the logits.
     """
     backward = MoEBackward(gradients, operands, spec, stages, request)
     return backward.run() | {name: backward.rows_of_slots(rows) for name, rows in backward.by_row.items()}
@@ -342,13 +344,10 @@ def moe_backward_plan(
     by_slot: bool = False,
     places: tuple[np.ndarray, ...] = (),
 ) -> tuple[np.ndarray, ...]:
-    """The gradients that options.wanted names, in its order; arrays: by the names of `plan_moe_backward`'s inputs.
-
-    The pre-activation comes from `saved.pre_activation` (by layout row; `saved.row_of_slot` finds a slot's) or, without
-    it, is computed again. Gradients that accumulate names are fp32 and added to `into.<name>`. tensors: quantised
-    inputs, see `quantized_from`. places: memory for the gradients, in the order of wanted, which may be used. by_slot:
-    of `Request`.
-    """
+    """The gradients in options.wanted, in order, from `plan_moe_backward`'s inputs by name. The pre-activation comes
+    from `saved.pre_activation` (by layout row; `saved.row_of_slot` maps slots) or is recomputed. Gradients named in
+    accumulate are fp32 and added to `into.<name>`. tensors: quantised inputs, see `quantized_from`. places: optional
+    memory for the gradients, in the order of wanted. by_slot: see `Request`."""
     wanted = options.wanted
     arrays = quantized_from(arrays, tensors)
     routing = next(bundle_of(kind, arrays, "routing.") for name, kind in _ROUTING.items() if name in arrays)
@@ -367,12 +366,12 @@ def moe_backward_plan(
         MoEOperands(arrays["x"], experts, routing, *masks, shared),
         bundle_of(OutputGradients, arrays, "gradients."),
     )
-    found = MoEBackward(gradients, operands, spec, stages, request).run()
+    results = MoEBackward(gradients, operands, spec, stages, request).run()
     if options.one_layer and experts.layer_index is not None:
         rank = len(experts.down.shape)
         ranks = {"d_experts": rank, "d_shared": rank - 1}
         for name in wanted:
             bundle, _, field = name.partition(".")
-            if found[name].ndim == ranks.get(bundle, 0) - field.endswith("_bias"):
-                found[name] = found[name][int(experts.layer_index[0])]
-    return tuple(found[name] for name in wanted)
+            if results[name].ndim == ranks.get(bundle, 0) - field.endswith("_bias"):
+                results[name] = results[name][int(experts.layer_index[0])]
+    return tuple(results[name] for name in wanted)
