@@ -1,8 +1,8 @@
-"""How ops are differentiated: one `jax.custom_vjp`, which follows a rule for each call.
+"""One `jax.custom_vjp` that differentiates ops by a rule for each call.
 
-Undifferentiated, a call is its custom call and nothing else. Differentiated in reverse, the rule's forward says what
-the backward reads, and its gradients are those that JAX asks for, usually by one more custom call. What nobody asks for
-is neither planned nor saved. Second derivatives are refused (`moe_jax.bridge.calls`).
+Without differentiation a call is only its custom call. In reverse mode the rule's forward saves what the backward
+reads, and its backward computes the requested gradients, usually with one custom call. Nothing else is planned or
+saved. Second derivatives are refused (`moe_jax.bridge.calls`).
 """
 
 from __future__ import annotations
@@ -21,45 +21,42 @@ from moe_jax.bridge import placement
 
 @dataclass(frozen=True)
 class Rule:
-    """What is static of one call, and how it is differentiated.
-
-    names: its arrays, in the order in which they are passed. results: what it returns. flowing: the results through
-    which gradients flow back.
-    """
+    """The static part of a call, and how to differentiate it. Arrays are passed in the order of names. flowing: results
+    through which gradients flow back."""
 
     names: tuple[str, ...]
     results: tuple[str, ...]
     flowing: tuple[str, ...]
 
     def differentiable(self) -> tuple[str, ...]:
-        """The arrays that may ask for a gradient; all others are constants."""
+        """Arrays that may request a gradient. The others are constants."""
         raise NotImplementedError
 
     def refuse(self, asked: list[str]) -> None:
-        """Raise Unsupported where this call has no gradient of what asks for one."""
+        """Raise Unsupported if a requested gradient does not exist for this call."""
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
-        """The results, and with `save` more that `saved` takes, by name."""
+        """The results by name, plus with `save` the outputs that `saved` reads."""
         raise NotImplementedError
 
     def saved(self, outputs: dict[str, Any], save: bool) -> dict[str, Any]:
-        """The outputs of the forward that `gradients` reads; of the same structure without `save`."""
+        """The outputs of the forward that `gradients` reads, in the same structure without `save`."""
         return {}
 
     def gradients(
         self, arrays: dict[str, Any], saved: dict[str, Any], upstream: dict[str, Any], asked: tuple[str, ...]
     ) -> dict[str, Any]:
-        """The gradients asked for, or more, by name. upstream: those of the flowing results that have one."""
+        """At least the requested gradients, by name. upstream: gradients of the flowing results that have one."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a forward hands to its backward.
+    """Residuals of a forward for its backward.
 
-    JAX may run one forward rule for several sets of differentiated arguments, and then reads the residuals of all by
-    the structure of the latest: so this has one structure for all of them, and says which gradients are asked for in
-    the shape of an array without elements, which survives scan, vmap, remat and shard_map.
+    JAX may run one forward rule for several sets of differentiated arguments and then read all residuals with the
+    latest structure. So the structure is the same for all, and the requested gradients are encoded in the shape of an
+    array without elements, which survives scan, vmap, remat and shard_map.
     """
 
     arrays: dict[str, Any]
@@ -81,7 +78,7 @@ def _forward_rule(rule: Rule, everywhere: bool, *primals: Any) -> tuple[tuple[An
     arrays = {name: primal.value for name, primal in zip(rule.names, primals, strict=True)}
     asked = [name for name, primal in zip(rule.names, primals, strict=True) if primal.perturbed]
     rule.refuse(asked)
-    bits = sum(1 << place for place, name in enumerate(rule.differentiable()) if name in asked)
+    bits = sum(1 << index for index, name in enumerate(rule.differentiable()) if name in asked)
     with placement.everywhere(everywhere):
         outputs = rule.forward(arrays, save=bits > 0)
     saved = Saved(arrays, rule.saved(outputs, bits > 0), jnp.zeros((0, bits), bool))
@@ -89,20 +86,20 @@ def _forward_rule(rule: Rule, everywhere: bool, *primals: Any) -> tuple[tuple[An
 
 
 def _backward_rule(rule: Rule, everywhere: bool, saved: Saved, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    bits, found = saved.asked.shape[1], {}
-    asked = tuple(name for place, name in enumerate(rule.differentiable()) if bits >> place & 1)
+    bits, gradients = saved.asked.shape[1], {}
+    asked = tuple(name for index, name in enumerate(rule.differentiable()) if bits >> index & 1)
     pairs = zip(rule.results, cotangents, strict=True)
     upstream = {name: one for name, one in pairs if name in rule.flowing and not isinstance(one, SymbolicZero)}
     if asked and upstream:
-        # What JAX hands back has the names sorted.
+        # JAX hands back dicts with sorted names.
         arrays = {name: saved.arrays[name] for name in rule.names}
         with placement.everywhere(everywhere):
-            found = rule.gradients(arrays, saved.outputs, upstream, asked)
-    return tuple(found.get(name) if name in asked else None for name in rule.names)
+            gradients = rule.gradients(arrays, saved.outputs, upstream, asked)
+    return tuple(gradients.get(name) if name in asked else None for name in rule.names)
 
 
 _function.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-# Inlined into an outer trace, so that programs hold nothing but the custom calls.
+# Inlined into an outer trace, so that programs contain only the custom calls.
 _run = jax.jit(_function, static_argnums=(0, 1), inline=True)
 
 
@@ -114,15 +111,15 @@ def differentiated(rule: Rule, arrays: Iterable[Any]) -> dict[str, Any]:
 
 
 def varying_alike(arrays: Iterable[Any]) -> list[Any]:
-    """Arrays that vary over the same axes of a mesh, as the results do.
+    """Make arrays vary over the same mesh axes as the results.
 
-    Under shard_map a gradient varies like what it is the gradient of: here all of them vary, and JAX sums the gradients
-    of arrays that did not.
+    Under shard_map a gradient varies like its array. Here all of them vary, and JAX sums the gradients of arrays that
+    did not.
     """
     arrays = list(arrays)
     axes = [jax.typeof(array).manual_axis_type.varying for array in arrays]
     every = frozenset().union(*axes)
     return [
-        array if own == every else jax.lax.pcast(array, tuple(every - own), to="varying")
-        for array, own in zip(arrays, axes, strict=True)
+        array if varying == every else jax.lax.pcast(array, tuple(every - varying), to="varying")
+        for array, varying in zip(arrays, axes, strict=True)
     ]

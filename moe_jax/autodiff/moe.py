@@ -1,8 +1,8 @@
-"""The gradient of the composed op `moe`, and so of everything made of it: one custom call forward, one backward.
+"""The gradient of the composed op `moe`: one custom call forward, one backward.
 
-x, the weights and biases of experts, shared expert and router have gradients, and given logits or weights. Into them
-flow those of the output and of the weights and logits returned. Gradients go through the matrices of quantised experts,
-which are frozen. What is refused, and why: `moe_core.ops.moe.checks.why_no_moe_gradient`.
+x, the weights and biases of experts, shared expert and router have gradients, and passed logits or weights. They come
+from the gradients of the output and of the returned weights and logits. Gradients go through quantised experts, which
+are frozen. Reasons for refusals: `moe_core.ops.moe.checks.why_no_moe_gradient`.
 """
 
 from __future__ import annotations
@@ -35,26 +35,22 @@ from moe_jax.autodiff.function import Rule, differentiated
 from moe_jax.bridge import platforms
 from moe_jax.bridge.calls import OpCall, Request, moe_request, on_host, undifferentiable
 
-#: Names under which the policies of `jax.checkpoint` find what a backward reads: the pre-activations of the experts
-#: (large), and the routing with its layout (small). With both saved, a backward runs no forward again; where one is
-#: missing, it runs the whole forward again.
+#: Checkpoint names for `jax.checkpoint` policies: the experts' pre-activations (large), and the routing with its layout
+#: (small). With both saved, a backward runs no forward. Otherwise it runs the whole forward again.
 SAVED_NAMES = ("moebius_pre_activation", "moebius_routing")
-#: MaxText's names of both products before the activation, which are one array here. A policy that saves or offloads any
-#: of them keeps everything that a backward reads: without the small routing it would run the whole forward again.
+#: MaxText's names of both products before the activation, one array here. A policy that saves or offloads any of them
+#: keeps everything that a backward reads: without the small routing it would run the whole forward again.
 _MAXTEXT_NAMES = ("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
 
-#: A trace's ids and weights, as the experts' plan takes them and as a call names them beside its own routing.
+#: Plan input of a trace's ids and weights -> array name of the call.
 _REPLAYED = {"routing.ids": "replayed.ids", "routing.weights": "replayed.weights"}
 
 
 @dataclass(frozen=True)
 class MoERule(Rule):
-    """operands: of specs.
-
-    replayed: None, or the specs of ids and weights that come with the arrays instead of from the routing. The gradient
-    flows into the routing all the same, as if it had chosen them. wide: `wide` is among the arrays, which is x in fp32
-    and gets its gradient, unrounded.
-    """
+    """operands: of specs. replayed: None, or specs of a trace's ids and weights, which replace the routing's. The
+    gradient still flows into the routing. wide: the arrays include `wide`, x in fp32, which gets its unrounded
+    gradient."""
 
     operands: bundles.MoEOperands
     spec: MoESpec
@@ -72,19 +68,19 @@ class MoERule(Rule):
             raise Unsupported(reason)
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
-        """Every output of the plan, and of the router where that runs apart, by name."""
-        given, routing, spec = self.operands, self.operands.routing, self.spec
+        """Every output by name of the plan, and of the router if it runs separately."""
+        operands, routing, spec = self.operands, self.operands.routing, self.spec
         arrays = self._as_used(arrays)
         if self.replayed is not None:
             routing, spec = self.replayed, dataclasses.replace(spec, router=None)
-        options = ForwardOptions(given.token_mask, given.expert_map, given.shared, save)
-        outputs = self.execute(arrays, plan_moe, given.x, given.experts, routing, spec, options=options)
-        if self.replayed is None or isinstance(given.routing, bundles.TopK):
+        options = ForwardOptions(operands.token_mask, operands.expert_map, operands.shared, save)
+        outputs = self.execute(arrays, plan_moe, operands.x, operands.experts, routing, spec, options=options)
+        if self.replayed is None or isinstance(operands.routing, bundles.TopK):
             return outputs
         outputs |= {"ids": arrays["routing.ids"], "weights": arrays["routing.weights"]}
-        if isinstance(given.routing, bundles.RouterWeights):
+        if isinstance(operands.routing, bundles.RouterWeights):
             used = {name.removeprefix("routing."): array for name, array in arrays.items()}
-            router = (given.x, given.routing.weight, given.routing.bias, spec.logits_spec())
+            router = (operands.x, operands.routing.weight, operands.routing.bias, spec.logits_spec())
             outputs |= self.execute(used, plan_router, *router)
         return outputs
 
@@ -107,41 +103,40 @@ class MoERule(Rule):
             x = self.operands.x
             upstream = upstream | {"output": jnp.zeros(x.shape, numpy_dtype(self.spec.out_dtype or x.dtype))}
         bundle = OpCall("moe").bundle("gradients", bundles.OutputGradients(**upstream), "gradients.")
-        given = self._as_used(arrays | saved) | {f"gradients.{name}": array for name, array in upstream.items()}
+        inputs = self._as_used(arrays | saved) | {f"gradients.{name}": array for name, array in upstream.items()}
         if isinstance(self.operands.routing, bundles.TopK):
             names = ("routing.ids", "routing.weights")
-            given |= dict(zip(names, plain_top_k(*[given[name] for name in names]), strict=True))
+            inputs |= dict(zip(names, plain_top_k(*[inputs[name] for name in names]), strict=True))
         options = BackwardOptions(
             tuple("d_x" if name == "wide" else f"d_{name}" for name in asked),
             one_layer=self.operands.experts.layer_index is not None,
             wide="wide" in asked,
         )
         arguments, keywords = (bundle, self.operands, self.spec), (("options", options),)
-        request = Request("moe_backward", plan_moe_backward, arguments, keywords, tuple(given), self.targets)
-        found = zip(asked, undifferentiable(request, *given.values()), strict=True)
+        request = Request("moe_backward", plan_moe_backward, arguments, keywords, tuple(inputs), self.targets)
+        pairs = zip(asked, undifferentiable(request, *inputs.values()), strict=True)
         return {
-            name: gradient if name == "wide" else self._in_stack(name, gradient, arrays) for name, gradient in found
+            name: gradient if name == "wide" else self._in_stack(name, gradient, arrays) for name, gradient in pairs
         }
 
     def execute(
         self, arrays: Mapping[str, Any], planner: Callable[..., LaunchPlan], *arguments: Any, **options: Any
     ) -> dict[str, Any]:
-        """Every output by name of the plan that a planner makes of these arguments."""
+        """Run a planner's plan for these arguments. Returns every output by name."""
         request = Request("moe", planner, arguments, tuple(options.items()), tuple(arrays), self.targets)
         outputs = request.plan(dict(self.targets).get(platforms.default_platform(), self.targets[0][1])).outputs
         values = undifferentiable(request, *arrays.values())
         return {buffer.name: value for buffer, value in zip(outputs, values, strict=True)}
 
     def _as_used(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays by the plans' names: a trace's ids and weights stand for given ones."""
+        """The arrays by plan input name, with a trace's ids and weights as the routing's."""
         used = {name: array for name, array in arrays.items() if name not in _REPLAYED.values()}
-        return used | {name: arrays[given] for name, given in _REPLAYED.items() if given in arrays}
+        return used | {name: arrays[alias] for name, alias in _REPLAYED.items() if alias in arrays}
 
     def _in_stack(self, name: str, gradient: jax.Array, arrays: Mapping[str, Any]) -> jax.Array:
-        """The gradient of an array in its dtype, and where one layer of it was used with zeros for the others.
+        """The gradient in its array's dtype, and for one layer of a stack with zeros for the others.
 
-        Written so that XLA, where it adds this to what other layers gave (in the backward of a scan), adds the one
-        layer in place and makes no zeros.
+        XLA adds this form to other layers' gradients (in the backward of a scan) in place, without creating the zeros.
         """
         shape = attrgetter(name)(self.operands).shape
         if gradient.shape == shape:
@@ -151,7 +146,7 @@ class MoERule(Rule):
 
 
 def plain_top_k(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int64 ids as int32, those that it cannot hold as others that are out of range; bf16 and fp16 weights as fp32."""
+    """int64 ids as int32, with ids beyond it mapped to others out of range. bf16 and fp16 weights as fp32."""
     if ids.dtype == jnp.int64:
         ids = jnp.clip(ids, -2, INT32_LIMIT - 1).astype(jnp.int32)
     return ids, weights.astype(jnp.float32) if weights.dtype in (jnp.bfloat16, jnp.float16) else weights
@@ -165,10 +160,10 @@ def run_moe(
     *,
     checked: bool = False,
     replayed: bundles.Routing | None = None,
-    **given: Any,
+    **optional: Any,
 ) -> bundles.MoEOutput:
-    """`moe_jax.ops.moe`, also with a trace's ids and weights in the place of the routing's, which is still trained."""
-    call, (x_spec, *parts, _), options = moe_request(x, experts, routing, spec, **given)
+    """Run `moe_jax.ops.moe`, or replay a trace's ids and weights. The routing is still trained."""
+    call, (x_spec, *parts, _), options = moe_request(x, experts, routing, spec, **optional)
     chosen = None
     if replayed is not None:
         chosen = bundles.TopK(

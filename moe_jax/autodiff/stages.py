@@ -1,9 +1,8 @@
-"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
+"""Gradients of the stage ops: `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
 `activation`, `reduce`.
 
-Each saves its own arguments (`route` its ids too) and later runs one custom call for the gradients asked for and no
-others; `reduce` copies rows in JAX's own operations. What has no gradient, and why: `refuse` below and
-`moe_core.ops.matmul.backward.why_no_gradient`. A product with quantised weights has those of its other operands.
+Each saves its arguments (`route` its ids too) and runs one custom call for the requested gradients. `reduce` copies
+rows with JAX operations. Reasons for missing gradients: `refuse` and `moe_core.ops.matmul.backward.why_no_gradient`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Stage(Rule):
-    """request: the forward. asking: what `differentiable` answers."""
+    """request: the forward. asking: the differentiable arrays."""
 
     request: Request
     asking: Names
@@ -49,7 +48,7 @@ class _Stage(Rule):
     def _backward(
         self, planner: Callable[..., LaunchPlan], arrays: Arrays, *arguments: Any, **keywords: Any
     ) -> tuple[jax.Array, ...]:
-        """The outputs of a backward's plan; arrays: by the names of its inputs."""
+        """Run a backward's plan on arrays by input name."""
         op, targets = f"{self.request.op}_backward", self.request.targets
         request = Request(op, planner, arguments, tuple(keywords.items()), tuple(arrays), targets)
         return undifferentiable(request, *arrays.values())
@@ -61,17 +60,17 @@ def _spec(array: Any) -> ArraySpec:
 
 class _Router(_Stage):
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
-        given = {"d_logits": upstream["logits"], "x": arrays["x"], "weight": arrays["weight"]}
+        inputs = {"d_logits": upstream["logits"], "x": arrays["x"], "weight": arrays["weight"]}
         arguments = (_spec(upstream["logits"]), *self.request.arguments)
         wanted = tuple(f"d_{name}" for name in asked)
-        return dict(zip(asked, self._backward(plan_router_backward, given, *arguments, wanted=wanted), strict=True))
+        return dict(zip(asked, self._backward(plan_router_backward, inputs, *arguments, wanted=wanted), strict=True))
 
 
 class _Norm(_Stage):
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
-        given, wanted = {"d_y": upstream["y"]} | arrays, tuple(f"d_{name}" for name in asked)
+        inputs, wanted = {"d_y": upstream["y"]} | arrays, tuple(f"d_{name}" for name in asked)
         arguments = (_spec(upstream["y"]), *self.request.arguments)
-        return dict(zip(asked, self._backward(plan_rms_norm_backward, given, *arguments, wanted=wanted), strict=True))
+        return dict(zip(asked, self._backward(plan_rms_norm_backward, inputs, *arguments, wanted=wanted), strict=True))
 
 
 class _Route(_Stage):
@@ -81,10 +80,10 @@ class _Route(_Stage):
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         logits, spec = self.request.arguments
         mask = dict(self.request.keywords)["token_mask"]
-        given = {"gradients.weights": upstream["weights"], "logits": arrays["logits"], "ids": saved["ids"]}
-        given |= {} if mask is None else {"token_mask": arrays["token_mask"]}
+        inputs = {"gradients.weights": upstream["weights"], "logits": arrays["logits"], "ids": saved["ids"]}
+        inputs |= {} if mask is None else {"token_mask": arrays["token_mask"]}
         arguments = (RoutingGradients(_spec(upstream["weights"])), logits, _spec(saved["ids"]), spec)
-        return {"logits": self._backward(plan_routing_backward, given, *arguments, token_mask=mask)[0]}
+        return {"logits": self._backward(plan_routing_backward, inputs, *arguments, token_mask=mask)[0]}
 
 
 class _RouteRounded(_Stage):
@@ -93,10 +92,10 @@ class _RouteRounded(_Stage):
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         logits, spec, rounding = self.request.arguments
-        given = {"d_weights": upstream["weights"], "logits": arrays["logits"], **saved}
+        inputs = {"d_weights": upstream["weights"], "logits": arrays["logits"], **saved}
         table = _spec(saved["ids"])
         arguments = (_spec(upstream["weights"]), logits, table, table, spec, rounding)
-        return {"logits": self._backward(plan_route_rounded_backward, given, *arguments)[0]}
+        return {"logits": self._backward(plan_route_rounded_backward, inputs, *arguments)[0]}
 
 
 class _Product(_Stage):
@@ -107,28 +106,30 @@ class _Product(_Stage):
             raise Unsupported(reason)
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
-        given, arguments = {"d_y": upstream["y"]} | arrays, (_spec(upstream["y"]), *self.request.arguments)
+        inputs, arguments = {"d_y": upstream["y"]} | arrays, (_spec(upstream["y"]), *self.request.arguments)
         wanted = tuple(f"d_{name}" for name in asked)
-        return dict(zip(asked, self._backward(plan_matmul_ogs_backward, given, *arguments, wanted=wanted), strict=True))
+        return dict(
+            zip(asked, self._backward(plan_matmul_ogs_backward, inputs, *arguments, wanted=wanted), strict=True)
+        )
 
 
 class _Gather(_Stage):
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         x, _, row_of_slot, layout = self.request.arguments
-        given = {"y": upstream["y"], "row_of_slot": arrays["row_of_slot"]}
+        inputs = {"y": upstream["y"], "row_of_slot": arrays["row_of_slot"]}
 
         def total(dtype: str) -> jax.Array:
             options = {"order": "row", "out_dtype": dtype}
-            return self._backward(plan_reduce, given, _spec(upstream["y"]), row_of_slot, layout, **options)[0]
+            return self._backward(plan_reduce, inputs, _spec(upstream["y"]), row_of_slot, layout, **options)[0]
 
         return {name: total("float32" if name == "wide" else x.dtype) for name in asked}
 
 
 class _Activation(_Stage):
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
-        given, arguments = {"d_y": upstream["y"]} | arrays, (_spec(upstream["y"]), *self.request.arguments)
+        inputs, arguments = {"d_y": upstream["y"]} | arrays, (_spec(upstream["y"]), *self.request.arguments)
         up = dict(self.request.keywords)["up"]
-        return dict(zip(("x", "up"), self._backward(plan_activation_backward, given, *arguments, up=up), strict=False))
+        return dict(zip(("x", "up"), self._backward(plan_activation_backward, inputs, *arguments, up=up), strict=False))
 
 
 class _Reduce(_Stage):
@@ -140,25 +141,25 @@ class _Reduce(_Stage):
             )
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
-        """A slot's row is that of its token; slots and rows without each other get zeros."""
-        gradient, found = upstream["out"], {}
+        """A slot's row gets its token's gradient. Slots and rows without each other get zeros."""
+        gradient, gradients = upstream["out"], {}
         if "shared" in asked:
-            found["shared"] = gradient.astype(arrays["shared"].dtype)
+            gradients["shared"] = gradient.astype(arrays["shared"].dtype)
         if "y" in asked:
             top_k, order = self.request.arguments[2].top_k, dict(self.request.keywords)["order"]
             y, row_of_slot = arrays["y"], arrays["row_of_slot"]
             rows = jnp.repeat(gradient.astype(y.dtype), top_k, axis=0)
             if order == "slot":
-                found["y"] = jnp.where(row_of_slot[:, None] >= 0, rows, 0)
+                gradients["y"] = jnp.where(row_of_slot[:, None] >= 0, rows, 0)
             else:
-                # Slots without a row write past the end, which is dropped.
+                # Slots without a row write past the end, where writes are dropped.
                 places = jnp.where(row_of_slot >= 0, row_of_slot, y.shape[0])
                 zeros, places, rows = varying_alike((jnp.zeros_like(y), places, rows))
-                found["y"] = zeros.at[places].set(rows, mode="drop")
-        return found
+                gradients["y"] = zeros.at[places].set(rows, mode="drop")
+        return gradients
 
 
-#: By op: its rule, its results, the one through which gradients flow back, and the arrays that have a gradient.
+#: op -> (rule, results, results through which gradients flow back, differentiable arrays).
 _RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
     "router": (_Router, ("logits",), ("logits",), ("x", "weight", "bias", "wide")),
     "rms_norm": (_Norm, ("y",), ("y",), ("x", "weight")),
@@ -177,7 +178,7 @@ _RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
 
 
 def run_stage(call: OpCall, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
-    """`call.run` of one of these ops, differentiable: its results, in order."""
+    """Run a stage op, differentiably. Returns its results in order."""
     request = call.request(planner, *arguments, **keywords)
     rule, results, flowing, asking = _RULES[request.op]
     stage = rule(request.names, results, flowing, request, asking)

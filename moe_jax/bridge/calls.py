@@ -1,8 +1,8 @@
 """From a caller's arrays to a planned, jitted custom call: the one path every op takes.
 
-An op names its arrays once (`OpCall.array`, `OpCall.bundle`), which checks them and gives their specs; `OpCall.run`
+An op names its arrays once (`OpCall.array`, `OpCall.bundle`), which checks them and returns their specs. `OpCall.run`
 plans and calls. Everything static (planner, options, specs, targets) is one hashable `Request`, so that an eager op is
-a cached `jax.jit` call, and errors of planning are raised as themselves, while tracing.
+a cached `jax.jit` call, and planning errors are raised unchanged, while tracing.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from moe_core.specs import operands as bundles
 from moe_jax.bridge import ffi, placement, platforms
 
 T = TypeVar("T")
-#: What the ops take for an array; they return jax.Array.
+#: Arrays that ops accept. They return jax.Array.
 Array = jax.Array | np.ndarray
 
-#: The ops that have a gradient; none of them has a second one.
+#: The ops with a first gradient. None has a second one.
 DIFFERENTIABLE_OPS = ("moe", "router", "rms_norm", "route", "route_rounded", "matmul_ogs")
 DIFFERENTIABLE_OPS += ("gather_rows", "activation", "reduce")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What decides a call: `planner(*arguments, target, **keywords)` for the target of each JAX platform.
+    """The static part of a call: `planner(*arguments, target, **keywords)` for the target of each JAX platform.
 
-    names: the plan's input names, in the order in which the arrays are passed. everywhere: whether every device of a
-    program for several may run all of it.
+    names: the plan's input names, in array order. everywhere: every device of a program for several may run all of it.
     """
 
     op: str
@@ -60,17 +59,15 @@ class Request:
 
 
 class OpCall:
-    """Collects the arrays of one call of an op by plan input name."""
+    """Collects the arrays of one op call by plan input name."""
 
     def __init__(self, op: str) -> None:
         self._op = op
         self._arrays: dict[str, Any] = {}
 
     def array(self, name: str, value: Any, argument: str | None = None) -> ArraySpec:
-        """Check and record an array; returns its spec. argument: what messages call it, None = the plan's name.
-
-        Raises InvalidInput for what is no array of a known dtype.
-        """
+        """Check and record an array and return its spec. Messages call it `argument`, or the plan's name if None.
+        Raises InvalidInput unless it is an array of a known dtype."""
         argument = argument or name
         require_array(argument, value)
         if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
@@ -86,7 +83,7 @@ class OpCall:
         return None if value is None else self.array(name, value)
 
     def bundle(self, argument: str, value: T, prefix: str = "") -> T:
-        """Record every array of an operand bundle under `prefix + field`; returns the same bundle of specs."""
+        """Record every array of an operand bundle as `prefix + field`, and return the same bundle of specs."""
         specs: dict[str, Any] = {}
         for field, array in bundles.named_fields(value):
             if isinstance(array, QuantizedTensor):
@@ -99,9 +96,9 @@ class OpCall:
         return dataclasses.replace(value, **specs)  # type: ignore[type-var]
 
     def _quantized(self, name: str, tensor: QuantizedTensor) -> QuantizedTensor:
-        """Record the arrays of a quantised tensor under `name.values` and so on; returns the tensor of their specs.
+        """Record the arrays of a quantised tensor (`name.values`, ...), and return the tensor of their specs.
 
-        A pytree library may have built it around anything: InvalidInput where the arrays are not those of its format.
+        Raises InvalidInput for arrays that differ from its format: pytree libraries may build it around anything.
         """
         specs = {field: self.array(f"{name}.{field}", array) for field, array in bundles.named_fields(tensor)}
         for field in ("values", "scales"):
@@ -113,30 +110,30 @@ class OpCall:
             raise InvalidInput(f"{name}: {error}") from error
 
     def run(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[jax.Array, ...]:
-        """Plan, then call: the plan's outputs, in order."""
+        """Plan, then call. Returns the plan's outputs in order."""
         return execute(self.request(planner, *arguments, **keywords), *self.placed().values())
 
     def placed(self) -> dict[str, Any]:
-        """The arrays by plan input name. Raises InvalidInput, Unsupported where they are on several devices."""
+        """The arrays by plan input name. Raises InvalidInput or Unsupported if they are on several devices."""
         placement.check(self._op, self._arrays)
         return dict(self._arrays)
 
     def plan(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> LaunchPlan:
-        """The plan `run` would use where the arrays are; for shapes, on the default device."""
+        """The plan that `run` would use on the arrays' device, for shapes on the default device."""
         return self.request(planner, *arguments, **keywords).plan(self.target())
 
     def target(self) -> Target:
-        """That of the arrays' device; for shapes, of the default device."""
+        """The target of the arrays' device, for shapes of the default device."""
         return dict(platforms.targets())[platforms.platform_of(self._arrays.values())]
 
     def request(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> Request:
-        """What `run` calls."""
+        """The request that `run` calls."""
         names, everywhere = tuple(self._arrays), placement.may_run_everywhere(self._arrays.values())
         return Request(self._op, planner, arguments, tuple(keywords.items()), names, platforms.targets(), everywhere)
 
 
 def require_array(name: str, value: object) -> None:
-    """Raise InvalidInput unless `value` is an array, or the shape of one, that JAX takes as it is."""
+    """Raise InvalidInput unless `value` is an array or a shape that JAX takes unchanged."""
     if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         raise InvalidInput(
             f"{name} must be a jax.Array, got {type(value).__module__}.{type(value).__qualname__}; "
@@ -158,7 +155,7 @@ def require_array(name: str, value: object) -> None:
 
 
 def require_type(name: str, value: object, *kinds: type) -> None:
-    """Raise InvalidInput unless value is of one of the kinds, which moe_jax exports; see `is_derived`."""
+    """Raise InvalidInput unless value has one of these types of moe_jax; see `is_derived`."""
     if type(value) not in kinds and not is_derived(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         got = repr(value) if value is None or isinstance(value, (str, int, float)) else type(value).__name__
@@ -166,7 +163,6 @@ def require_type(name: str, value: object, *kinds: type) -> None:
 
 
 def dtype_name(name: str, dtype: Any) -> str | None:
-    """The canonical name of an option that is a dtype or None."""
     if dtype is None:
         return None
     try:
@@ -200,10 +196,9 @@ def _spec(name: str, shape: tuple[int, ...], dtype: Any) -> ArraySpec:
 
 
 def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Plan for every platform of the process and stage out the call of the plan of the one it is lowered for.
+    """Plan for every platform of the process, and stage out the call of the plan of the lowered platform.
 
-    Raises Unsupported where there is no kernel on the platform that runs by default; on another one the program does,
-    when it is lowered for it.
+    Raises Unsupported if the default platform has no kernel. A program lowered for another one raises then.
     """
     by_name = dict(zip(request.names, arrays, strict=True))
     require_one_precision((name, canonical(array.dtype)) for name, array in by_name.items())
@@ -236,16 +231,16 @@ def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, .
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def undifferentiable(request: Request, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """`stage`, of which no derivative exists."""
+    """`stage` without a derivative."""
     return stage(request, arrays)
 
 
 @functools.partial(undifferentiable.defjvp, symbolic_zeros=True)
 def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> Any:
     if not any(jax.numpy.issubdtype(primal.dtype, jax.numpy.inexact) for primal in primals):
-        # Ids and layouts made of integers: nothing is asked for.
+        # Ids and layouts from integers: no gradient is requested.
         results = undifferentiable(request, *primals)
-        # Symbolic zeros, as under shard_map a tangent's type also says over which mesh axes it varies.
+        # Symbolic zeros, because under shard_map a tangent's type also has its varying mesh axes.
         return results, jax.custom_derivatives.zero_from_primal(results, symbolic_zeros=True)
     op = request.op.removesuffix("_backward")
     if op in DIFFERENTIABLE_OPS:
@@ -260,7 +255,7 @@ def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> A
     )
 
 
-# Inlined into an outer trace, so that programs hold nothing but the custom call.
+# Inlined into an outer trace, so that programs contain only the custom call.
 execute = jax.jit(undifferentiable, static_argnums=0, inline=True)
 
 
@@ -274,9 +269,9 @@ def moe_request(
     expert_map: Any = None,
     shared: Any = None,
 ) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
-    """The call of `moe` for arrays or ShapeDtypeStructs, and the arguments and keywords of its planner.
+    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments and keywords.
 
-    Raises InvalidInput for arguments of another type, Unsupported for spec.main_grad.
+    Raises InvalidInput for wrong types, Unsupported for spec.main_grad.
     """
     require_type("experts", experts, bundles.ExpertWeights)
     require_type("routing", routing, bundles.RouterWeights, bundles.RouterLogits, bundles.TopK)
@@ -305,6 +300,6 @@ def moe_request(
 
 
 def training_plans(call: OpCall, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[LaunchPlan, ...]:
-    """The plans of a training step, of what `moe_request` returned."""
+    """The plans of a training step for `moe_request`'s result."""
     x, experts, routing, spec = arguments
     return plan_training(bundles.MoEOperands(x, experts, routing, **keywords), spec, call.target(), one_layer=True)

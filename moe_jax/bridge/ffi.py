@@ -1,14 +1,12 @@
-"""The bridge: one XLA FFI target through which a plan runs on XLA's own buffers. The only user of tvm_ffi, which
-`moe_jax.bridge.tvm` imports.
+"""One XLA FFI target that runs plans on XLA's own buffers. The only user of tvm_ffi, imported by `moe_jax.bridge.tvm`.
 
-A compiled program calls the target `moebius_plan` with the plan's key. XLA hands over the addresses of the operands and
-results and, on a GPU, its stream; the callback runs the prepared plan on them. It allocates nothing,
-copies nothing, waits for nothing and calls neither JAX nor a compiler, so that XLA may capture its launches into a CUDA
-graph and replay them without Python.
+A compiled program calls the target `moebius_plan` with the plan's key. XLA passes the addresses of operands and results
+and, on a GPU, its stream. The callback runs the prepared plan without allocation, copy or wait, and calls neither JAX
+nor a compiler, so that XLA may capture its launches into a CUDA graph and replay them without Python.
 
-What shapes this file (jax-tvm-ffi 0.1.3): a string attribute longer than 7 bytes is used after it is freed, other kinds
-of attribute leak on every call, a missing attribute crashes, and a process holds at most 1024 targets. Hence one target
-and a key in short strings. The tensors handed in are borrowed: reading address and size is all that is done with them.
+Limits of jax-tvm-ffi 0.1.3: a string attribute longer than 7 bytes is used after it is freed, other kinds of attribute
+leak on every call, a missing attribute crashes, and a process holds at most 1024 targets. Hence one target and a key in
+short strings. The tensors passed in are borrowed: only address and size are read.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ except ModuleNotFoundError as error:
         "install moebius with its extra `jax`: pip install 'moebius[jax]'"
     ) from error
 
-#: The custom call's name in every program, and what `jax.export.DisabledSafetyCheck.custom_call` takes.
+#: The custom call's name in every program, and for `jax.export.DisabledSafetyCheck.custom_call`.
 TARGET_NAME = "moebius_plan"
-#: What programs of earlier versions call, with keys of one attribute.
+#: The target of programs from earlier versions, with keys of one attribute.
 _FORMER_TARGET_NAME = "moebius"
 #: Longer string attributes are used after they are freed.
 _ATTRIBUTE_LENGTH = 7
@@ -53,10 +51,7 @@ _ATTRIBUTES = tuple(f"plan_{part}" for part in range(KEY_LENGTH // _ATTRIBUTE_LE
 
 @dataclass
 class _Runnable:
-    """A plan that the callback runs, with the elements of its operands and results.
-
-    called: whether the dtypes of a call were compared.
-    """
+    """A plan that the callback runs, with sizes and dtypes of its arrays. called: a call's dtypes were compared."""
 
     prepared: Prepared
     sizes: list[int]
@@ -64,7 +59,7 @@ class _Runnable:
     called: bool = False
 
     def refuse(self, tensors: Sequence[Any]) -> None:
-        """Raise InvalidInput where the arrays of a call are not those that the plan was made for."""
+        """Raise InvalidInput if the arrays of a call are not those of the plan."""
         got = [f"{tensor.numel()} of {tensor.dtype}" for tensor in tensors]
         wanted = [f"{size} of {dtype}" for size, dtype in zip(self.sizes, self.dtypes, strict=True)]
         plan = self.prepared.plan
@@ -75,27 +70,27 @@ class _Runnable:
             )
 
 
-# (plan key, "cpu" or "cuda", device index) -> ready to run. Filled while tracing; read by the callback.
+# (plan key, "cpu" or "cuda", device index) -> ready to run. Filled while tracing, read by the callback.
 _runnable: Recent[_Runnable] = Recent()
-# Those of them that were prepared once, so that preparing again compiles nothing.
+# Keys that were prepared once, so that preparing again compiles nothing.
 _published: Recent[bool] = Recent(plans.TEXTS_KEPT)
 _count_lock = process_lock()
 _count = 0
 
 
 def callback_count() -> int:
-    """How often XLA has called into Python in this process; it stands still while XLA replays captured launches."""
+    """Number of calls from XLA into Python in this process. It is constant while XLA replays captured launches."""
     return _count
 
 
 def attributes_of(key: str) -> dict[str, str]:
-    """A key as the attributes of a custom call."""
+    """A key as attributes of a custom call."""
     starts = range(0, KEY_LENGTH, _ATTRIBUTE_LENGTH)
     return {name: key[start : start + _ATTRIBUTE_LENGTH] for name, start in zip(_ATTRIBUTES, starts, strict=True)}
 
 
 def publish(plan: LaunchPlan, platform: str, device_indices: Iterable[int]) -> None:
-    """Register a plan and make it ready on devices, so that the callback finds it compiled and loaded."""
+    """Register a plan and prepare it on devices, so that the callback has it compiled and loaded."""
     key = plans.register(plan)
     for index in device_indices:
         if _runnable.find((key, platform, index)) is None:
@@ -114,23 +109,23 @@ def _make_runnable(plan: LaunchPlan, platform: str, index: int) -> _Runnable:
         )
     if plan.scratch_bytes:
         specs.append(ArraySpec((plan.scratch_bytes,), "uint8"))
-    found = _Runnable(prepare(plan, index), [spec.size for spec in specs], [spec.dtype for spec in specs])
-    _runnable.put((plan.key, platform, index), found)
+    runnable = _Runnable(prepare(plan, index), [spec.size for spec in specs], [spec.dtype for spec in specs])
+    _runnable.put((plan.key, platform, index), runnable)
     _published.put((plan.key, platform, index), True)
-    return found
+    return runnable
 
 
 def call(plan: LaunchPlan, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Stage out the custom call of a plan; `arrays` by input name. Returns the plan's outputs, in order."""
+    """Stage out a plan's custom call; `arrays` by input name. Returns the plan's outputs in order."""
     operands = [arrays[buffer.name] for buffer in plan.inputs]
     results = [(buffer.spec.shape, dtypes.numpy_dtype(buffer.spec.dtype)) for buffer in plan.outputs]
     if plan.scratch_bytes:
-        # XLA plans the arena with its other temporaries: a result that nobody reads.
+        # A result that nobody reads: XLA plans this arena with its other temporaries.
         results.append(((plan.scratch_bytes,), np.dtype(np.uint8)))
     varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
     options: dict[str, Any] = {}
     if varying:
-        # Under shard_map a result varies over the mesh axes that any operand varies over.
+        # Under shard_map a result varies over the mesh axes of every operand.
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
         options = {"sharding": sharding, "manual_axis_type": ManualAxisType(varying=varying)}
     structs = tuple(jax.ShapeDtypeStruct(shape, dtype, **options) for shape, dtype in results)
@@ -143,11 +138,11 @@ def _callback(first: str, second: str, third: str, stream: int, *tensors: Any) -
     with _count_lock:
         _count += 1
     device, key = tensors[0].device, first + second + third
-    place = (key, device.type, device.index)
-    runnable = _runnable.get(place) or _runnable.find(place)
+    identity = (key, device.type, device.index)
+    runnable = _runnable.get(identity) or _runnable.find(identity)
     if runnable is None:
-        runnable = _prepare_late(*place)
-    # A size takes next to nothing to read, a dtype half a microsecond, which counts beside launches on a GPU.
+        runnable = _prepare_late(*identity)
+    # Reading a size costs next to nothing, a dtype half a microsecond, which matters for GPU launches.
     is_new = device.type == "cpu" or not runnable.called
     if is_new or [tensor.numel() for tensor in tensors] != runnable.sizes:
         runnable.refuse(tensors)
@@ -157,7 +152,7 @@ def _callback(first: str, second: str, third: str, stream: int, *tensors: Any) -
 
 
 def _prepare_late(key: str, platform: str, index: int) -> _Runnable:
-    """For plans that were forgotten since, and programs exported elsewhere, whose plans this process did not make."""
+    """Prepare plans that were forgotten since, and plans of programs exported by another process."""
     try:
         plan = plans.lookup(key)
     except InvalidInput as error:
@@ -178,7 +173,7 @@ def _prepare_late(key: str, platform: str, index: int) -> _Runnable:
                 f"plan {key!r} ({plan.name}) was made for {plan.target}, got a call on {device}; "
                 "export the program for this GPU"
             )
-        # Compiling here could fall into the middle of a graph capture, which it would break.
+        # Compiling here could break a graph capture in progress.
         raise InvalidInput(
             f"plan {key!r} ({plan.name}) must be compiled for cuda device {index} before it runs, got a call first; "
             "call moe_jax.load_plans(path), which compiles for every local device"

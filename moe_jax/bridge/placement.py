@@ -1,7 +1,8 @@
-"""On which devices a call may run: on one at a time, or whole on every one of them where that is wanted.
+"""Decide the devices of a call: one at a time, or if requested all of it on every one.
 
 XLA cannot split a custom call. In a program for several devices it gathers every operand on each of them, and each runs
-the whole call. What shows in the arrays is refused in the call; what only XLA decides, when the program is lowered.
+the whole call. Splits that arrays show are refused in the call, and splits that XLA decides when the program is
+lowered.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from jax.sharding import AxisType
 
 from moe_core.errors import InvalidInput, Unsupported
 
-#: Whether calls traced now may run on several devices. Part of the key of every jit cache.
+#: True if calls traced now may run on several devices. Part of every jit cache's key.
 everywhere = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
 def replicated() -> Iterator[None]:
-    """Let ops and layers run outside `jax.shard_map` in programs for several devices, each of which runs all of it.
+    """Let ops and layers run outside `jax.shard_map` in programs for several devices, each running all of it.
 
     `with moe_jax.replicated(): y = jax.jit(layer)(x)`. XLA gathers every operand on every device, and the results are
-    replicated. Without it such a program raises Unsupported when it is lowered. Gradients of calls made inside the
-    block are allowed too, wherever they are taken. jitted functions trace again in it.
+    replicated. Otherwise such a program raises Unsupported when it is lowered. Calls made in the block may be
+    differentiated anywhere. jitted functions trace again in it.
     """
     with everywhere(True):
         yield
 
 
 def check(op: str, arrays: Mapping[str, Any]) -> None:
-    """Refuse arrays split over devices outside shard_map, where they can be seen, and arrays of several devices."""
+    """Refuse arrays of several devices, and arrays visibly split over devices outside shard_map."""
     placed: tuple[str, Any] | None = None
     for name, value in arrays.items():
         if isinstance(value, Tracer):
@@ -67,14 +68,13 @@ def _list(devices: Any) -> str:
 
 
 def may_run_everywhere(arrays: Iterable[Any]) -> bool:
-    """Whether a call of arrays that passed `check` may run on several devices: inside `replicated`, and where every
-    array is known to be whole on each of its devices, so that XLA gathers nothing."""
+    """Return True if a call of checked arrays may run on several devices: inside `replicated`, or if every array is
+    known to be whole on each of its devices, so that XLA gathers nothing."""
     return everywhere.value or all(_is_whole(array) for array in arrays)
 
 
 def _is_whole(array: Any) -> bool:
-    """Whether `check` has seen all of an array's sharding: it is no tracer, or every axis of the mesh has a type that
-    tracers show."""
+    """Return True if `check` saw all of an array's sharding: no tracer, or tracers show every axis of the mesh."""
     if not isinstance(array, Tracer):
         return True
     meshes = [mesh for mesh in (jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()) if not mesh.empty]
@@ -85,7 +85,7 @@ def _is_whole(array: Any) -> bool:
     )
 
 
-# The identity, which refuses to be lowered for several devices; run eagerly, it sees its array.
+# The identity, which refuses lowering for several devices. Run eagerly, it sees its array.
 _on_one_device = Primitive("moebius_on_one_device")
 _on_one_device.def_abstract_eval(lambda operand, *, op, name: operand)
 batching.primitive_batchers[_on_one_device] = lambda operands, axes, **static: (
@@ -100,8 +100,8 @@ def _check_one(operand: jax.Array, *, op: str, name: str) -> jax.Array:
 
 
 def on_one_device(op: str, arrays: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a call that must not run on several devices outside shard_map: where only XLA knows, lowering them
-    raises Unsupported, which names the op and the fix. Raises as `check` does."""
+    """The arrays of a call that must not run on several devices outside shard_map. Raises as `check`. If only XLA can
+    tell, lowering them raises Unsupported with the op and the fix."""
     check(op, arrays)
     if may_run_everywhere(arrays.values()):
         return arrays
@@ -113,20 +113,20 @@ def _lower_on_one_device(context: mlir.LoweringRuleContext, operand: Any, *, op:
     devices = getattr(where, "num_devices", None)  # none inside shard_map and pmap
     mesh = getattr(where, "mesh", None)
     if devices is not None and devices > 1:
-        place = f"a program for {devices} devices outside jax.shard_map"
+        program = f"a program for {devices} devices outside jax.shard_map"
     elif left := [] if mesh is None else _left_to_xla(mesh, where.manual_axes):
-        place = f"a jax.shard_map that leaves {', '.join(left)} of the mesh to XLA"
+        program = f"a jax.shard_map that leaves {', '.join(left)} of the mesh to XLA"
     else:
         return [operand]
     raise Unsupported(
-        f"{op} runs on one device at a time, got {place}: XLA would gather every operand and run the whole call on "
+        f"{op} runs on one device at a time, got {program}: XLA would gather every operand and run the whole call on "
         "each device; call it inside jax.shard_map over every axis of the mesh, on the local tokens, or, if every "
         "device should do all of it, inside `with moe_jax.replicated():`"
     )
 
 
 def _left_to_xla(mesh: Any, manual: frozenset[Any]) -> list[str]:
-    """The axes of a mesh over which XLA may split arrays inside a shard_map."""
+    """The mesh axes over which XLA may split arrays inside a shard_map."""
     return [f"{name!r} ({size} devices)" for name, size in mesh.shape.items() if size > 1 and name not in manual]
 
 

@@ -1,4 +1,4 @@
-"""Which plan targets a traced op needs: the CPU engine, the CUDA devices of this process, or an explicit target."""
+"""Choose the plan targets of a traced op: the CPU engine, this process's CUDA devices, or an explicit target."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from moe_core.plan import registry as plans
 from moe_core.runtime.devices import target_of
 from moe_jax.bridge import ffi
 
-# Values of these contexts are part of the key of every jit cache: leaving or entering one traces again.
+# These contexts are part of every jit cache's key: leaving or entering one traces again.
 _export_target = jax.make_user_context(None)
 _cpu_engine = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def export_target(cuda: Target) -> Iterator[None]:
-    """Trace for an explicit CUDA target, as a machine without a GPU must to export a program for one.
+    """Trace for an explicit CUDA target, to export a program for a GPU on a machine without one.
 
     `with export_target(Target("cuda", 90, 132)): jax.export.export(jax.jit(f), platforms=["cuda"], ...)(*arguments)`.
-    Nothing is compiled for it here. Raises InvalidInput unless `cuda` is a Target of kind cuda.
+    Compiles nothing here. Raises InvalidInput unless `cuda` is a Target of kind cuda.
     """
     if not isinstance(cuda, Target) or cuda.vendor != "nvidia":
         raise InvalidInput(
@@ -42,10 +42,9 @@ def export_target(cuda: Target) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cpu_engine(kind: str) -> Iterator[None]:
-    """Choose the CPU engine inside a `with` block, `interpreter` or `reference`; jitted functions trace again in it.
+    """Choose the CPU engine inside a `with` block, `interpreter` or `reference`. jitted functions trace again in it.
 
-    `moe_core.base.target.cpu_engine` does the same without JAX noticing: a function jitted and traced before keeps its
-    plan.
+    With `moe_core.base.target.cpu_engine` JAX does not notice, and a function traced before keeps its plan.
     """
     with target.cpu_engine(kind), _cpu_engine(kind):
         yield
@@ -53,7 +52,7 @@ def cpu_engine(kind: str) -> Iterator[None]:
 
 @functools.cache
 def cuda_devices() -> tuple[int, ...]:
-    """The CUDA ordinals of the devices of this process; empty without a CUDA backend."""
+    """The CUDA ordinals of this process's devices. Empty without a CUDA backend."""
     try:
         return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
     except RuntimeError:  # what JAX raises for a platform it does not have
@@ -61,21 +60,21 @@ def cuda_devices() -> tuple[int, ...]:
 
 
 def cuda_target() -> Target | None:
-    """The target to plan for on CUDA: `export_target`'s, else that of the local devices, else None."""
+    """The CUDA target: `export_target`'s, else the local devices', else None."""
     explicit = _export_target.value
     return _local_cuda_target(cuda_devices()) if explicit is None else explicit
 
 
 @functools.cache
 def _local_cuda_target(indices: tuple[int, ...]) -> Target | None:
-    found = {index: target_of(("cuda", index)) for index in indices}
-    if len(set(found.values())) > 1:
-        listed = ", ".join(f"cuda:{index} is {kind}" for index, kind in found.items())
+    kinds = {index: target_of(("cuda", index)) for index in indices}
+    if len(set(kinds.values())) > 1:
+        listed = ", ".join(f"cuda:{index} is {kind}" for index, kind in kinds.items())
         raise Unsupported(
             f"one program needs devices of one kind, and this process has several ({listed}); "
             "choose equal ones through CUDA_VISIBLE_DEVICES"
         )
-    return next(iter(found.values()), None)
+    return next(iter(kinds.values()), None)
 
 
 def targets() -> tuple[tuple[str, Target], ...]:
@@ -92,7 +91,7 @@ def targets() -> tuple[tuple[str, Target], ...]:
 
 
 def default_platform() -> str:
-    """`cpu` or `cuda`: where calls run now whose arrays are on no device of their own (`cuda` in `export_target`)."""
+    """`cpu` or `cuda`, the platform for arrays that are on no device (`cuda` in `export_target`)."""
     if _export_target.value is not None:
         return "cuda"
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
@@ -101,7 +100,7 @@ def default_platform() -> str:
 
 
 def platform_of(arrays: Iterable[Any]) -> str:
-    """`cpu` or `cuda`: where a call with these arrays would run now (`cuda` inside `export_target`)."""
+    """`cpu` or `cuda`, the platform for a call with these arrays (`cuda` in `export_target`)."""
     if _export_target.value is not None:
         return "cuda"
     for value in arrays:
@@ -111,7 +110,7 @@ def platform_of(arrays: Iterable[Any]) -> str:
 
 
 def devices_to_prepare(platform: str, chosen: Target) -> tuple[int, ...]:
-    """Device indices of a platform on which a plan for `chosen` can run in this process."""
+    """Indices of this process's devices of a platform that can run a plan for `chosen`."""
     if platform == "cpu":
         return (0,)
     local = _local_cuda_target(cuda_devices())
@@ -119,10 +118,10 @@ def devices_to_prepare(platform: str, chosen: Target) -> tuple[int, ...]:
 
 
 def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
-    """Register the plans of a file written by `export_plans`, compile them for the local devices, return their keys.
+    """Register the plans of a file from `export_plans`, compile them for the local devices, return their keys.
 
-    Call it before running a program that another process exported. Raises InvalidInput where the file comes from
-    another version of the kernels.
+    Call it before running a program that another process exported. Raises InvalidInput for a file from another version
+    of the kernels.
     """
     keys = plans.load_plans(path)
     for key in keys:
@@ -132,7 +131,7 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
     return keys
 
 
-# The identity, which no platform may lower: what programs do where there is no plan for the platform.
+# The identity, which no platform may lower. Programs contain it for platforms without a plan.
 _refused = Primitive("moebius_unplanned_platform")
 _refused.def_abstract_eval(lambda operand, *, reason: operand)
 batching.primitive_batchers[_refused] = lambda operands, axes, *, reason: (
@@ -141,10 +140,8 @@ batching.primitive_batchers[_refused] = lambda operands, axes, *, reason: (
 
 
 def refuse_when_lowered(operand: jax.Array, reason: str | None = None) -> jax.Array:
-    """Mark code that must not be lowered: doing so raises Unsupported with this reason.
-
-    None: that the process has no such platform; names it and the fix.
-    """
+    """Mark code that must not be lowered: lowering raises Unsupported with the reason. None: the process has no such
+    platform."""
     return _refused.bind(operand, reason=reason)
 
 

@@ -1,4 +1,4 @@
-"""Makes the core's operand bundles JAX pytrees, so that they pass through jit, scan, vmap and shard_map."""
+"""Register operand bundles as JAX pytrees, for jit, scan, vmap and shard_map."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_core.specs.operands import (
 
 
 def _keyed(tensor: QuantizedTensor) -> list[tuple[Any, Any]]:
-    """The leaves of a quantised tensor, in order; its spec is static."""
+    """The leaves of a quantised tensor in order. Its spec is static."""
     return [(jax.tree_util.GetAttrKey(name), getattr(tensor, name)) for name, _ in array_fields(QuantizedTensor)]
 
 
@@ -30,8 +30,7 @@ for _bundle in (ExpertWeights, MatmulOperands, RaggedLayout, RouterLogits, Route
 jax.tree_util.register_pytree_with_keys(
     QuantizedTensor,
     lambda tensor: (_keyed(tensor), tensor.spec),
-    # Transformations put axis numbers, tangents and shapes of stacks in the place of the arrays; ops check the tensors
-    # they take.
+    # Transformations replace arrays with axis numbers, tangents or stacked shapes. Ops check their tensors.
     lambda spec, leaves: QuantizedTensor.unchecked(spec, *leaves),
     lambda tensor: (tuple(leaf for _, leaf in _keyed(tensor)), tensor.spec),
 )

@@ -1,8 +1,8 @@
-"""tvm_ffi, imported without torch where nobody has imported torch yet.
+"""Import tvm_ffi without torch, unless torch is imported already.
 
-tvm_ffi imports torch wherever it is installed, which takes seconds and 200 MB, to accept torch's tensors, dtypes and
-streams in functions that nothing here calls. It gets a stand-in instead, of which nothing is an instance. When somebody
-imports torch, the stand-in is replaced, and tvm_ffi then does with torch what it would have done at once.
+tvm_ffi imports an installed torch, which takes seconds and 200 MB, to accept torch's tensors, dtypes and streams in
+functions that nothing here calls. It gets a stand-in without instances instead. When torch is imported, the stand-in is
+replaced, and tvm_ffi sets up torch as it would have done at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class _Later(type):
-    """The metaclass of what stands for the attributes of torch: classes without instances, and without attributes."""
+    """The metaclass of stand-ins for torch's attributes: classes without instances or attributes."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -25,7 +25,7 @@ class _Later(type):
 
 
 class _Torch(ModuleType):
-    """What tvm_ffi takes for torch."""
+    """The stand-in that tvm_ffi takes for torch."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -34,7 +34,7 @@ class _Torch(ModuleType):
 
 
 class _AfterTorch:
-    """A finder of modules that sees torch being imported, and then replaces the stand-in."""
+    """A module finder that sees torch being imported and replaces the stand-in."""
 
     def __init__(self, stand_in: _Torch) -> None:
         self._stand_in = stand_in
@@ -43,7 +43,7 @@ class _AfterTorch:
         if name != "torch":
             return None
         finders: list[Any] = [finder for finder in sys.meta_path if finder is not self]
-        spec = next((found for finder in finders if (found := finder.find_spec(name, path, target))), None)
+        spec = next((spec for finder in finders if (spec := finder.find_spec(name, path, target))), None)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module
@@ -64,7 +64,7 @@ class _AfterTorch:
             for name, key in vars(self._stand_in).items():
                 if not isinstance(key, _Later):
                     continue
-                # Tables of dtypes are static variables of tvm_ffi's C code: reached by what was put into them.
+                # tvm_ffi's C code holds dtype tables in static variables, reached by their contents.
                 for table in [table for table in gc.get_referrers(key) if isinstance(table, dict) and key in table]:
                     value = table.pop(key)
                     if hasattr(torch, name):
@@ -73,7 +73,7 @@ class _AfterTorch:
 
 
 def import_tvm_ffi() -> ModuleType:
-    """tvm_ffi. Raises ModuleNotFoundError where it is not installed."""
+    """Import tvm_ffi. Raises ModuleNotFoundError if it is not installed."""
     if {"torch", "tvm_ffi"} & set(sys.modules):
         return importlib.import_module("tvm_ffi")
     stand_in = _Torch("torch")
