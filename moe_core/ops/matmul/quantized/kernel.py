@@ -75,8 +75,9 @@ def scales_at(
 
 
 @triton.jit
-def factor_of(scale, scale_1, x_scale, side, QUANTIZED_X: tl.constexpr, UNIFORM: tl.constexpr,
-              TOKENS_FIRST: tl.constexpr):  # fmt: skip
+def factor_of(
+    scale, scale_1, x_scale, side, QUANTIZED_X: tl.constexpr, UNIFORM: tl.constexpr, TOKENS_FIRST: tl.constexpr
+):
     """Return the fp32 factor of a partial sum: scales of weight rows, times scales of tokens if x is quantised.
     UNIFORM: scale is the one of all weight rows of side 0, scale_1 of side 1."""
     factor = number_of(scale).to(tl.float32)
