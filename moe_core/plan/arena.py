@@ -1,25 +1,25 @@
-"""Where each scratch buffer of a plan lies: in the scratch arena, or in an output that is not yet written."""
+"""Offsets of scratch buffers, in the scratch arena or in an output that is not written yet."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-#: Every buffer of the arena starts at a multiple of this many bytes.
+#: Alignment of the arena's buffers, in bytes.
 SCRATCH_ALIGNMENT = 256
 
 
 def aligned(size: int) -> int:
-    """The bytes that a buffer of `size` bytes takes."""
+    """Bytes of a buffer of `size` bytes, with its alignment."""
     return -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
 
 
 def place_buffers(sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[str]]) -> tuple[int, ...]:
-    """The byte offset of every buffer; those that no step needs at the same time share memory.
+    """Return the byte offset of each buffer. Buffers that no step needs at the same time share memory.
 
-    sizes: (name, bytes). steps: the buffers that each names, in order. A buffer is needed from the first step that
-    names it to the last, and lies at the lowest place that is free all that time. They are placed twice, the largest
-    first and the earliest first; the smaller arena counts. Sharing is safe because a step writes nothing before all
-    steps ahead of it have ended (`moe_core.ops.moe.pdl`).
+    sizes: (name, bytes). steps: the buffers that each step names, in order. A buffer is needed from the first to the
+    last step that names it and takes the lowest offset that is free all that time. Placing the largest first and the
+    earliest first, the smaller arena wins. Sharing is safe because a step writes nothing before all earlier steps have
+    ended (`moe_core.ops.moe.pdl`).
     Example: sizes (("a", 512), ("b", 256), ("c", 256)) and steps (("a", "b"), ("b", "c")) give (0, 512, 0).
     """
     lifetimes = _lifetimes(steps)
@@ -34,10 +34,10 @@ def place_buffers(sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[s
 def lend_memory(
     sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[str]], lenders: Sequence[tuple[str, int]]
 ) -> dict[str, tuple[str, int]]:
-    """Buffers that find room in an output, with its name and the byte offset there; the others need the arena.
+    """Return (output, byte offset) of each buffer that fits into an output. The other buffers need the arena.
 
-    sizes, steps: as in `place_buffers`. lenders: (name, bytes) of outputs whose memory nobody needs before the first
-    step that names them. A buffer that no step names stays out. The largest buffer is placed first.
+    sizes, steps: as in `place_buffers`. lenders: (name, bytes) of outputs, free until the first step that names them. A
+    buffer that no step names is left out. The largest buffer is placed first.
     Example: a buffer of 512 bytes that steps 0 and 1 name fits into an output of 1024 that step 2 names first.
     """
     lifetimes = _lifetimes(steps)
@@ -57,7 +57,7 @@ def lend_memory(
 
 
 def _lifetimes(steps: Sequence[Collection[str]]) -> dict[str, tuple[int, int]]:
-    """The first and the last step that names each buffer."""
+    """The first and the last step that name each buffer."""
     lifetimes: dict[str, tuple[int, int]] = {}
     for number, names in enumerate(steps):
         for name in names:
@@ -78,7 +78,7 @@ def _lowest(size: int, first: int, last: int, placed: Sequence[tuple[int, int, i
 
 
 def _placed_in_order(buffers: Sequence[tuple[int, int, int]], order: Sequence[int]) -> tuple[int, ...]:
-    """Offsets of (bytes, first step, last step), each at the lowest free place."""
+    """Offsets of (bytes, first step, last step), each the lowest free one."""
     offsets = [0] * len(buffers)
     placed: list[tuple[int, int, int, int]] = []
     for index in order:

@@ -1,4 +1,4 @@
-"""Collecting the buffers and steps of a plan; composed plans are made of the stages' plans."""
+"""Buffers and steps of a plan, and plans composed of other plans."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from moe_core.plan.steps import (
 from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays
 from moe_core.specs.routing import LayoutSpec
 
-#: CUDA takes grids below these.
+#: CUDA's grids are below these sizes.
 GRID_LIMITS = (2**31, 2**16, 2**16)
 
 
 class PlanBuilder:
-    """Collects buffers and steps; `call` inlines another plan, so that composed plans are made of the stage plans."""
+    """Collects buffers and steps. `call` inlines another plan."""
 
     def __init__(self, name: str, target: Target) -> None:
         self.name, self.target = name, target
@@ -63,7 +63,7 @@ class PlanBuilder:
         return self._declare(self._inputs, name, spec, role)
 
     def inputs(self, arrays: Mapping[str, ArraySpec | None]) -> dict[str, str]:
-        """Declare as inputs those that are not None; each name -> itself, as `reference` takes them."""
+        """Declare the arrays that are not None. Returns name -> name, as `reference` takes them."""
         return {name: self.input(name, array) for name, array in arrays.items() if array is not None}
 
     def output(self, name: str, spec: ArraySpec, role: Held | Role | None = None) -> str:
@@ -73,16 +73,20 @@ class PlanBuilder:
         return self._declare(self._scratch, name, spec, role)
 
     def lend(self, *outputs: str) -> None:
-        """Let scratch buffers lie in these outputs until a step writes them: nothing may share their memory."""
+        """Let scratch buffers take the memory of these outputs until a step writes them. Nothing may share their
+        memory.
+        """
         self.lent += outputs
 
     def scratch_over(self, name: str, over: str, role: Held | Role | None = None) -> str:
-        """A scratch buffer in the memory of a filled one, whose elements the step that writes it reads first."""
+        """Declare a scratch buffer in the memory of a filled one. The step that writes an element reads the old one
+        first.
+        """
         self._over[self.scratch(name, self.spec(over), role)] = over
         return name
 
     def layout_inputs(self, layout: LayoutSpec | None, names: Sequence[str] = LAYOUT_INPUTS) -> dict[str, str]:
-        """Declare these arrays of a layout as inputs; none, where there is no layout."""
+        """Declare these arrays of a layout, if there is one, as inputs."""
         if layout is None:
             return {}
         specs = LayoutArrays.specs(layout)
@@ -96,7 +100,7 @@ class PlanBuilder:
         return self.spec(name) if name is not None and self.has(name) else None
 
     def has(self, name: str) -> bool:
-        """Whether a buffer of this name was declared."""
+        """Return True if a buffer of this name was declared."""
         return name in self._buffers
 
     def optional(self, name: str) -> Pointer | Constant:
@@ -104,7 +108,7 @@ class PlanBuilder:
         return Pointer(name) if self.has(name) else Constant(None)
 
     def pointers(self, *names: str) -> dict[str, Argument]:
-        """Kernel arguments by the names of buffers; None for those that the plan does not have."""
+        """Kernel arguments by the names of buffers, None for absent ones."""
         return {name: self.optional(name) for name in names}
 
     def launch(
@@ -115,7 +119,7 @@ class PlanBuilder:
         num_warps: int = 4,
         num_stages: int = 3,
     ) -> None:
-        """Add a kernel launch; a grid with a zero is dropped. Raises Unsupported, and what `KernelLaunch` raises."""
+        """Add a kernel launch, unless its grid has a zero. Raises Unsupported, and the errors of `KernelLaunch`."""
         x, y, z = (*grid, 1, 1)[:3]
         step = KernelLaunch(kernel, (x, y, z), tuple(arguments.items()), num_warps, num_stages)
         if any(size >= limit for size, limit in zip((x, y, z), GRID_LIMITS, strict=True)):
@@ -154,12 +158,12 @@ class PlanBuilder:
         bindings: Mapping[str, str],
         roles: Mapping[str, Held | Role] | None = None,
     ) -> str:
-        """Inline `plan`; returns the name of the buffer of its first output, "" where it has none.
+        """Inline `plan`. Returns the buffer of its first output, "" if it has none.
 
-        bindings: its input and output names -> buffers here, of a quantised operand the names without the part; a
-        binding of an operand that neither side has counts for nothing. An input without a binding is the one buffer of
-        its role that was declared here and is filled; an output without one becomes scratch. A buffer is bound only
-        where its role is wanted, to an input only once it is filled and to an output only before.
+        bindings: the plan's inputs and outputs -> buffers here; a quantised operand is named without its part, and
+        operands that both sides lack are ignored. An input without a binding is the one filled buffer of its role, an
+        output without one becomes scratch. A buffer must have the role wanted; inputs must be filled, outputs must not
+        be.
         roles: of inputs and outputs that hold something else in this call than their names say.
         """
         assert plan.target == self.target
@@ -217,12 +221,12 @@ class PlanBuilder:
 
 
 def _role(name: str, role: Held | Role | None) -> Held | None:
-    """The role of a buffer of this name; its name decides where `role` is None."""
+    """The role of a buffer: that of its name if `role` is None."""
     return role_of(name) if role is None else Held(role) if isinstance(role, Role) else role
 
 
 def _same_memory(array: ArraySpec, other: ArraySpec) -> bool:
-    """Whether both are the same array, or dense ones of the same numbers in another shape."""
+    """Return True for equal arrays, and for dense ones of one dtype with the same number of elements."""
     dense = array.is_contiguous and other.is_contiguous
     return array == other or (dense and (array.size, array.dtype) == (other.size, other.dtype))
 

@@ -1,6 +1,6 @@
-"""Whether a plan that was read from a file can be run: its types, its buffers, and the functions that it names.
+"""Checks of plans that were read from a file: types, buffers, and functions.
 
-Nothing here makes a plan trustworthy: what a kernel does with its numbers is not known here.
+A plan that passes can run. It need not be trustworthy: a kernel's numbers are not checked.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moe_core.errors import InvalidInput
 from moe_core.plan.builder import GRID_LIMITS
 from moe_core.plan.steps import KernelLaunch, LaunchPlan, Pointer, ReferenceCall, TensorMap, declared_kernels
 
-#: Bytes of a buffer, more than any machine has: sums of so many stay far below 64 bits.
+#: Bytes of a buffer, beyond any machine: sums of many stay far below 64 bits.
 _MOST_BYTES = 2**48
 _OPS = pathlib.Path(__file__).parent.parent / "ops"
 _REPAIR = "export the plan again"
 
 
 def check_plan(plan: Any) -> LaunchPlan:
-    """The plan. Raises InvalidInput where it is none, or one that no planner makes."""
+    """Return the plan. Raises InvalidInput if it is not a plan that a planner makes."""
     _require_type("plan", plan, LaunchPlan)
     buffers = (*plan.inputs, *plan.outputs, *plan.scratch)
     names = {buffer.name for buffer in buffers}
@@ -50,7 +50,7 @@ def check_plan(plan: Any) -> LaunchPlan:
 
 
 def _check_places(plan: LaunchPlan) -> None:
-    """What shares memory with what."""
+    """Check which buffers share memory."""
     outputs, inside = ({buffer.name for buffer in buffers} for buffers in (plan.outputs, (*plan.inputs, *plan.scratch)))
     if not outputs.issuperset(plan.lent):
         raise _wrong("lent memory", "outputs alone", plan.lent)
@@ -81,7 +81,7 @@ def _require_names(
 
 
 def _check_launch(step: KernelLaunch, plan: LaunchPlan) -> set[str]:
-    """The buffers of a launch."""
+    """Check a launch. Returns its buffers."""
     if not plan.target.compiled:
         raise _wrong(f"step {step.kernel.name}", "a NumPy twin, as its target is the reference", "a kernel")
     name = step.kernel.name
@@ -114,7 +114,7 @@ def _check_map(step: KernelLaunch, value: TensorMap, plan: LaunchPlan) -> None:
 
 @functools.cache
 def _parameters(name: str) -> tuple[str, ...]:
-    """The parameters of a kernel that exists. Its source is read, because importing it would need Triton."""
+    """The parameters of a kernel, read from its source because importing it would need Triton."""
     module, _, function = name.partition(":")
     text = _OPS.joinpath(*module.split(".")).with_suffix(".py").read_text()
     found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function]
@@ -122,7 +122,7 @@ def _parameters(name: str) -> tuple[str, ...]:
 
 
 def _check_reference(step: ReferenceCall, plan: LaunchPlan) -> set[str]:
-    """The buffers of a call of a NumPy twin."""
+    """Check a call of a NumPy twin. Returns its buffers."""
     if plan.target.compiled:
         raise _wrong(f"step {step.function}", f"a kernel, as its target is {plan.target}", "a NumPy twin")
     parameters = inspect.signature(_reference(step.function)).parameters
@@ -135,7 +135,7 @@ def _check_reference(step: ReferenceCall, plan: LaunchPlan) -> set[str]:
 
 
 def _reference(name: str) -> types.FunctionType:
-    """A NumPy twin. Raises InvalidInput for anything else that could be imported."""
+    """The NumPy twin of this name. Raises InvalidInput for any other function."""
     module, _, function = name.partition(":")
     if re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)*", module) and "reference" in module and not function.startswith("_"):
         path = _OPS.joinpath(*module.split("."))
@@ -147,7 +147,7 @@ def _reference(name: str) -> types.FunctionType:
 
 
 def _require_type(what: str, value: Any, hint: Any) -> None:
-    """Raise InvalidInput unless a value, and every field of it, has the type that its class states."""
+    """Raise InvalidInput unless a value, and each field of it, has its declared type."""
     if not _matches(value, hint):
         raise _wrong(what, f"the type {hint}", repr(value))
     if dataclasses.is_dataclass(value):
@@ -172,5 +172,5 @@ def _matches(value: Any, hint: Any) -> bool:
             pairs = zip(value, arguments, strict=False) if isinstance(value, tuple) else ()
             return isinstance(value, tuple) and len(value) == len(arguments) and all(_matches(*pair) for pair in pairs)
         return isinstance(value, tuple) and all(_matches(item, arguments[0]) for item in value)
-    # True is an int to Python, and no size.
+    # To Python True is an int, but it is no size.
     return type(value) is hint or (hint is float and type(value) is int)

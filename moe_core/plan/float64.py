@@ -1,7 +1,7 @@
 """Float64 on the reference engine, for numerical checks of gradients.
 
-A plan of float64 arrays is the plan of float32 arrays with every float32 buffer widened: the NumPy twins compute in
-float64 where their arrays are. Inside of plans and twins the name `float32` then stands for that working precision.
+A float64 plan is the float32 plan with each float32 buffer widened. Inside plans and twins the name `float32` then
+stands for float64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLOATS = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn")
 
 
 def require_one_precision(dtypes: Iterable[tuple[str, str]]) -> None:
-    """Raise InvalidInput where float64 arrays are among others of floats. dtypes: (name, dtype) of every array."""
+    """Raise InvalidInput if only some of the float arrays are float64. dtypes: (name, dtype) of each array."""
     floats = [(name, dtype) for name, dtype in dtypes if dtype in _FLOATS]
     wide = next((name for name, dtype in floats if dtype == "float64"), None)
     if wide is None:
@@ -32,10 +32,10 @@ def require_one_precision(dtypes: Iterable[tuple[str, str]]) -> None:
 
 
 def any_precision(planner: Callable[..., Result]) -> Callable[..., Result]:
-    """A planner, of one plan or of tuples of them, whose arrays may be float64 on the reference engine.
+    """Let a planner of one plan, or of tuples of plans, take float64 arrays on the reference engine.
 
-    One of its arguments is the Target. It raises Unsupported for float64 elsewhere, and InvalidInput for an out_dtype
-    of float32 beside it.
+    One of its arguments is the Target. Raises Unsupported for float64 elsewhere, InvalidInput for out_dtype float32
+    with float64 arrays.
     """
 
     @functools.wraps(planner)
@@ -61,7 +61,7 @@ def any_precision(planner: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _narrow(value: Any, found: list[ArraySpec]) -> Any:
-    """`value` with float32 in the place of float64; every such spec in it is added to `found`."""
+    """`value` with float32 instead of float64. Adds each float64 spec to `found`."""
     if isinstance(value, ArraySpec):
         if value.dtype != "float64":
             return value
@@ -79,7 +79,7 @@ def _narrow(value: Any, found: list[ArraySpec]) -> Any:
 
 
 def _widen(planned: Any) -> Any:
-    """Plans, their buffers and specs with float64 in the place of float32."""
+    """Plans, their buffers and specs with float64 instead of float32."""
     if isinstance(planned, tuple):
         return tuple(map(_widen, planned))
     if isinstance(planned, LaunchPlan):

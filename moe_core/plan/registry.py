@@ -15,7 +15,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.check import check_plan
 from moe_core.plan.steps import FORMAT_VERSION, LaunchPlan, sources_version
 
-#: Plans of which at least the text is kept, a kilobyte or two each: far more than there is memory for programs.
+#: Plans kept at least as text, a kilobyte or two each: far more than the programs that fit into memory.
 TEXTS_KEPT = 32_768
 _plans: Recent[LaunchPlan] = Recent()
 _texts: Recent[bytes] = Recent(TEXTS_KEPT)
@@ -23,9 +23,9 @@ _registry_lock = process_lock()
 
 
 def register(plan: LaunchPlan) -> str:
-    """Make a plan known by its key and return the key. Another plan under the same key raises RuntimeError.
+    """Register a plan and return its key. Another plan under the same key raises RuntimeError.
 
-    The last `PLANS_KEPT` plans that were used are kept as they are, of the last `TEXTS_KEPT` the compressed text.
+    Keeps the last `PLANS_KEPT` plans in use, and the compressed text of the last `TEXTS_KEPT`.
     """
     key = plan.key
     if _plans.get(key) is plan:
@@ -45,7 +45,7 @@ def register(plan: LaunchPlan) -> str:
 
 
 def lookup(key: str) -> LaunchPlan:
-    """The plan registered under `key`; an unknown key raises InvalidInput that names the fix."""
+    """The plan registered under `key`. An unknown key raises InvalidInput."""
     plan = _plans.get(key) or _plans.find(key)
     if plan is None:
         with _registry_lock:
@@ -62,12 +62,12 @@ def lookup(key: str) -> LaunchPlan:
 
 
 def registered_keys() -> tuple[str, ...]:
-    """The keys of all plans that are known."""
+    """The keys of all known plans."""
     return _texts.keys()
 
 
 def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) -> tuple[str, ...]:
-    """Write registered plans (all, or those named) to a JSON file for another process; returns their keys."""
+    """Write registered plans (all, or those of `keys`) to a JSON file for another process. Returns their keys."""
     chosen = registered_keys() if keys is None else tuple(keys)
     text = codec.dumps((FORMAT_VERSION, sources_version(), tuple((key, lookup(key)) for key in chosen)))
     with whole_file(path) as partial:
@@ -76,11 +76,10 @@ def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) ->
 
 
 def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
-    """Register the plans of a file written by `export_plans` and return their keys.
+    """Register the plans of a file written by `export_plans`. Returns their keys.
 
     Load only files that you would also run as code: a plan says which kernels run on which memory. Raises InvalidInput
-    for any other file and for one that was changed, and then registers none of its plans. Also where the file was
-    written by another version of the kernels: its keys would not match.
+    for other files, changed ones, and those of another version of the kernels, and then registers nothing.
     """
     content = pathlib.Path(path).read_bytes()
     try:
@@ -89,7 +88,7 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
         raise InvalidInput(
             f"path must be a file written by export_plans, got {str(path)!r} ({error}); export the plans again"
         ) from error
-    # Another version's plans may hold types and fields that are unknown here: nothing of them is decoded before.
+    # Another version's plans may hold unknown types and fields, so decode nothing before this check.
     if (version, sources) != (FORMAT_VERSION, sources_version()):
         raise InvalidInput(
             f"path must hold plans of this version of the kernels ({sources_version()[:12]}), got "
@@ -108,13 +107,13 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
 
 
 def decode_plan(value: Any) -> LaunchPlan:
-    """The plan of parsed JSON. Raises InvalidInput, or Unsupported, for anything that `export_plans` does not write."""
+    """The plan of parsed JSON. Raises InvalidInput or Unsupported for anything that `export_plans` does not write."""
     try:
         plan = check_plan(codec.decode(value))
         same = codec.dumps(plan) == json.dumps(value, sort_keys=True, separators=(",", ":"))
     except (InvalidInput, Unsupported):
         raise
-    except Exception as error:  # what constructors raise for arguments of other types
+    except Exception as error:  # constructors raise these for arguments of other types
         raise InvalidInput(f"plans must be as export_plans writes them, got {error!r}; export them again") from error
     if not same:
         raise InvalidInput(f"plan {plan.name!r} must be as export_plans writes it, got other text; export it again")

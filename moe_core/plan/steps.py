@@ -1,9 +1,9 @@
-"""Plans: what will run, decided in pure Python over specs, before any array exists.
+"""Plans: steps and buffers, decided in pure Python over specs before any array exists.
 
-A `LaunchPlan` is frozen and printable. It names its inputs, outputs and scratch buffers and the ordered steps between
-them; a step is a Triton kernel launch or, for the CPU reference engine, a call of a NumPy twin. Its key is the
-truncated SHA-256 of the canonical whole plan and of the sources that decide results, so equal keys mean equal plans,
-and with one version of Triton, on one device, equal results.
+A `LaunchPlan` is frozen and printable. It names its inputs, outputs and scratch buffers and the steps in order. A step
+is a Triton launch or, on the CPU reference engine, a call of a NumPy twin. The plan's key is the truncated SHA-256 of
+the whole plan and of the sources that decide results. Equal keys mean equal plans and, on one device with one version
+of Triton, equal results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_core.plan.roles import Held
 
 _INT32_LIMIT = 2**31
 _OPS = pathlib.Path(__file__).parent.parent / "ops"
-#: Raised when the meaning of plan data changes.
+#: Raised with each change of the meaning of plan data.
 FORMAT_VERSION = 5
 
 
@@ -37,7 +37,7 @@ FORMAT_VERSION = 5
 class Buffer:
     """A named array of a plan.
 
-    role: None: it cannot be bound. Roles serve composing: neither a plan's text nor its key has them, and loaded
+    role: None if it cannot be bound. Roles serve composing only: neither a plan's text nor its key has them, and loaded
     plans have none.
     """
 
@@ -57,7 +57,7 @@ class Pointer:
 @plan_type
 @dataclass(frozen=True)
 class Scalar:
-    """A kernel argument passed at run time; changing it compiles nothing. dtype: int32, int64 or float32."""
+    """A kernel argument passed at run time, not compiled in. dtype: int32, int64 or float32."""
 
     value: int | float
     dtype: str = "int32"
@@ -70,10 +70,10 @@ class Scalar:
 @plan_type
 @dataclass(frozen=True)
 class TensorMap:
-    """A kernel argument: the TMA descriptor of a buffer seen as a matrix of 8- or 16-bit elements, its rows contiguous.
+    """A kernel argument: the TMA descriptor of a buffer as a matrix of 8- or 16-bit elements with contiguous rows.
 
-    shape: (rows, columns); pitch: elements from one row to the next; box: (rows, columns) that one copy moves, the
-    columns in panels of 128 bytes, as the tensor cores read them. Neither shape nor pitch is compiled in.
+    shape: (rows, columns); pitch: elements between rows; box: (rows, columns) of one copy, with columns in panels of
+    128 bytes, as tensor cores read them. Shape and pitch are not compiled in.
     """
 
     buffer: str
@@ -85,7 +85,7 @@ class TensorMap:
 @plan_type
 @dataclass(frozen=True)
 class Constant:
-    """A kernel argument compiled in (`tl.constexpr`); None stands for an absent pointer."""
+    """A kernel argument compiled in (`tl.constexpr`). None is an absent pointer."""
 
     value: int | float | bool | str | None
 
@@ -94,7 +94,9 @@ Argument = Pointer | Scalar | TensorMap | Constant
 
 
 def passed(**values: Argument | int | float | str | bool | None) -> dict[str, Argument]:
-    """Kernel arguments by name: CAPITALS say a constant, else a text a buffer, a number a scalar, None no pointer."""
+    """Kernel arguments by name. CAPITALS: a constant. Otherwise a string is a buffer, a number a scalar, None no
+    pointer.
+    """
     return {name: _argument(name, value) for name, value in values.items()}
 
 
@@ -112,14 +114,13 @@ class Kernel:
     """A Triton kernel, with the facts that planning and compiling need; made by `declare_kernel`.
 
     name: `"module:function"` under `moe_core.ops`.
-    pdl: when the kernel waits for the launch ahead of it under PDL (`moe_core.ops.moe.pdl`). `"start"`: before it reads
-        or writes anything. `"layout"`: once it has looked up its layout and schedule, or at its start where the launch
-        ahead writes them. None: it does not know PDL and is launched ordinarily. Kernels that know it take the constant
-        `PDL`, others do not.
-    writes_layout: it writes a layout or a schedule, or counts that belong to one.
-    whole_multiprocessor: each of its blocks takes a whole multiprocessor, and PDL gains for any number of tokens.
-    counts_slots: it counts in histograms. `moe_core.runtime.compiler` checks that they count every element once.
-    prepacked_weight: the argument that is a prepacked weight, a matrix of which has three axes, of blocks.
+    pdl: when the kernel waits for the previous launch under PDL (`moe_core.ops.moe.pdl`). `"start"`: before it reads or
+    writes anything. `"layout"`: after looking up its layout and schedule, or at its start if the previous launch writes
+    them. None: no PDL, and no constant `PDL`.
+    writes_layout: it writes a layout, a schedule, or counts of one.
+    whole_multiprocessor: each block takes a whole multiprocessor; PDL gains for any number of tokens.
+    counts_slots: it counts in histograms, and `moe_core.runtime.compiler` checks that each element counts once.
+    prepacked_weight: the argument that is a prepacked weight, with three axes of blocks per matrix.
 
     Raises InvalidInput for any other name or `pdl`.
     """
@@ -139,11 +140,11 @@ class Kernel:
 
     @property
     def function(self) -> str:
-        """The name without its module."""
+        """The name without the module."""
         return self.name.partition(":")[2]
 
 
-#: Kernels by name, as their planners declare them.
+#: Declared kernels by name.
 _declared: dict[str, Kernel] = {}
 
 
@@ -162,7 +163,7 @@ def declare_kernel(
     counts_slots: bool = False,
     prepacked_weight: str | None = None,
 ) -> Kernel:
-    """Declare the kernel that is a function of a kernel module, loaded or not; see `Kernel` for its facts."""
+    """Declare a function of a kernel module, loaded or not, as a kernel. `Kernel` explains the facts."""
     name = function_name(function)
     kernel = Kernel(name, pdl, writes_layout, whole_multiprocessor, counts_slots, prepacked_weight)
     assert _declared.setdefault(name, kernel) == kernel, f"{name} is declared twice"
@@ -171,7 +172,7 @@ def declare_kernel(
 
 @functools.cache
 def declared_kernels() -> Mapping[str, Kernel]:
-    """Every kernel by its name. All planners are imported."""
+    """All kernels by name. Imports every planner."""
     for path in sorted(_OPS.rglob("*.py")):
         if path.parent.name != "kernels" and not path.stem.endswith("kernel"):
             importlib.import_module(".".join(("moe_core.ops", *path.relative_to(_OPS).with_suffix("").parts)))
@@ -181,10 +182,9 @@ def declared_kernels() -> Mapping[str, Kernel]:
 @plan_type
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One Triton launch; arguments in the kernel's order.
+    """One Triton launch, arguments in the kernel's order.
 
-    dependent: it may begin before the launch ahead of it has ended, and its kernel waits; see
-    `moe_core.ops.moe.pdl`.
+    dependent: it may begin before the previous launch has ended, and its kernel waits (`moe_core.ops.moe.pdl`).
     """
 
     kernel: Kernel
@@ -211,14 +211,13 @@ class KernelLaunch:
 
     @property
     def pipeline_stages(self) -> int:
-        """num_stages, an option of the compiler, or STAGES, that constant of a kernel which makes its pipeline itself:
-        there the option means nothing."""
+        """The constant STAGES of a kernel with its own pipeline, otherwise the compiler's option num_stages."""
         own = dict(self.arguments).get("STAGES")
         return own.value if isinstance(own, Constant) and isinstance(own.value, int) else self.num_stages
 
     @property
     def tile(self) -> str:
-        """The sides of its tile, its warps and stages, as reports show them."""
+        """Sides of the tile, warps and stages, as reports show them."""
         blocks = [(name, value) for name, value in self.arguments if name.startswith("BLOCK")]
         sides = [f"{name}={value.value}" for name, value in blocks if isinstance(value, Constant)]
         return ", ".join([*sides, f"{self.num_warps} warps, {self.pipeline_stages} stages"])
@@ -229,7 +228,7 @@ class KernelLaunch:
 class ReferenceCall:
     """One call of a NumPy twin. function: `"module:function"` under `moe_core.ops`.
 
-    inputs: (keyword, buffer) pairs, one mapping to a twin with the parameter `arrays`; constants: (keyword, option)
+    inputs: (keyword, buffer) pairs, one mapping for a twin with the parameter `arrays`; constants: (keyword, option)
     pairs; outputs: buffers of the results, in order.
     """
 
@@ -239,13 +238,13 @@ class ReferenceCall:
     outputs: tuple[str, ...]
 
 
-#: The sources that decide results or sizes, below moe_core: ops, how kernels are compiled and launched, the arena.
+#: Sources below moe_core that decide results or sizes: ops, compiling and launching kernels, the arena.
 _SOURCES = ("ops/**/*.py", "runtime/compiler.py", "runtime/cuda.py", "plan/arena.py")
 
 
 @functools.cache
 def sources_version() -> str:
-    """SHA-256 over the paths and texts of `_SOURCES`; raises RuntimeError where a pattern matches no file."""
+    """SHA-256 over the paths and texts of `_SOURCES`. Raises RuntimeError if a pattern matches no file."""
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parent.parent
     for pattern in _SOURCES:
@@ -260,10 +259,10 @@ def sources_version() -> str:
 @plan_type
 @dataclass(frozen=True, eq=False)
 class LaunchPlan:
-    """An executable plan. summation: one line per reduction, its order named. notes: decisions and rejected kernels.
+    """An executable plan. summation: one line per reduction, with its order. notes: decisions and rejected kernels.
 
-    lent: outputs whose memory may hold scratch before the first step that names them. over: (scratch buffer, the input
-    or scratch buffer in whose memory it lies): the step that writes the first reads the second element by element.
+    lent: outputs that may hold scratch before the first step that names them. over: (scratch buffer, the input or
+    scratch buffer with its memory); the step that writes the first reads the second element by element.
     """
 
     name: str
@@ -279,7 +278,7 @@ class LaunchPlan:
 
     def __post_init__(self) -> None:
         first = self.steps[0] if self.steps else None
-        # What runs before a plan is not known to its kernels: the first launch waits for all of it.
+        # Kernels do not know what ran before the plan, so the first launch waits for all of it.
         assert not (isinstance(first, KernelLaunch) and first.dependent), "a plan's first launch must not be dependent"
 
     def __eq__(self, other: object) -> bool:
@@ -290,19 +289,20 @@ class LaunchPlan:
 
     @property
     def canonical(self) -> str:
-        """The canonical text the key is made from."""
+        """The text that the key is made from."""
         return codec.dumps((FORMAT_VERSION, sources_version(), self))
 
     @functools.cached_property
     def key(self) -> str:
-        """`KEY_LENGTH` characters; equal plans have equal keys in every process."""
+        """`KEY_LENGTH` characters. Equal plans have equal keys in every process."""
         digest = hashlib.sha256(self.canonical.encode()).digest()
         return base64.urlsafe_b64encode(digest).decode()[:KEY_LENGTH]
 
     @functools.cached_property
     def scratch_places(self) -> tuple[tuple[int, int], ...]:
-        """Where every scratch buffer lies: the place of an input or output among both, or their number for the arena,
-        and the byte offset there. Buffers needed at different times may share memory."""
+        """(home, byte offset) of each scratch buffer. The home is the index among inputs and outputs, or their number
+        for the arena. Buffers needed at different times may share memory.
+        """
         index = {buffer.name: place for place, buffer in enumerate((*self.inputs, *self.outputs))}
         over = dict(self.over)
         sizes = [(buffer.name, buffer.spec.nbytes) for buffer in self.scratch if buffer.name not in over]
@@ -318,14 +318,14 @@ class LaunchPlan:
 
     @functools.cached_property
     def scratch_bytes(self) -> int:
-        """Bytes of the one scratch arena (uint8, 16-byte aligned) the caller allocates."""
+        """Bytes of the scratch arena (uint8, 16-byte aligned) that the caller allocates."""
         number = len(self.inputs) + len(self.outputs)
         places = zip(self.scratch_places, self.scratch, strict=True)
         return max((offset + aligned(one.spec.nbytes) for (home, offset), one in places if home == number), default=0)
 
     @property
     def memory_note(self) -> str:
-        """What a front-end tells beside its framework's error where it gets no memory for a call."""
+        """Text that front-ends add to their framework's out-of-memory error."""
         outputs = sum(buffer.spec.nbytes for buffer in self.outputs)
         return (
             f"{self.name} asked for {outputs} bytes for its outputs and {self.scratch_bytes} bytes of scratch memory; "
@@ -340,7 +340,7 @@ class LaunchPlan:
         raise KeyError(name)
 
     def explain(self) -> str:
-        """Every buffer, step, decision and summation order, as text."""
+        """Every buffer, step, decision and summation order as text."""
         lines = [f"{self.name} on {self.target}, key {self.key}, scratch {self.scratch_bytes} bytes"]
         for title, buffers in (("input", self.inputs), ("output", self.outputs)):
             lines += [f"  {title:7} {buffer.name}: {buffer.spec}" for buffer in buffers]
@@ -369,5 +369,5 @@ def _buffers(step: KernelLaunch | ReferenceCall) -> set[str]:
     return {value.buffer for _, value in step.arguments if isinstance(value, Pointer | TensorMap)}
 
 
-#: Key characters, of 6 bits: too many for two plans to have one key by chance, or by trying.
+#: Characters of a key, 6 bits each: too many for a collision by chance or by trying.
 KEY_LENGTH = 21

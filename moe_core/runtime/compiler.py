@@ -1,4 +1,4 @@
-"""From a launch of a plan to a compiled kernel. Needs Triton, but no GPU and no framework."""
+"""Compiles the launches of plans. Needs Triton, but no GPU and no framework."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moe_core.plan.steps import Constant, Kernel, KernelLaunch, LaunchPlan, Poin
 
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "float32": "fp32"}
 _POINTER_ATTRIBUTES = [["tt.divisibility", 16]]
-#: Where a TMA copy puts its box: rows in panels of 128 bytes, swizzled over 8 rows.
+#: Layout of a TMA copy's box: rows in panels of 128 bytes, swizzled over 8 rows.
 _SWIZZLED = (
     "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2, transposed=False, fp4_padded=False, "
     "cga_layout=[])"
 )
-#: Elements of a box by their own type where pointers have another: only sm_90 has TMA, and fp8 it has too.
+#: Element types of boxes that differ from the pointers': only sm_90 has TMA, and it has fp8.
 _BOX_TYPES = {"float8_e4m3fn": "fp8e4nv"}
 
 
@@ -40,7 +40,7 @@ def load_kernel(name: str) -> Any:
 
 
 def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str, str], ...]:
-    """(parameter, Triton type) of every argument, as `("x", "*bf16")`, `("num_rows", "i32")`, `("D", "constexpr")`."""
+    """(parameter, Triton type) of each argument, as `("x", "*bf16")`, `("num_rows", "i32")`, `("D", "constexpr")`."""
     signature = []
     for name, value in launch.arguments:
         if isinstance(value, Pointer):
@@ -58,10 +58,10 @@ def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str,
 
 
 def compile_launch(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Any:
-    """Triton's compiled kernel (`.asm["cubin"]` or `["hsaco"]`, `.metadata`) of one launch, cached for the process.
+    """Triton's compiled kernel (`.asm["cubin"]` or `["hsaco"]`, `.metadata`) of a launch, cached in the process.
 
-    The same request gives the same kernel whatever the framework: types come from the plan's specs, every pointer is
-    16-byte aligned, and no run-time value is specialised.
+    Both frameworks get the same kernel: types come from the plan's specs, every pointer is 16-byte aligned, and no
+    run-time value is specialised.
     """
     constants = tuple((name, value.value) for name, value in launch.arguments if isinstance(value, Constant))
     return _compile(
@@ -96,11 +96,11 @@ def _compile(
     if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(function, dict(signature), dict(constants), attributes)
-    # Floating-point fusion is stated because Triton's default for it changes between versions.
+    # Stated because Triton's default for floating-point fusion changes between versions.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     registers = dict(constants).get("REGISTERS")
     if registers is not None:
-        # Of a thread, so that several blocks of a kernel that asks for it share a multiprocessor.
+        # Per thread, so that several blocks share a multiprocessor.
         options["maxnreg"] = registers
     gpu = GPUTarget(target.kind, target.arch if target.kind == "cuda" else target.architecture, target.warp_threads)
     compiled = triton.compile(source, target=gpu, options=options)
@@ -118,10 +118,12 @@ def _compile(
 
 
 def require_counted_once(kernel: Kernel, ttgir: str) -> None:
-    """Raise RuntimeError where registers of one thread hold an element twice that a histogram counts: Triton's lowering
-    allows for threads and warps that hold the same element, not for registers.
+    """Raise RuntimeError if one thread's registers hold an element twice that a histogram counts. Triton's lowering
+    allows for duplicates in threads and warps, not in registers.
 
-    Also where a kernel has histograms and its declaration does not say so: without TTGIR they would go unchecked."""
+    Also raises if a kernel has histograms and its declaration lacks counts_slots: without TTGIR they would go
+    unchecked.
+    """
     layouts = dict(re.findall(r"^(#\w+) = (.+)$", ttgir, re.MULTILINE))
     histograms = ttgir.count("tt.histogram ")
     if histograms and not kernel.counts_slots:
@@ -140,9 +142,9 @@ def require_counted_once(kernel: Kernel, ttgir: str) -> None:
 
 
 def _repeats_registers(layout: str, size: int) -> bool:
-    """Whether a layout of a vector gives one thread an element in several registers, or is of no known kind."""
+    """Return True if a vector's layout is unknown or gives a thread one element in several registers."""
     if layout.startswith("#ttg.slice<"):
-        return False  # By definition: it leaves out registers that differ along the sliced axis alone.
+        return False  # By definition it drops only registers that differ along the sliced axis.
     if blocked := re.match(r"#ttg\.blocked<\{sizePerThread = \[(\d+)\]", layout):
         return int(blocked[1]) > size
     linear = re.match(r"#ttg\.linear<\{register = (\[.*?\]), lane", layout)

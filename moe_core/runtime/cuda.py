@@ -1,8 +1,7 @@
 """NVIDIA GPUs through the CUDA driver API and ctypes: devices, contexts, modules, TMA descriptors, launches of plans.
 
-It needs no framework and no C compiler, and keeps no process-wide state.
-
-Both frameworks use each device's primary context, and so do we: handles made here are valid in theirs and the reverse.
+Needs no framework and no C compiler, and keeps no process-wide state. Handles are valid in both frameworks, which use
+each device's primary context, too.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _FUNCTION_MAX_DYNAMIC_SHARED = 8
 _STATIC_SHARED_LIMIT = 48 * 1024
 _SCALARS = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 _POINTER_BYTES = 8
-#: CUDA_ERROR_INVALID_IMAGE, _INVALID_PTX and _INVALID_SOURCE: what loading damaged machine code gives.
+#: CUDA_ERROR_INVALID_IMAGE, _INVALID_PTX and _INVALID_SOURCE: damaged machine code.
 _DAMAGED = (200, 218, 300)
 Result = TypeVar("Result")
 
@@ -48,7 +47,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class LaunchAttribute(ctypes.Structure):
-    """`CUlaunchAttribute` of cuda.h, of those whose value is an int: its union has 64 bytes at a multiple of 8."""
+    """`CUlaunchAttribute` of cuda.h with an int value. The union has 64 bytes at a multiple of 8."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -58,19 +57,19 @@ class LaunchAttribute(ctypes.Structure):
     )
 
 
-#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the launch may begin before the one ahead of it has ended.
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the launch may begin before the previous one has ended.
 DEPENDENT_LAUNCH = LaunchAttribute(id=6, value=1)
 
-#: Bytes of a `CUtensorMap` of cuda.h, and what its address must be a multiple of.
+#: Bytes and alignment of a `CUtensorMap` of cuda.h.
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
 _TENSOR_MAP_TYPES = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0, "int8": 0, "uint8": 0}
 _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 3, 3
-#: Bytes of a panel's row, the most that the swizzle takes.
+#: Bytes of a panel's row, the swizzle's maximum.
 _PANEL_BYTES = 128
 
 
 class Driver:
-    """libcuda, initialised. `lib` is the ctypes library; `check(code, what)` raises on an error code."""
+    """libcuda, initialised. `lib`: the ctypes library. `check(code, what)` raises on an error code."""
 
     def __init__(self) -> None:
         try:
@@ -80,9 +79,9 @@ class Driver:
         self.check(self.lib.cuInit(0), "cuInit")
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
-        # Without argtypes, whose conversions take half the time of a call: every argument must be a ctypes object.
+        # No argtypes, whose conversions take half the time of a call: every argument must be a ctypes object.
         self.launch = self.lib.cuLaunchKernelEx
-        # Waits for nothing, so that it keeps the interpreter's lock.
+        # It never waits, so it keeps the interpreter's lock.
         self.get_context = ctypes.PyDLL("libcuda.so.1").cuCtxGetCurrent
 
     def check(self, code: int, what: str) -> None:
@@ -101,7 +100,7 @@ class Driver:
         return self.number(self.lib.cuDeviceGetAttribute, what, attribute, device_index)
 
     def number(self, function: Any, what: str, *arguments: int) -> int:
-        """The int that a function of the driver gives through its first argument."""
+        """The int that a driver function returns through its first argument."""
         value = ctypes.c_int()
         self.check(function(ctypes.byref(value), *arguments), what)
         return value.value
@@ -113,7 +112,7 @@ class Driver:
         return text.value.decode()
 
     def context(self, device_index: int) -> ctypes.c_void_p:
-        """The primary context of a device, retained for the life of the process."""
+        """A device's primary context, retained for the life of the process."""
         with self._lock:
             if device_index not in self._contexts:
                 if not 0 <= device_index < self.device_count:
@@ -128,19 +127,19 @@ class Driver:
             return self._contexts[device_index]
 
     def current_context(self) -> ctypes.c_void_p:
-        """The context that is current on this thread; its value is None where there is none."""
+        """This thread's current context; its value is None if there is none."""
         current = ctypes.c_void_p()
         self.check(self.lib.cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
         return current
 
     def make_current(self, context: ctypes.c_void_p) -> None:
-        """Make a context current on this thread instead of the one that is; doing it twice changes nothing."""
+        """Make a context current on this thread, instead of any other."""
         self.check(self.lib.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
     def within(self, device_index: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function with a device's primary context current on this thread, and the thread's own afterwards.
+        """Call a function with a device's primary context current on this thread, then restore the thread's context.
 
-        A function and no context manager: Ctrl-C between a `with` statement and its manager would leave ours current.
+        No context manager: Ctrl-C between a `with` statement and its manager would leave ours current.
         """
         context, before = self.context(device_index), self.current_context()
         if before.value == context.value:
@@ -152,17 +151,17 @@ class Driver:
             finally:
                 self.make_current(before)
         finally:
-            # Again, as Ctrl-C may have come before the first.
+            # Again, since Ctrl-C may have come before the first.
             self.make_current(before)
 
     def encode_tensor_map(
         self, into: int, address: int, dtype: str, shape: tuple[int, int], pitch: int, panel: tuple[int, int]
     ) -> None:
-        """Write the `CUtensorMap` of a matrix of 8- or 16-bit elements to the address `into` (TENSOR_MAP_ALIGNMENT,
-        TENSOR_MAP_BYTES).
+        """Write the `CUtensorMap` (TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT) of a matrix of 8- or 16-bit elements to
+        `into`.
 
         shape: (rows, columns); pitch: elements between rows; panel: (rows, columns) of one copy, 128 bytes wide.
-        Elements outside the matrix are read as zeros and not written.
+        Elements outside the matrix read as zeros and are not written.
         """
         sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
         pitches = (ctypes.c_uint64 * 1)(dtypes.itemsize(dtype) * pitch)
@@ -174,14 +173,14 @@ class Driver:
         self.check(code, f"describing a matrix {shape} with {pitch} elements per row for TMA")
 
     def fill(self, address: int, size: int, byte: int, stream: int = 0) -> None:
-        """Set every byte of device memory of the current context, in stream order."""
+        """Set each byte of device memory of the current context, in stream order."""
         code = self.lib.cuMemsetD8Async(
             ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(size), ctypes.c_void_p(stream)
         )
         self.check(code, "cuMemsetD8Async")
 
     def load(self, cubin: bytes, function_name: str, shared_bytes: int, device_index: int) -> ctypes.c_void_p:
-        """Load a cubin on a device and return the function, allowed its dynamic shared memory."""
+        """Load a cubin on a device. Returns the function with its dynamic shared memory allowed."""
         return self.within(device_index, self._load, cubin, function_name, shared_bytes)
 
     def _load(self, cubin: bytes, function_name: str, shared_bytes: int) -> ctypes.c_void_p:
@@ -204,23 +203,23 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """The process's CUDA driver; raises Unsupported where there is none."""
+    """The process's CUDA driver. Raises Unsupported if there is none."""
     return Driver()
 
 
 @functools.cache
 def why_no_gpu() -> str:
-    """The reason why there is no GPU; "" where there is one."""
+    """The reason why there is no GPU, "" if there is one."""
     try:
         count = driver().device_count
     except (Unsupported, RuntimeError) as error:
-        # What the message advises to do about arrays is not the question here.
+        # Drop the message's advice about arrays.
         return str(error).partition("; ")[0]
     return "" if count > 0 else f"the CUDA driver shows {count} devices"
 
 
 def cuda_available() -> bool:
-    """Whether a CUDA driver with at least one device is present."""
+    """Return True if a CUDA driver has at least one device."""
     return not why_no_gpu()
 
 
@@ -237,10 +236,10 @@ def cuda_target(device_index: int) -> Target:
 
 
 class HostTensorMap:
-    """One descriptor, encoded again only when its buffer moves.
+    """One descriptor, encoded again only if its buffer moves.
 
-    entries: addresses of the kernel parameters Triton makes of a descriptor: itself by value, then shape (int32) and
-    strides (int64) of both axes. index: the buffer's place among a plan's addresses.
+    entries: addresses of the kernel parameters that Triton makes of a descriptor: the descriptor by value, then shape
+    (int32) and strides (int64) of both axes. index: of the buffer among a plan's addresses.
     """
 
     def __init__(self, request: TensorMap, dtype: str, index: int) -> None:
@@ -264,8 +263,8 @@ class HostTensorMap:
 class _ParameterBlocks:
     """One thread's launch data: an address array and, per step, the arguments of its driver call.
 
-    addresses: of inputs, outputs and scratch buffers, where the parameter lists point. Those of scratch buffers and
-    the stream stay written from call to call, since torch's allocator and a model mostly bring the same ones again.
+    addresses: of inputs, outputs and scratch buffers; parameter lists point there. Scratch addresses and the stream
+    stay written between calls, since they mostly repeat.
     """
 
     def __init__(
@@ -274,9 +273,9 @@ class _ParameterBlocks:
         self.addresses = (ctypes.c_uint64 * (1 + max(index.values(), default=0)))()
         count = len(plan.inputs) + len(plan.outputs)
         content = memoryview(self.addresses).cast("B")
-        #: The bytes of those that a run is given: of inputs and outputs, and of the arena if there is one.
+        #: Bytes of the addresses that a run gets: inputs, outputs, and the arena if there is one.
         self.given = content[: _POINTER_BYTES * (count + bool(plan.scratch_bytes))]
-        #: The bytes of those of scratch buffers.
+        #: Bytes of the scratch buffers' addresses.
         self.scratch = content[_POINTER_BYTES * (count + 1) :]
         self.current = ctypes.c_void_p()
         self.current_reference = ctypes.byref(self.current)
@@ -300,7 +299,7 @@ class _ParameterBlocks:
                     holder = _SCALARS[value.dtype](value.value)
                     self._keep.append(holder)
                     entries.append(ctypes.addressof(holder))
-            # Triton appends two scratch pointers of its own to every kernel; our kernels use neither.
+            # Triton appends two scratch pointers to every kernel. Our kernels use neither.
             null = ctypes.c_void_p()
             entries += [ctypes.addressof(null)] * 2
             parameters = (ctypes.c_void_p * len(entries))(*entries)
@@ -312,7 +311,7 @@ class _ParameterBlocks:
             self.launches.append((ctypes.byref(config), function, ctypes.byref(parameters), None))
 
     def use_stream(self, stream: int) -> None:
-        """Launch on this stream from now on; interrupted half way, the next call writes it again."""
+        """Launch on this stream from now on. After an interrupt the next call writes it again."""
         self.stream = None
         for config in self.configs:
             config.stream = stream
@@ -335,14 +334,14 @@ class CudaPrepared(Prepared):
         self._steps = [step for step in plan.steps if isinstance(step, KernelLaunch)]
         self._kernels = [_load(compile_launch(plan, step, plan.target), device_index) for step in self._steps]
         self._local = threading.local()
-        # Packing in one call is faster than assigning to a ctypes array, which converts item by item.
+        # One call packs faster than assignments to a ctypes array, which convert item by item.
         given = self._count + bool(self._scratch_bytes)
         self._pack = struct.Struct(f"{given}Q").pack_into
         self._low_bits = _in_lanes([ALIGNMENT - 1] * given)
-        # What holds scratch: its address, or the addresses in a tuple.
+        # The address that holds scratch, or a tuple of addresses.
         homes = sorted({home for home, _ in self._places if home < given})
         self._homes = operator.itemgetter(*homes) if homes else None
-        # Scratch addresses are one number: the offsets, and each home's address times ones at its buffers.
+        # Scratch addresses are one number: the offsets plus each home's address times ones at its buffers.
         self._offsets = _in_lanes([offset for _, offset in self._places])
         self._ones = [(home, _in_lanes([int(home == other) for other, _ in self._places])) for home in homes]
 
@@ -358,13 +357,13 @@ class CudaPrepared(Prepared):
             return self._driver.within(self.device_index, self, pointers, stream, steps)
         addresses = blocks.addresses
         self._pack(addresses, 0, *pointers)
-        # The low bits of all of them in one number.
+        # The low bits of all addresses in one number.
         if int.from_bytes(blocks.given, "little") & self._low_bits:
             self._refuse_misaligned(pointers)
         if 0 in pointers:
             self._refuse_missing(pointers)
         if self._homes is not None and (homes := self._homes(pointers)) != blocks.homes:
-            # Forgotten first: interrupted half way, the next call writes the addresses again.
+            # Reset first: after an interrupt the next call writes the addresses again.
             blocks.homes = None
             scratch = self._offsets
             for home, ones in self._ones:
@@ -386,14 +385,16 @@ class CudaPrepared(Prepared):
 
 
 def _in_lanes(values: Sequence[int]) -> int:
-    """Numbers of 64 bits in one, the first one lowest."""
+    """64-bit numbers as one number, the first one lowest."""
     return int.from_bytes(struct.pack(f"{len(values)}Q", *values), "little")
 
 
 @functools.cache
 def _load(compiled: Any, device_index: int) -> Any:
-    """(function, shared bytes, warps) of a compiled kernel, which hashes by identity, on a device; loaded once."""
+    """(function, shared bytes, warps) of a compiled kernel on a device, loaded once. Compiled kernels hash by
+    identity.
+    """
     metadata = compiled.metadata
     function = driver().load(compiled.asm["cubin"], metadata.name, metadata.shared, device_index)
-    # Specialised kernels run more warps than they were asked for.
+    # Specialised kernels run more warps than requested.
     return function, metadata.shared, metadata.num_warps

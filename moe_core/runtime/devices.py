@@ -1,6 +1,6 @@
-"""Which driver runs the plans of each kind of device.
+"""The driver for each kind of device.
 
-A further kind of GPU is one module like `moe_core.runtime.cuda` and one entry of `BACKENDS`.
+Another kind of GPU needs one module like `moe_core.runtime.cuda` and one entry of `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from moe_core.runtime.prepared import HostPrepared, Prepared
 
 
 class Backend(NamedTuple):
-    """What a driver module provides. target: the plan target of a device index; prepared: the class of its plans."""
+    """A driver module's parts. target: the plan target of a device index; prepared: the class of its plans."""
 
     target: Callable[[int], Target]
     prepared: type[Prepared]
 
 
-#: Kind of device -> how it runs plans.
+#: Kind of device -> its driver.
 BACKENDS = {"cpu": Backend(lambda _: cpu_target(), HostPrepared), "cuda": Backend(cuda_target, CudaPrepared)}
 
 
@@ -34,7 +34,7 @@ def target_of(device: tuple[str, int]) -> Target:
 
 
 def prepared_class(target: Target) -> type[Prepared]:
-    """The class that makes plans for a target ready. Raises Unsupported for GPUs that no driver runs yet."""
+    """The class that prepares plans for a target. Raises Unsupported for GPUs without a driver."""
     if target.device_kind not in BACKENDS:
         raise Unsupported(
             f"plans for {target} can be made and compiled, but no driver runs them; run on one of {', '.join(BACKENDS)}"

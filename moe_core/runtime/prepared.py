@@ -1,4 +1,4 @@
-"""A plan ready to run: the base class of every kind of device, and plans on a CPU."""
+"""Plans that are ready to run: the base class for all devices, and the class for CPUs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from moe_core.runtime.compiler import load_kernel
 class Prepared:
     """A plan ready to run on one device: call it with addresses.
 
-    `prepared(pointers, stream)`: addresses of the inputs and outputs in plan order, then of the scratch arena if
-    `plan.scratch_bytes` is not 0. Every address must be a multiple of 16 (InvalidInput names the buffer). steps: those
-    of the plan that run, None = all.
+    `prepared(pointers, stream)`: addresses of inputs and outputs in plan order, then of the scratch arena if
+    `plan.scratch_bytes` is not 0. Every address must be a multiple of 16 (InvalidInput names the buffer). steps: a
+    slice of the plan's steps, None for all.
     """
 
     def __init__(self, plan: LaunchPlan, device_index: int) -> None:
@@ -31,7 +31,7 @@ class Prepared:
         self._names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)]
         self._count = len(self._names)
         self._places, self._scratch_bytes = plan.scratch_places, plan.scratch_bytes
-        #: Places of buffers among a run's addresses: those it is given, the arena's, those of scratch buffers.
+        #: Indices of buffers among a run's addresses: the given ones, the arena, then scratch buffers.
         self._index = {name: index for index, name in enumerate(self._names)}
         self._index |= {buffer.name: index for index, buffer in enumerate(plan.scratch, self._count + 1)}
 
@@ -59,7 +59,7 @@ class Prepared:
                 )
 
     def _scratch_addresses(self, pointers: Sequence[int]) -> list[int]:
-        """pointers: of inputs, outputs and the arena; 0 or anything for an arena without bytes."""
+        """pointers: of inputs, outputs and the arena; anything for an arena without bytes."""
         return [pointers[home] + offset for home, offset in self._places]
 
     def _run(self, pointers: Sequence[int], stream: int, steps: slice) -> None:
@@ -67,7 +67,7 @@ class Prepared:
 
 
 class HostPrepared(Prepared):
-    """Interpreted kernels and NumPy twins, on host memory; the stream is ignored because host work is in order."""
+    """Interpreted kernels and NumPy twins on host memory. Host work is in order, so the stream is ignored."""
 
     def __init__(self, plan: LaunchPlan, device_index: int) -> None:
         super().__init__(plan, device_index)
@@ -118,7 +118,7 @@ class HostPrepared(Prepared):
         addresses = [*given, *self._scratch_addresses(given)]
         for index, size in self._large:
             prefer_huge_pages(pointers[index], size)
-        # In a context of its own, as NumPy's error state is the context's: an interrupt may leave it changed.
+        # In its own context, which holds NumPy's error state: an interrupt may leave that changed.
         try:
             contextvars.copy_context().run(self._compute, addresses, steps)
         except MemoryError as error:

@@ -1,7 +1,7 @@
-"""Compiling ahead: every kernel of given plans, at once and before the first call, with a report of what it cost.
+"""Compiles every kernel of plans before the first call, and reports the cost.
 
-The number of tokens is no constant of a kernel, so that a few counts stand for all: what changes with it is which of a
-handful of kernels run (their tiles), never how many there are.
+The number of tokens is no constant of a kernel. It only decides which of a handful of tiles run, so a few counts are
+enough.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.runtime.compiler import compile_launch, launch_signature, load_kernel
 from moe_core.runtime.prepare import prepare
 
-#: Kernels compiled at the same time: most of a compilation runs outside of Python's lock, in LLVM and ptxas.
+#: Compilations at the same time: they mostly run outside Python's lock, in LLVM and ptxas.
 _WORKERS = min(8, os.cpu_count() or 1)
 
 
@@ -73,13 +73,13 @@ class WarmupReport:
 
 
 def kernel_identity(plan: LaunchPlan, launch: KernelLaunch) -> Hashable:
-    """Equal for launches that one compiled kernel serves: grids, run-time values and when they begin do not count."""
+    """Equal for launches of one compiled kernel, whatever their grids, run-time values and beginnings."""
     constants = tuple((name, value) for name, value in launch.arguments if isinstance(value, Constant))
     return launch_signature(plan, launch), launch.kernel, constants, launch.num_warps, launch.num_stages
 
 
 def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, KernelLaunch]]:
-    """One launch for every kernel the plans need, with a plan it is from."""
+    """One launch, with a plan of it, for each kernel that the plans need."""
     found: dict[Hashable, tuple[LaunchPlan, KernelLaunch]] = {}
     for plan in plans:
         for launch in plan.steps:
@@ -106,7 +106,7 @@ def compile_kernels(
     require_at_least("workers", workers, 1)
     if not kernels:
         return ()
-    # In this thread: modules that import each other, as Triton's do, cannot be imported first by several at once.
+    # In this thread: modules that import each other, like Triton's, cannot be imported first by several threads.
     for name in dict.fromkeys(launch.kernel.name for _, launch in kernels):
         load_kernel(name)
     with ThreadPoolExecutor(min(workers, len(kernels)), "moebius-compile") as pool:
@@ -157,10 +157,10 @@ def token_counts(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _compile(plan: LaunchPlan, launch: KernelLaunch) -> KernelReport:
-    # File systems round times down to ticks of milliseconds; a compilation takes longer than that.
+    # File systems round times to milliseconds; a compilation takes longer.
     began, start = time.time(), time.perf_counter()
     compiled = compile_launch(plan, launch, plan.target)
     seconds = time.perf_counter() - start
-    # Triton writes a kernel's description into its cache when it has compiled it, and not when it finds it there.
+    # Triton writes a kernel's description into its cache only after compiling it.
     paths = [pathlib.Path(path) for path in compiled.metadata_group.values() if path.endswith(".json")]
     return KernelReport(launch.kernel.name, launch.tile, seconds, all(path.stat().st_mtime < began for path in paths))
