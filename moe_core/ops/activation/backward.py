@@ -1,4 +1,4 @@
-"""Planning of the activation's backward, as an op of its own and between the two matmuls of the experts."""
+"""Plans the activation's backward: an op, and the one between the experts' two matmuls."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from moe_core.specs.operands import ExpertActivationOperands, named_arrays
 ACTIVATION_BACKWARD = declare_kernel(kernels.activation_backward)
 EXPERT_ACTIVATION_BACKWARD = declare_kernel(kernels.expert_activation_backward)
 
-#: What the backward between the matmuls can compute; a plan leaves out what nobody needs.
+#: Possible results of the backward between the matmuls.
 EXPERT_GRADIENTS = ("d_pre", "weighted_hidden", "d_weight")
-#: Elements of a tile of whole rows (8 per thread; more registers would leave fewer loads in flight), and the columns it
-#: may have, wide first.
+#: Elements of a tile of whole rows (8 per thread; more registers would leave fewer loads in flight), and its possible
+#: columns, wide first.
 _ELEMENTS = {"gpu": 1024, "interpreter": 65536}
 _COLUMNS = {"gpu": (512, 256, 128), "interpreter": (1024, 32)}
 
@@ -36,9 +36,9 @@ _COLUMNS = {"gpu": (512, 256, 128), "interpreter": (1024, 32)}
 def plan_activation_backward(
     d_y: ArraySpec, x: ArraySpec, activation: Activation, target: Target, *, up: ArraySpec | None = None
 ) -> LaunchPlan:
-    """d_x (and d_up) of y `[R, F]` = activation(x, up): fp32 arithmetic, one cast to the dtype of x.
+    """d_x (and d_up) of y `[R, F]` = activation(x, up): fp32, one cast to the dtype of x.
 
-    d_y `[R, F]`, x `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate beside `up` `[R, F]`): bf16, fp16 or
+    d_y `[R, F]`, x `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate of `up` `[R, F]`): bf16, fp16 or
     fp32, d_y of any of them; rows may be strided. Inputs: d_y, x, [up]; outputs, dense: d_x, [d_up]. Formulas:
     `moe_core.ops.activation.reference`. Raises InvalidInput.
     """
@@ -65,8 +65,9 @@ def plan_activation_backward(
 
 
 def _row_tile(width: int, target: Target) -> tuple[int, int]:
-    """(rows, columns) of a tile that walks along whole rows of `width`: the widest that adds at most an eighth,
-    or else the one that pads it least."""
+    """(rows, columns) of a tile along whole rows of `width`: the widest that pads at most an eighth, or else the
+    least.
+    """
     padding = {columns: -(-width // columns) * columns - width for columns in _COLUMNS[target.engine]}
     columns = next((one for one in padding if 8 * padding[one] <= width), min(padding, key=lambda one: padding[one]))
     return _ELEMENTS[target.engine] // columns, columns
@@ -110,14 +111,16 @@ def plan_expert_activation_backward(
 ) -> LaunchPlan:
     """d_pre = act'(pre) (w z), weighted_hidden = w act(pre), d_weight = <z, act(pre)> + bias_product; z = d_hidden.
 
-    operands: a bundle of ArraySpecs, all dense. Gate layout `separate` is stored as `halves` is: gate columns, then up.
-    order: a slot's row is row_of_slot[slot] (`row`) or the slot itself (`slot`); without row_of_slot every row is the
-    slot of its number. outputs: those wanted of d_pre `[R, 2F]` and weighted_hidden `[R, F]` in the dtype of pre and
-    d_weight fp32 `[T * K]`; d_pre is always one. A slot without a row (-1): d_weight 0, nothing read. slot_of_row int32
-    `[R]` (order `row`): programs walk along rows instead of slots, of which an owner among ranks has few. Rows of no
-    slot become exact zeros with it and zeros; else they are left unwritten, for composed plans that never read them
-    (the reference engine writes zeros always). Inputs: the operands given, [slot_of_row]. Formulas:
-    `moe_core.ops.activation.reference`. Raises InvalidInput.
+    operands: dense ArraySpecs. Gate layout `separate` is stored like `halves`, gate columns first.
+    order: the row of a slot is row_of_slot[slot] (`row`) or the slot (`slot`). Without row_of_slot each row is the slot
+    of its number.
+    outputs: of d_pre `[R, 2F]` and weighted_hidden `[R, F]` in the dtype of pre and d_weight fp32 `[T * K]`; d_pre
+    always. A slot without a row (-1) has d_weight 0 and is not read.
+    slot_of_row int32 `[R]` (order `row`): programs walk along rows instead of slots, since an owner among ranks has
+    few. zeros: rows of no slot then become exact zeros; otherwise they stay unwritten (the reference engine always
+    writes zeros).
+
+    Inputs: the operands given, [slot_of_row]. Formulas: `moe_core.ops.activation.reference`. Raises InvalidInput.
     """
     width, slots = _validate(operands, activation, order)
     if "d_pre" not in outputs or not set(outputs) <= set(EXPERT_GRADIENTS) or len(set(outputs)) != len(outputs):

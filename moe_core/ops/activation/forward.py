@@ -1,4 +1,4 @@
-"""Planning of the activation as an op of its own."""
+"""Plans the activation op."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIVATION = declare_kernel(kernels.activation)
 
 
 def check_input(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> int:
-    """Check x `[R, 2F]` or `[R, F]` and up `[R, F]`, whose rows may be strided, against the gate layout; F."""
+    """Check x `[R, 2F]` or `[R, F]` and up `[R, F]`, with strided rows, against the gate layout. Returns F."""
     require_spec("x", x, ("num_rows", "width"), dtypes.MATMUL_DTYPES, contiguous=False)
     row_stride("x", x)
     rows, width = x.shape
@@ -36,13 +36,13 @@ def check_input(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> i
 
 
 def input_constants(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> dict[str, Argument]:
-    """What kernels are told of the activation and its input, in their order."""
+    """Constants of the activation and its input, in the kernels' order."""
     strides = passed(X_STRIDE=row_stride("x", x), UP_STRIDE=0 if up is None else row_stride("up", up))
     return strides | passed(GATE_LAYOUT=activation.gate_layout) | function_constants(activation)
 
 
 def function_constants(activation: Activation) -> dict[str, Argument]:
-    """What kernels are told of the activation's formula, in their order."""
+    """Constants of the activation's formula, in the kernels' order."""
     return passed(NAME=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit)
 
 
@@ -52,8 +52,8 @@ def plan_activation(
 ) -> LaunchPlan:
     """y `[R, F]` = activation of x in fp32, one cast.
 
-    x: `[R, 2F]` (gated, one buffer), `[R, F]` (ungated, or the gate beside `up` `[R, F]`), bf16, fp16 or fp32, rows may
-    be strided. out_dtype: None = the dtype of x. Inputs: x, [up]; output: y. Raises InvalidInput for anything else.
+    x: `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate of `up` `[R, F]`), bf16, fp16 or fp32; rows may
+    be strided. out_dtype: None for the dtype of x. Inputs: x, [up]; output: y. Raises InvalidInput.
     """
     width = check_input(x, up, activation)
     rows = x.shape[0]

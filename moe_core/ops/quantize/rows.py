@@ -1,4 +1,4 @@
-"""Planning of the quantisation of activations, row by row or as a whole (`kernels.quantize_rows`)."""
+"""Plans the quantisation of activations, row by row or as a whole (`kernels.quantize_rows`)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ QUANTIZE_GROUPS = declare_kernel(kernels.quantize_groups, pdl="start")
 PARTIAL_MAXIMA = declare_kernel(kernels.partial_maxima, pdl="start")
 QUANTIZE_WHOLE_ROWS = declare_kernel(kernels.quantize_whole_rows, pdl="start")
 
-#: Elements that activations have.
+#: Elements for activations.
 _ELEMENTS = ("e4m3", "e2m1", "int8")
-#: Programs that look for the largest magnitude of a whole array; a power of two, since the next launch reads all.
+#: Programs that find the largest magnitude of an array: a power of two, since the next launch reads all.
 _MAXIMA = 512
-#: Elements of a tile, 16 of a thread of 4 warps.
+#: Elements of a tile, 16 per thread of 4 warps.
 _TILE = 2048
-#: Rows from which whole rows are quantised several at a time, and such a tile: elements, columns at most, warps; to the
-#: same bits. With 16384 rows and more it takes up to half the time, with 256 and fewer up to twice
-#: (docs/notebook/quantised.md); in between nothing was measured.
+#: Rows from which several whole rows are quantised at a time, and their tile: elements, most columns, warps. The bits
+#: are equal. From 16384 rows on it takes up to half the time, up to 256 rows up to twice the time
+#: (docs/notebook/quantised.md). Nothing between was measured.
 _MANY_ROWS = 4096
 _MANY, _MANY_COLUMNS, _MANY_WARPS = 4096, 1024, 8
 #: Columns of the widest group, which is one tile.
@@ -50,17 +50,17 @@ def plan_quantize_rows(
 ) -> LaunchPlan:
     """values and scales of x `[R, D]` in a format, laid out as a `QuantizedTensor` `[R, D]` of layout `out_in`.
 
-    x: bf16, fp16 or fp32, rows may be strided. format: of e4m3, e2m1 or int8, whose scales are of one row, of groups of
-    its columns, or of all. scales: fp32 `[1]`, a static scale for all elements, of formats with one scale per tensor;
-    None = chosen from x. used_by: int32 `[R * n]`: a row all of whose n entries are negative is not read, and is
-    quantised as zeros (row_of_slot of a layout for tokens, slot_of_row for its rows); None = every row counts. Inputs:
-    x, [static_scale], [used_by], [maxima]; outputs: values, scales, [zeros]. Bit by bit what
-    `moe_core.ops.quantize.reference.quantize_rows` gives. Raises InvalidInput, and Unsupported for other formats and,
-    on compiled targets, groups of more than 16384 columns.
+    x: bf16, fp16 or fp32; rows may be strided. format: of e4m3, e2m1 or int8, with scales of a row, of groups of its
+    columns, or of all. scales: fp32 `[1]`, a static scale, for formats with one scale per tensor; None to choose from
+    x. used_by: int32 `[R * n]`: a row with n negative entries is not read and becomes zeros (row_of_slot of a layout
+    for tokens, slot_of_row for its rows); None: every row counts.
+    maxima, in composed plans on compiled targets, of whole rows: int32 `[n]`, n a power of two, the bits of the largest
+    magnitudes of rows that count, found by the writer of x (`MatmulProblem.finds_maxima`). zeros: number of int32 zeros
+    to write too, a power of two.
 
-    In composed plans on compiled targets, of whole rows: maxima int32 `[n]`, n a power of two: the bits of the largest
-    magnitudes of rows that count, where what wrote x has found them (`MatmulProblem.finds_maxima`). zeros: as many
-    int32 zeros, a power of two, are written too.
+    Inputs: x, [static_scale], [used_by], [maxima]; outputs: values, scales, [zeros]. Bits equal
+    `moe_core.ops.quantize.reference.quantize_rows`. Raises InvalidInput, and Unsupported for other formats and, on
+    compiled targets, groups of more than 16384 columns.
     """
     require_kind("format", format, Format)
     require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False)
@@ -102,7 +102,7 @@ def plan_quantize_rows(
 
 
 def chooses_one_scale(format: Format, static: bool) -> bool:
-    """Whether rows in this format share a scale that is found from them; static: one is given."""
+    """Return True if rows in this format share a scale that is found from them; static: a scale is given."""
     return format.group_rows is None and not static
 
 
@@ -122,7 +122,7 @@ def _users(builder: PlanBuilder) -> int:
 
 
 def rule_of(format: Format, target: Target) -> dict[str, Argument]:
-    """The kernels' constants that say what codes and scales are."""
+    """The kernels' constants for codes and scales."""
     element = format.own_element
     converts = target.has_fp8 and element.name == "e4m3" and not format.has_e8m0_scales
     rule = passed(ELEMENT=element.name, CONVERTS=converts, RULE=format.scale_rule, LARGEST=element.largest)
@@ -130,15 +130,15 @@ def rule_of(format: Format, target: Target) -> dict[str, Argument]:
 
 
 def _rows_of_tile(columns: int, rows: int, target: Target, elements: int = _TILE) -> int:
-    """Rows of a tile that has so many columns."""
+    """Rows of a tile with this many columns."""
     if target.interpreted:
         return min(padded(rows), max(1, BLOCK_ELEMENTS["interpreter"] // columns))
-    # On devices a kernel serves every batch.
+    # On devices one kernel serves every batch.
     return max(1, elements // columns)
 
 
 def _whole_rows_tile(width: int, rows: int, target: Target) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile of rows of that width: one for few rows and one for many."""
+    """(rows, columns, warps) of a tile of rows of that width, for few rows and for many."""
     many = rows >= _MANY_ROWS and not target.interpreted
     elements, columns, num_warps = (_MANY, _MANY_COLUMNS, _MANY_WARPS) if many else (_TILE, _TILE, 4)
     block_k = min(padded(width), columns)
@@ -183,7 +183,7 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     arguments = builder.pointers("x", "used_by") | {"partials": builder.optional(found)}
     arguments |= {"given": builder.optional("static_scale")} | builder.pointers("values", "scales", "zeros")
     arguments |= shape | passed(PARTIALS=partials, ZEROS=zeros)
-    # One scale of all rows is written even where there are none.
+    # One scale of all rows is written even without rows.
     programs = max(-(-rows // block_m), 1 if whole else 0)
     arguments |= rule_of(format, builder.target) | tile
     builder.launch(QUANTIZE_WHOLE_ROWS, (programs,), arguments, num_warps, 1)

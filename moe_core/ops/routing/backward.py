@@ -1,4 +1,4 @@
-"""Planning of the routing's backward: what flows into the logits from weights and losses."""
+"""Plans the routing's backward: gradients of the logits from weights and losses."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from moe_core.specs.routing import LayoutSpec, RouterSpec
 COUNT_TOKENS = declare_kernel(kernels.count_tokens)
 ROUTING_BACKWARD = declare_kernel(kernels.routing_backward)
 
-#: Programs of one warp that an SM holds at most (CUDA: 32 blocks per SM); more tokens are looped over.
+#: Most one-warp programs of an SM (CUDA: 32 blocks per SM). More tokens are looped over.
 _PROGRAMS_PER_SM = 32
-#: Columns of logits one warp handles (8 per thread of several arrays at once); above, warps are added.
+#: Logits of a warp (8 per thread of several arrays at once).
 _COLUMNS_PER_WARP = 256
-#: Tokens that one step of counting the unmasked ones takes.
+#: Tokens per step of counting the unmasked ones.
 _COUNTED = {"gpu": 4096, "interpreter": 64}
 
 
 def gradient_shapes(num_tokens: int, num_experts: int | str, top_k: int | str) -> dict[str, tuple[int | str, ...]]:
-    """Those of what flows back into a routing, all fp32; sizes may be names, for messages."""
+    """Shapes of the gradients of a routing, all fp32. Sizes may be names, for messages."""
     return {"weights": (num_tokens, top_k), "logits": (num_tokens, num_experts), "load_balance": (1,), "z": (1,)}
 
 
@@ -38,7 +38,7 @@ def _validate(
 ) -> None:
     require_spec("logits", logits, ("num_tokens", "num_experts"), "float32")
     num_tokens, num_experts = logits.shape
-    # A correction bias leaves no trace in the gradient; groups of one are legal without it, so nothing is refused here.
+    # The gradient does not depend on a correction bias. Groups of one are legal without it, so nothing is refused here.
     spec.validate_experts(num_experts, has_bias=False)
     top_k = spec.require_top_k()
     LayoutSpec(num_tokens, top_k, num_experts)  # Slots are numbered in int32.
@@ -76,11 +76,11 @@ def plan_routing_backward(
     *,
     token_mask: ArraySpec | None = None,
 ) -> LaunchPlan:
-    """d_logits fp32 `[T, E]` of the gradients given, from logits fp32 `[T, E]` and the ids int32 `[T, K]` chosen.
+    """d_logits fp32 `[T, E]` of the gradients given, from logits fp32 `[T, E]` and the chosen ids int32 `[T, K]`.
 
-    gradients: a bundle of ArraySpecs. ids: None without gradients.weights; distinct within a token, -1 = masked token.
-    token_mask bool `[T]`: masked tokens get exact zeros and count nowhere. The correction bias and the groups of the
-    forward have no gradient. Inputs: logits, [ids], `gradients.*` as given, [token_mask]; output: d_logits. Formulas:
+    gradients: ArraySpecs. ids: None without gradients.weights; distinct within a token, -1 for a masked token.
+    token_mask bool `[T]`: masked tokens get exact zeros and count nowhere. The correction bias and the groups have no
+    gradient. Inputs: logits, [ids], `gradients.*` as given, [token_mask]; output: d_logits. Formulas:
     `moe_core.ops.routing.reference`. Raises InvalidInput, Unsupported.
     """
     _validate(gradients, logits, ids, spec, token_mask)

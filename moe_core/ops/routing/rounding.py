@@ -30,7 +30,7 @@ from moe_core.specs.routing import LayoutSpec, RouterSpec, TokenRounding
 KEEP_CANDIDATES = declare_kernel(kernels.keep_candidates, counts_slots=True)
 SPLIT_GRADIENTS = declare_kernel(kernels.split_gradients)
 
-#: Candidates that an expert's program takes at once, and its warps.
+#: Candidates of an expert's program at once, and its warps.
 _BLOCK, _WARPS = {"gpu": 1024, "interpreter": 64}, 8
 
 
@@ -77,11 +77,11 @@ def plan_keep_candidates(
 ) -> LaunchPlan:
     """ids int32 and weights fp32 `[T, W]` of the candidates int32 `[T, W]` that their experts keep, else -1 and 0.
 
-    A token's candidates are distinct experts, the best first, -1 in all columns of a masked token. The first top_k are
-    the chosen. Also an input: candidate_weights fp32 `[T, W]`. An expert that n tokens chose keeps as many candidates
-    as `TokenRounding` says, the first in this order: chosen ones by weight, then others by weight, of equals the lower
-    token; NaN comes behind every number. masked=False: no candidate is -1. Further output: tokens_per_expert int32
-    `[E]`, the n. Raises InvalidInput, Unsupported.
+    A token's candidates are distinct experts, best first, -1 in all columns of a masked token. The first top_k are the
+    chosen. An expert that n tokens chose keeps as many candidates as `TokenRounding` says: chosen ones by weight, then
+    others by weight; ties go to the lower token, NaN comes last. masked=False: no candidate is -1. Further input:
+    candidate_weights fp32 `[T, W]`. Further output: tokens_per_expert int32 `[E]`, the n. Raises InvalidInput,
+    Unsupported.
     """
     num_tokens, width = require_spec("candidates", candidates, ("num_tokens", "width"), "int32").shape
     builder = PlanBuilder("keep_candidates", target)
@@ -116,7 +116,7 @@ _KEPT = (("ids", "int32"), ("weights", "float32"))
 
 
 def _check(logits: ArraySpec, spec: RouterSpec, rounding: TokenRounding, has_bias: bool) -> RouterSpec:
-    """The rule of the candidates, once logits and rules are checked."""
+    """Check logits and rules. Returns the rule of the candidates."""
     require_kind("rounding", rounding, TokenRounding)
     num_tokens, num_experts = require_spec("logits", logits, ("num_tokens", "num_experts"), "float32").shape
     wide = rounding.wide(spec, num_experts, has_bias)
@@ -138,12 +138,12 @@ def plan_route_rounded(
     correction_bias: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
 ) -> LaunchPlan:
-    """Routing whose experts get multiples of `rounding.tile` tokens: `plan_candidates`, then `plan_keep_candidates`.
+    """Routing that gives experts multiples of `rounding.tile` tokens: `plan_candidates`, then `plan_keep_candidates`.
 
-    Inputs as of `plan_routing`; outputs: ids int32 and weights fp32 `[T, W]`, tokens_per_expert int32 `[E]`, those that
-    chose each expert, candidates int32 `[T, W]`, which the backward reads. The weight of a chosen expert is that of
-    `plan_routing`, whatever is dropped; that of another expert is its score (of a softmax: among all experts) times
-    scale, not renormalised. Raises InvalidInput, Unsupported.
+    Inputs: of `plan_routing`. Outputs: ids int32 and weights fp32 `[T, W]`, tokens_per_expert int32 `[E]` before
+    rounding, candidates int32 `[T, W]` for the backward. A chosen expert has the weight of `plan_routing`, whatever is
+    dropped. Another expert has its score (softmax: among all experts) times scale, not renormalised. Raises
+    InvalidInput, Unsupported.
     """
     routing = plan_candidates(logits, spec, rounding, target, correction_bias=correction_bias, token_mask=token_mask)
     builder = PlanBuilder("route_rounded", target)
@@ -173,10 +173,10 @@ def plan_route_rounded_backward(
 ) -> LaunchPlan:
     """d_logits fp32 `[T, E]` of d_weights fp32 `[T, W]`, with logits, ids and candidates of `plan_route_rounded`.
 
-    Which candidates are kept has no gradient. The weights of slots that were dropped are constants, and their experts
-    still take part in the sum that renormalises the others. Output: d_logits. Raises InvalidInput, Unsupported.
+    The choice of kept candidates has no gradient. Weights of dropped slots are constants, and their experts still take
+    part in the sum that renormalises the others. Output: d_logits. Raises InvalidInput, Unsupported.
     """
-    # A correction bias and groups leave no trace in the gradient.
+    # The gradient does not depend on a correction bias and groups.
     plain = dataclasses.replace(spec, num_groups=1, topk_group=1, group_score=None)
     wide = _check(logits, plain, rounding, False)
     (num_tokens, num_experts), top_k, width = logits.shape, spec.require_top_k(), wide.require_top_k()
