@@ -44,13 +44,13 @@ def plan_candidates(
     correction_bias: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
 ) -> LaunchPlan:
+    """ids int32 and weights fp32 `[T, W]` of the W best experts of logits fp32 `[T, E]`, best first.
+
+    The first K columns equal `plan_routing`. Later weights are scores (softmax: among all experts) times scale, not
+    renormalised. Inputs: of `plan_routing`. Raises InvalidInput, Unsupported.
+    """
     from moe_core.ops.routing import reference_rounding as twins
 
-    """ids int32 and weights fp32 `[T, W]` of the W best experts of logits fp32 `[T, E]`, the best first.
-
-    The first K columns are those of `plan_routing`. The weights from K on are scores (of a softmax: among all experts)
-    times scale, not renormalised. Inputs as of `plan_routing`. Raises InvalidInput, Unsupported.
-    """
     wide = _check(logits, spec, rounding, correction_bias is not None)
     require_routing(logits, wide, correction_bias, token_mask)
     builder = PlanBuilder("candidates", target)
