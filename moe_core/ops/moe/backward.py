@@ -1,4 +1,4 @@
-"""Planning of one whole MoE backward, composed of the stage plans."""
+"""Plans a whole MoE backward from the stage plans."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from moe_core.specs.operands import (
     named_fields,
 )
 
-#: The matrices, whose gradients may be added to an array that is there already.
+#: Matrices whose gradients may be accumulated.
 _MATRICES = ("gate_up", "up", "down", "weight")
 #: Outputs of the forward that the backward does not read.
 _UNREAD = ("output", "invalid_ids")
 
 
 def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
-    """Every gradient there is: `d_x`, then `d_` and the name of every array of the bundles that is differentiated.
+    """Names of all gradients: `d_x`, then `d_` and each differentiated array of the bundles.
 
-    Quantised matrices are frozen: gradients go through them, and none is theirs.
+    Quantised matrices are frozen: gradients go through them, but they have none.
     """
     arrays = (
         *named_fields(operands.experts, "experts."),
@@ -56,14 +56,14 @@ def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
 
 
 def _array_of(name: str, operands: MoEOperands) -> ArraySpec:
-    """What `name`, one of gradient_names, is the gradient of."""
+    """The array of a gradient in gradient_names."""
     bundle, _, field = name.removeprefix("d_").partition(".")
     found = getattr(operands, bundle)
     return getattr(found, field) if field else found
 
 
 def _gradient_shape(name: str, operands: MoEOperands, one_layer: bool) -> tuple[int, ...]:
-    """That of `name`, one of gradient_names."""
+    """The shape of a gradient in gradient_names."""
     array, stacked = _array_of(name, operands), operands.experts.layer_index is not None
     if name.startswith("d_shared."):
         stacked = stacked and name != "d_shared.gate" and array.rank == 3
@@ -105,7 +105,7 @@ def _validate(
 
 
 def _require_addresses(results_at: ArraySpec, operands: MoEOperands, otherwise: bool) -> None:
-    """Raise InvalidInput unless rows of d_x are the last product's; otherwise: they are not."""
+    """Raise InvalidInput unless the last product makes the rows of d_x; otherwise: it does not."""
     routing = operands.routing
     if not isinstance(routing, TopK) or operands.shared is not None or otherwise:
         raise InvalidInput(
@@ -131,20 +131,17 @@ def plan_moe_backward(
     *,
     options: BackwardOptions,
 ) -> LaunchPlan:
-    """One plan for the whole backward of `plan_moe`; equations and rounding points: docs/user/training.md.
+    """One plan for the whole backward of `plan_moe`. Equations and rounding points: docs/user/training.md.
 
-    gradients, operands: bundles of ArraySpecs; gradients.output `[T, D]` in any matmul dtype, the others only where
-    the forward routes. An experts.layer_index outside the stack makes d_x and the gradients of weights and logits NaN;
-    those of the stack are zeros then (or what was accumulated: no layer was used), with one_layer meaningless. The
-    reference raises. Experts may be quantised, x not (spec.activations): gradients go through weights that are
-    dequantised to the dtype of x, tile by tile.
+    gradients, operands: ArraySpecs; gradients.output `[T, D]` in any matmul dtype, others only if the forward routes.
+    An experts.layer_index outside the stack makes d_x and the gradients of weights and logits NaN and those of the
+    stack zeros (or what was accumulated); with one_layer they mean nothing. The reference raises. Experts may be
+    quantised, but not x (spec.activations): weights are dequantised to the dtype of x, tile by tile.
 
-    Inputs: `gradients.*`, those of the forward (without correction_bias; given ids as int32, given weights as fp32,
-    like their gradient), its outputs tokens_per_expert, [ids], [weights], [logits] and `saved.*`, then `into.*`; with
-    spec.recompute matmul 1 runs again for the pre-activation.
-    Outputs: wanted, in that order, with the shape and dtype of what each is the gradient of; before they are written,
-    those that accumulate nothing hold other buffers, so nothing may share their memory. Raises InvalidInput,
-    Unsupported.
+    Inputs: `gradients.*`, the forward's (without correction_bias; given ids as int32, given weights as fp32), its
+    outputs tokens_per_expert, [ids], [weights], [logits] and `saved.*`, then `into.*`. With spec.recompute matmul 1
+    runs again. Outputs: wanted, in order, each like its array. Unless accumulated they hold other buffers before they
+    are written, so nothing may share their memory. Raises InvalidInput, Unsupported.
     """
     if isinstance(operands.routing, TopK):
         ids, weights = operands.routing.ids.shape, operands.routing.weights.shape
@@ -201,11 +198,11 @@ def plan_moe_backward(
 def plan_training(
     operands: MoEOperands, spec: MoESpec, target: Target, *, one_layer: bool = False
 ) -> tuple[LaunchPlan, ...]:
-    """What a training step runs in which every array is trained: the forward that saves, then backwards.
+    """The plans of a training step of every array: the forward that saves, then backwards.
 
-    The first backward is for a gradient of the output alone; where x is routed, a second one is for a gradient of the
-    logits too, as losses of the router make it. one_layer: as in `plan_moe_backward`. With spec.main_grad the gradients
-    of the experts' and the shared expert's matrices are accumulated. Raises InvalidInput, Unsupported.
+    The first backward has a gradient of the output only. If x is routed, a second one also has a gradient of the
+    logits, as from the router's losses. one_layer: as in `BackwardOptions`. spec.main_grad accumulates the gradients of
+    the experts' and the shared expert's matrices. Raises InvalidInput, Unsupported.
     """
     forward = _forward(operands, spec, target)
     upstream = [OutputGradients(forward.spec("output"))]
@@ -220,5 +217,5 @@ def plan_training(
 
 
 def explain_training(plans: tuple[LaunchPlan, ...]) -> str:
-    """The text of `plan_training`'s plans: the forward, and the backward that computes most."""
+    """The text of `plan_training`'s forward and its largest backward."""
     return "\n\n".join(plan.explain() for plan in (plans[0], plans[-1]))

@@ -1,4 +1,4 @@
-"""The stages of one MoE backward on compiled targets, wired into one plan; equations: docs/user/training.md."""
+"""The stages of a MoE backward on compiled targets, wired into one plan. Equations: docs/user/training.md."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from moe_core.specs.routing import LayoutSpec
 
 @dataclass
 class _Chain:
-    """Two products and the activation between them, backwards: of the experts, or (layout None) of the shared expert,
-    which every token visits.
+    """Two products and the activation between them, backwards: of the experts, or (layout None) the shared expert.
 
     bundle: the weights. weighted_input: x is multiplied with the router's weight before matmul 1. overwrites: the
     gradient of the pre-activation takes its memory.
@@ -49,17 +48,17 @@ class _Chain:
 
     def __post_init__(self) -> None:
         self.target = self.builder.target
-        # Before the names of weights, of steps and of scratch; how x and the output's gradient are gathered.
+        # Prefixes of weights, steps and scratch, and the gather of x and the output's gradient.
         names = ("shared.", "shared ", "shared_", "row") if self.layout is None else ("experts.", "", "", "token")
         self.prefix, self.label, self.scratch, self.gather = names
         self.pre = f"{SAVED}{self.scratch}pre_activation"
 
     def wants(self, *names: str) -> bool:
-        """Whether the gradient of any of these weights is an output."""
+        """Return True if the gradient of any of these weights is an output."""
         return any(self.builder.has(f"d_{self.prefix}{name}") for name in names)
 
     def source(self) -> str:
-        """What matmul 1 read: x, or x times the weight."""
+        """The rows that matmul 1 read: x, or x times the weight."""
         if not self.weighted_input:
             return "x"
         if not self.builder.has("weighted_x"):
@@ -69,8 +68,9 @@ class _Chain:
         return "weighted_x"
 
     def recompute(self) -> None:
-        """Matmul 1 again where nothing was saved, to the forward's bits: with its tiles, or lower ones that give the
-        same."""
+        """Run matmul 1 again if nothing was saved, to the forward's bits: with its tiles, or lower ones with equal
+        bits.
+        """
         builder, bundle, spec, layout = self.builder, self.bundle, self.spec, self.layout
         if builder.has(self.pre):
             return
@@ -89,7 +89,7 @@ class _Chain:
         assert tile is not None, "backwards of the reference are one call"
         plan = plan_product(problem, tile, 0)
         label = f"{self.label}matmul 1"
-        # Counters of its own: the products with this number behind it count in `tile_counters`.
+        # Its own counters: later products with this number count in `tile_counters`.
         counters = f"{label}.tile_counters"
         bindings = stage_inputs(builder, plan, layout, tile.config.block_m, counters=counters)
         bindings |= {name: self.prefix + field for name, field in names.items()}
@@ -100,7 +100,7 @@ class _Chain:
         name, spec = ("down", "gate_up")[stage], self.spec
         up = self.bundle.up if stage else None
         operands = MatmulOperands(self.builder.spec(d_y), getattr(self.bundle, name), up, layer_index=self.layer_index)
-        # Of the shared expert fp32, as what it is added to.
+        # fp32 for the shared expert, like the sum it joins.
         out_dtype = "float32" if stage and self.layout is None else None
         gather = "row" if stage else self.gather
         options = MatmulSpec(spec.weight_layout, gather, "row", None, out_dtype, spec.allow_tf32, spec.matmul_tuning())
@@ -111,9 +111,10 @@ class _Chain:
         )
 
     def activation(self, z: str, weighting: dict[str, str], d_weight: Callable[[], str] | None) -> dict[str, str]:
-        """d_pre, weighted_hidden where it is needed, and d_weight, whose buffer the function gives, where there is one.
+        """d_pre, weighted_hidden if it is needed, and d_weight if d_weight, which gives its buffer, is not None.
 
-        z: the output's gradient behind `down`; weighting: further operands of `plan_expert_activation_backward`.
+        z: the output's gradient pulled back through `down`; weighting: further operands of
+        `plan_expert_activation_backward`.
         """
         builder = self.builder
         names = {"d_hidden": z, "pre": self.pre} | weighting
@@ -141,12 +142,12 @@ class _Chain:
         return made
 
     def down_gradients(self, d_out: str, made: dict[str, str], row_weight: str | None = None) -> None:
-        """Those of `down` and its bias that are wanted; made: by `activation`."""
+        """Add the gradients wanted of `down` and its bias; made: by `activation`."""
         hidden = made.get("weighted_hidden")
         self.weight_gradient("down", Side(hidden) if hidden else None, Side(d_out, self.gather), row_weight=row_weight)
 
     def gate_up_gradients(self, made: dict[str, str]) -> None:
-        """Those of the matrices and biases of matmul 1 that are wanted; made: by `activation`."""
+        """Add the gradients wanted of matmul 1's matrices and biases; made: by `activation`."""
         for name in ("gate_up", "up"):
             if self.wants(name, f"{name}_bias"):
                 d_pre, columns = made["d_pre"], None
@@ -156,7 +157,7 @@ class _Chain:
                 self.weight_gradient(name, Side(self.source(), self.gather), Side(d_pre, columns=columns))
 
     def weight_gradient(self, name: str, x: Side | None, d_y: Side, *, row_weight: str | None = None) -> None:
-        """The gradient of one matrix and of its bias, those wanted."""
+        """Add the gradients wanted of a matrix and its bias."""
         full, spec = self.prefix + name, self.spec
         bindings = {"d_weight": f"d_{full}", "d_bias": f"d_{full}_bias", "into": f"into.{full}"}
         bindings |= {"layer_index": "experts.layer_index"}
@@ -167,7 +168,7 @@ class _Chain:
 
 
 class BackwardPlanner:
-    """One method per stage. builder: holds every input and wanted output; what a stage makes else is scratch."""
+    """One method per stage. builder: has every input and wanted output; stages add scratch."""
 
     def __init__(
         self,
@@ -197,8 +198,8 @@ class BackwardPlanner:
         self.experts.recompute()
         extras = [] if self.operands.shared is None else self._shared(self.operands.shared)
         made, chain = self._activation(), self.experts
-        # A gradient that is still to be written lends its memory: that of gate and up comes late, because most buffers
-        # are short-lived beside it, and that of `down` behind it where d_pre finds room there.
+        # An unwritten gradient lends its memory. That of gate and up comes late, because most buffers are short-lived;
+        # that of `down` comes after it if d_pre fits there.
         down_last = self._down_holds_d_pre(made)
         if not down_last:
             chain.down_gradients(self.d_out, made, self.row_weight)
@@ -214,14 +215,14 @@ class BackwardPlanner:
             chain.down_gradients(self.d_out, made, self.row_weight)
 
     def _down_holds_d_pre(self, made: dict[str, str]) -> bool:
-        """Whether the gradient of the experts' `down`, not written yet, has room for that of the pre-activation."""
+        """Return True if the unwritten gradient of the experts' `down` has room for d_pre."""
         lent, chain = {"d_experts.gate_up", "d_experts.down"} <= set(self.builder.lent), self.experts
         if not lent or (chain.overwrites and chain.pre.startswith(SAVED)):
             return False
         return self.builder.spec(made["d_pre"]).nbytes <= self.builder.spec("d_experts.down").nbytes
 
     def _shared(self, shared: SharedExpert) -> list[str]:
-        """Gradients of the shared expert; the parts of d_x fp32 `[T, D]`, where that is wanted."""
+        """Add the shared expert's gradients. Returns the parts of d_x fp32 `[T, D]`, if that is wanted."""
         builder, target, experts = self.builder, self.target, self.operands.experts
         layer_index = experts.layer_index if shared_is_stacked(experts, shared) else None
         chain = _Chain(builder, self.x, shared, layer_index, None, self.spec.of_shared())
@@ -251,7 +252,7 @@ class BackwardPlanner:
         return parts
 
     def _activation(self) -> dict[str, str]:
-        """What lies between the experts' products, where anything needs it."""
+        """Add what comes between the experts' products, if anything needs it."""
         chain, made = self.experts, {}
         first = chain.wants("gate_up", "gate_up_bias", "up", "up_bias")
         if first or self.needs_rows or self.needs_weights or chain.wants("down"):
@@ -263,7 +264,7 @@ class BackwardPlanner:
         return made
 
     def _bias_product(self) -> dict[str, str]:
-        """The share of the weights' gradient that comes from the bias of `down`, if there is one."""
+        """The share of the weights' gradient from the bias of `down`, if there is one."""
         bias, layer_index = self.operands.experts.down_bias, self.operands.experts.layer_index
         if bias is None:
             return {}
@@ -274,7 +275,7 @@ class BackwardPlanner:
         return {"bias_product": self.builder.call(plan, "bias product", bindings)}
 
     def _weighted_input(self, output: str, extra: str | None = None) -> str:
-        """Behind x times the weight: `d_weight` or `d_x`."""
+        """The backward of x times the weight: `d_weight` or `d_x`."""
         rows = self.builder.spec(self.d_rows)
         plan = rowwise.plan_weighted_input(rows, self.x, self.target, outputs=(output,), with_extra=extra is not None)
         bindings = {"d_rows": self.d_rows, "x": "x"}
@@ -283,13 +284,13 @@ class BackwardPlanner:
         return self.builder.call(plan, f"weighted input, {output}", bindings)
 
     def _weights_gradient(self) -> str:
-        """Where the gradient of the routing's weights goes."""
+        """The buffer of the gradient of the routing's weights."""
         if self.builder.has("d_routing.weights"):
             return "d_routing.weights"
         return self.builder.scratch("d_weights", self.by_slot)
 
     def _router(self, d_weights: str) -> list[str]:
-        """From the weights, by slot, to what comes before them; the part of d_x, where x was routed."""
+        """From the weights, by slot, to the logits and the router. Returns the part of d_x, if x was routed."""
         builder, given, spec, routing = self.builder, self.gradients, self.spec, self.routing
         if isinstance(routing, TopK):
             return []
@@ -323,7 +324,7 @@ class BackwardPlanner:
         return [add_router_input_gradient(builder, "router input", d_logits, "routing.weight", spec.logits_spec())]
 
     def _counts(self, num_global: int) -> str:
-        """Slots that every expert got, wherever it is: the forward counted the local ones."""
+        """Slots of every expert, wherever it is. The forward counted the local ones."""
         if self.operands.expert_map is None:
             return "tokens_per_expert"
         layout = LayoutSpec(self.layout.num_tokens, self.layout.top_k, num_global)
@@ -331,7 +332,7 @@ class BackwardPlanner:
         return self.builder.call(plan, "all experts", {})
 
     def _d_x(self, extras: list[str]) -> None:
-        """d_x: the sum over a token's slots, and what else flows into x."""
+        """Add d_x: the sum over a token's slots and other gradients of x."""
         builder = self.builder
         while len(extras) > 1:
             plan = rowwise.plan_add(builder.spec(extras[0]), self.target)

@@ -1,4 +1,4 @@
-"""What the weights of a composed MoE must be, plain or quantised, under the names its caller knows."""
+"""Checks of a composed MoE's weights, plain or quantised, under their callers' names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_core.specs.operands import ExpertWeights, LayerRouter, SharedExpert, na
 
 
 def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | None, spec: MoESpec) -> int:
-    """Check experts and shared against x `[T, D]`; the number of local experts. Raises InvalidInput."""
+    """Check experts and shared against x `[T, D]`. Returns the number of local experts. Raises InvalidInput."""
     d_model, dtype = x.shape[1], x.dtype
     stacked = experts.layer_index is not None
     free = ("num_layers", "num_experts") if stacked else ("num_experts",)
@@ -51,7 +51,7 @@ def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | N
 
 
 def require_op_router(routing: Any) -> None:
-    """Raise Unsupported for a layer's router, whose further arrays no op reads."""
+    """Raise Unsupported for a layer's router: no op reads its further arrays."""
     if isinstance(routing, LayerRouter):
         raise Unsupported(
             "routing must be plain RouterWeights, got a layer's router with a norm or expert scales, which no op "
@@ -60,19 +60,19 @@ def require_op_router(routing: Any) -> None:
 
 
 def shared_is_stacked(experts: ExpertWeights, shared: SharedExpert) -> bool:
-    """Whether experts.layer_index picks the shared expert too: its matrices then have a layer axis."""
+    """Return True if experts.layer_index picks the shared expert, too: its matrices then have a layer axis."""
     return experts.layer_index is not None and len(shared.gate_up.shape) == 3
 
 
 def quantized_experts(experts: ExpertWeights) -> dict[str, QuantizedTensor]:
-    """The matrices that are quantised, by name."""
+    """The quantised matrices by name."""
     return {name: value for name, value in named_fields(experts, "experts.") if isinstance(value, QuantizedTensor)}
 
 
 def why_no_moe_gradient(experts: ExpertWeights, spec: MoESpec, names: Iterable[str]) -> str | None:
-    """Why a layer has no gradients of the arrays of these names (`x`, `experts.gate_up.scales`); None where it has.
+    """The reason why a layer has no gradients of arrays of these names (`x`, `experts.gate_up.scales`), or None.
 
-    Of experts it only counts which are quantised, and whether they are tiled.
+    Looks only at which experts' matrices are quantised or tiled.
     """
     if spec.activations is not None:
         return (
@@ -89,12 +89,12 @@ def quantized_rows(rows: ArraySpec, activations: Format) -> QuantizedTensor:
 
 
 def _axes(inside: int | str, outside: int | str, spec: MoESpec) -> tuple[int | str, int | str]:
-    """The last two axes of a weight from `inside` to `outside` features."""
+    """A weight's last two axes from `inside` to `outside` features."""
     return (inside, outside) if spec.weight_layout == "in_out" else (outside, inside)
 
 
 def _matrix(name: str, weight: Any, shape: tuple[int | str, ...], dtype: str, spec: MoESpec) -> ArraySpec:
-    """Check one weight; the plain array that it is, or stands for."""
+    """Check one weight. Returns the plain array that it is or stands for."""
     if isinstance(weight, QuantizedTensor):
         matmul.require_weight(name, weight, spec.weight_layout)
     return require_spec(name, matmul.logical_spec(weight, dtype), shape, dtype)
@@ -103,7 +103,7 @@ def _matrix(name: str, weight: Any, shape: tuple[int | str, ...], dtype: str, sp
 def _check_pair(
     name: str, bundle: ExpertWeights | SharedExpert, lead: tuple[int, ...], d_model: int, dtype: str, spec: MoESpec
 ) -> int:
-    """Check up and down against gate_up; F."""
+    """Check up and down against gate_up. Returns F."""
     activation = spec.activation
     width = bundle.gate_up.shape[-1 if spec.weight_layout == "in_out" else -2]
     if activation.gate_layout in ("halves", "interleaved"):

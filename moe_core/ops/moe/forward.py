@@ -1,4 +1,4 @@
-"""Planning of one whole MoE forward, composed of the stage plans."""
+"""Plans a whole MoE forward from the stage plans."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from moe_core.specs.operands import MatmulOperands, RouterWeights, TopK, named_a
 from moe_core.specs.routing import LayoutSpec
 
 Routing = RouterWeights | bundles.RouterLogits | TopK
-#: Before the names of outputs that only a backward reads.
+#: Prefix of outputs that only a backward reads.
 SAVED = "saved."
 
 
@@ -61,8 +61,8 @@ def plan_moe(
     `[E_global]`], `shared.*`. Outputs: output `[T, D]`, tokens_per_expert `[E]`, invalid_ids `[1]`, then ids and
     weights `[T, K]` unless given, then logits `[T, E]` when routing from x. Raises InvalidInput, Unsupported.
 
-    Experts may be quantised, and x and the hidden rows are then too if spec.activations says so: what is computed is in
-    docs/user/quantization.md. Nothing can be saved with spec.activations, whose rounding has no gradient.
+    Experts may be quantised, and with spec.activations x and the hidden rows, too (docs/user/quantization.md).
+    spec.activations rules out save, because its rounding has no gradient.
     """
     reason = why_no_moe_gradient(experts, spec, ()) if options.save else None
     if reason is not None:
@@ -76,8 +76,7 @@ def plan_moe(
 
 
 def launches_behind_hidden(results_at: object) -> int:
-    """The launches of a plan that follow product 1 and what quantises its rows: product 2, and the sum of slots where
-    there is one."""
+    """Launches after product 1 and the quantisation of its rows: product 2, and the sum of slots if there is one."""
     return 2 if results_at is None else 1
 
 
@@ -103,11 +102,10 @@ class _MoEPlanner:
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """Those of matmul 1."""
+        """Outputs of matmul 1."""
         return ("y", "pre") if self.save and not self.spec.recompute else ("y",)
 
     def plan(self) -> LaunchPlan:
-        """The plan, its launches one after another."""
         builder = self.builder
         arrays = (*named_arrays(self.experts, "experts."), *named_arrays(self.routing, "routing."))
         shared = () if self.shared is None else named_arrays(self.shared, "shared.")
@@ -145,7 +143,7 @@ class _MoEPlanner:
             raise InvalidInput(f"{what} must be None with results_at, where nothing is summed; leave it out")
 
     def _declare_saved(self, layout: LayoutSpec) -> None:
-        """The layout's arrays and what else a backward reads: outputs with save, else scratch."""
+        """Declare the layout's arrays and other inputs of a backward: outputs with save, else scratch."""
         builder = self.builder
         declare, prefix = (builder.output, SAVED) if self.save else (builder.scratch, "")
         if "pre" in self._outputs:
@@ -161,7 +159,7 @@ class _MoEPlanner:
             declare(f"{prefix}shared_gate", ArraySpec((self.tokens, 1), "float32"))
 
     def _route(self, num_local: int) -> tuple[str, str]:
-        """Names of the buffers with ids and fp32 weights, which `_layout` fills in where they are not given."""
+        """Buffers of ids and fp32 weights. `_layout` fills them if they are not given."""
         builder, routing, spec = self.builder, self.routing, self.spec
         if isinstance(routing, TopK):
             if spec.router is not None:
@@ -200,12 +198,12 @@ class _MoEPlanner:
         return ids, weights
 
     def _experts(self, ids: str, weights: str, layout: LayoutSpec) -> tuple[str, str]:
-        """Layout and both matmuls; the name of the buffer with the weighted slots, and its order: `slot` or `row`."""
+        """Add the layout and both matmuls. Returns the buffer of the weighted slots and its order, `slot` or `row`."""
         builder, spec, target, experts = self.builder, self.spec, self.target, self.experts
         width = experts.down.shape[-2 if spec.weight_layout == "in_out" else -1]
         hidden_spec = ArraySpec((layout.capacity, width), self.x.dtype)
         on_input = spec.apply_router_weight_on_input
-        # What matmul 1 reads: x as it lies, or x times the weight, which is contiguous; or either, quantised.
+        # Rows of matmul 1: x, or contiguous x times the weight, or either quantised.
         source = ArraySpec((self.tokens, self.d_model), self.x.dtype) if on_input else self.x
         rows_1: ArraySpec | QuantizedTensor = source
         rows_2: ArraySpec | QuantizedTensor = hidden_spec
@@ -228,7 +226,7 @@ class _MoEPlanner:
         problem_1 = MatmulProblem(first, layout, matmul_1, target, self._outputs)
         problems = problem_1, MatmulProblem(second, layout, matmul_2, target)
         tiles = tuple(choose_tile(problem, f"tuning.matmul_{i}") for i, problem in enumerate(problems, 1))
-        # Tiles, and so bits, are those of a product that has all multiprocessors.
+        # Tiles, and so bits, do not depend on the limit.
         limits = self.multiprocessors or (None, None)
         problems = tuple(dataclasses.replace(one, multiprocessors=n) for one, n in zip(problems, limits, strict=True))
         products = [Product(problem, tile) for problem, tile in zip(problems, tiles, strict=True)]
@@ -236,7 +234,7 @@ class _MoEPlanner:
         if addressed:
             products[1] = Product(dataclasses.replace(problems[1], addressed=True), tiles[1])
         elif spec.rows_in_order or (tiles[1] is not None and tiles[1].family.stores_rows):
-            # Its whole tiles go out by TMA, to neighbouring rows; the reduction then finds a slot's row.
+            # Whole tiles go by TMA to neighbouring rows. The reduction finds a slot's row.
             by_row = dataclasses.replace(matmul_2, scatter="row")
             products[1] = Product(dataclasses.replace(problems[1], spec=by_row), tiles[1])
         counters = 2 if any(tile is not None and tile.family.counts_tiles for tile in tiles) else 0
@@ -279,7 +277,7 @@ class _MoEPlanner:
         return slots, products[1].problem.spec.scatter
 
     def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counters: int) -> None:
-        """The layout and, where ids are not given, the routing before it: one plan has fewer launches than two."""
+        """Add the layout and, unless ids are given, the routing: one plan has fewer launches than two."""
         builder, routing = self.builder, self.routing
         bindings = {"ids": ids, "invalid_ids": "invalid_ids"} | dict(named_arrays(self.arrays))
         if isinstance(routing, TopK):
@@ -331,7 +329,7 @@ class _MoEPlanner:
         builder.call(plan, "reduce", bindings)
 
     def _shared(self) -> tuple[str | None, str | None]:
-        """The shared expert's output (fp32 `[T, D]`) and its gate logits (fp32 `[T, 1]`)."""
+        """Add the shared expert. Returns its output (fp32 `[T, D]`) and gate logits (fp32 `[T, 1]`)."""
         shared, spec, builder = self.shared, self.spec.of_shared(), self.builder
         if shared is None:
             return None, None

@@ -1,15 +1,14 @@
-"""Stages of few tokens' forwards that share a launch: docs/notebook/launches.md.
+"""Shared launches for stages of few tokens' forwards: docs/notebook/launches.md.
 
-What is computed is what launches apart compute, to the bit: the tiles are theirs, and a tile's sums know nothing of
-others.
+They compute the bits of separate launches: tiles are equal, and a tile's sums do not depend on other tiles.
 
-**Chained** (`moe_core.ops.moe.kernels.chained`): both products and the reduction in one launch. Blocks that wait do so
-for blocks that were given a lower number, in the order in which they began: that they end does not depend on the order
-in which the GPU begins blocks, nor on how many it runs at once.
+**Chained** (`moe_core.ops.moe.kernels.chained`): both products and the reduction in one launch. Blocks wait only for
+blocks with a lower number, given in the order of their beginning. So they end whatever the order in which the GPU
+begins blocks, and however many run at once.
 
-**One token** (`moe_core.ops.moe.kernels.one_token`): the routing shares the launch of product 1, whose blocks choose
-the token's experts themselves, and the reduction that of product 2, whose last block of a tile of columns adds up its
-slots. Nothing waits, nor does product 2 begin before product 1 has ended.
+**One token** (`moe_core.ops.moe.kernels.one_token`): product 1's launch includes the routing, since its blocks choose
+the token's experts themselves. Product 2's launch includes the reduction: the last block of a tile of columns adds the
+slots. Nothing waits, and product 2 begins after product 1.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ CHAINED = declare_kernel(chained_kernels.chained, pdl="start")
 ROUTE_AND_MULTIPLY = declare_kernel(one_token_kernels.route_and_multiply, writes_layout=True, counts_slots=True)
 MULTIPLY_AND_REDUCE = declare_kernel(one_token_kernels.multiply_and_reduce)
 
-#: Plans of more tokens launch their stages one by one, and of fewer too, but one: with 2 to 4 a chain was up to 15 %
-#: slower, with 8 and more up to 8 % faster.
+#: Most tokens of a chain, and the least above one: with 2 to 4 it was up to 15 % slower, with 8 and more up to 8 %
+#: faster.
 MOST_TOKENS, _FEWEST_TOKENS = 256, 8
-#: Rows of a block from which boundaries are too small a part of it.
+#: Rows of a block from which launch boundaries cost too little.
 _MOST_ROWS = 32
-#: Counters of a chain before those of row blocks, and the fewest of a launch: one number of them for most plans, so
-#: that the kernels that clear them are the same.
+#: Counters of a chain before those of row blocks, and the fewest of a launch: mostly one number, so that the kernels
+#: that clear them are the same.
 _COUNTERS, _FEWEST_COUNTERS = 2, 1024
-#: Up to this K the loop over slots is unrolled; the reductions that share a launch are that alone.
+#: Up to this K the loop over slots is unrolled, as in every reduction that shares a launch.
 _MOST_CHOICES = 16
-#: Columns of a program of the chained reduction: latency alone counts, and they are spread over many.
+#: Columns of a program of the chained reduction: only latency counts, so many programs share them.
 _REDUCED_COLUMNS = 512
-#: What launches of products take of theirs.
+#: Arguments that launches of products take over.
 _SIZES = (
     "D", "N", "WEIGHT_N", "NUM_LAYERS", "X_STRIDE", "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE",
     "BIAS_LAYER_STRIDE",
@@ -63,10 +62,10 @@ _TILE = ("INPUT_PRECISION", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")
 def why_not_fused(
     tiles: tuple[TileChoice | None, ...], num_tokens: int, top_k: int, *, alone: bool, batch_invariant: bool
 ) -> str | None:
-    """The reason the stages of a forward are launches of their own; None if some share one.
+    """The reason why no stages of a forward share a launch, or None.
 
-    tiles: of both products, None where there are none. alone: whether the reduction follows product 2 and has nothing
-    but its slots to add up, and nothing of the products is saved.
+    tiles: of both products, None without tiles. alone: the reduction follows product 2, adds only its slots, and
+    nothing of the products is saved.
     """
     if not all(tiles) or num_tokens == 0:
         return "there are no tiles"
@@ -92,17 +91,17 @@ def why_not_fused(
 
 
 def fusion_counters(num_tokens: int, max_blocks: int, column_tiles: int) -> int:
-    """The int32 counters that launches shared by stages take, a power of two. column_tiles: of product 2."""
+    """Number of int32 counters of shared launches, a power of two. column_tiles: of product 2."""
     return padded(column_tiles if num_tokens == 1 else _COUNTERS + max_blocks, _FEWEST_COUNTERS)
 
 
 def fuse_launches(plan: LaunchPlan, num_tokens: int) -> LaunchPlan:
-    """The plan with fewer launches. It has scratch `tile_counters`, cleared by the routing or the layout."""
+    """The plan with fewer launches. Its scratch `tile_counters` is cleared by the routing or the layout."""
     return _fuse_one_token(plan) if num_tokens == 1 else _chain(plan)
 
 
 def _stages(plan: LaunchPlan) -> tuple[tuple[KernelLaunch, ...], KernelLaunch, KernelLaunch, KernelLaunch]:
-    """(what is before the products, product 1, product 2, reduction)."""
+    """(steps before the products, product 1, product 2, reduction)."""
     steps = tuple(step for step in plan.steps if isinstance(step, KernelLaunch))
     *before, first, second, reduction = steps
     found = (first.kernel, second.kernel, reduction.kernel)
@@ -129,7 +128,7 @@ def _fuse_one_token(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _of(step: KernelLaunch, *names: str, prefix: str = "") -> dict[str, Argument]:
-    """Arguments of a launch; prefix: what goes before their names."""
+    """Arguments of a launch; prefix: put before their names."""
     return _renamed(step, **{(prefix.upper() if name.isupper() else prefix) + name: name for name in names})
 
 
@@ -146,7 +145,7 @@ def _number(step: KernelLaunch, name: str) -> int:
 
 
 def _chained(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch, target: Target) -> KernelLaunch:
-    """Product 1 as it is launched; what product 2 has of its own with a prefix."""
+    """Product 1's launch, with product 2's own arguments under a prefix."""
     d, num_tokens = _number(first, "D"), _number(reduction, "num_tokens")
     block_t, block_d = 1, min(_REDUCED_COLUMNS, padded(d))
     if target.interpreted:
@@ -172,7 +171,7 @@ def _chained(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch,
 
 
 def _route_and_multiply(routing: KernelLaunch, product: KernelLaunch) -> KernelLaunch:
-    """Routing of one token by the first program, product 1 by the others."""
+    """One token's routing by the first program, product 1 by the others."""
     arguments = {
         **_of(routing, "logits", "correction_bias", "token_mask", "ids", "weights", "group_sizes", "group_start"),
         **_of(routing, "slot_of_row", "row_of_slot", "invalid_ids", "schedule_0", "schedule_1", "tile_counters"),
@@ -190,7 +189,7 @@ def _route_and_multiply(routing: KernelLaunch, product: KernelLaunch) -> KernelL
 
 
 def _multiply_and_reduce(product: KernelLaunch, reduction: KernelLaunch) -> KernelLaunch:
-    """Product 2 of one token, and the sums of its slots."""
+    """One token's product 2, and the sums of its slots."""
     arguments = {
         **_of(product, "x", "weight", "bias", "row_weight", "layer_index", "group_sizes", "group_start", "slot_of_row"),
         **(_of(reduction, "row_of_slot") | _of(product, "schedule") | _renamed(product, slots="y")),
@@ -202,12 +201,12 @@ def _multiply_and_reduce(product: KernelLaunch, reduction: KernelLaunch) -> Kern
     return KernelLaunch(MULTIPLY_AND_REDUCE, product.grid, arguments, product.num_warps, product.num_stages)
 
 
-#: Inputs that both products of a layout have.
+#: Inputs of both products of a layout.
 _COMMON = ("group_sizes", "group_start", "slot_of_row", "layer_index")
 
 
 def join_twins(plan: LaunchPlan) -> LaunchPlan:
-    """The plan of the reference engine with one call where a product reads the rows that the one before it wrote."""
+    """The reference engine's plan, with one call for two products if the second reads the first one's rows."""
     steps: list[KernelLaunch | ReferenceCall] = []
     for step in plan.steps:
         joined = _joined(steps[-1], step) if steps else None
@@ -218,7 +217,7 @@ def join_twins(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | ReferenceCall) -> ReferenceCall | None:
-    """Both steps in one, where they are two such products of plain arrays."""
+    """Both steps in one, if they are two such products of plain arrays."""
     from moe_core.ops.matmul.reference.forward import matmul_ogs_plan
     from moe_core.ops.moe.reference.experts import both_products
 

@@ -1,4 +1,4 @@
-"""What the arrays and results of one MoE are called, and which of them a training step is about."""
+"""Names of a MoE's arrays and results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, 
 
 #: Arrays without a gradient.
 CONSTANTS = ("experts.layer_index", "routing.ids", "routing.correction_bias", "token_mask", "expert_map")
-#: Arrays that quantised experts alone may have. A forward that reads them has no gradient.
+#: Arrays only of quantised experts. A forward that reads them has no gradient.
 INPUT_SCALES = ("experts.gate_up_input_scale", "experts.down_input_scale")
-#: The results through which gradients flow back: fields of OutputGradients.
+#: Results with a gradient: fields of OutputGradients.
 FLOWING = ("output", "weights", "logits")
 
 #: Arrays with a row for each token.
@@ -18,14 +18,14 @@ BY_TOKEN = ("x", "token_mask", "routing.logits", "routing.ids", "routing.weights
 
 
 def result_names(routing: type) -> tuple[str, ...]:
-    """The results of a forward, in order. routing: the class of its routing bundle."""
+    """Results of a forward, in order. routing: the class of its bundle."""
     names = ("output", "tokens_per_expert", "invalid_ids")
     names += () if routing is TopK else ("ids", "weights")
     return (*names, "logits") if routing is RouterWeights else names
 
 
 def saved_names(spec: MoESpec, shared: SharedExpert | None) -> tuple[str, ...]:
-    """The outputs that a forward adds to its results for the backward, in order. Of shared it counts what is there."""
+    """Outputs that a forward adds for the backward, in order. shared: only which arrays exist counts."""
     names = ("saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
     if not spec.recompute:
         names = ("saved.pre_activation", *names, *(() if shared is None else ("saved.shared_pre_activation",)))
@@ -33,6 +33,6 @@ def saved_names(spec: MoESpec, shared: SharedExpert | None) -> tuple[str, ...]:
 
 
 def saved_pre_activation(bundle: ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int) -> ArraySpec:
-    """What a product with gate_up (and up) gives for `rows` rows, in the dtype of x."""
+    """The result of the product with gate_up (and up) for `rows` rows, in the dtype of x."""
     width = bundle.down.shape[-2 if spec.weight_layout == "in_out" else -1]
     return ArraySpec((rows, spec.activation.input_width(width)), x.dtype)

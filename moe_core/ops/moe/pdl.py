@@ -1,14 +1,12 @@
-"""Overlapping launches: a launch may begin before the one ahead of it has ended.
+"""Overlapping launches: a launch may begin before the previous one has ended.
 
-NVIDIA GPUs from sm_90 have programmatic dependent launch: a dependent launch begins once every block of the launch
-ahead has allowed it or ended, and waits in its kernel (`moe_core.ops.common.kernels.pdl`) for that launch to have
-ended. The rules that make it safe are in docs/developer/architecture.md, PDL. Another kernel that another thread puts
-into the stream between two of these changes nothing: both wait for it. Stream capture saves the order: inside a plan
-its edges are programmatic, between plans and other kernels full ones.
+NVIDIA GPUs from sm_90 have programmatic dependent launch. A dependent launch begins once every block of the previous
+launch has allowed it or ended, and its kernel waits (`moe_core.ops.common.kernels.pdl`) for the end of that launch.
+docs/developer/architecture.md, PDL, has the safety rules. A kernel that another thread puts between two of these is
+safe: both wait for it. Stream capture keeps the order: edges inside a plan are programmatic, others full.
 
-It gains with few tokens and small experts, and where a product has blocks that take a multiprocessor each; elsewhere
-boundaries are a small part, and blocks that wait hold what the launch ahead could use
-(docs/notebook/launches.md).
+It gains with few tokens and small experts, and if a product's blocks take a multiprocessor each. Elsewhere boundaries
+cost little, and waiting blocks hold resources of the previous launch (docs/notebook/launches.md).
 """
 
 from __future__ import annotations
@@ -18,17 +16,17 @@ import math
 
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 
-#: Plans of more tokens launch ordinarily, but for those with a kernel whose blocks take a multiprocessor each: those of
-#: the launch behind wait for room, and take none away.
+#: Plans of more tokens launch ordinarily, unless the blocks of a kernel take a multiprocessor each: later blocks then
+#: wait for room and take none away.
 MOST_TOKENS = 64
 _MATRICES = tuple(f"experts.{matrix}{part}" for matrix in ("gate_up", "up", "down") for part in ("", ".values"))
-#: Experts of more bytes launch ordinarily: their products are many blocks, whose places waiting blocks would take.
-#: Measured: a gain at 9.4 MB, mostly losses from 50 MB on (docs/notebook/launches.md); between them nothing.
+#: Larger experts launch ordinarily: their many blocks would lose room to waiting blocks. Measured: a gain at 9.4 MB,
+#: mostly losses from 50 MB on (docs/notebook/launches.md), nothing between.
 MOST_EXPERT_BYTES = 16 * 10**6
 
 
 def why_not_pdl(plan: LaunchPlan, num_tokens: int, batch_invariant: bool) -> str | None:
-    """The reason a plan's launches follow one another; None if they may overlap."""
+    """The reason why a plan's launches do not overlap, or None."""
     target = plan.target
     if not target.has_pdl:
         return f"dependent launches need a cuda device of sm_90 or newer, got {target}"
@@ -44,7 +42,7 @@ def why_not_pdl(plan: LaunchPlan, num_tokens: int, batch_invariant: bool) -> str
 
 
 def _takes_whole(plan: LaunchPlan) -> bool:
-    """Whether blocks of one of its kernels take a multiprocessor each."""
+    """Return True if the blocks of one of its kernels take a multiprocessor each."""
     return any(isinstance(step, KernelLaunch) and step.kernel.whole_multiprocessor for step in plan.steps)
 
 
@@ -61,12 +59,10 @@ def _expert_bytes(plan: LaunchPlan) -> int:
 
 
 def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False, apart: int = 0) -> LaunchPlan:
-    """The plan with every launch dependent whose kernel can be, but for the first; on cuda its notes say which.
+    """The plan with every capable launch dependent, except the first. On cuda its notes name them.
 
-    apart: launches at the end that go to another stream, which waits for an event and not for a launch: none of them is
-    dependent.
-
-    Returns it with a note alone where `why_not_pdl` has a reason, unchanged off the GPU.
+    apart: last launches, which go to another stream and wait for an event: none of them is dependent.
+    Only a note is added if `why_not_pdl` has a reason, and nothing off the GPU.
     """
     if not plan.target.on_gpu or not plan.steps:
         return plan
@@ -90,7 +86,7 @@ def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False,
 
 
 def _with_pdl(step: KernelLaunch, ahead: KernelLaunch | None) -> KernelLaunch:
-    """One launch, behind the launch `ahead`; as it is where its kernel knows no PDL."""
+    """A launch after the launch `ahead`, unchanged if its kernel has no PDL."""
     if step.kernel.pdl is None:
         return step
     looks_first = step.kernel.pdl == "layout" and ahead is not None and not ahead.kernel.writes_layout

@@ -1,4 +1,4 @@
-"""The rows that a forward's products read, quantised where the experts say so, and by which launch."""
+"""Rows of a forward's products, quantised if the experts are, and the launch that quantises them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _HIDDEN_SCALE, _HIDDEN_MAXIMA = "experts.down_input_scale", "hidden.maxima"
 
 @dataclass(frozen=True)
 class Product:
-    """One of the experts' products. tile: None where there are no tiles."""
+    """One of the experts' products. tile: None without tiles."""
 
     problem: MatmulProblem
     tile: TileChoice | None
 
     def add(self, builder: PlanBuilder, stage: int, names: dict[str, str]) -> None:
-        """Inline it; its schedule exists already."""
+        """Inline the product. Its schedule exists already."""
         builder.call(plan_product(self.problem, self.tile, stage), f"matmul {stage + 1}", names)
 
 
 def with_scales(builder: PlanBuilder, product: Product, rows: ArraySpec | QuantizedTensor) -> Product:
-    """Product 1 with what its launch does for rows, those of product 2: it quantises its result, or finds the largest
-    magnitudes that their one scale follows from, or neither."""
+    """Product 1 with its work for product 2's rows: it quantises its result, finds the largest magnitudes for one
+    scale, or neither.
+    """
     if product.tile is None or not isinstance(rows, QuantizedTensor):
         return product
     scale = builder.spec(_HIDDEN_SCALE) if builder.has(_HIDDEN_SCALE) else None
@@ -50,22 +51,22 @@ def with_scales(builder: PlanBuilder, product: Product, rows: ArraySpec | Quanti
 
 @dataclass(frozen=True)
 class RowStages:
-    """Adds to a forward what makes quantised rows. arrays: names of the layout's buffers; product: of `with_scales`."""
+    """Adds the stages that quantise rows. arrays: names of the layout's buffers; product: of `with_scales`."""
 
     builder: PlanBuilder
     arrays: LayoutArrays
     product: Product
 
     def quantized_x(self, source: str, rows: ArraySpec | QuantizedTensor) -> str:
-        """The name that the buffers of x begin with for product 1. source: x, or x times the weights."""
+        """The prefix of the buffers of x for product 1. source: x, or x times the weights."""
         if not isinstance(rows, QuantizedTensor):
             return source
         return self._quantize("x", source, rows, "experts.gate_up_input_scale", "row_of_slot")
 
     def hidden_rows(self, names: dict[str, str], hidden: ArraySpec, rows: ArraySpec | QuantizedTensor) -> str:
-        """Add product 1, and what quantises its result; the name that the buffers of product 2's rows begin with.
+        """Add product 1 and the quantisation of its result. Returns the prefix of the buffers of product 2's rows.
 
-        hidden: the result as it is; rows: as product 2 reads it.
+        hidden: the plain result; rows: as product 2 reads it.
         """
         builder, product = self.builder, self.product
         if product.problem.out_format is not None:
@@ -81,18 +82,19 @@ class RowStages:
         return name
 
     def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str, users: str) -> str:
-        """Quantise the rows of the buffer `source`; the name that the arrays' buffers begin with. scale: the input with
-        the static scale, if it was given. users: the layout's array that tells which rows a slot reads."""
+        """Quantise the rows of the buffer `source`. Returns the prefix of the arrays' buffers. scale: the input with
+        the static scale, if given. users: the layout's array of the slots that read a row.
+        """
         builder, quantized = self.builder, f"quantized_{name}"
         given = {"static_scale": scale} if builder.has(scale) else {}
         if users == "slot_of_row" or chooses_one_scale(rows.format, bool(given)):
-            # Nothing wrote hidden rows of no slot, and one scale is found from rows that something reads: those of
-            # masked tokens may hold anything.
+            # Hidden rows of no slot are unwritten. One scale must come from rows that something reads: masked tokens
+            # may hold anything.
             given |= {"used_by": getattr(self.arrays, users)}
         made = {p: builder.scratch(f"{quantized}.{p}", array, Held(Role.ROWS, p)) for p, array in named_arrays(rows)}
         zeros = 0
         if self.product.problem.finds_maxima and name == "x":
-            # This launch is ahead of product 1, and no other is added for a few zeros.
+            # This launch precedes product 1, so no other is added for a few zeros.
             zeros, made["zeros"] = MAXIMA, builder.scratch(_HIDDEN_MAXIMA, ArraySpec((MAXIMA,), "int32"))
         elif self.product.problem.finds_maxima:
             given |= {"maxima": _HIDDEN_MAXIMA}

@@ -1,4 +1,4 @@
-"""Planning of the backward of the normalisation of rows."""
+"""Plans the backward of the normalisation of rows."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ NORM_GRADIENTS = ("d_x", "d_weight")
 def plan_rms_norm_backward(
     d_y: ArraySpec, x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Target, *, wanted: tuple[str, ...]
 ) -> LaunchPlan:
-    """The backward of `plan_rms_norm` from d_y `[R, D]` in any matmul dtype; formulas: `norm.reference`.
+    """The backward of `plan_rms_norm` from d_y `[R, D]` in any matmul dtype. Formulas: `norm.reference`.
 
-    wanted: of NORM_GRADIENTS, those to compute. Inputs: d_y, x, weight; outputs: wanted, in that order, with the shape
-    and dtype of what each is the gradient of. Raises InvalidInput.
+    wanted: of NORM_GRADIENTS. Inputs: d_y, x, weight; outputs: wanted, in order, each like its array. Raises
+    InvalidInput.
     """
     require_wanted(wanted, NORM_GRADIENTS)
     check_norm(x, weight)

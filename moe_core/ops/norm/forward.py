@@ -1,4 +1,4 @@
-"""Planning of the normalisation of rows."""
+"""Plans the normalisation of rows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from moe_core.specs.norm import NormSpec
 
 RMS_NORM = declare_kernel(kernels.rms_norm)
 
-#: Rows and columns that a program takes at once.
+#: Rows and columns of a program at once.
 _TILE = {"gpu": (1, 2048), "interpreter": (16, 256)}
 
 
 def check_norm(x: ArraySpec, weight: ArraySpec) -> None:
-    """Check the arguments of the normalisation."""
     require_spec("x", x, ("num_rows", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
     require_spec("weight", weight, (x.shape[1],), dtypes.MATMUL_DTYPES)
 
 
 def norm_launch(x: ArraySpec, spec: NormSpec, target: Target) -> tuple[tuple[int, ...], dict[str, Argument], int]:
-    """(the grid, the arguments behind the pointers, the warps) of a kernel of this op."""
+    """(grid, arguments after the pointers, warps) of this op's kernels."""
     rows, width = x.shape
     block_m, columns = _TILE[target.engine]
     block_n = min(columns, padded(width))
@@ -38,7 +37,7 @@ def norm_launch(x: ArraySpec, spec: NormSpec, target: Target) -> tuple[tuple[int
 
 
 def order_of_sums(x: ArraySpec, target: Target) -> str:
-    """How the means over a row are summed."""
+    """The order of the sums in a row's mean."""
     columns = min(_TILE[target.engine][1], padded(x.shape[1]))
     return f"means over d_model: {columns} partial sums in order, then a tree over them, fp32"
 

@@ -1,4 +1,4 @@
-"""Planning of the backward's row-wise kernels; compiled targets only, as parts of `moe_core.ops.moe.backward`."""
+"""Plans the backward's row-wise kernels on compiled targets, for `moe_core.ops.moe.backward`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTED_INPUT = declare_kernel(kernels.weighted_input)
 
 #: Elements of one program of an elementwise kernel.
 _ELEMENTS = {"gpu": 1024, "interpreter": 65536}
-#: Rows, and columns at a time, of a program that walks along rows; experts it compares with at once.
+#: Rows, and columns at a time, of a program along rows, and experts that it compares at once.
 _ROWS = {"gpu": (4, 512), "interpreter": (64, 1024)}
 _EXPERTS_AT_ONCE = 128
 
@@ -37,7 +37,8 @@ def _row_tile(width: int, target: Target) -> tuple[int, int]:
 def plan_bias_product(
     d_y: ArraySpec, bias: ArraySpec, layout: LayoutSpec, target: Target, *, layer_index: ArraySpec | None = None
 ) -> LaunchPlan:
-    """products fp32 `[T * K]` by slot = <d_y[token] `[T, D]`, bias[expert] `[E, D]`>; slots of no row stay unwritten.
+    """products fp32 `[T * K]` by slot = <d_y[token] `[T, D]`, bias[expert] `[E, D]`>, unwritten for slots without a
+    row.
 
     layer_index int32 `[1]`: bias has a leading layer axis. Inputs: d_y, bias, [layer_index], group_start, slot_of_row
     of a layout without alignment.
@@ -100,7 +101,7 @@ def plan_cast_rows(x: ArraySpec, dtype: str, target: Target) -> LaunchPlan:
 
 
 def cast_gradient(builder: PlanBuilder, label: str, rows: str, dtype: str) -> str:
-    """A buffer with rows of gradients in another dtype: rows itself where they have it, else a cast, which is added."""
+    """A buffer with rows of gradients in this dtype: rows, or a cast, which is added."""
     if builder.spec(rows).dtype == dtype:
         return rows
     plan = plan_cast_rows(builder.spec(rows), dtype, builder.target)
@@ -111,8 +112,8 @@ def cast_gradient(builder: PlanBuilder, label: str, rows: str, dtype: str) -> st
 def plan_weighted_input(
     d_rows: ArraySpec, x: ArraySpec, target: Target, *, outputs: tuple[str, ...], with_extra: bool = False
 ) -> LaunchPlan:
-    """The backward of x[t] * w[t] where every token has one slot: d_x `[T, D]` = cast(w d_row + extra) in the dtype of
-    x and d_weight fp32 `[T, 1]` = <d_row, x>, those that outputs names.
+    """The backward of x[t] * w[t] with one slot per token: d_x `[T, D]` = cast(w d_row + extra) in the dtype of x and
+    d_weight fp32 `[T, 1]` = <d_row, x>, those in outputs.
 
     d_rows `[capacity, D]` by layout row; a token without one gives no product. Inputs: d_rows, x, row_of_slot `[T]`,
     weights fp32 `[T, 1]`, [extra fp32 `[T, D]`].

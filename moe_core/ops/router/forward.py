@@ -1,4 +1,4 @@
-"""Planning of the router product."""
+"""Plans the router product."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from moe_core.specs.tile import TileConfig
 
 ROUTER = declare_kernel(kernels.router, pdl="start")
 
-#: Tiles of the router product, largest first, by kind of dot: sides, warps, stages. Steps along d are long where tiles
-#: are small, because few loads are in flight. Two warps for 32 x 32: with four, ptxas aims at too few registers and
-#: spills.
+#: Tiles of the router product, largest first, by kind of dot: sides, warps, stages. Steps along d are long in small
+#: tiles, because few loads are in flight. Two warps for 32 x 32: with four, ptxas aims at too few registers and spills.
 _ROUTER_TILES = {
     "16-bit": (
         *((128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (64, 32, 128, 4, 4)),
@@ -32,14 +31,15 @@ _ROUTER_TILES = {
     "ieee": ((64, 64, 32, 8, 3), (32, 32, 32, 4, 3), (16, 16, 64, 4, 4)),
     "split": ((64, 128, 64, 4, 2), (64, 64, 32, 4, 2), (32, 32, 32, 4, 3), (16, 16, 64, 4, 4)),
 }
-#: The height of the one tile for every number of tokens: that of a middling batch.
+#: Rows of the one tile for every number of tokens, that of a middling batch.
 _INVARIANT_ROWS = 32
 _LARGEST_TILE = 128
 
 
 def router_tile(num_tokens: int | None, num_experts: int, d: int, kind: str, target: Target) -> TileConfig:
-    """The largest tile whose grid still gives three quarters of the SMs a program; else the smallest, so that few
-    tokens are spread along the experts. num_tokens None: the one tile for every number of tokens."""
+    """The largest tile whose grid gives three quarters of the SMs a program, else the smallest, so that few tokens
+    spread along the experts. num_tokens None: the one tile for every number of tokens.
+    """
     if target.interpreted:
         block_m = _INVARIANT_ROWS if num_tokens is None else min(128, padded(num_tokens))
         return TileConfig(block_m, min(256, padded(num_experts)), min(1024, padded(d)))
@@ -67,9 +67,9 @@ def plan_router(
 ) -> LaunchPlan:
     """logits fp32 `[T, E]` = x `[T, D]` . weight `[D, E]` (`in_out`) or `[E, D]` (`out_in`) + bias `[E]`.
 
-    x, weight and bias: bf16, fp16 or fp32 each; where x and weight differ both are widened to fp32. Rows of x may be
-    strided. fp32 products are IEEE unless spec.allow_tf32; split: fp32 x by a bf16 weight goes over the tensor cores,
-    as exactly, but an infinity becomes NaN. wide fp32 `[T, D]`: checked alone, for the backward. Inputs: x, weight,
+    x, weight and bias: bf16, fp16 or fp32 each; different x and weight are both widened to fp32. Rows of x may be
+    strided. fp32 products are IEEE unless spec.allow_tf32; split: fp32 x with a bf16 weight uses the tensor cores, as
+    exactly, except that an infinity becomes NaN. wide fp32 `[T, D]`: only checked, for the backward. Inputs: x, weight,
     [bias]; output: logits. Raises InvalidInput.
     """
     require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
