@@ -50,8 +50,8 @@ def physical_ids(
     expert = np.where(valid, known, 0).astype(np.int64)
     token = np.arange(first_token, first_token + len(ids))[:, None]
     replica = (token + np.arange(ids.shape[1])) % (start[expert + 1] - start[expert])
-    found = np.where(valid, places[start[expert] + replica], -1).astype(np.int32)
-    return Places(found, np.array([invalid.sum()], np.int32))
+    chosen = np.where(valid, places[start[expert] + replica], -1).astype(np.int32)
+    return Places(chosen, np.array([invalid.sum()], np.int32))
 
 
 def owners_of(places: np.ndarray, per_rank: int) -> np.ndarray:
@@ -186,16 +186,16 @@ def returned_rows(sent: RaggedLayout, groups: np.ndarray, num_ranks: int, block:
 
 def token_rows(row: np.ndarray, owners: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the row of each token at every rank, int32 `[T, W]`, -1: none. row, owners `[T, K]`: of its slots."""
-    found = np.full((len(row), num_ranks), -1, np.int32)
+    table = np.full((len(row), num_ranks), -1, np.int32)
     token, k = np.nonzero(row >= 0)
-    found[token, owners[token, k]] = row[token, k]
-    return found
+    table[token, owners[token, k]] = row[token, k]
+    return table
 
 
 def slot_rows(table: np.ndarray, owners: np.ndarray) -> np.ndarray:
     """Return the row of a slot's token at the slot's rank, int32 `[T, K]`. table: of `token_rows`."""
-    found = np.take_along_axis(table, np.maximum(owners, 0).astype(np.int64), axis=1)
-    return np.where(owners < 0, -1, found).astype(np.int32)
+    rows = np.take_along_axis(table, np.maximum(owners, 0).astype(np.int64), axis=1)
+    return np.where(owners < 0, -1, rows).astype(np.int32)
 
 
 def require_equal_tokens(tokens: list[int], mode: str) -> int:

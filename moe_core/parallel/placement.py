@@ -136,7 +136,7 @@ class Placement:
     def occupied(self) -> tuple[int, ...]:
         """Places of each rank up to the last one with an expert."""
         places = [[place + 1 for place, expert in enumerate(rank) if expert != HOLE] for rank in self.owners]
-        return tuple(max(own, default=0) for own in places)
+        return tuple(max(taken, default=0) for taken in places)
 
     def __str__(self) -> str:
         spare = self.num_places - self.num_experts
@@ -188,13 +188,13 @@ class Placement:
                 f"per_rank must be at least {-(-experts // ranks)} for {experts} experts on {ranks} ranks, got "
                 f"{per_rank}; raise it"
             )
-        own = ranks // nodes
-        most = own if max_replicas is None else min(own, as_integer("max_replicas", max_replicas, 1))
+        in_node = ranks // nodes
+        most = in_node if max_replicas is None else min(in_node, as_integer("max_replicas", max_replicas, 1))
         if not loads.any():
             loads = np.ones(experts)
         owners: list[tuple[int, ...]] = []
         for group in _share_out(loads, nodes):
-            owners += _Node(loads, _copies(loads, group, own * per_rank, most), own, per_rank).owners()
+            owners += _Node(loads, _copies(loads, group, in_node * per_rank, most), in_node, per_rank).owners()
         return Placement(experts, tuple(owners))
 
     def balancedness(self, load: Sequence[float] | np.ndarray) -> float:
@@ -301,14 +301,14 @@ def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
     group with room, or the first of equals.
     """
     room = -(-len(loads) // groups)
-    found: list[list[int]] = [[] for _ in range(groups)]
+    parts: list[list[int]] = [[] for _ in range(groups)]
     lightest = [(0.0, group) for group in range(groups)]
     for expert in np.argsort(-loads, kind="stable").tolist():
         total, group = heapq.heappop(lightest)
-        found[group].append(expert)
-        if len(found[group]) < room:
+        parts[group].append(expert)
+        if len(parts[group]) < room:
             heapq.heappush(lightest, (total + float(loads[expert]), group))
-    return found
+    return parts
 
 
 def _copies(loads: np.ndarray, experts: list[int], places: int, most: int) -> dict[int, int]:
@@ -360,10 +360,10 @@ class _Node:
         rank = min(ranks, key=lambda rank: (self.total[rank], rank))
         # There is one: the full rank holds more experts, and not this one.
         able = (other for other in self.held[rank] if other not in self.held[room])
-        given = min(able, key=lambda other: (self.part[other], other))
-        self.held[rank].remove(given)
-        self.total[rank] -= self.part[given]
-        self._add(room, given)
+        moved = min(able, key=lambda other: (self.part[other], other))
+        self.held[rank].remove(moved)
+        self.total[rank] -= self.part[moved]
+        self._add(room, moved)
         return rank
 
     def _add(self, rank: int, expert: int) -> None:

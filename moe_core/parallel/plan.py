@@ -371,8 +371,8 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
     size = {buffer.name: buffer.bytes for buffer in buffers}
     received, results, output = size["received rows"], size.get("results", 0), plan.tokens * _Planner(plan).row_bytes
     symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
-    given = size.get("rows by slot", 0 if symmetric else received)
-    kept = given if plan.training else 0
+    returned = size.get("rows by slot", 0 if symmetric else received)
+    kept = returned if plan.training else 0
     # With a tensor axis, the exchange returns parts.
     gathered, parts = size.get("gathered rows", 0), size.get("parts", 0)
     ends = parts + size.get("returned parts", 0) + output + kept
@@ -383,13 +383,13 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
         if plan.spec.chunks > 1:
             # The output is allocated first, since each chunk writes to it.
             gathered, behind = gathered + behind, 0
-        held = gathered + max(given, results + given + scratch, results + kept + behind)
+        held = gathered + max(returned, results + returned + scratch, results + kept + behind)
         return symmetric + max(held, ends)
     routing = size["received ids"] + size["received weights"]
     return routing + max(
         gathered + size.get("sent rows", 0) + received,
         gathered + received + size.get("rows by slot", 0),
-        given + results + scratch,
+        returned + results + scratch,
         results + size["returned results"] + (parts or output) + kept,
         ends,
     )

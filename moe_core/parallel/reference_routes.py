@@ -154,10 +154,10 @@ class Routes:
         """Rows that an owner receives, of rows by token `[T, D]` of every home."""
         buffer = np.full((len(self.sources[owner]), values[0].shape[1]), np.nan, values[0].dtype)
         written = np.zeros(len(buffer), bool)
-        for home, own in zip(self.homes, values, strict=True):
+        for home, rows in zip(self.homes, values, strict=True):
             row, token, _ = home.arrivals.to(owner)
             assert not written[row].any(), "two rows go to one place"
-            buffer[row], written[row] = own[token], True
+            buffer[row], written[row] = rows[token], True
         return buffer
 
     @functools.cached_property
@@ -183,11 +183,11 @@ class Routes:
 
     def push_weights(self, owner: int, weights: Sequence[np.ndarray]) -> np.ndarray:
         """Weights fp32 of received rows, in the shape of their ids."""
-        found = np.full(self.ids[owner].shape, np.nan, np.float32)
-        for home, own in zip(self.homes, weights, strict=True):
+        received = np.full(self.ids[owner].shape, np.nan, np.float32)
+        for home, of_home in zip(self.homes, weights, strict=True):
             row, token, slot = home.arrivals.to(owner)
-            found[row] = own.reshape(-1, 1)[slot] if self.spec.rows == "slots" else own[token]
-        return found
+            received[row] = of_home.reshape(-1, 1)[slot] if self.spec.rows == "slots" else of_home[token]
+        return received
 
     def pull(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
         """Rows that come home, `[*, N]`, of every owner's results by slot `[*, N]`."""
@@ -202,9 +202,9 @@ class Routes:
         """fp32 `[T, K]` at home, of every owner's gradients of weights; 0: no row."""
         rows = self.homes[home].back
         came = self.pull(home, [values.reshape(-1, 1) for values in results])
-        found = np.zeros(rows.shape, came.dtype)
-        found[rows >= 0] = came[rows[rows >= 0], 0]
-        return found
+        returned = np.zeros(rows.shape, came.dtype)
+        returned[rows >= 0] = came[rows[rows >= 0], 0]
+        return returned
 
     def _returned(self, owner: int, home: int) -> np.ndarray:
         """The results that an owner returns to a home, in order."""

@@ -126,12 +126,12 @@ def _added(
 
 
 def _output(
-    rank: MoEOperands, own: dict[str, np.ndarray], spec: MoESpec, placement: Placement, output: np.ndarray
+    rank: MoEOperands, stages: dict[str, np.ndarray], spec: MoESpec, placement: Placement, output: np.ndarray
 ) -> MoEOutput:
-    places, invalid_ids = physical_ids(own["ids"], placement, token_mask=rank.token_mask)[:2]
-    counts = np.bincount(own["ids"][places >= 0], minlength=placement.num_experts).astype(np.int32)
-    own["invalid_ids"] = invalid_ids
-    return MoEOutput(output, own["ids"], own["weights"], own.get("logits"), counts, invalid_ids)
+    places, invalid_ids = physical_ids(stages["ids"], placement, token_mask=rank.token_mask)[:2]
+    counts = np.bincount(stages["ids"][places >= 0], minlength=placement.num_experts).astype(np.int32)
+    stages["invalid_ids"] = invalid_ids
+    return MoEOutput(output, stages["ids"], stages["weights"], stages.get("logits"), counts, invalid_ids)
 
 
 class _Home(MoEBackward):

@@ -76,13 +76,13 @@ class Cut(NamedTuple):
 
     def slices(self, length: int, split: TensorSplit) -> tuple[slice, ...]:
         """A rank's slices of an axis of `length` entries, one of each part."""
-        part, own = length // self.parts, length // self.parts // split.size
-        first = split.index * own
-        return tuple(slice(start + first, start + first + own) for start in range(0, length, part))
+        part, width = length // self.parts, length // self.parts // split.size
+        first = split.index * width
+        return tuple(slice(start + first, start + first + width) for start in range(0, length, part))
 
-    def index(self, own: slice) -> tuple[Any, ...]:
+    def index(self, taken: slice) -> tuple[Any, ...]:
         """An index that takes a slice of the axis, and all of the others."""
-        return (..., own, *[slice(None)] * (-1 - self.axis))
+        return (..., taken, *[slice(None)] * (-1 - self.axis))
 
 
 def cut_of(name: str, weight_layout: str, gate_layout: str | None) -> Cut | None:
@@ -117,11 +117,11 @@ def require_splittable(d_ff: int, matrices: dict[str, Any], split: TensorSplit) 
             unit = format.group_columns or per_byte
         else:
             unit = math.lcm(format.group_rows or 1, per_byte if format.zero_points else 1)
-        own = d_ff // split.size
-        if own % unit:
+        columns = d_ff // split.size
+        if columns % unit:
             raise Unsupported(
                 f"tensor must leave whole groups of {unit} of {format.name} in experts.{name} on every rank, got "
-                f"d_ff / ranks = {d_ff} / {split.size} = {own} = {own / unit:g} groups; {_sizes(d_ff, unit)}"
+                f"d_ff / ranks = {d_ff} / {split.size} = {columns} = {columns / unit:g} groups; {_sizes(d_ff, unit)}"
             )
         if spec.tiling is not None:
             raise Unsupported(f"experts.{name} must not be prepacked to be split; restore it, and prepack the slices")
@@ -144,15 +144,15 @@ def split_experts(
     whole = down.shape if isinstance(down, QuantizedTensor) else np.shape(down)
     quantized = {name: one.spec for name, one in fields.items() if isinstance(one, QuantizedTensor)}
     require_splittable(whole[-2 if weight_layout == "in_out" else -1], quantized, TensorSplit(size))
-    found = []
+    slices = []
     for index in range(size):
-        split, own = TensorSplit(size, index), {}
+        split, arrays = TensorSplit(size, index), {}
         for name, one in fields.items():
             cut = cut_of(name, weight_layout, gate_layout)
             take = functools.partial(cut_array, cut=cut, split=split)
-            own[name] = map_arrays(one, take) if isinstance(one, QuantizedTensor) else take(one)
-        found.append(dataclasses.replace(experts, **own))
-    return tuple(found)
+            arrays[name] = map_arrays(one, take) if isinstance(one, QuantizedTensor) else take(one)
+        slices.append(dataclasses.replace(experts, **arrays))
+    return tuple(slices)
 
 
 def cut_array(array: np.ndarray, cut: Cut | None, split: TensorSplit) -> np.ndarray:
@@ -160,7 +160,7 @@ def cut_array(array: np.ndarray, cut: Cut | None, split: TensorSplit) -> np.ndar
     if cut is None or array.shape[cut.axis] == 1:
         # One entry for all of F, such as a scale per channel.
         return array
-    taken = [array[cut.index(own)] for own in cut.slices(array.shape[cut.axis], split)]
+    taken = [array[cut.index(part)] for part in cut.slices(array.shape[cut.axis], split)]
     return np.concatenate(taken, cut.axis)
 
 

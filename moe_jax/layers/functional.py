@@ -167,12 +167,12 @@ def _planned_for(
     found: list[tuple[MoEOperands, Target]] = []
 
     def trace(parameters: Parameters, x: jax.Array) -> jax.Array:
-        given, _, _ = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
+        operands, _, _ = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
         moe_spec = spec.moe_spec(MAXTEXT)
-        router = given.routing
+        router = operands.routing
         plain = RouterWeights(router.weight, router.bias, router.correction_bias)
         call, (x_spec, experts, routing, _), more = moe_request(
-            given.x, given.experts, plain, moe_spec, shared=given.shared
+            operands.x, operands.experts, plain, moe_spec, shared=operands.shared
         )
         found.append((MoEOperands(x_spec, experts, routing, **more), call.target()))
         return x
@@ -252,14 +252,14 @@ def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepacked: bool) -> d
     """Arrays with quantised matrices put together: `experts.down` of `experts.down.values` and so on."""
     if spec.experts.scheme is None:
         return arrays
-    found: dict[str, Any] = {name: array for name, array in arrays.items() if not is_quantized(name)}
-    own = matrix_specs(spec, prepacked)
+    whole: dict[str, Any] = {name: array for name, array in arrays.items() if not is_quantized(name)}
+    specs = matrix_specs(spec, prepacked)
     parts = [name.rpartition(".") for name in arrays if is_quantized(name)]
     for matrix in dict.fromkeys(matrix for matrix, _, _ in parts):
         fields = {field: arrays[f"{matrix}.{field}"] for of, _, field in parts if of == matrix}
         # The op checks them.
-        found[matrix] = QuantizedTensor.unchecked(own[matrix], **fields)
-    return found
+        whole[matrix] = QuantizedTensor.unchecked(specs[matrix], **fields)
+    return whole
 
 
 def _used_dtype(name: str, array: Any, dtype: Any) -> Any:

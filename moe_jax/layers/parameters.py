@@ -101,7 +101,7 @@ def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = 
         require_at_least("num_layers", num_layers, 1)
     storage = spec.storage(MAXTEXT)
     first = "wi_0" if spec.gated and storage.gate_layout == "separate" else "wi"
-    found, tiled = [], tiled_specs(spec, storage) if prepacked else {}
+    result, tiled = [], tiled_specs(spec, storage) if prepacked else {}
     for parameter in spec.parameters(MAXTEXT):
         group, field, *part = parameter.name.split(".")
         path = _FIXED_PATHS.get(f"{group}.{field}")
@@ -111,8 +111,8 @@ def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = 
             parameter, part = _tiled(parameter, tiled), [TILED + part[0]]
         shape = parameter.shape if num_layers is None else (num_layers, *parameter.shape)
         layout = storage.router_weight_layout if group == "router" else storage.weight_layout
-        found.append(Leaf((*path, *part), parameter, shape, parameter.role == "weight" and layout == "out_in"))
-    return tuple(found)
+        result.append(Leaf((*path, *part), parameter, shape, parameter.role == "weight" and layout == "out_in"))
+    return tuple(result)
 
 
 def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Parameter:

@@ -104,8 +104,8 @@ class _Experts:
 
     def spec(self, spec: MoELayerSpec, tokens: int) -> MoESpec:
         """Options of the layer's ops, with tiles for all ranks' tokens."""
-        own = spec.moe_spec(MAXTEXT)
-        return own if self.group is None else self.group.whole(own, tokens)
+        local = spec.moe_spec(MAXTEXT)
+        return local if self.group is None else self.group.whole(local, tokens)
 
     def run(
         self, x: Any, experts: Any, routing: Any, spec: MoESpec, token_mask: Any = None, shared: Any = None
@@ -125,28 +125,28 @@ class _Experts:
 
 
 def run_layer(
-    given: MoEOperands,
+    operands: MoEOperands,
     around: Mapping[str, LayerPart],
     spec: MoELayerSpec,
     by: RoutedBy,
     axis: ExpertAxis | None = None,
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
     """Return the result of a layer, and slots of each expert `[E]`, before any capacity limit."""
-    x, mask, of_layer = given.x, given.token_mask, _Experts(spec, axis)
+    x, mask, of_layer = operands.x, operands.token_mask, _Experts(spec, axis)
     staged = spec.in_stages or spec.token_rounding is not None
     if not staged and by.gate_inputs is None and by.expert_ids is None:
         moe_spec = of_layer.spec(spec, x.shape[0])
-        result = of_layer.run(x, given.experts, given.routing, moe_spec, mask, given.shared)
+        result = of_layer.run(x, operands.experts, operands.routing, moe_spec, mask, operands.shared)
         return result._replace(output=_finished(result.output, around, spec)), result.tokens_per_expert
-    result, counts = _run_stages(given, around, spec, by, of_layer)
+    result, counts = _run_stages(operands, around, spec, by, of_layer)
     return result._replace(output=_finished(result.output, around, spec)), counts
 
 
 def _run_stages(
-    given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, by: RoutedBy, of_layer: _Experts
+    operands: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, by: RoutedBy, of_layer: _Experts
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
     """`run_layer` up to the sum of the experts."""
-    x, router, mask = given.x, given.routing, given.token_mask
+    x, router, mask = operands.x, operands.routing, operands.token_mask
     moe_spec = of_layer.spec(spec, x.shape[0])
     scored = x if by.gate_inputs is None else by.gate_inputs
     # The router's backward multiplies every row by its gradient, 0 for masked tokens: rows may hold NaN.
@@ -183,28 +183,28 @@ def _run_stages(
     if spec.latent is None and spec.norm_of_experts is None:
         limit = None if rounding is None else rounding.row_limit(spec.top_k)
         moe_spec = dataclasses.replace(moe_spec, router=None, row_limit=limit)
-        result = of_layer.run(x, given.experts, given_ids, moe_spec, shared=given.shared)
+        result = of_layer.run(x, operands.experts, given_ids, moe_spec, shared=operands.shared)
     else:
-        result = _around_experts(given, around, spec, given_ids, of_layer)
+        result = _around_experts(operands, around, spec, given_ids, of_layer)
     return result._replace(logits=logits, invalid_ids=invalid_ids), counts
 
 
 def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing:
     """ids and weights `[T, 2]`, see `MoELayerSpec.sparse_mixer`."""
-    left, found, fixed = logits, [], jax.lax.stop_gradient(logits)
+    left, choices, fixed = logits, [], jax.lax.stop_gradient(logits)
     for _ in range(2):
         largest = jax.lax.stop_gradient(left).max(axis=-1, keepdims=True)
         far = (largest - fixed) / jnp.maximum(jnp.abs(fixed), largest) > 2 * epsilon
-        found.append(ops.route(jnp.where(far, -jnp.inf, left), RouterSpec(1), token_mask=token_mask))
-        left = jnp.where(jnp.arange(logits.shape[1]) == found[-1].ids, -jnp.inf, left)
-    return Routing(*(jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
+        choices.append(ops.route(jnp.where(far, -jnp.inf, left), RouterSpec(1), token_mask=token_mask))
+        left = jnp.where(jnp.arange(logits.shape[1]) == choices[-1].ids, -jnp.inf, left)
+    return Routing(*(jnp.concatenate(parts, axis=1) for parts in zip(*choices, strict=True)))
 
 
 def _around_experts(
-    given: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, routing: TopK, of_layer: _Experts
+    operands: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, routing: TopK, of_layer: _Experts
 ) -> MoEOutput | ParallelOutput:
     """The sum of experts with a latent width or a norm of each result, and of shared experts."""
-    x, experts = given.x, given.experts
+    x, experts = operands.x, operands.experts
     moe_spec = of_layer.spec(spec, x.shape[0])
     product = MatmulSpec(moe_spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=moe_spec.matmul_tuning())
     rows = x
@@ -223,8 +223,8 @@ def _around_experts(
     output = result.output
     if spec.latent is not None:
         output = ops.matmul_ogs(MatmulOperands(output, around["after"].weight), None, product)
-    if given.shared is not None:
-        visited = _shared(x, given.shared, moe_spec, product, experts.layer_index)
+    if operands.shared is not None:
+        visited = _shared(x, operands.shared, moe_spec, product, experts.layer_index)
         output = (at_least_float32(output) + at_least_float32(visited)).astype(output.dtype)
     return result._replace(output=output)
 

@@ -48,8 +48,8 @@ def _gathered(rows: jax.Array, splits: Splits, static: _Rows) -> jax.Array:
     number = jnp.arange(static.count, dtype=jnp.int32) - begins
     source = jnp.arange(len(begins), dtype=jnp.int32)[:, None] * rows.shape[0] + first + number
     # Every row has at most one source.
-    found = jnp.where((number >= 0) & (number < sent), source, -1).max(axis=0)
-    return take(jax.lax.all_gather(rows, static.axis_name, tiled=True), found, static.unused)
+    rows_read = jnp.where((number >= 0) & (number < sent), source, -1).max(axis=0)
+    return take(jax.lax.all_gather(rows, static.axis_name, tiled=True), rows_read, static.unused)
 
 
 def varying_over(array: jax.Array, axis_name: str) -> jax.Array:

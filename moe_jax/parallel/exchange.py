@@ -77,8 +77,8 @@ def rows_in_runs(sent: RaggedLayout, groups: jax.Array, num_ranks: int) -> jax.A
     """
     each = sent.group_sizes.shape[0] // num_ranks
     begins = sent.group_start[:-1:each]
-    found = sent.row_of_slot.reshape(groups.shape) - begins[jnp.maximum(groups, 0) // each]
-    return jnp.where(groups < 0, -1, found)
+    numbers = sent.row_of_slot.reshape(groups.shape) - begins[jnp.maximum(groups, 0) // each]
+    return jnp.where(groups < 0, -1, numbers)
 
 
 class Splits(NamedTuple):

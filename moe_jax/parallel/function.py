@@ -71,8 +71,8 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 def used(x: jax.Array, count: int, dtype: Any) -> tuple[jax.Array, ...]:
     """x for each of `count` uses, in a dtype. Their gradients are added in that order and dtype, and cast once."""
-    found: Any = _used(x, count, dtype)
-    return found
+    uses: Any = _used(x, count, dtype)
+    return uses
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

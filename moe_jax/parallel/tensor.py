@@ -44,11 +44,11 @@ def size_of(axis: str | None) -> int:
         ) from error
 
 
-def gathered(axis: str, own: Brought) -> Brought:
+def gathered(axis: str, brought: Brought) -> Brought:
     """The tokens of all ranks of the axis, in their order; a masked token has no expert."""
-    ids = own.ids if own.token_mask is None else jnp.where(own.token_mask[:, None], own.ids, -1)
-    x, ids = (jax.lax.all_gather(one, axis, tiled=True) for one in (own.x, ids))
-    around: Any = _around(axis, x, own.wide, own.weights)
+    ids = brought.ids if brought.token_mask is None else jnp.where(brought.token_mask[:, None], brought.ids, -1)
+    x, ids = (jax.lax.all_gather(one, axis, tiled=True) for one in (brought.x, ids))
+    around: Any = _around(axis, x, brought.wide, brought.weights)
     return Brought(x, around[0], ids, around[1], None)
 
 

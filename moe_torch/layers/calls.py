@@ -49,17 +49,17 @@ def tensors_of(layer: Any, x: Any) -> list[Any] | None:
     try:
         for part, held, deep in layer._held:
             group = modules[part]
-            own = group.__dict__
-            if own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_hooks"]:
+            attributes = group.__dict__
+            if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"] or attributes["_backward_hooks"]:
                 return None
-            if own["_backward_pre_hooks"] or "forward" in own or not isinstance(group, ParameterGroup):
+            if attributes["_backward_pre_hooks"] or "forward" in attributes or not isinstance(group, ParameterGroup):
                 return None
-            if "exchange" in own:
+            if "exchange" in attributes:
                 return None
             for kind, name in held:
-                tensors.append(own[kind][name])
+                tensors.append(attributes[kind][name])
             for matrix, name in deep:
-                tensors.append(own["_modules"][matrix].__dict__["_buffers"][name])
+                tensors.append(attributes["_modules"][matrix].__dict__["_buffers"][name])
     except KeyError:
         return None
     return tensors

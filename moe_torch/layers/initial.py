@@ -45,7 +45,10 @@ def _draw_experts(tensor: Any, std: float) -> None:
         _draw(tensor, std)
         return
     own = own_of(tensor)
-    local, experts = own.local, list(range(len(tensor)) if own.experts is None else _numbers(own.experts, len(tensor)))
+    local, experts = (
+        own.local,
+        list(range(len(tensor)) if own.experts is None else _numbers(own.experts, len(tensor))),
+    )
     place = {expert: at for at, expert in enumerate(experts)}
     spare = local.new_empty(tensor.shape[1:]) if len(place) < len(tensor) or own.cut is not None else None
     for expert in range(len(tensor)):
@@ -71,19 +74,19 @@ def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | Non
     from moe_torch.layers.parallel import parallelize
     from moe_torch.parallel.forward import ExpertParallel
 
-    given = expert_parallel
-    if not isinstance(given, ExpertParallel):
-        if not hasattr(given, "get_group"):
+    parallel = expert_parallel
+    if not isinstance(parallel, ExpertParallel):
+        if not hasattr(parallel, "get_group"):
             raise InvalidInput(
                 "expert_parallel must be a DeviceMesh of one axis or an ExpertParallel, got "
-                f"{type(given).__name__}; pass one, such as mesh['ep']"
+                f"{type(parallel).__name__}; pass one, such as mesh['ep']"
             )
-        given = ExpertParallel(given)
+        parallel = ExpertParallel(parallel)
     place = torch.get_default_device() if device is None else torch.device(device)
-    kind = getattr(given.mesh, "device_type", place.type)
+    kind = getattr(parallel.mesh, "device_type", place.type)
     if place.type not in ("meta", kind):
         raise InvalidInput(f"device must be of the mesh of expert_parallel, {kind}, got {place}; pass device={kind!r}")
-    parallelize(layer, given)
+    parallelize(layer, parallel)
     if place.type != "meta":
         layer.to_empty(device=place)
 

@@ -190,10 +190,10 @@ class MoE(PrepackedExperts, PlannedLayer):
         # Nothing has a gradient where x and the hidden rows are quantised.
         trained = scheme is None or scheme.activations is None
         for part, group in _PARTS.items():
-            own = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
+            of_part = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
             # An output with nothing but a scale has no arrays.
-            present = own or getattr(spec, part, None) is not None
-            setattr(self, part, group(own, at_first, dtype, quantized, trained=trained) if present else None)
+            present = of_part or getattr(spec, part, None) is not None
+            setattr(self, part, group(of_part, at_first, dtype, quantized, trained=trained) if present else None)
         self._part_names = tuple(part for part in _PARTS if getattr(self, part) is not None)
         self._is_quantized = quantized is not None
         # Factors are applied between the stages, and other parts around the operator.

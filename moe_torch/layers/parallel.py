@@ -106,15 +106,15 @@ class LayerExchange:
         capacity = -(-told[:, 0].sum() * ratio[0] // ratio[1])
         return place + before[ids.view(-1).clamp(min=0).long()] < capacity
 
-    def _counts_of_all(self, own: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def _counts_of_all(self, counts: torch.Tensor) -> tuple[torch.Tensor, int]:
         """int32 `[ranks with tokens of their own, 1 + E]`, tokens and slots of each expert, and this rank's row."""
         self.counted = True
         ranks, tensor = self.parallel.ranks("capacity"), self.parallel.tensor_ranks("capacity")
-        told, number = own, ranks.rank
+        told, number = counts, ranks.rank
         if tensor is not None and tensor.split.tokens == "split":
             # Counts of all ranks of the tensor axis, in order.
             told, number = tensor.ranks.all_gather(told, "counts"), number * tensor.split.size + tensor.split.index
-        return ranks.all_gather(told, "counts").view(-1, len(own)), number
+        return ranks.all_gather(told, "counts").view(-1, len(counts)), number
 
 
 def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement | None = None) -> Layer:
@@ -271,6 +271,8 @@ def group_losses(
     total = total_of(ranks, tensor, torch.cat([counts, tokens]), "counts")
     # Both losses are means over tokens. This rank's part counts by its share of the tokens, times the ranks.
     share = parallel.token_ranks * tokens.float() / total[-1:].clamp(min=1).float()
-    own = tokens.float().clamp(min=1)
-    balance, z = router_losses(logits, (total[:-1].float() * own / total[-1:].clamp(min=1).float()), token_mask, router)
+    count = tokens.float().clamp(min=1)
+    balance, z = router_losses(
+        logits, (total[:-1].float() * count / total[-1:].clamp(min=1).float()), token_mask, router
+    )
     return (balance * share).squeeze(0), (z * share).squeeze(0)

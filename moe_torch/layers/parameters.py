@@ -45,11 +45,11 @@ class QuantizedMatrix(torch.nn.Module):
         self.spec = spec
         present = {parameter.name.rpartition(".")[2]: parameter for parameter in parameters}
         for name in ("values", "scales", "zero_points"):
-            own = present.get(name)
+            array = present.get(name)
             made = None
-            if own is not None:
-                assert own.dtype is not None
-                made = torch.empty(own.shape, dtype=TORCH_DTYPES[own.dtype], device=device)
+            if array is not None:
+                assert array.dtype is not None
+                made = torch.empty(array.shape, dtype=TORCH_DTYPES[array.dtype], device=device)
             self.register_buffer(name, made)
 
     def tensor(self) -> QuantizedTensor:
@@ -140,8 +140,8 @@ class ParameterGroup(torch.nn.Module):
                 arrays = [array for array in parameters if array.name.split(".")[1] == name]
                 self.add_module(name, QuantizedMatrix(quantized, arrays, device))
             elif parameter.role in ("buffer", "table"):
-                own = torch.int32 if parameter.role == "table" else _buffer_dtype(dtype)
-                self.register_buffer(name, torch.empty(parameter.shape, dtype=own, device=device))
+                stored = torch.int32 if parameter.role == "table" else _buffer_dtype(dtype)
+                self.register_buffer(name, torch.empty(parameter.shape, dtype=stored, device=device))
             else:
                 value = torch.empty(parameter.shape, dtype=dtype, device=device)
                 self.register_parameter(name, torch.nn.Parameter(value, requires_grad=trained))
@@ -234,11 +234,11 @@ class ExpertParameters(ParameterGroup):
 
     def operands(self) -> ExpertWeights:
         """The arrays as a bundle, on several ranks this rank's."""
-        found = {name: getattr(self, name) for name in self.NAMES}
-        found = {name: one.tensor() if isinstance(one, QuantizedMatrix) else one for name, one in found.items()}
+        arrays = {name: getattr(self, name) for name in self.NAMES}
+        arrays = {name: one.tensor() if isinstance(one, QuantizedMatrix) else one for name, one in arrays.items()}
         if self.exchange is not None:
-            found = {name: self.exchange.local(one) for name, one in found.items()}
-        return ExpertWeights(**{name: autocast(one, name) for name, one in found.items()})
+            arrays = {name: self.exchange.local(one) for name, one in arrays.items()}
+        return ExpertWeights(**{name: autocast(one, name) for name, one in arrays.items()})
 
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor | None = None
@@ -252,15 +252,15 @@ class ExpertParameters(ParameterGroup):
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor
     ) -> torch.Tensor:
         """Stage by stage, with the norm between the second product and the router's weights."""
-        spec, own, norm_spec = self.spec, self.operands(), self.layer_spec.norm_of_experts
+        spec, held, norm_spec = self.spec, self.operands(), self.layer_spec.norm_of_experts
         assert norm_spec is not None
-        layout = ops.make_layout(ids, own.down.shape[0])
+        layout = ops.make_layout(ids, held.down.shape[0])
         into = MatmulSpec(spec.weight_layout, "token", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(1))
-        pre = ops.matmul_ogs(MatmulOperands(x, own.gate_up, bias=own.gate_up_bias), layout, into)
-        up = None if own.up is None else ops.matmul_ogs(MatmulOperands(x, own.up, bias=own.up_bias), layout, into)
+        pre = ops.matmul_ogs(MatmulOperands(x, held.gate_up, bias=held.gate_up_bias), layout, into)
+        up = None if held.up is None else ops.matmul_ogs(MatmulOperands(x, held.up, bias=held.up_bias), layout, into)
         hidden = ops.activation(pre, spec.activation, up=up)
         out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
-        slots = ops.matmul_ogs(MatmulOperands(hidden, own.down, bias=own.down_bias), layout, out)
+        slots = ops.matmul_ogs(MatmulOperands(hidden, held.down, bias=held.down_bias), layout, out)
         # A slot without a row counts in no gradient.
         factors = weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
         weighted = at_least_float32(ops.rms_norm(slots, norm, norm_spec)) * factors
@@ -287,12 +287,12 @@ class SharedParameters(ParameterGroup):
                 "layer.shared_experts must be without hooks and wrappers where main_grad=True: called alone, its "
                 "matrices have their gradients in .grad; put them on the layer"
             )
-        x, own = autocast(x), self.operands()
+        x, operands = autocast(x), self.operands()
         product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning())
-        pre = ops.matmul_ogs(MatmulOperands(x, own.gate_up), None, product)
-        up = None if own.up is None else ops.matmul_ogs(MatmulOperands(x, own.up), None, product)
+        pre = ops.matmul_ogs(MatmulOperands(x, operands.gate_up), None, product)
+        up = None if operands.up is None else ops.matmul_ogs(MatmulOperands(x, operands.up), None, product)
         hidden = ops.activation(pre, spec.shared_activation or spec.activation, up=up)
-        y = ops.matmul_ogs(MatmulOperands(hidden, own.down), None, product)
+        y = ops.matmul_ogs(MatmulOperands(hidden, operands.down), None, product)
         if self.gate is None:
             return y
         gate = ops.router(x, self.gate, spec=spec.shared_gate_spec())

@@ -79,8 +79,8 @@ class PlacedTensor(torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """This rank's experts, `[held, ...]`; differentiable."""
-        found: Any = _ToLocal.apply(self)
-        return found
+        local: Any = _ToLocal.apply(self)
+        return local
 
     def of_local(self, local: torch.Tensor) -> PlacedTensor:
         """Another array of the same experts, from this rank's part."""
@@ -162,17 +162,17 @@ class PlacedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        found, cut = [], None if self.part is None else self.part.cut
+        chunks, cut = [], None if self.part is None else self.part.cut
         for expert in self.held:
             offset, size = [expert, *[0] * (self.dim() - 1)], [1, *self.shape[1:]]
             if cut is None:
-                found.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+                chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
                 continue
             assert self.part is not None
             for own in cut.slices(self.shape[cut.axis], self.part.split):
                 offset[cut.axis], size[cut.axis] = own.start, own.stop - own.start
-                found.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
-        return found
+                chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+        return chunks
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         row = self.held.index(index.offset[0])

@@ -172,8 +172,8 @@ class Rebalancer:
         options = repr((self._every, self._nodes, self._least_gain, self._most))
         known = [(one.num_experts, one.per_rank, one.version, one.digest) for one in placements]
         digest = zlib.crc32(repr((options, known)).encode())
-        own = torch.tensor([self._steps, digest], dtype=torch.int64, device=self._layers[0].device)
-        told = self._ranks.all_gather(own, "step and placements").cpu().numpy()
+        state = torch.tensor([self._steps, digest], dtype=torch.int64, device=self._layers[0].device)
+        told = self._ranks.all_gather(state, "step and placements").cpu().numpy()
         other = np.flatnonzero((told != told[0]).any(axis=1)).tolist()
         if other:
             what = "step" if (told[:, 0] != told[0, 0]).any() else "placements or options"
@@ -236,10 +236,10 @@ class _Shares:
         owners = tuple((*rank, *[HOLE] * (each - len(rank))) for rank in now.owners)
         now = Placement(now.num_experts, owners, now.version)
         for module in self._experts.modules():
-            for own in (module._parameters, module._buffers):
-                for name, array in own.items():
+            for arrays in (module._parameters, module._buffers):
+                for name, array in arrays.items():
                     if array is not None:
-                        own[name] = self._with_places(array, now)
+                        arrays[name] = self._with_places(array, now)
         self.exchange.placement = now
         if placement.owners != owners:
             self._move_arrays(now.moved(placement))

@@ -94,13 +94,13 @@ def _sparse_mixed(
     logits: torch.Tensor, epsilon: float, token_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids and weights `[T, 2]`, see `MoELayerSpec.sparse_mixer`."""
-    left, found, every = logits, [], torch.arange(logits.shape[1], device=logits.device)
+    left, choices, every = logits, [], torch.arange(logits.shape[1], device=logits.device)
     for _ in range(2):
         largest = left.detach().amax(-1, keepdim=True)
         far = (largest - logits.detach()) / torch.maximum(logits.detach().abs(), largest) > 2 * epsilon
-        found.append(ops.route(left.masked_fill(far, -math.inf), RouterSpec(1), token_mask=token_mask))
-        left = left.masked_fill(every == found[-1].ids, -math.inf)
-    return torch.cat([one.ids for one in found], 1), torch.cat([one.weights for one in found], 1)
+        choices.append(ops.route(left.masked_fill(far, -math.inf), RouterSpec(1), token_mask=token_mask))
+        left = left.masked_fill(every == choices[-1].ids, -math.inf)
+    return torch.cat([one.ids for one in choices], 1), torch.cat([one.weights for one in choices], 1)
 
 
 def like_x(gate_inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

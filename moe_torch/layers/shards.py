@@ -28,7 +28,7 @@ class Own(NamedTuple):
         """This rank's slice of whole arrays of experts `[..., N]`."""
         if self.cut is None:
             return array
-        parts = [array[self.cut.index(own)] for own in self.cut.slices(array.shape[self.cut.axis], self.split)]
+        parts = [array[self.cut.index(part)] for part in self.cut.slices(array.shape[self.cut.axis], self.split)]
         return torch.cat(parts, self.cut.axis)
 
 

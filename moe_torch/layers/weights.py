@@ -34,8 +34,8 @@ def from_numpy(array: np.ndarray) -> torch.Tensor:
     if not array.flags.writeable:
         view = TensorView.from_numpy(array)
         array = host_array(view.pointer, view.spec, owner=array)
-    for own, bits, dtype in _BY_BITS:
-        if array.dtype == own:
+    for numpy_dtype, bits, dtype in _BY_BITS:
+        if array.dtype == numpy_dtype:
             return torch.from_numpy(array.view(bits)).view(dtype)
     return torch.from_numpy(array)
 
@@ -43,9 +43,9 @@ def from_numpy(array: np.ndarray) -> torch.Tensor:
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor as a row-major NumPy array (ml_dtypes for bfloat16 and fp8). On a CPU it shares the memory."""
     tensor = tensor.detach().cpu().contiguous()
-    for own, bits, dtype in _BY_BITS:
+    for numpy_dtype, bits, dtype in _BY_BITS:
         if tensor.dtype == dtype:
-            return tensor.view(torch.from_numpy(np.empty(0, bits)).dtype).numpy().view(own)
+            return tensor.view(torch.from_numpy(np.empty(0, bits)).dtype).numpy().view(numpy_dtype)
     return tensor.numpy()
 
 
@@ -73,11 +73,11 @@ def copy_weights(weights: LayerWeights, tensors: Mapping[str, torch.Tensor], sto
         _require_writable(name, array, tensors[name])
     with torch.no_grad():
         for name, place, array in parts:
-            own = own_of(tensors[name])
+            part = own_of(tensors[name])
             # A rank reads only its own experts and slices.
-            array = array if own.experts is None else array[own.experts]
-            for target, source in _slices(own, place, array.shape):
-                own.local[target].copy_(from_numpy(array[source]))
+            array = array if part.experts is None else array[part.experts]
+            for target, source in _slices(part, place, array.shape):
+                part.local[target].copy_(from_numpy(array[source]))
 
 
 def _slices(own: Own, place: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
@@ -106,11 +106,11 @@ def _require_writable(name: str, array: np.ndarray, tensor: torch.Tensor) -> Non
         raise Unsupported(
             f"{name} is a sharded DTensor, and whole arrays cannot be written into it; load the weights before sharding"
         )
-    given, own = dtypes.canonical(array.dtype), DTYPE_NAMES[tensor.dtype]
-    if given != own and own != "float32":
+    given, stored = dtypes.canonical(array.dtype), DTYPE_NAMES[tensor.dtype]
+    if given != stored and stored != "float32":
         raise InvalidInput(
-            f"{name} must be {own}, got {given}, which would be rounded; make the layer with MoE.from_weights(weights) "
-            "or cast the array yourself"
+            f"{name} must be {stored}, got {given}, which would be rounded; make the layer with "
+            "MoE.from_weights(weights) or cast the array yourself"
         )
 
 

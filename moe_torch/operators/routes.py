@@ -82,8 +82,8 @@ RECEIVE_TABLES = Operator(
 )
 
 
-def _taken(given: Any) -> Outputs:
-    return [((given.slot_of_row.shape[0], given.x.shape[1]), given.x.dtype)]
+def _taken(call: Any) -> Outputs:
+    return [((call.slot_of_row.shape[0], call.x.shape[1]), call.x.dtype)]
 
 
 TAKE_ROWS = Operator("take_rows", _TakeRows, _take_plan, _taken)

@@ -96,11 +96,11 @@ def shared_output(
         tuning = dataclasses.replace(tuning, expected_tokens=max(1, group_tokens))
     options: Any = {"router": None, "activations": None, "out_dtype": "float32", "tuning": tuning}
     spec = dataclasses.replace(spec, **options)
-    given = dict((*named_arrays(none, "experts."), *named_arrays(nowhere, "routing.")))
-    own = shared.gate_up, shared.down, shared.up, shared.gate
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (wide, *own)):
-        found: Any = _Dense.apply(given, spec, x, wide, *own)
-        return found
-    given |= {"x": x} | dict(zip(_SHARED[:3], own[:3], strict=True))
-    rows = call_first(_FORWARD, _FORWARD.by_name(given, spec))
+    operands = dict((*named_arrays(none, "experts."), *named_arrays(nowhere, "routing.")))
+    matrices = shared.gate_up, shared.down, shared.up, shared.gate
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (wide, *matrices)):
+        results: Any = _Dense.apply(operands, spec, x, wide, *matrices)
+        return results
+    operands |= {"x": x} | dict(zip(_SHARED[:3], matrices[:3], strict=True))
+    rows = call_first(_FORWARD, _FORWARD.by_name(operands, spec))
     return rows, gate_logits(x, shared.gate, spec)

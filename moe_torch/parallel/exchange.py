@@ -15,10 +15,10 @@ _captured: set[tuple[torch.Tensor, ...]] = set()
 
 def constants(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return int32 arrays on a device, copied once: a copy waits for the device, and graphs cannot capture it."""
-    found = _constants(rows, device)
+    arrays = _constants(rows, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.add(found)
-    return found
+        _captured.add(arrays)
+    return arrays
 
 
 @functools.lru_cache(maxsize=1024)
@@ -69,8 +69,8 @@ def physical_ids(
         token = first_token + torch.arange(len(ids), device=ids.device)[:, None]
         number = (token + torch.arange(ids.shape[1], device=ids.device)) % (start[expert + 1] - first)
         first = first + number
-    found = torch.where(valid, places[first.long()], -1)
-    return Places(found, invalid.sum().to(torch.int32).view(1))
+    chosen = torch.where(valid, places[first.long()], -1)
+    return Places(chosen, invalid.sum().to(torch.int32).view(1))
 
 
 def owners_of(places: torch.Tensor, per_rank: int) -> torch.Tensor:

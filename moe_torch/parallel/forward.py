@@ -330,11 +330,11 @@ def _asks_gradients(arrays: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(array, torch.Tensor) and array.requires_grad for array in arrays)
 
 
-def _shared(own: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
+def _shared(arguments: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
     """Return a function with the results of `shared_output`, computed now or when it is called."""
     if later:
-        return lambda: shared_output(*own)
-    found = shared_output(*own)
+        return lambda: shared_output(*arguments)
+    found = shared_output(*arguments)
     return lambda: found
 
 

@@ -46,9 +46,9 @@ class Ranks:
 
     def start_all_gather(self, values: torch.Tensor, what: str) -> Arriving:
         """Start `all_gather`; the result waits."""
-        found = buffer((self.size, *values.shape), values.dtype, values.device)
-        into, sent = _moved(found).flatten(0, 1), _moved(values.contiguous())
-        return self._start("all_gather", what, found, lambda: _all_gather(into, sent, self.group, async_op=True))
+        gathered = buffer((self.size, *values.shape), values.dtype, values.device)
+        into, sent = _moved(gathered).flatten(0, 1), _moved(values.contiguous())
+        return self._start("all_gather", what, gathered, lambda: _all_gather(into, sent, self.group, async_op=True))
 
     def all_to_all(
         self,
@@ -81,12 +81,12 @@ class Ranks:
             count, leaving = sum(received), sum(sent)
             splits = list(received), list(sent)
             going = going if leaving == len(rows) else going[:leaving]
-        found = buffer((max(count, memory or 0), *rows.shape[1:]), rows.dtype, rows.device)
-        into, source = _moved(found if count == len(found) else found[:count]), _moved(going)
+        came = buffer((max(count, memory or 0), *rows.shape[1:]), rows.dtype, rows.device)
+        into, source = _moved(came if count == len(came) else came[:count]), _moved(going)
         return self._start(
             "all_to_all",
             what,
-            found,
+            came,
             lambda: dist.all_to_all_single(into, source, *splits, group=self.group, async_op=True),
         )
 
@@ -96,7 +96,7 @@ class Ranks:
             "all_reduce", what, values, lambda: dist.all_reduce(values, group=self.group, async_op=True)
         )()
 
-    def _start(self, collective: str, what: str, found: torch.Tensor, start: Callable[[], Any]) -> Arriving:
+    def _start(self, collective: str, what: str, result: torch.Tensor, start: Callable[[], Any]) -> Arriving:
         """Start a message into found."""
 
         def checked(step: Callable[[], Any]) -> Any:
@@ -114,7 +114,7 @@ class Ranks:
 
         def wait() -> torch.Tensor:
             checked(lambda: work.wait(*limit))
-            return found
+            return result
 
         return wait
 

@@ -80,8 +80,8 @@ def measure(setting: Setting) -> Found | None:
     gpus = torch.cuda.device_count()
     if dist.is_torchelastic_launched():
         with _joined(setting, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), {}) as bench:
-            found = bench.run()
-            return found if dist.get_rank() == 0 else None
+            results = bench.run()
+            return results if dist.get_rank() == 0 else None
     ranks = setting.ranks or (gpus if setting.backend == "nccl" else 2)
     if setting.backend == "nccl" and not 2 <= ranks <= gpus:
         raise Unsupported(
@@ -94,16 +94,16 @@ def measure(setting: Setting) -> Found | None:
             spawn.start_processes(_serve, (setting, ranks, folder), ranks, start_method="spawn")
         except spawn.ProcessException as error:
             raise RuntimeError(f"a rank failed: {error}") from error
-        found = torch.load(Path(folder) / "found", weights_only=False)
-    return found
+        results = torch.load(Path(folder) / "found", weights_only=False)
+    return results
 
 
 def _serve(rank: int, setting: Setting, ranks: int, folder: str) -> None:
     where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": ranks}
     with _joined(setting, rank, ranks, where) as bench:
-        found = bench.run()
+        results = bench.run()
         if rank == 0:
-            torch.save(found, Path(folder) / "found")
+            torch.save(results, Path(folder) / "found")
 
 
 @contextlib.contextmanager
@@ -224,8 +224,8 @@ Message = Callable[[Ranks, int, torch.device], tuple[Callable[[], Any], int]]
 
 def _all_gather(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
     each = _aligned(size, ranks.size - 1)
-    own = torch.zeros(each, dtype=torch.uint8, device=device)
-    return lambda: ranks.all_gather(own, "bytes"), each * (ranks.size - 1)
+    sent = torch.zeros(each, dtype=torch.uint8, device=device)
+    return lambda: ranks.all_gather(sent, "bytes"), each * (ranks.size - 1)
 
 
 def _all_to_all(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:

@@ -52,25 +52,25 @@ class TensorRanks:
     told: bool = False
     agree: torch.Tensor | None = None
 
-    def gather(self, plan: ExchangePlan, rank: int, own: Brought) -> Brought:
+    def gather(self, plan: ExchangePlan, rank: int, brought: Brought) -> Brought:
         """Return the tokens of all ranks of the axis, in their order, or replicated tokens as they are.
 
         rank: this one's on the other axis. A collective. Raises as `compare_headers`.
         """
         # A plan of mode `peer` is for max_tokens.
-        device, header = own.x.device, plan.tensor_header(rank)._replace(tokens=len(own.x))
+        device, header = brought.x.device, plan.tensor_header(rank)._replace(tokens=len(brought.x))
         self.told, apart = True, self.split.tokens == "split"
         (sent,) = exchange.constants((tuple(header),), device)
         # On a GPU the host waits only if the mode does. Else headers travel with the routing.
-        waits = plan.spec.mode == "all_to_all" or not own.x.is_cuda
+        waits = plan.spec.mode == "all_to_all" or not brought.x.is_cuda
         if waits:
             told = self.ranks.all_gather(sent, "header").cpu().numpy()
             compare_headers(told, self.ranks.where, equal_tokens=True)
-        ids, gathered = own.ids, None
+        ids, gathered = brought.ids, None
         if apart:
             # A masked token has no expert on any rank.
-            ids = ids if own.token_mask is None else torch.where(own.token_mask[:, None], ids, -1)
-            table = torch.cat([ids, own.weights.detach().contiguous().view(torch.int32)], dim=1)
+            ids = ids if brought.token_mask is None else torch.where(brought.token_mask[:, None], ids, -1)
+            table = torch.cat([ids, brought.weights.detach().contiguous().view(torch.int32)], dim=1)
             sent = torch.cat([sent, table.view(-1)])
         if apart or not waits:
             came = self.ranks.all_gather(sent, "header, ids and weights")
@@ -78,11 +78,11 @@ class TensorRanks:
             if apart:
                 ids, bits = came[:, len(header) :].reshape(-1, 2 * ids.shape[1]).chunk(2, dim=1)
                 ids, gathered = ids.contiguous(), bits.contiguous().view(torch.float32)
-        x = self.ranks.all_gather(own.x.detach(), "rows").flatten(0, 1) if apart else own.x
-        wide, weights = None, own.weights if gathered is None else gathered
-        if torch.is_grad_enabled() and (own.wide is not None or own.weights.requires_grad):
-            wide, weights = Around.apply(self, own.wide, own.weights, gathered)
-        return Brought(x, wide, ids, weights, None if apart else own.token_mask)
+        x = self.ranks.all_gather(brought.x.detach(), "rows").flatten(0, 1) if apart else brought.x
+        wide, weights = None, brought.weights if gathered is None else gathered
+        if torch.is_grad_enabled() and (brought.wide is not None or brought.weights.requires_grad):
+            wide, weights = Around.apply(self, brought.wide, brought.weights, gathered)
+        return Brought(x, wide, ids, weights, None if apart else brought.token_mask)
 
     def tell_failure(self, device: torch.device) -> None:
         """Send a header of zeros."""
@@ -129,12 +129,12 @@ class TensorRanks:
 
 def require_apart(ranks: Ranks, tensor: Ranks) -> None:
     """Raise InvalidInput unless the axes have this rank and no other in common."""
-    found = [dist.get_process_group_ranks(one.group) for one in (ranks, tensor)]
-    common = sorted(set(found[0]) & set(found[1]))
+    members = [dist.get_process_group_ranks(one.group) for one in (ranks, tensor)]
+    common = sorted(set(members[0]) & set(members[1]))
     if len(common) != 1:
         raise InvalidInput(
-            f"tensor must be another axis than mesh, with one rank in common, got ranks {found[0]} of mesh and "
-            f"{found[1]} of tensor; pass mesh['ep'] and mesh['tp'] of one DeviceMesh"
+            f"tensor must be another axis than mesh, with one rank in common, got ranks {members[0]} of mesh and "
+            f"{members[1]} of tensor; pass mesh['ep'] and mesh['tp'] of one DeviceMesh"
         )
 
 
@@ -223,5 +223,5 @@ def counts_of(
 
 def total_of(ranks: Ranks, tensor: TensorRanks | None, values: torch.Tensor, what: str) -> torch.Tensor:
     """Add integers over all ranks with tokens of their own, in place."""
-    found = ranks.total(values, what)
-    return tensor.ranks.total(found, what) if tensor is not None and tensor.split.tokens == "split" else found
+    total = ranks.total(values, what)
+    return tensor.ranks.total(total, what) if tensor is not None and tensor.split.tokens == "split" else total

@@ -111,12 +111,12 @@ def plan_receive_tables(
 
 def receive_shapes(num_rows: int, num_tokens: int, spec: TableSpec) -> list[tuple[str, tuple[int, ...], str]]:
     """Return (name, shape, dtype) of every output of `plan_receive_tables`."""
-    found: list[tuple[str, tuple[int, ...], str]] = [
+    shapes: list[tuple[str, tuple[int, ...], str]] = [
         ("ids", (num_rows, 1), "int32"),
         ("weights", (num_rows, 1), "float32"),
     ]
     if not spec.by_slot:
-        found.append(("slot_of_row", (num_rows,), "int32"))
+        shapes.append(("slot_of_row", (num_rows,), "int32"))
     if spec.mode != "all_to_all":
-        found.append(("spoilt", (num_tokens,), "bool"))
-    return found
+        shapes.append(("spoilt", (num_tokens,), "bool"))
+    return shapes

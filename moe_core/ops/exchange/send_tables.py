@@ -140,7 +140,7 @@ def send_shapes(num_tokens: int, top_k: int, spec: TableSpec) -> list[tuple[str,
         message = (HEADER + num_tokens * width,)
     elif spec.mode == "padded":
         message, most = (spec.num_ranks, HEADER + spec.block_rows * width), spec.num_ranks * spec.block_rows
-    found: list[tuple[str, tuple[int, ...], str]] = [
+    shapes: list[tuple[str, tuple[int, ...], str]] = [
         ("places", (num_tokens, top_k), "int32"),
         ("invalid_ids", (1,), "int32"),
         ("tokens_per_expert", (spec.num_experts,), "int32"),
@@ -150,7 +150,7 @@ def send_shapes(num_tokens: int, top_k: int, spec: TableSpec) -> list[tuple[str,
         ("message", message, "int32"),
     ]
     if spec.mode != "all_gather":
-        found.append(("slot_of_row", (most,), "int32"))
+        shapes.append(("slot_of_row", (most,), "int32"))
     if spec.mode == "all_to_all":
-        found.append(("table", (most, width), "int32"))
-    return found
+        shapes.append(("table", (most, width), "int32"))
+    return shapes

@@ -58,9 +58,9 @@ class Symmetric:
         self.peers, self.device, self._handle = tuple(peers), peers[rank].device, handle
         regions, begin = [], 0
         for part in parts:
-            own = peers[rank][begin:][: part.size * part.dtype.itemsize].view(part.dtype).view(part.shape)
+            local = peers[rank][begin:][: part.size * part.dtype.itemsize].view(part.dtype).view(part.shape)
             addresses = [peer.data_ptr() + begin for peer in peers]
-            regions.append(Region(own, torch.tensor(addresses, dtype=torch.int64, device=self.device)))
+            regions.append(Region(local, torch.tensor(addresses, dtype=torch.int64, device=self.device)))
             begin += part.bytes
         self.regions = tuple(regions)
 
@@ -120,9 +120,9 @@ def _allocate(ranks: Ranks, parts: tuple[Part, ...], device: torch.device) -> Sy
 
 
 def _told(ranks: Ranks, value: Any) -> list[Any]:
-    found: list[Any] = [None] * ranks.size
-    dist.all_gather_object(found, value, group=ranks.group)
-    return found
+    values_of_ranks: list[Any] = [None] * ranks.size
+    dist.all_gather_object(values_of_ranks, value, group=ranks.group)
+    return values_of_ranks
 
 
 def _require_none(ranks: Ranks, problem: str | None) -> None:
@@ -184,17 +184,17 @@ def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.
         # by gloo do not wait for the device.
         stream = torch.cuda.default_stream(device)
         with torch.cuda.stream(stream):
-            own = memory.empty(size, dtype=torch.uint8, device=device).zero_()
+            local = memory.empty(size, dtype=torch.uint8, device=device).zero_()
         stream.synchronize()
     except RuntimeError as error:
-        own, problem = None, f"torch shares no memory: {error}"
+        local, problem = None, f"torch shares no memory: {error}"
     # Now all have memory, so no rank waits in vain for the others to map it.
     _require_none(ranks, problem)
-    assert own is not None
+    assert local is not None
     try:
-        handle = memory.rendezvous(own, ranks.group)
+        handle = memory.rendezvous(local, ranks.group)
         peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks.size)]
-        assert peers[ranks.rank].data_ptr() == own.data_ptr(), "a rank's own memory is where it was allocated"
+        assert peers[ranks.rank].data_ptr() == local.data_ptr(), "a rank's own memory is where it was allocated"
     except RuntimeError as error:
         problem = f"torch shares no memory: {error}"
     _require_none(ranks, problem)

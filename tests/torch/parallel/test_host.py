@@ -119,7 +119,7 @@ def launches(group: Any, problem: Problem, way: ExchangeSpec) -> tuple[list[str]
     def called(self: Operator, arguments: tuple[Any, ...]) -> Any:
         plan = self.plan(arguments, Target("cuda", 90, 132))
         steps.extend(step.kernel.function for step in plan.steps if isinstance(step, KernelLaunch))
-        return real(self, arguments)
+        return real(self, *arguments)
 
     def waited(self: Symmetric, *arguments: Any) -> None:
         barriers.append(barrier(self, *arguments))
@@ -187,7 +187,7 @@ def plans_made(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[i
 
     def planned(self: Operator, *arguments: Any) -> Any:
         made.append(self.name)
-        return real(self, arguments)
+        return real(self, *arguments)
 
     with mock.patch.object(Operator, "plan", planned):
         for problem in problems:
