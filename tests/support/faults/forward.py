@@ -64,7 +64,7 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("rank[None, :], all_ranks", "0 * rank[None, :], all_ranks", "mixtral", "moe (composed)"),
     ),
     "moe.kernels.chained": (
-        Fault('D, "slot", False', 'D, "row", False', "mixtral", "moe (composed)", 12),
+        Fault('N=D, SCATTER="slot"', 'N=D, SCATTER="row"', "mixtral", "moe (composed)", 12),
         Fault("second_weight, None, second_bias", "second_weight, None, None", "gpt_oss", "moe (composed)", 12),
     ),
     "moe.kernels.one_token": (

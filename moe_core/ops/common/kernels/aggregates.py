@@ -88,7 +88,10 @@ Epilogue = aggregate_of(
 #: y with N columns, the pre-activation by layout row, and their TMA descriptors. SCATTER: y is indexed by layout `row`
 #: or by `slot`, or is sent to other ranks. TRUSTED: every row of the layout has a slot. gate_map: the descriptor of the
 #: gate columns of pre, which ends with them.
-Output = aggregate_of("Output", "y y_map pre pre_map gate_map N SCATTER TRUSTED")
+Output = aggregate_of(
+    "Output", "y y_map pre pre_map gate_map N SCATTER TRUSTED",
+    y_map=None, pre=None, pre_map=None, gate_map=None, TRUSTED=False,
+)  # fmt: skip
 
 #: An array to store pieces of tiles to. WIDTH: columns of a row. END: the column to stop at, as map does.
 Target = aggregate_of("Target", "array map WIDTH END SCATTER TRUSTED")

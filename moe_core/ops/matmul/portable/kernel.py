@@ -294,5 +294,5 @@ def matmul_ogs(
         N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     rows, epilogue = Rows(x, None, X_STRIDE, GATHER), Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
-    output = Output(y, None, pre, None, None, N, SCATTER, False)
+    output = Output(y, pre=pre, N=N, SCATTER=SCATTER)
     multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, PDL == "layout", None)

@@ -315,7 +315,7 @@ def matmul_quantized(
         tl.store(pre + rows[None, :] * pre_width + pre_columns[:, None], total.to(pre.dtype.element_ty), mask=pre_mask)
     if y is not None:
         epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT, None, maxima)
-        output = Output(y, None, None, None, None, N, SCATTER, False)
+        output = Output(y, N=N, SCATTER=SCATTER)
         store_result(
             total, rows, exists, slots, tile, layer_exists, layout, schedule, epilogue, output,
             layer_index is not None, MAXIMA,

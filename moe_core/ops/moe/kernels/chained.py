@@ -70,7 +70,7 @@ def chained(
                 K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             rows, epilogue = Rows(x, None, X_STRIDE, "token"), Epilogue(None, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
-            output = Output(hidden, None, None, None, None, F, "row", False)
+            output = Output(hidden, N=F, SCATTER="row")
             multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, False, STAGES)
             announce(progress + BLOCKS + block)
     elif number < first_programs + second_programs:
@@ -84,7 +84,7 @@ def chained(
                 BLOCK_M, SECOND_BLOCK_N, SECOND_BLOCK_K,
             )  # fmt: skip
             rows, epilogue = Rows(hidden, None, F, "row"), Epilogue(row_weight, None, None, None, None)
-            output = Output(slots, None, None, None, None, D, "slot", False)
+            output = Output(slots, N=D, SCATTER="slot")
             multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, False, SECOND_STAGES)
         announce(progress + FINISHED)
     else:

@@ -72,7 +72,7 @@ def route_and_multiply(
             )  # fmt: skip
             layout, rows = Layout(None, None, None, 1, 1, TOP_K), Rows(x, None, X_STRIDE, "row")
             epilogue = Epilogue(None, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
-            output = Output(y + block.to(tl.int64) * N, None, None, None, None, N, "row", False)
+            output = Output(y + block.to(tl.int64) * N, N=N, SCATTER="row")
             multiply_tile(block * 0, tile, expert, layout, None, rows, matrices, epilogue, output, False, None)
 
 
@@ -96,7 +96,7 @@ def multiply_and_reduce(
         )  # fmt: skip
         layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
         rows, epilogue = Rows(x, None, X_STRIDE, "row"), Epilogue(row_weight, None, None, None, None)
-        output = Output(slots, None, None, None, None, N, "slot", False)
+        output = Output(slots, N=N, SCATTER="slot")
         multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, False, None)
     # The program that counts this one sees the writes of all warps, and the last one sees all writes.
     tl.debug_barrier()

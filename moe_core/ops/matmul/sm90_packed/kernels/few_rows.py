@@ -185,5 +185,5 @@ def matmul_few_rows(
     )  # fmt: skip
     layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
     epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
-    output = Output(y, None, None, None, None, N, SCATTER, False)
+    output = Output(y, N=N, SCATTER=SCATTER)
     store_tile(low_sum + high_sum, tile, expert, first, start, size, weights, layout, epilogue, output)

@@ -188,7 +188,7 @@ def matmul_mixed_input(
     layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
     tiles = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M)
     rows, epilogue = Rows(x, x_map, X_STRIDE, GATHER), Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
-    output = Output(y, None, None, None, None, N, SCATTER, False)
+    output = Output(y, N=N, SCATTER=SCATTER)
     product = Product(rows, weights, layout, tiles, stages, pipeline, epilogue, output, codes)
     gl.warp_specialize(
         [
