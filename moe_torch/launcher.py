@@ -1,4 +1,4 @@
-"""The composed operator bound to its weights: what a call checks is x."""
+"""The composed operator bound to its weights. A call checks x only."""
 
 from __future__ import annotations
 
@@ -34,11 +34,19 @@ def prepare_moe(
 ) -> MoELauncher:
     """Bind the composed operator to its weights: `prepare_moe(experts, routing, spec)(x)` is `moe(x, ...).output`.
 
-    For decoding loops, where the host's time per call counts: the weights are checked here, once. routing:
-    RouterWeights, or the class RouterLogits or TopK, of which each call then brings an object. The other arguments are
-    those of `moe`.
-    Raises InvalidInput for arguments of the wrong type, dtype or alignment or on several devices, Unsupported for
-    tensors that are no ordinary CPU or CUDA tensors; what does not fit x is found by the first call.
+    For decoding loops, where host time per call counts: the weights are checked once, here.
+
+    Args:
+        experts, spec, expert_map, shared: as for `moe`.
+        routing: RouterWeights, or the class RouterLogits or TopK if each call brings an object of it.
+
+    Returns:
+        the launcher.
+
+    Raises:
+        InvalidInput: arguments of the wrong type, dtype or alignment, or on several devices. The first call raises it
+            if x does not fit.
+        Unsupported: tensors other than ordinary CPU and CUDA tensors.
     """
     if isinstance(routing, RouterWeights):
         kind, known = RouterWeights, routing
@@ -57,21 +65,19 @@ def _name(value: object) -> str:
 
 
 class MoELauncher:
-    """`launcher(x)`: the output `[T, D]` of a whole MoE forward whose weights are bound. Made by `prepare_moe`.
+    """A whole MoE forward with bound weights, made by `prepare_moe`: `launcher(x)` is the output `[T, D]`.
 
-    Any number of tokens fits. A call launches the kernels of `moe` and gives its bits. Where a call of `moe` would be
-    more than its kernels (under `torch.compile`, functional transforms, modes, profilers and for gradients) it is one,
-    gradients included.
+    Any number of tokens fits. A call launches the kernels of `moe` and gives its bits. It calls `moe` itself under
+    `torch.compile`, functional transforms, modes and profilers, and for gradients.
 
-    The values of the bound tensors may change in place; their shapes, strides and memory are those they were bound
-    with, and the memory stays allocated as long as the launcher. Giving them others (`parameter.data = ...`,
-    `module.to(...)`, sharding) is seen: the next call raises InvalidInput. A call that is a call of `moe` (under
-    compilation, transforms, modes, profilers, or for gradients) takes the tensors as they are then.
+    The values of the bound tensors may change in place. The launcher keeps their memory allocated, and their shapes,
+    strides and memory must stay: after `parameter.data = ...`, `module.to(...)` or sharding the next call raises
+    InvalidInput. A call of `moe` itself takes the tensors as they are then.
     """
 
     def __init__(self, kind: type, operator: Operator[..., Any], arguments: tuple[Any, ...]) -> None:
         arrays, names, named = arguments[:-1], operator.names, operator.present(arguments[:-1])
-        # What is no tensor, and devices without kernels, are refused.
+        # Refuses other types than tensors, and devices without kernels.
         operator.specs(arrays)
         target_of_device(operator.device_of(arrays))
         for name, tensor in named:
@@ -90,16 +96,21 @@ class MoELauncher:
         given = [name for name in names if name.startswith("routing.") and kind is not RouterWeights]
         self._given = tuple(names.index(name) for name in ("x", *given, "token_mask"))
         self._ready: Recent[Ready] = Recent()
-        #: Calls, with their arguments before the bound tensors, which must lie where they lay.
+        #: Calls by the arguments of each call, followed by the bound tensors, whose addresses must not change.
         self._seen = SeenCalls()
 
     def __call__(
         self, x: torch.Tensor, routing: RouterLogits | TopK | None = None, *, token_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """output `[T, D]` in the dtype of x, or in spec.out_dtype. routing: what each call brings, or None where
-        RouterWeights are bound.
+        """Return the output `[T, D]` in the dtype of x, or in spec.out_dtype.
 
-        Raises what `moe` raises, and InvalidInput where the memory of a bound tensor was replaced.
+        Args:
+            x: as for `moe`.
+            routing: of this call. None: RouterWeights are bound.
+            token_mask: as for `moe`.
+
+        Raises:
+            InvalidInput: as `moe`, and if the memory of a bound tensor was replaced.
         """
         if self._kind is not RouterWeights:
             require_instance("routing", routing, self._kind)
@@ -128,13 +139,12 @@ class MoELauncher:
             self._seen.remember(self._options, arguments, ready, self._addresses)
             return output
         except InvalidInput:
-            # Where something of the call is misaligned, the operator copies it.
+            # The operator copies misaligned arguments of a call.
             if not any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in given):
                 raise
         return self._operator.first(self._arguments(self._kept, given))
 
     def _arguments(self, bound: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
-        """The operator's arguments."""
         arrays = list(bound)
         for place, array in zip(self._given, given, strict=True):
             arrays[place] = array
@@ -152,7 +162,7 @@ class MoELauncher:
         raise AssertionError("no bound tensor differs")
 
     def _remember(self, key: Any, given: Sequence[Any]) -> Ready:
-        """The plan for what a call brings, which reads of those given and then of the bound tensors."""
+        """Find or make the plan, which selects from the arguments of a call and then from the bound tensors."""
         known = self._ready.find(key)
         if known is not None:
             return known
@@ -170,5 +180,5 @@ def _routing_arrays(routing: Any) -> tuple[Any, Any]:
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-    """What, beside its memory, a tensor was bound with."""
+    """The metadata that a bound tensor must keep."""
     return tensor.shape, tensor.stride(), tensor.dtype

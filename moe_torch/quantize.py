@@ -1,7 +1,7 @@
-"""Quantising, dequantising and prepacking torch tensors, where they are, with the bits of the references in the core.
+"""Quantise, dequantise and prepack torch tensors on their device, with the bits of the core's references.
 
-Rows are quantised by an operator of the library, weights by operations of torch, a matrix at a time: fp32, one rounding
-each, half to even.
+An operator of the library quantises rows. Operations of torch quantise weights, one matrix at a time, in fp32 with one
+rounding each, half to even.
 """
 
 from __future__ import annotations
@@ -29,43 +29,50 @@ _MANTISSA_BITS, _MANTISSA_MASK = 23, 2**23 - 1
 _E8M0_ONE, _E8M0_NAN = 127, 255
 #: Scales are chosen for at least this amax, so that zeros divide.
 _SMALLEST_AMAX = 1e-10
-#: Magnitudes of e2m1 codes 0..7; bit 3 of a code is the sign.
+#: Magnitudes of e2m1 codes 0..7. Bit 3 of a code is the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def quantize_rows(
     x: torch.Tensor, format: Format, *, scales: torch.Tensor | None = None, used_by: torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """Quantise rows to a format of activations: one operator, in compiled and exported programs and CUDA graphs too.
+    """Quantise rows to a format of activations: one operator, also in compiled and exported programs and CUDA graphs.
 
     Args:
         x: bf16, fp16 or fp32 `[R, D]`. Rows may be strided.
-        format: of activations: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or
-            for all of x (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
-        scales: fp32 `[1]`, a static scale, of formats with one per tensor. None = found from x.
-        used_by: int32 `[R * n]`: rows all of whose n entries are negative are not read, and become zeros (a layout's
-            row_of_slot for tokens, slot_of_row for its rows).
+        format: of activations: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or for
+            all of x (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
+        scales: fp32 `[1]`, a static scale, for formats with one scale per tensor. None: computed from x.
+        used_by: int32 `[R * n]`, for example a layout's row_of_slot for tokens, or its slot_of_row for rows. A row is
+            not read and becomes zeros if all its n entries are negative.
 
     Returns:
         the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
 
     Raises:
-        InvalidInput: for arguments of the wrong type, dtype or shape, and for another format.
-        Unsupported: on a device without kernels.
+        InvalidInput: arguments of the wrong type, dtype or shape, and another format.
+        Unsupported: a device without kernels.
     """
     require_instance("format", format, Format)
     values, scales = QUANTIZE_ROWS.call(x=x, static_scale=scales, used_by=used_by, format=format)
-    # Shapes are the operator's; a check would fix a symbolic number of rows.
+    # A check would fix a symbolic number of rows.
     return QuantizedTensor.unchecked(QuantizedSpec(format), values, scales)
 
 
 @torch.no_grad()
 def quantize(weight: torch.Tensor, format: Format, *, layout: str = "out_in") -> QuantizedTensor:
-    """A weight `[..., N, D]` (layout `out_in`) or `[..., D, N]` (`in_out`), bf16, fp16 or fp32, in a format.
+    """Quantise a weight with torch operations on its device, with the bits of
+    `moe_core.ops.quantize.reference.quantize`.
 
-    Computed with operations of torch on the tensor's device, bit by bit what `moe_core.ops.quantize.reference.quantize`
-    gives; no gradient flows through. Takes a few times the memory of one matrix in fp32. Raises InvalidInput for what
-    is no such tensor and for shapes the format's padding rule refuses.
+    This takes a few times the memory of one matrix in fp32. No gradient flows through.
+
+    Args:
+        weight: bf16, fp16 or fp32 `[..., N, D]` (layout `out_in`) or `[..., D, N]` (`in_out`).
+        format: of weights.
+        layout: of weight.
+
+    Raises:
+        InvalidInput: another weight, or a shape that the format's padding rule refuses.
     """
     require_instance("format", format, Format)
     _require_matmul_dtype("weight", array_spec("weight", weight).dtype)
@@ -89,10 +96,16 @@ def quantize(weight: torch.Tensor, format: Format, *, layout: str = "out_in") ->
 
 @torch.no_grad()
 def dequantize(tensor: QuantizedTensor, dtype: torch.dtype | str = torch.float32) -> torch.Tensor:
-    """The logical tensor, in the same layout: code x scale, or (code - zero point) x scale, in fp32, one cast to dtype.
+    """Return the numbers of a quantised tensor in its layout: code x scale, or (code - zero point) x scale, in fp32.
 
-    tensor: of torch tensors; it stays on their device. dtype: bf16, fp16 or fp32. A NaN scale gives NaN. No gradient
-    flows through. Raises InvalidInput.
+    A NaN scale gives NaN. No gradient flows through.
+
+    Args:
+        tensor: of torch tensors. The result is on their device.
+        dtype: bf16, fp16 or fp32, cast to once at the end.
+
+    Raises:
+        InvalidInput: other arguments.
     """
     require_instance("tensor", tensor, QuantizedTensor)
     _check_arrays("tensor", tensor)
@@ -139,11 +152,11 @@ def _matrices(tensor: QuantizedTensor, logical: torch.Tensor) -> Iterator[tuple[
 
 
 class _Grid:
-    """How a matrix of rows x columns falls into groups; what a partial group lacks is zero."""
+    """The groups of a matrix of rows x columns. Partial groups are filled up with zeros."""
 
     def __init__(self, shape: torch.Size, format: Format) -> None:
         extents = (format.group_rows, format.group_columns)
-        # A whole axis is one group even where it is empty.
+        # A whole axis is one group even if it is empty.
         self.group = [max(size, 1) if extent is None else extent for size, extent in zip(shape, extents, strict=True)]
         self.counts = [1 if extent is None else -(-size // extent) for size, extent in zip(shape, extents, strict=True)]
         self.shape = shape
@@ -168,7 +181,7 @@ def _spread(per_group: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, number: float) -> torch.Tensor:
-    """A divisor: by a number of Python torch multiplies with the reciprocal on a GPU, which rounds twice."""
+    """A divisor as a tensor: torch multiplies with the reciprocal of a Python number on a GPU, which rounds twice."""
     return tensor.new_full((), number)
 
 
@@ -189,12 +202,12 @@ def _quantize_matrix(matrix: torch.Tensor, format: Format) -> tuple[torch.Tensor
 
 
 def _up_to_power_of_two(values: torch.Tensor) -> torch.Tensor:
-    """fp32 bits of the smallest power of two at or above positive normal values, in the exponent field alone."""
+    """fp32 bits of the smallest power of two at or above positive normal values, in the exponent field only."""
     return (values.view(torch.int32) + _MANTISSA_MASK) & ~_MANTISSA_MASK
 
 
 def _choose_scales(amax: torch.Tensor, finite: torch.Tensor, format: Format) -> torch.Tensor:
-    """The scales of groups whose largest magnitude is fp32 amax; NaN where that is not finite."""
+    """Scales of groups with the largest magnitude amax in fp32, NaN if that is not finite."""
     element = format.own_element
     amax = torch.where(finite, amax, 1.0)
     if not format.has_e8m0_scales:
@@ -206,7 +219,7 @@ def _choose_scales(amax: torch.Tensor, finite: torch.Tensor, format: Format) -> 
         assert element.top_exponent is not None
         exponent = (amax.view(torch.int32) >> _MANTISSA_BITS) - element.top_exponent
     else:
-        # Where amax / largest is a denormal the bits give 2^-126, the smallest exponent a normal fp32 number has.
+        # If amax / largest is a denormal, the bits give 2^-126, the smallest exponent of a normal fp32 number.
         exponent = _up_to_power_of_two(amax / _like(amax, element.largest)) >> _MANTISSA_BITS
     exponent = torch.where(amax == 0, _E8M0_ONE, exponent.clamp(min=0))
     return torch.where(finite, exponent, _E8M0_NAN).to(torch.uint8)
@@ -216,7 +229,7 @@ def _group_zero_points(groups: torch.Tensor, finite: torch.Tensor, format: Forma
     """(scales fp32, zero points uint8) per group: low <= 0 <= high map onto the codes 0 and max_code."""
     max_code = format.own_element.max_code
     assert max_code is not None
-    # In float64 high - low cannot overflow; one rounding to fp32.
+    # In float64 high - low cannot overflow. It is rounded to fp32 once.
     high = torch.where(finite, groups.amax(dim=(1, 3)).clamp(min=0), 0.0).double()
     low = torch.where(finite, groups.amin(dim=(1, 3)).clamp(max=0), 0.0).double()
     # The bound is that of fp32.
@@ -227,13 +240,13 @@ def _group_zero_points(groups: torch.Tensor, finite: torch.Tensor, format: Forma
 
 
 def _encode(quotients: torch.Tensor, zero_points: torch.Tensor | None, format: Format) -> torch.Tensor:
-    """Codes of x / scale, which is finite or infinite. zero_points: codes that broadcast, None = the default."""
+    """Codes of x / scale, which is finite or infinite. zero_points: codes that broadcast, None: the default."""
     element = format.own_element
     if element.name == "e4m3":
         return quotients.clamp(-element.largest, element.largest).to(torch.float8_e4m3fn)
     if element.name == "e2m1":
         magnitude = quotients.abs().clamp(max=element.largest)
-        # Codes lie 1/2 apart up to 2 (code 4), 1 apart up to 4 (code 6), then 2; offsets follow the rounding.
+        # Codes are 1/2 apart up to 2 (code 4), 1 apart up to 4 (code 6), then 2. Offsets follow the rounding.
         upper = torch.where(magnitude < 4, magnitude.round() + 2, (magnitude * 0.5).round() + 4)
         codes = torch.where(magnitude < 2, (magnitude * 2).round(), upper).to(torch.uint8)
         return codes + quotients.signbit().to(torch.uint8) * 8
@@ -263,7 +276,7 @@ def _e8m0_to_float32(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, axis: int) -> torch.Tensor:
-    """uint8 codes below 16, two per byte along an axis: the even index in the low nibble; an odd end leaves 0."""
+    """Pack uint8 codes below 16, two per byte along an axis, the even index in the low nibble. An odd end leaves 0."""
     if codes.shape[axis] % 2:
         codes = pad(codes, (0, 0, 0, 1) if axis == 0 else (0, 1))
     low, high = (codes.unflatten(axis, (-1, 2)).select(axis + 1, parity) for parity in (0, 1))
@@ -277,23 +290,22 @@ def _unpacked(packed: torch.Tensor, axis: int) -> torch.Tensor:
 
 @torch.no_grad()
 def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
-    """Put quantised weights into the order in which the kernels of bf16 rows on Hopper read and decode them.
+    """Reorder quantised weights for the kernels that read bf16 rows on Hopper.
 
-    Do this once, when weights are loaded. It runs on the weights' device, a matrix at a time. No number changes, and
-    `restore_weights` is the inverse.
-    Prepacked weights come back as they are. They go wherever the published ones go, except into gradients
-    (docs/user/quantization.md).
+    Do this once, when weights are loaded. It runs on the weights' device, one matrix at a time. No number changes, and
+    `restore_weights` is the inverse. Prepacked weights are returned as they are. They work like the published ones,
+    except for gradients (docs/user/quantization.md).
 
     Args:
-        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of such (one layer or a stack). The format
-            is mxfp4, mxfp4_ceil, or integers of 4 or 8 bits with a scale for each row or for 32, 64, 128, ...
-            columns of it. `in_out` tensors are transposed, exactly.
-        spec: with ExpertWeights, the MoESpec that they are used with. Its activation says how gate and up lie.
-        gate_layout: with a tensor, `interleaved` or `halves` where its rows are gate and up, else None.
+        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of such (one layer or a stack). The format is
+            mxfp4, mxfp4_ceil, or integers of 4 or 8 bits with a scale for each row or for 32, 64, 128, ... columns of
+            it. `in_out` tensors are transposed exactly.
+        spec: with ExpertWeights, the MoESpec that they are used with. Its activation says how gate and up are stored.
+        gate_layout: with a tensor, `interleaved` or `halves` if its rows are gate and up, else None.
 
     Returns:
-        the weights, `out_in`, as `MoESpec.weight_layout` then must be. Biases, plain matrices and the logical shape
-        stay what they are.
+        the weights, `out_in`, which `MoESpec.weight_layout` must then be. Biases, plain matrices and the logical shape
+        do not change.
 
     Raises:
         InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks
@@ -304,9 +316,9 @@ def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layou
 
 @torch.no_grad()
 def restore_weights(weights: Weights) -> Weights:
-    """Put prepacked weights back into the published layout, `out_in`: the inverse of `prepack_weights`, bit by bit.
+    """Restore the published layout, `out_in`, of prepacked weights: the exact inverse of `prepack_weights`.
 
-    Weights that are not prepacked come back as they are. Raises InvalidInput.
+    Other weights are returned as they are. Raises InvalidInput.
     """
     return core.restore_weights(weights, untile)
 
@@ -322,7 +334,7 @@ def untile(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _by_matrix(tensor: QuantizedTensor, change: Callable[[QuantizedTensor], QuantizedTensor]) -> QuantizedTensor:
-    """`change` of every matrix of a stack: one at a time, as intermediate results take a few times its memory."""
+    """Apply `change` to every matrix of a stack, one at a time: intermediate results take a few times its memory."""
     _check_arrays("weights", tensor)
     lead = tuple(tensor.shape[:-2])
     if not lead or 0 in lead:

@@ -20,9 +20,9 @@ def route_rounded(
 ) -> RoundedRouting:
     """Route, then round the number of tokens of each expert to a multiple of `rounding.tile`.
 
-    It changes the model: an expert drops the tokens with the lowest weights, or adds tokens that did not choose it. Use
-    it for training, and `route` for validation and inference (docs/user/routing.md). A chosen expert's weight is that
-    of `route`, whatever is dropped. An added expert's weight is its score, not renormalised, times `spec.scale`.
+    This changes the model: an expert drops the tokens with the lowest weights, or adds tokens that did not choose it.
+    Use it for training, and `route` for validation and inference (docs/user/routing.md). A chosen expert keeps the
+    weight of `route`. An added expert's weight is its score, not renormalised, times `spec.scale`.
 
     Args:
         logits: fp32 `[T, E]`. T is 0 or at least `rounding.tile`.
@@ -32,9 +32,9 @@ def route_rounded(
         token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0, and is never added.
 
     Returns:
-        ids int32 `[T, W]` and weights fp32 `[T, W]`, where W is `rounding.width(K, E)`, and tokens_per_expert int32
-        `[E]`. The columns are a token's W best experts in order, with -1 and 0 where it does not visit one.
-        tokens_per_expert counts the tokens that chose each expert, before rounding.
+        ids int32 `[T, W]` and weights fp32 `[T, W]` with W = `rounding.width(K, E)`: a token's W best experts in order,
+        with -1 and 0 for experts that it does not visit. tokens_per_expert int32 `[E]`: the tokens that chose each
+        expert, before rounding.
 
     Raises:
         InvalidInput: K > E, fewer tokens than a tile, or candidates outside [K, E].

@@ -1,4 +1,4 @@
-"""Record which experts every token visits, and play it back, in any torch model whose experts run on Moebius.
+"""Record the experts that every token visits, and replay them, in any torch model with experts on Moebius.
 
     with capture() as recording:
         model(x)
@@ -7,21 +7,19 @@
     with replay(RoutingTrace.load("routing.safetensors")):   # perhaps captured by moe_jax.trace
         model(x)
 
-Both see every whole MoE forward (`moe_torch.MoE`, `moe_torch.ops.moe`, the experts of transformers) that the
-surrounding block runs in its thread, in order, compiled models included. They work below `torch.compile`, as a torch
-dispatch mode: no layer knows of them, and layers cost nothing extra outside. What a CUDA graph replays does not pass
-the dispatcher and so is not seen; capturing one, or exporting a program, inside them raises Unsupported. Experts that
-run stage by stage, as those with a norm of each expert's result do, are not seen either.
+Both see every whole MoE forward (`moe_torch.MoE`, `moe_torch.ops.moe`, the experts of transformers) in the block and
+its thread, in order, compiled models included. They are a torch dispatch mode, so layers cost nothing extra outside of
+the block. They do not see replayed CUDA graphs, nor experts that run stage by stage, such as those with a norm of each
+expert's result. Capturing a graph or exporting a program inside of the block raises Unsupported.
 
-A replayed layer that has a router still computes its logits, for the losses made of them; its ids and weights are the
-trace's, and its token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux. Where a call
-of `moe` brings ids and weights, the output and the counts follow the trace, and the result's ids and weights stay the
-call's own (moe_jax returns the trace's).
+A replayed layer with a router still computes its logits for the losses. Its ids and weights are the trace's, and its
+token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux. If the caller of `moe` brings
+ids and weights, the output and the counts follow the trace, and the returned ids and weights are the caller's (moe_jax
+returns the trace's).
 
-In training the router still learns: the gradient of the trace's weights goes on to what gave the layer's own. A router
-gets it for the trace's ids, at the live logits, as if the weights had been made of these; weights that the caller gave
-get it slot by slot, slot k of a token for slot k of the trace. The backward may run outside of the block. Do not
-checkpoint replayed layers: `torch.utils.checkpoint` runs them again, where a trace does not know them.
+In training the router still learns. The gradient of the trace's weights flows into the router for the trace's ids, at
+the live logits. Weights of the caller get it slot by slot. The backward may run outside of the block. Do not checkpoint
+replayed layers: `torch.utils.checkpoint` runs them again without the trace.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from moe_torch.operators.table import MOE_QUANTIZED, QUANTIZED_TRAINING, TRAININ
 
 __all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
 
-#: Forward -> the class of its routing, its operator, and the one of its sort that takes ids and weights.
+#: Forward -> the class of its routing, its operator, and the operator of the same sort that takes ids and weights.
 _FORWARDS: dict[Any, tuple[type, Operator, Operator]] = {
     operator.overload: (kind, operator, forwards[TopK])
     for forwards in (operators.MOE, MOE_QUANTIZED, TRAINING, QUANTIZED_TRAINING)
@@ -55,7 +53,7 @@ _FORWARDS: dict[Any, tuple[type, Operator, Operator]] = {
 
 
 class Recording:
-    """What a `capture` block saw so far; layers: ids and weights on their device."""
+    """Layers that a `capture` block has seen. `layers` has ids and weights on their device."""
 
     def __init__(self) -> None:
         self._layers: list[LayerRouting] = []
@@ -65,7 +63,7 @@ class Recording:
         return tuple(self._layers)
 
     def trace(self) -> RoutingTrace:
-        """The layers in NumPy; waits for the device."""
+        """Return the layers in NumPy. Waits for the device."""
         layers = [(layer.ids.cpu().numpy(), layer.weights.cpu().numpy(), layer.num_experts) for layer in self._layers]
         return RoutingTrace(tuple(LayerRouting(*layer) for layer in layers))
 
@@ -80,7 +78,7 @@ def capture() -> Iterator[Recording]:
         given = call.arguments
         ids, weights = (given["routing.ids"], given["routing.weights"]) if call.kind is TopK else results[3:5]
         _, num_experts = call.sizes
-        # Copies: the model may reuse the memory, compiled code does.
+        # Copies, because the model may reuse the memory, as compiled code does.
         recording._layers.append(LayerRouting(as_int32(ids).clone(), as_float32(weights).clone(), num_experts))
         return results
 
@@ -95,10 +93,14 @@ def capture() -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def replay(trace: RoutingTrace | LayerRouting | Sequence[LayerRouting]) -> Iterator[None]:
-    """Let the whole MoE forwards in the block use the ids and weights of a trace instead of their own, in order.
+    """Run the whole MoE forwards in the block with the ids and weights of a trace, in order.
 
-    trace: a RoutingTrace, or layers with torch tensors (`Recording.layers`). Raises InvalidInput where a layer's
-    tokens, top-k or experts differ from the trace's, and unless exactly the trace's layers run.
+    Args:
+        trace: a RoutingTrace, or layers with torch tensors (`Recording.layers`).
+
+    Raises:
+        InvalidInput: a layer's tokens, top-k or experts differ from the trace's, or other layers run than the trace
+            has.
     """
     playback = Playback(layers_of(trace))
 
@@ -113,7 +115,7 @@ def replay(trace: RoutingTrace | LayerRouting | Sequence[LayerRouting]) -> Itera
 
 
 class _Call:
-    """One call of a whole MoE forward. kind: of its routing; arguments: by name, with its options."""
+    """One call of a whole MoE forward. kind: of its routing. arguments: by name, with its options."""
 
     def __init__(self, overload: Any, arguments: tuple[Any, ...]) -> None:
         self._overload = overload
@@ -132,14 +134,14 @@ class _Call:
         return self._overload(*self.arguments.values())
 
     def run_with(self, ids: torch.Tensor, weights: torch.Tensor) -> Any:
-        """What the call returns with these ids and weights as its routing."""
+        """Run the call with these ids and weights as its routing."""
         tensors = {**self.arguments, "routing.ids": ids, "routing.weights": weights}
         spec = dataclasses.replace(self._spec, router=None)
         results = self._forward.overload(*self._forward.by_name(tensors, spec, *self._formats))
         if self.kind is TopK:
             return results
-        # In training ids, weights and what is kept follow. Else results must be the caller's own: ids and weights may
-        # be layers that outlive the call.
+        # In training, ids, weights and saved tensors follow. Otherwise results must be the caller's own, because ids
+        # and weights may be layers that outlive the call.
         routed, kept = tuple(results[:5]), tuple(results[5:])
         if len(results) == 3:
             routed = (*results, ids.clone(), weights.clone())
@@ -153,7 +155,7 @@ class _Call:
 
 
 class _Observer(private.TorchDispatchMode):
-    """Hands every whole MoE forward to `visit`, which returns its results; everything else passes."""
+    """Passes every whole MoE forward to `visit`, which returns its results."""
 
     supports_higher_order_operators = True
 
@@ -163,7 +165,7 @@ class _Observer(private.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch compile inside the block; compiled code calls our operators through the dispatcher too."""
+        """Let torch compile inside of the block: compiled code calls our operators through the dispatcher, too."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

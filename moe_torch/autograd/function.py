@@ -1,8 +1,8 @@
-"""How operators are differentiated: one autograd function, which follows a rule for each operator.
+"""The differentiation of operators: one autograd function, which follows a rule for each operator.
 
-Way of a training step: an operator meets a tensor that asks for a gradient -> its autograd layer, here -> the operator
-that the rule runs forward -> later the rule's gradients, usually one more operator. Compiled programs contain those two
-operators. Second derivatives and `torch.func.vmap` are refused.
+A training step: an operator's autograd layer gets a tensor that requires a gradient and calls this function -> it runs
+the operator that the rule names -> later it computes the rule's gradients, usually with one more operator. Compiled
+programs contain these two operators. Second derivatives and `torch.func.vmap` are refused.
 """
 
 from __future__ import annotations
@@ -19,43 +19,45 @@ from moe_torch.bridge.operator import DIFFERENTIABLE, Operator, call
 
 
 class Rule:
-    """How one operator is differentiated. Names are those of its tensors.
+    """The differentiation of one operator. Names are those of its tensors.
 
-    differentiable: the tensors that may ask for a gradient; all others are constants. forward: the operator that runs,
-    whose results begin with those of `operator`. flowing: the places of the results through which gradients flow back,
-    None = all.
+    Args:
+        operator: the operator.
+        differentiable: tensors that may require a gradient. All others are constants.
+        forward: the operator that runs. Its results begin with the results of `operator`.
     """
 
     flowing: Sequence[int] | None = (0,)
-    #: Whether messages name the operator among those with a gradient.
+    #: Whether messages list the operator among those with a gradient.
     named = True
 
     def __init__(self, operator: Operator, differentiable: Collection[str], forward: Operator | None = None) -> None:
         self.operator, self.differentiable, self.forward = operator, frozenset(differentiable), forward or operator
-        #: What messages call the operator.
+        #: The operator's name in messages.
         self.op = operator.name.partition(".")[0].partition("_backward")[0].removesuffix("_quantized")
 
     def run(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """The results of `forward`."""
+        """Return the results of `forward`."""
         results = call(self.forward, arguments)
         return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
     def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
-        """Raise Unsupported where this call has no gradient of what asks for one."""
+        """Raise Unsupported if this call has no gradient for a tensor that requires one."""
 
     def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        """The tensors that `gradients` reads, by name."""
+        """Return the tensors that `gradients` reads, by name."""
         return given
 
     def gradients(
         self, ctx: Any, saved: dict[str, Any], upstream: list[torch.Tensor | None], asked: list[str]
     ) -> dict[str, torch.Tensor]:
-        """The gradients asked for, or more, by name. upstream: of the flowing results, contiguous, not all None."""
+        """Return at least the gradients of `asked`, by name. upstream: of the flowing results, contiguous, not all
+        None."""
         raise NotImplementedError
 
 
 class _Backward(Rule):
-    """That of an operator which computes gradients: they may be differentiated again, as with create_graph=True."""
+    """The rule of an operator that computes gradients. create_graph=True would differentiate them again."""
 
     flowing = None
 
@@ -95,7 +97,7 @@ class _Function(torch.autograd.Function):
         rule, names, found = ctx.rule, ctx.rule.operator.names, {}
         pairs = zip(names, ctx.needs_input_grad[1:], strict=False)
         asked = [name for name, needed in pairs if needed and name in rule.differentiable]
-        # Gradients come in any strides, those of a sum in none.
+        # Gradients come with any strides, those of a sum with strides of 0.
         places = range(len(gradients)) if rule.flowing is None else rule.flowing
         upstream = [None if (one := gradients[place]) is None else one.contiguous() for place in places]
         if asked and any(one is not None for one in upstream):
@@ -112,7 +114,7 @@ class _Function(torch.autograd.Function):
 
 
 def _differentiated(rule: Rule, *arguments: Any) -> Any:
-    """What the rule's operator returns, with its gradients."""
+    """Return the results of the rule's operator, with gradients."""
     named = dict(zip(rule.operator.names, arguments, strict=False))
     asked = [name for name, tensor in named.items() if tensor is not None and tensor.requires_grad]
     rule.refuse(named, arguments[-1], asked)
@@ -120,7 +122,7 @@ def _differentiated(rule: Rule, *arguments: Any) -> Any:
 
 
 def define_gradient(rule: Rule, *backwards: Operator) -> None:
-    """Give an operator its gradient. backwards: the operators that compute it, which have none themselves."""
+    """Give an operator its gradient. backwards: the operators that compute it, which have no gradient."""
     if rule.named and rule.op not in DIFFERENTIABLE:
         DIFFERENTIABLE.append(rule.op)
     for each in (rule, *[_Backward(backward) for backward in backwards]):

@@ -1,4 +1,4 @@
-"""Sums of gradients in fp32 beside the weights, as Megatron's `weight.main_grad`."""
+"""fp32 sums of gradients next to the weights, as in Megatron's `weight.main_grad`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def main_grads(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The attribute `main_grad` of each weight: fp32, of its shape, contiguous, on its device.
+    """Return the attribute `main_grad` of each weight: fp32, of its shape, contiguous, on its device.
 
-    Raises InvalidInput that names the first one that is missing or otherwise.
+    Raises InvalidInput that names the first missing or wrong one.
     """
     found = {}
     for name, weight in weights.items():
@@ -43,10 +43,10 @@ def main_grads(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def destination(node: Any) -> str:
-    """Where the gradient that flows to a node of autograd's graph goes in the backward that runs now.
+    """Return the destination of the gradient that flows to a node of autograd's graph in the current backward.
 
-    `weight`: into the tensor, as in `backward()`; `caller`: `autograd.grad` returns it; `nowhere`: this backward is for
-    others, as in `autograd.grad(y, x)` or `backward(inputs=[x])`.
+    `weight`: the tensor, as in `backward()`. `caller`: `autograd.grad` returns it. `nowhere`: the backward is for other
+    tensors, as in `autograd.grad(y, x)` or `backward(inputs=[x])`.
     """
     try:
         return "weight" if private.executes(node) else "nowhere"

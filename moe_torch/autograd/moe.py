@@ -1,8 +1,8 @@
 """The gradient of the composed operator `moe`, and so of everything made of it.
 
-x, the weights and biases of experts, shared expert and router have gradients, and given logits or weights. Into them
-flow those of the output and of the weights and logits returned. Gradients go through the matrices of quantised experts,
-which are frozen. What is refused, and why: `moe_core.ops.moe.checks.why_no_moe_gradient`.
+Gradients flow from the output and the returned weights and logits into x, the weights and biases of experts, shared
+expert and router, and the caller's logits or weights. They flow through the matrices of quantised experts, which are
+frozen. `moe_core.ops.moe.checks.why_no_moe_gradient` says what is refused and why.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from moe_torch.operators.kinds import MATRICES
 
 
 def _read_last() -> bool:
-    """Whether this backward is the last that reads what its forward saved: eager code that does not keep its graph."""
+    """Return True in eager code that does not keep its graph: then no later backward reads what the forward saved."""
     traced = torch.compiler.is_compiling() or private.transforming() is not False
     return not traced and not torch.is_grad_enabled() and not private.keeps_graph()
 
 
 class _MoE(Rule):
-    """kind: of the routing. backward, backward_into: the operators for the gradients; the second writes to tensors."""
+    """kind: of the routing. backward, backward_into: the operators for the gradients. backward_into writes to tensors."""
 
     def __init__(
         self, kind: type, moe: Operator, training: Operator, backward: Operator, backward_into: Operator
     ) -> None:
-        # Arrays of quantised matrices are among the differentiable, to be refused.
+        # Arrays of quantised matrices count as differentiable, so that `refuse` sees them.
         super().__init__(moe, set(moe.names) - set(CONSTANTS), training)
         self._backward, self._backward_into = backward, backward_into
-        #: The results of `training` before those saved. Given ids and weights are those that the forward used: a replay
-        #: may have put others in the place of the caller's.
+        #: The results of `training` before those saved. Ids and weights are those that the forward used: a replay may
+        #: have replaced the caller's.
         names = result_names(kind)
         self._results = (*names, "routing.ids", "routing.weights") if kind is TopK else names
         self.flowing = [place for place, name in enumerate(names) if name in FLOWING]
@@ -60,13 +60,13 @@ class _MoE(Rule):
                 )
         if spec.main_grad:
             require_eager(list(given.values()))
-            # Found here too, where the caller is to be seen.
+            # Also checked here, where the error shows the caller.
             main_grads({name: given[name] for name in MATRICES if name in asked})
 
     def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         spec, *_ = decode(ctx.options)
         present = [name for name, tensor in given.items() if tensor is not None]
-        # Saved tensors come back without their attributes; those of other tensors shall not be kept alive.
+        # Saved tensors come back without their attributes. Other tensors must not be kept alive.
         ctx.holders, ctx.edges = {}, {}
         if spec.main_grad:
             ctx.edges = {name: place for place, name in enumerate(present)}
@@ -77,7 +77,7 @@ class _MoE(Rule):
         return given | dict(list(zip(names, results, strict=True))[1:])
 
     def backwards(self, known: dict[str, Any]) -> tuple[Operator, Operator]:
-        """The operators for the gradients; the second adds to tensors."""
+        """The operators for the gradients. The second one adds to tensors."""
         return self._backward, self._backward_into
 
     def gradients(
@@ -105,13 +105,15 @@ class _MoE(Rule):
 
 
 def _stand_in(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Of the shape of `like`, and without memory."""
+    """A tensor of the shape of `like` without memory."""
     return x.new_zeros(1).expand(like.shape)
 
 
 class _Pushed(_MoE):
-    """Of rows that are stored elsewhere: what gets the output's gradient has its shape and no memory of its own; so has
-    the gradient of x, where there are addresses for its rows. pushing: the backwards that store these."""
+    """The gradient of `experts_push`. Its output has a shape and no memory, so that there is a gradient of it.
+
+    pushing: the backwards that store the rows of the gradient of x at addresses. That gradient then has no memory.
+    """
 
     named = False
 
@@ -137,7 +139,7 @@ class _Pushed(_MoE):
 
 
 def define_moe_gradients() -> None:
-    """Give `moe`, and the same with rows that are stored at peers, its gradients."""
+    """Give `moe` and `experts_push` their gradients."""
     plain = (table.MOE, table.TRAINING, table.BACKWARD, table.BACKWARD_INTO)
     quantized = (table.MOE_QUANTIZED, table.QUANTIZED_TRAINING)
     quantized += (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO)

@@ -1,9 +1,9 @@
 """The gradients of the stage ops: `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
 `activation`, `reduce`.
 
-Each saves its own arguments (`route` its ids too) and later runs one operator for the gradients asked for and no
-others; `reduce` copies rows in torch's own operations. What has no gradient, and why: `refuse` below and
-`moe_core.ops.matmul.backward.why_no_gradient`. A product with quantised weights has those of its other operands.
+Each op saves its own arguments (`route` its ids, too) and later runs one operator for the gradients that are asked for.
+`reduce` copies rows with torch's own operations. `refuse` and `moe_core.ops.matmul.backward.why_no_gradient` say which
+gradients do not exist and why. A product with quantised weights has gradients of its other operands.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from moe_torch.operators.rounding import ROUTE_ROUNDED, ROUTE_ROUNDED_BACKWARD
 
 
 class _Rows(Rule):
-    """Of `router` and `rms_norm`: their backwards take what the forwards take."""
+    """`router` and `rms_norm`: their backwards take the forwards' arguments."""
 
     def __init__(self, operator: Operator, differentiable: tuple[str, ...], backward: Operator, upstream: str) -> None:
         super().__init__(operator, differentiable)
         self._backward, self._upstream = backward, upstream
 
     def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        # Where the gradient of x goes is not read.
+        # The gradient of x needs no value of wide.
         return {name: tensor for name, tensor in given.items() if name != "wide"}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
@@ -66,7 +66,7 @@ class _RouteRounded(Rule):
 
 class _Product(Rule):
     def __init__(self, operator: Operator, backward: Operator) -> None:
-        # Whatever may ask; `refuse` says where a gradient cannot be had.
+        # All tensors that may require a gradient; `refuse` says which cannot have one.
         super().__init__(operator, set(operator.names) - {"layer_index", *stages.LAYOUT})
         self._backward = backward
 
@@ -118,7 +118,7 @@ class _Reduce(Rule):
             )
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
-        """A slot's row is that of its token; slots and rows without each other get zeros."""
+        """A slot's row gets the gradient of its token. Slots without a row, and rows without a slot, get zeros."""
         (gradient,), found = upstream, {}
         if "shared" in asked:
             found["shared"] = gradient.to(saved["shared"].dtype)
@@ -129,7 +129,7 @@ class _Reduce(Rule):
             if order == "slot":
                 found["y"] = torch.where(row_of_slot[:, None] >= 0, rows, 0)
             else:
-                # Slots without a row write to one row more, which is cut off.
+                # Slots without a row write to one extra row, which is cut off.
                 places = torch.where(row_of_slot >= 0, row_of_slot, y.shape[0]).long()
                 found["y"] = rows.new_zeros(y.shape[0] + 1, y.shape[1]).index_copy(0, places, rows)[:-1]
         return found

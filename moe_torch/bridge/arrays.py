@@ -1,4 +1,4 @@
-"""Tensors as the core describes them."""
+"""ArraySpecs and targets of tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAKE_MEMORY = "call to_empty(device=...) on the module that holds it, then load 
 
 
 def array_spec(name: str, tensor: Any) -> ArraySpec:
-    """The spec of a tensor; symbolic sizes count as their hints. Raises InvalidInput for what is no dense tensor."""
+    """Return the spec of a tensor, with hints for symbolic sizes. Raises InvalidInput unless it is a dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         fix = "dequantize" if isinstance(tensor, QuantizedTensor) else "from_dlpack"
         raise InvalidInput(
@@ -37,7 +37,7 @@ def array_spec(name: str, tensor: Any) -> ArraySpec:
 
 
 def require_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidInput for a tensor whose storage was emptied, which torch's own operations would crash on."""
+    """Raise InvalidInput for a tensor with an emptied storage, which would crash torch's own operations."""
     if plain_tensor(tensor) and tensor.numel() and not tensor.data_ptr():
         raise InvalidInput(
             f"{name} must have memory for {array_spec(name, tensor)}, got a null address, as of a storage emptied by "
@@ -50,7 +50,7 @@ class NoHintError(Exception):
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    """The example value behind a symbolic size, without guarding on it."""
+    """Return the example value of a symbolic size, without a guard on it."""
     if not isinstance(size, torch.SymInt):
         return size
     if not size.node.has_hint():
@@ -59,7 +59,7 @@ def _hint(size: int | torch.SymInt) -> int:
 
 
 def target_of_device(device: torch.device) -> Target:
-    """The target for tensors on a CPU or CUDA device; others raise Unsupported, and meta tensors InvalidInput."""
+    """Return the target of a CPU or CUDA device. Raises InvalidInput for meta tensors, Unsupported for others."""
     if device.type == "meta":
         raise InvalidInput(f"arrays must have memory, got tensors on meta; {MAKE_MEMORY}")
     return target_of((device.type, device.index or 0))

@@ -13,17 +13,18 @@ _DLPACK_CUDA = 2
 
 
 def from_dlpack(exporter: Any) -> torch.Tensor:
-    """A tensor on the memory of any DLPack exporter (a JAX array, a NumPy array, ...); never a copy.
+    """Return a tensor on the memory of any DLPack exporter (a JAX array, a NumPy array, ...), without a copy.
 
-    Neither side may write to the memory while the other uses it; JAX arrays, which are immutable, must not be written
-    to at all. Stream order: torch's current stream is passed to the exporter, which makes it wait for the exporter's
-    own work, so no synchronisation is needed. The way back is the other library's own function, as in
-    `jax.dlpack.from_dlpack(tensor)`, ordered alike: torch makes the consumer's stream wait.
+    Neither side may write to the memory while the other uses it. JAX arrays are immutable: never write to them. No
+    synchronisation is needed: the exporter makes torch's current stream wait for its own work. For the way back use the
+    other library's function, such as `jax.dlpack.from_dlpack(tensor)`; torch makes the consumer's stream wait.
 
-    Travel: float32, float16, bfloat16, float64, float8_e4m3fn, int64, int32, int8, uint32, uint8 and bool. Raises
-    InvalidInput for other dtypes (sub-byte data travels packed as uint8), for NumPy arrays of bfloat16 (NumPy cannot
-    export them), negative strides and tensors that require gradients; Unsupported for devices that are neither CPU nor
-    CUDA.
+    dtypes: float32, float16, bfloat16, float64, float8_e4m3fn, int64, int32, int8, uint32, uint8 and bool.
+
+    Raises:
+        InvalidInput: other dtypes (pass sub-byte data packed as uint8), NumPy arrays of bfloat16 (NumPy cannot export
+            them), negative strides, and tensors that require gradients.
+        Unsupported: devices other than CPU and CUDA.
     """
     imported = import_array(exporter, _consumer_stream(exporter))
     # torch ends the process on a negative stride instead of raising.
@@ -35,7 +36,7 @@ def from_dlpack(exporter: Any) -> torch.Tensor:
 
 
 def _consumer_stream(exporter: Any) -> int | None:
-    """The handle of torch's current stream on a CUDA exporter's device; None for what is not on one."""
+    """Return the handle of torch's current stream on a CUDA exporter's device, None on other devices."""
     try:
         kind, index = exporter.__dlpack_device__()
     except (AttributeError, BufferError, TypeError, ValueError, RuntimeError):

@@ -1,9 +1,9 @@
-"""When an eager call may go straight to its kernels, past torch's dispatcher.
+"""Plain calls: eager calls that may go straight to their kernels, past torch's dispatcher.
 
-The dispatcher takes a third of the host's time for an operator, and with ordinary tensors of ordinary code it does
-nothing but hand them on. A call is *plain* when that is certain: no mode, functional transform, tracer, forward-mode
-level or profiler is active on this thread, every tensor is an ordinary strided CPU or CUDA tensor and none asks for a
-gradient. All other calls pass the dispatcher, and so does every call under a torch that lacks the names to tell.
+The dispatcher takes a third of an operator's host time and does nothing for ordinary tensors in ordinary code. A call
+is *plain* if no mode, functional transform, tracer, forward-mode level or profiler is active on this thread, and if
+every tensor is an ordinary strided CPU or CUDA tensor that requires no gradient. All other calls pass the dispatcher,
+and so does every call if torch lacks the private names to tell.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _grad_enabled = torch.is_grad_enabled
 
 
 def key_of(arguments: Sequence[Any], target: Target | None) -> tuple[Any, ...]:
-    """What a plan depends on: equal keys mean equal plans.
+    """Return the key of a plan: equal keys mean equal plans.
 
-    arguments: of an operator, tensors (None where absent) and then the options. target: of tensors on a CPU.
+    Args:
+        arguments: tensors (None where absent) and the options.
+        target: of tensors on a CPU.
     """
     *tensors, options = arguments
     return (
@@ -38,7 +40,7 @@ def key_of(arguments: Sequence[Any], target: Target | None) -> tuple[Any, ...]:
 
 
 def plain_key(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
-    """`key_of` the arguments of a plain call; None for a call that is not plain."""
+    """Return `key_of` the arguments of a plain call, None for any other call."""
     if not plain_thread():
         return None
     grad = _grad_enabled()

@@ -1,9 +1,9 @@
-"""From a dispatcher operator to a prepared plan: one class, used by every operator.
+"""One class for every operator: from a dispatcher operator to a prepared plan.
 
-Way of a call: public function -> operator (schema of tensors and one option string) -> plan, cached by the tensors'
-metadata -> outputs and scratch from torch's allocator -> launch on the current stream. Metadata seen before is not
-checked again. Plain eager calls (`moe_torch.bridge.eager`) leave the dispatcher out, everything else passes it. An
-operator's autograd layer refuses tensors that ask for a gradient unless one was defined (`Operator.define_gradient`).
+A call: public function -> operator (tensors and one option string) -> plan, cached by the tensors' metadata -> outputs
+and scratch from torch's allocator -> launch on the current stream. Metadata of an earlier call is not checked again.
+Plain eager calls (`moe_torch.bridge.eager`) skip the dispatcher. An operator's autograd layer refuses tensors that
+require a gradient unless `Operator.define_gradient` defined one.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from moe_torch.bridge.ready import Begun, Ready, dense
 from moe_torch.bridge.seen import SeenCalls
 from moe_torch.bridge.signature import Declaration, Signature
 
-#: The namespace of every operator; kept for the life of the process, as its registrations are.
+#: The namespace of every operator, kept for the life of the process.
 LIBRARY = torch.library.Library("moebius", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-#: Last in the keys of plans whose first output alone is wanted.
+#: Last in the keys of plans for the first output only.
 _FIRST = "first"
 
 #: The ops with a gradient, for messages.
 DIFFERENTIABLE: list[str] = []
 
-#: From outputs to what a call returns, by the number of tensors; None = a list.
+#: Converts outputs to the result of a call, by the number of tensors; None: a list.
 _PACKS: dict[int | None, Callable[[Sequence[torch.Tensor]], Any]] = {None: list, 0: lambda _: None, 1: itemgetter(0)}
 
 _Parameters = ParamSpec("_Parameters")
@@ -64,7 +64,7 @@ class Operator(Generic[_Parameters, _Result]):
             symbolic.
     """
 
-    #: Whether a run is that of the plan and nothing else.
+    #: Whether a call does no more than run the plan.
     _runs_plan_alone = True
 
     def __init__(
@@ -84,7 +84,7 @@ class Operator(Generic[_Parameters, _Result]):
             self.call: Callable[_Parameters, _Result] = signature.typed(functools.partial(call, self))
         self._packet, _, overload = name.partition(".")
         self.overload = getattr(getattr(torch.ops.moebius, self._packet), overload or "default")
-        #: From outputs to what a call returns.
+        #: Converts outputs to the result of a call.
         self.pack: Callable[[Sequence[torch.Tensor]], Any] = _PACKS.get(self.returns, tuple)
         self._planner, self._shapes = planner, shapes
         roles = {name: held.role for name in self.names if (held := role_of(name)) is not None}
@@ -94,9 +94,9 @@ class Operator(Generic[_Parameters, _Result]):
         self._kept = frozenset(name for name, role in roles.items() if role in kept)
         self._differentiable: Collection[str] = ()
         self._gradient: Callable[..., Any] | None = None
-        #: Prepared plans by the metadata of tensors, and by what is wanted unless it is all outputs in new memory.
+        #: Prepared plans by the metadata of tensors and, unless all outputs get new memory, by what is wanted.
         self.plans: Recent[Ready] = Recent()
-        #: For all outputs, and for the first alone.
+        #: For all outputs, and for the first only.
         self._seen = SeenCalls(), SeenCalls()
         LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, cpu_target()), "CPU")
         LIBRARY.impl(self.name, lambda *arguments: self._run_below(arguments, None), "CUDA")
@@ -105,7 +105,7 @@ class Operator(Generic[_Parameters, _Result]):
         torch.library.register_fake(f"moebius::{self.name}", self._infer, lib=LIBRARY)
 
     def by_name(self, tensors: Mapping[str, Any], *options: Any) -> tuple[Any, ...]:
-        """The operator's arguments. tensors: by the names of `names`; others are left out, and absent ones are None."""
+        """Return the operator's arguments in order. tensors: by name, with others left out and missing ones None."""
         return (*[tensors.get(name) for name in self.names], encode(*options))
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
@@ -114,12 +114,13 @@ class Operator(Generic[_Parameters, _Result]):
         return self._dispatch(arguments) if outputs is None else self.pack(outputs)
 
     def first(self, arguments: tuple[Any, ...]) -> torch.Tensor:
-        """The first of several outputs. In a plain call the others lie in the scratch memory: none is allocated."""
+        """Return the first of several outputs. In a plain call the others are scratch memory and not allocated."""
         outputs = self._run_plain(arguments, first=True)
         return (self._dispatch(arguments) if outputs is None else outputs)[0]
 
     def _run_plain(self, arguments: tuple[Any, ...], first: bool) -> list[torch.Tensor] | None:
-        """The outputs of a plain call, or of these the first; None for another call, of which nothing has run."""
+        """Return the outputs of a plain call, or the first one in a list. None: the call is not plain and nothing has
+        run."""
         seen, tensors, options = self._seen[first], arguments[:-1], arguments[-1]
         outputs = seen.run(options, tensors)
         if outputs is not None:
@@ -135,29 +136,29 @@ class Operator(Generic[_Parameters, _Result]):
         return outputs
 
     def known(self, arguments: tuple[Any, ...]) -> Ready | None:
-        """The plan of a plain call of `first`, if one like it was before."""
+        """Return the plan of an earlier plain call of `first` with such arguments, if there was one."""
         key = eager.plain_key(arguments)
         return None if key is None else self.plans.get((key, _FIRST))
 
     def _dispatch(self, arguments: tuple[Any, ...]) -> Any:
-        # Functional transforms know gradients that are defined in Python only if they meet them above the dispatcher.
+        # Functional transforms see gradients defined in Python only above the dispatcher.
         if self._gradient is not None and private.transforming() is not False and self._asks_for_gradient(arguments):
             return self._gradient(*arguments)
         try:
             return self.overload(*arguments)
         except (AttributeError, RuntimeError):
-            # The dispatcher's own complaint about a foreign array names neither our argument nor the fix.
+            # The dispatcher's own error about a foreign array names neither our argument nor the fix.
             for name, tensor in zip(self.names, arguments, strict=False):
                 if tensor is not None:
                     array_spec(name, tensor)
             raise
 
     def specs(self, tensors: Sequence[Any]) -> list[ArraySpec | None]:
-        """Those of tensors, None where absent."""
+        """Return the specs of tensors, None where absent."""
         return [None if one is None else array_spec(name, one) for name, one in zip(self.names, tensors, strict=True)]
 
     def device_of(self, tensors: Sequence[Any]) -> torch.device:
-        """That of all tensors (None where absent). Raises InvalidInput that names the first one elsewhere."""
+        """Return the device of all tensors. Raises InvalidInput that names the first tensor on another device."""
         present = self.present(tensors)
         for name, tensor in present:
             if not isinstance(tensor, torch.Tensor):
@@ -170,13 +171,13 @@ class Operator(Generic[_Parameters, _Result]):
         return one.device
 
     def plan(self, arguments: Sequence[Any], target: Target) -> LaunchPlan:
-        """The plan for a call's arguments, each input's spec compared with what was planned."""
+        """Make the plan for a call's arguments, and compare each input's spec with the plan's."""
         *tensors, options = arguments
         specs = self.specs(tensors)
         given = dict(zip(self.names, specs, strict=True))
         require_one_precision((name, spec.dtype) for name, spec in given.items() if spec is not None)
         plan = any_precision(self._planner)(**self.signature.keywords(specs, decode(options)), target=target)
-        # The planner derives the arrays of a layout from its sizes and has not seen the ones given.
+        # The planner derives a layout's arrays from its sizes and has not seen the actual ones.
         for buffer in plan.inputs:
             spec = given[_argument(buffer.name)]
             if spec != buffer.spec:
@@ -193,7 +194,7 @@ class Operator(Generic[_Parameters, _Result]):
     def run_ready(
         self, ready: Ready, arguments: Sequence[Any], places: Sequence[torch.Tensor | None] = ()
     ) -> list[torch.Tensor]:
-        """`Ready.run` for arguments that may start anywhere: those at misaligned addresses are copied."""
+        """Call `Ready.run`, with copies of arguments at misaligned addresses."""
         try:
             return ready.run([arguments[index].data_ptr() for index in ready.selection], places)
         except InvalidInput:
@@ -203,12 +204,12 @@ class Operator(Generic[_Parameters, _Result]):
         return ready.run([copied[index].data_ptr() for index in ready.selection], places)
 
     def begin(self, arguments: tuple[Any, ...], behind: int) -> Begun:
-        """`Ready.begin` of an eager call without gradients."""
+        """Call `Ready.begin` for an eager call without gradients."""
         target = target_of_device(self.device_of(arguments[:-1]))
         key = eager.key_of(arguments, None if target.on_gpu else target)
         ready = self.plans.get(key) or self._remember(key, arguments)
         given = self._aligned(arguments) or arguments
-        # Memory of inputs may be let go of when this returns.
+        # The memory of inputs may be freed when this returns.
         return ready.begin([given[index].data_ptr() for index in ready.selection], behind, given)
 
     def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
@@ -219,10 +220,13 @@ class Operator(Generic[_Parameters, _Result]):
         return ready
 
     def ready(self, arguments: tuple[Any, ...], names: tuple[str, ...] = (), *, first: bool = False) -> Ready:
-        """The plan for a call's arguments, compiled and loaded.
+        """Make, compile and load the plan for a call's arguments.
 
-        names: the plan's buffers that are outputs, in this order, all others scratch; none = its own outputs. first: of
-        these the first alone.
+        Args:
+            arguments: tensors and options.
+            names: buffers of the plan that become the outputs, in this order. All others are scratch. Empty: the plan's
+                outputs.
+            first: keep the first of these outputs only.
         """
         device = self.device_of(arguments[:-1])
         plan = self.plan(arguments, target_of_device(device))
@@ -240,13 +244,13 @@ class Operator(Generic[_Parameters, _Result]):
         )
 
     def present(self, tensors: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of those that are there."""
+        """(name, tensor) of the present tensors."""
         return [(name, tensor) for name, tensor in zip(self.names, tensors, strict=True) if tensor is not None]
 
     def _aligned(self, arguments: Sequence[Any]) -> list[Any] | None:
-        """The arguments with copies of those at misaligned addresses, None where there are none.
+        """Return the arguments with copies of misaligned ones, None if there are none.
 
-        Raises InvalidInput for a weight and for what is written to: nobody would see what a copy in every call costs.
+        Raises InvalidInput for weights and written arguments, because a copy in every call would go unnoticed.
         """
         misaligned = [name for name, tensor in self.present(arguments[:-1]) if tensor.data_ptr() % ALIGNMENT]
         if not misaligned:
@@ -256,7 +260,7 @@ class Operator(Generic[_Parameters, _Result]):
         return [*(_copy(tensor) if name in misaligned else tensor for name, tensor in pairs), arguments[-1]]
 
     def require_alignment(self, arguments: Sequence[Any], names: Collection[str]) -> None:
-        """Raise InvalidInput that names the first argument of these names at a misaligned address."""
+        """Raise InvalidInput that names the first of these arguments at a misaligned address."""
         for name, tensor in self.present(arguments[:-1]):
             if name in names and tensor.data_ptr() % ALIGNMENT:
                 raise InvalidInput(
@@ -265,9 +269,9 @@ class Operator(Generic[_Parameters, _Result]):
                 )
 
     def _infer(self, *arguments: Any) -> Any:
-        """Fake and meta tensors: the outputs' shapes. What the planner refuses is refused here too.
+        """Return the outputs' shapes for fake and meta tensors. Raises what the planner raises.
 
-        Sizes nobody knows yet (unbacked) cannot be planned with; the operator checks them when it runs.
+        Unbacked sizes cannot be planned with. The operator checks them when it runs.
         """
         *tensors, options = arguments
         device = self.device_of(tensors)
@@ -279,15 +283,17 @@ class Operator(Generic[_Parameters, _Result]):
         return self.pack([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes])
 
     def define_gradient(self, names: Collection[str], gradient: Callable[..., Any]) -> None:
-        """Let `gradient(*arguments)` answer calls in which a tensor of these names asks for a gradient.
+        """Let `gradient(*arguments)` run calls with a tensor of these names that requires a gradient.
 
-        Other tensors that ask for one count as constants.
+        Other tensors that require one count as constants.
         """
         self._differentiable, self._gradient = names, gradient
 
     def _run_autograd(self, *arguments: Any) -> Any:
-        """The autograd layer: the gradient where a tensor asks for one, refused if none is defined; else the layer
-        below. The dispatch keys come first where torch has no guard that leads below."""
+        """The autograd layer: calls the gradient if a tensor requires one, else the layer below.
+
+        The dispatch keys are the first argument if torch has no guard that leads below.
+        """
         keys, arguments = (None, arguments) if private.BelowAutograd else (arguments[0], arguments[1:])
         if self._asks_for_gradient(arguments):
             if private.transforming():
@@ -303,7 +309,8 @@ class Operator(Generic[_Parameters, _Result]):
             return self.overload(*arguments)
 
     def _asks_for_gradient(self, arguments: Sequence[Any]) -> bool:
-        """Whether a tensor with a gradient asks for it; raises Unsupported for one without, unless it is a constant."""
+        """Return True if a tensor with a gradient requires it. Raises Unsupported for other tensors that are no
+        constants."""
         asked = False
         for name, tensor in self.present(arguments[:-1]):
             if not isinstance(tensor, torch.Tensor):
@@ -324,7 +331,7 @@ class Operator(Generic[_Parameters, _Result]):
         return asked
 
     def _refuse_backend(self, *arguments: Any) -> NoReturn:
-        """Every backend without a kernel of its own: sparse and quantised tensors, other devices; no tensor at all."""
+        """Refuse other devices, sparse and quantised tensors, and calls without a tensor."""
         for name, tensor in self.present(arguments[:-1]):
             array_spec(name, tensor)
             target_of_device(tensor.device)
@@ -336,20 +343,20 @@ class Operator(Generic[_Parameters, _Result]):
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, which plans depend on, gaps between rows included."""
+    """Copy with the same strides, including gaps between rows, because plans depend on them."""
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _argument(buffer: str) -> str:
-    """The name of the argument that a plan's input is; the values of a quantised tensor have the tensor's own."""
+    """Return the argument's name of a plan's input. The values of a quantised tensor have the tensor's name."""
     return buffer.removesuffix(".values")
 
 
 def call(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call an operator: from traced code straight, so that its graph shows it; from eager code through `Operator`.
+    """Call an operator: in traced code its overload, so that the graph shows it, in eager code `Operator.run`.
 
-    arguments: as `Operator.arguments` or `Operator.by_name` makes them.
+    arguments: made by `Operator.arguments` or `Operator.by_name`.
     """
     if torch.compiler.is_compiling():
         return operator.overload(*arguments)
@@ -357,7 +364,7 @@ def call(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def call_first(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> torch.Tensor:
-    """`call` of an operator with several outputs for its first alone."""
+    """`call` an operator with several outputs for its first output only."""
     if torch.compiler.is_compiling():
         return operator.overload(*arguments)[0]
     return operator.first(arguments)

@@ -1,7 +1,7 @@
 """Options of the operators as one canonical string, in eager code and under torch.compile.
 
-Dispatcher schemas take primitives, so the frozen specs travel as text. Under `torch.compile` the text must be a
-constant of the graph that changes exactly when the spec's values do: Dynamo reads field by field, which guards each.
+Dispatcher schemas take primitives, so specs are passed as text. Under `torch.compile` the text is a constant of the
+graph that changes exactly when the spec's values do: Dynamo reads and guards every field.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def _dumps(*values: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def decode(text: str) -> tuple[Any, ...]:
-    """The values `encode` was given."""
+    """Return the values of an encoded string."""
     return codec.loads(text)
 
 
-#: id of a spec -> that spec, which keeps the id its own, and its text. Hashing a spec takes a microsecond, this none.
+#: id of a spec -> the spec, which keeps the id in use, and its text. Hashing the spec would take a microsecond.
 _texts: dict[int, tuple[Any, str]] = {}
 _TEXTS_LIMIT = 256
 
 
 def encode(*values: Any) -> str:
-    """Specs, integers, strings and None as one string; equal values give equal strings."""
+    """Encode specs, integers, strings and None as one string. Equal values give equal strings."""
     if torch.compiler.is_compiling():
         return _constant_text(_flatten(values))
     if len(values) != 1:
@@ -50,7 +50,7 @@ def encode(*values: Any) -> str:
     if known is not None:
         return known[1]
     text = _dumps(*values)
-    # What `_dumps` takes is hashable, so it stays what it is for as long as it is kept.
+    # Values are hashable and so do not change.
     if len(_texts) >= _TEXTS_LIMIT:
         _texts.clear()
     _texts[id(values[0])] = (values[0], text)
@@ -58,9 +58,9 @@ def encode(*values: Any) -> str:
 
 
 def _flatten(value: Any) -> Any:
-    """Nested tuples of what Dynamo knows as constants: `RouterSpec(2)` -> `("RouterSpec", 2, "softmax", ...)`.
+    """Return nested tuples of constants for Dynamo: `RouterSpec(2)` -> `("RouterSpec", 2, "softmax", ...)`.
 
-    Dynamo would make a changed int or float symbolic; `operator.index` and `float.hex` make it a constant with a guard.
+    Dynamo would make a changed int or float symbolic. `operator.index` and `float.hex` make it a guarded constant.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -89,7 +89,7 @@ def _constant_text(flat: tuple[Any, ...]) -> str:
 
 
 def require_instance(name: str, value: object, wanted: type | tuple[type, ...]) -> None:
-    """Raise InvalidInput unless `value` is of one of the classes `wanted`; see `is_derived`."""
+    """Raise InvalidInput unless `value` is of one of the classes `wanted`. See `is_derived`."""
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
     if type(value) not in kinds and not is_derived(value, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
@@ -97,7 +97,7 @@ def require_instance(name: str, value: object, wanted: type | tuple[type, ...]) 
 
 
 def dtype_name(name: str, dtype: torch.dtype | str | None) -> str | None:
-    """The canonical name of an option that is a torch dtype, a dtype name or None."""
+    """Return the canonical name of a torch dtype, a dtype name or None."""
     if dtype is None or (isinstance(dtype, str) and dtype.removeprefix("torch.") in TORCH_DTYPES):
         return dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
@@ -119,10 +119,10 @@ def layout_spec(
     max_rows: int | None,
     rows: int | None = None,
 ) -> specs.LayoutSpec:
-    """A LayoutSpec whose num_tokens may be symbolic.
+    """Make a LayoutSpec, possibly with a symbolic num_tokens.
 
-    LayoutSpec checks its sizes, which would put guards on a symbolic number of tokens. While tracing it is therefore
-    made field by field; the operator checks the same sizes when it runs.
+    LayoutSpec checks its sizes, which would put guards on a symbolic number of tokens. In traced code it is made field
+    by field instead, and the operator checks the sizes when it runs.
     """
     sizes = (num_tokens, top_k, num_experts, alignment, max_rows, rows)
     if not torch.compiler.is_compiling() and not isinstance(num_tokens, torch.SymInt):

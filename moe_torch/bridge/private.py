@@ -1,8 +1,8 @@
 """The private names of torch that the package uses. No other file has any.
 
-Torch may rename or drop them in any release. Without one of them the package still imports and computes the same:
-calls then pass torch's dispatcher, or take torch's public function. Two things are lost with their names: `main_grad`
-(`_will_engine_execute_node`), and `capture` and `replay` (`TorchDispatchMode`). They raise Unsupported.
+Torch may rename or drop them in any release. The package then still imports and computes the same, through torch's
+dispatcher or public functions. Two features need their names and raise Unsupported without: `main_grad`
+(`_will_engine_execute_node`), and `capture` and `replay` (`TorchDispatchMode`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moe_core.errors import Unsupported
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: What `_named` was asked for: the tests take each of these away.
+#: Paths that `_named` looked up, which the tests take away.
 NAMES: list[str] = []
 
 
 def _named(path: str, absent: Any = None) -> Any:
-    """The object at a dotted path under torch; `absent` where a name of the path is missing."""
+    """Return the object at a dotted path under torch, or `absent` if a name of the path is missing."""
     NAMES.append(path)
     value: Any = torch
     for name in path.split("."):
@@ -33,7 +33,7 @@ def _named(path: str, absent: Any = None) -> Any:
     return absent if value is None else value
 
 
-# What says that nothing watches or transforms a call.
+# Names that tell whether anything watches or transforms a call.
 keys_of = _named("_C._dispatch_keys")
 _active_keys = _named("_C._dispatch_tls_local_include_set")
 _function_modes, _profiling = _named("_C._len_torch_function_stack"), _named("_C._autograd._profiler_enabled")
@@ -42,7 +42,7 @@ _KeySet, _Key = _named("_C.DispatchKeySet"), _named("_C.DispatchKey")
 
 
 def _key_sets(*choices: str) -> frozenset[int]:
-    """The number of each set of dispatch keys; `"CPU AutocastCPU"` names one. Empty if torch has no such keys."""
+    """Return the number of each set of dispatch keys, such as "CPU AutocastCPU". Empty if torch lacks such a key."""
     numbers = []
     try:
         for names in choices:
@@ -55,7 +55,7 @@ def _key_sets(*choices: str) -> frozenset[int]:
     return frozenset(numbers)
 
 
-#: Dispatch keys that are active outside and inside of `torch.inference_mode()`; modes and transforms add theirs.
+#: Dispatch keys that are active outside and inside of `torch.inference_mode()`. Modes and transforms add theirs.
 _PLAIN_THREADS = _key_sets("BackendSelect ADInplaceOrView", "BackendSelect")
 #: Keys of an ordinary tensor, and of one made in inference mode. Lazily negated, functional, batched, sparse, nested,
 #: quantised and meta tensors have others, and so have subclasses with a `__torch_dispatch__`.
@@ -114,21 +114,21 @@ _transforming = _named("_C._are_functorch_transforms_active")
 _is_wrapped = _named("_C._functorch.is_functorch_wrapped_tensor")
 BelowAutograd = _named("_C._AutoDispatchBelowAutograd")
 _keeps_graph = _named("_C._autograd._get_current_graph_task_keep_graph")
-#: Whether some autocast is on, for any device. Without it autocast is looked up device by device.
+#: Returns whether any autocast is on. True if torch does not tell: the caller then asks for its device.
 any_autocast: Callable[[], bool] = _named("_C._is_any_autocast_enabled", lambda: True)
 _executes = _named("_C._will_engine_execute_node")
 
 
-#: `transforming()`: whether a functional transform is active on this thread; None where torch does not say.
+#: Returns whether a functional transform is active on this thread, None if torch does not tell.
 transforming: Callable[[], bool | None] = _transforming or (lambda: None)
-#: `keeps_graph()`: whether the backward that runs may run again; True where torch does not say.
+#: Returns whether the current backward may run again, True if torch does not tell.
 keeps_graph: Callable[[], bool] = _keeps_graph or (lambda: True)
-#: `is_wrapped(tensor)`: whether it belongs to a functional transform.
+#: Returns whether a tensor belongs to a functional transform.
 is_wrapped: Callable[[torch.Tensor], bool] = _is_wrapped or (lambda tensor: bool(transforming()))
 
 
 def require_destinations() -> None:
-    """Raise Unsupported if torch does not say where the gradient of a backward goes."""
+    """Raise Unsupported if torch does not tell where the gradient of a backward goes."""
     if _executes is None:
         raise Unsupported(
             f"main_grad=True needs torch._C._will_engine_execute_node, which torch {torch.__version__} has not; leave "
@@ -137,12 +137,12 @@ def require_destinations() -> None:
 
 
 def executes(node: Any) -> bool:
-    """Return True if the backward that runs executes a node. Raises RuntimeError for a leaf that a caller captures."""
+    """Return True if the current backward executes a node. Raises RuntimeError for a leaf that the caller captures."""
     return _executes(node)
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply`, or where that asks for a name which is gone, the `apply` below it, without transforms."""
+    """Return `function.apply`, or if it needs a missing name the `apply` below it, which refuses transforms."""
     name = "_are_functorch_transforms_active"
     if _transforming is not None or hasattr(torch._C, name):
         return function.apply
@@ -151,7 +151,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def redispatch_below_autograd(overload: Any, keys: Any, arguments: tuple[Any, ...]) -> Any:
-    """Call an operator's next layer below autograd, for dispatch keys that its kernel was called with."""
+    """Call an operator's layer below autograd. keys: the dispatch keys of the current call."""
     highest = None
     while "Autograd" not in str(highest):
         highest = keys.highestPriorityTypeId()
@@ -164,21 +164,21 @@ _empty_cpu = _named("_C._dynamo.guards._empty_strided_cpu")
 _empty_cuda = _named("_C._dynamo.guards._empty_strided_cuda")
 _deterministic = _named("_C._get_deterministic_algorithms")
 _current_device = _named("_C._cuda_getDevice", torch.cuda.current_device)
-#: `current_stream(device index)`: the address of the current stream.
+#: `current_stream(device index)` is the address of the current stream.
 current_stream: Callable[[int], int] = _named(
     "_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
 TensorGuards = _named("_C._dynamo.guards.TensorGuards")
 
-#: Makes an output of a shape, strides and dtype; its memory is not initialised.
+#: Makes an output of a shape, strides and dtype. Its memory is not initialised.
 Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 def allocator(device: torch.device) -> Allocator:
-    """Return inductor's allocation function for a device: it takes a third of the time of `torch.empty`.
+    """Return inductor's allocation function for a device, which takes a third of the time of `torch.empty`.
 
-    It takes the current device, and leaves memory as it is where deterministic mode wants it filled. There, and for
-    another device, this is `torch.empty_strided`.
+    It allocates on the current device and never fills memory, as deterministic mode asks. In that mode, and for another
+    device, this is `torch.empty_strided`.
     """
     if not _deterministic():
         index = device.index
@@ -199,23 +199,23 @@ if None in (_empty_cpu, _empty_cuda, _deterministic):
 
 # Programs: compiled, exported, and seen by modes.
 def constant_result(function: _Function) -> _Function:
-    """`torch.compiler.assume_constant_result`: the results of `function` are constants of compiled programs.
+    """Make the results of `function` constants of compiled programs.
 
-    torch's own sets the same mark and imports Dynamo for it, which would take longer than `import moe_torch` does.
+    `torch.compiler.assume_constant_result` sets the same mark, but imports Dynamo, which is slower than `import
+    moe_torch`.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def graph_break(function: _Function) -> _Function:
-    """Mark a function as `torch.compiler.disable` does, which imports Dynamo: in compiled programs a call is a graph
-    break. It may still have to call `uncompiled` functions."""
+    """Make calls of a function graph breaks in compiled programs, as `torch.compiler.disable` does, without Dynamo."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 def uncompiled(function: _Function) -> _Function:
-    """`torch.compiler.disable(function)` once Dynamo is imported, before that the function itself."""
+    """Return `torch.compiler.disable(function)` if Dynamo is imported, else the function."""
     disable: Any = torch.compiler.disable
     return disable(function) if "torch._dynamo" in sys.modules else function
 
@@ -259,19 +259,19 @@ def symmetric_memory() -> Any:
 
 
 def group_timeout(group: Any, device: torch.device) -> datetime.timedelta | None:
-    """How long collectives of a process group wait; None where torch does not say."""
+    """Return the timeout of a process group's collectives, None if torch does not tell."""
     backend = getattr(group, "_get_backend", lambda _: None)(device)
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def root_mesh(mesh: Any) -> Any:
-    """The DeviceMesh that a mesh is an axis of. Raises AttributeError where torch does not say."""
+    """Return the DeviceMesh that a mesh is an axis of. Raises AttributeError if torch does not tell."""
     return mesh._get_root_mesh()
 
 
-#: Makes tensors of a subclass that hold other tensors.
+#: Makes tensors of a subclass that holds other tensors.
 wrapper_subclass = _named("Tensor._make_wrapper_subclass")
-#: What `Tensor.to` runs.
+#: The operator of `Tensor.to`.
 to_copy = _named("ops.aten._to_copy.default")
 
 
@@ -280,7 +280,7 @@ _pytree = _named("utils._pytree")
 
 
 def register_pytree(kind: type, flatten: Any, unflatten: Any, **options: Any) -> None:
-    """`register_pytree_node`. Where torch has none, exported programs take no arguments of that class."""
+    """Call `register_pytree_node`. Without it, exported programs take no arguments of that class."""
     if _pytree is not None:
         _pytree.register_pytree_node(kind, flatten, unflatten, **options)
 

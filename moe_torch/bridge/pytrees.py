@@ -1,4 +1,4 @@
-"""Makes the core's operand bundles torch pytrees, so that they pass through exported and transformed programs."""
+"""Operand bundles of the core as torch pytrees, for exported and transformed programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def register_pytrees() -> None:
     private.register_pytree(
         QuantizedTensor,
         lambda tensor: ([array for _, array in _keyed(tensor)], tensor.spec),
-        # Transformations put what is no array in the place of the arrays; ops check the tensors they take.
+        # Transformations replace the arrays by other objects. Ops check the tensors they take.
         lambda arrays, spec: QuantizedTensor.unchecked(spec, *arrays),
         serialized_type_name="moe_core.formats.QuantizedTensor",
         to_dumpable_context=codec.dumps,
@@ -36,5 +36,5 @@ def register_pytrees() -> None:
 
 
 def _keyed(tensor: QuantizedTensor) -> list[tuple[Any, Any]]:
-    """The leaves of a quantised tensor, in order; its spec is no leaf."""
+    """The leaves of a quantised tensor in order. Its spec is no leaf."""
     return [(private.attribute_key(name), getattr(tensor, name)) for name, _ in array_fields(QuantizedTensor)]

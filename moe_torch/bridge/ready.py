@@ -1,4 +1,4 @@
-"""A plan that is compiled and loaded, and the memory that torch's allocator gives its calls."""
+"""A compiled and loaded plan, and the memory of its calls from torch's allocator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def dense(shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A prepared plan: which arguments it reads, what to allocate, and where."""
+    """A prepared plan, the indices of the arguments that it reads, and the memory that it needs."""
 
     prepared: Prepared
     selection: tuple[int, ...]
@@ -35,16 +35,20 @@ class Ready:
     device: torch.device
 
     def run(self, pointers: list[int], places: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
-        """The outputs of a run on the current stream. pointers: of the inputs; the others are added. places: empty, or
-        for every output the tensor that it is written to, None = a new one.
+        """Run on the current stream and return the outputs.
 
-        What torch raises without memory (`torch.OutOfMemoryError` on a GPU) has a note of what the op asked for."""
+        An error of torch's allocator (`torch.OutOfMemoryError` on a GPU) gets a note on the op's memory.
+
+        Args:
+            pointers: addresses of the inputs. Those of outputs and scratch are appended.
+            places: tensors for the outputs, None: a new one. Empty: all new.
+        """
         outputs, _ = self._add_memory(pointers, places)
         self._launch(pointers)
         return outputs
 
     def begin(self, pointers: list[int], behind: int, kept: object = None) -> Begun:
-        """Run all steps but the last `behind` on the current stream. kept: lives as long as what is returned."""
+        """Run all steps except the last `behind` on the current stream. kept: is kept alive by the result."""
         outputs, scratch = self._add_memory(pointers, ())
         split = len(self.prepared.plan.steps) - behind
         self._launch(pointers, slice(split))
@@ -53,7 +57,7 @@ class Ready:
     def _add_memory(
         self, pointers: list[int], places: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """The outputs, and scratch memory; their addresses go behind the others."""
+        """Allocate outputs and scratch memory, and append their addresses."""
         empty, scratch = private.allocator(self.device), None
         try:
             if places:
@@ -63,7 +67,7 @@ class Ready:
                 outputs = list(starmap(empty, self.outputs))
             pointers += map(_address_of, outputs)
             if self.scratch:
-                # Freed when a run returns: torch reuses it in stream order, behind the launches that read it.
+                # Freed when a run returns: torch reuses it in stream order, after the launches that read it.
                 scratch = empty(*self.scratch)
                 pointers.append(scratch.data_ptr())
         except (RuntimeError, MemoryError) as error:
@@ -81,7 +85,7 @@ class Ready:
 
 
 class Begun(NamedTuple):
-    """A run of which the first steps are under way. What it holds has to live until the last ones have ended."""
+    """A run with its first steps under way. Keep it until the last steps have ended."""
 
     ready: Ready
     pointers: list[int]

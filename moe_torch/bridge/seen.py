@@ -1,10 +1,8 @@
-"""Plain calls that are like one seen before: recognised by one function of torch, without the key of a plan.
+"""Plain calls like an earlier one, recognised by one function of torch instead of the key of a plan.
 
-A key (`eager.plain_key`) reads metadata attribute by attribute, which takes the host as long as two launches. Torch's
-`TensorGuards` compares the metadata of all tensors in C++: class, dispatch keys, dtype, device, whether they ask for a
-gradient, shape and strides. A torch without it goes by keys alone.
-
-It leaves out the keys of dispatch modes that compiled programs ignore, so what is active on the thread is asked first.
+A key (`eager.plain_key`) reads metadata attribute by attribute, which takes as long as two launches. Torch's
+`TensorGuards` compares class, dispatch keys, dtype, device, requires_grad, shape and strides of all tensors in C++.
+Without it calls go by keys only. It ignores the keys of some dispatch modes, so `plain_thread` is checked first.
 """
 
 from __future__ import annotations
@@ -26,13 +24,16 @@ _address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _is_nested = attrgetter("is_nested")
 _are_plain, _are_absent = eager.PLAIN_CLASSES.issuperset, frozenset((None,)).issuperset
 _grad_enabled = torch.is_grad_enabled
-#: So many calls that are not like the one remembered make room for another.
+#: After this number of other calls, a remembered call is replaced.
 _MISSES = 8
 
 
 class _Seen:
-    """The arguments of a call, and its plan. A call is like it if tensors with the same metadata are at the same
-    places, the other places are empty, and the last addresses are the same ones if `fixed` has any."""
+    """The arguments of a call, and its plan.
+
+    A call is like it if tensors with the same metadata are at the same indices, the other arguments are None, and the
+    last addresses equal `fixed`.
+    """
 
     __slots__ = ("absent", "asks", "fixed", "is_like", "misses", "pointers", "ready", "tail", "target", "tensors")
 
@@ -45,12 +46,12 @@ class _Seen:
         self.asks = any([tensor.requires_grad for tensor in tensors])
         self.target = None if tensors[0].is_cuda else cpu_target()
         self.fixed, self.tail = list(fixed), slice(len(present) - len(fixed), None)
-        #: From the addresses of all tensors to those that the plan reads.
+        #: Selects the addresses that the plan reads.
         self.pointers = _items([present.index(place) for place in ready.selection])
         self.ready, self.misses = ready, 0
 
     def run(self, arguments: Sequence[Any]) -> list[torch.Tensor] | None:
-        """The outputs of such a call; None for another, of which nothing has run."""
+        """Return the outputs of such a call. None: it is another call and nothing has run."""
         tensors = arguments
         try:
             if self.absent is not None:
@@ -74,10 +75,8 @@ class _Seen:
 
 
 class SeenCalls:
-    """Plain calls of one function, by their options and the shape of the first argument.
-
-    Beside that, those of each options that were the last of them to run.
-    """
+    """Plain calls of one function, by options and shape of the first argument. The last one of each options is tried
+    first."""
 
     __slots__ = ("_calls",)
 
@@ -85,7 +84,7 @@ class SeenCalls:
         self._calls: Recent[_Seen] = Recent()
 
     def run(self, options: str, arguments: Sequence[Any]) -> list[torch.Tensor] | None:
-        """The outputs of a call like one seen; None for another, of which nothing has run."""
+        """Return the outputs of a call like an earlier one. None: there was none and nothing has run."""
         if not eager.plain_thread():
             return None
         last = self._calls.get(options)
@@ -103,8 +102,14 @@ class SeenCalls:
         return outputs
 
     def remember(self, options: str, arguments: Sequence[Any], ready: Ready, fixed: Sequence[int] = ()) -> None:
-        """Take a plain call as seen. The plan reads the places `ready.selection`. fixed: the addresses of the last
-        arguments, if a call with others is another one."""
+        """Remember a plain call.
+
+        Args:
+            options: its options.
+            arguments: its tensors.
+            ready: its plan, which reads the arguments `ready.selection`.
+            fixed: addresses that the last arguments of a like call have.
+        """
         key = options, arguments[0].shape
         seen = self._calls.get(key)
         if seen is not None:
@@ -116,7 +121,7 @@ class SeenCalls:
 
 
 def _items(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What takes the items at some places of a sequence."""
+    """Return a function that takes the items at some indices of a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda items: tuple([items[place] for place in places])

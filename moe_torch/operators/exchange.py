@@ -230,7 +230,7 @@ def _plan_sum_into(*, out: ArraySpec, **arrays: Any) -> LaunchPlan:
 
 
 class _IntoOperator(Operator[_Parameters, _Returned]):
-    """The plan's output is written to `out`, which exists."""
+    """An operator that writes the plan's output to `out`."""
 
     _runs_plan_alone = False
 

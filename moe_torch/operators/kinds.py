@@ -15,28 +15,28 @@ from moe_torch.bridge.options import decode
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-#: The arrays of a moe operator whose gradients a backward can add to tensors that are there already.
+#: Arrays of a moe operator that a backward can add gradients of to existing tensors.
 MATRICES = ("experts.gate_up", "experts.down", "experts.up", "shared.gate_up", "shared.down", "shared.up")
 
 
 def accumulated(wanted: tuple[str, ...], into: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Those of the gradients wanted that are added to a tensor of `into`."""
+    """The wanted gradients that are added to a tensor of `into`."""
     return tuple(name for name in wanted if into and into.get(name.removeprefix("d_")) is not None)
 
 
 def as_int32(ids: torch.Tensor) -> torch.Tensor:
-    """int64 ids as int32, those that it cannot hold as others that are out of range; the same tensor otherwise."""
+    """Return int64 ids as int32, with ids beyond int32 as others out of range. Other ids are returned as they are."""
     return ids.clamp(-2, INT32_LIMIT - 1).to(torch.int32) if ids.dtype == torch.int64 else ids
 
 
 def as_float32(weights: torch.Tensor) -> torch.Tensor:
-    """bf16 and fp16 weights as fp32; the same tensor otherwise."""
+    """Return bf16 and fp16 weights as fp32. Others are returned as they are."""
     return weights.float() if weights.dtype in (torch.bfloat16, torch.float16) else weights
 
 
 class TrainingOperator(Operator[_Parameters, _Result]):
-    """A forward that saves what its backward reads. Given ids and weights are copied, as int32 and fp32: no operator
-    returns an alias."""
+    """A forward that saves tensors for its backward. It copies the caller's ids and weights, as int32 and fp32, because
+    no operator returns an alias."""
 
     _runs_plan_alone = False
 
@@ -53,10 +53,10 @@ class TrainingOperator(Operator[_Parameters, _Result]):
 
 
 class BackwardOperator(Operator[_Parameters, _Result]):
-    """A backward. Results: the gradients that the options name, in that order.
+    """A backward, which returns the gradients that the options name, in that order.
 
-    With arguments `into`, gradients of matrices for which there is one are added to it and are no results, and the
-    saved pre-activation is overwritten.
+    With arguments `into`, it adds gradients of matrices to these tensors instead of returning them, and overwrites the
+    saved pre-activation.
     """
 
     _runs_plan_alone = False

@@ -1,4 +1,4 @@
-"""Layouts among the options of operators: their planners, and the shapes of their outputs."""
+"""Planners of operators with a layout among their options, and the shapes of their outputs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moe_core.specs import LayoutSpec
 from moe_core.specs import operands as bundles
 from moe_torch.bridge.operator import Outputs
 
-#: `layout_sizes` of a layout, the number of tokens None where programs leave it out.
+#: `layout_sizes` of a layout. Programs leave out the number of tokens: None.
 Sizes = tuple[int | None, ...]
 
 
 def layout_of(sizes: tuple[Any, ...], arrays: bundles.LayoutArrays) -> LayoutSpec:
-    """The layout of an operator's `layout_sizes`, whose number of tokens row_of_slot may have to tell."""
+    """The layout of `layout_sizes`. row_of_slot gives the number of tokens if the sizes do not."""
     num_tokens, top_k, *others = sizes
     if num_tokens is None:
         slots = require_spec("layout.row_of_slot", arrays.row_of_slot, ("num_tokens * top_k",), "int32")
@@ -82,7 +82,7 @@ def reduce_plan(
     out_dtype: str | None,
 ) -> LaunchPlan:
     if sizes[2] is None:
-        # Rows that the modular kernels placed, in no layout of experts: all that there are.
+        # Rows of the modular kernels, in no layout of experts: all that there are.
         rows = y.shape[0] if order == "row" else None
         sizes = (*sizes[:2], 1, 1, rows or None)
     layout = layout_of(sizes, bundles.LayoutArrays(row_of_slot=row_of_slot))

@@ -1,5 +1,6 @@
-"""Operators of a forward whose last product stores its rows at peers' addresses: `moe` with given ids and weights,
-and `results_at`. Their output has no rows.
+"""The operators of a forward that stores the rows of its last product at peers' addresses.
+
+They are `moe` with TopK routing and `results_at`. Their output has no rows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _without_rows(shapes: Any, given: Any) -> Outputs:
 
 
 def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
-    """The forward, and the one that saves for its backward, which is that of `moe`."""
+    """The forward, and the one that saves tensors for the backward of `moe`."""
     tensors = (*table.moe_tensors(TopK, matrices), "results_at", "gradients_at?", "memory!")
     declare = functools.partial(
         Signature, tensors, ("spec",), _BUNDLES, matrices=matrices, unplanned=("gradients_at", "memory")
@@ -44,7 +45,7 @@ def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
 
 
 def _in_two_parts(packet: str, *matrices: str) -> Operator:
-    """The forward with product 2 on another stream. results_at is optional."""
+    """The forward that can run product 2 on another stream, with optional results_at."""
     tensors = (*table.moe_tensors(TopK, matrices), "results_at?", "memory!")
     options = ("spec", "multiprocessors")
     signature = Signature(tensors, options, _BUNDLES, matrices=matrices, returns=_RESULTS, unplanned=("memory",))
@@ -56,13 +57,13 @@ def _in_two_parts(packet: str, *matrices: str) -> Operator:
 
 
 def _gradients(given: Any) -> Outputs:
-    """d_x has no rows."""
+    """The shapes of gradients, without rows of d_x."""
     given.x = given.x[:0]
     return wide_gradients(given)
 
 
 def _backward(packet: str, *matrices: str) -> Operator:
-    """The backward of `moe`, which stores rows of d_x at addresses."""
+    """The backward of `moe`, with its last product storing the rows of d_x at addresses."""
     into = packet.endswith("_into")
     tensors = table.backward_tensors(TopK, ("results_at", "memory!"), into=into)
     options = ("spec", "wanted")
@@ -75,7 +76,7 @@ EXPERTS_PUSH, EXPERTS_PUSH_TRAINING = _pushed("experts_push")
 EXPERTS_PUSH_QUANTIZED, EXPERTS_PUSH_QUANTIZED_TRAINING = _pushed("experts_push_quantized", *table.EXPERT_MATRICES)
 EXPERTS_IN_PARTS = _in_two_parts("experts_in_parts")
 EXPERTS_IN_PARTS_QUANTIZED = _in_two_parts("experts_in_parts_quantized", *table.EXPERT_MATRICES)
-#: Into their own memory, and with tensors that take the sum of what they hold and a gradient.
+#: A backward into new memory, and one that adds to the caller's tensors.
 BACKWARDS = _backward("experts_push_backward"), _backward("experts_push_backward_into")
 QUANTIZED_BACKWARDS = (
     _backward("experts_push_quantized_backward", *table.EXPERT_MATRICES),
@@ -93,25 +94,24 @@ def experts_push(
     gradients_at: torch.Tensor | None = None,
     memory: torch.Tensor | None = None,
 ) -> MoEOutput:
-    """Run `moe`, whose last product stores the row of every slot at its address while it computes the others.
+    """Run `moe` and store the result row of every slot at its destination while other rows are computed.
 
-    Results have the bits of `moe` with K = 1 and `combine_push`, without an array of rows here. Gradients are those of
-    `moe`: the gradient of the output is that of each token's sum.
+    The bits are those of `moe` with K = 1 followed by `combine_push`, without an array of rows here. Gradients are
+    those of `moe` for each token's sum. A row has a multiple of 16 bytes.
 
     Args:
-        x, experts, routing, spec: as for `moe_torch.moe`. A row has a multiple of 16 bytes.
-        results_at: int64 `[T * K]`, the address of each slot's row, a multiple of 16, 0: nowhere; for example of
-            `result_addresses`. Slots of no expert go nowhere.
-        gradients_at: int64 `[T * K]`, addresses of each slot's row of the gradient of x, which then has no memory
-            either.
-            None: an array, the sum of a token's rows.
-        memory: see `moe_torch.parallel.peer_ops`.
+        x, experts, routing, spec: as for `moe_torch.moe`.
+        results_at: int64 `[T * K]`, the destination address of each slot's row, for example of `result_addresses`. It
+            is a multiple of 16, or 0 for none. Slots without an expert are not stored.
+        gradients_at: int64 `[T * K]`, the addresses to which the backward stores each slot's row of the gradient of x,
+            which then has no memory here. None: the gradient is an array, the sum of a token's rows.
+        memory: the symmetric tensor of this rank, see `moe_torch.parallel.peer_ops`.
 
     Returns:
-        a MoEOutput. Its output has no rows, `[0, D]`, or `[T, D]` without memory if a gradient is asked for.
+        a MoEOutput without rows of output: its shape is `[0, D]`, or `[T, D]` without memory if a gradient is required.
 
     Raises:
-        InvalidInput: as `moe`, and a spec with out_dtype.
+        InvalidInput: as `moe`, and for a spec with out_dtype.
     """
     operator = EXPERTS_PUSH_QUANTIZED if reads_formats(experts, routing, spec) else EXPERTS_PUSH
     output, tokens_per_expert, invalid_ids = operator.call(
@@ -122,13 +122,13 @@ def experts_push(
 
 
 class BegunExperts(NamedTuple):
-    """Experts whose product 1 is under way. What it holds must live until `finish` has run on the device."""
+    """Experts with product 1 under way. Keep it until `finish` has run on the device."""
 
     routing: TopK
     begun: Begun
 
     def finish(self) -> MoEOutput:
-        """Run product 2 and what follows on the current stream, which waits for product 1. Returns the MoEOutput."""
+        """Run product 2 and the rest on the current stream, which waits for product 1."""
         output, tokens_per_expert, invalid_ids = self.begun.finish()
         routing = self.routing
         return MoEOutput(output, routing.ids, routing.weights, None, tokens_per_expert, invalid_ids)
@@ -143,10 +143,15 @@ def experts_begin(
     *,
     multiprocessors: tuple[int | None, int | None],
 ) -> BegunExperts:
-    """Run the layout and product 1 of `experts_push`, without gradients. results_at: None: rows are summed, as by
-    `moe`.
+    """Run the layout and product 1 of `experts_push`, without gradients.
 
-    multiprocessors: the most for product 1 and product 2. None: all. No bit depends on it. Raises as `experts_push`.
+    Args:
+        x, experts, routing, spec: as for `experts_push`.
+        results_at: as for `experts_push`. None: rows are summed as in `moe`.
+        multiprocessors: the most that product 1 and product 2 fill, None: all. They change no bit.
+
+    Raises:
+        InvalidInput: as `experts_push`.
     """
     operator = EXPERTS_IN_PARTS_QUANTIZED if reads_formats(experts, routing, spec) else EXPERTS_IN_PARTS
     arguments = operator.arguments(

@@ -35,7 +35,7 @@ _NO_LAYOUT = LayoutArrays()
 
 
 class Request(NamedTuple):
-    """What an op calls. arguments: the operator's tensors in order (None where absent) and its options."""
+    """The operator that an op calls, and its arguments: tensors in order (None where absent), then the options."""
 
     operator: Operator[..., Any]
     arguments: tuple[Any, ...]
@@ -48,9 +48,9 @@ def _is_quantized(first: Any, second: Any, third: Any) -> bool:
 
 
 def layout_sizes(layout: RaggedLayout) -> tuple[Any, ...]:
-    """The sizes of a layout among the options of an operator: its fields.
+    """Return the fields of a layout as options of an operator.
 
-    Compiled and exported programs, whose number of tokens may change, leave it out: row_of_slot tells it.
+    The number of tokens is None in compiled and exported programs, where it may change: row_of_slot gives it.
     """
     require_instance("layout", layout, RaggedLayout)
     require_instance("layout.spec", layout.spec, LayoutSpec)
@@ -60,7 +60,7 @@ def layout_sizes(layout: RaggedLayout) -> tuple[Any, ...]:
 
 
 def matmul_request(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> Request:
-    """The call of `matmul_ogs` for such operands. Raises InvalidInput for arguments of another type."""
+    """Make the call of `matmul_ogs`. Raises InvalidInput for arguments of another type."""
     require_instance("operands", operands, MatmulOperands)
     require_instance("spec", spec, MatmulSpec)
     sizes, arrays = (None, _NO_LAYOUT) if layout is None else (layout_sizes(layout), layout)
@@ -77,8 +77,8 @@ def matmul_request(operands: MatmulOperands, layout: RaggedLayout | None, spec: 
 
 
 def reads_formats(experts: Any, routing: Any, spec: Any, shared: Any = None) -> bool:
-    """Return True if `moe` takes the operator of quantised matrices. Raises InvalidInput for other types."""
-    # In line: every eager call asks.
+    """Return True if `moe` needs the operator of quantised matrices. Raises InvalidInput for other types."""
+    # In line, because every eager call passes here.
     if type(experts) is not ExpertWeights:
         require_instance("experts", experts, ExpertWeights)
     if type(routing) is not RouterWeights:
@@ -87,7 +87,7 @@ def reads_formats(experts: Any, routing: Any, spec: Any, shared: Any = None) -> 
         require_instance("spec", spec, MoESpec)
     if shared is not None:
         require_instance("shared", shared, SharedExpert)
-    # Scales beside plain experts are refused by the planner, which that operator reaches with them.
+    # The planner of that operator refuses scales of plain experts.
     if experts.gate_up_input_scale is not None or experts.down_input_scale is not None:
         return True
     return _is_quantized(experts.gate_up, experts.down, experts.up)
@@ -103,7 +103,7 @@ def moe_request(
     expert_map: Any = None,
     shared: Any = None,
 ) -> Request:
-    """The call of `moe` for such experts and routing. Raises InvalidInput for arguments of another type."""
+    """Make the call of `moe`. Raises InvalidInput for arguments of another type."""
     operators = MOE_QUANTIZED if reads_formats(experts, routing, spec, shared) else MOE
     operator = operators[type(routing)]
     arguments = operator.arguments(
@@ -121,6 +121,6 @@ def operands_of(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> MoE
 
 def training_plans(operator: Operator[..., Any], arguments: tuple[Any, ...], target: Target) -> tuple[LaunchPlan, ...]:
     """The plans of a training step for the arguments of a moe operator."""
-    # Checks what a call checks.
+    # Raises as a call does.
     operator.plan(arguments, target)
     return plan_training(operands_of(operator, arguments), decode(arguments[-1])[0], target)

@@ -23,7 +23,7 @@ def _typed(shapes: list[tuple[str, tuple[int, ...], str]]) -> Outputs:
 
 
 def _take_plan(x: ArraySpec, slot_of_row: ArraySpec, each: int, target: Target) -> LaunchPlan:
-    """y `[S, D]`: rows `slot_of_row // each` of x `[R, D]`, zeros for those below 0."""
+    """Plan y `[S, D]`: rows `slot_of_row // each` of x `[R, D]`, zeros for negative slots."""
     require_spec("slot_of_row", slot_of_row, ("rows",), "int32")
     capacity, count = slot_of_row.shape[0], x.shape[0]
     # The batched form may have more rows than there are slots.

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of the outputs of operators, whose sizes may be symbolic."""
+"""Shapes and dtypes of outputs of operators. Sizes may be symbolic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_torch.bridge.operator import Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.operators.kinds import accumulated
 
-#: Of the gradients that a backward returns.
+#: Names of gradients.
 Names = tuple[str, ...]
 
 
@@ -35,13 +35,13 @@ def like(*tensors: Any) -> Outputs:
 
 
 def gradients_of(given: Any) -> Outputs:
-    """Those that the options name and that are not added to a tensor of the caller."""
+    """The gradients that the options name, except those added to a tensor of the caller."""
     added = accumulated(given.wanted, getattr(given, "into", None))
     return like(*[attrgetter(name.removeprefix("d_"))(given) for name in given.wanted if name not in added])
 
 
 def wide_gradients(given: Any) -> Outputs:
-    """`gradients_of`, of which d_wide is that of x in fp32."""
+    """`gradients_of`, with d_wide as the gradient of x in fp32."""
     given.wide = given.x.to(torch.float32) if "d_wide" in given.wanted else None
     return gradients_of(given)
 

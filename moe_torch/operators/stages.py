@@ -1,4 +1,4 @@
-"""The operators of stages: router, norm, routing, layouts, activation, products, sums and quantised rows."""
+"""The operators of single stages: router, norm, routing, layouts, activation, products, sums, quantised rows."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class _MakeBoundedLayout(Declaration[tuple[Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 MAKE_LAYOUT = Operator("make_layout", _MakeLayout, layouts.make_layout_plan, layouts.layout_shapes)
-#: Of `LayoutSpec.rows`; has one more result, the overflow.
+#: For `LayoutSpec.rows`, with the overflow as one more result.
 MAKE_BOUNDED_LAYOUT = Operator(
     "make_bounded_layout", _MakeBoundedLayout, layouts.make_layout_plan, layouts.bounded_layout_shapes
 )
@@ -228,7 +228,7 @@ class _ScaleRows(Declaration[Tensor]):
     weights: Tensor
 
 
-#: Returns ids, then the arrays of a layout but for invalid_ids.
+#: Returns ids, then the arrays of a layout except invalid_ids.
 LAYOUT_OF_RUNS = Operator("layout_of_runs", _LayoutOfRuns, plan_layout_of_runs, layouts.runs_shapes)
 REDUCE = Operator(
     "reduce",
@@ -283,7 +283,7 @@ LAYOUT = ("group_sizes", "group_start", "slot_of_row", "row_of_slot")
 
 
 def _product(planner: Callable[..., LaunchPlan], *, sizes: layouts.Sizes | None, **arguments: Any) -> LaunchPlan:
-    """sizes: None without a layout, else its `layout_sizes`."""
+    """sizes: `layout_sizes`, or None without a layout."""
     operands = bundles.MatmulOperands(**{name: arguments.pop(name) for name in _OPERANDS})
     arrays = bundles.LayoutArrays(**{name: arguments.pop(name) for name in LAYOUT})
     layout = None if sizes is None else layouts.layout_of(sizes, arrays)
@@ -299,7 +299,7 @@ def _product_shapes(given: Any) -> Outputs:
 
 
 def _products(suffix: str, *matrices: str) -> tuple[Operator, Operator]:
-    """The product and its backward. matrices: those that may be quantised."""
+    """The product and its backward. matrices: arrays that may be quantised."""
     tensors = (*fields_of(bundles.MatmulOperands), *(f"{name}?" for name in LAYOUT))
     forward, backward = (functools.partial(_product, one) for one in (plan_matmul_ogs, plan_matmul_ogs_backward))
     signature = Signature(tensors, ("spec", "sizes"), matrices=matrices)

@@ -1,4 +1,4 @@
-"""The operators of whole forwards, of training steps and of their backwards, for every kind of routing."""
+"""The operators of whole forwards, training steps and backwards, for every kind of routing."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _OVERLOADS = {bundles.TopK: "top_k", bundles.RouterLogits: "router_logits", bund
 EXPERT_MATRICES = ("experts.gate_up", "experts.down", "experts.up")
 
 
-#: All that a forward may save, in the order in which backwards take it.
+#: Everything that a forward may save, in the order of backwards' arguments.
 SAVED = ("saved.pre_activation?", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
 SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
 
 
 def moe_tensors(kind: type, matrices: Sequence[str] = ()) -> tuple[str, ...]:
-    """matrices: those that may be quantised, which static scales of their inputs may go with."""
+    """matrices: arrays that may be quantised. Static scales of their inputs come with them."""
     experts = fields_of(bundles.ExpertWeights, "experts", without=INPUT_SCALES)
     shared = fields_of(bundles.SharedExpert, "shared", optional=True)
     scales = [f"{name}?" for name in INPUT_SCALES if matrices]
@@ -54,7 +54,7 @@ def _num_experts(experts: bundles.ExpertWeights) -> Any:
 
 
 def moe_shapes(given: Any) -> Outputs:
-    """Of `result_names`."""
+    """The shapes of `result_names`."""
     x, spec, routing = given.x, given.spec, given.routing
     outputs: Outputs = [
         ((x.shape[0], x.shape[1]), out_dtype_of(x, spec.out_dtype)),
@@ -69,7 +69,7 @@ def moe_shapes(given: Any) -> Outputs:
 
 
 def training_shapes(given: Any) -> Outputs:
-    """Of `result_names`, with the ids and weights used where they were given, then of `saved_names`."""
+    """The shapes of `result_names`, the ids and weights used if the caller brought them, and `saved_names`."""
     x, spec, routing, shared = given.x, given.spec, given.routing, given.shared
     outputs = moe_shapes(given) + (routed(x, routing.ids.shape[1]) if isinstance(routing, bundles.TopK) else [])
     slots = x.shape[0] * (routing.ids.shape[1] if isinstance(routing, bundles.TopK) else spec.router.top_k)
@@ -109,7 +109,7 @@ def plan_backward(
     results_at: ArraySpec | None = None,
     **arrays: Any,
 ) -> LaunchPlan:
-    """arrays: of the forward, and what it returned and saved."""
+    """arrays: of the forward, its results, and what it saved."""
     operands = bundles.MoEOperands(**{name: arrays[name] for name, _ in bundles.array_fields(bundles.MoEOperands)})
     names = tuple("d_x" if name == "d_wide" else name for name in wanted)
     added, wide = accumulated(wanted, into), names != wanted
@@ -132,10 +132,10 @@ def _training(kind: type, packet: str, *matrices: str) -> Operator:
 
 
 def backward_tensors(kind: type, more: tuple[str, ...] = (), *, into: bool) -> tuple[str, ...]:
-    """The gradients of the forward's results, the forward's tensors, its results and what it saved, then `more`.
+    """Gradients of the forward's results, the forward's tensors, its results, what it saved, then `more`.
 
-    into: the backward writes into memory that it is given: gradients of matrices are added to `into`, and the saved
-    pre-activation is overwritten."""
+    into: the backward adds gradients of matrices to `into` and overwrites the saved pre-activation.
+    """
     found = [name for name in result_names(kind) if name not in ("output", "invalid_ids")]
     gradients = [f"gradients.{name}" + "?" * (name != "output") for name in FLOWING if name in result_names(kind)]
     added = [f"into.{name}!" for name in MATRICES if into]
@@ -144,7 +144,7 @@ def backward_tensors(kind: type, more: tuple[str, ...] = (), *, into: bool) -> t
 
 
 def _backward(kind: type, packet: str, *matrices: str) -> Operator:
-    """Reads `backward_tensors`; one whose name ends with `_into` writes into memory that it is given."""
+    """A backward of `backward_tensors`. If its name ends with `_into`, it writes to the caller's memory."""
     into = packet.endswith("_into")
     tensors, options = backward_tensors(kind, into=into), ("spec", "wanted")
     signature = Signature(tensors, options, moe_bundles(kind), matrices=matrices, returns=None)
@@ -158,10 +158,10 @@ def _by_kind(make: Callable[..., Operator], packet: str, *matrices: str) -> dict
 
 MOE = _by_kind(_moe, "moe")
 MOE_QUANTIZED = _by_kind(_moe, "moe_quantized", *EXPERT_MATRICES)
-#: A forward that also returns what its backward reads, and that backward; docs/user/training.md.
+#: A forward that saves tensors for its backward, and that backward. See docs/user/training.md.
 TRAINING = _by_kind(_training, "moe_training")
 BACKWARD = _by_kind(_backward, "moe_backward")
-#: With tensors that take the sum of what they hold and a gradient.
+#: Backwards that add to the caller's tensors.
 BACKWARD_INTO = _by_kind(_backward, "moe_backward_into")
 QUANTIZED_TRAINING = _by_kind(_training, "moe_quantized_training", *EXPERT_MATRICES)
 QUANTIZED_BACKWARD = _by_kind(_backward, "moe_quantized_backward", *EXPERT_MATRICES)

@@ -20,12 +20,12 @@ FAMILY = "moebius"
 
 
 def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A NumPy array (bfloat16 and fp8 too, which torch cannot read from NumPy) as a tensor of its own on a device."""
+    """Copy a NumPy array to a tensor on a device, including bfloat16 and fp8, which torch cannot read from NumPy."""
     return from_numpy(np.ascontiguousarray(array)).to(device, copy=True)
 
 
 class TorchEngine:
-    """`moe_torch.ops` on the first GPU, or on the CPU where there is none or the interpreter was asked for."""
+    """`moe_torch.ops` on the first GPU, or on the CPU without a GPU or if the interpreter was asked for."""
 
     name = "torch"
 
@@ -45,7 +45,7 @@ class TorchEngine:
         return EngineRun(self.name, device, results.stages, results.composed, is_reference, FAMILY)
 
     def gradients(self, case: Case, progress: Callable[[str], object]) -> GradientRun:
-        """Those of the composed op."""
+        """Return the gradients of the composed op."""
 
         def put(array: np.ndarray) -> torch.Tensor:
             return to_torch(array, self._device)

@@ -1,9 +1,9 @@
-"""Upstream triton_kernels as a parity engine, where its semantics meet ours.
+"""Upstream triton_kernels as a parity engine, for cases with the same semantics.
 
-The API of its 3.5 releases: `routing`, then `matmul_ogs`. Needs a GPU. Upstream orders a token's experts by ascending
-id, has no router product (it is handed the reference's logits) and one fused activation, the clamped swiglu on
-interleaved weights; for silu it is handed the reference's activations, so that routing and both products are compared.
-Of quantised weights it takes mxfp4, in the layouts that it chooses for the GPU itself.
+It uses `routing` and `matmul_ogs` of the 3.5 releases, and needs a GPU. Upstream orders a token's experts by ascending
+id and has no router product, so it gets the reference's logits. Its one fused activation is the clamped swiglu on
+interleaved weights. For silu it gets the reference's activations, so that routing and both products are compared. Of
+quantised weights it takes mxfp4, in layouts that it chooses for the GPU.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _INSTALL = (
 )
 
 
-#: What upstream's layout of scales is made for: the warps of its kernels of mxfp4 weights on Hopper.
+#: Warps of upstream's kernels of mxfp4 weights on Hopper, which its layout of scales is made for.
 _SCALE_LAYOUT_WARPS = 8
 
 
 class _Upstream:
-    """The functions of upstream that the engine uses; raises Unsupported where they cannot be imported."""
+    """The functions of upstream that the engine uses. Raises Unsupported if they cannot be imported."""
 
     def __init__(self) -> None:
         try:
@@ -78,7 +78,7 @@ class TritonKernelsEngine:
         self._device = torch.device("cuda", 0)
 
     def why_unsupported(self, case: Case) -> str | None:
-        """The first respect in which the case lies outside upstream's semantics, or None."""
+        """Return the first reason why the case is outside upstream's semantics, or None."""
         rule = case.router
         if case.dtype != "bfloat16":
             return f"upstream is compared in bfloat16, the case is {case.dtype}"
@@ -107,7 +107,7 @@ class TritonKernelsEngine:
         return activation.name == "swiglu_oai" and activation.gate_layout == "interleaved"
 
     def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
-        """ids, weights, matmul1, activation (fused, or given), matmul2 and output in ascending id order."""
+        """ids, weights, matmul1, activation (fused or the reference's), matmul2 and output in ascending id order."""
         progress("all stages")
         logits = router(case.x, case.routing.weight, case.routing.bias, spec=case.logits_spec)
         forward = _Forward(self._upstream, case, self._device, logits)
@@ -124,7 +124,7 @@ class TritonKernelsEngine:
 
 
 class _Forward:
-    """One forward of upstream, its rows brought back from expert order to slot order."""
+    """One forward of upstream, with its rows brought back from expert order to slot order."""
 
     def __init__(self, upstream: _Upstream, case: Case, device: torch.device, logits: np.ndarray) -> None:
         self._upstream, self._case, self._device = upstream, case, device
@@ -152,7 +152,7 @@ class _Forward:
         if not isinstance(weight, QuantizedTensor):
             return to_torch(weight if in_out else weight.swapaxes(1, 2), self._device), self._upstream.precision()
         weight = untile(weight)
-        # Upstream wants bytes that neighbour each other along the inputs.
+        # Upstream wants neighbouring bytes along the inputs.
         rows = [array.swapaxes(1, 2) if in_out else array for array in (weight.values, weight.scales)]
         packed, scales = self._upstream.mxfp4(*(to_torch(array, self._device).mT for array in rows))
         return packed, self._upstream.precision(weight_scale=scales)
