@@ -96,7 +96,7 @@ class MoELauncher:
         given = [name for name in names if name.startswith("routing.") and kind is not RouterWeights]
         self._given = tuple(names.index(name) for name in ("x", *given, "token_mask"))
         self._ready: Recent[Ready] = Recent()
-        #: Calls by the arguments of each call, followed by the bound tensors, whose addresses must not change.
+        #: Calls by the arguments of each call, followed by the bound tensors. The addresses of these must not change.
         self._seen = SeenCalls()
 
     def __call__(

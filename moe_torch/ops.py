@@ -1,15 +1,15 @@
 """The ops on torch tensors: functional, traceable, most of them differentiable.
 
-Every function runs on the tensors' device and current stream. None synchronises, except with `checked=True`. On a CPU
-the NumPy reference runs, or the real kernels in Triton's interpreter under TRITON_INTERPRET=1.
+They run on the tensors' device and current stream, and synchronise only for `checked=True`. On a CPU the NumPy
+reference runs, or under TRITON_INTERPRET=1 the real kernels in Triton's interpreter.
 
-- Programs: all functions work under `torch.compile(fullgraph=True)`, in `torch.export` and in CUDA graphs. Run a
-  function once before you capture it: this compiles and loads kernels. A changing number of tokens recompiles nothing.
+- Programs: `torch.compile(fullgraph=True)`, `torch.export` and CUDA graphs. Run a function once before you capture it:
+  this compiles and loads kernels. A changing number of tokens recompiles nothing.
 - Gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation` and
   `reduce` have them (docs/user/training.md). Forward mode raises Unsupported.
-- Errors: every function raises InvalidInput for an argument with the wrong type, rank, shape, dtype, layout, strides or
-  device, for weights at misaligned addresses (other tensors may start anywhere), and for options that contradict each
-  other. It raises Unsupported for a device without kernels, and for a required gradient where there is none.
+- Errors: InvalidInput for a wrong type, rank, shape, dtype, layout, stride or device, for misaligned weights (other
+  tensors may start anywhere), and for contradictory options. Unsupported for a device without kernels, and for a
+  required gradient that does not exist.
 
 Letters: T tokens, K top-k, E experts, D d_model, F d_ff per expert (after gating), N output width. Slot `s = t*K + k`.
 """
@@ -78,8 +78,8 @@ def router(
         x: bf16, fp16 or fp32 `[T, D]`.
         weight: bf16, fp16 or fp32 `[D, E]`, or `[E, D]` if `spec.weight_layout` is `out_in`.
         bias: bf16, fp16 or fp32 `[E]`.
-        spec: weight layout and precision. Products of fp32 are IEEE unless `spec.allow_tf32`.
-        wide: `x.float()`, which gets the gradient of x unrounded. x itself then gets none; see `gather_rows`.
+        spec: weight layout and precision. fp32 products are IEEE unless `spec.allow_tf32`.
+        wide: `x.float()`, which gets the unrounded gradient instead of x. See `gather_rows`.
 
     Returns:
         logits fp32 `[T, E]`.
@@ -117,11 +117,10 @@ def route(
     Args:
         logits: fp32 `[T, E]`.
         spec: the rules of the choice.
-        correction_bias: fp32 `[E]`. It is added to the scores for the selection only.
-        token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0.
-        ids: int32 `[T, K]`. The experts, where something else chose them (a table by token id, for example), distinct
-            within a token. Nothing is selected then: the weights are those of these experts, in this order, and the
-            gradient goes to their logits. A token with an id outside [0, E) gets ids -1 and weights 0.
+        correction_bias: fp32 `[E]`, added to the scores for the selection only.
+        token_mask: bool `[T]`. False tokens get ids -1 and weights 0.
+        ids: int32 `[T, K]`, experts chosen elsewhere, distinct within a token. The weights are for them, in this order,
+            and their logits get the gradient. A token with an id outside [0, E) gets ids -1 and weights 0.
 
     Returns:
         ids int32 `[T, K]` and weights fp32 `[T, K]`.
@@ -148,21 +147,18 @@ def make_layout(
     """Group the slots of ids by expert. An expert's rows are in slot order.
 
     Args:
-        ids: int32 or int64 `[T, K]`. -1 means no expert, and such a slot has no row.
+        ids: int32 or int64 `[T, K]`. -1 means no expert and no row.
         num_experts: E, the local experts.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
-        token_mask: bool `[T]`. Tokens that are False have no rows.
+        token_mask: bool `[T]`. False tokens have no rows.
         alignment: each expert's rows start at a multiple of it.
-        max_rows: each expert owns that many rows, and later ones are dropped. None = as many as it needs.
-        rows: the most rows of all experts together. `overflow` int32 `[1]` counts the slots behind, which have none.
-        checked: raise InvalidInput if `invalid_ids` is not 0. This waits for the device.
+        max_rows: rows of every expert. Later ones are dropped. None: no limit.
+        rows: limit for all experts together. `overflow` int32 `[1]` counts the slots beyond it.
+        checked: raise InvalidInput if `invalid_ids` is not 0. Waits, so a traced or captured program raises
+            Unsupported.
 
     Returns:
-        the layout. An id outside [-1, E), or [-1, E_global) with an expert_map, acts as -1 and counts in
-        `invalid_ids`.
-
-    Raises:
-        Unsupported: `checked` in a traced or captured program.
+        the layout. An id outside [-1, E), or [-1, E_global) with expert_map, acts as -1 and counts in `invalid_ids`.
     """
     _require_checkable(checked)
     num_experts, alignment = as_integer("num_experts", num_experts, 1), as_integer("alignment", alignment, 1)
@@ -187,19 +183,17 @@ def make_layout(
 def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False) -> torch.Tensor:
     """Pack ids into one bit per token and expert.
 
-    Bit `e % 32` of word `e // 32` says that expert e was chosen. -1 and ids outside [0, E) set nothing. A repeated
-    id sets its bit once.
+    Expert e sets bit `e % 32` of word `e // 32`. -1 and ids outside [0, E) set nothing. A repeated id sets its bit
+    once.
 
     Args:
         ids: int32 `[T, K]`.
         num_experts: E.
-        checked: raise InvalidInput for a repeated id, or one outside [-1, E). This waits for the device.
+        checked: raise InvalidInput for a repeated id, or one outside [-1, E). Waits, so a traced or captured program
+            raises Unsupported.
 
     Returns:
         bitmatrix uint32 `[T, ceil(E / 32)]`.
-
-    Raises:
-        Unsupported: `checked` in a traced or captured program.
     """
     _require_checkable(checked)
     num_experts = as_integer("num_experts", num_experts, 1)
@@ -232,9 +226,9 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     Gradients go through quantised weights, which are frozen. With a quantised x nothing has a gradient.
 
     Args:
-        operands: see MatmulOperands. x is bf16, fp16 or fp32. Rows may be strided. weight with up, and x with them, may
-            be `QuantizedTensor`s (docs/user/quantization.md).
-        layout: the rows' experts. None = one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
+        operands: x is bf16, fp16 or fp32. Rows may be strided. weight with up, and x with them, may be
+            `QuantizedTensor`s (docs/user/quantization.md).
+        layout: the rows' experts. None: one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
         spec: gather, scatter, fused activation, weight layout, dtypes.
 
     Returns:
@@ -254,10 +248,10 @@ def activation(
     """Apply an activation in fp32, with one cast at the end.
 
     Args:
-        x: `[R, 2F]` (gated, one buffer), or `[R, F]` (ungated, or the gate beside `up`). Rows may be strided.
+        x: `[R, 2F]` (gated, one buffer), or `[R, F]` (ungated, or the gate if `up` is passed). Rows may be strided.
         activation: its name, gating and gate layout.
         up: `[R, F]`, the second buffer of gate_layout `separate`.
-        out_dtype: a torch dtype or its name. None = the dtype of x.
+        out_dtype: a torch dtype or its name. None: the dtype of x.
 
     Returns:
         y `[R, F]`.
@@ -279,11 +273,11 @@ def reduce(
 
     Args:
         y: `[T * K, D]` (order `slot`) or `[capacity, D]` (order `row`). Slots without a row add nothing.
-        layout: which row each slot has.
-        order: `slot` or `row`: how the rows of y lie.
+        layout: maps slots to rows.
+        order: order of the rows of y, `slot` or `row`.
         shared: `[T, D]`, added last.
         shared_gate: fp32 `[T, 1]`. Its sigmoid scales shared.
-        out_dtype: a torch dtype or its name. None = the dtype of y.
+        out_dtype: a torch dtype or its name. None: the dtype of y.
 
     Returns:
         out `[T, D]`.
@@ -309,38 +303,34 @@ def moe(
 ) -> MoEOutput:
     """Run one whole MoE forward as one operator and one plan.
 
-    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x,
-    after bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast
-    once.
+    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x, after
+    bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
 
-    Gradients, in reverse mode and once: x, every weight and bias of experts, router and shared, and given logits or
-    weights. They flow in through output, and through weights and logits where these are computed here. Ids, masks,
-    counts, correction_bias and layer_index have none. Only the gradients asked for are computed, and only what
-    these need is saved (docs/user/training.md). Quantised matrices are frozen, and gradients go through them. With
-    `spec.activations` nothing has a gradient.
+    First-order gradients in reverse mode: for x, weights and biases of experts, router and shared, and passed logits or
+    weights. They flow in through output, and through weights and logits computed here. Ids, masks, counts,
+    correction_bias and layer_index have none. Only requested gradients are computed, and only their needs are saved
+    (docs/user/training.md). Gradients go through quantised matrices, which are frozen. With `spec.activations` nothing
+    has a gradient.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
         experts: weights and biases of the local experts. Matrices may be `QuantizedTensor`s
             (docs/user/quantization.md).
-        routing: RouterWeights (routes from x), RouterLogits (routes from logits) or TopK (ids and weights are
-            given).
-        spec: options of the whole forward. `spec.activations` is the format that x and the hidden rows are
-            quantised to.
-        token_mask: bool `[T]`. A token that is False has no expert: its row is zero (plus shared), and it counts in
-            no statistic.
+        routing: RouterWeights (routes from x), RouterLogits (routes from logits) or TopK (ids and weights).
+        spec: options of the whole forward. `spec.activations` is the quantised format of x and the hidden rows.
+        token_mask: bool `[T]`. A False token has no expert: its row is zero (plus shared), and no statistic counts it.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         shared: a dense expert that every token visits.
-        checked: raise InvalidInput for an id outside [-1, E_global). This waits for the device.
+        checked: raise InvalidInput for an id outside [-1, E_global). Waits, so a traced or captured program raises
+            Unsupported.
 
     Returns:
-        output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert and the count of invalid ids;
-        see MoEOutput. Given ids and weights are returned as they are.
+        a MoEOutput: output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert and the count of
+        invalid ids. Passed ids and weights are returned unchanged.
 
     Raises:
-        InvalidInput: as the module says.
-        Unsupported: `checked` in a traced or captured program, second derivatives, and a gradient that does not
-            exist.
+        InvalidInput: see the module.
+        Unsupported: also for second derivatives, and a gradient that does not exist.
     """
     if checked is not False:
         _require_checkable(checked)
@@ -372,6 +362,8 @@ def explain_moe(
 ) -> str:
     """Describe what `moe` would run for these arguments: buffers, kernels, decisions and summation orders.
 
+    Runs nothing. Takes the arguments of `moe`.
+
     Args:
         training: explain the forward of a training step, then its backward with every gradient.
 
@@ -388,7 +380,7 @@ def explain_moe(
 
 
 def _require_checkable(checked: bool) -> None:
-    """Refuse `checked` where the host cannot read the device: in a traced graph or while a CUDA graph is captured."""
+    """Refuse `checked` if the host cannot read the device: in traced code, or while a CUDA graph is captured."""
     require_flag("checked", checked)
     if not checked:
         return

@@ -36,21 +36,22 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def quantize_rows(
     x: torch.Tensor, format: Format, *, scales: torch.Tensor | None = None, used_by: torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """Quantise rows to a format of activations: one operator, also in compiled and exported programs and CUDA graphs.
+    """Quantise rows to a format of activations with one operator, also in compiled and exported programs and CUDA
+    graphs.
 
     Args:
         x: bf16, fp16 or fp32 `[R, D]`. Rows may be strided.
-        format: of activations: e4m3, e2m1 or int8, with one scale for each row, for groups of columns in a row, or for
-            all of x (`FP8_TOKEN`, `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
-        scales: fp32 `[1]`, a static scale, for formats with one scale per tensor. None: computed from x.
-        used_by: int32 `[R * n]`, for example a layout's row_of_slot for tokens, or its slot_of_row for rows. A row is
-            not read and becomes zeros if all its n entries are negative.
+        format: e4m3, e2m1 or int8, with one scale per row, per group of columns in a row, or for all of x (`FP8_TOKEN`,
+            `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
+        scales: fp32 `[1]`, a static scale, for formats with one per tensor. None: computed from x.
+        used_by: int32 `[R * n]`. Rows with only negative entries are not read and become zeros. Pass a layout's
+            row_of_slot for tokens, slot_of_row for its rows.
 
     Returns:
-        the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
+        the rows, `out_in`, bitwise equal to `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
 
     Raises:
-        InvalidInput: arguments of the wrong type, dtype or shape, and another format.
+        InvalidInput: wrong type, dtype or shape, or another format.
         Unsupported: a device without kernels.
     """
     require_instance("format", format, Format)
@@ -290,22 +291,22 @@ def _unpacked(packed: torch.Tensor, axis: int) -> torch.Tensor:
 
 @torch.no_grad()
 def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
-    """Reorder quantised weights for the kernels that read bf16 rows on Hopper.
+    """Put quantised weights into the order in which Hopper's kernels for bf16 rows read and decode them.
 
     Do this once, when weights are loaded. It runs on the weights' device, one matrix at a time. No number changes, and
-    `restore_weights` is the inverse. Prepacked weights are returned as they are. They work like the published ones,
-    except for gradients (docs/user/quantization.md).
+    `restore_weights` is the inverse. Prepacked weights come back as they are. They work wherever published ones do,
+    except in gradients (docs/user/quantization.md).
 
     Args:
-        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of such (one layer or a stack). The format is
-            mxfp4, mxfp4_ceil, or integers of 4 or 8 bits with a scale for each row or for 32, 64, 128, ... columns of
-            it. `in_out` tensors are transposed exactly.
-        spec: with ExpertWeights, the MoESpec that they are used with. Its activation says how gate and up are stored.
+        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of them (one layer or a stack). The format is
+            mxfp4, mxfp4_ceil, or 4- or 8-bit integers with a scale per row or per 32, 64, 128, ... columns. `in_out`
+            tensors are transposed exactly.
+        spec: with ExpertWeights, their MoESpec. Its activation gives the layout of gate and up.
         gate_layout: with a tensor, `interleaved` or `halves` if its rows are gate and up, else None.
 
     Returns:
-        the weights, `out_in`, which `MoESpec.weight_layout` must then be. Biases, plain matrices and the logical shape
-        do not change.
+        the weights, `out_in`, to use with the same `MoESpec.weight_layout`. Biases, plain matrices and the logical
+        shape are unchanged.
 
     Raises:
         InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks

@@ -20,21 +20,21 @@ def route_rounded(
 ) -> RoundedRouting:
     """Route, then round the number of tokens of each expert to a multiple of `rounding.tile`.
 
-    This changes the model: an expert drops the tokens with the lowest weights, or adds tokens that did not choose it.
-    Use it for training, and `route` for validation and inference (docs/user/routing.md). A chosen expert keeps the
-    weight of `route`. An added expert's weight is its score, not renormalised, times `spec.scale`.
+    It changes the model: an expert drops its tokens with the lowest weights, or adds tokens that did not choose it. Use
+    it for training only (docs/user/routing.md). A chosen expert keeps its weight from `route`. An added expert's weight
+    is its score times `spec.scale`, not renormalised.
 
     Args:
         logits: fp32 `[T, E]`. T is 0 or at least `rounding.tile`.
         spec: the rules of the top-K choice, with slot_order `score` and a scale above 0.
         rounding: tile, mode and candidates.
-        correction_bias: fp32 `[E]`. It is added to the scores for the selection only.
-        token_mask: bool `[T]`. A token that is False gets ids -1 and weights 0, and is never added.
+        correction_bias: fp32 `[E]`, added to the scores for the selection only.
+        token_mask: bool `[T]`. False tokens get ids -1 and weights 0, and are never added.
 
     Returns:
-        ids int32 `[T, W]` and weights fp32 `[T, W]` with W = `rounding.width(K, E)`: a token's W best experts in order,
-        with -1 and 0 for experts that it does not visit. tokens_per_expert int32 `[E]`: the tokens that chose each
-        expert, before rounding.
+        ids int32 `[T, W]` and weights fp32 `[T, W]`, with W = `rounding.width(K, E)`: a token's W best experts in
+        order, with -1 and 0 for those not visited. tokens_per_expert int32 `[E]` counts each expert's tokens before
+        rounding.
 
     Raises:
         InvalidInput: K > E, fewer tokens than a tile, or candidates outside [K, E].

@@ -14,19 +14,19 @@ from moe_torch.operators.requests import layout_sizes
 def layout_of_runs(
     counts: torch.Tensor, num_rows: int, *, stride: int | None = None
 ) -> tuple[torch.Tensor, RaggedLayout]:
-    """Group rows by expert that arrived as runs: of source 0 for expert 0, for expert 1, ..., then of source 1.
+    """Group rows by expert that arrived as runs: source 0 for expert 0, 1, ..., then source 1.
 
-    This is the layout of rows after an all-to-all of slots, without a sort and without waiting for the device. Rows of
-    an expert keep the order of sources and of arrival. If sources are ranks in order, this is the order of all slots.
+    All-to-all of slots brings this order. Needs no sort and no wait for the device. An expert's rows keep the order of
+    sources and of arrival, which is slot order if sources are in rank order.
 
     Args:
-        counts: int32 `[W, L]`. Number of rows from source w for local expert e.
-        num_rows: R, the rows that there is memory for.
-        stride: every source has `stride = R / W` rows, unused behind its runs. None: there are no gaps between runs.
+        counts: int32 `[W, L]`, the rows that source w sent for local expert e.
+        num_rows: R, the allocated rows.
+        stride: rows per source, `R / W`, unused after its runs. None: runs are adjacent.
 
     Returns:
-        ids int32 `[R, 1]`, the local expert of each row or -1 if it is unused, and the layout, with one slot for each
-        row. Runs beyond their memory are cut, and the layout's `overflow` int32 `[1]` counts the missing rows.
+        ids int32 `[R, 1]`, the local expert of each row (-1: unused), and the layout, with one slot per row. Runs are
+        cut at their memory, and the layout's `overflow` int32 `[1]` counts the missing rows.
     """
     num_rows = as_integer("num_rows", num_rows, 0)
     stride = None if stride is None else as_integer("stride", stride, 0)
@@ -36,16 +36,15 @@ def layout_of_runs(
 
 
 def gather_rows(x: torch.Tensor, layout: RaggedLayout, *, wide: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the row of each token to the rows of its slots: rows grouped by expert, zeros for rows without a slot.
+    """Copy each token's row to the rows of its slots, grouped by expert. Rows without a slot are zeros.
 
-    The gradient is `reduce(d_y, layout, order="row")`: fp32 sums in the order k = 0..K-1, one cast, no atomic
-    additions.
+    Its gradient is `reduce(d_y, layout, order="row")`: fp32 sums in the order k = 0..K-1, one cast, no atomic addition.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`. Rows may be strided.
         layout: the rows.
-        wide: `x.float()`, which gets the gradient of x in fp32, unrounded. x itself then gets none. If `router` gets
-            the same `wide`, both gradients are added before the one cast, as in `moe`.
+        wide: `x.float()`. It gets the unrounded fp32 gradient instead of x. Pass the same `wide` to `router` to add
+            both gradients before the one cast, as `moe` does.
 
     Returns:
         y `[capacity, D]` in the dtype of x.

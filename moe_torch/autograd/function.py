@@ -19,7 +19,7 @@ from moe_torch.bridge.operator import DIFFERENTIABLE, Operator, call
 
 
 class Rule:
-    """The differentiation of one operator. Names are those of its tensors.
+    """The differentiation of one operator. Names are names of its tensors.
 
     Args:
         operator: the operator.
@@ -28,7 +28,7 @@ class Rule:
     """
 
     flowing: Sequence[int] | None = (0,)
-    #: Whether messages list the operator among those with a gradient.
+    #: True if messages list the operator among those with a gradient.
     named = True
 
     def __init__(self, operator: Operator, differentiable: Collection[str], forward: Operator | None = None) -> None:
@@ -97,7 +97,7 @@ class _Function(torch.autograd.Function):
         rule, names, found = ctx.rule, ctx.rule.operator.names, {}
         pairs = zip(names, ctx.needs_input_grad[1:], strict=False)
         asked = [name for name, needed in pairs if needed and name in rule.differentiable]
-        # Gradients come with any strides, those of a sum with strides of 0.
+        # Gradients come with any strides. A sum has strides of 0.
         places = range(len(gradients)) if rule.flowing is None else rule.flowing
         upstream = [None if (one := gradients[place]) is None else one.contiguous() for place in places]
         if asked and any(one is not None for one in upstream):

@@ -32,7 +32,7 @@ def _read_last() -> bool:
 
 
 class _MoE(Rule):
-    """kind: of the routing. backward, backward_into: the operators for the gradients. backward_into writes to tensors."""
+    """kind: of the routing. backward, backward_into: compute the gradients. backward_into adds them to tensors."""
 
     def __init__(
         self, kind: type, moe: Operator, training: Operator, backward: Operator, backward_into: Operator

@@ -64,7 +64,7 @@ class Operator(Generic[_Parameters, _Result]):
             symbolic.
     """
 
-    #: Whether a call does no more than run the plan.
+    #: True if a call only runs the plan.
     _runs_plan_alone = True
 
     def __init__(
@@ -74,7 +74,7 @@ class Operator(Generic[_Parameters, _Result]):
         planner: Callable[..., LaunchPlan],
         shapes: Callable[[Any], Outputs],
     ) -> None:
-        # A class, whose parameters and result a type checker reads.
+        # A type checker reads the class's parameters and result.
         signature = declaration if isinstance(declaration, Signature) else Signature.of(declaration)  # type: ignore[arg-type]
         LIBRARY.define(name + signature.schema, tags=_TAGS)
         self.name, self.signature, self.names, self.returns = name, signature, signature.names, signature.returns

@@ -1,8 +1,8 @@
-"""The arguments of an operator, declared once: its schema, how it is called, and what its planner takes.
+"""The arguments of an operator, declared once.
 
-A declaration is a class with annotated fields, as a NamedTuple has, or for operators of bundles a `Signature`. From it
-follow the schema in order, the options string, the typed call and the planner's keywords. Calls name all arguments: one
-by position is refused, so that no two can be mistaken for each other.
+A declaration is a class with annotated fields, like a NamedTuple, or for operators of bundles a `Signature`. The schema
+in order, the options string, the typed call and the planner's keywords follow from it. Calls name all arguments:
+positional ones raise TypeError, so that no two arguments can be swapped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.specs.operands import array_fields
 from moe_torch.bridge.options import encode
 
-#: What a quantised matrix has besides its values.
+#: Parts of a quantised matrix other than its values.
 _PARTS = ("scales", "zero_points")
 
 _Returned = TypeVar("_Returned")
@@ -28,25 +28,25 @@ class Declaration(Generic[_Returned]):
     """Declares the arguments of an operator, tensors and then options, and its result: tensors, a list or None."""
 
 
-# Annotations of fields. Those with any other annotation are options.
+# Annotations of tensor fields. All other fields are options.
 Tensor = torch.Tensor
 MaybeTensor = torch.Tensor | None
 #: The operator writes to it.
 Written = Annotated[torch.Tensor | None, "!"]
-#: Symmetric memory of this rank: declared as written to, so that traced programs keep the order of stores, barriers and
-#: loads. No plan reads it.
+#: Symmetric memory of this rank. It is declared as written to, so that traced programs keep the order of stores,
+#: barriers and loads. No plan reads it.
 Memory = Annotated[torch.Tensor | None, "!", "not planned"]
-#: How many tensors operators return, by what their declaration says.
+#: Number of returned tensors by the declared result. None: a list.
 _RETURNS: dict[Any, int | None] = {torch.Tensor: 1, type(None): 0, list[torch.Tensor]: None}
 
 
 def fields_of(kind: type, bundle: str = "", *, without: Sequence[str] = (), optional: bool = False) -> tuple[str, ...]:
-    """The arrays of a bundle's class in the notation of `Signature`: `experts.gate_up`, `experts.up?`, ...
+    """List the arrays of a bundle's class in the notation of `Signature`: `experts.gate_up`, `experts.up?`, ...
 
     Args:
         kind: the bundle's class.
-        bundle: what stands before the dot, if anything.
-        without: shown names to leave out.
+        bundle: the name before the dot, if any.
+        without: listed names to leave out.
         optional: all may be None.
     """
     dot = "." if bundle else ""
@@ -58,13 +58,13 @@ class Signature:
     """The tensors of an operator in order, and the values in its options string.
 
     Args:
-        tensors: as plans call them (`x`, `experts.down`), with `?` behind one that may be None, and `!` behind one that
-            may be None and else is written to.
+        tensors: names in plans (`x`, `experts.down`), followed by `?` if it may be None, or by `!` if it may be None
+            and is written to otherwise.
         options: names of the values.
-        bundles: the class that `experts` in `experts.down` stands for.
-        matrices: tensors that may be `QuantizedTensor`s. Scales and zero points follow each in the schema, and the
-            options end with `formats`, the QuantizedSpec of each matrix, None for a plain one.
-        returns: number of tensors that the operator returns, 0 where it writes to its arguments; None: a list.
+        bundles: the class of `experts` in `experts.down`.
+        matrices: tensors that may be `QuantizedTensor`s. The schema has scales and zero points after each. The options
+            end with `formats`: the QuantizedSpec of each matrix, None for a plain one.
+        returns: number of returned tensors, None: a list.
         unplanned: tensors that planners do not take.
     """
 
@@ -87,7 +87,7 @@ class Signature:
         for tensor, name in zip(tensors, self._arrays, strict=True):
             listed.append(tensor)
             listed += [f"{name}.{part}?" for part in _PARTS] if name in self._matrices else []
-        #: What plans and messages call the tensors; the values of a quantised one have its own name.
+        #: Names of the tensors in plans and messages. The values of a quantised tensor have the tensor's name.
         self.names = tuple(tensor.rstrip("?!") for tensor in listed)
         letters = iter("abcdefghijklmnopqrstuvwxyz")
         kinds = {"?": lambda: "Tensor?", "!": lambda: f"Tensor({next(letters)}!)?"}
@@ -99,7 +99,7 @@ class Signature:
 
     @classmethod
     def of(cls, declaration: type[Declaration[Any]]) -> Signature:
-        """The signature that a class declares."""
+        """Return the signature that a class declares."""
         (result,) = typing.get_args(declaration.__orig_bases__[0])  # pyright: ignore[reportAttributeAccessIssue]
         tensors, options, bundles, unplanned = [], [], {}, []
         for name, hint in typing.get_type_hints(declaration, include_extras=True).items():
@@ -117,12 +117,12 @@ class Signature:
 
     @property
     def is_called(self) -> bool:
-        """False where tensors are by name only: no bundle of a call has such fields."""
+        """False if the operator is called by names of tensors, because its bundles are no objects."""
         return all("." not in name or name.partition(".")[0] in self._bundles for name in self._arrays)
 
     def typed(self, run: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
-        """A function of named parameters, the tensors and bundles and then the options, that calls `run` with the
-        operator's arguments in order."""
+        """Return a function of named tensors, bundles and options that calls `run` with the operator's arguments in
+        order."""
         bundles = [name.partition(".")[0] for name in self._arrays]
         arrays = []
         for bundle, name in zip(bundles, self._arrays, strict=True):
@@ -130,14 +130,14 @@ class Signature:
             arrays.append(f"(None if {bundle} is None else {name})" if absent else name)
         flat, options = f"({', '.join(arrays)},)", ", ".join(self._values)
         body = f"finish({flat}, {options})" if self._matrices else f"({flat[1:-1]} encode({options}))"
-        # A closure, which Dynamo can follow; the text has nothing but names of our declarations.
+        # Dynamo can follow a closure. The text has only names of our declarations.
         source = (
             f"lambda run, encode, finish: lambda *, {', '.join((*dict.fromkeys(bundles), *self._values))}: run({body})"
         )
         return eval(source)(run, encode, self._quantized)
 
     def _quantized(self, arrays: Sequence[Any], *options: Any) -> tuple[Any, ...]:
-        """The operator's arguments for arrays in the order of `tensors` above, of which matrices may be quantised."""
+        """Return the operator's arguments for arrays in the order of `tensors` above, splitting quantised matrices."""
         flat, formats = [], []
         for name, array in zip(self._arrays, arrays, strict=True):
             if name not in self._matrices:
@@ -153,9 +153,9 @@ class Signature:
     def keywords(
         self, tensors: Sequence[Any], options: Sequence[Any], build: Callable[..., QuantizedTensor] = QuantizedTensor
     ) -> dict[str, Any]:
-        """Tensors and options by name, fields of bundles as bundles. One that may be absent is None where it is.
+        """Return tensors and options by name, with bundles built from their fields. Absent ones are None.
 
-        build: `QuantizedTensor.unchecked` for tensors of transformations or of symbolic shape, which a check would fix.
+        build: `QuantizedTensor.unchecked` for tensors of transformations or symbolic shapes, which a check would fix.
         """
         values: dict[str, Any] = dict(zip(self._options, options, strict=True))
         formats: Any = iter(values.pop("formats", ()))
@@ -176,7 +176,7 @@ class Signature:
         return values
 
     def shapes(self, tensors: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
-        """`keywords` for what reads shapes: values stand for their matrices, unless they are tiled.
+        """Return `keywords` for functions that read shapes. Values replace their matrices, unless these are tiled.
 
         No format packs the axes that shapes are read from.
         """
