@@ -115,8 +115,7 @@ def split(values: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.nd
 
 
 def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation, out: np.ndarray | None = None) -> np.ndarray:
-    """The formula of `activation` on fp32 arrays `[R, F]`. up is None if ungated. The result may use the memory
-    `out`."""
+    """The formula of `activation` on fp32 `[R, F]`, possibly in the memory `out`. up is None if ungated."""
     with np.errstate(all="ignore"):
         if activation.name == "softcapped_silu":
             assert up is not None

@@ -62,8 +62,7 @@ def bias_strides(operands: MatmulOperands) -> dict[str, Argument]:
 
 
 def fused_constants(problem: MatmulProblem) -> dict[str, Argument]:
-    """TOP_K, gather, scatter (or the dtype of rows sent to addresses) and the fused activation, in the kernels'
-    order."""
+    """TOP_K, gather, scatter (or the dtype of addressed rows) and the fused activation, in the kernels' order."""
     spec, layout, activation = problem.spec, problem.layout, problem.spec.activation
     scatter = spec.scatter if not problem.addressed else spec.out_dtype or problem.dtype
     places = passed(TOP_K=layout.top_k if layout is not None else 1, GATHER=spec.gather, SCATTER=scatter)

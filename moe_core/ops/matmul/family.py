@@ -33,8 +33,7 @@ class Family(abc.ABC):
         """The reason why the family cannot run a product of its kind of weights with any tile, or None."""
 
     def why_not_chosen(self, problem: MatmulProblem) -> str | None:
-        """The reason why a later family of `FAMILIES` is preferred for a product that this one can run (measurements or
-        batch_invariant), or None."""
+        """The reason (measured, or batch_invariant) to prefer a later family of `FAMILIES`, or None."""
         return None
 
     @abc.abstractmethod
@@ -47,8 +46,7 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
-        """Add the launch that computes problem.outputs, and its line of sums. Buffers and stage: see
-        `plan_matmul_ogs`."""
+        """Add the launch that computes problem.outputs, and its line of sums. stage: see `plan_matmul_ogs`."""
 
     def storing(self, config: TileConfig, problem: MatmulProblem) -> TileConfig:
         """The configuration with the same bits that stores all of problem.outputs, usually `config`."""

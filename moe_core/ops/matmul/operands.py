@@ -39,8 +39,7 @@ def quantized_operands(operands: MatmulOperands) -> dict[str, QuantizedTensor]:
 
 
 def check_operands(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, joined: bool) -> MatmulSizes:
-    """Check ArraySpecs and QuantizedTensors of them. joined: see `plan_matmul_ogs`. Raises InvalidInput, and
-    Unsupported for sizes that overflow."""
+    """Check operands. joined: see `plan_matmul_ogs`. Raises InvalidInput, and Unsupported if sizes overflow."""
     x, weight = operands.x, operands.weight
     dtype = _check_formats(operands, spec)
     x_shape = require_spec("x", logical_spec(x, dtype), ("num_rows", "d"), dtype, contiguous=False).shape
@@ -89,8 +88,7 @@ def check_operands(operands: MatmulOperands, layout: LayoutSpec | None, spec: Ma
 def _check_epilogue(
     operands: MatmulOperands, spec: MatmulSpec, lead: tuple[int, ...], weight_n: int, dtype: str, joined: bool
 ) -> int:
-    """Check up, biases and layer_index. Returns the number of output columns. lead: the weight's axes before the
-    matrix."""
+    """Check up, biases and layer_index; returns the output columns. lead: the weight's axes before the matrix."""
     activation, weight = spec.activation, operands.weight
     separate = activation is not None and activation.gate_layout == "separate"
     one_buffer = activation is not None and activation.gated and not separate
@@ -129,8 +127,7 @@ def why_not_together(activations: Format, weights: Format) -> str | None:
 
 
 def check_tiling(weight: object, activation: Activation | None, name: str) -> None:
-    """Raise InvalidInput if a prepacked weight's row order does not fit its product. activation: the fused one
-    or None."""
+    """Raise InvalidInput if a prepacked weight's row order does not fit the fused activation (or None)."""
     tiling = weight.spec.tiling if isinstance(weight, QuantizedTensor) else None
     if tiling is None:
         return

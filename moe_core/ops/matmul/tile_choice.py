@@ -84,8 +84,7 @@ def heuristic_tile(problem: MatmulProblem) -> TileChoice:
 
 
 def given_tile(problem: MatmulProblem, config: TileConfig, name: str = "config") -> TileChoice | None:
-    """The caller's configuration, None on a target without tiles. Raises InvalidInput if it is illegal: a caller who
-    names a configuration wants it, or the reason against it."""
+    """The caller's legal configuration, None on a target without tiles. Raises InvalidInput with the reason."""
     if not problem.target.compiled and problem.weights != PLAIN:
         return None
     _able(problem)

@@ -165,8 +165,7 @@ def plan_weight_gradient(
 
 
 def _faster_family(layout: LayoutSpec, spec: WeightGradientSpec, shape: tuple[int, int], tile: TileConfig) -> str:
-    """`sm90` if experts have enough rows and its large tiles, which multiply twice as fast, are not mostly padding.
-    shape: (M, N). tile: the portable kernel's."""
+    """`sm90` if experts have enough rows and its large tiles, which multiply twice as fast, are not mostly padding."""
     tokens = layout.num_tokens if spec.expected_tokens is None else spec.expected_tokens
     if tokens * layout.top_k < _SM90_ROWS * (spec.expected_experts or layout.num_experts):
         return "portable"
@@ -187,8 +186,7 @@ def _launch_portable(
     trusted: bool,
     with_weight: bool,
 ) -> None:
-    """Add the launches of the portable kernel. columns: first ones of left and right, M, N. with_weight: compute
-    d_weight too. trusted: see `plan_weight_gradient`."""
+    """Add the portable kernel's launches. columns: first ones of left and right, M, N."""
     target, (left_start, right_start, m, n) = builder.target, columns
     groups = 1 if layout is None else layout.num_experts
     left, right = operands.left, operands.right

@@ -34,8 +34,7 @@ _PIECE_ELEMENTS = 2**17
 
 
 def pack_nibbles(codes: np.ndarray, axis: int = -1) -> np.ndarray:
-    """uint8 codes below 16, two per byte along `axis`, even index in the low nibble. An odd end is padded with 0.
-    Raises InvalidInput for larger codes."""
+    """uint8 codes below 16 (else InvalidInput), two per byte along `axis`, even index low, padded with 0."""
     codes = np.asarray(codes)
     if codes.dtype != np.uint8 or (codes.size and codes.max() > 15):
         raise InvalidInput(f"codes must be uint8 below 16, got {codes.dtype}; mask them with 15")
@@ -211,8 +210,8 @@ def _quantize_matrix(
 
 
 def _pieces(tensor: QuantizedTensor, logical: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """(logical, values, scales[, zero points]) of whole groups of rows of each matrix, as views `[rows, columns]`.
-    Pieces fit a processor's cache, which is several times faster than whole matrices."""
+    """(logical, values, scales[, zero points]) views `[rows, columns]` of whole row groups that fit a
+    processor's cache."""
     group, per_byte = tensor.format.group_rows, tensor.format.own_element.per_byte
     arrays, unit = [array for _, array in named_arrays(tensor)], math.lcm(group or 1, per_byte)
     for index in np.ndindex(logical.shape[:-2]):

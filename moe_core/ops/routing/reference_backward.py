@@ -82,8 +82,8 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
 
 
 def _loss_shares(logits: np.ndarray, scoring: str) -> np.ndarray:
-    """P of `router_losses`, fp32 `[T, E]`: scores over their sum, computed as the softmax of log scores so that no sum
-    underflows. Zeros if all logits are -inf."""
+    """P of `router_losses`, fp32 `[T, E]`, as the softmax of log scores: no sum underflows. 0 if all logits are
+    -inf."""
     if scoring == "sigmoid":
         logits = np.minimum(logits, 0) - np.log1p(np.exp(-np.abs(logits)))
     elif scoring == "sqrt_softplus":

@@ -74,8 +74,8 @@ class _Portable(Family):
         return None
 
     def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
-        """Configurations for this and other numbers of rows, then neighbours of the first, nearest first. Sides are at
-        most twice the size that the problem fills."""
+        """Tiles for this and other numbers of rows, then neighbours of the first, with sides up to twice the
+        problem's."""
         start = self.tile(problem)
         seeds = [self.tile(dataclasses.replace(problem, expected_rows=rows)) for rows in _ROWS]
         for config in (start, *seeds, *_around(start)):

@@ -31,8 +31,7 @@ _ORDERED_ROWS, _ORDERED = 64, "ordered_x"
 _ORDER_ROWS = 32
 #: Rows of packed weights are read 16 bytes at a time.
 _WORD_COLUMNS = 32
-#: From this many tokens per tile tokens are the left operand of the tensor cores, unless weights are decoded into
-#: registers.
+#: From this many tokens per tile tokens are the tensor cores' left operand, unless weights decode into registers.
 _TOKENS_FIRST_ROWS = 64
 
 #: Columns between additions of partial fp8 sums into the fp32 sum.
@@ -141,8 +140,7 @@ def _stage_bytes(config: TileConfig, problem: MatmulProblem) -> int:
 
 
 def _heuristics(problem: MatmulProblem) -> TileConfig:
-    """A tile from rows per expert and the method. block_n counts output columns; gated products have two weight rows
-    for each."""
+    """A tile from rows per expert and method. block_n counts output columns, two weight rows each if gated."""
     rows = rules.INVARIANT_ROWS if problem.batch_invariant else problem.rows_per_group
     method = product_method(problem.operands, problem.target)
     block_k = min(128, padded(problem.d, 32), method.group or 128)

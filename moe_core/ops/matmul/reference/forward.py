@@ -35,8 +35,7 @@ def pick(array: Any, index: int) -> Any:
 
 
 def pick_layer(array: Any, layer_index: np.ndarray | None) -> Any:
-    """`array[layer_index[0]]`, or `array` without a layer axis. array: None, an array or a quantised tensor. Raises
-    InvalidInput for a layer outside the array."""
+    """`array[layer_index[0]]` (array or quantised tensor), or `array` without a layer axis. Raises InvalidInput."""
     if array is None or layer_index is None:
         return array
     index, count = int(layer_index[0]), array.shape[0]
@@ -213,8 +212,7 @@ class Product:
         return sums, calls
 
     def chain(self, piece: Piece) -> Callable[[], slice]:
-        """A call that computes all rows of a piece and returns them. Python work is done here, ahead of the threads, if
-        other work is small: threads would wait for the GIL."""
+        """A call that computes a piece's rows and returns them. Small Python work is done ahead, because of the GIL."""
         block = slice(piece[0][1].start, piece[-1][1].stop)
         small = self.rows.count * max(self.x.shape[1], self.shape[1]) <= _AHEAD_ELEMENTS
         ahead = self._calls(piece, block) if self.direct and small else None
@@ -230,8 +228,7 @@ class Product:
         return compute
 
     def run(self, later: Later | None = None, then: Callable[[slice], None] | None = None) -> None:
-        """Compute the whole product. later: an executor for it. then: called with each slice of rows of y that
-        is ready."""
+        """Compute all of it. later: an executor. then: called with each finished slice of rows of y."""
         work = self.nanoseconds
         with np.errstate(all="ignore"):
             # The gradients of the input and of the matrix add at least as much work.
@@ -278,8 +275,7 @@ def matmul_ogs_plan(
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
     places: tuple[np.ndarray, ...],
 ) -> tuple[np.ndarray, ...]:
-    """`matmul_ogs` with a plan's inputs by name. Writes y, pre or both (`plan_matmul_ogs`) to places. tensors: see
-    `quantized_from`."""
+    """`matmul_ogs` with a plan's inputs by name, written to places: y, pre or both. tensors: see `quantized_from`."""
     operands = bundle_of(MatmulOperands, quantized_from(arrays, tensors))
     rows, made = planned_rows(layout, arrays, operands.x.shape[0]), dict(zip(outputs, places, strict=True))
     y = made["y"] if "y" in made else _empty(operands, spec, rows)

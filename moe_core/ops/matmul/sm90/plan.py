@@ -156,8 +156,7 @@ SM90 = _Sm90()
 def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None
 ) -> dict[str, Argument]:
-    """Every kernel parameter in order. A stage trusts its layout, without padding inside a group, so that whole tiles
-    may be stored. pre needs this."""
+    """Every kernel parameter in order. A stage trusts its layout: no padding inside groups, whole tiles are stored."""
     operands, spec, sizes, layout = problem.operands, problem.spec, problem.sizes, problem.layout
     assert layout is not None and (stage is not None or not builder.has("pre")), "pre is stored by whole tiles"
     x, weight, in_out = operands.x, operands.weight, spec.weight_layout == "in_out"

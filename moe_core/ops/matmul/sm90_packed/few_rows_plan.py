@@ -17,9 +17,8 @@ from moe_core.specs.tile import TileConfig
 MATMUL_FEW_ROWS = declare_kernel(kernels.matmul_few_rows, pdl="layout", prepacked_weight="weight")
 
 FEW_ROWS_NAME = "few_rows"
-#: Weights stream into registers up to this mean of rows per expert. Measured with mxfp4: up to 1.1 times as fast as the
-#: mixed-input family up to 4 rows. At 8 that family is 1.26 times as fast, because experts with more than 8 rows stream
-#: twice.
+#: Most mean rows per expert. With mxfp4 up to 1.1 times as fast as the mixed-input family up to 4 rows. At 8 that is
+#: 1.26 times as fast, because experts with more than 8 rows stream twice.
 _MOST_ROWS = 4
 #: Rows per block of the grid, as in one instruction.
 _HEIGHT = 8

@@ -46,9 +46,8 @@ _TALL_PART = 1024
 _RESERVED = 1024
 #: With fewer stages of two blocks, stages have one block.
 _LEAST_STAGES = 3
-#: Mean rows per expert (above, up to) with tall tiles for mxfp4 weights, without and with a gate. Measured in whole
-#: forwards at means of 32, 64, 128, 256 and 512 (docs/notebook/quantised.md). Integer weights were not measured and do
-#: not get tall tiles by default.
+#: Mean rows per expert (above, up to) with tall tiles for mxfp4, without and with a gate. Measured in whole forwards at
+#: means of 32 to 512 (docs/notebook/quantised.md). Integer weights were not measured.
 _TALL_ROWS = {False: (64, math.inf), True: (96, 192)}
 #: (most mean rows per expert, tokens of a tile, reduction columns per stage, at most two blocks). Larger means get the
 #: largest tile. Tiles exceed the mean. Measured with mxfp4 at means of 8, 32 and 128 only (docs/notebook/quantised.md).
