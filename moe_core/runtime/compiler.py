@@ -58,11 +58,9 @@ def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str,
 
 
 def compile_launch(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Any:
-    """Triton's compiled kernel (`.asm["cubin"]` or `["hsaco"]`, `.metadata`) of a launch, cached in the process.
-
-    Both frameworks get the same kernel: types come from the plan's specs, every pointer is 16-byte aligned, and no
-    run-time value is specialised.
-    """
+    """Triton's compiled kernel (`.asm["cubin"]` or `["hsaco"]`, `.metadata`) of a launch, cached in the process. Types
+    come from the plan's specs, every pointer is 16-byte aligned, and no run-time value is specialised, so both
+    frameworks get the same kernel."""
     constants = tuple((name, value.value) for name, value in launch.arguments if isinstance(value, Constant))
     return _compile(
         launch.kernel, launch_signature(plan, launch), constants, launch.num_warps, launch.num_stages,
@@ -118,12 +116,9 @@ def _compile(
 
 
 def require_counted_once(kernel: Kernel, ttgir: str) -> None:
-    """Raise RuntimeError if one thread's registers hold an element twice that a histogram counts. Triton's lowering
-    allows for duplicates in threads and warps, not in registers.
-
-    Also raises if a kernel has histograms and its declaration lacks counts_slots: without TTGIR they would go
-    unchecked.
-    """
+    """Raise RuntimeError if one thread's registers repeat an element that a histogram counts. Triton's lowering allows
+    for duplicates in threads and warps, not in registers. Also raises if a kernel with histograms does not declare
+    counts_slots: without TTGIR it would go unchecked."""
     layouts = dict(re.findall(r"^(#\w+) = (.+)$", ttgir, re.MULTILINE))
     histograms = ttgir.count("tt.histogram ")
     if histograms and not kernel.counts_slots:
@@ -142,7 +137,7 @@ def require_counted_once(kernel: Kernel, ttgir: str) -> None:
 
 
 def _repeats_registers(layout: str, size: int) -> bool:
-    """Return True if a vector's layout is unknown or gives a thread one element in several registers."""
+    """True if a vector's layout is unknown or gives a thread one element in several registers."""
     if layout.startswith("#ttg.slice<"):
         return False  # By definition it drops only registers that differ along the sliced axis.
     if blocked := re.match(r"#ttg\.blocked<\{sizePerThread = \[(\d+)\]", layout):

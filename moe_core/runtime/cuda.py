@@ -1,7 +1,7 @@
 """NVIDIA GPUs through the CUDA driver API and ctypes: devices, contexts, modules, TMA descriptors, launches of plans.
 
-Needs no framework and no C compiler, and keeps no process-wide state. Handles are valid in both frameworks, which use
-each device's primary context, too.
+Needs no framework and no C compiler, and keeps no process-wide state. Both frameworks use each device's primary context
+too, so handles are shared.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Driver:
         return self.number(self.lib.cuDeviceGetCount, "cuDeviceGetCount")
 
     def attribute(self, device_index: int, attribute: int) -> int:
-        what = f"cuDeviceGetAttribute({attribute}) of device {device_index}"
-        return self.number(self.lib.cuDeviceGetAttribute, what, attribute, device_index)
+        action = f"cuDeviceGetAttribute({attribute}) of device {device_index}"
+        return self.number(self.lib.cuDeviceGetAttribute, action, attribute, device_index)
 
     def number(self, function: Any, what: str, *arguments: int) -> int:
         """The int that a driver function returns through its first argument."""
@@ -133,14 +133,12 @@ class Driver:
         return current
 
     def make_current(self, context: ctypes.c_void_p) -> None:
-        """Make a context current on this thread, instead of any other."""
+        """Make a context current on this thread."""
         self.check(self.lib.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
     def within(self, device_index: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function with a device's primary context current on this thread, then restore the thread's context.
-
-        No context manager: Ctrl-C between a `with` statement and its manager would leave ours current.
-        """
+        """Call a function with a device's primary context current on this thread, then restore the thread's context. No
+        context manager: Ctrl-C between a `with` statement and its manager would leave ours current."""
         context, before = self.context(device_index), self.current_context()
         if before.value == context.value:
             return function(*arguments)
@@ -158,11 +156,8 @@ class Driver:
         self, into: int, address: int, dtype: str, shape: tuple[int, int], pitch: int, panel: tuple[int, int]
     ) -> None:
         """Write the `CUtensorMap` (TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT) of a matrix of 8- or 16-bit elements to
-        `into`.
-
-        shape: (rows, columns); pitch: elements between rows; panel: (rows, columns) of one copy, 128 bytes wide.
-        Elements outside the matrix read as zeros and are not written.
-        """
+        `into`. shape: (rows, columns). pitch: elements between rows. panel: (rows, columns) of one copy, 128 bytes
+        wide. Elements outside the matrix read as zeros and are not written."""
         sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
         pitches = (ctypes.c_uint64 * 1)(dtypes.itemsize(dtype) * pitch)
         box, steps = (ctypes.c_uint32 * 2)(panel[1], panel[0]), (ctypes.c_uint32 * 2)(1, 1)
@@ -180,15 +175,15 @@ class Driver:
         self.check(code, "cuMemsetD8Async")
 
     def load(self, cubin: bytes, function_name: str, shared_bytes: int, device_index: int) -> ctypes.c_void_p:
-        """Load a cubin on a device. Returns the function with its dynamic shared memory allowed."""
+        """Load a cubin on a device and return the function with its dynamic shared memory allowed."""
         return self.within(device_index, self._load, cubin, function_name, shared_bytes)
 
     def _load(self, cubin: bytes, function_name: str, shared_bytes: int) -> ctypes.c_void_p:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        what, code = f"loading {function_name}", self.lib.cuModuleLoadData(ctypes.byref(module), cubin)
+        action, code = f"loading {function_name}", self.lib.cuModuleLoadData(ctypes.byref(module), cubin)
         if code in _DAMAGED:
-            what += ", perhaps from a damaged file (delete Triton's cache, $TRITON_CACHE_DIR or ~/.triton/cache),"
-        self.check(code, what)
+            action += ", perhaps from a damaged file (delete Triton's cache, $TRITON_CACHE_DIR or ~/.triton/cache),"
+        self.check(code, action)
         try:
             code = self.lib.cuModuleGetFunction(ctypes.byref(function), module, function_name.encode())
             self.check(code, f"finding {function_name}")
@@ -219,7 +214,7 @@ def why_no_gpu() -> str:
 
 
 def cuda_available() -> bool:
-    """Return True if a CUDA driver has at least one device."""
+    """True if a CUDA driver has at least one device."""
     return not why_no_gpu()
 
 
@@ -236,11 +231,9 @@ def cuda_target(device_index: int) -> Target:
 
 
 class HostTensorMap:
-    """One descriptor, encoded again only if its buffer moves.
-
-    entries: addresses of the kernel parameters that Triton makes of a descriptor: the descriptor by value, then shape
-    (int32) and strides (int64) of both axes. index: of the buffer among a plan's addresses.
-    """
+    """One descriptor, encoded again only if its buffer moves. entries: addresses of the kernel parameters that Triton
+    makes of it: the descriptor by value, then shape (int32) and strides (int64) of both axes. index: of the buffer
+    among a plan's addresses."""
 
     def __init__(self, request: TensorMap, dtype: str, index: int) -> None:
         self.request, self.dtype, self.index = request, dtype, index
@@ -261,11 +254,9 @@ class HostTensorMap:
 
 
 class _ParameterBlocks:
-    """One thread's launch data: an address array and, per step, the arguments of its driver call.
-
-    addresses: of inputs, outputs and scratch buffers; parameter lists point there. Scratch addresses and the stream
-    stay written between calls, since they mostly repeat.
-    """
+    """One thread's launch data: an address array and, per step, the arguments of its driver call. addresses: of inputs,
+    outputs and scratch buffers, where parameter lists point. Scratch addresses and the stream stay written between
+    calls, since they mostly repeat."""
 
     def __init__(
         self, plan: LaunchPlan, steps: Sequence[KernelLaunch], kernels: Sequence[Any], index: Mapping[str, int]
@@ -274,7 +265,7 @@ class _ParameterBlocks:
         count = len(plan.inputs) + len(plan.outputs)
         content = memoryview(self.addresses).cast("B")
         #: Bytes of the addresses that a run gets: inputs, outputs, and the arena if there is one.
-        self.given = content[: _POINTER_BYTES * (count + bool(plan.scratch_bytes))]
+        self.address_bytes = content[: _POINTER_BYTES * (count + bool(plan.scratch_bytes))]
         #: Bytes of the scratch buffers' addresses.
         self.scratch = content[_POINTER_BYTES * (count + 1) :]
         self.current = ctypes.c_void_p()
@@ -335,11 +326,11 @@ class CudaPrepared(Prepared):
         self._kernels = [_load(compile_launch(plan, step, plan.target), device_index) for step in self._steps]
         self._local = threading.local()
         # One call packs faster than assignments to a ctypes array, which convert item by item.
-        given = self._count + bool(self._scratch_bytes)
-        self._pack = struct.Struct(f"{given}Q").pack_into
-        self._low_bits = _in_lanes([ALIGNMENT - 1] * given)
+        num_addresses = self._count + bool(self._scratch_bytes)
+        self._pack = struct.Struct(f"{num_addresses}Q").pack_into
+        self._low_bits = _in_lanes([ALIGNMENT - 1] * num_addresses)
         # The address that holds scratch, or a tuple of addresses.
-        homes = sorted({home for home, _ in self._places if home < given})
+        homes = sorted({home for home, _ in self._places if home < num_addresses})
         self._homes = operator.itemgetter(*homes) if homes else None
         # Scratch addresses are one number: the offsets plus each home's address times ones at its buffers.
         self._offsets = _in_lanes([offset for _, offset in self._places])
@@ -358,7 +349,7 @@ class CudaPrepared(Prepared):
         addresses = blocks.addresses
         self._pack(addresses, 0, *pointers)
         # The low bits of all addresses in one number.
-        if int.from_bytes(blocks.given, "little") & self._low_bits:
+        if int.from_bytes(blocks.address_bytes, "little") & self._low_bits:
             self._refuse_misaligned(pointers)
         if 0 in pointers:
             self._refuse_missing(pointers)
@@ -391,9 +382,7 @@ def _in_lanes(values: Sequence[int]) -> int:
 
 @functools.cache
 def _load(compiled: Any, device_index: int) -> Any:
-    """(function, shared bytes, warps) of a compiled kernel on a device, loaded once. Compiled kernels hash by
-    identity.
-    """
+    """(function, shared bytes, warps) of a compiled kernel (hashed by identity) on a device, loaded once."""
     metadata = compiled.metadata
     function = driver().load(compiled.asm["cubin"], metadata.name, metadata.shared, device_index)
     # Specialised kernels run more warps than requested.

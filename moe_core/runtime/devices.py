@@ -1,7 +1,4 @@
-"""The driver for each kind of device.
-
-Another kind of GPU needs one module like `moe_core.runtime.cuda` and one entry of `BACKENDS`.
-"""
+"""The driver for each kind of device: a module like `moe_core.runtime.cuda` and an entry in `BACKENDS`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from moe_core.runtime.prepared import HostPrepared, Prepared
 
 
 class Backend(NamedTuple):
-    """A driver module's parts. target: the plan target of a device index; prepared: the class of its plans."""
+    """A driver module's parts. target: the plan target of a device index. prepared: the class of its plans."""
 
     target: Callable[[int], Target]
     prepared: type[Prepared]

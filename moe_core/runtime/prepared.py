@@ -1,4 +1,4 @@
-"""Plans that are ready to run: the base class for all devices, and the class for CPUs."""
+"""The base class of plans that are ready to run, and the class for CPUs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from moe_core.runtime.compiler import load_kernel
 
 
 class Prepared:
-    """A plan ready to run on one device: call it with addresses.
+    """A plan ready to run on one device: call it with addresses. steps: a slice of the plan's steps, None for all.
 
     `prepared(pointers, stream)`: addresses of inputs and outputs in plan order, then of the scratch arena if
-    `plan.scratch_bytes` is not 0. Every address must be a multiple of 16 (InvalidInput names the buffer). steps: a
-    slice of the plan's steps, None for all.
+    `plan.scratch_bytes` is not 0. Every address must be a multiple of 16 (InvalidInput names the buffer).
     """
 
     def __init__(self, plan: LaunchPlan, device_index: int) -> None:
@@ -59,7 +58,7 @@ class Prepared:
                 )
 
     def _scratch_addresses(self, pointers: Sequence[int]) -> list[int]:
-        """pointers: of inputs, outputs and the arena; anything for an arena without bytes."""
+        """pointers: of inputs, outputs and the arena (any value if it has no bytes)."""
         return [pointers[home] + offset for home, offset in self._places]
 
     def _run(self, pointers: Sequence[int], stream: int, steps: slice) -> None:
@@ -89,8 +88,8 @@ class HostPrepared(Prepared):
         fixed = {name: value.value if isinstance(value, Constant) else value for name, value in step.arguments}
 
         def call(addresses: list[int]) -> None:
-            given = {name: interpreter.HostPointer(addresses[index], dtype) for name, index, dtype in pointers}
-            interpreter.launch(kernel, step.grid, list((fixed | given).items()))
+            host_pointers = {name: interpreter.HostPointer(addresses[index], dtype) for name, index, dtype in pointers}
+            interpreter.launch(kernel, step.grid, list((fixed | host_pointers).items()))
 
         return call
 
@@ -102,20 +101,20 @@ class HostPrepared(Prepared):
 
         def call(addresses: list[int]) -> None:
             places = tuple([view(addresses[index]) for index, view in outputs])
-            given = {keyword: view(addresses[index]) for keyword, index, view in inputs}
-            given = {"arrays": given} if "arrays" in parameters else given
+            inputs_by_name = {keyword: view(addresses[index]) for keyword, index, view in inputs}
+            inputs_by_name = {"arrays": inputs_by_name} if "arrays" in parameters else inputs_by_name
             memory = {"places": places} if "places" in parameters else {}
-            results = function(**given, **memory, **constants)
+            results = function(**inputs_by_name, **memory, **constants)
             results = results if isinstance(results, tuple) else (results,)
-            for place, result in zip(places, results, strict=True):
-                if result is not place:
-                    place[...] = result
+            for destination, result in zip(places, results, strict=True):
+                if result is not destination:
+                    destination[...] = result
 
         return call
 
     def _run(self, pointers: Sequence[int], stream: int, steps: slice) -> None:
-        given = [*pointers, 0][: self._count + 1]
-        addresses = [*given, *self._scratch_addresses(given)]
+        addressed = [*pointers, 0][: self._count + 1]
+        addresses = [*addressed, *self._scratch_addresses(addressed)]
         for index, size in self._large:
             prefer_huge_pages(pointers[index], size)
         # In its own context, which holds NumPy's error state: an interrupt may leave that changed.

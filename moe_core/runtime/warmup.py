@@ -1,7 +1,6 @@
 """Compiles every kernel of plans before the first call, and reports the cost.
 
-The number of tokens is no constant of a kernel. It only decides which of a handful of tiles run, so a few counts are
-enough.
+The number of tokens is no constant of a kernel. It only selects among a handful of tiles, so a few counts are enough.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class KernelReport:
     Args:
         kernel: its name.
         tile: its sides, warps and stages.
-        seconds: spent in the compiler, waiting for a processor included.
-        cached: whether it existed before, in this process or in Triton's cache on disk.
+        seconds: in the compiler, including the wait for a processor.
+        cached: True if it existed in this process or in Triton's cache on disk.
     """
 
     kernel: str
@@ -42,12 +41,12 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What a warm-up did.
+    """The result of a warm-up.
 
     Args:
-        kernels: each once, in the order in which plans need them. There are none off the GPU.
-        seconds: from start to end, loading on devices included.
-        plans: how many were made ready.
+        kernels: each once, in the order in which plans need them. Empty off the GPU.
+        seconds: total, including loading on devices.
+        plans: number of plans made ready.
     """
 
     kernels: tuple[KernelReport, ...]
@@ -56,7 +55,7 @@ class WarmupReport:
 
     @property
     def compiled(self) -> tuple[KernelReport, ...]:
-        """The kernels that did not exist before."""
+        """The kernels that were compiled."""
         return tuple(kernel for kernel in self.kernels if not kernel.cached)
 
     def __str__(self) -> str:
@@ -80,12 +79,12 @@ def kernel_identity(plan: LaunchPlan, launch: KernelLaunch) -> Hashable:
 
 def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, KernelLaunch]]:
     """One launch, with a plan of it, for each kernel that the plans need."""
-    found: dict[Hashable, tuple[LaunchPlan, KernelLaunch]] = {}
+    launches: dict[Hashable, tuple[LaunchPlan, KernelLaunch]] = {}
     for plan in plans:
         for launch in plan.steps:
             if isinstance(launch, KernelLaunch):
-                found.setdefault((plan.target.architecture, kernel_identity(plan, launch)), (plan, launch))
-    return list(found.values())
+                launches.setdefault((plan.target.architecture, kernel_identity(plan, launch)), (plan, launch))
+    return list(launches.values())
 
 
 def compile_kernels(
@@ -94,14 +93,14 @@ def compile_kernels(
     """Compile launches of cuda plans, several at a time.
 
     Args:
-        kernels: launches, each with the plan it is from, as `distinct_kernels` gives them.
-        workers: how many are compiled at the same time.
+        kernels: launches, each with its plan, as `distinct_kernels` returns them.
+        workers: number of compilations at the same time.
 
     Returns:
         A report for each kernel, in order.
 
     Raises:
-        InvalidInput: workers below 1. A kernel that is refused raises what its compiler raised.
+        InvalidInput: workers below 1. A kernel that is refused raises its compiler's error.
     """
     require_at_least("workers", workers, 1)
     if not kernels:
@@ -116,18 +115,18 @@ def compile_kernels(
 def warmup(
     plans: Iterable[LaunchPlan], device_indices: Sequence[int] = (0,), *, workers: int = _WORKERS
 ) -> WarmupReport:
-    """Compile every kernel of the plans and load them on the devices; running a plan afterwards compiles nothing.
+    """Compile every kernel of the plans and load them on the devices. Running a plan afterwards compiles nothing.
 
     Args:
-        plans: of one target, each counted once. Plans for a CPU have nothing to compile and are made ready.
-        device_indices: CUDA devices. None given means compile only, which needs no GPU.
-        workers: how many kernels are compiled at the same time.
+        plans: of one target, each counted once. Plans for a CPU are made ready without compiling.
+        device_indices: CUDA devices. Empty: compile only, which needs no GPU.
+        workers: number of compilations at the same time.
 
     Returns:
-        The kernels with the seconds each took, and which existed before.
+        The kernels, with seconds and whether each existed.
 
     Raises:
-        InvalidInput: plans of several targets, and whatever `runtime.prepare` raises.
+        InvalidInput: plans of several targets, and the errors of `runtime.prepare`.
     """
     start = time.perf_counter()
     plans = tuple(dict.fromkeys(plans))
