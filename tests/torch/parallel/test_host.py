@@ -119,7 +119,7 @@ def launches(group: Any, problem: Problem, way: ExchangeSpec) -> tuple[list[str]
     def called(self: Operator, arguments: tuple[Any, ...]) -> Any:
         plan = self.plan(arguments, Target("cuda", 90, 132))
         steps.extend(step.kernel.function for step in plan.steps if isinstance(step, KernelLaunch))
-        return real(self, *arguments)
+        return real(self, arguments)
 
     def waited(self: Symmetric, *arguments: Any) -> None:
         barriers.append(barrier(self, *arguments))
