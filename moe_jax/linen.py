@@ -73,17 +73,17 @@ _Places = tuple[tuple[tuple[str, ...], Leaf], ...]
 class MoE(nn.Module):
     """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring.
 
+    The other fields are those of `MoELayerSpec`. token_rounding is for training: evaluate
+    `layer.clone(token_rounding=None)`, with the same variables. Raises InvalidInput, also in calls inside
+    `nn.logical_axis_rules` without these names.
+
     Args:
-        d_model, d_ff, num_experts, top_k, router, experts, ...: the fields of `MoELayerSpec`.
         dtype: of the computation and of y. None: the promotion of x and the parameters.
         param_dtype: of new parameters.
         kernel_init: draws one matrix `[inputs, outputs]` at a time.
         num_layers: None, or L for a stack `[L, ...]`.
         logical_axes: names of the parameters' axes.
         expert_axis: the mesh axis that splits the experts, see `moe_jax.layers.forward`.
-
-    token_rounding is for training: evaluate `layer.clone(token_rounding=None)`, with the same variables. Raises
-    InvalidInput, also in calls inside `nn.logical_axis_rules` without these names.
     """
 
     d_model: int
@@ -126,9 +126,8 @@ class MoE(nn.Module):
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, **options: Any) -> MoE:
-        """Return the layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype,
-        kernel_init, num_layers, expert_axis, name.
-        """
+        """The layer of a spec, for example from `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
+        num_layers, expert_axis, name."""
         return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, **options)
 
     @property
@@ -148,9 +147,8 @@ class MoE(nn.Module):
         input_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """Return y `[..., D]`, or (y, MoEAux) with return_aux. Arguments are those of `moe_jax.layers.forward` and
-        `moe_jax.layers.RoutedBy`.
-        """
+        """y `[..., D]`, or (y, MoEAux) with return_aux. Arguments: see `moe_jax.layers.forward` and
+        `moe_jax.layers.RoutedBy`."""
         spec = self.spec
         rule = layers.current_rule()
         if rule is not None and spec.experts.scheme is None and layers.scheme_of_rule(rule) is not None:
@@ -179,21 +177,19 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> str:
-        """Explain the plan of a forward, or of a training step; see `moe_jax.layers.explain`. variables: have the
-        dtypes, as arrays or ShapeDtypeStructs. None: those of `init`.
-        """
+        """Explain the plan of a forward, or of a training step; see `moe_jax.layers.explain`. variables: arrays or
+        ShapeDtypeStructs with the dtypes. None: those of `init`."""
         return layers.explain(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape, see
-        `moe_core.layers.layer_cost`. training: with the backward. XLA's `cost_analysis` does not count them.
-        """
+        """Floating-point operations and bytes of a forward for a number of tokens, or a shape of x, see
+        `moe_core.layers.layer_cost`. training: with the backward. XLA's `cost_analysis` does not count them."""
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     @nn.nowrap
     def warmup(self, tokens: Sequence[int], variables: Any = None, *, training: bool = False) -> WarmupReport:
-        """Compile and load ahead of the first call; see `moe_jax.layers.warmup`. variables: as for `explain`."""
+        """Compile and load ahead of the first call, see `moe_jax.layers.warmup`. variables: as for `explain`."""
         return layers.warmup(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
@@ -203,22 +199,21 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> dict[str, Any]:
-        """Return variables (unboxed) with the weights, in this layer's layouts; see `moe_jax.layers.load_weights`."""
+        """Variables (unboxed) with the weights, in this layer's layouts; see `moe_jax.layers.load_weights`."""
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         return self._variables(jax.tree.map(jnp.array, arrays))
 
     @nn.nowrap
     def quantize_experts(self, variables: Any, scheme: Scheme) -> tuple[MoE, dict[str, Any]]:
-        """Return (the layer with quantised experts, its variables, unboxed); see `moe_jax.layers.quantize_experts`."""
+        """(the layer with quantised experts, its variables, unboxed); see `moe_jax.layers.quantize_experts`."""
         arrays, spec = layers.quantize_experts(self._parameters(variables), self.spec, scheme, self.num_layers)
         layer = self.clone(experts=spec.experts)
         return layer, layer._variables(arrays)
 
     @nn.nowrap
     def prepack_weights(self, variables: Any) -> dict[str, Any]:
-        """Return variables (unboxed) of `moe_jax.layers.prepack_weights`: `quantized/wi/tiled_values` and so on, in
-        checkpoints, too. Collections of other modules are dropped. Raises InvalidInput.
-        """
+        """Variables (unboxed) of `moe_jax.layers.prepack_weights`: `quantized/wi/tiled_values` and so on, also in
+        checkpoints. Collections of other modules are dropped. Raises InvalidInput."""
         return self._variables(layers.prepack_weights(self._parameters(variables), self.spec, self.num_layers))
 
     @nn.nowrap
@@ -228,15 +223,14 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def _variables(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """The layer's parameters as its collections."""
         every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(arrays))
         names = dict.fromkeys(_collection(leaf) for leaf in every)
         placed = [(_collection(leaf), leaf.path, layers.find(arrays, leaf.path)) for leaf in every]
-        return {name: layers.nested((path, array) for own, path, array in placed if own == name) for name in names}
+        return {name: layers.nested((path, array) for of, path, array in placed if of == name) for name in names}
 
     @nn.nowrap
     def export_weights(self, variables: Any) -> layers.LayerWeights | list[layers.LayerWeights]:
-        """Return the weights in `variables` as NumPy arrays in the canonical form; for a stack, of each layer."""
+        """The weights (for a stack, of each layer) in `variables` as NumPy arrays in the canonical form."""
         return layers.export_weights(self._parameters(variables), self.spec, self.num_layers)
 
     @nn.nowrap
@@ -264,7 +258,7 @@ class ParameterGroup(nn.Module):
 def _declare(
     module: nn.Module, places: _Places, param_dtype: Any, kernel_init: Initializer, axes: layers.LogicalAxes
 ) -> dict[str, Any]:
-    """The arrays of a module and the groups below it as nested dicts; missing ones are made."""
+    """Arrays of a module and the groups below it as nested dicts. Missing ones are made."""
     arrays: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path, _ in places):
         below = tuple((path[1:], leaf) for path, leaf in places if path[0] == name)
@@ -280,5 +274,4 @@ def _declare(
 
 
 def _collection(leaf: Leaf) -> str:
-    """The collection of a leaf."""
     return QUANTIZED if leaf.is_quantized else STATE if leaf.is_state else "params"

@@ -108,9 +108,10 @@ class ParameterGroup(nnx.Module):
 class MoE(nnx.Module):
     """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring.
 
+    The other keywords are those of `MoELayerSpec` (router_bias, correction_bias, capacity_factor, ...). `model.eval()`
+    leaves out token_rounding, which is for training. Raises InvalidInput, also for rules without these names.
+
     Args:
-        d_model, d_ff, num_experts, top_k, router, experts, shared_experts: and by keyword the other fields of
-            `MoELayerSpec` (router_bias, correction_bias, capacity_factor, ...).
         dtype: of the computation and of y. None: the promotion of x and the parameters.
         param_dtype: of new parameters.
         kernel_init: draws one matrix `[inputs, outputs]` at a time.
@@ -118,9 +119,6 @@ class MoE(nnx.Module):
         logical_axes: names of the parameters' axes (`out_sharding`), by default MaxText's. Under a mesh with
             `nnx.logical_axis_rules` for them, parameters are made sharded.
         expert_axis: the mesh axis that splits the experts, see `moe_jax.layers.forward`.
-
-    `model.eval()` leaves out token_rounding, which is for training. Raises InvalidInput, also for rules without these
-    names.
     """
 
     gate: ParameterGroup
@@ -165,19 +163,18 @@ class MoE(nnx.Module):
         self.logical_axes, self.deterministic = logical_axes, False
         self.expert_axis: str | ExpertAxis | None = ExpertAxis.of(expert_axis)
         for leaf in layers.leaves(self.spec, num_layers):
-            place = self
+            group = self
             for key in leaf.path[:-1]:
-                if not hasattr(place, key):
-                    setattr(place, key, ParameterGroup())
-                place = getattr(place, key)
+                if not hasattr(group, key):
+                    setattr(group, key, ParameterGroup())
+                group = getattr(group, key)
             initial = leaf.initial(rngs.params(), param_dtype, kernel_init)
-            setattr(place, leaf.path[-1], _variable(leaf, self.logical_axes, initial))
+            setattr(group, leaf.path[-1], _variable(leaf, self.logical_axes, initial))
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
-        """Return the layer of a spec, for example of `layer_spec_from_config`. options: dtype, param_dtype,
-        kernel_init, num_layers, expert_axis.
-        """
+        """The layer of a spec, for example from `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
+        num_layers, expert_axis."""
         described = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return cls(**described, rngs=rngs, **options)
 
@@ -185,7 +182,7 @@ class MoE(nnx.Module):
     def from_weights(
         cls, weights: layers.LayerWeights, *, dtype: Any = None, param_dtype: Any = None, copy: bool = True
     ) -> MoE:
-        """Return a layer with these weights, in their storage; nothing is drawn first.
+        """Make a layer with these weights, in their storage, without drawing any first.
 
         param_dtype: None: that of the weights. Quantised experts stay as they are. copy=False: on a CPU the layer
         shares the arrays, which must not change any more. For another storage, a stack or more options, make an
@@ -214,9 +211,8 @@ class MoE(nnx.Module):
         input_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """Return y `[..., D]`, or (y, MoEAux) with return_aux. Arguments are those of `moe_jax.layers.forward` and
-        `moe_jax.layers.RoutedBy`.
-        """
+        """y `[..., D]`, or (y, MoEAux) with return_aux. Arguments: see `moe_jax.layers.forward` and
+        `moe_jax.layers.RoutedBy`."""
         rule = layers.current_rule()
         scheme = None if rule is None or self.spec.experts.scheme is not None else layers.scheme_of_rule(rule)
         if scheme is not None:
@@ -228,21 +224,20 @@ class MoE(nnx.Module):
         return layers.forward(self.parameters(), x, spec, dtype=self.dtype, **options)
 
     def parameters(self) -> dict[str, Any]:
-        """Return every array as nested dicts, for the functions of `moe_jax.layers`."""
+        """Every array as nested dicts, for the functions of `moe_jax.layers`."""
         return layers.nested((leaf.path, self._variable_of(leaf).get_value()) for leaf in self._leaves())
 
     def explain(self, tokens: int | tuple[int, ...], *, training: bool = False) -> str:
-        """Explain the plan of a forward, or of a training step; see `moe_jax.layers.explain`."""
+        """Explain the plan of a forward, or of a training step, see `moe_jax.layers.explain`."""
         return layers.explain(self.spec, tokens, **self._planned_for(), training=training)
 
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape, see
-        `moe_core.layers.layer_cost`. training: with the backward. XLA's `cost_analysis` does not count them.
-        """
+        """Floating-point operations and bytes of a forward for a number of tokens, or a shape of x, see
+        `moe_core.layers.layer_cost`. training: with the backward. XLA's `cost_analysis` does not count them."""
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
-        """Compile and load ahead of the first call; see `moe_jax.layers.warmup`."""
+        """Compile and load ahead of the first call, see `moe_jax.layers.warmup`."""
         return layers.warmup(self.spec, tokens, **self._planned_for(), training=training)
 
     def _planned_for(self) -> dict[str, Any]:
@@ -269,23 +264,22 @@ class MoE(nnx.Module):
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         for leaf in layers.leaves(self.spec, self.num_layers):
             variable, value = self._variable_of(leaf), layers.find(arrays, leaf.path)
-            place = _place_of(variable.get_value())
-            placed = jax.device_put(value, place)
+            sharding = _sharding_of(variable.get_value())
+            placed = jax.device_put(value, sharding)
             if copy and any(device.platform == "cpu" for device in placed.devices()):
                 # On a CPU device_put may share the caller's memory, which JAX takes for immutable.
-                placed = jax.device_put(np.array(value), place)
+                placed = jax.device_put(np.array(value), sharding)
             variable.set_value(placed)
 
     def export_weights(self) -> layers.LayerWeights | list[layers.LayerWeights]:
-        """Return the weights as NumPy arrays in the canonical form, in this storage (prepacked ones as published);
-        for a stack, of each layer.
-        """
+        """The weights (for a stack, of each layer) as NumPy arrays in the canonical form, in this storage, as published
+        if prepacked."""
         return layers.export_weights(self.parameters(), self.spec, self.num_layers)
 
     def quantize_experts(self, scheme: Scheme) -> None:
         """Quantise the experts in place: `wi_0`, `wi_1`, `wo` become `QuantizedArray`s of `scheme.weights`.
 
-        `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to layers that a rule names; see
+        `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to layers that a rule names. See
         `moe_jax.layers.quantize_experts` and `scheme_of_rule`.
         """
         parameters, spec = layers.quantize_experts(self.parameters(), self.spec, scheme, self.num_layers)
@@ -297,16 +291,13 @@ class MoE(nnx.Module):
 
     @property
     def is_prepacked(self) -> bool:
-        """Return True if experts' matrices are in the order of `prepack_weights`. Raises InvalidInput for both
-        layouts at once.
-        """
+        """True after `prepack_weights`. Raises InvalidInput for both layouts at once."""
         groups = [(name, getattr(self, name, None)) for name in ("wi", "wo")]
         return layers.is_prepacked({name: vars(group) for name, group in groups if isinstance(group, ParameterGroup)})
 
     def prepack_weights(self) -> None:
         """Run `moe_jax.layers.prepack_weights` in place on loaded weights: `wi.values` becomes `wi.tiled_values`,
-        scales and zero points likewise, in states and checkpoints, too. Raises InvalidInput.
-        """
+        scales and zero points likewise, also in states and checkpoints. Raises InvalidInput."""
         self._hold(layers.prepack_weights(self.parameters(), self.spec, self.num_layers), self._leaves())
 
     def restore_weights(self) -> None:
@@ -323,14 +314,14 @@ class MoE(nnx.Module):
         if axis is None:
             raise InvalidInput("expert_axis must name an axis of the mesh, got None; pass 'ep', for example")
         options = {"num_layers": self.num_layers, "prepacked": self.is_prepacked}
-        places = layers.expert_sharding(self.spec, mesh, axis.name, **options)
+        shardings = layers.expert_sharding(self.spec, mesh, axis.name, **options)
         for leaf in self._leaves():
-            variable, place = self._variable_of(leaf), layers.find(places, leaf.path)
+            variable, sharding = self._variable_of(leaf), layers.find(shardings, leaf.path)
             value = variable.get_value()
             if isinstance(value, jax.ShapeDtypeStruct):
-                variable.set_value(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place))
+                variable.set_value(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
             else:
-                variable.set_value(jax.device_put(value, place))
+                variable.set_value(jax.device_put(value, sharding))
         self.expert_axis = axis
 
     def _hold(self, parameters: dict[str, Any], before: Sequence[Leaf]) -> None:
@@ -346,25 +337,24 @@ class MoE(nnx.Module):
         return layers.leaves(self.spec, self.num_layers, self.is_prepacked)
 
     def _group_of(self, leaf: Leaf) -> Any:
-        """The group with the leaf's variable."""
         return functools.reduce(getattr, leaf.path[:-1], self)
 
     def _variable_of(self, leaf: Leaf) -> nnx.Variable:
         return getattr(self._group_of(leaf), leaf.path[-1])
 
 
-def _place_of(value: Any) -> Any:
-    """The sharding of an array, or of an abstract one on the mesh that is set. None: JAX's choice."""
-    place = getattr(value, "sharding", None)
-    if not isinstance(place, NamedSharding) or isinstance(place.mesh, Mesh):
-        return place
+def _sharding_of(value: Any) -> Any:
+    """The sharding of an array, or of an abstract one on the current mesh. None: JAX's choice."""
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh):
+        return sharding
     mesh = jax.sharding.get_mesh()
-    if mesh.shape != place.mesh.shape:
+    if mesh.shape != sharding.mesh.shape:
         raise InvalidInput(
-            f"the layer was made abstract under a mesh of {dict(place.mesh.shape)}, got weights to load under "
+            f"the layer was made abstract under a mesh of {dict(sharding.mesh.shape)}, got weights to load under "
             f"{dict(mesh.shape) or 'none'}; load them inside `with jax.set_mesh(mesh)` of that mesh"
         )
-    return NamedSharding(mesh, place.spec)
+    return NamedSharding(mesh, sharding.spec)
 
 
 def _variable(leaf: Leaf, axes: layers.LogicalAxes, value: jax.Array) -> nnx.Variable:
@@ -375,7 +365,7 @@ def _variable(leaf: Leaf, axes: layers.LogicalAxes, value: jax.Array) -> nnx.Var
         layers.require_rules(leaf, axes, rules)
         # Flax takes the last of several rules for a name, and one mesh axis twice. MaxText's rules need Linen's order.
         spec = logical_to_mesh_axes(names, rules)
-        place = jax.sharding.reshard if mesh.are_all_axes_explicit else jax.lax.with_sharding_constraint
-        value = place(value, spec)
+        constrain = jax.sharding.reshard if mesh.are_all_axes_explicit else jax.lax.with_sharding_constraint
+        value = constrain(value, spec)
     with nnx.use_eager_sharding(False):
         return kind(value, out_sharding=names)

@@ -1,4 +1,4 @@
-"""One MoE layer as functions: its parameters, an initialiser, the forward. The Flax layers are built on it.
+"""One MoE layer as functions: parameters, initialiser, forward. The Flax layers use them. Flax is not needed here.
 
 Parameters are nested dicts of arrays with MaxText's names, in the storage `MAXTEXT` unless the spec has another:
 `gate/kernel` `[D, E]`, `wi_0` (gate), `wi_1` (up) `[E, D, F]` and `wo` `[E, F, D]`. gate_layout `halves` or
@@ -11,14 +11,11 @@ With `ExpertsSpec(scheme=...)`, `wi_0`, `wi_1` and `wo` hold `values`, `scales` 
 no gradient. Other gradients flow through them, unless the scheme also quantises activations. `prepack_weights` re-lays
 loaded mxfp4, int4 and int8 experts for Hopper's kernels, as `tiled_values`, `tiled_scales` and `tiled_zero_points`.
 
-Logical axes are MaxText's, ("exp", "embed_moe", "mlp_moe") for `wi_0`, or those of a `LogicalAxes`.
-
 x, matrices of experts and shared experts, and biases that are not fp32 are cast to the compute dtype. Every call copies
 matrices it casts, so store them in the compute dtype (param_dtype) to save memory. Gates and fp32 biases stay fp32: one
-bit of difference in a logit can choose another expert.
+bit of difference in a logit can choose another expert. Layers are differentiable by x and every parameter.
 
-Layers are differentiable by x and every parameter. Flax is not needed here.
-Letters: L layers, T tokens, K top-k, E experts, D d_model, F d_ff per expert. T counts the tokens of all leading axes.
+Letters: L layers, T tokens (of all leading axes), K top-k, E experts, D d_model, F d_ff per expert.
 """
 
 from moe_jax.layers import description

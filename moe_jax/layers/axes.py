@@ -30,10 +30,10 @@ _SYNONYMS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class LogicalAxes:
-    """Logical axis names of each group of arrays; None leaves an axis whole. Defaults are MaxText's (0.2.5).
+    """Logical axis names of each group of arrays. None leaves an axis whole. Defaults are MaxText's (0.2.5).
 
-    Each tuple follows the axes in MaxText's layout; other storages permute it. Router biases, the fused `wi`, quantised
-    arrays and the gate of shared experts use the same fields.
+    Each tuple follows the axes in MaxText's layout, and other storages permute it. Router biases, the fused `wi`,
+    quantised arrays and the gate of shared experts use the same fields. Raises InvalidInput.
 
     MaxText's blocks without shared experts have `router=("embed", None)`. Its older rule sets have `router=("embed",
     None), wi=("exp", "embed_no_exp", "mlp"), wo=("exp", "mlp", "embed_no_exp")`. With `shard_exp_on_fsdp` they are
@@ -41,12 +41,13 @@ class LogicalAxes:
 
     Args:
         router: `[D, E]`.
-        wi, wo: `[E, D, F]` and `[E, F, D]`.
-        wi_bias, wo_bias: `[E, F]` and `[E, D]`.
-        shared_wi, shared_wo: `[D, S]` and `[S, D]`.
+        wi: `[E, D, F]`.
+        wo: `[E, F, D]`.
+        wi_bias: `[E, F]`.
+        wo_bias: `[E, D]`.
+        shared_wi: `[D, S]`.
+        shared_wo: `[S, D]`.
         stack: the leading axis of a stack of layers.
-
-    Raises InvalidInput.
     """
 
     router: Names = ("embed_router", None)
@@ -71,7 +72,7 @@ class LogicalAxes:
             raise InvalidInput(f"stack must be one name or None, got {self.stack!r}; pass 'layers'")
 
     def of(self, leaf: Leaf) -> Names:
-        """Return the names of an array's axes, in its storage."""
+        """The names of an array's axes, in its storage."""
         names: dict[str | None, str | None] = dict(zip(_ROLES[_field(leaf)], getattr(self, _field(leaf)), strict=True))
         axes = tuple(names.get(axis) for axis in leaf.parameter.axes)
         return axes if len(axes) == len(leaf.shape) else (self.stack, *axes)
@@ -80,8 +81,8 @@ class LogicalAxes:
 def require_rules(leaf: Leaf, axes: LogicalAxes, rules: Sequence[Any]) -> None:
     """Raise InvalidInput if rules for logical axes would silently lose the sharding of a matrix.
 
-    An axis without a rule stays whole, as in Flax and MaxText. Two cases are mistakes in a name: no rule for d_model,
-    and none for an axis that the rules split under another name.
+    An axis without a rule stays whole, as in Flax and MaxText. Errors: no rule for d_model, or for an axis that the
+    rules split under another name.
     """
     if not rules or leaf.parameter.role not in ("weight", "quantized"):
         return
@@ -102,7 +103,6 @@ def require_rules(leaf: Leaf, axes: LogicalAxes, rules: Sequence[Any]) -> None:
 
 
 def _field(leaf: Leaf) -> str:
-    """The field of LogicalAxes for an array."""
     group, matrix, *_ = leaf.parameter.name.split(".")
     if group == "router":
         return "router"

@@ -53,8 +53,8 @@ def forward(
 ) -> Any:
     """Return y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
 
-    The op runs in stages with a capacity limit, which drops later slots, with a router norm or expert scales, and with
-    routed_by.
+    The op runs in stages with a capacity limit, which drops later slots, a router norm, expert scales, or routed_by.
+    Raises InvalidInput, Unsupported.
 
     Args:
         parameters: of the layer, or of a stack.
@@ -64,15 +64,13 @@ def forward(
             x and the shared experts, if any).
         token_mask: bool `[...]`. False tokens get zeros, plus shared experts, and count in no statistic.
         layer_index: the layer of a stack, an int32 scalar on the device or an int. Matrices in the compute dtype are
-            read in place, others are copied and cast in each call. An index outside the stack raises if it is known. A
-            traced one gives NaN, or raises on the CPU reference with matrices in place.
+            read in place, others are copied and cast in each call. A known index outside the stack raises. A traced one
+            gives NaN, or raises on the CPU reference with matrices in place.
         routed_by: other inputs or ids for the router.
         expert_axis: the mesh axis that splits the experts. Inside a `jax.shard_map` over it, x and parameters are local
-            parts, the losses' mean over ranks is that of all tokens, and the rest of MoEAux is local. Outside, with a
-            mesh set that has the axis, they are the whole, and the layer opens a shard_map. With neither it has no
+            parts, the losses' mean over ranks is the loss of all tokens, and the rest of MoEAux is local. Outside, with
+            a mesh set that has the axis, they are the whole, and the layer opens a shard_map. With neither it has no
             effect.
-
-    Raises InvalidInput, Unsupported.
     """
     axis = ExpertAxis.of(expert_axis)
     if axis is not None and not axis.is_manual:
@@ -115,8 +113,8 @@ def explain(
     """Explain the plan of `forward` for x of shape `tokens` (`[..., D]`, or a number of tokens) on the default device.
 
     training: the forward of a training step, then its backward with the gradients of x and every parameter. parameters:
-    have the dtypes, as arrays or ShapeDtypeStructs. None: param_dtype, as of `initialize`. x has `dtype`, else that of
-    the experts, or of quantised ones param_dtype. Computes nothing. Raises InvalidInput, Unsupported.
+    arrays or ShapeDtypeStructs with the dtypes. None: param_dtype, as from `initialize`. x has `dtype`, else that of
+    the experts (param_dtype if quantised). Computes nothing. Raises InvalidInput, Unsupported.
     """
     shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
     operands, target = _planned_for(spec, shape, dtype, param_dtype, num_layers, parameters)
@@ -133,11 +131,11 @@ def warmup(
     parameters: Parameters | None = None,
     training: bool = False,
 ) -> WarmupReport:
-    """Compile and load the kernels of `forward` for so many tokens, ahead of the first call. Computes nothing.
+    """Compile and load the kernels of `forward` for numbers of tokens, without computing.
 
-    tokens: the numbers to come, or a few from small to large. training: also steps with gradients of x and every
-    parameter. Other arguments are those of `explain`. Returns the kernels with the seconds each took; none on a CPU.
-    Raises InvalidInput, Unsupported.
+    tokens: the expected numbers, or a few from small to large. training: also steps with gradients of x and every
+    parameter. Other arguments: see `explain`. Returns the kernels with the seconds each took, none on a CPU. Raises
+    InvalidInput, Unsupported.
     """
     plans: list[LaunchPlan] = []
     for count in token_counts(tokens):
@@ -155,7 +153,7 @@ def _planned_for(
     num_layers: int | None,
     parameters: Parameters | None,
 ) -> tuple[MoEOperands, Target]:
-    """The specs of a forward's operands for x of a shape, and the target."""
+    """Specs of a forward's operands for x of a shape, and the target."""
 
     def dtype_of(leaf: Leaf) -> Any:
         if parameters is not None:
@@ -164,7 +162,7 @@ def _planned_for(
 
     every = leaves(spec, num_layers, parameters is not None and is_prepacked(parameters))
     arrays = nested((leaf.path, jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))) for leaf in every)
-    found: list[tuple[MoEOperands, Target]] = []
+    planned: list[tuple[MoEOperands, Target]] = []
 
     def trace(parameters: Parameters, x: jax.Array) -> jax.Array:
         operands, _, _ = _prepare(parameters, x, spec, dtype, None, None if num_layers is None else 0)
@@ -174,22 +172,21 @@ def _planned_for(
         call, (x_spec, experts, routing, _), more = moe_request(
             operands.x, operands.experts, plain, moe_spec, shared=operands.shared
         )
-        found.append((MoEOperands(x_spec, experts, routing, **more), call.target()))
+        planned.append((MoEOperands(x_spec, experts, routing, **more), call.target()))
         return x
 
     if dtype is None:
         dtype = param_dtype if spec.experts.scheme is not None else arrays["wo"].dtype
     jax.eval_shape(trace, arrays, jax.ShapeDtypeStruct(shape, dtype))
-    return found[0]
+    return planned[0]
 
 
 def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
-    """Return the correction bias fp32 `[E]` after a step: raised for experts with fewer tokens than the mean, else
-    lowered.
+    """The correction bias fp32 `[E]` after a step: raised below the mean of tokens per expert, lowered above.
 
     DeepSeek-V3's balancing without a loss (technical report, section 2.1.2): bias + rate * sign(mean - count).
-    tokens_per_expert: int32 `[E]`, of the whole batch, summed over devices. For stacks both are `[L, E]`. rate:
-    DeepSeek-V3 trains with 0.001.
+    tokens_per_expert: int32 `[E]`, of the whole batch, summed over devices. For stacks both are `[L, E]`. rate: 0.001
+    in DeepSeek-V3.
     """
     counts = tokens_per_expert
     if counts.shape != correction_bias.shape or not jnp.issubdtype(counts.dtype, jnp.integer):
@@ -207,9 +204,8 @@ def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Ar
 def _prepare(
     parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer_index: Any
 ) -> tuple[MoEOperands, dict[str, LayerPart], jax.Array | None]:
-    """The composed op's arguments, checked, flattened and cast; what is around it; and whether the layer exists, if
-    only the device knows.
-    """
+    """Check, flatten and cast. Returns the composed op's operands, the parts around it, and if only the device can
+    tell, whether the layer exists."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise InvalidInput(f"x must be a jax.Array, got {type(x).__name__}; convert it with jax.numpy.asarray")
     if x.ndim < 1 or x.shape[-1] != spec.d_model:
@@ -235,8 +231,8 @@ def _prepare(
     arrays = _assembled(arrays, spec, prepacked)
 
     def bundle(kind: type, prefix: str, **more: Any) -> Any:
-        own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-        return kind(**own, **more)
+        fields = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        return kind(**fields, **more)
 
     operands = MoEOperands(
         jnp.asarray(x).reshape(-1, spec.d_model).astype(dtype),
@@ -249,7 +245,7 @@ def _prepare(
 
 
 def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepacked: bool) -> dict[str, Any]:
-    """Arrays with quantised matrices put together: `experts.down` of `experts.down.values` and so on."""
+    """Put quantised matrices together: `experts.down` from `experts.down.values` and so on."""
     if spec.experts.scheme is None:
         return arrays
     whole: dict[str, Any] = {name: array for name, array in arrays.items() if not is_quantized(name)}
@@ -275,8 +271,8 @@ def _one_layer(
     """(arrays of one layer of a stack, the index of stacked ones or None, whether a traced layer that was cut out
     exists or None). axes: of one layer's down.
 
-    Gates are always cut out, being small; matrices only if they have to be cast. Quantised ones never are, so plain
-    shared experts may be cut out next to them.
+    Small gates are always cut out, matrices only if they have to be cast. Quantised ones never are, so plain shared
+    experts may be cut out next to them.
     """
     down = arrays["experts.down" if "experts.down" in arrays else "experts.down.values"]
     if down.ndim == axes and layer_index is None:
@@ -287,20 +283,20 @@ def _one_layer(
             f"layer_index must be given with a stack of layers and only then, got {layer_index!r} with {kind}"
         )
     # JAX may cut an index to 32 bits.
-    given = (
+    layer = (
         np.asarray(layer_index) if isinstance(layer_index, (int, np.generic, np.ndarray)) else jnp.asarray(layer_index)
     )
-    if given.size != 1 or not jnp.issubdtype(given.dtype, jnp.integer):
+    if layer.size != 1 or not jnp.issubdtype(layer.dtype, jnp.integer):
         raise InvalidInput(
-            f"layer_index must be one integer, got {given.dtype}{list(given.shape)}; pass an int32 scalar"
+            f"layer_index must be one integer, got {layer.dtype}{list(layer.shape)}; pass an int32 scalar"
         )
-    given, num_layers = given.reshape(()), down.shape[0]
-    is_traced = isinstance(given, Tracer)
-    if not is_traced and not 0 <= int(given) < num_layers:
+    layer, num_layers = layer.reshape(()), down.shape[0]
+    is_traced = isinstance(layer, Tracer)
+    if not is_traced and not 0 <= int(layer) < num_layers:
         raise InvalidInput(
-            f"layer_index must be in [0, {num_layers}), got {int(given)}; pass the index of a stacked layer"
+            f"layer_index must be in [0, {num_layers}), got {int(layer)}; pass the index of a stacked layer"
         )
-    index = jnp.asarray(given, jnp.int32).reshape(1)
+    index = jnp.asarray(layer, jnp.int32).reshape(1)
     cast = {name for name, array in arrays.items() if array.dtype != _used_dtype(name, array, dtype)}
     # Biases are small: those of a stack are cast as a stack.
     in_place = not any(name.startswith("experts.") and not name.endswith("_bias") for name in cast)
@@ -315,4 +311,4 @@ def _one_layer(
     if in_place:
         return arrays | cut, index, None
     # Cutting clamps the index to another layer.
-    return arrays | cut, None, (given >= 0) & (given < num_layers) if is_traced else None
+    return arrays | cut, None, (layer >= 0) & (layer < num_layers) if is_traced else None

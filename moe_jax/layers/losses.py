@@ -21,11 +21,10 @@ def router_losses(
     spec: RouterSpec,
     over: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (load-balancing loss, z-loss), fp32 scalars; formulas:
-    `moe_core.ops.routing.reference_backward.router_losses`.
+    """(load-balancing loss, z-loss), fp32 scalars, see `moe_core.ops.routing.reference_backward.router_losses`.
 
-    They are losses of the local tokens. over: mesh axes of a shard_map. The mean over their ranks is then the loss of
-    all tokens, and gradients need no message.
+    They cover the local tokens. over: mesh axes of a shard_map. The mean over their ranks is then the loss of all
+    tokens, and gradients need no message.
     """
     num_experts = logits.shape[1]
     kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
@@ -52,8 +51,7 @@ def router_losses(
 def load_balance_loss(
     logits: Any, ids: Any, *, scoring: str = "softmax", scale: float = 1.0, token_mask: Any = None
 ) -> jax.Array:
-    """Return a load-balancing loss from `MoEAux.logits` and `MoEAux.ids`; formula and recipes:
-    `moe_torch.load_balance_loss`.
+    """A load-balancing loss from `MoEAux.logits` and `MoEAux.ids`; see `moe_torch.load_balance_loss` for recipes.
 
     Args:
         logits: fp32 `[..., S, E]`, with the tokens of each sequence in the last axis but one.
@@ -78,7 +76,7 @@ def load_balance_loss(
 
 
 def _shares(logits: jax.Array, scoring: str, kept: jax.Array) -> jax.Array:
-    """Scores over their sum. Zeros for masked tokens, and if all logits are -inf."""
+    """Scores over their sum. Zeros for masked tokens and all -inf logits."""
     log_scores = _LOG_SCORES[scoring](logits)
     empty = jnp.isneginf(log_scores).all(axis=-1, keepdims=True)
     return jnp.where(kept[..., None] & ~empty, jax.nn.softmax(jnp.where(empty, 0, log_scores), axis=-1), 0)

@@ -50,9 +50,8 @@ TILED = "tiled_"
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a layer. path: keys in the nested dict. shape: with the axis of a stack. out_in: a matrix stored
-    `[outputs, inputs]`.
-    """
+    """One array of a layer. path: keys in the nested dict. shape: with a stack's axis. out_in: stored `[outputs,
+    inputs]`."""
 
     path: Path
     parameter: Parameter
@@ -61,18 +60,17 @@ class Leaf:
 
     @property
     def is_state(self) -> bool:
-        """Return True for the correction bias and a table of ids, which have no gradient."""
+        """True for a correction bias and a table of ids, which have no gradient."""
         return self.parameter.role in ("buffer", "table")
 
     @property
     def is_quantized(self) -> bool:
-        """Return True for arrays of a quantised matrix, which are never trained or cast."""
+        """True for arrays of a quantised matrix, which are never trained or cast."""
         return self.parameter.role == "quantized"
 
     def initial(self, key: jax.Array | None, dtype: Any, kernel_init: Initializer) -> jax.Array:
-        """Biases and state start at zero (state in fp32), factors at one, quantised matrices at codes of zero with
-        scales of one. Other matrices are drawn with a key and a scale of their own.
-        """
+        """Biases and state start at zero (state in fp32), factors and quantised scales at one, quantised codes at zero.
+        Other matrices are drawn, each with its own key and scale."""
         if self.is_quantized:
             return jnp.full(self.shape, self.parameter.fill, self.parameter.dtype)
         if self.parameter.role == "table":
@@ -93,9 +91,9 @@ class Leaf:
 
 @functools.lru_cache(maxsize=1024)
 def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = False) -> tuple[Leaf, ...]:
-    """Return every array of a layer, or of a stack of num_layers, in a fixed order.
+    """Every array of a layer, or of a stack of num_layers, in a fixed order. prepacked: with tiled quantised matrices.
 
-    prepacked: with tiled quantised matrices. Raises InvalidInput.
+    Raises InvalidInput.
     """
     if num_layers is not None:
         require_at_least("num_layers", num_layers, 1)
@@ -116,7 +114,6 @@ def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = 
 
 
 def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Parameter:
-    """An array of a quantised matrix in a prepacked layer."""
     matrix, _, part = parameter.name.rpartition(".")
     tiling = specs[matrix].tiling
     assert tiling is not None
@@ -125,7 +122,7 @@ def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Paramete
 
 
 def is_prepacked(parameters: Parameters) -> bool:
-    """Return True for parameters of `prepack_weights`. Raises InvalidInput for both layouts at once."""
+    """True for parameters from `prepack_weights`. Raises InvalidInput for both layouts at once."""
     matrices = {name: parameters.get(name) for name in ("wi", "wo")} if isinstance(parameters, Mapping) else {}
     held = {name: set(matrix) for name, matrix in matrices.items() if isinstance(matrix, Mapping)}
     for name, parts in held.items():
@@ -138,14 +135,14 @@ def is_prepacked(parameters: Parameters) -> bool:
 
 
 def nested(arrays: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """Return a nested dict: [(("gate", "kernel"), a), (("wo",), b)] -> {"gate": {"kernel": a}, "wo": b}."""
+    """[(("gate", "kernel"), a), (("wo",), b)] -> {"gate": {"kernel": a}, "wo": b}."""
     tree: dict[str, Any] = {}
     for path, value in arrays:
         *above, name = path
-        place = tree
+        node = tree
         for key in above:
-            place = place.setdefault(key, {})
-        place[name] = value
+            node = node.setdefault(key, {})
+        node[name] = value
     return tree
 
 
@@ -157,7 +154,7 @@ def initialize(
     kernel_init: Initializer = DEFAULT_KERNEL_INIT,
     num_layers: int | None = None,
 ) -> dict[str, Any]:
-    """Return new parameters and state of a layer or a stack, see `Leaf.initial`."""
+    """New parameters and state of a layer or a stack, see `Leaf.initial`."""
     every = leaves(spec, num_layers)
     keys = jax.random.split(key, len(every))
     return nested(
@@ -166,29 +163,29 @@ def initialize(
 
 
 def is_gate(name: str) -> bool:
-    """Return True for parameters that score tokens, and for norms and biases of rows; they are not rounded."""
+    """True for parameters that score tokens, and norms and biases of rows, which are not rounded."""
     return name.startswith(("router.", "output.")) or name in ("shared_experts.gate", "before.norm")
 
 
 def is_quantized(name: str) -> bool:
-    """Return True for arrays of a quantised matrix, such as `experts.down.scales`."""
+    """True for arrays of a quantised matrix, such as `experts.down.scales`."""
     return name.count(".") == 2
 
 
 def find(parameters: Parameters, path: Path) -> Any:
-    """Return the array at a path of nested parameters. Raises InvalidInput with the missing name."""
-    place: Any = parameters
+    """The array at a path of nested parameters. Raises InvalidInput with the missing name."""
+    node: Any = parameters
     for depth, key in enumerate(path):
-        if not isinstance(place, Mapping) or key not in place:
-            got = (", ".join(sorted(place)) or "nothing") if isinstance(place, Mapping) else "one array"
+        if not isinstance(node, Mapping) or key not in node:
+            got = (", ".join(sorted(node)) or "nothing") if isinstance(node, Mapping) else "one array"
             raise InvalidInput(
                 f"parameters must hold {'/'.join(path)}, got {got} in "
                 f"{'/'.join(path[:depth]) or 'the top level'}; make them with the layer's own spec"
             )
-        place = place[key]
-    if isinstance(place, Mapping):
+        node = node[key]
+    if isinstance(node, Mapping):
         raise InvalidInput(
-            f"parameters must hold one array as {'/'.join(path)}, got {', '.join(sorted(place))}, as a quantised layer "
+            f"parameters must hold one array as {'/'.join(path)}, got {', '.join(sorted(node))}, as a quantised layer "
             "has; make them with the layer's own spec"
         )
-    return place
+    return node

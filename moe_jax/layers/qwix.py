@@ -1,7 +1,7 @@
-"""Qwix's rules for a layer: the scheme that quantises experts by a rule. Qwix need not be installed.
+"""Translate Qwix's rules to schemes of a layer's experts. Qwix need not be installed.
 
-Qwix quantises the operands of JAX's products, not the experts' matrices. So a layer asks for the rule of the product
-`gmm` where it is called, as other custom kernels do, and follows or refuses it.
+Qwix quantises operands of JAX's products, not the experts' matrices. So a layer requests the rule of the product `gmm`
+where it is called, as other custom kernels do, and follows or refuses it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ _LEAVE_OUT = "give the rule a module_path that leaves this layer out"
 
 
 def current_rule() -> Any:
-    """Return Qwix's rule for the experts of the layer being called, or None. Call it from a method of the layer:
-    Qwix finds the module in Python's frames.
-    """
+    """Qwix's rule for the experts of the layer being called, or None. Call it from a method of the layer: Qwix searches
+    Python's frames for the module."""
     if "qwix" not in sys.modules:
         return None
     from qwix.pallas import get_current_rule
@@ -46,9 +45,9 @@ def current_rule() -> Any:
 
 
 def scheme_of_rule(rule: Any) -> Scheme | None:
-    """Return the scheme of a `qwix.QuantizationRule`, None for one that quantises no weights.
+    """The scheme of a `qwix.QuantizationRule`, or None if it quantises no weights.
 
-    Weights alone: int8 and int4 in one group per output or in groups of a tile_size of 32, 64 or 128 inputs (with zero
+    Weights only: int8 and int4 in one group per output or in groups of a tile_size of 32, 64 or 128 inputs (with zero
     points for the calibration `minmax`), float8_e4m3fn per output, mxfp8, mxfp4. Weights and activations: int8 with
     int8, float8_e4m3fn with itself, mxfp8 with itself, mxfp4 with mxfp8 or mxfp4. Scales and codes follow our formats.
 

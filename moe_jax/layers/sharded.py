@@ -19,10 +19,9 @@ from moe_jax.parallel.axis import ExpertAxis, require_divisible
 def expert_specs(
     spec: MoELayerSpec, axis: str = "ep", *, num_layers: int | None = None, prepacked: bool = False
 ) -> dict[str, Any]:
-    """Return PartitionSpecs of a layer's parameters: experts over a mesh axis, all else whole.
+    """PartitionSpecs of a layer's parameters, for example for `in_specs` of `jax.shard_map`.
 
-    num_layers: of a stack. prepacked: of parameters of `prepack_weights`. For example for `in_specs` of
-    `jax.shard_map`.
+    Experts are split over the mesh axis, all else is whole. num_layers: of a stack. prepacked: by `prepack_weights`.
     """
     every = leaves(spec, num_layers, prepacked)
     return nested((leaf.path, P(*(axis if split else None for split in _split(leaf)))) for leaf in every)
@@ -31,7 +30,7 @@ def expert_specs(
 def expert_sharding(
     spec: MoELayerSpec, mesh: Mesh, axis: str = "ep", *, num_layers: int | None = None, prepacked: bool = False
 ) -> dict[str, Any]:
-    """Return `expert_specs` as NamedShardings of a mesh, for `jax.device_put`, `out_shardings` and checkpoints.
+    """`expert_specs` as NamedShardings of a mesh, for `jax.device_put`, `out_shardings` and checkpoints.
 
     Raises InvalidInput unless the mesh has the axis and it divides the experts.
     """
@@ -52,7 +51,7 @@ def local_leaf(leaf: Leaf, axis: ExpertAxis) -> Leaf:
 
 
 def _split(leaf: Leaf) -> list[bool]:
-    """The axes of an array that are split: the experts'."""
+    """True for the axes of an array that are split (experts)."""
     axes = (*(None,) * (len(leaf.shape) - len(leaf.parameter.axes)), *leaf.parameter.axes)
     return [axis == "experts" and leaf.parameter.name.startswith("experts.") for axis in axes]
 
@@ -68,8 +67,7 @@ def over_mesh(
 ) -> Any:
     """Call `forward(parameters, layer_index, by_token)` on local parts, in a shard_map over every axis of the mesh.
 
-    whole: parameters and layer_index. by_token: arrays with the batch as first axis. Results are those of the whole
-    batch.
+    whole: parameters and layer_index. by_token: arrays with the batch as first axis. Results cover the whole batch.
     """
     axis = axis if axis.tokens is not None else dataclasses.replace(axis, tokens=tuple(mesh.shape))
     ranks, rows = 1, by_token["x"].shape[0] if by_token["x"].ndim > 1 else 0
@@ -93,19 +91,19 @@ def over_mesh(
         result = forward(parameters, layer_index, by_token, axis)
         return (result[0], of_batch(result[1], axis)) if return_aux else result
 
-    given = {name: array for name, array in by_token.items() if array is not None}
+    inputs = {name: array for name, array in by_token.items() if array is not None}
     if mesh.are_all_axes_explicit:
         # Types of arrays have shardings, and shard_map moves no array.
-        given = jax.tree.map(lambda array: jax.sharding.reshard(array, tokens), given)
+        inputs = jax.tree.map(lambda array: jax.sharding.reshard(array, tokens), inputs)
         parameters = jax.tree.map(jax.sharding.reshard, parameters, specs)
     call = jax.shard_map(
         local, in_specs=(specs, P(), tokens), out_specs=(tokens, aux) if return_aux else tokens, mesh=mesh
     )
-    return call(parameters, layer_index, given)
+    return call(parameters, layer_index, inputs)
 
 
 def of_batch(aux: MoEAux, axis: ExpertAxis) -> MoEAux:
-    """Statistics of all ranks' tokens, from a rank's."""
+    """Statistics of all ranks' tokens, from one rank's."""
     others = tuple(name for name in axis.over if name != axis.name)
     return aux._replace(
         load_balance_loss=jax.lax.pmean(aux.load_balance_loss, axis.over),

@@ -1,4 +1,4 @@
-"""One call of a layer: the composed op, or its stages one by one, and the parts around it."""
+"""Run one layer: the composed op, or its stages one by one, and the parts around it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class RoutedBy:
     """Inputs or choices of the router instead of x and its own.
 
     Args:
-        gate_inputs: like x; the router scores it instead of x.
-        expert_ids: int32 `[..., K]`, distinct experts of each token, still weighted by the router; no correction bias.
-            A token with an id outside [0, E) counts as masked.
+        gate_inputs: like x. The router scores it instead of x.
+        expert_ids: int32 `[..., K]`, distinct experts of each token, still weighted by the router, without correction
+            bias. A token with an id outside [0, E) counts as masked.
         input_ids: integers `[...]`, token ids for a layer with a table of ids, used without expert_ids.
     """
 
@@ -39,7 +39,7 @@ class RoutedBy:
 
 
 def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> RoutedBy:
-    """Check and flatten like x; gate_inputs get the dtype of x."""
+    """Check and flatten like x. gate_inputs get the dtype of x."""
     _require_table(by, spec)
     rows, ids = by.gate_inputs, by.expert_ids
     if rows is not None:
@@ -62,7 +62,7 @@ def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> Rou
 
 
 def _by_table(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> jax.Array | None:
-    """The table's ids int32 `[T, K]` for input_ids. None: the router chooses."""
+    """ids int32 `[T, K]` from the table for input_ids. None: the router chooses."""
     if by.input_ids is None:
         return None
     tokens, table = jnp.asarray(by.input_ids), given.routing.table
@@ -91,7 +91,7 @@ def _require_table(by: RoutedBy, spec: MoELayerSpec) -> None:
 
 
 class _Experts:
-    """The experts of a layer, on this device or on the ranks of an axis."""
+    """A layer's experts, on this device or on the ranks of an axis."""
 
     def __init__(self, spec: MoELayerSpec, axis: ExpertAxis | None) -> None:
         self.axis, self.group = axis, None if axis is None else axis.group(spec.num_experts)
@@ -115,7 +115,7 @@ class _Experts:
         return run(x, experts, routing, spec, self.group, token_mask, shared)
 
     def kept(self, rank: jax.Array, ids: jax.Array, spec: MoELayerSpec, counts: jax.Array) -> jax.Array:
-        """True for slots within the capacity for all ranks' tokens. rank: the slot's number among its expert's here."""
+        """True for slots within all ranks' capacity. rank: the slot's number among its expert's here."""
         if self.axis is None:
             return rank < spec.capacity(ids.shape[0])
         ranks = jax.lax.axis_size(self.axis.over)
@@ -131,7 +131,7 @@ def run_layer(
     by: RoutedBy,
     axis: ExpertAxis | None = None,
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
-    """Return the result of a layer, and slots of each expert `[E]`, before any capacity limit."""
+    """A layer's result, and slots of each expert `[E]` before any capacity limit."""
     x, mask, of_layer = operands.x, operands.token_mask, _Experts(spec, axis)
     staged = spec.in_stages or spec.token_rounding is not None
     if not staged and by.gate_inputs is None and by.expert_ids is None:
@@ -203,7 +203,7 @@ def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing
 def _around_experts(
     operands: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, routing: TopK, of_layer: _Experts
 ) -> MoEOutput | ParallelOutput:
-    """The sum of experts with a latent width or a norm of each result, and of shared experts."""
+    """The sum of experts with a latent width or a norm of each result, plus shared experts."""
     x, experts = operands.x, operands.experts
     moe_spec = of_layer.spec(spec, x.shape[0])
     product = MatmulSpec(moe_spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=moe_spec.matmul_tuning())
@@ -249,7 +249,6 @@ def _normalised(x: Any, experts: Any, routing: TopK, spec: MoESpec, norm: tuple[
 
 
 def _shared(x: Any, shared: Any, spec: MoESpec, product: MatmulSpec, layer_index: Any) -> jax.Array:
-    """The rows of the shared experts."""
     index = layer_index if shared.down.ndim == 3 else None
 
     def multiply(rows: Any, weight: Any) -> jax.Array:
@@ -265,7 +264,7 @@ def _shared(x: Any, shared: Any, spec: MoESpec, product: MatmulSpec, layer_index
 
 
 def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSpec) -> jax.Array:
-    """Apply the parts behind the sum of the experts."""
+    """Apply the parts after the sum of the experts."""
     output = spec.output
     if output is None:
         return rows
@@ -280,7 +279,7 @@ def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSp
 def _added(rows: jax.Array, bias: Any) -> jax.Array:
     """Add bias `[D]` to rows `[T, D]` in fp32, with one cast.
 
-    The bias is that of a product with zeros, so that its gradient has the order of sums of the router's backward.
+    The bias is that of a product with zeros, so that its gradient is summed in the order of the router's backward.
     """
     return (at_least_float32(rows) + _rows_of(bias, len(rows))).astype(rows.dtype)
 
@@ -290,16 +289,16 @@ def at_least_float32(array: Any) -> jax.Array:
 
 
 def _rows_of(values: Any, count: int) -> jax.Array:
-    """The values `[N]` as `count` rows, as the bias of a product with zeros."""
+    """`count` rows of the values `[N]`, as the bias of a product with zeros."""
     values = at_least_float32(values)
     zeros = jnp.zeros((count, 1), values.dtype), jnp.zeros((1, len(values)), values.dtype)
     return ops.router(*zeros, bias=values)
 
 
 def _scaled(routing: Routing, scale: Any) -> jax.Array:
-    """Multiply weights `[T, K]` by the scales `[E]` of their experts; masked ones stay 0.
+    """Multiply weights `[T, K]` by the scales `[E]` of their experts. Masked ones stay 0.
 
-    Scales are the bias of a product with zeros, so that their gradient has the order of sums of the router's backward.
+    Scales are the bias of a product with zeros, so that their gradient is summed in the order of the router's backward.
     """
     rows = _rows_of(scale, len(routing.ids))
     return routing.weights * jnp.take_along_axis(rows, jnp.maximum(routing.ids, 0), axis=1)

@@ -1,4 +1,4 @@
-"""The nested parameters of a JAX layer: from and to `LayerWeights`, and prepacked."""
+"""Convert a JAX layer's nested parameters from and to `LayerWeights`, prepack and quantise them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def load_weights(
     param_dtype: Any = np.float32,
     num_layers: int | None = None,
 ) -> dict[str, Any]:
-    """Return nested NumPy parameters with these weights, in the storage of `spec`.
+    """Nested NumPy parameters with these weights, in the storage of `spec`.
 
-    num_layers: weights are those of so many layers. Each is copied into the stack before the next is read, so an
-    iterator over a checkpoint holds one layer at a time. Arrays in the right layout and dtype are not copied. Experts'
-    matrices get param_dtype, which must hold their values exactly; quantised ones stay; gates and biases get the wider
-    of param_dtype and their own. Raises InvalidInput for another kind or number of layers and if param_dtype would
-    round, and Unsupported if quantised gate and up would have to move.
+    num_layers: weights are an iterable of that many layers. Each is copied into the stack before the next is read, so
+    an iterator over a checkpoint holds one layer at a time. Arrays in the right layout and dtype are not copied.
+    Experts' matrices get param_dtype, which must hold their values exactly. Quantised ones stay. Gates and biases get
+    the wider of param_dtype and their dtype. Raises InvalidInput for another kind or number of layers and if
+    param_dtype would round, and Unsupported if quantised gate and up would have to move.
     """
     every = leaves(spec, num_layers)
     if num_layers is None:
@@ -45,10 +45,10 @@ def load_weights(
 def export_weights(
     parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None
 ) -> LayerWeights | list[LayerWeights]:
-    """Return LayerWeights of a layer's parameters, or one for each layer of a stack, in their storage; prepacked
-    matrices as published.
+    """LayerWeights of a layer's parameters, or one for each layer of a stack, in their storage, as published if
+    prepacked.
 
-    Arrays are fetched from their device one by one; those on a CPU are not copied.
+    Arrays are fetched from their device one by one. Those on a CPU are not copied.
     """
     if is_prepacked(parameters):
         parameters = restore_weights(parameters, spec, num_layers)
@@ -62,7 +62,6 @@ def export_weights(
 
 
 def _stack(weights: Any, spec: MoELayerSpec, every: tuple[Leaf, ...], param_dtype: Any, num_layers: int) -> Any:
-    """The arrays of a stack by name."""
     if isinstance(weights, LayerWeights) or not isinstance(weights, Iterable):
         raise InvalidInput(
             f"weights must be an iterable of {num_layers} LayerWeights, got one {type(weights).__name__}; "
@@ -92,35 +91,35 @@ def _stack(weights: Any, spec: MoELayerSpec, every: tuple[Leaf, ...], param_dtyp
 
 
 def _arrays(weights: LayerWeights, spec: MoELayerSpec, every: tuple[Leaf, ...], param_dtype: Any) -> Any:
-    """(leaf, array) of one layer, in the layouts of spec and the dtypes to store."""
+    """(leaf, array) of one layer, in the layouts of spec and the stored dtypes."""
     _require_same_kind(weights, spec)
     arrays: dict[str, np.ndarray] = {}
     by_name = {leaf.parameter.name: leaf for leaf in every}
-    for name, place, array in placements(weights, spec.storage(MAXTEXT)):
+    for name, index, array in placements(weights, spec.storage(MAXTEXT)):
         leaf = by_name[name]
         dtype = _stored_dtype(leaf, array, dtypes.canonical(param_dtype))
-        if place == (...,):
+        if index == (...,):
             arrays[name] = np.ascontiguousarray(array, dtype)
             continue
         if name not in arrays:
             arrays[name] = np.empty(leaf.parameter.shape, dtype)
-        arrays[name][place] = array
+        arrays[name][index] = array
     return [(by_name[name], array) for name, array in arrays.items()]
 
 
 def _stored_dtype(leaf: Leaf, array: np.ndarray, param_dtype: str) -> np.dtype:
-    own = dtypes.canonical(array.dtype)
+    dtype = dtypes.canonical(array.dtype)
     if leaf.is_quantized:
-        return dtypes.numpy_dtype(own)
-    exact = own == param_dtype or param_dtype == "float32"
+        return dtypes.numpy_dtype(dtype)
+    exact = dtype == param_dtype or param_dtype == "float32"
     if leaf.is_state:
         return np.dtype(leaf.parameter.dtype or np.float32)
     if not exact and (is_gate(leaf.parameter.name) or leaf.parameter.role == "bias"):
-        return dtypes.numpy_dtype(own if own == "float32" else "float32")
+        return dtypes.numpy_dtype(dtype if dtype == "float32" else "float32")
     if not exact:
         raise InvalidInput(
-            f"{leaf.parameter.name} must be {param_dtype}, the layer's param_dtype, got {own}, which would be rounded; "
-            f"make the layer with param_dtype={own} or cast the weights first"
+            f"{leaf.parameter.name} must be {param_dtype}, the layer's param_dtype, got {dtype}, which would be "
+            f"rounded; make the layer with param_dtype={dtype} or cast the weights first"
         )
     return dtypes.numpy_dtype(param_dtype)
 
@@ -131,9 +130,9 @@ def _require_same_kind(weights: LayerWeights, spec: MoELayerSpec) -> None:
         raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; make one of your arrays")
     storage = spec.storage(MAXTEXT)
     free = {name: getattr(spec, name) for name in FREE_FIELDS}
-    own, wanted = dataclasses.replace(weights.layer_spec(), **free).stored_as(storage), spec.stored_as(storage)
+    loaded, wanted = dataclasses.replace(weights.layer_spec(), **free).stored_as(storage), spec.stored_as(storage)
     for field in dataclasses.fields(MoELayerSpec):
-        got, expected = getattr(own, field.name), getattr(wanted, field.name)
+        got, expected = getattr(loaded, field.name), getattr(wanted, field.name)
         if got != expected:
             raise InvalidInput(
                 f"weights must be those of a layer with {field.name} = {expected}, got {got}; make the layer with "
@@ -142,11 +141,12 @@ def _require_same_kind(weights: LayerWeights, spec: MoELayerSpec) -> None:
 
 
 def prepack_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None) -> dict[str, Any]:
-    """Return parameters with the experts' quantised matrices in the order of Hopper's kernels.
+    """Parameters with the experts' quantised matrices in the order of Hopper's kernels.
 
-    `wi/values` and `wi/scales` become `wi/tiled_values` and `wi/tiled_scales`; names tell functions and checkpoints the
-    layout. Forwards keep their results, and there are no gradients. Works inside jit. Prepared parameters come back as
-    they are. Raises InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be tiled.
+    `wi/values` and `wi/scales` become `wi/tiled_values` and `wi/tiled_scales`, and names tell functions and checkpoints
+    the layout. Forwards keep their results, and there are no gradients. Works inside jit. Prepacked parameters come
+    back as they are. Raises InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be
+    tiled.
     """
     specs = tiled_specs(spec, spec.storage(MAXTEXT))
 
@@ -166,7 +166,7 @@ def restore_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int 
 def quantize_experts(
     parameters: Parameters, spec: MoELayerSpec, scheme: Scheme, num_layers: int | None = None
 ) -> tuple[dict[str, Any], MoELayerSpec]:
-    """Return (parameters, spec) of a layer, or stack of num_layers, with its experts quantised to a scheme.
+    """(parameters, spec) of a layer, or stack of num_layers, with its experts quantised to a scheme.
 
     Matrices become arrays of `scheme.weights` on their devices (`moe_jax.quantize`, computed on the host). Raises
     InvalidInput for quantised experts and sizes that the format cannot have, and Unsupported inside jit.
@@ -201,7 +201,7 @@ def _changed(
     is_tiled: bool,
     change: Callable[[str, QuantizedTensor], QuantizedTensor],
 ) -> dict[str, Any]:
-    """The parameters after `change` of every quantised matrix. is_tiled: it takes tiled ones."""
+    """The parameters after `change` of every quantised matrix. is_tiled: of tiled ones."""
     before = is_prepacked(parameters)
     every = leaves(spec, num_layers, before)
     arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in every}

@@ -1,4 +1,4 @@
-"""Expert parallelism in JAX: functions for `jax.shard_map` over a mesh axis whose ranks share the experts."""
+"""Expert parallelism in JAX: functions for `jax.shard_map` over a mesh axis of ranks that share the experts."""
 
 from moe_core.parallel import ExchangeSpec, ParallelOutput, Placement
 from moe_jax.parallel.axis import ExpertAxis

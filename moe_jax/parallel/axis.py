@@ -17,15 +17,13 @@ from moe_jax.parallel.forward import Group
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """The `expert_axis` of layers.
+    """The `expert_axis` of layers. Raises InvalidInput.
 
     Args:
         name: the mesh axis.
         exchange: how rows travel.
-        tokens: mesh axes that split the batch, major first; losses and capacities are those of all their tokens. None:
-            every axis of the mesh, or, inside the caller's `jax.shard_map`, `name` alone.
-
-    Raises InvalidInput.
+        tokens: mesh axes that split the batch, major first. Losses and capacities cover all their tokens. None: every
+            axis of the mesh, or only `name` inside the caller's `jax.shard_map`.
     """
 
     name: str = "ep"
@@ -43,7 +41,7 @@ class ExpertAxis:
 
     @staticmethod
     def of(value: Any) -> ExpertAxis | None:
-        """Return the ExpertAxis of a name, an ExpertAxis or None. Raises InvalidInput."""
+        """The ExpertAxis of a name, an ExpertAxis or None. Raises InvalidInput."""
         if value is None or isinstance(value, ExpertAxis):
             return value
         if not isinstance(value, str):
@@ -54,7 +52,7 @@ class ExpertAxis:
 
     @property
     def is_manual(self) -> bool:
-        """Return True inside a shard_map over the axis."""
+        """True inside a shard_map over the axis."""
         try:
             jax.lax.axis_size(self.name)
         except NameError:
@@ -67,19 +65,18 @@ class ExpertAxis:
         return (self.name,) if self.tokens is None else self.tokens
 
     def mesh(self) -> AbstractMesh | None:
-        """Return the mesh that is set, if it has the axis."""
+        """The current mesh, if it has the axis."""
         mesh = jax.sharding.get_abstract_mesh()
         return mesh if self.name in mesh.shape else None
 
     def group(self, num_experts: int) -> Group:
-        """Return the ranks, with equally many consecutive experts each. Raises InvalidInput."""
+        """The ranks, with equally many consecutive experts each. Raises InvalidInput."""
         ranks = jax.lax.axis_size(self.name)
         require_divisible(num_experts, ranks, self.name)
         return Group(self.name, Placement.linear(num_experts, ranks), self.exchange)
 
 
 def require_divisible(num_experts: int, ranks: int, name: str) -> None:
-    """Raise InvalidInput unless every rank gets equally many experts."""
     if num_experts % ranks:
         raise InvalidInput(
             f"num_experts must be a multiple of the {ranks} devices of the axis {name!r}, got {num_experts}; use fewer "

@@ -20,9 +20,9 @@ class _Rows(NamedTuple):
 
 
 def ragged_all_to_all(rows: jax.Array, splits: Splits, count: int, unused: float, axis_name: str) -> jax.Array:
-    """Return rows `[count, N]` from the peers: each gets the rows `[S, N]` that splits says.
+    """Rows `[count, N]` from the peers, as splits says. Every rank sends from rows `[S, N]`.
 
-    XLA has no ragged all-to-all on CPUs: there every rank gathers all rows and keeps its own.
+    XLA has no ragged all-to-all on CPUs: there every rank gathers all rows and selects its own.
     """
     static = _Rows(count, unused, axis_name)
     return jax.lax.platform_dependent(
@@ -35,8 +35,8 @@ def ragged_all_to_all(rows: jax.Array, splits: Splits, count: int, unused: float
 
 def _exchanged(rows: jax.Array, splits: Splits, static: _Rows) -> jax.Array:
     into = jnp.full((static.count, rows.shape[1]), static.unused, rows.dtype)
-    rows, into, *own = varying_alike((rows, into, *splits))
-    sent, received, sent_start, peer_start = own
+    rows, into, *varying = varying_alike((rows, into, *splits))
+    sent, received, sent_start, peer_start = varying
     offsets = sent_start, sent, peer_start, received
     return jax.lax.ragged_all_to_all(rows, into, *offsets, axis_name=static.axis_name)
 
@@ -53,7 +53,7 @@ def _gathered(rows: jax.Array, splits: Splits, static: _Rows) -> jax.Array:
 
 
 def varying_over(array: jax.Array, axis_name: str) -> jax.Array:
-    """An array with a type that varies over an axis, which collectives want."""
+    """Make an array's type vary over an axis, as collectives require."""
     if axis_name in jax.typeof(array).manual_axis_type.varying:
         return array
     return jax.lax.pcast(array, (axis_name,), to="varying")

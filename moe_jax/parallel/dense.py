@@ -22,9 +22,8 @@ _GATE = "saved.shared_gate"
 
 
 class _Dense(MoERule):
-    """Rows and the gate's logits. The gradient of rows arrives multiplied by the gate, so that products and sums are
-    rounded as on one device.
-    """
+    """Rows and the gate's logits. The gradient of rows arrives multiplied by the gate, so that rounding is the same as
+    on one device."""
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
         shared = self.operands.shared
@@ -42,9 +41,9 @@ class _Dense(MoERule):
 def shared_output(
     x: jax.Array, wide: jax.Array, experts: ExpertWeights, shared: SharedExpert, spec: MoESpec
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
+    """The shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
 
-    wide: x in fp32, which takes its gradient, unrounded. experts: give the layer_index.
+    wide: x in fp32, which gets the unrounded gradient. experts: for the layer_index.
     """
     tokens = x.shape[0]
     nowhere = TopK(jnp.full((tokens, 1), -1, jnp.int32), jnp.zeros((tokens, 1), jnp.float32))
@@ -56,5 +55,5 @@ def shared_output(
     arrays, operands = call.placed(), MoEOperands(of_x, of_experts, of_routing, **options)
     results = (*result_names(TopK), *(() if shared.gate is None else (_GATE,)))
     names = (tuple(arrays), results, ("output",))
-    found = differentiated(_Dense(*names, operands, spec, platforms.targets(), None, True), arrays.values())
-    return found["output"], found.get(_GATE)
+    outputs = differentiated(_Dense(*names, operands, spec, platforms.targets(), None, True), arrays.values())
+    return outputs["output"], outputs.get(_GATE)

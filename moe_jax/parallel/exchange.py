@@ -1,6 +1,6 @@
 """The index arithmetic of `moe_core.parallel.exchange` on traced arrays, with equal results.
 
-Letters as there; G groups of rows that a home sends (places or owners), G / W of them to each owner.
+Letters as there, plus G groups of rows that a home sends (places or owners), G / W of them to each owner.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ class Places(NamedTuple):
 def physical_ids(
     ids: jax.Array, placement: Placement, *, first_token: jax.Array | int = 0, token_mask: jax.Array | None = None
 ) -> Places:
-    """Return the place of every slot, from ids int32 `[T, K]`. first_token: the number of the first token in the
-    group.
-    """
+    """The place of every slot, from ids int32 `[T, K]`. first_token: the number of the group's first token."""
     _, places, start = (jnp.asarray(table) for table in placement.tables)
     known = ids if token_mask is None else jnp.where(token_mask[:, None], ids, -1)
     invalid = (known < -1) | (known >= placement.num_experts)
@@ -40,12 +38,12 @@ def physical_ids(
 
 
 def owners_of(places: jax.Array, per_rank: int) -> jax.Array:
-    """Return the rank of every place, int32; -1 stays."""
+    """int32 rank of every place. -1 stays."""
     return jnp.where(places < 0, -1, places // per_rank)
 
 
 def same_owner(owners: jax.Array, others: jax.Array) -> jax.Array:
-    """bool `[T, K, K]`: slot k of a token has an owner, the same as slot j of the others."""
+    """bool `[T, K, K]`: slot k of a token has the same owner as slot j of the others."""
     return (owners[:, :, None] == others[:, None, :]) & (owners >= 0)[:, :, None]
 
 
@@ -60,9 +58,8 @@ def first_owners(owners: jax.Array) -> jax.Array:
 
 
 def nearest_slots(owners: jax.Array, most: int) -> jax.Array:
-    """bool `[T, K]`: the slot is one of the token's first `most` at its owner. With distinct ids all slots are, if
-    `most` is the smaller of K and L.
-    """
+    """bool `[T, K]`: the slot is one of the token's first `most` at its owner. All slots are if ids are distinct and
+    `most` is min(K, L)."""
     return _earlier(owners) < most
 
 
@@ -72,9 +69,8 @@ def pair_counts(group_sizes: jax.Array, num_ranks: int) -> jax.Array:
 
 
 def rows_in_runs(sent: RaggedLayout, groups: jax.Array, num_ranks: int) -> jax.Array:
-    """int32 `[T, K]`: the number of each row among the home's rows for its owner, -1: no row. Added to where these
-    rows begin at an owner it gives `destinations`, added to where an owner's rows begin at home `returned_rows`.
-    """
+    """int32 `[T, K]`: the number of each row among the home's rows for its owner, -1: no row. Plus the start of these
+    rows at the owner it is `destinations`, plus the start of the owner's rows at home `returned_rows`."""
     each = sent.group_sizes.shape[0] // num_ranks
     begins = sent.group_start[:-1:each]
     numbers = sent.row_of_slot.reshape(groups.shape) - begins[jnp.maximum(groups, 0) // each]
@@ -82,7 +78,7 @@ def rows_in_runs(sent: RaggedLayout, groups: jax.Array, num_ranks: int) -> jax.A
 
 
 class Splits(NamedTuple):
-    """Arguments of a rank's ragged all-to-all, int32 `[W]` by peer; as `moe_core.parallel.exchange.Splits`."""
+    """Arguments of a rank's ragged all-to-all, int32 `[W]` by peer, as in `moe_core.parallel.exchange.Splits`."""
 
     sent: jax.Array
     received: jax.Array
@@ -91,9 +87,7 @@ class Splits(NamedTuple):
 
 
 def splits(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) -> Splits:
-    """Return the splits of a rank, from rows of every (home, owner), int32 `[W, W]`. receive: the most rows of an
-    owner.
-    """
+    """The splits of a rank, from rows of every (home, owner), int32 `[W, W]`. receive: the most rows of an owner."""
     start = jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
     kept = pairs if receive is None else jnp.clip(receive - start, 0, pairs)
     first = jnp.cumsum(pairs[rank], dtype=jnp.int32) - pairs[rank]
@@ -101,7 +95,7 @@ def splits(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) 
 
 
 def returning(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) -> Splits:
-    """Return the splits of the way back: rows return to their homes in the same order."""
+    """The splits of the way back, with rows in the same order."""
     start = jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
     kept = pairs if receive is None else jnp.clip(receive - start, 0, pairs)
     at_home = jnp.cumsum(pairs, axis=1, dtype=jnp.int32) - pairs
@@ -109,9 +103,8 @@ def returning(pairs: jax.Array, rank: jax.Array | int, receive: int | None = Non
 
 
 def rows_of_blocks(sent: RaggedLayout, num_ranks: int, block: int, fits: int) -> jax.Array:
-    """int32 `[W * block]`: the slot of each row in blocks of one size, with at most `fits` used; -1: unused. sent:
-    the layout of a home's rows, by (group, slot).
-    """
+    """int32 `[W * block]`: slots of rows in blocks of one size, at most `fits` used, -1: unused. sent: the layout of a
+    home's rows, by (group, slot)."""
     each = sent.group_sizes.shape[0] // num_ranks
     number = jnp.arange(block, dtype=jnp.int32)
     row = sent.group_start[:-1:each, None] + number
@@ -127,7 +120,7 @@ def first_rows(runs: jax.Array, most: int) -> jax.Array:
 
 
 def take(values: jax.Array, rows: jax.Array, fill: float) -> jax.Array:
-    """values `[R, ...]` of rows int32 `[S]`; `fill` for those below 0."""
+    """values `[R, ...]` at rows int32 `[S]`, and `fill` for rows below 0."""
     if values.shape[0] == 0:  # which nothing can be read of, not even nothing
         values = jnp.pad(values, [(0, 1)] + [(0, 0)] * (values.ndim - 1), constant_values=fill)
     inside = jnp.where(rows < 0, values.shape[0], rows)

@@ -46,28 +46,28 @@ def moe(
 ) -> ParallelOutput:
     """Run `moe_jax.moe` over the ranks of a mesh axis, which share the experts, inside `jax.shard_map`.
 
-    Output and gradients are, bit by bit, those of `moe_jax.moe` on one device with the tokens of all ranks, in the
-    order of ranks, and all experts (`moe_core.parallel.plan_exchange` names exceptions). Gradients of a router's
-    parameters are sums over ranks, in another order.
+    Output and gradients are bitwise those of `moe_jax.moe` on one device with all ranks' tokens, in rank order, and all
+    experts (exceptions: `moe_core.parallel.plan_exchange`). Gradients of a router's parameters are sums over ranks, in
+    another order.
 
     Args:
-        x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank, equally many on all.
+        x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank, with the same T on all.
         experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. Empty places are not
             read.
         routing: over all E experts, of this rank's tokens.
         spec: as for `moe_jax.moe`.
         axis_name: the mesh axis of the ranks, manual in the `shard_map`.
         placement: the experts of each rank.
-        exchange: how rows travel. Buffers of `all_to_all` and blocks of `padded` are for the most rows there can be, or
-            for `receive`. `all_gather` sends every token to every rank.
+        exchange: how rows travel. Buffers of `all_to_all` and blocks of `padded` hold the most rows there can be, or
+            `receive`. `all_gather` sends every token to every rank.
         token_mask: bool `[T]`, as for `moe_jax.moe`.
-        tensor_axis: a second mesh axis. Its ranks have slices of the experts, as
-            `moe_core.parallel.tensor.split_experts` makes them, and tokens of their own. down_bias is whole, and does
-            not vary over the axis. Results are sums over it, in the order of ranks, so the bits are not one device's.
+        tensor_axis: a second mesh axis. Its ranks have slices of the experts from
+            `moe_core.parallel.tensor.split_experts` and separate tokens. down_bias is whole, and does not vary over the
+            axis. Results are sums over it in rank order, not bitwise equal to one device.
 
     Returns:
         a ParallelOutput. Rows beyond a bound are counted in its `overflow`. The output of their tokens is NaN, or lacks
-        them with `exchange.on_overflow="drop"`.
+            them with `exchange.on_overflow="drop"`.
 
     Raises:
         InvalidInput: outside of a shard_map over these axes, or other numbers of ranks or experts than the placement's.
@@ -88,14 +88,14 @@ class Group:
     tensor_axis: str | None = None
 
     def whole(self, spec: MoESpec, tokens: int) -> MoESpec:
-        """Options with tiles for so many tokens on each rank, and all experts."""
+        """Options with tiles for this number of tokens on each rank, and all experts."""
         tuning = Tuning() if spec.tuning is None else spec.tuning
         expected: dict[str, Any] = {"expected_tokens": max(1, self.placement.num_ranks * tokens)}
         expected["expected_experts"] = self.placement.num_experts
         return dataclasses.replace(spec, tuning=dataclasses.replace(tuning, **expected))
 
     def owner(self, spec: MoESpec, slots: int) -> MoESpec:
-        """Options of the experts, with so many rows of slots on every rank."""
+        """Options of the experts, with this number of slots on each rank."""
         plain = dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None)
         return self.whole(plain, slots)
 
@@ -109,7 +109,7 @@ def run(
     token_mask: Any = None,
     shared: SharedExpert | None = None,
 ) -> ParallelOutput:
-    """Run `moe` with a shared expert, which every rank has."""
+    """Run `moe` with a shared expert that every rank has."""
     require_type("spec", spec, MoESpec)
     require_type("routing", routing, RouterWeights, RouterLogits, TopK)
     x, placement, axis_name = require_x(x), group.placement, group.axis_name
@@ -139,32 +139,32 @@ def run(
     sent: Any = dispatch(sizes, routes, brought.x, brought.wide, brought.weights)
     if placement.has_replicas:
         experts = jax.tree.map(untrained, experts)
-    found = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), group.owner(spec, tokens * ids.shape[1]))
+    result = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), group.owner(spec, tokens * ids.shape[1]))
     dense: tuple[Any, Any] = (None, None)
     if shared is not None:
         dense = shared_output(x, others[0], experts, shared, group.whole(spec, tokens))
     dtype = spec.out_dtype or x.dtype.name
     output: Any = None
     if tensor is None:
-        output = combine(sizes, dtype, routes, found.output, *dense)
+        output = combine(sizes, dtype, routes, result.output, *dense)
     else:
-        parts = combine(sizes, "float32", routes, found.output, None, None)
+        parts = combine(sizes, "float32", routes, result.output, None, None)
         output = total(tensor, x.dtype.name, dtype, parts, *dense)
         places, invalid_ids = arithmetic.physical_ids(ids, placement, token_mask=mask)
     counts = jnp.zeros(placement.num_experts, jnp.int32)
     counts, chosen = varying_alike((counts, jnp.where(places < 0, placement.num_experts, ids)))
     counts = counts.at[chosen].add(1, mode="drop")
-    received = found.tokens_per_expert
+    received = result.tokens_per_expert
     return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
 
 
 def _route(
     x: jax.Array, wide: jax.Array, routing: Any, spec: MoESpec, token_mask: jax.Array | None
 ) -> tuple[Any, Any, Any, jax.Array]:
-    """ids, weights and logits as returned, and the weights that travel."""
+    """Returned ids, weights and logits, and the weights that travel."""
     if isinstance(routing, TopK):
-        given = OpCall("moe").bundle("routing", routing, "routing.")
-        require_given(given.ids, given.weights, x.shape[0])
+        specs = OpCall("moe").bundle("routing", routing, "routing.")
+        require_given(specs.ids, specs.weights, x.shape[0])
         ids, weights = plain_top_k(jnp.asarray(routing.ids), jnp.asarray(routing.weights))
         return ids, weights, None, weights
     if spec.router is None:
@@ -173,8 +173,8 @@ def _route(
         if token_mask is not None:
             # The router's backward multiplies every row by its gradient, 0 for masked tokens: rows may hold NaN.
             x, wide = (jnp.where(token_mask[:, None], rows, 0) for rows in (x, wide))
-        found = ops.router(x, routing.weight, bias=routing.bias, spec=spec.logits_spec(), wide=wide)
-        for_routing, logits = used(found, 2, jnp.float32)
+        scores = ops.router(x, routing.weight, bias=routing.bias, spec=spec.logits_spec(), wide=wide)
+        for_routing, logits = used(scores, 2, jnp.float32)
     else:
         for_routing = logits = routing.logits
     bias = routing.correction_bias
@@ -184,9 +184,7 @@ def _route(
 
 
 def require_ranks(group: Group, spec: MoESpec | None = None) -> None:
-    """Raise InvalidInput unless the axis is manual and has the placement's ranks, and Unsupported for other
-    exchanges.
-    """
+    """Raise InvalidInput unless the axis is manual with the placement's ranks, Unsupported for other exchanges."""
     axis_name, placement, exchange = group.axis_name, group.placement, group.exchange
     try:
         size = jax.lax.axis_size(axis_name)
@@ -213,7 +211,7 @@ def require_ranks(group: Group, spec: MoESpec | None = None) -> None:
 
 
 def require_x(x: Any) -> jax.Array:
-    """x as an array. Raises InvalidInput for other than tokens `[T, D]`."""
+    """x as an array. Raises InvalidInput unless it is tokens `[T, D]`."""
     require_array("x", x)
     if x.ndim != 2 or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise InvalidInput(

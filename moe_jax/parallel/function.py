@@ -1,4 +1,4 @@
-"""Dispatch and combine, each with the other's way as its backward; gradients in a fixed order.
+"""Dispatch and combine, each with the other's way as its backward, and gradients in a fixed order.
 
 Forward: rows of tokens go out, rows of slots come home and are added in the order k = 0..K-1. Backward: the gradient of
 the output goes out, the gradients of slots come home and are added in the same order, in fp32.
@@ -20,9 +20,9 @@ from moe_jax.parallel.routes import Routes, Sizes, at_home, pull, push
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(sizes: Sizes, routes: Routes, x: jax.Array, wide: jax.Array, weights: jax.Array) -> Any:
-    """Return (rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`).
+    """(rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`).
 
-    x `[T, D]` travels. wide: x in fp32, which gets its gradient, unrounded. weights fp32 `[T, K]` get theirs.
+    x `[T, D]` travels. wide: x in fp32, which gets its unrounded gradient. weights fp32 `[T, K]` get theirs.
     """
     return push(sizes, routes, x), routes.weights
 
@@ -45,11 +45,8 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 def combine(
     sizes: Sizes, out_dtype: str, routes: Routes, rows: jax.Array, shared: jax.Array | None, gate: jax.Array | None
 ) -> jax.Array:
-    """Return y `[T, D]`: the sum of each token's slots, of rows `[R, D]` at their owners, then of shared fp32 `[T, D]`,
-    if any, times the sigmoid of gate fp32 `[T, 1]`.
-
-    `dense.py` has their gradients. NaN if a slot did not fit.
-    """
+    """y `[T, D]`: the sum of each token's slots, from rows `[R, D]` at their owners, then shared fp32 `[T, D]`, if any,
+    times the sigmoid of gate fp32 `[T, 1]`. NaN if a slot did not fit. Gradients of shared and gate: `dense.py`."""
     options = {"order": "row", "shared": shared, "shared_gate": gate, "out_dtype": out_dtype}
     y = ops.reduce(pull(sizes, routes, rows), at_home(sizes, routes), **options)
     return jnp.where(routes.lost[:, None], jnp.nan, y) if sizes.spec.on_overflow == "error" else y
@@ -70,7 +67,7 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 
 def used(x: jax.Array, count: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """x for each of `count` uses, in a dtype. Their gradients are added in that order and dtype, and cast once."""
+    """x in a dtype for each of `count` uses. Their gradients are added in that order and dtype, and cast once."""
     uses: Any = _used(x, count, dtype)
     return uses
 
@@ -93,7 +90,7 @@ _used.defvjp(_used_forward, _used_backward)
 
 @jax.custom_vjp
 def untrained(array: jax.Array) -> jax.Array:
-    """An array of experts with replicas: asking for its gradient raises Unsupported."""
+    """An array of experts with replicas. Requesting its gradient raises Unsupported."""
     return array
 
 

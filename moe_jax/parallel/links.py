@@ -20,7 +20,7 @@ _COLUMNS = 256
 
 
 def measure(sizes: Sequence[int]) -> tuple[tuple[LinkTiming, ...], str]:
-    """Timings of `jax.lax.ragged_all_to_all` between the devices of this process, and why there are none, or "".
+    """Time `jax.lax.ragged_all_to_all` between this process's devices. Returns timings and why there are none, or "".
 
     sizes: bytes that a device sends to others.
     """

@@ -1,6 +1,6 @@
 """Routes of rows between ranks: tokens go out, results of slots come home.
 
-An owner has one row for each slot, whatever travelled: its op has K = 1, and returns a row for each slot.
+An owner has one row for each slot, whatever travelled: its op has K = 1, and returns a row per slot.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def is_exact(self) -> bool:
-        """Return True if ranks exchange counts; otherwise blocks have one size."""
+        """True if ranks exchange counts. Otherwise blocks have one size."""
         return self.spec.mode == "all_to_all"
 
     @property
@@ -53,7 +53,7 @@ class Sizes:
 
     @functools.cached_property
     def most_out(self) -> int:
-        """Rows of a block; without blocks, of an owner from all homes."""
+        """Rows of a block, or without blocks of an owner from all homes."""
         bounds = bounds_of(self.spec, self.tokens, self.top_k, self.placement)
         if bounds.block is not None:
             return bounds.block
@@ -62,7 +62,7 @@ class Sizes:
 
     @functools.cached_property
     def most_back(self) -> int:
-        """Slots of a block on the way back; without blocks, of an owner from all homes."""
+        """Slots of a block on the way back, or without blocks of an owner from all homes."""
         back = bounds_of(self.spec, self.tokens, self.top_k, self.placement).back
         return self.most_out * (self.nearest if self.spec.rows == "tokens" else 1) if back is None else back
 
@@ -79,18 +79,18 @@ class Sizes:
 
     @property
     def at_home(self) -> LayoutSpec:
-        """The layout of rows that come back: one for each slot, or blocks of the owners."""
+        """The layout of returning rows: one for each slot, or blocks of the owners."""
         return LayoutSpec(self.tokens, self.top_k, self.num_ranks, max_rows=None if self.is_exact else self.back)
 
 
 class Routes(NamedTuple):
     """The routes of one rank.
 
-    send int32 `[S]`: the slot whose row, or whose token's row, goes out, -1: none. None: every token. slots int32
+    send int32 `[S]`: the slot of each outgoing row (a slot's or its token's), -1: none. None: every token. slots int32
     `[R]`: the received row * K + k of every owner's row, -1: none. None: received rows are slots. out, home: splits of
-    both ways for exact counts. ids int32 and weights fp32 `[R, 1]`: of the owner's op. row_of_slot int32 `[T * K]`:
-    where the result of a slot comes home, -1: nowhere. lost bool `[T]`: a slot of the token did not fit. overflow int32
-    `[1]`: rows of all ranks that did not fit.
+    both ways for exact counts. ids int32 and weights fp32 `[R, 1]`: of the owner's op. row_of_slot int32 `[T * K]`: the
+    row of a slot's result at home, -1: none. lost bool `[T]`: a slot of the token did not fit. overflow int32 `[1]`:
+    rows of all ranks that did not fit.
     """
 
     send: jax.Array | None
@@ -125,7 +125,7 @@ def at_home(sizes: Sizes, routes: Routes) -> RaggedLayout:
 
 
 def make_routes(sizes: Sizes, places: jax.Array, weights: jax.Array) -> Routes:
-    """Make the routes of this rank's slots, places int32 and weights fp32 `[T, K]`.
+    """The routes of this rank's slots, places int32 and weights fp32 `[T, K]`.
 
     With bounds for distinct ids, repeated ids may be lost, too.
     """

@@ -1,7 +1,7 @@
-"""The tensor axis around the exchange: its ranks each have a slice of every expert.
+"""The tensor axis around the exchange: each rank has a slice of every expert.
 
-As in `moe_torch.parallel.tensor`: tokens are gathered over the axis, and fp32 parts of results and gradients are added
-in the order of its ranks.
+As in `moe_torch.parallel.tensor`, tokens are gathered over the axis, and fp32 parts of results and gradients are added
+in rank order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from moe_jax import ops
 
 
 class Brought(NamedTuple):
-    """Inputs of an exchange: x `[T, D]`, without a gradient; wide fp32 `[T, D]`, which takes it; ids int32 and
-    weights fp32 `[T, K]`; token_mask bool `[T]` or None.
-    """
+    """Inputs of an exchange: x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32 and weights fp32 `[T,
+    K]`, token_mask bool `[T]` or None."""
 
     x: jax.Array
     wide: jax.Array
@@ -45,7 +44,7 @@ def size_of(axis: str | None) -> int:
 
 
 def gathered(axis: str, brought: Brought) -> Brought:
-    """The tokens of all ranks of the axis, in their order; a masked token has no expert."""
+    """All ranks' tokens, in rank order. A masked token has no expert."""
     ids = brought.ids if brought.token_mask is None else jnp.where(brought.token_mask[:, None], brought.ids, -1)
     x, ids = (jax.lax.all_gather(one, axis, tiled=True) for one in (brought.x, ids))
     around: Any = _around(axis, x, brought.wide, brought.weights)
@@ -77,7 +76,7 @@ def _pulled(axis: str, parts: jax.Array) -> jax.Array:
 
 
 def _added(axis: str, parts: jax.Array, **options: Any) -> jax.Array:
-    """The sum `[T, D]` of parts fp32 in the order of ranks. options: of `reduce`."""
+    """The sum `[T, D]` of parts fp32 in rank order. options: of `reduce`."""
     size, nothing = jax.lax.axis_size(axis), jnp.zeros(0, jnp.int32)
     tokens = len(parts) // size
     row_of_slot = jnp.arange(size * tokens, dtype=jnp.int32).reshape(size, tokens).T.reshape(-1)
@@ -90,11 +89,8 @@ def _added(axis: str, parts: jax.Array, **options: Any) -> jax.Array:
 def total(
     axis: str, dtype: str, out_dtype: str, parts: jax.Array, shared: jax.Array | None, gate: jax.Array | None
 ) -> jax.Array:
-    """y `[T, D]`: the sum of all ranks' parts fp32 `[S, D]`, then of shared `[T, D]` times the sigmoid of gate fp32
-    `[T, 1]`, as in `combine`.
-
-    The gradient travels in dtype.
-    """
+    """y `[T, D]`: the sum of all ranks' parts fp32 `[S, D]`, then shared `[T, D]` times the sigmoid of gate fp32 `[T,
+    1]`, as in `combine`. The gradient travels in dtype."""
     return _added(axis, parts, shared=shared, shared_gate=gate, out_dtype=out_dtype)
 
 
@@ -112,7 +108,7 @@ total.defvjp(_total_forward, _total_backward)
 
 
 def bias_once(axis: str, experts: ExpertWeights) -> ExpertWeights:
-    """The slices of a rank. Only the first rank of the axis adds down_bias, and has its gradient."""
+    """A rank's slices. Only the first rank of the axis adds down_bias, and gets its gradient."""
     if experts.down_bias is None:
         return experts
     first = jax.lax.axis_index(axis) == 0
