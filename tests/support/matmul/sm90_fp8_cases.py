@@ -169,7 +169,7 @@ def plan_codes(
     builder.call(plan, "matmul", bindings | {"y": hidden} | found)
     specs = {name: builder.spec(buffer) for name, buffer in options.items()}
     plan = plan_quantize_rows(builder.spec(hidden), format, target, scales=scale, **specs)
-    roles = {"used_by": "slot_of_row"} if "used_by" in options else None
+    roles = {"used_by": Role.SLOT_OF_ROW} if "used_by" in options else None
     builder.call(plan, "quantize", {"x": hidden} | given | options | made, roles)
     return builder.build()
 
