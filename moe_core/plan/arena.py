@@ -42,7 +42,7 @@ def lend_memory(
     """
     lifetimes = _lifetimes(steps)
     taken: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name, _ in lenders}
-    found: dict[str, tuple[str, int]] = {}
+    lent: dict[str, tuple[str, int]] = {}
     for name, size in sorted(sizes, key=lambda buffer: -buffer[1]):
         if name not in lifetimes:
             continue
@@ -51,9 +51,9 @@ def lend_memory(
             offset = _lowest(aligned(size), first, last, taken[lender])
             if last < lifetimes.get(lender, (0, 0))[0] and offset + size <= room:
                 taken[lender].append((offset, offset + aligned(size), first, last))
-                found[name] = lender, offset
+                lent[name] = lender, offset
                 break
-    return found
+    return lent
 
 
 def _lifetimes(steps: Sequence[Collection[str]]) -> dict[str, tuple[int, int]]:

@@ -181,8 +181,10 @@ class PlanBuilder:
     ) -> dict[str, str]:
         wanted = {buffer.name: buffer for buffer in (*plan.inputs, *plan.outputs)}
         known = {*wanted, *(name.rpartition(".")[0] for name in wanted)}
-        given = {name for name, bound in bindings.items() if self.has(bound) or self.has(f"{bound}.values")}
-        assert given | set(roles) <= known, f"{prefix}: {(given | set(roles)) - known} are no buffers of {plan.name}"
+        present = {name for name, bound in bindings.items() if self.has(bound) or self.has(f"{bound}.values")}
+        assert present | set(roles) <= known, (
+            f"{prefix}: {(present | set(roles)) - known} are no buffers of {plan.name}"
+        )
         names: dict[str, str] = {}
         for name, buffer in wanted.items():
             operand, dot, part = name.rpartition(".")
@@ -192,19 +194,21 @@ class PlanBuilder:
             role = _role(name, roles[name]) if name in roles else buffer.role
             is_input = buffer in plan.inputs
             if bound is None and is_input:
-                found = [other for other in self._of_role.get(role, ()) if other in self._filled]
-                assert len(found) == 1, f"{prefix}: input {name} is not bound, and {found} have the role {role}"
-                (bound,) = found
+                candidates = [other for other in self._of_role.get(role, ()) if other in self._filled]
+                assert len(candidates) == 1, (
+                    f"{prefix}: input {name} is not bound, and {candidates} have the role {role}"
+                )
+                (bound,) = candidates
             elif bound is None:
                 bound = self._add(self._scratch, Buffer(f"{prefix}.{name}", buffer.spec, role))
             names[name] = bound
-            here = self._buffers[bound]
+            existing = self._buffers[bound]
             takes = f"{prefix}: {'input' if is_input else 'output'} {name} of {plan.name} takes"
             assert role is not None, f"{takes} an array without a role; declare it with one"
-            assert here.role == role, f"{takes} the role {role}, got {bound}, whose role is {here.role}"
+            assert existing.role == role, f"{takes} the role {role}, got {bound}, whose role is {existing.role}"
             state = "filled" if is_input else "not filled"
             assert (bound in self._filled) == is_input, f"{takes} a buffer that is {state}, got {bound}"
-            assert _same_memory(here.spec, buffer.spec), f"{takes} {buffer.spec}, got {bound} {here.spec}"
+            assert _same_memory(existing.spec, buffer.spec), f"{takes} {buffer.spec}, got {bound} {existing.spec}"
         return names
 
     def sums(self, line: str) -> None:

@@ -65,8 +65,8 @@ def _check_places(plan: LaunchPlan) -> None:
         raise _wrong("what lies over other memory", "the spec of what it replaces", plan.over)
 
 
-def _wrong(what: str, expected: str, got: object) -> InvalidInput:
-    return InvalidInput(f"{what} of a plan must have {expected}, got {str(got)[:200]}; {_REPAIR}")
+def _wrong(subject: str, expected: str, got: object) -> InvalidInput:
+    return InvalidInput(f"{subject} of a plan must have {expected}, got {str(got)[:200]}; {_REPAIR}")
 
 
 def _name(step: KernelLaunch | ReferenceCall) -> str:
@@ -74,10 +74,10 @@ def _name(step: KernelLaunch | ReferenceCall) -> str:
 
 
 def _require_names(
-    step: KernelLaunch | ReferenceCall, given: list[str], known: Collection[str], needed: Collection[str]
+    step: KernelLaunch | ReferenceCall, arguments: list[str], known: Collection[str], needed: Collection[str]
 ) -> None:
-    if len(set(given)) != len(given) or not set(needed) <= set(given) <= set(known):
-        raise _wrong(f"step {_name(step)}", f"the arguments {', '.join(known)}", ", ".join(given))
+    if len(set(arguments)) != len(arguments) or not set(needed) <= set(arguments) <= set(known):
+        raise _wrong(f"step {_name(step)}", f"the arguments {', '.join(known)}", ", ".join(arguments))
 
 
 def _check_launch(step: KernelLaunch, plan: LaunchPlan) -> set[str]:
@@ -117,8 +117,8 @@ def _parameters(name: str) -> tuple[str, ...]:
     """The parameters of a kernel, read from its source because importing it would need Triton."""
     module, _, function = name.partition(":")
     text = _OPS.joinpath(*module.split(".")).with_suffix(".py").read_text()
-    found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function]
-    return tuple(argument.arg for node in found for argument in node.args.args)
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function]
+    return tuple(argument.arg for node in functions for argument in node.args.args)
 
 
 def _check_reference(step: ReferenceCall, plan: LaunchPlan) -> set[str]:
@@ -140,23 +140,23 @@ def _reference(name: str) -> types.FunctionType:
     if re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)*", module) and "reference" in module and not function.startswith("_"):
         path = _OPS.joinpath(*module.split("."))
         if path.with_suffix(".py").is_file() or path.joinpath("__init__.py").is_file():
-            found = getattr(importlib.import_module(f"moe_core.ops.{module}"), function, None)
-            if isinstance(found, types.FunctionType) and found.__module__.startswith("moe_core.ops."):
-                return found
+            twin = getattr(importlib.import_module(f"moe_core.ops.{module}"), function, None)
+            if isinstance(twin, types.FunctionType) and twin.__module__.startswith("moe_core.ops."):
+                return twin
     raise InvalidInput(f"function of a step must be a NumPy twin below moe_core.ops, got {name!r}; {_REPAIR}")
 
 
-def _require_type(what: str, value: Any, hint: Any) -> None:
+def _require_type(subject: str, value: Any, hint: Any) -> None:
     """Raise InvalidInput unless a value, and each field of it, has its declared type."""
     if not _matches(value, hint):
-        raise _wrong(what, f"the type {hint}", repr(value))
+        raise _wrong(subject, f"the type {hint}", repr(value))
     if dataclasses.is_dataclass(value):
         hints = typing.get_type_hints(type(value))
         for field in dataclasses.fields(value):
             _require_type(f"{type(value).__name__}.{field.name}", getattr(value, field.name), hints[field.name])
     elif isinstance(value, tuple):
         for item in value:
-            _require_type(what, item, Any)
+            _require_type(subject, item, Any)
 
 
 def _matches(value: Any, hint: Any) -> bool:

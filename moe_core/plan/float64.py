@@ -40,18 +40,18 @@ def any_precision(planner: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(planner)
     def plan(*arguments: Any, **keywords: Any) -> Result:
-        found: list[ArraySpec] = []
-        narrow_arguments, narrow_keywords = _narrow(arguments, found), _narrow(keywords, found)
-        if not found:
+        wide: list[ArraySpec] = []
+        narrow_arguments, narrow_keywords = _narrow(arguments, wide), _narrow(keywords, wide)
+        if not wide:
             return planner(*arguments, **keywords)
-        given = [*arguments, *keywords.values()]
-        target = next(one for one in given if isinstance(one, Target))
+        values = [*arguments, *keywords.values()]
+        target = next(one for one in values if isinstance(one, Target))
         if target.kind != "reference":
             raise Unsupported(
-                f"float64 runs on the CPU's reference engine alone, which checks of gradients need, got {found[0]} for "
+                f"float64 runs on the CPU's reference engine alone, which checks of gradients need, got {wide[0]} for "
                 f"{target}; cast the arrays to float32, or move them to the CPU and call under cpu_engine('reference')"
             )
-        if "float32" in (keywords.get("out_dtype"), *(getattr(one, "out_dtype", None) for one in given)):
+        if "float32" in (keywords.get("out_dtype"), *(getattr(one, "out_dtype", None) for one in values)):
             raise InvalidInput("out_dtype must be left out for float64 arrays, got float32; cast the result")
         if keywords.get("out_dtype") == "float64":
             narrow_keywords["out_dtype"] = None
@@ -60,20 +60,20 @@ def any_precision(planner: Callable[..., Result]) -> Callable[..., Result]:
     return plan
 
 
-def _narrow(value: Any, found: list[ArraySpec]) -> Any:
+def _narrow(value: Any, wide: list[ArraySpec]) -> Any:
     """`value` with float32 instead of float64. Adds each float64 spec to `found`."""
     if isinstance(value, ArraySpec):
         if value.dtype != "float64":
             return value
-        found.append(value)
+        wide.append(value)
         return dataclasses.replace(value, dtype="float32")
     if isinstance(value, dict):
-        return {name: _narrow(one, found) for name, one in value.items()}
+        return {name: _narrow(one, wide) for name, one in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_narrow(one, found) for one in value)
+        return type(value)(_narrow(one, wide) for one in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changed = {name: new for name, one in fields.items() if (new := _narrow(one, found)) is not one}
+        changed = {name: new for name, one in fields.items() if (new := _narrow(one, wide)) is not one}
         return dataclasses.replace(value, **changed) if changed else value
     return value
 

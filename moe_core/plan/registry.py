@@ -96,14 +96,14 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
         )
     if not isinstance(plans, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in plans):
         raise InvalidInput(f"path must hold plans with their keys, got {str(path)!r} without; export the plans again")
-    found = [(key, decode_plan(value)) for key, value in plans]
-    for key, plan in found:
+    decoded = [(key, decode_plan(value)) for key, value in plans]
+    for key, plan in decoded:
         if plan.key != key:
             raise InvalidInput(
                 f"plan {plan.name!r} in {str(path)!r} must have the key {plan.key}, got {key!r}: the file was changed; "
                 "export the plans again"
             )
-    return tuple(register(plan) for _, plan in found)
+    return tuple(register(plan) for _, plan in decoded)
 
 
 def decode_plan(value: Any) -> LaunchPlan:

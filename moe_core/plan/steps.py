@@ -197,23 +197,23 @@ class KernelLaunch:
     def __post_init__(self) -> None:
         if not isinstance(self.kernel, Kernel):
             raise InvalidInput(f"kernel must be a Kernel, got {self.kernel!r}; declare one beside its planner")
-        name, given = self.kernel.name, {name for name, _ in self.arguments}
-        if ("PDL" in given) != (self.kernel.pdl is not None):
+        name, arguments = self.kernel.name, {name for name, _ in self.arguments}
+        if ("PDL" in arguments) != (self.kernel.pdl is not None):
             raise InvalidInput(
                 f"arguments of {name} must have PDL exactly if its Kernel says when it waits, got pdl="
-                f"{self.kernel.pdl!r} and the arguments {', '.join(sorted(given))}; correct the one or the other"
+                f"{self.kernel.pdl!r} and the arguments {', '.join(sorted(arguments))}; correct the one or the other"
             )
-        if self.kernel.prepacked_weight not in {None, *given}:
+        if self.kernel.prepacked_weight not in {None, *arguments}:
             raise InvalidInput(
                 f"arguments of {name} must have its prepacked weight {self.kernel.prepacked_weight!r}, got "
-                f"{', '.join(sorted(given))}; correct its Kernel"
+                f"{', '.join(sorted(arguments))}; correct its Kernel"
             )
 
     @property
     def pipeline_stages(self) -> int:
         """The constant STAGES of a kernel with its own pipeline, otherwise the compiler's option num_stages."""
-        own = dict(self.arguments).get("STAGES")
-        return own.value if isinstance(own, Constant) and isinstance(own.value, int) else self.num_stages
+        stages = dict(self.arguments).get("STAGES")
+        return stages.value if isinstance(stages, Constant) and isinstance(stages.value, int) else self.num_stages
 
     @property
     def tile(self) -> str:
@@ -303,7 +303,7 @@ class LaunchPlan:
         """(home, byte offset) of each scratch buffer. The home is the index among inputs and outputs, or their number
         for the arena. Buffers needed at different times may share memory.
         """
-        index = {buffer.name: place for place, buffer in enumerate((*self.inputs, *self.outputs))}
+        index = {buffer.name: number for number, buffer in enumerate((*self.inputs, *self.outputs))}
         over = dict(self.over)
         sizes = [(buffer.name, buffer.spec.nbytes) for buffer in self.scratch if buffer.name not in over]
         steps = [{over.get(name, name) for name in _buffers(step)} for step in self.steps]

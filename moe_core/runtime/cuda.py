@@ -84,12 +84,12 @@ class Driver:
         # It never waits, so it keeps the interpreter's lock.
         self.get_context = ctypes.PyDLL("libcuda.so.1").cuCtxGetCurrent
 
-    def check(self, code: int, what: str) -> None:
+    def check(self, code: int, action: str) -> None:
         if code:
             text = ctypes.c_char_p()
             self.lib.cuGetErrorString(code, ctypes.byref(text))
             reason = text.value.decode() if text.value else "unknown error"
-            raise RuntimeError(f"{what} failed with CUDA error {code}: {reason}")
+            raise RuntimeError(f"{action} failed with CUDA error {code}: {reason}")
 
     @functools.cached_property
     def device_count(self) -> int:
@@ -99,10 +99,10 @@ class Driver:
         action = f"cuDeviceGetAttribute({attribute}) of device {device_index}"
         return self.number(self.lib.cuDeviceGetAttribute, action, attribute, device_index)
 
-    def number(self, function: Any, what: str, *arguments: int) -> int:
+    def number(self, function: Any, action: str, *arguments: int) -> int:
         """The int that a driver function returns through its first argument."""
         value = ctypes.c_int()
-        self.check(function(ctypes.byref(value), *arguments), what)
+        self.check(function(ctypes.byref(value), *arguments), action)
         return value.value
 
     def name(self, device_index: int) -> str:

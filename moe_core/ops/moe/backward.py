@@ -58,8 +58,8 @@ def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
 def _array_of(name: str, operands: MoEOperands) -> ArraySpec:
     """The array of a gradient in gradient_names."""
     bundle, _, field = name.removeprefix("d_").partition(".")
-    found = getattr(operands, bundle)
-    return getattr(found, field) if field else found
+    array = getattr(operands, bundle)
+    return getattr(array, field) if field else array
 
 
 def _gradient_shape(name: str, operands: MoEOperands, one_layer: bool) -> tuple[int, ...]:
@@ -213,7 +213,7 @@ def plan_training(
         kept_apart = [name for name in wanted if name.startswith(("d_experts.", "d_shared."))]
         accumulate = tuple(name for name in kept_apart if name.rpartition(".")[2] in _MATRICES)
     options = BackwardOptions(wanted, accumulate, one_layer and operands.experts.layer_index is not None)
-    return forward, *(plan_moe_backward(given, operands, spec, target, options=options) for given in upstream)
+    return forward, *(plan_moe_backward(gradients, operands, spec, target, options=options) for gradients in upstream)
 
 
 def explain_training(plans: tuple[LaunchPlan, ...]) -> str:

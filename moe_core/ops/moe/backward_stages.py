@@ -180,8 +180,8 @@ class BackwardPlanner:
     ) -> None:
         self.builder, self.operands, self.gradients, self.spec = builder, operands, gradients, spec
         self.target, self.routing, self.x = builder.target, operands.routing, operands.x
-        given, experts = isinstance(self.routing, TopK), operands.experts
-        self.ids, self.weights = ("routing.ids", "routing.weights") if given else ("ids", "weights")
+        ids_given, experts = isinstance(self.routing, TopK), operands.experts
+        self.ids, self.weights = ("routing.ids", "routing.weights") if ids_given else ("ids", "weights")
         sizes = self.x.shape[0], builder.spec(self.ids).shape[1], experts.down.shape[-3]
         self.layout = LayoutSpec(*sizes, limit=spec.row_limit)
         self.by_slot = ArraySpec((self.layout.num_tokens, self.layout.top_k), "float32")
@@ -291,19 +291,21 @@ class BackwardPlanner:
 
     def _router(self, d_weights: str) -> list[str]:
         """From the weights, by slot, to the logits and the router. Returns the part of d_x, if x was routed."""
-        builder, given, spec, routing = self.builder, self.gradients, self.spec, self.routing
+        builder, gradients, spec, routing = self.builder, self.gradients, self.spec, self.routing
         if isinstance(routing, TopK):
             return []
         from_x = isinstance(routing, RouterWeights)
         names = {"weights": d_weights}
-        if given.weights is not None:
+        if gradients.weights is not None:
             bindings = {"first": d_weights, "second": "gradients.weights"}
             roles = {name: Role.D_ROW_WEIGHT for name in ("first", "second", "total")}
-            names["weights"] = builder.call(rowwise.plan_add(given.weights, self.target), "weights", bindings, roles)
-        others = [name for name, _ in named_arrays(given) if name not in ("output", "weights")]
+            names["weights"] = builder.call(
+                rowwise.plan_add(gradients.weights, self.target), "weights", bindings, roles
+            )
+        others = [name for name, _ in named_arrays(gradients) if name not in ("output", "weights")]
         names |= {name: f"gradients.{name}" for name in others}
         logits = "logits" if from_x else "routing.logits"
-        if given.load_balance is not None:
+        if gradients.load_balance is not None:
             names["tokens_per_expert"] = self._counts(builder.spec(logits).shape[1])
         arrays = {name: builder.spec(buffer) for name, buffer in names.items()} | {"weights": self.by_slot}
         assert spec.router is not None

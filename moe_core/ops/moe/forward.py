@@ -132,15 +132,15 @@ class _MoEPlanner:
         others = {"shared": self.shared, "expert_map": self.expert_map, "token_mask": self.token_mask}
         wrong = [name for name, value in others.items() if value is not None]
         if self.spec.rows_in_order and (wrong or layout.top_k != 1):
-            what = f"{wrong[0]} must be None" if wrong else f"top_k must be 1, got {layout.top_k}"
-            raise InvalidInput(f"with spec.rows_in_order, {what}: rows are the output as they lie; leave one out")
+            reason = f"{wrong[0]} must be None" if wrong else f"top_k must be 1, got {layout.top_k}"
+            raise InvalidInput(f"with spec.rows_in_order, {reason}: rows are the output as they lie; leave one out")
         if self.results_at is None:
             return
         require_spec("results_at", self.results_at, (layout.num_slots,), "int64")
         require_width("the output", self.d_model, self.x.dtype)
         if self.shared is not None or self.spec.out_dtype is not None:
-            what = "shared" if self.shared is not None else "out_dtype"
-            raise InvalidInput(f"{what} must be None with results_at, where nothing is summed; leave it out")
+            reason = "shared" if self.shared is not None else "out_dtype"
+            raise InvalidInput(f"{reason} must be None with results_at, where nothing is summed; leave it out")
 
     def _declare_saved(self, layout: LayoutSpec) -> None:
         """Declare the layout's arrays and other inputs of a backward: outputs with save, else scratch."""

@@ -235,8 +235,8 @@ def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | Referenc
         return None
     inputs = {}
     for prefix, step in (("first", first), ("second", second)):
-        own = {name: buffer for name, buffer in step.inputs if (prefix, name) != ("second", "x")}
-        inputs |= {name if name in _COMMON else f"{prefix}.{name}": buffer for name, buffer in own.items()}
+        buffers = {name: buffer for name, buffer in step.inputs if (prefix, name) != ("second", "x")}
+        inputs |= {name if name in _COMMON else f"{prefix}.{name}": buffer for name, buffer in buffers.items()}
     constants = {"layout": options["layout"], "first": options["spec"], "second": others["spec"], "outputs": outputs}
     made = (*first.outputs, *second.outputs)
     function = function_name(both_products)

@@ -86,19 +86,19 @@ class RowStages:
         the static scale, if given. users: the layout's array of the slots that read a row.
         """
         builder, quantized = self.builder, f"quantized_{name}"
-        given = {"static_scale": scale} if builder.has(scale) else {}
-        if users == "slot_of_row" or chooses_one_scale(rows.format, bool(given)):
+        bindings = {"static_scale": scale} if builder.has(scale) else {}
+        if users == "slot_of_row" or chooses_one_scale(rows.format, bool(bindings)):
             # Hidden rows of no slot are unwritten. One scale must come from rows that something reads: masked tokens
             # may hold anything.
-            given |= {"used_by": getattr(self.arrays, users)}
+            bindings |= {"used_by": getattr(self.arrays, users)}
         made = {p: builder.scratch(f"{quantized}.{p}", array, Held(Role.ROWS, p)) for p, array in named_arrays(rows)}
         zeros = 0
         if self.product.problem.finds_maxima and name == "x":
             # This launch precedes product 1, so no other is added for a few zeros.
             zeros, made["zeros"] = MAXIMA, builder.scratch(_HIDDEN_MAXIMA, ArraySpec((MAXIMA,), "int32"))
         elif self.product.problem.finds_maxima:
-            given |= {"maxima": _HIDDEN_MAXIMA}
-        scales, used_by, maxima = (builder.spec_of(given.get(key)) for key in ("static_scale", "used_by", "maxima"))
+            bindings |= {"maxima": _HIDDEN_MAXIMA}
+        scales, used_by, maxima = (builder.spec_of(bindings.get(key)) for key in ("static_scale", "used_by", "maxima"))
         plan = plan_quantize_rows(
             builder.spec(source),
             rows.format,
@@ -108,6 +108,6 @@ class RowStages:
             zeros=zeros,
             maxima=maxima,
         )
-        roles = {"used_by": Role(users)} if "used_by" in given else None
-        builder.call(plan, f"quantize {name}", {"x": source} | given | made, roles)
+        roles = {"used_by": Role(users)} if "used_by" in bindings else None
+        builder.call(plan, f"quantize {name}", {"x": source} | bindings | made, roles)
         return quantized

@@ -87,7 +87,7 @@ def plan_quantize_rows(
     builder = PlanBuilder("quantize_rows", target)
     inputs = builder.inputs({"x": x, "static_scale": scales, "used_by": used_by, "maxima": maxima})
     values = builder.output("values", ArraySpec(shapes.values, format.own_element.dtype), Held(Role.ROWS, "values"))
-    found = builder.output("scales", ArraySpec(shapes.scales, format.scale_dtypes[0]), Held(Role.ROWS, "scales"))
+    scale_buffer = builder.output("scales", ArraySpec(shapes.scales, format.scale_dtypes[0]), Held(Role.ROWS, "scales"))
     composed = maxima is not None or zeros > 0
     assert not composed or (target.compiled and format.group_columns is None), "of whole rows, by kernels"
     if zeros:
@@ -95,7 +95,7 @@ def plan_quantize_rows(
     if not target.compiled:
         from moe_core.ops.quantize import reference as twins
 
-        return builder.reference(twins.quantize_rows, inputs, {"format": format}, (values, found))
+        return builder.reference(twins.quantize_rows, inputs, {"format": format}, (values, scale_buffer))
     add = _add_whole_rows if format.group_columns is None else _add_groups
     add(builder, format, stride)
     return builder.build()

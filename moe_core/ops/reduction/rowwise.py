@@ -123,9 +123,9 @@ def plan_weighted_input(
     arrays = {"row_of_slot": ArraySpec((tokens,), "int32"), "weights": ArraySpec((tokens, 1), "float32")}
     extra = ArraySpec((tokens, width), "float32") if with_extra else None
     builder.inputs({"d_rows": d_rows, "x": x, **arrays, "extra": extra})
-    found = {"d_x": ArraySpec((tokens, width), x.dtype), "d_weight": ArraySpec((tokens, 1), "float32")}
+    specs = {"d_x": ArraySpec((tokens, width), x.dtype), "d_weight": ArraySpec((tokens, 1), "float32")}
     for name in outputs:
-        builder.output(name, found[name], Role.D_ROW_WEIGHT if name == "d_weight" else None)
+        builder.output(name, specs[name], Role.D_ROW_WEIGHT if name == "d_weight" else None)
     block_m, block_n = _row_tile(width, target)
     builder.sums(f"d_weight: d_model in {block_n} partial sums in order, then a tree over them, fp32")
     arguments = builder.pointers("d_rows", "x", "row_of_slot", "weights", "extra", "d_x", "d_weight")

@@ -43,22 +43,22 @@ def _validate(
     top_k = spec.require_top_k()
     LayoutSpec(num_tokens, top_k, num_experts)  # Slots are numbered in int32.
     shapes = gradient_shapes(num_tokens, num_experts, top_k)
-    given = dict(named_arrays(gradients))
-    if not given.keys() & shapes.keys():
+    arrays = dict(named_arrays(gradients))
+    if not arrays.keys() & shapes.keys():
         raise InvalidInput(
             "gradients must hold at least one of weights, logits, load_balance and z, got none; pass one"
         )
     for name, shape in shapes.items():
-        if name in given:
-            require_spec(f"gradients.{name}", given[name], shape, "float32")
-    if ("load_balance" in given) != ("tokens_per_expert" in given):
+        if name in arrays:
+            require_spec(f"gradients.{name}", arrays[name], shape, "float32")
+    if ("load_balance" in arrays) != ("tokens_per_expert" in arrays):
         raise InvalidInput(
             "gradients.tokens_per_expert must be given with gradients.load_balance and only then, "
             f"got {gradients.tokens_per_expert}; pass both or neither"
         )
-    if "tokens_per_expert" in given:
-        require_spec("gradients.tokens_per_expert", given["tokens_per_expert"], (num_experts,), "int32")
-    if "weights" in given:
+    if "tokens_per_expert" in arrays:
+        require_spec("gradients.tokens_per_expert", arrays["tokens_per_expert"], (num_experts,), "int32")
+    if "weights" in arrays:
         require_spec("ids", ids, (num_tokens, top_k), "int32")
     elif ids is not None:
         raise InvalidInput(f"ids must be None without gradients.weights, got {ids}; leave it out")
@@ -114,9 +114,9 @@ def plan_routing_backward(
     )
     names = ("d_weights", "given_logits", "d_load_balance", "d_z", "tokens_per_expert")
     fields = (field.name for field in dataclasses.fields(gradients))
-    given = {name: builder.optional(f"gradients.{field}") for name, field in zip(names, fields, strict=True)}
+    pointers = {name: builder.optional(f"gradients.{field}") for name, field in zip(names, fields, strict=True)}
     arguments = {
-        **(builder.pointers("logits", "ids") | given | builder.pointers("token_mask", "token_count", "d_logits")),
+        **(builder.pointers("logits", "ids") | pointers | builder.pointers("token_mask", "token_count", "d_logits")),
         **passed(num_tokens=num_tokens, NUM_EXPERTS=num_experts, TOP_K=top_k, SCORING=spec.scoring),
         **passed(SOFTMAX_LAST=spec.order == "topk_then_softmax", RENORMALIZE=spec.renormalize),
         **passed(SCALE=spec.scale, EPSILON=spec.epsilon, LOGIT_SCALE=spec.logit_scale, SOFTCAP=spec.softcap),

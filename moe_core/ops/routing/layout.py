@@ -199,11 +199,11 @@ class LayoutLauncher:
         names = [f"schedule_{block_m}" for block_m in self.block_ms[:_FUSED_SCHEDULES]]
         lengths = [self.layout.max_blocks(block_m) for block_m in self.block_ms[:_FUSED_SCHEDULES]]
         absent = _FUSED_SCHEDULES - len(names)
-        found = self.builder.pointers(*_OUTPUTS)
-        found |= passed(**{f"schedule_{n}": name for n, name in enumerate(names + [None] * absent)})
-        found |= self.builder.pointers("tile_counters", *more) | passed(**counts)
-        found |= passed(**{f"max_blocks_{n}": length for n, length in enumerate(lengths + [0] * absent)})
-        return found | passed(max_rows=self.layout.max_rows)
+        arguments = self.builder.pointers(*_OUTPUTS)
+        arguments |= passed(**{f"schedule_{n}": name for n, name in enumerate(names + [None] * absent)})
+        arguments |= self.builder.pointers("tile_counters", *more) | passed(**counts)
+        arguments |= passed(**{f"max_blocks_{n}": length for n, length in enumerate(lengths + [0] * absent)})
+        return arguments | passed(max_rows=self.layout.max_rows)
 
     def tail(self, num_warps: int, **block_sizes: int) -> dict[str, Argument]:
         """The last constants of every kernel that calls `write_groups`, with this many warps."""

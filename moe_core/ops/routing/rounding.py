@@ -207,13 +207,13 @@ def plan_route_rounded_backward(
         arguments |= passed(num_slots=slots, TOP_K=top_k, WIDTH=width, BLOCK=block)
         programs = -(-slots // block)
         builder.launch(SPLIT_GRADIENTS, (min(programs, target.num_sms * 4) if target.on_gpu else programs,), arguments)
-    given, rules = None, {"chosen": plain, "extra": dataclasses.replace(wide, top_k=max(1, width - top_k))}
+    d_logits, rules = None, {"chosen": plain, "extra": dataclasses.replace(wide, top_k=max(1, width - top_k))}
     for name in parts:
-        gradients = RoutingGradients(builder.spec(f"d_{name}"), None if given is None else builder.spec(given))
+        gradients = RoutingGradients(builder.spec(f"d_{name}"), None if d_logits is None else builder.spec(d_logits))
         plan = plan_routing_backward(gradients, logits, builder.spec(name), rules[name], target)
         bindings = {"logits": "logits", "ids": name, "gradients.weights": f"d_{name}"}
-        bindings |= {} if given is None else {"gradients.logits": given}
+        bindings |= {} if d_logits is None else {"gradients.logits": d_logits}
         if name == list(parts)[-1]:
             bindings["d_logits"] = "d_logits"
-        given = builder.call(plan, name, bindings)
+        d_logits = builder.call(plan, name, bindings)
     return builder.build()
