@@ -210,7 +210,6 @@ def _sizes(text: str) -> list[int]:
 
 
 def _in_numpy(number: int, layer: LayerRouting) -> LayerRouting:
-    """A checked layer with NumPy copies of its arrays."""
     require_at_least(f"num_experts of layer {number}", layer.num_experts, 1)
     ids, weights = np.array(layer.ids), np.array(layer.weights)
     for name, array, dtype in (("ids", ids, "int32"), ("weights", weights, "float32")):

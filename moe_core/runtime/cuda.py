@@ -106,7 +106,6 @@ class Driver:
         return value.value
 
     def name(self, device_index: int) -> str:
-        """The device's name, as `NVIDIA H200`."""
         text = ctypes.create_string_buffer(128)
         self.check(self.lib.cuDeviceGetName(text, 128, device_index), "cuDeviceGetName")
         return text.value.decode()
@@ -214,7 +213,6 @@ def why_no_gpu() -> str:
 
 
 def cuda_available() -> bool:
-    """True if a CUDA driver has at least one device."""
     return not why_no_gpu()
 
 
@@ -310,8 +308,6 @@ class _ParameterBlocks:
 
 
 class CudaPrepared(Prepared):
-    """Compiled kernels, loaded on the device when made."""
-
     def __init__(self, plan: LaunchPlan, device_index: int) -> None:
         super().__init__(plan, device_index)
         self._driver = driver()

@@ -58,7 +58,6 @@ class Prepared:
                 )
 
     def _scratch_addresses(self, pointers: Sequence[int]) -> list[int]:
-        """pointers: of inputs, outputs and the arena (any value if it has no bytes)."""
         return [pointers[home] + offset for home, offset in self._places]
 
     def _run(self, pointers: Sequence[int], stream: int, steps: slice) -> None:

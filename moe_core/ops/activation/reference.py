@@ -1,8 +1,7 @@
 """NumPy twins of the activation op and its backward: fp32 throughout, NaN passes every clamp, one cast at the end.
 
-The backward recomputes the activation from the stored pre-activation, which was cast once from the fp32 accumulator.
-Derivatives at kinks follow torch: relu2 has derivative 0 at 0, and a clamp passes the gradient where the value equals
-the limit.
+The backward uses the stored pre-activation. As in torch relu2 has derivative 0 at 0, and a clamp passes the gradient
+where the value equals the limit.
 """
 
 from __future__ import annotations
@@ -146,7 +145,6 @@ def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation, out: 
 
 
 def _split_wide(x: np.ndarray, up: np.ndarray | None, activation: Activation) -> tuple[np.ndarray, np.ndarray | None]:
-    """Gate and up in fp32, from one or two buffers."""
     return split(to_float32(x), activation) if up is None else (to_float32(x), to_float32(up))
 
 
@@ -159,9 +157,11 @@ def activation(
 
 
 def activation_derivative(x: np.ndarray, name: str) -> np.ndarray:
-    """d act(x) / dx in fp32 of an ungated form (`silu`, `gelu`, `gelu_tanh` or `relu2`). NaN stays NaN. silu: s(x) (1 +
-    x s(-x)), s the sigmoid. gelu: Phi(x) + x phi(x). gelu_tanh = x s(v), v = 2 sqrt(2/pi) (x + 0.044715 x^3): s(v) (1 +
-    x s(-v) dv/dx). relu2: 2 max(x, 0). s(-x) replaces 1 - s(x), which cancels for large x."""
+    """d act(x) / dx in fp32 of `silu`, `gelu`, `gelu_tanh` or `relu2`. NaN stays NaN.
+
+    silu: s(x) (1 + x s(-x)), s the sigmoid. gelu: Phi(x) + x phi(x). gelu_tanh = x s(v), v = 2 sqrt(2/pi) (x + 0.044715
+    x^3): s(v) (1 + x s(-v) dv/dx). relu2: 2 max(x, 0). 1 - s(x) would cancel for large x.
+    """
     with np.errstate(all="ignore"):
         if name == "relu2":
             return 2 * np.maximum(x, 0)
@@ -182,11 +182,13 @@ def activation_derivative(x: np.ndarray, name: str) -> np.ndarray:
 def apply_backward(
     d_y: np.ndarray, gate: np.ndarray, up: np.ndarray | None, activation: Activation
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """(d_gate, d_up) of `apply` as fp32 arrays `[R, F]`. d_up is None if ungated. Gated: d_gate = (d_y * up) *
-    act'(gate), d_up = d_y * act(gate), from the clamped gate and up. Where a clamp holds both are exactly 0. Ungated:
-    d_gate = d_y * act'(gate). swiglu_oai, with a = alpha: act(g) = g s(a g), act'(g) = s(a g) (1 + a g s(-a g)) and up
-    + 1 for up. softcapped_silu, with c(x) = limit tanh(x / limit), c'(x) = 1 - tanh(x / limit)^2: act'(g) = c'(g) s(g)
-    + c(g) s(g) s(-g), and d_up is multiplied by c'(up)."""
+    """(d_gate, d_up) of `apply` as fp32 arrays `[R, F]`. d_up is None if ungated.
+
+    Ungated: d_gate = d_y * act'(gate). Gated: d_gate = (d_y * up) * act'(gate), d_up = d_y * act(gate), with clamped
+    gate and up, and exactly 0 where a clamp holds. swiglu_oai, a = alpha: act(g) = g s(a g), act'(g) = s(a g) (1 + a g s(-a
+    g)) and up + 1 for up. softcapped_silu, c(x) = limit tanh(x / limit), c'(x) = 1 - tanh(x / limit)^2: act'(g) = c'(g)
+    s(g) + c(g) s(g) s(-g), and d_up is times c'(up).
+    """
     return _value_and_gradients(d_y, gate, up, activation)[1:]
 
 
@@ -272,17 +274,16 @@ def expert_activation_backward(
 ) -> tuple[np.ndarray, ...]:
     """The activation's backward between the two matmuls, fused with the gradient of the row weight.
 
-    z = d_hidden `[R, F]` is the gradient of `hidden @ W_down + b_down` pulled back through W_down, before weighting. h
-    = activation(pre) `[R, F]` and w = row_weight fp32 `[T * K]` by slot (None: 1 everywhere):
+    z = d_hidden `[R, F]` is the unweighted gradient of `hidden @ W_down + b_down` with respect to hidden, h =
+    activation(pre) `[R, F]`, and w = row_weight fp32 `[T * K]` by slot (None: 1):
 
         d_pre = activation'(pre) (w z)        weighted_hidden = w h        d_weight[slot] = <z, h> + bias_product
 
-    bias_product fp32 `[T * K]` is <d_out[token], b_down[expert]> if there is a bias. The unweighted expert output y = h
-    W_down + b_down is not needed because <d_out, y> = <d_out W_down^T, h> + <d_out, b_down>. h is recomputed from pre
-    in fp32 without rounding. d_pre and weighted_hidden are rounded once, to the dtype of pre. <z, h> is summed in fp32.
-    Arrays, order and outputs are those in `plan_expert_activation_backward`. A slot without a row has d_weight 0 and
-    its row_weight is not read. Rows without a slot are not read and become exact zeros. fill: writes d_hidden, and
-    calls its argument (unless None) with each slice of rows it has written.
+    bias_product fp32 `[T * K]` is <d_out[token], b_down[expert]>, so that <z, h> + bias_product = <d_out, y> without
+    the expert output y. h is recomputed from pre in fp32 without rounding. d_pre and weighted_hidden are rounded once,
+    to the dtype of pre. <z, h> is summed in fp32. For arrays, order and outputs see `plan_expert_activation_backward`.
+    A slot without a row has d_weight 0, and its row_weight is not read. Rows without a slot are not read and become
+    exact zeros. fill: writes d_hidden, and calls its argument (unless None) with each slice of rows it has written.
     """
     d_hidden, pre, row_of_slot = operands.d_hidden, operands.pre, operands.row_of_slot
     row_weight, bias_product = operands.row_weight, operands.bias_product

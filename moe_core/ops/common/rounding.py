@@ -26,7 +26,6 @@ def result_dtype(dtype: str, array: Any) -> np.dtype:
 
 
 def plain_name(array: np.ndarray) -> str:
-    """The canonical name of the array's dtype, `float32` for float64."""
     name = dtypes.canonical(array.dtype)
     return "float32" if name == "float64" else name
 

@@ -44,7 +44,6 @@ def peer_places(
 
 
 def _peers(table: np.ndarray, shape: tuple[int, ...], dtype: str) -> list[np.ndarray]:
-    """The array of this shape at every peer."""
     return [host_array(int(address), ArraySpec(shape, dtype)) for address in table]
 
 

@@ -36,7 +36,6 @@ def fill_absent(builder: PlanBuilder, layout: LayoutSpec, spec: MatmulSpec) -> N
 
 
 def row_counts(problem: MatmulProblem, config: TileConfig) -> dict[str, Argument]:
-    """The largest numbers of row blocks, rows and slots."""
     rows, layout = problem.sizes.rows, problem.layout
     num_slots = layout.num_slots if layout is not None else rows
     return passed(num_blocks=problem.num_blocks(config), num_rows=rows, num_slots=num_slots)
@@ -71,13 +70,11 @@ def fused_constants(problem: MatmulProblem) -> dict[str, Argument]:
 
 
 def block_constants(config: TileConfig) -> dict[str, Argument]:
-    """The sides of a tile and the row blocks in a group."""
     sides = passed(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
     return sides | passed(GROUP_M=config.group_m)
 
 
 def quantized_pointers(builder: PlanBuilder) -> dict[str, Argument]:
-    """The arrays of weight and up."""
     names = ("weight", "scales", "zero_points", "up", "up_scales", "up_zero_points")
     buffers = (f"{side}.{part}" for side in ("weight", "up") for part in ("values", "scales", "zero_points"))
     return {name: builder.optional(buffer) for name, buffer in zip(names, buffers, strict=True)}

@@ -157,7 +157,6 @@ def _plan_d_x(
 
 
 def _tuning(spec: MatmulSpec) -> MatmulTuning | None:
-    """The tuning of the gradients."""
     return None if spec.tuning is None else spec.tuning.of_gradient()
 
 

@@ -22,12 +22,10 @@ def families_for(problem: MatmulProblem) -> tuple[Family, ...]:
 
 
 def family_of(config: TileConfig, problem: MatmulProblem) -> Family:
-    """The family that a legal configuration names."""
     return next(family for family in families_for(problem) if family.name == config.family)
 
 
 def why_illegal(config: TileConfig, problem: MatmulProblem) -> str | None:
-    """The reason why a configuration cannot run a problem, or None."""
     families = {family.name: family for family in families_for(problem)}
     if config.family not in families:
         names = " or ".join(repr(name) for name in sorted(families))

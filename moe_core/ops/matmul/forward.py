@@ -123,7 +123,6 @@ def _declare_outputs(builder: PlanBuilder, problem: MatmulProblem) -> None:
 
 
 def _reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProblem) -> LaunchPlan:
-    """The plan with the NumPy twin instead of launches."""
     from moe_core.ops.matmul.reference import forward as twins
 
     outputs, axis = problem.outputs, "the whole reduction axis"

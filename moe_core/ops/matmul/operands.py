@@ -34,7 +34,6 @@ class MatmulSizes:
 
 
 def quantized_operands(operands: MatmulOperands) -> dict[str, QuantizedTensor]:
-    """The quantised operands by name, in plan order."""
     return {name: value for name, value in named_fields(operands) if isinstance(value, QuantizedTensor)}
 
 
@@ -187,7 +186,6 @@ def require_like(name: str, array: Any, other_name: str, other: Any) -> None:
 
 
 def require_weight(name: str, weight: QuantizedTensor, weight_layout: str) -> None:
-    """Check layout and memory of a quantised weight."""
     if weight.layout != weight_layout:
         raise InvalidInput(
             f"{name} must be {weight_layout} like weight_layout, got {weight}; quantise it in that layout, or change "

@@ -30,11 +30,11 @@ MAXIMA = 64
 class MatmulProblem:
     """The arguments of one `plan_matmul_ogs`, as ArraySpecs, checked on construction.
 
-    In the first product of a composed plan: out_format quantises y to this row format after rounding it to its dtype,
-    out_scale is its static scale fp32 `[1]`, and finds_maxima also finds the largest magnitudes of the stored y, for
-    one common scale. In the second: addressed sends slots to addresses. expected_rows: rows to choose a tile for, None
-    means spec.tuning's, else all rows of the layout. multiprocessors: the most that persistent kernels fill (None:
-    all); bits do not depend on it. Raises InvalidInput, Unsupported.
+    In the first product of a composed plan out_format quantises y to this row format after rounding it to its dtype,
+    out_scale is its static scale fp32 `[1]`, and finds_maxima also finds the largest magnitudes of y, for one common
+    scale. In the second addressed sends slots to addresses. expected_rows: rows to choose a tile for (None:
+    spec.tuning's, else the layout's). multiprocessors: the most that persistent kernels fill (None: all), without
+    effect on bits. Raises InvalidInput, Unsupported.
     """
 
     operands: MatmulOperands
@@ -80,7 +80,6 @@ class MatmulProblem:
 
     @property
     def weights(self) -> str:
-        """PLAIN, QUANTISED or PREPACKED."""
         weight = self.operands.weight
         if not isinstance(weight, QuantizedTensor):
             return PLAIN
@@ -106,12 +105,10 @@ class MatmulProblem:
 
     @property
     def gate_layout(self) -> str | None:
-        """The gate layout of a fused gated activation."""
         return self.spec.activation.gate_layout if self.spec.activation is not None else None
 
     @property
     def gated(self) -> bool:
-        """True if a gated activation is fused."""
         return self.spec.activation is not None and self.spec.activation.gated
 
     @property
@@ -179,9 +176,7 @@ class MatmulProblem:
         return self.used_groups * per_group / max(1, self.target.num_sms)
 
     def num_blocks(self, config: TileConfig) -> int:
-        """The largest number of row blocks."""
         return -(-self.sizes.rows // config.block_m) if self.layout is None else self.layout.max_blocks(config.block_m)
 
     def tiles(self, config: TileConfig) -> int:
-        """The largest number of output tiles."""
         return self.num_blocks(config) * -(-self.n // config.block_n)

@@ -37,17 +37,15 @@ class TileChoice:
     stored: bool = False
 
     def __str__(self) -> str:
-        """The origin, for `explain`."""
         text = f"{self.source.value}: {self.detail}" if self.detail else self.source.value
         return f"{text}; {self.config.block_m} rows where the pre-activation is stored" if self.stored else text
 
 
 def choose_tile(problem: MatmulProblem, name: str = "tuning.config") -> TileChoice | None:
     """The first of: tuning.config; under batch_invariant the tile that ignores rows; the entry of tuning.table; the
-    entry of the shipped table; the heuristic tile. None on a target without tiles. Nothing is timed. Tables cover plain
-    weights only. An entry of the sm90 family is ignored if that family cannot run the problem. name: the override's,
-    for messages. Raises InvalidInput with the reason if an override or entry is illegal, and Unsupported if no family
-    can run the product."""
+    entry of the shipped table; the heuristic tile. None on a target without tiles. Tables cover plain weights. An entry
+    of the sm90 family is ignored if that family cannot run the problem. name: the override's, for messages. Raises
+    InvalidInput if an override or entry is illegal, and Unsupported if no family can run the product."""
     tuning = problem.tuning
     if tuning.config is not None:
         override = given_tile(problem, tuning.config, name)
@@ -101,7 +99,6 @@ def tile_key(problem: MatmulProblem) -> TileKey:
 
 
 def _able(problem: MatmulProblem) -> list[Family]:
-    """Families that can run a problem, in order of preference."""
     reasons = {family: family.why_not(problem) for family in families_for(problem)}
     able = [family for family, reason in reasons.items() if reason is None]
     if not able:
@@ -133,7 +130,6 @@ def _storing(choice: TileChoice, problem: MatmulProblem) -> TileChoice:
 
 
 def _arithmetic(problem: MatmulProblem, config: TileConfig) -> str:
-    """The inputs of the heuristics."""
     rows = f"{problem.rows_per_group:.1f} rows per expert"
     if problem.weights != PLAIN:
         return f"{rows}, {problem.operands.weight.format} weights"

@@ -48,7 +48,6 @@ def why_no_room(config: TileConfig, stage_bytes: int, target: Target) -> str | N
 
 
 def accumulators(config: TileConfig, target: Target, buffers: int = 1) -> int:
-    """fp32 accumulators per thread."""
     return config.block_m * config.block_n * buffers // (target.warp_threads * config.num_warps)
 
 

@@ -233,7 +233,6 @@ def _launch_portable(
 
 
 def _sum_parts(builder: PlanBuilder, spec: WeightGradientSpec, name: str, parts: str, number: int) -> None:
-    """Add the launch that sums the parts of a result."""
     size = builder.spec(parts).size // number
     block = min(_SUM_BLOCK[builder.target.engine], padded(size))
     into = builder.optional("into") if name == "d_weight" else None

@@ -33,10 +33,12 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, *, spec: NormSpec) -> np.ndarray
 def rms_norm_backward(
     d_y: np.ndarray, x: np.ndarray, weight: np.ndarray, *, spec: NormSpec, wanted: tuple[str, ...]
 ) -> tuple[np.ndarray, ...]:
-    """The wanted gradients d_x `[R, D]` and d_weight `[D]`, each in the dtype of its array. f = (mean(x ** 2) +
-    epsilon) ** -0.5, g = d_y * factor * scale, sums in fp32: d_x = f * (g - x * f ** 2 * mean(g * x)); d_weight = sum
-    over rows of d_y * x * f * scale. With weight_first and z = x * factor: g = d_y * scale, d_z = f * (g - z * f ** 2 *
-    mean(g * z)), d_x = d_z * factor, d_weight = sum over rows of d_z * x."""
+    """The wanted gradients d_x `[R, D]` and d_weight `[D]`, each in the dtype of its array, with fp32 sums.
+
+    f = (mean(x ** 2) + epsilon) ** -0.5, g = d_y * factor * scale: d_x = f * (g - x * f ** 2 * mean(g * x)), d_weight =
+    sum over rows of d_y * x * f * scale. With weight_first and z = x * factor: g = d_y * scale, d_z = f * (g - z * f **
+    2 * mean(g * z)), d_x = d_z * factor, d_weight = sum over rows of d_z * x.
+    """
     rows, upstream, factors = to_float32(x), to_float32(d_y), _weights(weight, spec)
     scale = rows.dtype.type(spec.scale)
     with np.errstate(all="ignore"):

@@ -35,7 +35,6 @@ class ArrayFunctions(NamedTuple):
 
 
 def pad_with(pad: Callable[..., Any]) -> Callable[[Any, int, int], Any]:
-    """`ArrayFunctions.pad` from a `pad` like NumPy's."""
     return lambda array, rows, columns: pad(array, [(0, 0)] * (array.ndim - 2) + [(0, rows), (0, columns)])
 
 
@@ -158,7 +157,6 @@ def _quantized(weights: ExpertWeights) -> dict[str, QuantizedTensor]:
 
 
 def _split_rows(tiling: Tiling) -> tuple[int, ...]:
-    """The axis of rows split as in the order."""
     sizes = dict(zip(_ROW_AXES[tiling.order], (tiling.blocks, 2, SIDE_ROWS), strict=True))
     return tuple(sizes[axis] for axis in range(3))
 

@@ -1,8 +1,8 @@
 """NumPy twin of quantisation: pack, unpack, quantise and dequantise by the definition of each format.
 
 Arithmetic is fp32, rounded half to even, one operation at a time, so a kernel can match the bits: amax of the group,
-scale, q = x / scale (true division; exact for power-of-two scales), clamp, round. In every format a group with a NaN or
-infinity gets scale NaN and zero codes. It reads as NaN, and its bits do not depend on where the NaN came from.
+scale, q = x / scale (true division), clamp, round. A group with a NaN or infinity gets scale NaN and zero codes in
+every format, so its bits do not depend on the NaN's origin.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def _up_to_power_of_two(values: np.ndarray) -> np.ndarray:
 
 
 def _choose_scales(amax: np.ndarray, format: Format) -> np.ndarray:
-    """Scales of groups with largest magnitude fp32 `amax`, in the dtype that a quantiser writes."""
     largest = np.float32(format.own_element.largest)
     usable = np.isfinite(amax)
     amax = np.where(usable, amax, np.float32(1))
@@ -131,7 +130,6 @@ def _encode(quotients: np.ndarray, zero_points: np.ndarray | None, format: Forma
 
 
 def _decode(codes: np.ndarray, zero_points: np.ndarray | None, format: Format) -> np.ndarray:
-    """fp32 values of unpacked codes, before the scale."""
     element = format.own_element
     if element.name == "e2m1":
         return e2m1_to_float32(codes)

@@ -26,16 +26,14 @@ _FEW_COLUMNS, _MANY_COLUMNS, _COLUMNS_PER_WARP = 256, (2048, 1024), 256
 
 
 def unrolled(top_k: int) -> bool:
-    """True if the loop over a token's slots is unrolled."""
     return top_k <= _UNROLL_LIMIT
 
 
 def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, int]:
     """(tokens, columns, warps) per program of the reduction, which is memory bound. Many tokens: a whole row, or the
-    tile with the least padding. With K = 8 a thread has 128 bytes in flight, and the 12 programs of 4 warps on an H100
-    or H200 multiprocessor 196 KB. 40 KB cover its share of bandwidth times latency. Reading T * K + T rows of D 16-bit
-    numbers moves (K + 1) * T * D * 2 bytes: 604 MB for T = 16384, K = 8, D = 2048, or 134 us at 4.5 TB/s. Few tokens:
-    one program per warp, since only latency counts."""
+    tile with the least padding. With K = 8 the 12 programs of 4 warps on an H100 or H200 multiprocessor then have 196
+    KB in flight, and 40 KB cover its share of bandwidth times latency. Traffic is (K + 1) * T * D * 2 bytes: 604 MB for
+    T = 16384, K = 8, D = 2048, or 134 us at 4.5 TB/s. Few tokens: more, smaller programs, since only latency counts."""
     if target.interpreted:
         return *elementwise_tile(width, target), 4
     columns = min(_MANY_COLUMNS, key=lambda size: -(-width // size) * size)

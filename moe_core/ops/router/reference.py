@@ -46,11 +46,13 @@ def router_backward(
     *,
     spec: LogitsSpec,
 ) -> RouterGradients:
-    """Gradients of the router product from d_logits fp32 `[T, E]`. d_x = d_logits . weight^T, d_weight = x^T .
-    d_logits, d_bias = column sums. Products and sums are IEEE fp32 of widened operands, with one cast. The gradient
-    passes the forward's rounding to spec.logits_dtype unchanged. token_mask bool `[T]`: x and d_logits of masked tokens
+    """Gradients of the router product from d_logits fp32 `[T, E]`.
+
+    d_x = d_logits . weight^T, d_weight = x^T . d_logits, d_bias = column sums, all in IEEE fp32 with one cast. The
+    gradient passes the rounding to spec.logits_dtype unchanged. token_mask bool `[T]`: x and d_logits of masked tokens
     are not read, and their d_x is exactly 0. into: an fp32 array that d_weight is added to, which is then fp32. Both
-    storages of the weight give the same bits."""
+    storages of the weight give the same bits.
+    """
     tokens = slice(None) if token_mask is None else np.flatnonzero(token_mask)
     d_logits, matrix, source = d_logits[tokens], to_float32(weight), to_float32(x[tokens])
     d_x = np.empty(x.shape, working_dtype(x)) if token_mask is None else np.zeros(x.shape, working_dtype(x))

@@ -99,11 +99,10 @@ def router_losses(
     """(load-balancing loss, z-loss) of fp32 logits `[T, E]`, in fp32.
 
     Load balance: E * sum_i f_i * P_i. f_i = tokens_per_expert[i] / (tokens * K) is the share of the routed slots. P_i
-    is the mean over tokens of expert i's score, normalised to sum 1 over experts (for any size of scores, softmax in
-    either order, without the correction bias). This is Switch Transformers' loss (Fedus et al. 2021, eq. 4-6) for any K
-    and scoring; a uniform router has loss 1. z: mean over tokens of logsumexp(logits)^2 (ST-MoE, Zoph et al. 2022, eq.
-    5). token_mask bool `[T]`: False excludes a token from every mean. Without tokens both losses are 0.
-    tokens_per_expert: int `[E]`, counted over the unmasked tokens.
+    is the mean over tokens of expert i's score, normalised to sum 1 over experts, without the correction bias. This is
+    Switch Transformers' loss (Fedus et al. 2021, eq. 4-6) for any K and scoring; a uniform router has loss 1. z: mean
+    over tokens of logsumexp(logits)^2 (ST-MoE, Zoph et al. 2022, eq. 5). token_mask bool `[T]`: False excludes a token
+    from every mean. Without tokens both losses are 0. tokens_per_expert: int `[E]`, over unmasked tokens.
     """
     logits = bounded(logits if token_mask is None else logits[token_mask], spec)
     (num_tokens, num_experts), kind = logits.shape, logits.dtype.type

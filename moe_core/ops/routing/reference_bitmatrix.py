@@ -19,7 +19,6 @@ def pack_bitmatrix(ids: np.ndarray, *, num_experts: int) -> tuple[np.ndarray, np
 
 
 def unpack_bitmatrix(bitmatrix: np.ndarray, *, num_experts: int, top_k: int) -> np.ndarray:
-    """The ids of `plan_unpack_bitmatrix`."""
     little = np.ascontiguousarray(bitmatrix).astype(np.dtype("<u4"))
     chosen = np.unpackbits(little.view(np.uint8), axis=-1, bitorder="little")[:, :num_experts].astype(bool)
     position = np.cumsum(chosen, axis=-1) - 1

@@ -24,7 +24,6 @@ _BLOCK = {"gpu": 1024, "interpreter": 64}
 
 
 def runs_spec(num_rows: int, num_experts: int) -> LayoutSpec:
-    """The layout of `num_rows` rows, one slot each."""
     return LayoutSpec(num_rows, 1, num_experts, rows=num_rows)
 
 

@@ -1,8 +1,8 @@
 """Planning of routing: logits to ids and weights, with or without their layout.
 
-Up to `FEW_TOKENS` tokens, if one program can hold their logits (`_FEW_LOGITS`) and slots (`_FEW_SLOTS`),
-`route_and_layout` does everything in one launch. Otherwise `topk.route` routes and counts the slots of its block of
-tokens, and `layout.place_blocks` places them. The arithmetic: docs/notebook/launches.md.
+Up to `FEW_TOKENS` tokens, if one program can hold their logits and slots, `route_and_layout` does everything in one
+launch. Otherwise `topk.route` routes and counts the slots of its block of tokens, and `layout.place_blocks` places
+them. The arithmetic: docs/notebook/launches.md.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class _Selection:
         return padded(self.width, 1)
 
     def num_warps(self, block_t: int, least: int) -> int:
-        """Warps for block_t tokens at once."""
         return min(16, max(least, block_t * self.columns // _LOGITS_PER_WARP))
 
     def constants(self, block_t: int, target: Target) -> dict[str, Argument]:
@@ -99,7 +98,6 @@ class _Selection:
 
 
 def describe_selection(builder: PlanBuilder, spec: RouterSpec, has_bias: bool) -> None:
-    """Note the selection key."""
     if has_bias:
         selected = "logit + bias" if spec.bias_on == "logits" else "score + bias"
     else:
@@ -273,7 +271,6 @@ def _few_tokens(selection: _Selection, launcher: LayoutLauncher) -> int | str:
 
 
 def _add_one(selection: _Selection, launcher: LayoutLauncher, tokens: int) -> None:
-    """Route and lay out in one launch of one program."""
     layout, builder = launcher.layout, launcher.builder
     width = max(selection.columns, launcher.experts)
     block_t = min(tokens, max(1, _STEP_LOGITS // width), max(1, _STEP_SLOTS // selection.slots))
@@ -288,7 +285,6 @@ def _add_one(selection: _Selection, launcher: LayoutLauncher, tokens: int) -> No
 
 
 def _add_two(selection: _Selection, launcher: LayoutLauncher) -> None:
-    """Route and count in blocks of tokens, then place."""
     layout, target = launcher.layout, launcher.target
     most = most_blocks(target)
     block_t = first_holding(_COUNTED_TOKENS[target.engine], -(-layout.num_tokens // most))

@@ -34,7 +34,6 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 
 
 def numpy_dtype(kind: Any) -> np.dtype:
-    """The NumPy dtype of a Triton type (scalar, pointer or block)."""
     kind = kind.scalar
     if isinstance(kind, tl.pointer_type):
         return _ADDRESS

@@ -25,8 +25,8 @@ from moe_core.runtime.interpreter.semantic import Semantic, block_type_init, ten
 
 class PatchedLanguage:
     """`triton.language`, replaced by NumPy implementations during a turn. Turns may nest. Threads take turns, because
-    the language and the running program's number are global to the process. Triton looks up its replacements for every
-    launch and every call of a helper function; this class looks them up once."""
+    the language and the running program's number are global to the process. Replacements are looked up once, not for
+    every launch and helper call as in Triton."""
 
     def __init__(self, replace: Callable[[Any], Any], semantic: TritonSemantic) -> None:
         scope = replace(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
@@ -42,10 +42,9 @@ class PatchedLanguage:
             os.register_at_fork(after_in_child=self._start_again)
 
     def turn(self) -> Generator[None]:
-        """A generator that replaces the language when started and restores it when closed. An interrupt could end a
-        context manager's `__enter__` or `__exit__` half way. Interrupts cannot hit the `with` of a lock or `close`, and
-        a dropped generator closes itself. `_depth` changes at points where no interrupt can fall between the change and
-        the block."""
+        """A generator that replaces the language when started and restores it when closed. No context manager: an
+        interrupt could end its `__enter__` or `__exit__` half way. A dropped generator closes itself, and interrupts
+        cannot hit `close`, the `with` of a lock, or between a change of `_depth` and its block."""
         with self._lock:
             self._depth += 1
             try:
@@ -151,7 +150,6 @@ def begin(kernel: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., Any], 
 
 
 def scalar(value: int | float, dtype: str) -> Any:
-    """A run-time number as a tensor of the language."""
     data, kind = np.array([value], dtype=dtypes.numpy_dtype(dtype)), getattr(tl, dtype)
     return tl.tensor(interpreter.TensorHandle(data, kind), kind)
 

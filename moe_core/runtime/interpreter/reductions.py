@@ -38,7 +38,6 @@ def _accumulator(data: np.ndarray) -> np.dtype | None:
 
 
 def _pack(data: Any, kind: Any) -> Any:
-    """A NumPy result as a tensor of element type `kind`."""
     return _tensor(np.asarray(data).astype(numpy_dtype(kind)), kind)
 
 

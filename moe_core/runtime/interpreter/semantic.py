@@ -28,7 +28,6 @@ class _Text(str):
 
 
 def _block_type(element_type: Any, sizes: tuple[int, ...]) -> Any:
-    """The cached block type of an element type and sizes."""
     key = (element_type.name, *sizes)
     block_type = _block_types.get(key)
     if block_type is None:
@@ -49,7 +48,6 @@ def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def with_element_type(self: Any, scalar_ty: Any) -> Any:
-    """`block_type.with_element_ty`."""
     return _block_type(scalar_ty, self.sizes)
 
 

@@ -43,8 +43,6 @@ _FEW_ROWS = 24
 
 
 class _Portable(Family):
-    """bf16, fp16 and fp32 on every compiled target."""
-
     name, weights, shares_launches = "portable", PLAIN, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:
@@ -120,8 +118,8 @@ def _by_rows(problem: MatmulProblem) -> TileConfig:
 
 def _long_rows(problem: MatmulProblem) -> TileConfig | None:
     """The tile of few rows with out_in weights. None unless the reduction has even steps of 128, and for dense
-    products, whose kernel would spill registers. Weights stream at full bandwidth only if a step reads 256 bytes of
-    each weight row. If the tiles would fill less than half the chip they are halved."""
+    products, which would spill registers. Weights stream at full bandwidth only if a step reads 256 bytes of each
+    weight row. If the tiles would fill less than half the chip they are halved."""
     if problem.layout is None or problem.spec.weight_layout == "in_out" or problem.d % 128 != 0:
         return None
     block_n, sms = 128 // problem.buffers, problem.target.num_sms

@@ -50,7 +50,6 @@ class ProductMethod:
 
 
 def product_method(operands: MatmulOperands, target: Target) -> ProductMethod:
-    """The method for valid operands on a compiled target."""
     weights: Format = operands.weight.format
     x = operands.x
     if not isinstance(x, QuantizedTensor):
@@ -193,7 +192,6 @@ def _is_uniform(problem: MatmulProblem, config: TileConfig, method: ProductMetho
 
 
 def _x_arguments(x: ArraySpec | QuantizedTensor) -> dict[str, Argument]:
-    """Kernel arguments of x as it is stored."""
     if not isinstance(x, QuantizedTensor):
         return passed(x="x", x_scales=None, ELEMENT=None, STRIDE=row_stride("x", x), SCALE_STRIDE=0, GROUP=0)
     scale_stride, group = x.scales.shape[1] if x.format.group_rows else 0, x.format.group_columns or 0

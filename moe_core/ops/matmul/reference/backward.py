@@ -1,8 +1,4 @@
-"""NumPy twins of the grouped matmul's backward: fp32 sums of stored inputs, one cast to the stored dtype.
-
-The input gradient is a grouped matmul over the same layout with transposed weights, so it uses the forward's twin. The
-weight gradient is one product per expert over its rows (ragged along the reduction).
-"""
+"""NumPy twins of the grouped matmul's backward: fp32 sums of stored inputs, one cast to the stored dtype."""
 
 from __future__ import annotations
 
@@ -40,12 +36,11 @@ def input_gradient(
 ) -> np.ndarray:
     """d_x = cast(d_y . weight[expert]^T) for every row of the layout (rows None: a dense product).
 
-    operands: x is d_y, weight `[E, D, N]` (`in_out`) or `[E, N, D]` as in the forward, layer_index. spec: the forward's
-    weight_layout, gather indexes d_y `[*, N]`, scatter indexes d_x `[*, D]`, out_dtype None means the dtype of d_y. up:
-    the second weight of gate_layout `separate`. d_y is then `[*, 2N]`, gate columns first, and both products share one
-    fp32 sum. Rows without an expert are exact zeros. Quantised weights are dequantised to the dtype of d_y: a scale
-    applies to some addends only and cannot be factored out of the sum. places, later, then: see `matmul_ogs`, for one
-    weight and the fp32 sums.
+    operands: x is d_y; weight `[E, D, N]` (`in_out`) or `[E, N, D]` and layer_index are the forward's. spec: the
+    forward's weight_layout; gather indexes d_y `[*, N]`, scatter d_x `[*, D]`; out_dtype None means the dtype of d_y.
+    up: the second weight of gate_layout `separate`. d_y is then `[*, 2N]`, gate columns first, with one fp32 sum. Rows
+    without an expert are exact zeros. Quantised weights are dequantised to the dtype of d_y, since their scales vary
+    along the sum. places, later, then: see `matmul_ogs`, for one weight and the fp32 sums.
     """
     d_y, layer_index = operands.x, operands.layer_index
     matrices = [operands.weight] if operands.up is None else [operands.weight, operands.up]
@@ -91,10 +86,9 @@ def weight_gradient(
     """d_weight `[E, M, N]`: the fp32 product left_rows^T . right_rows over each expert's rows, one cast.
 
     gather: how left `[*, M]` and right `[*, N]` are indexed (`row`, `slot` or `token`). For `in_out` weights left is
-    the matmul's input and right the gradient of its output; for `out_in` the reverse. Experts without rows are exact
-    zeros. into: an array of the result's shape and dtype; the fp32 product is added to it before the cast (an
-    accumulated main gradient). place: the array to write and return (None: a new one). rows None: dense, `[M, N]` from
-    left `[R, M]` and right `[R, N]`. later: computes it (None: now).
+    the matmul's input and right its output's gradient; for `out_in` the reverse. Experts without rows are exact zeros.
+    into: an array of the result's shape and dtype, added before the cast. place: the array to write and return. rows
+    None: dense, `[M, N]`. later: computes it (None: now).
     """
     rows = dense_rows(len(left)) if rows is None else rows
     layout = rows.layout

@@ -172,7 +172,6 @@ class Product:
         return functools.partial(_multiply, left, columns_of_expert, self.spec, out)
 
     def _finish(self, block: slice, sums: np.ndarray) -> None:
-        """The epilogue of a block of rows."""
         halves = [sums[:, side * self.width : (side + 1) * self.width] for side in range(len(self.sides))]
         for values, (_, added) in zip(halves, self.sides, strict=True):
             if added is not None:

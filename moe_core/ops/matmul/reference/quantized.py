@@ -1,12 +1,12 @@
 """NumPy products of quantised matrices, the reference of every quantised kernel.
 
-Plain x: weights become the dtype of x, by (code - zero point) * scale in fp32 and one cast, and are multiplied as
-usual. e8m0 scales may exceed that dtype's range, so they stay outside: codes, exact in every dtype, are multiplied
-group by group, and each partial sum is scaled as it enters the accumulator.
+Plain x: weights become (code - zero point) * scale in fp32, cast to the dtype of x. e8m0 scales may exceed that dtype's
+range, so codes, exact in every dtype, are multiplied group by group, and each partial sum is scaled as it enters the
+accumulator.
 
-Quantised x: both scales are known per group along the sum. Each partial sum of code products is multiplied by (scale of
-x * scale of the weight) as it enters the accumulator. int8 partial sums are exact. Where both sides are microscaled
-(e8m0) the product is defined as that of both sides in bf16, where they are exact.
+Quantised x: partial sums of code products are multiplied by (scale of x * scale of the weight) as they enter the
+accumulator. int8 partial sums are exact. If both sides are microscaled (e8m0) the product is that of both in bf16,
+which is exact for them.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class Rows(NamedTuple):
 
     def pieces(self, threads: int, width: int) -> list[Piece]:
         """Pieces of work for a product of this width, largest first so that threads finish together. Threads wait for
-        the GIL between NumPy operations. So neighbouring experts with few rows share a piece, and its elementwise
-        operations, as long as each thread has two pieces."""
+        the GIL between NumPy operations, so neighbouring experts with few rows share a piece if each thread still has
+        two."""
         blocks = [
             (expert, slice(first, min(first + BLOCK_ROWS, part.stop)))
             for expert, part in self.parts
@@ -52,7 +52,6 @@ class Rows(NamedTuple):
 
 
 def _joined(blocks: list[tuple[int, slice]], costs: list[int], most: float) -> list[Piece]:
-    """Join neighbours up to a total cost."""
     pieces: list[Piece] = []
     room = 0.0
     for block, cost in zip(blocks, costs, strict=True):
@@ -65,7 +64,6 @@ def _joined(blocks: list[tuple[int, slice]], costs: list[int], most: float) -> l
 
 
 def dense_rows(count: int) -> Rows:
-    """All `count` rows, of one expert."""
     return Rows(None, count, dict.fromkeys(("row", "slot", "token"), _ALL), 0, [(0, slice(0, count))])
 
 
@@ -75,7 +73,6 @@ def planned_rows(layout: LayoutSpec | None, arrays: Mapping[str, np.ndarray], co
 
 
 def rows_of(layout: LayoutSpec, group_sizes: np.ndarray, group_start: np.ndarray, slot_of_row: np.ndarray) -> Rows:
-    """The rows of a layout that have an expert, from its arrays."""
     if slot_of_row.min(initial=0) >= 0 and layout.capacity == layout.num_slots:
         starts = group_start.tolist()
         ends_of = list(itertools.pairwise(starts))

@@ -71,13 +71,11 @@ SM90_FP8 = _Sm90Fp8()
 
 
 def sm90_fp8_config(spec: MatmulSpec, num_stages: int = SM90_STAGES, group_m: int = 8) -> TileConfig:
-    """The configuration of an fp8 product."""
     buffers = 2 if spec.activation is not None and spec.activation.gated else 1
     return TileConfig(SM90_BLOCK_M, SM90_WIDTH // buffers, _BLOCK_K, 4, num_stages, group_m, SM90_FP8.name)
 
 
 def _why_not_operands(problem: MatmulProblem) -> str | None:
-    """The reason why the kernel cannot multiply quantised operands, or None."""
     x, weight, n = problem.operands.x, problem.operands.weight, problem.n
     if problem.layout is None:
         return "it is dense, and only ragged layouts have the kernel's schedule"
@@ -122,7 +120,6 @@ def why_not_codes(format: Format, n: int, spec: MatmulSpec, *, static: bool = Fa
 
 
 def _why_not_scales(x: Format, weights: Format) -> str | None:
-    """The reason why the kernel cannot apply the scales of both formats, or None."""
     if x.group_rows not in (None, 1) or x.group_columns not in (None, _GROUP):
         return f"scales of x must be of one row or all, and of {_GROUP} columns or all, got {x}"
     if weights.group_rows not in (None, 1, _GROUP) or weights.group_columns not in (None, _GROUP):

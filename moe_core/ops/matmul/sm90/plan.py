@@ -49,7 +49,6 @@ CHOICES: Mapping[str, tuple[int, ...]] = {"num_stages": (3, 4, 2), "group_m": (4
 
 
 def why_not_target(target: Target) -> str | None:
-    """The reason why a target has no kernel of the family, or None."""
     if not target.is_sm90:
         return f"it needs sm_90, its wgmma and TMA instructions, got {target}"
     return None
@@ -76,7 +75,6 @@ def why_not_operands(problem: MatmulProblem) -> str | None:
 
 
 def why_not_activation(problem: MatmulProblem) -> str | None:
-    """The reason why the kernels cannot fuse an activation, or None."""
     if problem.spec.activation is not None and problem.spec.activation.name == "gelu":
         return "gelu's erf does not fit into its registers"
     return None
@@ -89,7 +87,6 @@ def sm90_config(
 
 
 def why_not_stages(config: TileConfig, most: int) -> str | None:
-    """The reason why a configuration's stages or groups are wrong, or None."""
     if not 2 <= config.num_stages <= most:
         return f"num_stages must be 2 to {most} (shared memory), got {config.num_stages}"
     if config.group_m < 1:

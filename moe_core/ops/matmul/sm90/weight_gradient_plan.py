@@ -59,9 +59,9 @@ def why_not_sm90_gradient(
 def launch_sm90_gradient(
     builder: PlanBuilder, layout: LayoutSpec, spec: WeightGradientSpec, starts: tuple[int, int], shape: tuple[int, int]
 ) -> bool:
-    """Add the launch and the one that clears its counter. Buffers have the names of `plan_weight_gradient`. starts: the
-    first columns of left and right. shape: (M, N). Returns True if d_bias, if any, is also computed, which takes a
-    consumer without rows to multiply with ones."""
+    """Add the launch and the one that clears its counter, with `plan_weight_gradient`'s buffers. starts: the first
+    columns of left and right. shape: (M, N). Returns True if d_bias, if any, is computed too, which takes a consumer
+    without rows."""
     (m, n), groups = shape, layout.num_experts
     # Triton 3.6 does not compile the sums of a single-tile gradient.
     idle = m > SM90_GRADIENT_TILE[0] and m % SM90_GRADIENT_TILE[0] != 0 and spec.gather[0] != "row"

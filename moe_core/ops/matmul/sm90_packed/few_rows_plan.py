@@ -81,7 +81,6 @@ FEW_ROWS = _FewRows()
 
 
 def why_illegal_few_rows(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec) -> str | None:
-    """The reason why a configuration of the family cannot run a product with a prepacked weight, or None."""
     if config.block_m != _HEIGHT:
         return f"block_m must be {_HEIGHT}, got {config.block_m}"
     if config.block_n != block_width(spec):

@@ -80,7 +80,6 @@ def why_not(problem: MatmulProblem) -> str | None:
 def why_illegal_mixed_input(
     config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, target: Target
 ) -> str | None:
-    """The reason why a configuration of the family cannot run a product with a prepacked weight, or None."""
     width, columns = block_width(spec), block_of(weight.format).columns
     heights = [height for _, height, _ in _HEIGHTS]
     if config.block_m not in (*heights, LARGE, TALL):
@@ -124,7 +123,6 @@ def block_width(spec: MatmulSpec) -> int:
 
 
 def _blocks_of(block_m: int) -> int:
-    """Blocks of weight rows per tile."""
     return 4 if block_m == LARGE else 2
 
 
@@ -133,7 +131,6 @@ def blocks_of(config: TileConfig, spec: MatmulSpec) -> int:
 
 
 def _most_stages(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> int:
-    """Pipeline stages that fit in a block's shared memory."""
     limit = shared_limit(target.arch)
     if config.block_m < LARGE:
         limit = (limit + _RESERVED) // 2 - _RESERVED
@@ -149,8 +146,6 @@ def _most_stages(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, 
 
 
 class _MixedInput(Family):
-    """bf16 rows with prepacked weights on sm_90."""
-
     name, weights, counts_tiles = MIXED_INPUT_NAME, PREPACKED, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:

@@ -1,9 +1,8 @@
 """One MoE backward in NumPy, stage by stage, with the rounding points of the kernels.
 
-It reads what a training step saves: x, the routing (logits, ids, weights; the layout follows from ids) and the stored
-pre-activation in the dtype of x. Gathered inputs, the activation and expert outputs are not saved. Rounding points:
-d_output (if its dtype differs), d_pre, weighted_hidden and d_slots to the dtype of x; every result to the dtype of its
-array. All else is fp32.
+It reads what a training step saves: x, the routing (logits, ids, weights) and the stored pre-activation in the dtype of
+x. Rounding points: d_output (if its dtype differs), d_pre, weighted_hidden and d_slots to the dtype of x, and every
+result to the dtype of its array. All else is fp32.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ class _Chain(NamedTuple):
         return plain and wide and not biases and self.bundle.up is None and self.layer_index is None
 
     def pre_activation(self, spec: MoESpec) -> np.ndarray:
-        """The product with gate_up (and up) before its activation, rounded like the forward's."""
         matmul = MatmulSpec(spec.weight_layout, "row", "row", None, plain_name(self.x), spec.allow_tf32)
         names = [name for name in ("gate_up", "up") if getattr(self.bundle, name) is not None]
         sides = [(getattr(self.bundle, name), getattr(self.bundle, f"{name}_bias", None)) for name in names]
@@ -129,7 +127,6 @@ class MoEBackward:
         self.row_of_slot = np.zeros(0, np.int32)
 
     def run(self) -> dict[str, np.ndarray]:
-        """Run every part and return `results`."""
         d_weights = self.through_experts()
         if self.shared is not None:
             self.through_shared(self.shared)
@@ -321,15 +318,14 @@ def moe_backward_stages(
     expert, shared_matmul1 `[T, 2S]` and shared_gate fp32 `[T, 1]`. A missing matmul1 is recomputed bitwise. request:
     the gradients wanted and the arrays added to.
 
-    Keys by slot, with exact zeros where a slot has no expert: d_hidden fp32 `[T * K, F]` (before the weight), d_pre `[T
-    * K, 2F]` (or F), weighted_hidden `[T * K, F]`, d_slots `[T * K, D]`. Then d_weights fp32 `[T, K]` and d_logits fp32
-    `[T, E]` (absent if ids are given). Results: d_x, `d_experts.*`, `d_shared.*` and `d_routing.*` for every array with
-    a gradient (not correction_bias, ids and layer_index), in its shape and dtype.
+    Keys by slot, exact zeros without an expert: d_hidden fp32 `[T * K, F]` (before the weight), d_pre `[T * K, 2F]` (or
+    F), weighted_hidden `[T * K, F]`, d_slots `[T * K, D]`. Then d_weights fp32 `[T, K]` and d_logits fp32 `[T, E]`
+    (unless ids are given). Results: d_x, `d_experts.*`, `d_shared.*` and `d_routing.*` for every differentiable array,
+    in its shape and dtype.
 
     d_x = the fp32 sum of a token's slots in order (with apply_router_weight_on_input: times the weight), then the
-    shared expert's, its gate's and the router's part; one cast. In a stacked array only the layer used has a nonzero
-    gradient. Quantised matrices have none; `input_gradient` propagates through them. Raises InvalidInput if ids are
-    given and an output gradient needs the logits.
+    shared expert's, its gate's and the router's part; one cast. In a stack only the layer used has a nonzero gradient.
+    Quantised matrices have none. Raises InvalidInput if ids are given and an output gradient needs the logits.
     """
     backward = MoEBackward(gradients, operands, spec, stages, request)
     return backward.run() | {name: backward.rows_of_slots(rows) for name, rows in backward.by_row.items()}

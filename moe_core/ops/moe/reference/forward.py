@@ -94,13 +94,12 @@ def moe_stages(
 ) -> dict[str, np.ndarray]:
     """Every stage of one MoE forward on x `[T, D]`, in order.
 
-    Keys: logits fp32 `[T, E]` (absent if ids are given), ids int32 and weights fp32 `[T, K]`, matmul1 `[T * K, 2F]` (or
-    F) before the activation, activation `[T * K, F]`, matmul2 `[T * K, D]` times the router weight, output `[T, D]`,
-    tokens_per_expert int32 `[E]` (local experts), invalid_ids int32 `[1]`. Stages by slot have exact zeros where a slot
-    has no expert. They and the output (unless spec.out_dtype is set) have the dtype of x. matmul1 is rounded for this
-    report only: the activation uses the fp32 accumulator. With gate_layout `separate` its columns are gate, then up.
-    Given logits are used as they are. A shared expert also processes masked tokens. With quantised experts
-    (docs/user/quantization.md) the stage activation is the one that is quantised.
+    Keys: logits fp32 `[T, E]` (unless ids are given), ids int32 and weights fp32 `[T, K]`, matmul1 `[T * K, 2F]` (or F)
+    before the activation, activation `[T * K, F]`, matmul2 `[T * K, D]` times the router weight, output `[T, D]`,
+    tokens_per_expert int32 `[E]` (local experts), invalid_ids int32 `[1]`. Stages by slot are exact zeros without an
+    expert. They and the output (unless spec.out_dtype is set) have the dtype of x. matmul1 is rounded for this report
+    only: the activation uses the fp32 accumulator. gate_layout `separate` has gate columns, then up. A shared expert
+    also processes masked tokens. With quantised experts (docs/user/quantization.md) the stage activation is quantised.
 
     Raises InvalidInput for apply_router_weight_on_input with K > 1, a missing spec.router, or experts.layer_index
     outside the stack.
