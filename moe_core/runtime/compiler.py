@@ -116,9 +116,9 @@ def _compile(
 
 
 def require_counted_once(kernel: Kernel, ttgir: str) -> None:
-    """Raise RuntimeError if one thread's registers repeat an element that a histogram counts. Triton's lowering allows
-    for duplicates in threads and warps, not in registers. Also raises if a kernel with histograms does not declare
-    counts_slots: without TTGIR it would go unchecked."""
+    """Raise RuntimeError if one thread's registers repeat an element that a histogram counts, which Triton's lowering
+    does not allow for, or if a kernel with histograms does not declare counts_slots: without TTGIR it would go
+    unchecked."""
     layouts = dict(re.findall(r"^(#\w+) = (.+)$", ttgir, re.MULTILINE))
     histograms = ttgir.count("tt.histogram ")
     if histograms and not kernel.counts_slots:

@@ -79,7 +79,7 @@ class Driver:
         self.check(self.lib.cuInit(0), "cuInit")
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
-        # No argtypes, whose conversions take half the time of a call: every argument must be a ctypes object.
+        # No argtypes: their conversions take half the time of a call. Every argument must be a ctypes object.
         self.launch = self.lib.cuLaunchKernelEx
         # It never waits, so it keeps the interpreter's lock.
         self.get_context = ctypes.PyDLL("libcuda.so.1").cuCtxGetCurrent

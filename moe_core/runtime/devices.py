@@ -18,7 +18,6 @@ class Backend(NamedTuple):
     prepared: type[Prepared]
 
 
-#: Kind of device -> its driver.
 BACKENDS = {"cpu": Backend(lambda _: cpu_target(), HostPrepared), "cuda": Backend(cuda_target, CudaPrepared)}
 
 

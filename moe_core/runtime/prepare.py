@@ -16,7 +16,6 @@ from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import prepared_class
 from moe_core.runtime.prepared import Prepared
 
-#: Prepared plans by plan and device. Callers keep theirs.
 _prepared: Recent[Prepared] = Recent()
 _prepared_lock = process_lock()
 

@@ -185,9 +185,9 @@ def apply_backward(
     """(d_gate, d_up) of `apply` as fp32 arrays `[R, F]`. d_up is None if ungated.
 
     Ungated: d_gate = d_y * act'(gate). Gated: d_gate = (d_y * up) * act'(gate), d_up = d_y * act(gate), with clamped
-    gate and up, and exactly 0 where a clamp holds. swiglu_oai, a = alpha: act(g) = g s(a g), act'(g) = s(a g) (1 + a g s(-a
-    g)) and up + 1 for up. softcapped_silu, c(x) = limit tanh(x / limit), c'(x) = 1 - tanh(x / limit)^2: act'(g) = c'(g)
-    s(g) + c(g) s(g) s(-g), and d_up is times c'(up).
+    gate and up, and exactly 0 where a clamp holds. swiglu_oai, a = alpha: act(g) = g s(a g), act'(g) = s(a g) (1 + a g
+    s(-a g)) and up + 1 for up. softcapped_silu, c(x) = limit tanh(x / limit), c'(x) = 1 - tanh(x / limit)^2: act'(g) =
+    c'(g) s(g) + c(g) s(g) s(-g), and d_up is times c'(up).
     """
     return _value_and_gradients(d_y, gate, up, activation)[1:]
 

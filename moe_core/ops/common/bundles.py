@@ -18,8 +18,7 @@ def bundle_of(kind: type[Bundle], arrays: Mapping[str, Any], prefix: str = "") -
 
 
 def quantized_from(arrays: Mapping[str, Any], tensors: tuple[tuple[str, QuantizedSpec], ...]) -> dict[str, Any]:
-    """A plan's inputs by name, with the arrays of quantised tensors (`weight.values`, `weight.scales`, ...) joined.
-    tensors: (name, spec) of each."""
+    """A plan's inputs by name, with the arrays of quantised tensors (`weight.values`, ...) joined."""
     parts, rest = ("values", "scales", "zero_points"), dict(arrays)
     built = {
         name: QuantizedTensor(meaning, *(rest.pop(f"{name}.{part}", None) for part in parts))

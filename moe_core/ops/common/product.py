@@ -12,8 +12,8 @@ import numpy as np
 from moe_core.base.threads import blas_kernels
 from moe_core.ops.common.rounding import to_float32
 
-#: With AVX-512 OpenBLAS multiplies small float32 matrices, up to this number of multiplications, without packing. With
-#: few rows, parts are then faster than the whole product.
+#: Most multiplications of a float32 product that OpenBLAS does without packing, with AVX-512. With few rows, parts are
+#: then faster than the whole product.
 _SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
 _MOST_PRODUCTS, _FEW_ROWS = 1_000_000, 48
 #: Transposed matrices have another small kernel for up to 1200 results: its least depth and columns of a part. On AMD
@@ -34,8 +34,7 @@ def _transposed_rows() -> int:
 def product(
     x: np.ndarray, weight: np.ndarray, weight_layout: str, batch_invariant: bool, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """fp32 `[R, N]` = x `[R, D]` . weight, in `out` or a new array. batch_invariant: row by row, because BLAS's order
-    of additions depends on R."""
+    """fp32 `[R, N]` = x `[R, D]` . weight. batch_invariant: row by row, as BLAS's order of additions depends on R."""
     return multiply(to_float32(x), to_float32(weight), weight_layout, batch_invariant, out)
 
 
@@ -58,8 +57,8 @@ def multiply(
 def operands(
     rows: np.ndarray, matrix: np.ndarray, out: np.ndarray, transposed: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Arguments of np.matmul for out = rows `[R, D]` . matrix `[D, N]`, all of one dtype: the arrays, or stacks of
-    parts that are faster. transposed: as the matrix is stored. One matmul call takes the GIL once."""
+    """np.matmul's arguments for out = rows `[R, D]` . matrix `[D, N]` of one dtype: the arrays, or stacks of faster
+    parts, in one call that takes the GIL once. transposed: as the matrix is stored."""
     part = _part(rows, matrix.shape[1], transposed)
     return (rows, _columns(matrix, part), _columns(out, part)) if part else (rows, matrix, out)
 
@@ -73,8 +72,7 @@ def inner_operands(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> tupl
 
 
 def narrow_columns(rows: Any, weight: Any, weight_layout: str) -> bool:
-    """True if the product is computed in narrow column parts, so any split into them gives the same bits. weight: a
-    matrix or a stack of them."""
+    """True if any split of the product into columns gives the same bits. weight: a matrix or a stack."""
     plain = isinstance(rows, np.ndarray) and isinstance(weight, np.ndarray) and weight.dtype == rows.dtype
     return plain and weight_layout == "out_in" and _part(rows, weight.shape[-2], True) > 0
 

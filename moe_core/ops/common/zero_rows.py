@@ -10,8 +10,7 @@ ZERO_ROWS = declare_kernel(UnloadedFunction("moe_core.ops.reduction.kernels.redu
 
 
 def launch_zero_rows(builder: PlanBuilder, markers: str, y: str, tile: tuple[int, int]) -> None:
-    """Zero the rows of the buffer y `[rows, columns]` whose entry in the buffer markers int32 `[rows]` is -1. tile:
-    rows per program, and columns that it writes at a time."""
+    """Zero rows of y `[rows, columns]` where markers int32 `[rows]` is -1. tile: rows and columns per program."""
     rows, width = builder.spec(y).shape
     arguments = passed(markers=markers, y=y, num_rows=rows, WIDTH=width, BLOCK_M=tile[0], BLOCK_N=tile[1])
     builder.launch(ZERO_ROWS, (-(-rows // tile[0]),), arguments)

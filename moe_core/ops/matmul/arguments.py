@@ -15,7 +15,6 @@ from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 
-#: Layout arrays that a matmul reads, and the schedule of its row blocks.
 SCHEDULED_INPUTS = (*LAYOUT_INPUTS, "schedule")
 
 

@@ -31,13 +31,11 @@ from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, WeightGradien
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tuning import MatmulTuning
 
-#: Operands with a gradient.
 DIFFERENTIABLE = ("x", "weight", "bias", "row_weight")
 
 
 def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, names: set[str]) -> str | None:
-    """The reason why a product has no gradients of these operands, or None. layout: None if dense. It depends only on
-    which operands are present, quantised or tiled."""
+    """The reason why a product has no gradients of these operands (by presence, format and tiling), or None."""
     quantized = quantized_operands(operands)
     if "x" in quantized:
         return (
@@ -136,7 +134,7 @@ def _plan_d_row_weight(
     rows = builder.call(plan_matmul_ogs(plain, layout, unrounded, builder.target), "product", {})
     plan = plan_weighted_input(builder.spec(rows), builder.spec(gradient), builder.target, outputs=("d_weight",))
     bindings = {"d_rows": rows, "x": gradient, "d_weight": "d_row_weight"}
-    # The same product of rows as for gradients with rows of x, here for rows of y with their gradients.
+    # Multiply rows of y with their gradients, by the kernel for gradients with rows of x.
     builder.call(plan, "row weight's gradient", bindings, {"d_rows": Role.ROWS, "x": Role.D_ROWS})
 
 
@@ -163,8 +161,7 @@ def _tuning(spec: MatmulSpec) -> MatmulTuning | None:
 def stage_inputs(
     builder: PlanBuilder, plan: LaunchPlan, layout: LayoutSpec | None, block_m: int, *, counters: str = "tile_counters"
 ) -> dict[str, str]:
-    """Bindings of a product in a composed plan: the schedule of its block height (`schedule_128`) and `counters`,
-    zeros. The first product that needs them adds them."""
+    """Bindings of a composed plan's product: its schedule (`schedule_128`) and zeroed `counters`, added once."""
     needs, bindings = {buffer.name for buffer in plan.inputs}, {}
     if "schedule" in needs:
         assert layout is not None
@@ -211,8 +208,7 @@ def add_input_gradient(
 
 
 class Side(NamedTuple):
-    """One side of a weight gradient: its buffer, the gather of its rows, (first, number) of its columns (None: all) and
-    its role."""
+    """A side of a weight gradient: buffer, gather of its rows, (first, number) of its columns (None: all), role."""
 
     buffer: str
     gather: str = "row"

@@ -17,7 +17,6 @@ from moe_core.specs.routing import LayoutSpec
 
 #: Elements for weights only: their grid is not centred.
 _UNSIGNED = ("uint8", "uint4")
-#: Largest magnitude of a product of two int8 numbers.
 _INT8_PRODUCT = 128 * 128
 
 

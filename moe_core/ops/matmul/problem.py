@@ -128,7 +128,6 @@ class MatmulProblem:
             return self.expected_rows
         tokens, layout = self.tuning.expected_tokens, self.layout
         if layout is not None and layout.limit is not None:
-            # The mean of the rows that fit the limit.
             return (layout.num_tokens if tokens is None else tokens) * layout.limit.per_token
         if tokens is not None:
             return tokens if layout is None else tokens * layout.top_k

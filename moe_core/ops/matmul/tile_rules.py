@@ -8,7 +8,6 @@ from collections.abc import Callable
 from moe_core.base.target import Target
 from moe_core.specs.tile import TileConfig, shared_limit
 
-#: Smallest tile side of the tensor cores.
 SMALLEST_SIDE = 16
 #: Rows per expert that a batch-invariant configuration of decoded weights is chosen for.
 INVARIANT_ROWS = 64.0

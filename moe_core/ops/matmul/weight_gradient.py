@@ -50,8 +50,8 @@ def _product(left: str, right: str, allow_tf32: bool) -> str:
 
 
 def gradient_tile(m: int, n: int, product: str, dtype: str, target: Target, *, adds: bool = False) -> TileConfig:
-    """The tile of an M x N product, large if the tensor cores take 16-bit numbers unchanged. adds: the result is added
-    to an array. The largest tile's accumulators and addends would not both fit in registers."""
+    """The tile of an M x N product, large for 16-bit tensor-core products. adds: an array is added to the result, and
+    both would not fit in registers with the largest tile."""
     if not target.on_gpu:
         return TileConfig(min(128, padded(m)), min(256, padded(n)), 64)
     least = 16

@@ -25,8 +25,8 @@ _ROW_AXES = {"rows": (0, 1, 2), "interleaved": (0, 2, 1), "halves": (1, 0, 2)}
 
 
 class ArrayFunctions(NamedTuple):
-    """Functions that libraries call differently. permute(array, axes); stack(arrays, axis) along a new axis; pad(array,
-    rows, columns) adds zeros after the last two axes; finish(array) converts a result."""
+    """Functions that libraries call differently: permute(array, axes), stack(arrays, axis) along a new axis, pad(array,
+    rows, columns) with zeros after the last two axes, finish(array) for results."""
 
     permute: Callable[[Any, tuple[int, ...]], Any]
     stack: Callable[[list[Any], int], Any]

@@ -29,7 +29,6 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _MANTISSA_BITS = 23
 _MANTISSA_MASK = np.uint32(2**_MANTISSA_BITS - 1)
 _E8M0_ONE, _E8M0_NAN = 127, 255
-#: Elements processed at once.
 _PIECE_ELEMENTS = 2**17
 
 

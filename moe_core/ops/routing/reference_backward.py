@@ -166,9 +166,8 @@ def routing_backward(
     *,
     spec: RouterSpec,
 ) -> np.ndarray:
-    """All gradients of the logits, fp32 `[T, E]`: from the weights (`route_backward`), the losses
-    (`router_losses_backward`) and gradients.logits. ids may be None without gradients.weights. Masked tokens
-    (token_mask bool `[T]`, False) get exact zeros."""
+    """All gradients of the logits, fp32 `[T, E]`: of the weights, the losses and gradients.logits. ids may be None
+    without gradients.weights. Masked tokens (token_mask bool `[T]`, False) get exact zeros."""
     total = np.zeros(logits.shape, logits.dtype)
     kept = slice(None) if token_mask is None else token_mask
     with np.errstate(all="ignore"):

@@ -18,7 +18,6 @@ from moe_core.specs.routing import LayoutSpec
 
 LAYOUT_OF_RUNS = declare_kernel(kernels.layout_of_runs, writes_layout=True)
 
-#: Most counts in one program.
 MAX_COUNTS = 8192
 _BLOCK = {"gpu": 1024, "interpreter": 64}
 

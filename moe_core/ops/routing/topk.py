@@ -28,7 +28,6 @@ ROUTE_AND_LAYOUT = declare_kernel(
     route_and_layout_kernels.route_and_layout, pdl="start", writes_layout=True, counts_slots=True
 )
 
-#: Inputs of kernels that choose experts.
 _ROUTED = ("logits", "correction_bias", "token_mask", "expert_map")
 #: Up to this many tokens one launch routes and lays out.
 FEW_TOKENS = {"gpu": 64, "interpreter": 32}

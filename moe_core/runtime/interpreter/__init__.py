@@ -29,8 +29,7 @@ _language: Any = None
 
 @dataclass(frozen=True)
 class HostPointer:
-    """A pointer argument: the address of borrowed host memory and the canonical dtype name of its elements. Booleans
-    have one byte and are uint8 in kernels, as when compiled."""
+    """A pointer argument: address and canonical dtype name of borrowed host memory. Booleans are uint8 in kernels."""
 
     address: int
     dtype: str

@@ -1,5 +1,4 @@
-"""Cached checks and conversions of Triton's language, per kind of operands. Imports Triton. Kernels repeat few
-operations, but Triton derives types and shapes every time, which takes several times as long as NumPy's part."""
+"""Cached checks and conversions of Triton's language, which take several times as long as NumPy. Imports Triton."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def _common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, .
 
 
 def _kind(operand: Any) -> Any:
-    """The part of an operand that determines an operation's type: a tensor's element type, or a Python number (-0.0
-    differs from 0.0)."""
+    """The key of an operation's type: a tensor's element type, or a Python number (-0.0 is not 0.0)."""
     kind = type(operand)
     return operand.dtype.name if kind is tl.tensor else (kind, operand if kind is int else repr(operand))
 
@@ -92,8 +90,8 @@ class Semantic(TritonSemantic):
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> Any:
-        """Operands of one element type, by Triton's rules. The first one's type has the sizes of the result. NumPy
-        broadcasts the data."""
+        """Operands of one element type by Triton's rules, broadcast later by NumPy. The first has the result's
+        sizes."""
         rules = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
         key = (_kind(lhs), _kind(rhs), rules)
         pair = _pairs.get(key)

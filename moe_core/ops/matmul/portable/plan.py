@@ -36,7 +36,7 @@ CHOICES: Mapping[str, tuple[int, ...]] = {
     "num_stages": (2, 3, 4, 5, 6, 7),
     "group_m": (1, 4, 8, 16),
 }
-#: Numbers of rows whose tiles are also starting points.
+#: Further starting points: the tiles of these numbers of rows.
 _ROWS = tuple(4**exponent for exponent in range(11))
 #: Up to this many rows per expert, tiles have 16 or 32 rows, and out_in weights use `_long_rows`.
 _FEW_ROWS = 24

@@ -40,8 +40,8 @@ _PROMOTED = 128
 
 @dataclass(frozen=True)
 class ProductMethod:
-    """How a product is computed: the kernel's DOT and SCALING, and limits on blocks along the reduction. least_k: the
-    shortest reduction of one instruction. group: columns that a block must not cross (0: no limit)."""
+    """The kernel's DOT and SCALING, with least_k, the shortest reduction of one instruction, and group, the columns
+    that a block must not cross (0: no limit)."""
 
     dot: str
     scaling: str

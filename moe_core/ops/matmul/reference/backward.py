@@ -177,8 +177,8 @@ class Trained(NamedTuple):
     place: np.ndarray | None = None
 
     def in_stack(self, gradient: np.ndarray) -> np.ndarray:
-        """The whole array's gradient from that of the layer used: zeros, or `into`, in all other layers. Raises
-        InvalidInput for a layer outside the stack."""
+        """The stack's gradient from the used layer's: zeros or `into` elsewhere. Raises InvalidInput outside the
+        stack."""
         if self.layer_index is None:
             return gradient
         pick_layer(self.array, self.layer_index)
@@ -196,8 +196,7 @@ def matrix_gradient(
     weight_layout: str,
     later: Later | None = None,
 ) -> np.ndarray:
-    """d_weight of `y = x @ weight` in weight's layout and dtype, or in fp32 with weight.into. x and d_y come with their
-    gather. later: see `weight_gradient`."""
+    """d_weight of `y = x @ weight` in weight's layout and dtype (with weight.into fp32). x and d_y: (array, gather)."""
     (left, of_left), (right, of_right) = (x, d_y) if weight_layout == "in_out" else (d_y, x)
     stacked, into = weight.layer_index is not None, pick_layer(weight.into, weight.layer_index)
     d_weight = weight_gradient(
@@ -221,8 +220,8 @@ def matmul_ogs_backward_plan(
     wanted: tuple[str, ...],
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
 ) -> tuple[np.ndarray, ...]:
-    """The wanted gradients among d_x, d_weight, d_bias and d_row_weight, with a plan's inputs by name. Formulas and
-    roundings: `moe_core.ops.matmul.backward`. tensors: see `quantized_from`."""
+    """The wanted gradients of `plan_matmul_ogs_backward`, with a plan's inputs by name. tensors: see
+    `quantized_from`."""
     operands, row_of_slot = bundle_of(MatmulOperands, quantized_from(arrays, tensors)), arrays.get("row_of_slot")
     x, weight, bias, row_weight = operands.x, operands.weight, operands.bias, operands.row_weight
     made, rows = {}, planned_rows(layout, arrays, len(x))

@@ -23,9 +23,9 @@ from moe_core.specs.routing import LayoutSpec
 
 Matrix = np.ndarray | QuantizedTensor
 _ALL = (slice(None),)
-#: Least time of a piece with elementwise operations, in one thread: it may wait for the GIL between any two of them.
+#: Least time of a piece with elementwise operations in one thread: it may wait for the GIL between them.
 _PIECE_NANOSECONDS = 250_000
-#: Limit on extra memory, in elements of inputs or results, of a product whose pieces are prepared before threads begin.
+#: Most extra elements (inputs or results) of a product to prepare its pieces before threads begin.
 _AHEAD_ELEMENTS = 1 << 20
 
 
@@ -118,7 +118,6 @@ class Product:
         self.layout, self.rows, self.spec, self.y, self.pre = rows.layout, rows, spec, y, pre
         self.of, self.to = self.rows.index[spec.gather], self.rows.index[spec.scatter]
         self.x, self.widens = x, isinstance(x, np.ndarray) and isinstance(weight, np.ndarray)
-        # True if a product is one NumPy call on operands as they are.
         dtypes_of = {getattr(x, "dtype", None), getattr(weight, "dtype", None)}
         self.direct = self.widens and not _invariant(spec) and dtypes_of == {working_dtype(x)}
         if self.rows.count < len(y):

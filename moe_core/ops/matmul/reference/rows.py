@@ -18,7 +18,6 @@ FEWEST_ROWS = 16
 #: Elements worth one operation.
 _PIECE_ELEMENTS = 65536
 
-#: (expert, its rows) of neighbours.
 Piece = tuple[tuple[int, slice], ...]
 
 
@@ -78,7 +77,6 @@ def rows_of(layout: LayoutSpec, group_sizes: np.ndarray, group_start: np.ndarray
         ends_of = list(itertools.pairwise(starts))
         whole = (starts[0], starts[-1]) == (0, layout.capacity)
         if whole and [end - start for start, end in ends_of] == group_sizes.tolist():
-            # Every slot has a row, without gaps.
             index = {"row": _ALL, "slot": slot_of_row, "token": slot_of_row // layout.top_k}
             parts = [(expert, slice(*ends)) for expert, ends in enumerate(ends_of) if ends[0] < ends[1]]
             return Rows(layout, layout.capacity, index, np.repeat(np.arange(len(group_sizes)), group_sizes), parts)

@@ -24,7 +24,6 @@ from moe_core.specs.tile import TileConfig
 
 MATMUL_FP8 = declare_kernel(kernels.matmul_fp8)
 
-#: Reduction columns per stage.
 _BLOCK_K = 128
 #: Codes and results in the 16 bytes that TMA and cp.async move.
 _CODES, _RESULTS = 16, 8

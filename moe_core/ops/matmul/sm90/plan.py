@@ -34,10 +34,10 @@ _CONSUMER_ROWS, _PIECE, _PANEL = 64, 128, 64
 
 #: Fixed sizes of the kernel: rows, accumulator columns, reduction elements per stage, stages.
 SM90_BLOCK_M, SM90_WIDTH, SM90_BLOCK_K, SM90_STAGES = 128, 256, 64, 4
-#: Rows and stages of tall row blocks, whose stages are larger.
+#: Rows and stages of tall row blocks, with larger stages.
 SM90_TALL_BLOCK_M, SM90_TALL_STAGES = 192, 3
-#: Mean rows per expert from which these kernels beat the portable ones. 16-bit operands were measured below and above
-#: (with fewer rows, weights stream faster without them), fp8 with fp8 from 64 on, where they are 1.2 times as fast.
+#: Mean rows per expert from which these kernels beat the portable ones (with fewer, weights stream faster there).
+#: 16-bit operands were measured on both sides, fp8 from 64 on: 1.2 times as fast.
 _LEAST_ROWS = 48
 #: Range of mean rows per expert where tall blocks win: most experts have 129 to 192 rows. Measured at means of 128 and
 #: 160: 3 to 14 % faster; at 64, 96, 192, 256 and 512 mostly 1 to 4 % slower.
@@ -180,7 +180,6 @@ def _arguments(
         return TensorMap(name, (matrices * weight_n, d), d, (columns, SM90_BLOCK_K))
 
     def output_map(name: str, columns: int | None = None) -> TensorMap | None:
-        # Only the first `columns` columns unless None.
         if not builder.has(name):
             return None
         rows, width = builder.spec(name).shape

@@ -37,10 +37,9 @@ MIXED_INPUT_NAME = "mixed_input"
 LINE, _LINES = 128, BLOCK_VALUES // 128
 #: Elements that TMA and cp.async move at a time, and tokens per part of the epilogue.
 _VECTOR, _PART = 8, 32
-#: Tokens of tiles with four (large) or two (tall) blocks of weight rows, and their most reduction columns per stage.
-#: Each of their blocks fills a multiprocessor; two blocks of other tiles share one.
+#: Tokens of tiles with four (large) or two (tall) blocks of weight rows, one per multiprocessor, and their most
+#: reduction columns per stage. Two blocks of other tiles share a multiprocessor.
 LARGE, TALL, _LARGE_DEPTH = 128, 256, 128
-#: Elements per part of a tall tile's epilogue.
 _TALL_PART = 1024
 #: Shared memory that the hardware reserves per block.
 _RESERVED = 1024
@@ -49,8 +48,8 @@ _LEAST_STAGES = 3
 #: Mean rows per expert (above, up to) with tall tiles for mxfp4, without and with a gate. Measured in whole forwards at
 #: means of 32 to 512 (docs/notebook/quantised.md). Integer weights were not measured.
 _TALL_ROWS = {False: (64, math.inf), True: (96, 192)}
-#: (most mean rows per expert, tokens of a tile, reduction columns per stage, at most two blocks). Larger means get the
-#: largest tile. Tiles exceed the mean. Measured with mxfp4 at means of 8, 32 and 128 only (docs/notebook/quantised.md).
+#: (most mean rows per expert, tokens of a tile, most reduction columns per stage); above, the largest tile. Measured
+#: with mxfp4 at means of 8, 32 and 128 only (docs/notebook/quantised.md).
 _HEIGHTS = ((10, 16, 256), (24, 32, 256), (48, 64, 128))
 
 

@@ -87,8 +87,7 @@ class _Chain(NamedTuple):
     tokens: np.ndarray | None = None
 
     def at_once(self) -> bool:
-        """True if one call of threads does all, because nothing reads the first product's result before the
-        others run."""
+        """True if one call of threads does all: nothing reads the first product's result before the others run."""
         arrays = vars(self.bundle)
         plain = all(isinstance(arrays[name], np.ndarray) for name in ("gate_up", "down"))
         biases = any(array is not None for name, array in arrays.items() if name.endswith("_bias"))
