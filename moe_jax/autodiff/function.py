@@ -1,8 +1,8 @@
 """One `jax.custom_vjp` that differentiates ops by a rule for each call.
 
-Without differentiation a call is only its custom call. In reverse mode the rule's forward saves what the backward
-reads, and its backward computes the requested gradients, usually with one custom call. Nothing else is planned or
-saved. Second derivatives are refused (`moe_jax.bridge.calls`).
+An undifferentiated call is only its custom call. In reverse mode the rule's forward saves what the backward reads, and
+its backward computes the requested gradients, usually with one custom call. Second derivatives are refused
+(`moe_jax.bridge.calls`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_jax.bridge import placement
 
 @dataclass(frozen=True)
 class Rule:
-    """The static part of a call, and how to differentiate it. Arrays are passed in the order of names. flowing: results
+    """The static part of a call, and how to differentiate it. names: of arrays, in passing order. flowing: results
     through which gradients flow back."""
 
     names: tuple[str, ...]
@@ -52,12 +52,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Saved:
-    """Residuals of a forward for its backward.
-
-    JAX may run one forward rule for several sets of differentiated arguments and then read all residuals with the
-    latest structure. So the structure is the same for all, and the requested gradients are encoded in the shape of an
-    array without elements, which survives scan, vmap, remat and shard_map.
-    """
+    """Residuals of a forward. JAX may run one forward rule for several sets of differentiated arguments and read all
+    residuals with the latest structure. So the structure is constant, and the shape of an array without elements
+    encodes the requested gradients, which survives scan, vmap, remat and shard_map."""
 
     arrays: dict[str, Any]
     outputs: dict[str, Any]
@@ -104,18 +101,15 @@ _run = jax.jit(_function, static_argnums=(0, 1), inline=True)
 
 
 def differentiated(rule: Rule, arrays: Iterable[Any]) -> dict[str, Any]:
-    """The results of a call by name, with its gradients."""
+    """The results of a call by name, differentiable."""
     arrays = varying_alike(arrays)
     results = _run(rule, placement.may_run_everywhere(arrays), *arrays)
     return dict(zip(rule.results, results, strict=True))
 
 
 def varying_alike(arrays: Iterable[Any]) -> list[Any]:
-    """Make arrays vary over the same mesh axes as the results.
-
-    Under shard_map a gradient varies like its array. Here all of them vary, and JAX sums the gradients of arrays that
-    did not.
-    """
+    """Make arrays vary over the mesh axes of the results. Under shard_map a gradient varies like its array, so here all
+    vary, and JAX sums the gradients of arrays that did not."""
     arrays = list(arrays)
     axes = [jax.typeof(array).manual_axis_type.varying for array in arrays]
     every = frozenset().union(*axes)

@@ -1,8 +1,8 @@
 """The gradient of the composed op `moe`: one custom call forward, one backward.
 
-x, the weights and biases of experts, shared expert and router have gradients, and passed logits or weights. They come
-from the gradients of the output and of the returned weights and logits. Gradients go through quantised experts, which
-are frozen. Reasons for refusals: `moe_core.ops.moe.checks.why_no_moe_gradient`.
+x, weights and biases of experts, shared expert and router have gradients, and passed logits or weights, from those of
+the output and the returned weights and logits. They go through quantised experts, which are frozen. Reasons for
+refusals: `moe_core.ops.moe.checks.why_no_moe_gradient`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _REPLAYED = {"routing.ids": "replayed.ids", "routing.weights": "replayed.weights
 
 @dataclass(frozen=True)
 class MoERule(Rule):
-    """operands: of specs. replayed: None, or specs of a trace's ids and weights, which replace the routing's. The
+    """operands: of specs. replayed: None, or specs of a trace's ids and weights, which replace the routing's, while the
     gradient still flows into the routing. wide: the arrays include `wide`, x in fp32, which gets its unrounded
     gradient."""
 
@@ -122,7 +122,7 @@ class MoERule(Rule):
     def execute(
         self, arrays: Mapping[str, Any], planner: Callable[..., LaunchPlan], *arguments: Any, **options: Any
     ) -> dict[str, Any]:
-        """Run a planner's plan for these arguments. Returns every output by name."""
+        """Run the plan for these arguments. Returns its outputs by name."""
         request = Request("moe", planner, arguments, tuple(options.items()), tuple(arrays), self.targets)
         outputs = request.plan(dict(self.targets).get(platforms.default_platform(), self.targets[0][1])).outputs
         values = undifferentiable(request, *arrays.values())
@@ -134,10 +134,8 @@ class MoERule(Rule):
         return used | {name: arrays[alias] for name, alias in _REPLAYED.items() if alias in arrays}
 
     def _in_stack(self, name: str, gradient: jax.Array, arrays: Mapping[str, Any]) -> jax.Array:
-        """The gradient in its array's dtype, and for one layer of a stack with zeros for the others.
-
-        XLA adds this form to other layers' gradients (in the backward of a scan) in place, without creating the zeros.
-        """
+        """The gradient in its array's dtype, for one layer of a stack with zeros for the others. XLA adds this form to
+        other layers' gradients (in the backward of a scan) in place, without creating the zeros."""
         shape = attrgetter(name)(self.operands).shape
         if gradient.shape == shape:
             return gradient.astype(arrays[name].dtype)

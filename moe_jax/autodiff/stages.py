@@ -1,9 +1,6 @@
-"""Gradients of the stage ops: `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
-`activation`, `reduce`.
-
-Each saves its arguments (`route` its ids too) and runs one custom call for the requested gradients. `reduce` copies
-rows with JAX operations. Reasons for missing gradients: `refuse` and `moe_core.ops.matmul.backward.why_no_gradient`.
-"""
+"""Gradients of stage ops. Each saves its arguments (`route` its ids too) and runs one custom call for the requested
+gradients. `reduce` copies rows with JAX operations. Reasons for missing gradients: `refuse` and
+`moe_core.ops.matmul.backward.why_no_gradient`."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ class _Stage(Rule):
     def _backward(
         self, planner: Callable[..., LaunchPlan], arrays: Arrays, *arguments: Any, **keywords: Any
     ) -> tuple[jax.Array, ...]:
-        """Run a backward's plan on arrays by input name."""
         op, targets = f"{self.request.op}_backward", self.request.targets
         request = Request(op, planner, arguments, tuple(keywords.items()), tuple(arrays), targets)
         return undifferentiable(request, *arrays.values())

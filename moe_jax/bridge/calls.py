@@ -1,8 +1,8 @@
-"""From a caller's arrays to a planned, jitted custom call: the one path every op takes.
+"""The one path from an op's arrays to a planned, jitted custom call.
 
 An op names its arrays once (`OpCall.array`, `OpCall.bundle`), which checks them and returns their specs. `OpCall.run`
-plans and calls. Everything static (planner, options, specs, targets) is one hashable `Request`, so that an eager op is
-a cached `jax.jit` call, and planning errors are raised unchanged, while tracing.
+plans and calls. Everything static (planner, options, specs, targets) is one hashable `Request`, so an eager op is a
+cached `jax.jit` call, and planning errors are raised unchanged, while tracing.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ DIFFERENTIABLE_OPS += ("gather_rows", "activation", "reduce")
 
 @dataclass(frozen=True)
 class Request:
-    """The static part of a call: `planner(*arguments, target, **keywords)` for the target of each JAX platform.
-
-    names: the plan's input names, in array order. everywhere: every device of a program for several may run all of it.
-    """
+    """The static part of a call: `planner(*arguments, target, **keywords)` for each JAX platform's target. names: the
+    plan's inputs, in array order. everywhere: every device of a program for several may run all of it."""
 
     op: str
     planner: Callable[..., LaunchPlan]
@@ -66,8 +64,8 @@ class OpCall:
         self._arrays: dict[str, Any] = {}
 
     def array(self, name: str, value: Any, argument: str | None = None) -> ArraySpec:
-        """Check and record an array and return its spec. Messages call it `argument`, or the plan's name if None.
-        Raises InvalidInput unless it is an array of a known dtype."""
+        """Check and record an array and return its spec. argument: its name in messages, by default the plan's. Raises
+        InvalidInput unless it is an array of a known dtype."""
         argument = argument or name
         require_array(argument, value)
         if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
@@ -79,7 +77,6 @@ class OpCall:
         return _spec(argument, value.shape, value.dtype)
 
     def optional(self, name: str, value: Any) -> ArraySpec | None:
-        """`array`, or None for None."""
         return None if value is None else self.array(name, value)
 
     def bundle(self, argument: str, value: T, prefix: str = "") -> T:
@@ -96,10 +93,8 @@ class OpCall:
         return dataclasses.replace(value, **specs)  # type: ignore[type-var]
 
     def _quantized(self, name: str, tensor: QuantizedTensor) -> QuantizedTensor:
-        """Record the arrays of a quantised tensor (`name.values`, ...), and return the tensor of their specs.
-
-        Raises InvalidInput for arrays that differ from its format: pytree libraries may build it around anything.
-        """
+        """Record a quantised tensor's arrays (`name.values`, ...) and return the tensor of their specs. Raises
+        InvalidInput for arrays that differ from its format: pytree libraries may build it around anything."""
         specs = {field: self.array(f"{name}.{field}", array) for field, array in bundles.named_fields(tensor)}
         for field in ("values", "scales"):
             if field not in specs:
@@ -127,7 +122,6 @@ class OpCall:
         return dict(platforms.targets())[platforms.platform_of(self._arrays.values())]
 
     def request(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> Request:
-        """The request that `run` calls."""
         names, everywhere = tuple(self._arrays), placement.may_run_everywhere(self._arrays.values())
         return Request(self._op, planner, arguments, tuple(keywords.items()), names, platforms.targets(), everywhere)
 
@@ -196,10 +190,8 @@ def _spec(name: str, shape: tuple[int, ...], dtype: Any) -> ArraySpec:
 
 
 def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Plan for every platform of the process, and stage out the call of the plan of the lowered platform.
-
-    Raises Unsupported if the default platform has no kernel. A program lowered for another one raises then.
-    """
+    """Plan for every platform of the process, and stage out the lowered platform's call. Raises Unsupported if the
+    default platform has no kernel. A program lowered for another one raises then."""
     by_name = dict(zip(request.names, arrays, strict=True))
     require_one_precision((name, canonical(array.dtype)) for name, array in by_name.items())
     if not request.everywhere:
@@ -269,10 +261,8 @@ def moe_request(
     expert_map: Any = None,
     shared: Any = None,
 ) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
-    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments and keywords.
-
-    Raises InvalidInput for wrong types, Unsupported for spec.main_grad.
-    """
+    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments and keywords. Raises InvalidInput
+    for wrong types, Unsupported for spec.main_grad."""
     require_type("experts", experts, bundles.ExpertWeights)
     require_type("routing", routing, bundles.RouterWeights, bundles.RouterLogits, bundles.TopK)
     require_type("spec", spec, MoESpec)

@@ -1,8 +1,8 @@
 """Wait at exit for programs with callbacks that XLA's threads would otherwise run without an interpreter.
 
 On a CPU a call may return before its program ends. A callback that begins without Python ends the process: before
-Python 3.14, a thread that requests the interpreter is unwound through XLA's frames, and `std::terminate` reports
-"terminate called without an active exception". At exit, JAX waits only for programs with its own callbacks.
+Python 3.14, its thread is unwound through XLA's frames, and `std::terminate` reports "terminate called without an
+active exception". JAX waits only for programs with its own callbacks.
 """
 
 from __future__ import annotations

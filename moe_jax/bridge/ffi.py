@@ -1,12 +1,12 @@
 """One XLA FFI target that runs plans on XLA's own buffers. The only user of tvm_ffi, imported by `moe_jax.bridge.tvm`.
 
-A compiled program calls the target `moebius_plan` with the plan's key. XLA passes the addresses of operands and results
+A compiled program calls the target `moebius_plan` with the plan's key. XLA passes addresses of operands and results
 and, on a GPU, its stream. The callback runs the prepared plan without allocation, copy or wait, and calls neither JAX
 nor a compiler, so that XLA may capture its launches into a CUDA graph and replay them without Python.
 
-Limits of jax-tvm-ffi 0.1.3: a string attribute longer than 7 bytes is used after it is freed, other kinds of attribute
-leak on every call, a missing attribute crashes, and a process holds at most 1024 targets. Hence one target and a key in
-short strings. The tensors passed in are borrowed: only address and size are read.
+Limits of jax-tvm-ffi 0.1.3: string attributes longer than 7 bytes are used after they are freed, other attributes leak
+on every call, a missing one crashes, and a process holds at most 1024 targets. Hence one target and a key in short
+strings. Tensors passed in are borrowed: only address and size are read.
 """
 
 from __future__ import annotations

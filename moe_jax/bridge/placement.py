@@ -1,8 +1,7 @@
 """Decide the devices of a call: one at a time, or if requested all of it on every one.
 
-XLA cannot split a custom call. In a program for several devices it gathers every operand on each of them, and each runs
-the whole call. Splits that arrays show are refused in the call, and splits that XLA decides when the program is
-lowered.
+XLA cannot split a custom call. In a program for several devices it gathers every operand on each, and each runs the
+whole call. Visible splits are refused in the call, and XLA's own when the program is lowered.
 """
 
 from __future__ import annotations
@@ -68,13 +67,13 @@ def _list(devices: Any) -> str:
 
 
 def may_run_everywhere(arrays: Iterable[Any]) -> bool:
-    """Return True if a call of checked arrays may run on several devices: inside `replicated`, or if every array is
-    known to be whole on each of its devices, so that XLA gathers nothing."""
+    """True if a call of checked arrays may run on several devices: inside `replicated`, or if every array is whole on
+    each of its devices, so that XLA gathers nothing."""
     return everywhere.value or all(_is_whole(array) for array in arrays)
 
 
 def _is_whole(array: Any) -> bool:
-    """Return True if `check` saw all of an array's sharding: no tracer, or tracers show every axis of the mesh."""
+    """True if `check` saw all of an array's sharding: no tracer, or tracers show every axis of the mesh."""
     if not isinstance(array, Tracer):
         return True
     meshes = [mesh for mesh in (jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()) if not mesh.empty]
@@ -100,8 +99,8 @@ def _check_one(operand: jax.Array, *, op: str, name: str) -> jax.Array:
 
 
 def on_one_device(op: str, arrays: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a call that must not run on several devices outside shard_map. Raises as `check`. If only XLA can
-    tell, lowering them raises Unsupported with the op and the fix."""
+    """The arrays of a call for one device outside shard_map. Raises as `check`. If only XLA can tell, lowering them
+    raises Unsupported."""
     check(op, arrays)
     if may_run_everywhere(arrays.values()):
         return arrays

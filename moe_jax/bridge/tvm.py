@@ -1,8 +1,7 @@
 """Import tvm_ffi without torch, unless torch is imported already.
 
-tvm_ffi imports an installed torch, which takes seconds and 200 MB, to accept torch's tensors, dtypes and streams in
-functions that nothing here calls. It gets a stand-in without instances instead. When torch is imported, the stand-in is
-replaced, and tvm_ffi sets up torch as it would have done at once.
+tvm_ffi imports an installed torch, which takes seconds and 200 MB, for functions that nothing here calls. It gets a
+stand-in without instances instead. When torch is imported later, it replaces the stand-in, and tvm_ffi sets up torch.
 """
 
 from __future__ import annotations

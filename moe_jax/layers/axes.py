@@ -79,11 +79,9 @@ class LogicalAxes:
 
 
 def require_rules(leaf: Leaf, axes: LogicalAxes, rules: Sequence[Any]) -> None:
-    """Raise InvalidInput if rules for logical axes would silently lose the sharding of a matrix.
-
-    An axis without a rule stays whole, as in Flax and MaxText. Errors: no rule for d_model, or for an axis that the
-    rules split under another name.
-    """
+    """Raise InvalidInput if rules for logical axes would silently lose the sharding of a matrix: no rule for d_model,
+    or for an axis that the rules split under another name. Other axes without a rule stay whole, as in Flax and
+    MaxText."""
     if not rules or leaf.parameter.role not in ("weight", "quantized"):
         return
     known, split = {name for name, _ in rules}, {name for name, on_mesh in rules if on_mesh}

@@ -269,11 +269,8 @@ def _one_layer(
     arrays: dict[str, Any], dtype: Any, layer_index: Array | int | None, axes: int
 ) -> tuple[dict[str, Any], jax.Array | None, jax.Array | None]:
     """(arrays of one layer of a stack, the index of stacked ones or None, whether a traced layer that was cut out
-    exists or None). axes: of one layer's down.
-
-    Small gates are always cut out, matrices only if they have to be cast. Quantised ones never are, so plain shared
-    experts may be cut out next to them.
-    """
+    exists or None). axes: of one layer's down. Small gates are always cut out, matrices only to be cast. Quantised ones
+    never are, so plain shared experts may be cut out next to them."""
     down = arrays["experts.down" if "experts.down" in arrays else "experts.down.values"]
     if down.ndim == axes and layer_index is None:
         return arrays, None, None

@@ -91,10 +91,8 @@ class Leaf:
 
 @functools.lru_cache(maxsize=1024)
 def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = False) -> tuple[Leaf, ...]:
-    """Every array of a layer, or of a stack of num_layers, in a fixed order. prepacked: with tiled quantised matrices.
-
-    Raises InvalidInput.
-    """
+    """Every array of a layer, or of a stack of num_layers, in a fixed order. prepacked: with tiled matrices. Raises
+    InvalidInput."""
     if num_layers is not None:
         require_at_least("num_layers", num_layers, 1)
     storage = spec.storage(MAXTEXT)

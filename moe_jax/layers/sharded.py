@@ -1,4 +1,4 @@
-"""Layers with experts split over a mesh axis: shardings of parameters, and a forward over the mesh."""
+"""Shardings of parameters, and a forward, for layers with experts split over a mesh axis."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def over_mesh(
     return_aux: bool,
 ) -> Any:
     """Call `forward(parameters, layer_index, by_token)` on local parts, in a shard_map over every axis of the mesh.
-
-    whole: parameters and layer_index. by_token: arrays with the batch as first axis. Results cover the whole batch.
-    """
+    whole: parameters and layer_index. by_token: arrays with the batch as first axis. Results cover the whole batch."""
     axis = axis if axis.tokens is not None else dataclasses.replace(axis, tokens=tuple(mesh.shape))
     ranks, rows = 1, by_token["x"].shape[0] if by_token["x"].ndim > 1 else 0
     for name in axis.over:

@@ -145,7 +145,6 @@ def run_layer(
 def _run_stages(
     operands: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, by: RoutedBy, of_layer: _Experts
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
-    """`run_layer` up to the sum of the experts."""
     x, router, mask = operands.x, operands.routing, operands.token_mask
     moe_spec = of_layer.spec(spec, x.shape[0])
     scored = x if by.gate_inputs is None else by.gate_inputs
@@ -277,10 +276,8 @@ def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSp
 
 
 def _added(rows: jax.Array, bias: Any) -> jax.Array:
-    """Add bias `[D]` to rows `[T, D]` in fp32, with one cast.
-
-    The bias is that of a product with zeros, so that its gradient is summed in the order of the router's backward.
-    """
+    """Add bias `[D]` to rows `[T, D]` in fp32, with one cast. It is the bias of a product with zeros, so that its
+    gradient is summed in the order of the router's backward."""
     return (at_least_float32(rows) + _rows_of(bias, len(rows))).astype(rows.dtype)
 
 
@@ -296,9 +293,7 @@ def _rows_of(values: Any, count: int) -> jax.Array:
 
 
 def _scaled(routing: Routing, scale: Any) -> jax.Array:
-    """Multiply weights `[T, K]` by the scales `[E]` of their experts. Masked ones stay 0.
-
-    Scales are the bias of a product with zeros, so that their gradient is summed in the order of the router's backward.
-    """
+    """Multiply weights `[T, K]` by the scales `[E]` of their experts. Masked ones stay 0. Scales are the bias of a
+    product with zeros, like `_added`."""
     rows = _rows_of(scale, len(routing.ids))
     return routing.weights * jnp.take_along_axis(rows, jnp.maximum(routing.ids, 0), axis=1)

@@ -125,7 +125,7 @@ def _stored_dtype(leaf: Leaf, array: np.ndarray, param_dtype: str) -> np.dtype:
 
 
 def _require_same_kind(weights: LayerWeights, spec: MoELayerSpec) -> None:
-    """Raise InvalidInput unless the weights make a layer like `spec`, apart from layouts and free fields."""
+    """Raise InvalidInput unless the weights make a layer like `spec`, except layouts and free fields."""
     if not isinstance(weights, LayerWeights):
         raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; make one of your arrays")
     storage = spec.storage(MAXTEXT)
@@ -185,7 +185,7 @@ def quantize_experts(
 
 
 def matrix_specs(spec: MoELayerSpec, is_tiled: bool) -> dict[str, QuantizedSpec]:
-    """The QuantizedSpec of each quantised matrix, by name (`experts.down`)."""
+    """QuantizedSpecs by matrix name (`experts.down`)."""
     scheme, storage = spec.experts.scheme, spec.storage(MAXTEXT)
     assert scheme is not None
     if is_tiled:

@@ -70,7 +70,7 @@ class ExpertAxis:
         return mesh if self.name in mesh.shape else None
 
     def group(self, num_experts: int) -> Group:
-        """The ranks, with equally many consecutive experts each. Raises InvalidInput."""
+        """The ranks, with equal numbers of consecutive experts. Raises InvalidInput."""
         ranks = jax.lax.axis_size(self.name)
         require_divisible(num_experts, ranks, self.name)
         return Group(self.name, Placement.linear(num_experts, ranks), self.exchange)

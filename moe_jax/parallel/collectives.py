@@ -12,7 +12,7 @@ from moe_jax.parallel.exchange import Splits, take
 
 
 class _Rows(NamedTuple):
-    """Static sizes: rows of the result, the value of unused ones, the axis."""
+    """Static rows of the result, value of unused ones, and axis."""
 
     count: int
     unused: float
@@ -20,10 +20,8 @@ class _Rows(NamedTuple):
 
 
 def ragged_all_to_all(rows: jax.Array, splits: Splits, count: int, unused: float, axis_name: str) -> jax.Array:
-    """Rows `[count, N]` from the peers, as splits says. Every rank sends from rows `[S, N]`.
-
-    XLA has no ragged all-to-all on CPUs: there every rank gathers all rows and selects its own.
-    """
+    """Rows `[count, N]` from the peers by splits, sent from rows `[S, N]`. XLA has none on CPUs: there every rank
+    gathers all rows and selects its own."""
     static = _Rows(count, unused, axis_name)
     return jax.lax.platform_dependent(
         rows,

@@ -1,4 +1,4 @@
-"""The shared expert of a rank's tokens: a forward without other experts."""
+"""The shared expert's forward for a rank's tokens."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ class _Dense(MoERule):
 def shared_output(
     x: jax.Array, wide: jax.Array, experts: ExpertWeights, shared: SharedExpert, spec: MoESpec
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
-
-    wide: x in fp32, which gets the unrounded gradient. experts: for the layer_index.
-    """
+    """The shared expert's rows fp32 `[T, D]` and gate logits fp32 `[T, 1]`, for `reduce`. wide: x in fp32, which gets
+    the unrounded gradient. experts: for the layer_index."""
     tokens = x.shape[0]
     nowhere = TopK(jnp.full((tokens, 1), -1, jnp.int32), jnp.zeros((tokens, 1), jnp.float32))
     spec = dataclasses.replace(spec, router=None, out_dtype="float32")

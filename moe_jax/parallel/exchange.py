@@ -43,12 +43,12 @@ def owners_of(places: jax.Array, per_rank: int) -> jax.Array:
 
 
 def same_owner(owners: jax.Array, others: jax.Array) -> jax.Array:
-    """bool `[T, K, K]`: slot k of a token has the same owner as slot j of the others."""
+    """bool `[T, K, K]`: slots k of a token and j of the others have the same owner."""
     return (owners[:, :, None] == others[:, None, :]) & (owners >= 0)[:, :, None]
 
 
 def _earlier(owners: jax.Array) -> jax.Array:
-    """int32 `[T, K]`: number of earlier slots of the token with the same owner."""
+    """int32 `[T, K]`: earlier slots of the token with the same owner."""
     return (same_owner(owners, owners) & jnp.tri(owners.shape[1], k=-1, dtype=bool)).sum(axis=2, dtype=jnp.int32)
 
 
@@ -58,8 +58,7 @@ def first_owners(owners: jax.Array) -> jax.Array:
 
 
 def nearest_slots(owners: jax.Array, most: int) -> jax.Array:
-    """bool `[T, K]`: the slot is one of the token's first `most` at its owner. All slots are if ids are distinct and
-    `most` is min(K, L)."""
+    """bool `[T, K]`: the slot is among its token's first `most` at its owner: always for distinct ids and min(K, L)."""
     return _earlier(owners) < most
 
 
@@ -103,8 +102,8 @@ def returning(pairs: jax.Array, rank: jax.Array | int, receive: int | None = Non
 
 
 def rows_of_blocks(sent: RaggedLayout, num_ranks: int, block: int, fits: int) -> jax.Array:
-    """int32 `[W * block]`: slots of rows in blocks of one size, at most `fits` used, -1: unused. sent: the layout of a
-    home's rows, by (group, slot)."""
+    """int32 `[W * block]`: slots of rows in equal blocks, at most `fits` used, -1: unused. sent: a home's layout, by
+    (group, slot)."""
     each = sent.group_sizes.shape[0] // num_ranks
     number = jnp.arange(block, dtype=jnp.int32)
     row = sent.group_start[:-1:each, None] + number

@@ -1,7 +1,7 @@
-"""Dispatch and combine, each with the other's way as its backward, and gradients in a fixed order.
+"""Dispatch and combine, each the other's backward, with gradients in a fixed order.
 
-Forward: rows of tokens go out, rows of slots come home and are added in the order k = 0..K-1. Backward: the gradient of
-the output goes out, the gradients of slots come home and are added in the same order, in fp32.
+Forward: rows of tokens go out, and rows of slots come home, added in the order k = 0..K-1. Backward: the output's
+gradient goes out, and gradients of slots come home, added in the same order in fp32.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from moe_jax.parallel.routes import Routes, Sizes, at_home, pull, push
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(sizes: Sizes, routes: Routes, x: jax.Array, wide: jax.Array, weights: jax.Array) -> Any:
-    """(rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`).
-
-    x `[T, D]` travels. wide: x in fp32, which gets its unrounded gradient. weights fp32 `[T, K]` get theirs.
-    """
+    """(rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`). x `[T, D]` travels. wide: x in fp32, which
+    gets its unrounded gradient. weights fp32 `[T, K]` get theirs."""
     return push(sizes, routes, x), routes.weights
 
 
@@ -67,7 +65,7 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 
 def used(x: jax.Array, count: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """x in a dtype for each of `count` uses. Their gradients are added in that order and dtype, and cast once."""
+    """x in a dtype, once per use. Gradients are added in that order and dtype, and cast once."""
     uses: Any = _used(x, count, dtype)
     return uses
 

@@ -1,6 +1,6 @@
 """Routes of rows between ranks: tokens go out, results of slots come home.
 
-An owner has one row for each slot, whatever travelled: its op has K = 1, and returns a row per slot.
+An owner's op has K = 1 and one row per slot, whatever travelled.
 """
 
 from __future__ import annotations
@@ -69,12 +69,10 @@ class Sizes:
     # Arrays have at least one row, which may be unused.
     @property
     def out(self) -> int:
-        """Rows of memory for most_out."""
         return max(1, self.most_out)
 
     @property
     def back(self) -> int:
-        """Rows of memory for most_back."""
         return max(1, self.most_back)
 
     @property
@@ -84,14 +82,11 @@ class Sizes:
 
 
 class Routes(NamedTuple):
-    """The routes of one rank.
-
-    send int32 `[S]`: the slot of each outgoing row (a slot's or its token's), -1: none. None: every token. slots int32
-    `[R]`: the received row * K + k of every owner's row, -1: none. None: received rows are slots. out, home: splits of
-    both ways for exact counts. ids int32 and weights fp32 `[R, 1]`: of the owner's op. row_of_slot int32 `[T * K]`: the
-    row of a slot's result at home, -1: none. lost bool `[T]`: a slot of the token did not fit. overflow int32 `[1]`:
-    rows of all ranks that did not fit.
-    """
+    """The routes of one rank. send int32 `[S]`: the slot of each outgoing row (a slot's or its token's), -1: none.
+    None: every token. slots int32 `[R]`: the received row * K + k of every owner's row, -1: none. None: received rows
+    are slots. out, home: splits of both ways for exact counts. ids int32 and weights fp32 `[R, 1]`: of the owner's op.
+    row_of_slot int32 `[T * K]`: the row of a slot's result at home, -1: none. lost bool `[T]`: a slot of the token did
+    not fit. overflow int32 `[1]`: rows of all ranks that did not fit."""
 
     send: jax.Array | None
     slots: jax.Array | None
@@ -105,14 +100,14 @@ class Routes(NamedTuple):
 
 
 def push(sizes: Sizes, routes: Routes, values: jax.Array) -> jax.Array:
-    """Rows of slots at their owners, `[R, N]`, from rows of tokens at home, `[T, N]`."""
+    """Rows of tokens at home `[T, N]` to rows of slots at their owners `[R, N]`."""
     send, slots = routes.send, routes.slots
     came = _go_out(sizes, routes.out, values if send is None else take(values, _tokens(sizes, send), UNUSED))
     return came if slots is None else take(came, _tokens(sizes, slots), UNUSED)
 
 
 def pull(sizes: Sizes, routes: Routes, rows: jax.Array) -> jax.Array:
-    """Rows of slots at home, in the layout `sizes.at_home`, from rows of slots at their owners, `[R, N]`."""
+    """Rows of slots at their owners `[R, N]` to rows of slots at home, in the layout `sizes.at_home`."""
     if routes.home is None:
         return jax.lax.all_to_all(rows, sizes.axis_name, 0, 0, tiled=True)
     return ragged_all_to_all(rows, routes.home, sizes.at_home.num_slots, UNUSED, sizes.axis_name)
@@ -125,10 +120,8 @@ def at_home(sizes: Sizes, routes: Routes) -> RaggedLayout:
 
 
 def make_routes(sizes: Sizes, places: jax.Array, weights: jax.Array) -> Routes:
-    """The routes of this rank's slots, places int32 and weights fp32 `[T, K]`.
-
-    With bounds for distinct ids, repeated ids may be lost, too.
-    """
+    """The routes of this rank's slots, places int32 and weights fp32 `[T, K]`. Bounds for distinct ids may lose
+    repeated ones."""
     owners = exchange.owners_of(places, sizes.placement.per_rank)
     if sizes.is_exact:
         owners = jnp.where(exchange.nearest_slots(owners, sizes.nearest), owners, -1)
@@ -169,7 +162,7 @@ def _of_slots(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.A
 
 
 def _of_tokens(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.Array) -> Routes:
-    """Rows are tokens. The owner makes rows of slots from them, in the order (home, slot)."""
+    """Rows are tokens. The owner expands them to slots, in the order (home, slot)."""
     ranks, rank = sizes.num_ranks, jax.lax.axis_index(sizes.axis_name)
     first, overflow = exchange.first_owners(owners), jnp.zeros((), jnp.int32)
     send = out = home = arrives = None
@@ -208,7 +201,7 @@ def _of_tokens(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.
 
 
 def _rows_of_slots(sizes: Sizes, valid: jax.Array) -> jax.Array:
-    """int32 `[R]`: the received row * K + k of each row of slots, of valid bool `[*, K]`."""
+    """int32 `[R]`: the received row * K + k of each slot row, from valid bool `[*, K]`."""
     flat, blocks = valid.reshape(-1), 1 if sizes.is_exact else sizes.num_ranks
     by_block = valid.reshape(blocks, -1)
     number = jnp.cumsum(by_block, axis=1, dtype=jnp.int32) - 1

@@ -1,7 +1,6 @@
 """The tensor axis around the exchange: each rank has a slice of every expert.
 
-As in `moe_torch.parallel.tensor`, tokens are gathered over the axis, and fp32 parts of results and gradients are added
-in rank order.
+As in `moe_torch.parallel.tensor`, tokens are gathered, and fp32 parts of results and gradients added in rank order.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ _around.defvjp(_around_forward, _around_backward)
 
 
 def _pulled(axis: str, parts: jax.Array) -> jax.Array:
-    """`[size * T, N]`: parts of this rank's tokens from all ranks."""
+    """Parts of this rank's tokens from all ranks, `[size * T, N]`."""
     return jax.lax.all_to_all(parts, axis, 0, 0, tiled=True)
 
 
