@@ -13,15 +13,12 @@ _PLAIN_NORM = NormSpec()
 
 
 def rms_norm(x: Array, weight: Array, spec: NormSpec = _PLAIN_NORM) -> jax.Array:
-    """Divide rows by their root mean square, in fp32, with one cast at the end.
+    """Divide rows by their root mean square, in fp32, with one cast to the dtype of x.
 
     Args:
         x: bf16, fp16 or fp32 `[R, D]`.
         weight: bf16, fp16 or fp32 `[D]`, multiplies the columns.
         spec: epsilon, and a constant factor.
-
-    Returns:
-        y `[R, D]` in the dtype of x.
     """
     call = OpCall("rms_norm")
     require_type("spec", spec, NormSpec)

@@ -1,18 +1,17 @@
-"""The ops on JAX arrays. They work eagerly and in jit, scan, cond, checkpoint, vmap, shard_map and jax.export.
+"""The ops on JAX arrays, eagerly and in jit, scan, cond, checkpoint, vmap, shard_map and jax.export.
 
 Tracing, or the first eager call for given shapes, plans an op and compiles its kernels for every local CUDA device. A
-program holds one custom call per op.
+program holds one custom call per op, and vmap runs one per element, in order.
 
 - CPU engine: chosen while tracing. `moe_jax.cpu_engine(kind)` makes jitted functions trace again.
-- Several devices: call the ops on local parts inside `jax.shard_map`. Elsewhere XLA gathers a sharded operand on every
-  device. This raises Unsupported if visible (eager arrays, explicit mesh axes), not under `jit` with automatic axes.
-- vmap runs one call per element, in order.
-- Gradients in reverse mode: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
+- Several devices: call the ops on local parts inside `jax.shard_map`. Elsewhere XLA gathers sharded operands on every
+  device, which raises Unsupported if visible (eager arrays, explicit mesh axes), but not with automatic axes.
+- Reverse-mode gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
   `activation`, `reduce` (docs/user/training.md). Other ops and second derivatives raise Unsupported, `jax.jvp`
       TypeError.
 - Outputs are new arrays. Donate arguments in the `jax.jit` around the op.
-- Errors: InvalidInput for a wrong type, shape or dtype, arrays of several devices, and contradictory options.
-  Unsupported for a platform without kernels.
+- Errors: InvalidInput for wrong types, shapes and dtypes, arrays of several devices, and contradictory options,
+  Unsupported for platforms without kernels.
 
 Letters: T tokens, K top-k, E experts (local), D d_model, F d_ff per expert, N output width. Slot `s = t * K + k`.
 """
@@ -93,7 +92,7 @@ _PLAIN_LOGITS = LogitsSpec()
 def router(
     x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSpec = _PLAIN_LOGITS, wide: Array | None = None
 ) -> jax.Array:
-    """Compute the router's logits, accumulated in fp32.
+    """Compute the router's logits fp32 `[T, E]`, accumulated in fp32.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
@@ -101,9 +100,6 @@ def router(
         bias: bf16, fp16 or fp32 `[E]`.
         spec: weight layout and precision. fp32 products are IEEE unless `spec.allow_tf32`.
         wide: `x.astype(float32)`, which gets the unrounded gradient instead of x; see `gather_rows`.
-
-    Returns:
-        logits fp32 `[T, E]`.
     """
     call = OpCall("router")
     require_type("spec", spec, LogitsSpec)
@@ -184,7 +180,7 @@ def make_layout(
 
 
 def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> jax.Array:
-    """Pack ids into one bit per token and expert.
+    """Pack ids into one bit per token and expert. Returns a bitmatrix uint32 `[T, ceil(E / 32)]`.
 
     Expert e sets bit `e % 32` of word `e // 32`. -1 and ids outside [0, E) set nothing. A repeated id sets its bit
     once.
@@ -194,9 +190,6 @@ def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> ja
         num_experts: E.
         checked: raise InvalidInput for a repeated id, or one outside [-1, E). Waits, so a traced or captured program
             raises Unsupported.
-
-    Returns:
-        bitmatrix uint32 `[T, ceil(E / 32)]`.
     """
     call = OpCall("pack_bitmatrix")
     require_flag("checked", checked)
@@ -209,15 +202,12 @@ def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> ja
 
 
 def unpack_bitmatrix(bitmatrix: Array, num_experts: int, top_k: int) -> jax.Array:
-    """Unpack a bitmatrix into ids.
+    """Unpack a bitmatrix into ids int32 `[T, K]`, ascending, then -1.
 
     Args:
         bitmatrix: uint32 `[T, ceil(E / 32)]`.
         num_experts: E.
         top_k: K. A token with more bits keeps its K lowest ids.
-
-    Returns:
-        ids int32 `[T, K]`, ascending, then -1.
     """
     call = OpCall("unpack_bitmatrix")
     num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
@@ -256,16 +246,13 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
 
 
 def activation(x: Array, activation: Activation, *, up: Array | None = None, out_dtype: Any = None) -> jax.Array:
-    """Apply an activation in fp32, with one cast at the end.
+    """Apply an activation in fp32, with one cast at the end. Returns y `[R, F]`.
 
     Args:
         x: `[R, 2F]` (gated, one buffer), or `[R, F]` (ungated, or the gate if `up` is passed).
         activation: its name, gating and gate layout.
         up: `[R, F]`, the second buffer of gate_layout `separate`.
         out_dtype: None: the dtype of x.
-
-    Returns:
-        y `[R, F]`.
     """
     call = OpCall("activation")
     require_type("activation", activation, Activation)
@@ -283,7 +270,8 @@ def reduce(
     shared_gate: Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Sum the rows of each token's slots, in fp32 in the order k = 0..K-1, with one cast at the end.
+    """Sum the rows of each token's slots, in fp32 in the order k = 0..K-1, with one cast at the end. Returns out `[T,
+    D]`.
 
     Args:
         y: `[T * K, D]` (order `slot`) or `[capacity, D]` (order `row`). Slots without a row add nothing.
@@ -292,9 +280,6 @@ def reduce(
         shared: `[T, D]`, added last.
         shared_gate: fp32 `[T, 1]`. Its sigmoid scales shared.
         out_dtype: None: the dtype of y.
-
-    Returns:
-        out `[T, D]`.
     """
     call = OpCall("reduce")
     require_type("layout", layout, RaggedLayout)
@@ -321,13 +306,13 @@ def moe(
 ) -> MoEOutput:
     """Run one whole MoE forward as one custom call, and its gradients as one more.
 
-    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x, after
-    bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
+    Logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x, after bias,
+    activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
 
-    First-order gradients in reverse mode: for x, weights and biases of experts, router and shared, and passed logits or
-    weights. They flow in through output, and through weights and logits computed here. Only requested gradients are
-    computed, and only their needs are saved (docs/user/training.md). Gradients go through quantised matrices, which are
-    frozen. With `spec.activations` nothing has a gradient.
+    First-order gradients in reverse mode: x, weights and biases of experts, router and shared, and passed logits or
+    weights, from output and from weights and logits computed here. Only requested gradients and their needs are
+    computed and saved (docs/user/training.md). They go through quantised matrices, which are frozen. With
+    `spec.activations` there are none.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
@@ -335,15 +320,16 @@ def moe(
             (docs/user/quantization.md).
         routing: RouterWeights (routes from x), RouterLogits (routes from logits) or TopK (ids and weights).
         spec: options of the whole forward. `spec.activations` is the quantised format of x and the hidden rows.
-        token_mask: bool `[T]`. A False token has no expert: its row is zero (plus shared), and no statistic counts it.
+        token_mask: bool `[T]`. False tokens have no expert: their rows are zero (plus shared), and no statistic counts
+            them.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         shared: a dense expert that every token visits.
         checked: raise InvalidInput for an id outside [-1, E_global). Waits, so a traced or captured program raises
             Unsupported.
 
     Returns:
-        output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert and the count of invalid ids; see
-            MoEOutput. Passed ids and weights are returned unchanged.
+        a MoEOutput: output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert, count of invalid ids.
+            Passed ids and weights are returned unchanged.
 
     Raises:
         InvalidInput: see the module.
@@ -371,9 +357,6 @@ def explain_moe(
 
     Args:
         training: explain the forward of a training step, then its backward with every gradient.
-
-    Returns:
-        the plan as text.
     """
     call, arguments, keywords = moe_request(
         x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared

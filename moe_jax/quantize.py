@@ -1,4 +1,4 @@
-"""Quantise JAX arrays (rows in any program, weights eagerly when they are loaded), and prepack them in any program."""
+"""Quantise JAX arrays (rows in any program, weights eagerly), and prepack them in any program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def quantize_rows(
             row_of_slot for tokens, slot_of_row for its rows.
 
     Returns:
-        the rows, `out_in`, bitwise equal to `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
+        the rows, `out_in`, bitwise equal to `moe_core.ops.quantize.reference.quantize_rows`, without a gradient.
 
     Raises:
         InvalidInput: wrong type, dtype or shape, or another format.
@@ -103,19 +103,19 @@ def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layou
     """Put quantised weights into the order in which Hopper's kernels for bf16 rows read and decode them.
 
     Do this once, when weights are loaded, eagerly or in any program. No number changes, and `restore_weights` is the
-    inverse. Prepacked weights come back as they are. They work wherever published ones do, except in gradients
+    inverse. Prepacked weights come back as they are, and work wherever published ones do, except in gradients
     (docs/user/quantization.md).
 
     Args:
-        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of them (one layer or a stack). The format is
-            mxfp4, mxfp4_ceil, or 4- or 8-bit integers with a scale per row or per 32, 64, 128, ... columns. `in_out`
-            tensors are transposed exactly.
+        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of them (one layer or a stack), in mxfp4,
+            mxfp4_ceil, or 4- or 8-bit integers with a scale per row or per 32, 64, 128, ... columns. `in_out` tensors
+            are transposed exactly.
         spec: with ExpertWeights, their MoESpec. Its activation gives the layout of gate and up.
         gate_layout: with a tensor, `interleaved` or `halves` if its rows are gate and up, else None.
 
     Returns:
-        the weights, `out_in`, to use with the same `MoESpec.weight_layout`. Biases, plain matrices and the logical
-            shape are unchanged.
+        the weights, `out_in`, for the same `MoESpec.weight_layout`. Biases, plain matrices and the logical shape are
+            unchanged.
 
     Raises:
         InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks

@@ -1,4 +1,4 @@
-"""Routing with token rounding on JAX arrays."""
+"""Token rounding on JAX arrays."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def route_rounded(
 ) -> RoundedRouting:
     """Route, then round the number of tokens of each expert to a multiple of `rounding.tile`.
 
-    It changes the model: an expert drops its tokens with the lowest weights, or adds tokens that did not choose it. Use
-    it for training only (docs/user/routing.md). A chosen expert keeps its weight from `route`. An added expert's weight
-    is its score times `spec.scale`, not renormalised.
+    An expert drops its tokens with the lowest weights, or adds tokens that did not choose it. This changes the model,
+    so use it for training only (docs/user/routing.md). A chosen expert keeps its weight from `route`. An added one's
+    weight is its score times `spec.scale`, not renormalised.
 
     Args:
         logits: fp32 `[T, E]`. T is 0 or at least `rounding.tile`.
@@ -31,9 +31,8 @@ def route_rounded(
         token_mask: bool `[T]`. False tokens get ids -1 and weights 0, and are never added.
 
     Returns:
-        ids int32 `[T, W]` and weights fp32 `[T, W]`, with W = `rounding.width(K, E)`: a token's W best experts in
-            order, with -1 and 0 for those not visited. tokens_per_expert int32 `[E]` counts each expert's tokens before
-            rounding.
+        ids int32 and weights fp32 `[T, W]`, W = `rounding.width(K, E)`: a token's W best experts in order, with -1 and
+            0 for those not visited. tokens_per_expert int32 `[E]`, before rounding.
 
     Raises:
         InvalidInput: K > E, fewer tokens than a tile, or candidates outside [K, E].

@@ -14,10 +14,11 @@ from moe_jax.bridge.calls import Array, OpCall, require_type
 
 
 def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -> tuple[jax.Array, RaggedLayout]:
-    """Group rows by expert that arrived as runs: source 0 for expert 0, 1, ..., then source 1.
+    """Group rows by expert that arrived as runs: source 0 for expert 0, 1, ..., then source 1, as all-to-all brings
+    them.
 
-    All-to-all of slots brings this order. Needs no sort and no wait for the device. An expert's rows keep the order of
-    sources and of arrival, which is slot order if sources are in rank order.
+    Needs no sort and no wait. An expert's rows keep the order of sources and of arrival, which is slot order if sources
+    are in rank order.
 
     Args:
         counts: int32 `[W, L]`, the rows that source w sent for local expert e.
@@ -25,8 +26,8 @@ def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -
         stride: rows per source, `R / W`, unused after its runs. None: runs are adjacent.
 
     Returns:
-        ids int32 `[R, 1]`, the local expert of each row (-1: unused), and the layout, with one slot per row. Runs are
-            cut at their memory, and the layout's `overflow` int32 `[1]` counts the missing rows.
+        ids int32 `[R, 1]`, the local expert of each row (-1: unused), and the layout, with one slot per row. Its
+            `overflow` int32 `[1]` counts rows of runs that were cut at their memory.
     """
     call = OpCall("layout_of_runs")
     num_rows = as_integer("num_rows", num_rows, 0)
@@ -45,8 +46,8 @@ def gather_rows(x: Array, layout: RaggedLayout, *, wide: Array | None = None) ->
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
         layout: the rows.
-        wide: `x.astype(float32)`. It gets the unrounded fp32 gradient instead of x. Pass the same `wide` to `router` to
-            add both gradients before the one cast, as `moe` does.
+        wide: `x.astype(float32)`, which gets the unrounded fp32 gradient instead of x. With the same `wide` in `router`
+            both gradients are added before the one cast, as in `moe`.
 
     Returns:
         y `[capacity, D]` in the dtype of x.
@@ -61,15 +62,7 @@ def gather_rows(x: Array, layout: RaggedLayout, *, wide: Array | None = None) ->
 
 
 def scale_rows(x: Array, weights: Array) -> jax.Array:
-    """Multiply each row with its weight in fp32, with one cast at the end.
-
-    Args:
-        x: `[T, D]`.
-        weights: fp32 `[T, 1]`.
-
-    Returns:
-        y `[T, D]` in the dtype of x.
-    """
+    """Multiply each row of x `[T, D]` with its weight fp32 `[T, 1]` in fp32, with one cast to the dtype of x."""
     call = OpCall("scale_rows")
     (y,) = call.run(plan_scale_rows, call.array("x", x), call.array("weights", weights))
     return y

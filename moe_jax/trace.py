@@ -10,15 +10,14 @@ Both transform a function, also under `jit`. They see every whole MoE forward (t
     y = jax.jit(replay(model))(trace.layers, x)
 
 A layer inside a further transformation (an inner `jit`, the body of a scan, `checkpoint`, `vmap`, `shard_map`) raises
-InvalidInput, because its arrays do not exist outside. Apply them inside there. A scan over layers then stacks what its
-body captures, and splits a stack to replay:
+InvalidInput, because its arrays do not exist outside. Apply them inside there. A scan then stacks what its body
+captures, and splits a stack to replay:
 
     y, stacks = jax.lax.scan(capture(body), x, parameters)  # body(x, parameters) returns the next x
     RoutingTrace.from_scan(stacks).save("routing.safetensors")
 
-A replayed layer's ids and weights are the trace's. It still computes its logits (for losses), keeps its token mask, and
-can be trained: the weights' gradient flows into the router (or the passed logits or weights) as if that had chosen the
-trace's ids.
+A replayed layer keeps its token mask and computes its logits (for losses). It can be trained: the weights' gradient
+flows into the router (or passed logits or weights) as if that had chosen the trace's ids.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ _FIX = "pass a dense, row-major, writable array of a dtype that both sides have,
 def from_dlpack(exporter: Any) -> jax.Array:
     """A JAX array on the memory of any DLPack exporter (a torch tensor, a NumPy array, ...), never a copy.
 
-    Neither side may write to the memory afterwards, because JAX arrays are immutable. Streams need no synchronisation
-    if writes are queued on the exporter's current stream: the exporter makes JAX's stream wait for it. The other
-    library's `from_dlpack(jax_array)` goes back in the same way.
+    Neither side may write to the memory afterwards, because JAX arrays are immutable. The exporter makes JAX's stream
+    wait for its current stream. The other library's `from_dlpack(jax_array)` goes back in the same way.
 
     Raises InvalidInput for a 64-bit dtype while `jax_enable_x64` is off (JAX would convert it), dtypes that either side
     lacks, strided or transposed arrays, tensors that require gradients, CPU memory not aligned to 64 bytes, and

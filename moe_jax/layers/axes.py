@@ -35,9 +35,9 @@ class LogicalAxes:
     Each tuple follows the axes in MaxText's layout, and other storages permute it. Router biases, the fused `wi`,
     quantised arrays and the gate of shared experts use the same fields. Raises InvalidInput.
 
-    MaxText's blocks without shared experts have `router=("embed", None)`. Its older rule sets have `router=("embed",
-    None), wi=("exp", "embed_no_exp", "mlp"), wo=("exp", "mlp", "embed_no_exp")`. With `shard_exp_on_fsdp` they are
-    `wi=("embed_moe", None, "mlp_moe"), wo=("embed_moe", "mlp_moe", None)`.
+    MaxText's blocks without shared experts have `router=("embed", None)`, its older rules also `wi=("exp",
+    "embed_no_exp", "mlp"), wo=("exp", "mlp", "embed_no_exp")`. With `shard_exp_on_fsdp` it has `wi=("embed_moe", None,
+    "mlp_moe"), wo=("embed_moe", "mlp_moe", None)`.
 
     Args:
         router: `[D, E]`.

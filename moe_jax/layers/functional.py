@@ -63,14 +63,13 @@ def forward(
         dtype: of the computation and of y. None: the promotion of x and the experts, as in Flax (quantised experts: of
             x and the shared experts, if any).
         token_mask: bool `[...]`. False tokens get zeros, plus shared experts, and count in no statistic.
-        layer_index: the layer of a stack, an int32 scalar on the device or an int. Matrices in the compute dtype are
-            read in place, others are copied and cast in each call. A known index outside the stack raises. A traced one
-            gives NaN, or raises on the CPU reference with matrices in place.
+        layer_index: the layer of a stack, an int32 scalar on the device or an int. Only matrices in another than the
+            compute dtype are copied. A known index outside the stack raises. A traced one gives NaN, or raises on the
+            CPU reference without copies.
         routed_by: other inputs or ids for the router.
         expert_axis: the mesh axis that splits the experts. Inside a `jax.shard_map` over it, x and parameters are local
-            parts, the losses' mean over ranks is the loss of all tokens, and the rest of MoEAux is local. Outside, with
-            a mesh set that has the axis, they are the whole, and the layer opens a shard_map. With neither it has no
-            effect.
+            parts, and so is MoEAux, except that the losses' mean over ranks is the loss of all tokens. Outside, the
+            layer opens a shard_map over the current mesh if that has the axis.
     """
     axis = ExpertAxis.of(expert_axis)
     if axis is not None and not axis.is_manual:

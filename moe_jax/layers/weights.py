@@ -26,11 +26,11 @@ def load_weights(
 ) -> dict[str, Any]:
     """Nested NumPy parameters with these weights, in the storage of `spec`.
 
-    num_layers: weights are an iterable of that many layers. Each is copied into the stack before the next is read, so
-    an iterator over a checkpoint holds one layer at a time. Arrays in the right layout and dtype are not copied.
-    Experts' matrices get param_dtype, which must hold their values exactly. Quantised ones stay. Gates and biases get
-    the wider of param_dtype and their dtype. Raises InvalidInput for another kind or number of layers and if
-    param_dtype would round, and Unsupported if quantised gate and up would have to move.
+    num_layers: weights are an iterable of that many layers. Each is copied into the stack before the next is read, to
+    hold one layer at a time. Arrays in the right layout and dtype are not copied. Experts' matrices get param_dtype,
+    gates and biases the wider of it and their dtype, and quantised ones stay. Raises InvalidInput for another kind or
+    number of layers and if param_dtype would round a matrix, and Unsupported if quantised gate and up would have to
+    move.
     """
     every = leaves(spec, num_layers)
     if num_layers is None:

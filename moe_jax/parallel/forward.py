@@ -47,13 +47,11 @@ def moe(
     """Run `moe_jax.moe` over the ranks of a mesh axis, which share the experts, inside `jax.shard_map`.
 
     Output and gradients are bitwise those of `moe_jax.moe` on one device with all ranks' tokens, in rank order, and all
-    experts (exceptions: `moe_core.parallel.plan_exchange`). Gradients of a router's parameters are sums over ranks, in
-    another order.
+    experts (exceptions: `moe_core.parallel.plan_exchange`). Router gradients are sums over ranks, in another order.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank, with the same T on all.
-        experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. Empty places are not
-            read.
+        experts: of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. Empty places are not read.
         routing: over all E experts, of this rank's tokens.
         spec: as for `moe_jax.moe`.
         axis_name: the mesh axis of the ranks, manual in the `shard_map`.
@@ -61,13 +59,13 @@ def moe(
         exchange: how rows travel. Buffers of `all_to_all` and blocks of `padded` hold the most rows there can be, or
             `receive`. `all_gather` sends every token to every rank.
         token_mask: bool `[T]`, as for `moe_jax.moe`.
-        tensor_axis: a second mesh axis. Its ranks have slices of the experts from
-            `moe_core.parallel.tensor.split_experts` and separate tokens. down_bias is whole, and does not vary over the
-            axis. Results are sums over it in rank order, not bitwise equal to one device.
+        tensor_axis: a second mesh axis. Its ranks have separate tokens and slices of the experts from
+            `moe_core.parallel.tensor.split_experts`, but the whole down_bias, which does not vary over the axis.
+            Results are sums over it in rank order, not bitwise equal to one device.
 
     Returns:
-        a ParallelOutput. Rows beyond a bound are counted in its `overflow`. The output of their tokens is NaN, or lacks
-            them with `exchange.on_overflow="drop"`.
+        a ParallelOutput. Its `overflow` counts rows beyond a bound. The output of their tokens is NaN, or lacks them
+            with `exchange.on_overflow="drop"`.
 
     Raises:
         InvalidInput: outside of a shard_map over these axes, or other numbers of ranks or experts than the placement's.
