@@ -62,9 +62,7 @@ except ModuleNotFoundError as error:
 __all__ = ["QUANTIZED", "STATE", "MoE"]
 __all__ += description.__all__
 
-#: The collection of the correction bias.
 STATE = "router_state"
-#: The collection of quantised experts.
 QUANTIZED = "quantized"
 #: (the rest of a leaf's path, the leaf)
 _Places = tuple[tuple[tuple[str, ...], Leaf], ...]

@@ -122,7 +122,7 @@ class MoE(nnx.Module):
     """
 
     gate: ParameterGroup
-    # nnx.Param, or ParameterGroup of quantised experts; a union would burden readers of plain layers.
+    # nnx.Param, or ParameterGroup of quantised experts. A union would burden readers of plain layers.
     wi: Any
     wi_0: Any
     wi_1: Any
@@ -363,7 +363,7 @@ def _variable(leaf: Leaf, axes: layers.LogicalAxes, value: jax.Array) -> nnx.Var
     names, mesh, rules = axes.of(leaf), jax.sharding.get_abstract_mesh(), get_logical_axis_rules()
     if nnx.using_eager_sharding() and not mesh.empty and rules:
         layers.require_rules(leaf, axes, rules)
-        # Flax takes the last of several rules for a name, and one mesh axis twice. MaxText's rules need Linen's order.
+        # Flax takes the last of several rules for a name, and one mesh axis twice. MaxText needs Linen's order.
         spec = logical_to_mesh_axes(names, rules)
         constrain = jax.sharding.reshard if mesh.are_all_axes_explicit else jax.lax.with_sharding_constraint
         value = constrain(value, spec)

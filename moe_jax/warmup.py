@@ -21,7 +21,6 @@ from moe_jax.bridge import ffi, platforms
 from moe_jax.bridge.calls import moe_request, training_plans
 from moe_jax.ops import Array
 
-#: What may be given: arrays, or only what they would be.
 Shaped = Array | jax.ShapeDtypeStruct
 
 
@@ -43,16 +42,16 @@ def warmup(
     training: bool = False,
     **optional: Unpack[OptionalArguments],
 ) -> WarmupReport:
-    """Compile and load, on every local device, every kernel that `moe` runs for these arguments.
+    """Compile and load, on every local device, every kernel that `moe` runs for these arguments. Nothing runs.
 
-    Nothing runs. Tracing `moe` afterwards compiles no kernel; XLA still compiles the program. Inside
-    `moe_jax.export_target(...)` kernels are compiled and not loaded.
+    Tracing `moe` afterwards compiles no kernel, but XLA still compiles the program. Inside `moe_jax.export_target(...)`
+    kernels are compiled but not loaded.
 
     Args:
-        x, experts, routing, spec: as for `moe`. Arrays may be `jax.ShapeDtypeStruct`s, for the default device.
-        tokens: numbers of tokens, which replace the first axis of x and of every other array by token. A few counts
-            from small to large find every kernel, because the number is no constant of a kernel.
-        training: also compile training steps, forward and backward, in which every array has a gradient.
+        x, experts, routing, spec: as for `moe`, or `jax.ShapeDtypeStruct`s for the default device.
+        tokens: numbers of tokens, which replace the first axis of x and of every other array by token. A few from small
+            to large find every kernel, because the number is no constant of a kernel.
+        training: also compile forward and backward of training steps with a gradient for every array.
         optional: token_mask, expert_map and shared, as for `moe`.
 
     Returns:

@@ -39,7 +39,7 @@ from moe_jax.bridge.calls import OpCall, Request, moe_request, on_host, undiffer
 #: (small). With both saved, a backward runs no forward. Otherwise it runs the whole forward again.
 SAVED_NAMES = ("moebius_pre_activation", "moebius_routing")
 #: MaxText's names of both products before the activation, one array here. A policy that saves or offloads any of them
-#: keeps everything that a backward reads: without the small routing it would run the whole forward again.
+#: keeps everything that a backward reads, because without the small routing it would run the whole forward again.
 _MAXTEXT_NAMES = ("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
 
 #: Plan input of a trace's ids and weights -> array name of the call.

@@ -34,7 +34,6 @@ T = TypeVar("T")
 #: Arrays that ops accept. They return jax.Array.
 Array = jax.Array | np.ndarray
 
-#: The ops with a first gradient. None has a second one.
 DIFFERENTIABLE_OPS = ("moe", "router", "rms_norm", "route", "route_rounded", "matmul_ogs")
 DIFFERENTIABLE_OPS += ("gather_rows", "activation", "reduce")
 
@@ -217,7 +216,7 @@ def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, .
         return any_branch(dict([(first[0], platforms.refuse_when_lowered(first[1], reason)), *others]))
 
     refusals = {platform: functools.partial(refused, reason) for platform, reason in reasons.items()}
-    with jax.named_scope(f"moebius.{request.op}"):  # what profiles and programs show
+    with jax.named_scope(f"moebius.{request.op}"):  # shown by profiles
         return jax.lax.platform_dependent(by_name, default=functools.partial(refused, None), **branches, **refusals)
 
 

@@ -34,7 +34,7 @@ def _wait() -> None:
         return
     # Results of all threads' programs, if anybody holds them.
     for array in jax.live_arrays("cpu"):
-        with contextlib.suppress(Exception):  # of the program, whose result nobody reads
+        with contextlib.suppress(Exception):  # of the program
             array.block_until_ready()
     # A program on all devices begins when this thread's earlier work on them has ended.
     devices = np.array(jax.local_devices(backend="cpu"))

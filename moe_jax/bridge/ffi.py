@@ -125,7 +125,7 @@ def call(plan: LaunchPlan, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...
     varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
     options: dict[str, Any] = {}
     if varying:
-        # Under shard_map a result varies over the mesh axes of every operand.
+        # Under shard_map a result varies over every mesh axis that an operand varies over.
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
         options = {"sharding": sharding, "manual_axis_type": ManualAxisType(varying=varying)}
     structs = tuple(jax.ShapeDtypeStruct(shape, dtype, **options) for shape, dtype in results)
@@ -142,7 +142,7 @@ def _callback(first: str, second: str, third: str, stream: int, *tensors: Any) -
     runnable = _runnable.get(identity) or _runnable.find(identity)
     if runnable is None:
         runnable = _prepare_late(*identity)
-    # Reading a size costs next to nothing, a dtype half a microsecond, which matters for GPU launches.
+    # Reading a dtype takes half a microsecond, which matters for GPU launches. Sizes are almost free.
     is_new = device.type == "cpu" or not runnable.called
     if is_new or [tensor.numel() for tensor in tensors] != runnable.sizes:
         runnable.refuse(tensors)

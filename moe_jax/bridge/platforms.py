@@ -55,7 +55,7 @@ def cuda_devices() -> tuple[int, ...]:
     """The CUDA ordinals of this process's devices. Empty without a CUDA backend."""
     try:
         return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
-    except RuntimeError:  # what JAX raises for a platform it does not have
+    except RuntimeError:  # no such platform
         return ()
 
 
@@ -91,7 +91,7 @@ def targets() -> tuple[tuple[str, Target], ...]:
 
 
 def default_platform() -> str:
-    """`cpu` or `cuda`, the platform for arrays that are on no device (`cuda` in `export_target`)."""
+    """`cpu` or `cuda`, for arrays on no device (`cuda` in `export_target`)."""
     if _export_target.value is not None:
         return "cuda"
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
@@ -100,7 +100,7 @@ def default_platform() -> str:
 
 
 def platform_of(arrays: Iterable[Any]) -> str:
-    """`cpu` or `cuda`, the platform for a call with these arrays (`cuda` in `export_target`)."""
+    """`cpu` or `cuda`, for a call with these arrays (`cuda` in `export_target`)."""
     if _export_target.value is not None:
         return "cuda"
     for value in arrays:
@@ -140,8 +140,7 @@ batching.primitive_batchers[_refused] = lambda operands, axes, *, reason: (
 
 
 def refuse_when_lowered(operand: jax.Array, reason: str | None = None) -> jax.Array:
-    """Mark code that must not be lowered: lowering raises Unsupported with the reason. None: the process has no such
-    platform."""
+    """Mark code whose lowering raises Unsupported with the reason. None: the process has no such platform."""
     return _refused.bind(operand, reason=reason)
 
 

@@ -11,9 +11,9 @@ With `ExpertsSpec(scheme=...)`, `wi_0`, `wi_1` and `wo` hold `values`, `scales` 
 no gradient. Other gradients flow through them, unless the scheme also quantises activations. `prepack_weights` re-lays
 loaded mxfp4, int4 and int8 experts for Hopper's kernels, as `tiled_values`, `tiled_scales` and `tiled_zero_points`.
 
-x, matrices of experts and shared experts, and biases that are not fp32 are cast to the compute dtype. Every call copies
-matrices it casts, so store them in the compute dtype (param_dtype) to save memory. Gates and fp32 biases stay fp32: one
-bit of difference in a logit can choose another expert. Layers are differentiable by x and every parameter.
+x, matrices of experts and shared experts, and biases other than fp32 are cast to the compute dtype. Every call copies
+matrices it casts, so store them in the compute dtype (param_dtype). Gates and fp32 biases stay fp32, because one bit of
+a logit can choose another expert. Layers are differentiable by x and every parameter.
 
 Letters: L layers, T tokens (of all leading axes), K top-k, E experts, D d_model, F d_ff per expert.
 """

@@ -252,14 +252,13 @@ def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepacked: bool) -> d
     parts = [name.rpartition(".") for name in arrays if is_quantized(name)]
     for matrix in dict.fromkeys(matrix for matrix, _, _ in parts):
         fields = {field: arrays[f"{matrix}.{field}"] for of, _, field in parts if of == matrix}
-        # The op checks them.
         whole[matrix] = QuantizedTensor.unchecked(specs[matrix], **fields)
     return whole
 
 
 def _used_dtype(name: str, array: Any, dtype: Any) -> Any:
     as_stored = is_gate(name) or is_quantized(name) or (name.endswith("_bias") and array.dtype == jnp.float32)
-    if dtype == jnp.float64:  # which stands beside no other float
+    if dtype == jnp.float64:  # which never mixes with other floats
         as_stored = is_quantized(name) or name == "router.table"
     return array.dtype if as_stored else dtype
 
@@ -294,7 +293,7 @@ def _one_layer(
         )
     index = jnp.asarray(layer, jnp.int32).reshape(1)
     cast = {name for name, array in arrays.items() if array.dtype != _used_dtype(name, array, dtype)}
-    # Biases are small: those of a stack are cast as a stack.
+    # Biases are small, and a stack's are cast as a stack.
     in_place = not any(name.startswith("experts.") and not name.endswith("_bias") for name in cast)
     shared_in_place = in_place and not any(name.startswith("shared_experts.") for name in cast)
     cut = {

@@ -35,7 +35,7 @@ def router_losses(
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)
     num_tokens = kept.sum(dtype=jnp.int32)
-    if over:  # a rank's share of the tokens, so that the mean is that of all
+    if over:  # a rank's share, so that the mean covers all tokens
         tokens_per_expert, num_tokens = jax.lax.psum((jnp.asarray(tokens_per_expert), num_tokens), over)
         ranks = jax.lax.axis_size(over)
         tokens_per_expert, num_tokens = tokens_per_expert / ranks, jnp.maximum(num_tokens, 1) / ranks

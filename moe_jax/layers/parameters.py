@@ -44,7 +44,6 @@ _FIXED_PATHS: dict[str, Path] = {
     "output.norm": ("output", "norm"),
     "output.bias": ("output", "bias"),
 }
-#: Prefix of arrays of tiled matrices: `wo/tiled_values`.
 TILED = "tiled_"
 
 

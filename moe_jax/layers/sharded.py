@@ -80,7 +80,7 @@ def over_mesh(
         )
     require_divisible(spec.num_experts, mesh.shape[axis.name], axis.name)
     parameters, layer_index = whole
-    num_layers = None if layer_index is None else 1  # of which only the leading axis counts
+    num_layers = None if layer_index is None else 1  # only the leading axis counts
     specs = expert_specs(spec, axis.name, num_layers=num_layers, prepacked=is_prepacked(parameters))
     tokens = P(axis.over)
     aux = MoEAux(*(tokens if name in ("ids", "weights", "logits") else P() for name in MoEAux._fields))

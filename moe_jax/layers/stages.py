@@ -171,7 +171,7 @@ def _run_stages(
     else:
         invalid_ids = jnp.zeros_like(counts[:1])
     if spec.capacity_factor is not None:
-        # A slot's number among its expert's; slots without a row keep the id -1.
+        # A slot's number among its expert's. Slots without a row keep the id -1.
         rank = layout.row_of_slot.reshape(ids.shape) - layout.group_start[ids]
         ids = jnp.where(of_layer.kept(rank, ids, spec, counts), ids, -1)
     if by.expert_ids is not None:

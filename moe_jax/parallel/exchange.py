@@ -120,7 +120,7 @@ def first_rows(runs: jax.Array, most: int) -> jax.Array:
 
 def take(values: jax.Array, rows: jax.Array, fill: float) -> jax.Array:
     """values `[R, ...]` at rows int32 `[S]`, and `fill` for rows below 0."""
-    if values.shape[0] == 0:  # which nothing can be read of, not even nothing
+    if values.shape[0] == 0:
         values = jnp.pad(values, [(0, 1)] + [(0, 0)] * (values.ndim - 1), constant_values=fill)
     inside = jnp.where(rows < 0, values.shape[0], rows)
     return values.at[inside].get(mode="fill", fill_value=fill, wrap_negative_indices=False)

@@ -15,7 +15,6 @@ from moe_core.parallel.links import LinkTiming
 
 #: Chained calls in a program, and programs for the median.
 _CALLS, _BATCHES = 8, 5
-#: Columns of byte rows.
 _COLUMNS = 256
 
 

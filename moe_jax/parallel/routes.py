@@ -23,7 +23,7 @@ from moe_jax.parallel import exchange
 from moe_jax.parallel.collectives import ragged_all_to_all
 from moe_jax.parallel.exchange import Splits, take
 
-#: The value of rows without a source; tests put NaN here.
+#: The value of rows without a source. Tests put NaN here.
 UNUSED = 0.0
 
 
@@ -207,7 +207,7 @@ def _rows_of_slots(sizes: Sizes, valid: jax.Array) -> jax.Array:
     number = jnp.cumsum(by_block, axis=1, dtype=jnp.int32) - 1
     begins = jnp.arange(blocks, dtype=jnp.int32)[:, None] * sizes.back
     total = blocks * sizes.back
-    # Slots without a row are written past the end and dropped.
+    # Slots without a row write past the end, where writes are dropped.
     row = jnp.where(by_block & (number < sizes.most_back), begins + number, total).reshape(-1)
     nothing = jnp.full(total, -1, jnp.int32)
     nothing, row, slot = varying_alike((nothing, row, jnp.arange(len(flat), dtype=jnp.int32)))
