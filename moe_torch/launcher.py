@@ -93,8 +93,8 @@ class MoELauncher:
         self._kept = tuple(None if array is None else array.detach() for array in arrays)
         self._addresses = [tensor.data_ptr() for tensor in self._bound]
         self._forms = [_form(tensor) for tensor in self._bound]
-        given = [name for name in names if name.startswith("routing.") and kind is not RouterWeights]
-        self._given = tuple(names.index(name) for name in ("x", *given, "token_mask"))
+        inputs = [name for name in names if name.startswith("routing.") and kind is not RouterWeights]
+        self._input_indices = tuple(names.index(name) for name in ("x", *inputs, "token_mask"))
         self._ready: Recent[Ready] = Recent()
         #: Calls by the arguments of each call, followed by the bound tensors. The addresses of these must not change.
         self._seen = SeenCalls()
@@ -114,40 +114,40 @@ class MoELauncher:
         """
         if self._kind is not RouterWeights:
             require_instance("routing", routing, self._kind)
-            given = (x, *_routing_arrays(routing), token_mask)
+            inputs = (x, *_routing_arrays(routing), token_mask)
         elif routing is None:
-            given = (x, token_mask)
+            inputs = (x, token_mask)
         else:
             raise InvalidInput(
                 f"routing must be None where RouterWeights are bound, got {_name(routing)}; leave it out"
             )
         if torch.compiler.is_compiling():
-            return call_first(self._operator, self._arguments(self._arrays, given))
-        arguments: tuple[Any, ...] = (*given, *self._bound)
+            return call_first(self._operator, self._arguments(self._arrays, inputs))
+        arguments: tuple[Any, ...] = (*inputs, *self._bound)
         outputs = self._seen.run(self._options, arguments)
         if outputs is not None:
             return outputs[0]
-        key = eager.plain_key((*given, self._options))
+        key = eager.plain_key((*inputs, self._options))
         if key is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)):
-            return call_first(self._operator, self._arguments(self._arrays, given))
+            return call_first(self._operator, self._arguments(self._arrays, inputs))
         addresses = list(map(_address_of, self._bound))
         if addresses != self._addresses or [_form(tensor) for tensor in self._bound] != self._forms:
             self._refuse_replaced()
-        ready = self._ready.get(key) or self._remember(key, given)
+        ready = self._ready.get(key) or self._remember(key, inputs)
         try:
             output = ready.run([arguments[index].data_ptr() for index in ready.selection])[0]
             self._seen.remember(self._options, arguments, ready, self._addresses)
             return output
         except InvalidInput:
             # The operator copies misaligned arguments of a call.
-            if not any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in given):
+            if not any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in inputs):
                 raise
-        return self._operator.first(self._arguments(self._kept, given))
+        return self._operator.first(self._arguments(self._kept, inputs))
 
-    def _arguments(self, bound: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
+    def _arguments(self, bound: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
         arrays = list(bound)
-        for place, array in zip(self._given, given, strict=True):
-            arrays[place] = array
+        for index, array in zip(self._input_indices, inputs, strict=True):
+            arrays[index] = array
         return (*arrays, self._options)
 
     def _refuse_replaced(self) -> NoReturn:
@@ -161,14 +161,14 @@ class MoELauncher:
             raise InvalidInput(f"{name} must keep the {kept}, got {got}; call prepare_moe again")
         raise AssertionError("no bound tensor differs")
 
-    def _remember(self, key: Any, given: Sequence[Any]) -> Ready:
+    def _remember(self, key: Any, inputs: Sequence[Any]) -> Ready:
         """Find or make the plan, which selects from the arguments of a call and then from the bound tensors."""
         known = self._ready.find(key)
         if known is not None:
             return known
-        ready = self._operator.ready(self._arguments(self._kept, given), first=True)
-        places = [*self._given, *[self._operator.names.index(name) for name in self._names]]
-        ready = dataclasses.replace(ready, selection=tuple(places.index(place) for place in ready.selection))
+        ready = self._operator.ready(self._arguments(self._kept, inputs), first=True)
+        indices = [*self._input_indices, *[self._operator.names.index(name) for name in self._names]]
+        ready = dataclasses.replace(ready, selection=tuple(indices.index(index) for index in ready.selection))
         self._ready.put(key, ready)
         return ready
 

@@ -341,14 +341,14 @@ def _by_matrix(tensor: QuantizedTensor, change: Callable[[QuantizedTensor], Quan
     if not lead or 0 in lead:
         return map_arrays(change(tensor), torch.Tensor.contiguous)
     made = None
-    for place in itertools.product(*(range(size) for size in lead)):
-        matrix = map_arrays(tensor, lambda array, place=place: array[place])
+    for index in itertools.product(*(range(size) for size in lead)):
+        matrix = map_arrays(tensor, lambda array, index=index: array[index])
         changed = change(matrix)
         if changed is matrix:
             return tensor
         if made is None:
             made = map_arrays(changed, lambda array: array.new_empty((*lead, *array.shape)))
         for (_, target), (_, array) in zip(named_arrays(made), named_arrays(changed), strict=True):
-            target[place].copy_(array)
+            target[index].copy_(array)
     assert made is not None
     return made

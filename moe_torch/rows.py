@@ -30,9 +30,9 @@ def layout_of_runs(
     """
     num_rows = as_integer("num_rows", num_rows, 0)
     stride = None if stride is None else as_integer("stride", stride, 0)
-    ids, *own, overflow = stages.LAYOUT_OF_RUNS.call(counts=counts, num_rows=num_rows, stride=stride)
+    ids, *arrays, overflow = stages.LAYOUT_OF_RUNS.call(counts=counts, num_rows=num_rows, stride=stride)
     spec = layout_spec(num_rows, 1, counts.shape[1], 1, None, num_rows)
-    return ids, RaggedLayout(spec, own[0], own[1], own[2], own[3], None, overflow)
+    return ids, RaggedLayout(spec, arrays[0], arrays[1], arrays[2], arrays[3], None, overflow)
 
 
 def gather_rows(x: torch.Tensor, layout: RaggedLayout, *, wide: torch.Tensor | None = None) -> torch.Tensor:

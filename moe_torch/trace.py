@@ -75,8 +75,8 @@ def capture() -> Iterator[Recording]:
 
     def record(call: _Call) -> Any:
         results = call.run()
-        given = call.arguments
-        ids, weights = (given["routing.ids"], given["routing.weights"]) if call.kind is TopK else results[3:5]
+        arguments = call.arguments
+        ids, weights = (arguments["routing.ids"], arguments["routing.weights"]) if call.kind is TopK else results[3:5]
         _, num_experts = call.sizes
         # Copies, because the model may reuse the memory, as compiled code does.
         recording._layers.append(LayerRouting(as_int32(ids).clone(), as_float32(weights).clone(), num_experts))
@@ -127,8 +127,8 @@ class _Call:
     def sizes(self) -> tuple[int, int]:
         """(K, E)."""
         *tensors, _ = self.arguments.values()
-        given = self._operator.signature.shapes(tensors, (self._spec, *self._formats))
-        return sizes_of(given["experts"], given["routing"], self._spec, given["expert_map"])
+        bundles = self._operator.signature.shapes(tensors, (self._spec, *self._formats))
+        return sizes_of(bundles["experts"], bundles["routing"], self._spec, bundles["expert_map"])
 
     def run(self) -> Any:
         return self._overload(*self.arguments.values())

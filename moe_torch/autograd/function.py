@@ -41,12 +41,12 @@ class Rule:
         results = call(self.forward, arguments)
         return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
-    def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
+    def refuse(self, tensors: dict[str, Any], options: str, asked: list[str]) -> None:
         """Raise Unsupported if this call has no gradient for a tensor that requires one."""
 
-    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         """Return the tensors that `gradients` reads, by name."""
-        return given
+        return tensors
 
     def gradients(
         self, ctx: Any, saved: dict[str, Any], upstream: list[torch.Tensor | None], asked: list[str]
@@ -64,7 +64,7 @@ class _Backward(Rule):
     def __init__(self, operator: Operator) -> None:
         super().__init__(operator, operator.names)
 
-    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         return {}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> NoReturn:
@@ -85,7 +85,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         rule, *tensors, ctx.options = inputs
-        flowing = output if rule.flowing is None else [output[place] for place in rule.flowing]
+        flowing = output if rule.flowing is None else [output[index] for index in rule.flowing]
         ctx.mark_non_differentiable(*[one for one in output if not any(one is other for other in flowing)])
         ctx.set_materialize_grads(False)
         saved = rule.saved(ctx, dict(zip(rule.operator.names, tensors, strict=True)), output)
@@ -94,16 +94,16 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        rule, names, found = ctx.rule, ctx.rule.operator.names, {}
+        rule, names, computed = ctx.rule, ctx.rule.operator.names, {}
         pairs = zip(names, ctx.needs_input_grad[1:], strict=False)
         asked = [name for name, needed in pairs if needed and name in rule.differentiable]
         # Gradients come with any strides. A sum has strides of 0.
-        places = range(len(gradients)) if rule.flowing is None else rule.flowing
-        upstream = [None if (one := gradients[place]) is None else one.contiguous() for place in places]
+        indices = range(len(gradients)) if rule.flowing is None else rule.flowing
+        upstream = [None if (one := gradients[index]) is None else one.contiguous() for index in indices]
         if asked and any(one is not None for one in upstream):
             saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-            found = rule.gradients(ctx, saved, upstream, asked)
-        return (None, *[found.get(name) if name in asked else None for name in names], None)
+            computed = rule.gradients(ctx, saved, upstream, asked)
+        return (None, *[computed.get(name) if name in asked else None for name in names], None)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, rule: Rule, *arguments: Any) -> NoReturn:

@@ -19,7 +19,7 @@ def main_grads(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     Raises InvalidInput that names the first missing or wrong one.
     """
-    found = {}
+    buffers = {}
     for name, weight in weights.items():
         wanted = f"torch.float32 {tuple(weight.shape)} on {weight.device}"
         fix = f"{name}.main_grad = torch.zeros_like({name}, dtype=torch.float32)"
@@ -38,8 +38,8 @@ def main_grads(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 f"gradient, got strides {buffer.stride()}, address {buffer.data_ptr():#x}, requires_grad="
                 f"{buffer.requires_grad}; make it with {fix}"
             )
-        found[name] = buffer
-    return found
+        buffers[name] = buffer
+    return buffers
 
 
 def destination(node: Any) -> str:

@@ -44,14 +44,14 @@ class _MoE(Rule):
         #: have replaced the caller's.
         names = result_names(kind)
         self._results = (*names, "routing.ids", "routing.weights") if kind is TopK else names
-        self.flowing = [place for place, name in enumerate(names) if name in FLOWING]
-        self._upstream = [f"gradients.{names[place]}" for place in self.flowing]
+        self.flowing = [index for index, name in enumerate(names) if name in FLOWING]
+        self._upstream = [f"gradients.{names[index]}" for index in self.flowing]
 
-    def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
+    def refuse(self, tensors: dict[str, Any], options: str, asked: list[str]) -> None:
         spec, *formats = decode(options)
         if formats:
             signature = self.operator.signature
-            keywords = signature.keywords(list(given.values()), (spec, *formats), QuantizedTensor.unchecked)
+            keywords = signature.keywords(list(tensors.values()), (spec, *formats), QuantizedTensor.unchecked)
             reason = why_no_moe_gradient(keywords["experts"], spec, asked)
             if reason is not None:
                 raise Unsupported(
@@ -59,22 +59,22 @@ class _MoE(Rule):
                     "torch.no_grad()"
                 )
         if spec.main_grad:
-            require_eager(list(given.values()))
+            require_eager(list(tensors.values()))
             # Also checked here, where the error shows the caller.
-            main_grads({name: given[name] for name in MATRICES if name in asked})
+            main_grads({name: tensors[name] for name in MATRICES if name in asked})
 
-    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         spec, *_ = decode(ctx.options)
-        present = [name for name, tensor in given.items() if tensor is not None]
+        present = [name for name, tensor in tensors.items() if tensor is not None]
         # Saved tensors come back without their attributes. Other tensors must not be kept alive.
         ctx.holders, ctx.edges = {}, {}
         if spec.main_grad:
-            ctx.edges = {name: place for place, name in enumerate(present)}
-            ctx.holders = {name: given[name] for name in MATRICES if name in present and given[name].requires_grad}
-        gate_up, gate = given["shared.gate_up"], given["shared.gate"]
-        shared = None if gate_up is None else SharedExpert(gate_up, given["shared.down"], gate=gate)
+            ctx.edges = {name: index for index, name in enumerate(present)}
+            ctx.holders = {name: tensors[name] for name in MATRICES if name in present and tensors[name].requires_grad}
+        gate_up, gate = tensors["shared.gate_up"], tensors["shared.gate"]
+        shared = None if gate_up is None else SharedExpert(gate_up, tensors["shared.down"], gate=gate)
         names = (*self._results, *saved_names(spec, shared))
-        return given | dict(list(zip(names, results, strict=True))[1:])
+        return tensors | dict(list(zip(names, results, strict=True))[1:])
 
     def backwards(self, known: dict[str, Any]) -> tuple[Operator, Operator]:
         """The operators for the gradients. The second one adds to tensors."""
@@ -128,10 +128,10 @@ class _Pushed(_MoE):
     def gradients(
         self, ctx: Any, saved: dict[str, Any], upstream: list[torch.Tensor | None], asked: list[str]
     ) -> dict[str, torch.Tensor]:
-        found = super().gradients(ctx, saved, upstream, asked)
-        if "x" in found and saved["gradients_at"] is not None:
-            found["x"] = _stand_in(found["x"], saved["x"])
-        return found
+        gradients = super().gradients(ctx, saved, upstream, asked)
+        if "x" in gradients and saved["gradients_at"] is not None:
+            gradients["x"] = _stand_in(gradients["x"], saved["x"])
+        return gradients
 
     def run(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         output, *others = super().run(arguments)
@@ -150,5 +150,8 @@ def define_moe_gradients() -> None:
     operators = pushed.EXPERTS_PUSH, pushed.EXPERTS_PUSH_TRAINING, table.BACKWARD, table.BACKWARD_INTO
     quantized = (pushed.EXPERTS_PUSH_QUANTIZED, pushed.EXPERTS_PUSH_QUANTIZED_TRAINING)
     quantized += (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO)
-    for (push, training, *backwards), own in ((operators, pushed.BACKWARDS), (quantized, pushed.QUANTIZED_BACKWARDS)):
-        define_gradient(_Pushed(TopK, push, training, *(one[TopK] for one in backwards), pushing=own), *own)
+    for (push, training, *backwards), pushing in (
+        (operators, pushed.BACKWARDS),
+        (quantized, pushed.QUANTIZED_BACKWARDS),
+    ):
+        define_gradient(_Pushed(TopK, push, training, *(one[TopK] for one in backwards), pushing=pushing), *pushing)

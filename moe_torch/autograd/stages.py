@@ -30,9 +30,9 @@ class _Rows(Rule):
         super().__init__(operator, differentiable)
         self._backward, self._upstream = backward, upstream
 
-    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         # The gradient of x needs no value of wide.
-        return {name: tensor for name, tensor in given.items() if name != "wide"}
+        return {name: tensor for name, tensor in tensors.items() if name != "wide"}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         (spec,), backward = decode(ctx.options), self._backward
@@ -44,8 +44,8 @@ class _Rows(Rule):
 class _Route(Rule):
     flowing = (1,)
 
-    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        return {"logits": given["logits"], "ids": results[0], "token_mask": given["token_mask"]}
+    def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        return {"logits": tensors["logits"], "ids": results[0], "token_mask": tensors["token_mask"]}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         gradients, (spec,) = RoutingGradients(weights=upstream[0]), decode(ctx.options)
@@ -55,8 +55,8 @@ class _Route(Rule):
 class _RouteRounded(Rule):
     flowing = (1,)
 
-    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        return {"logits": given["logits"], "ids": results[0], "candidates": results[3]}
+    def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        return {"logits": tensors["logits"], "ids": results[0], "candidates": results[3]}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         spec, rounding = decode(ctx.options)
@@ -70,8 +70,8 @@ class _Product(Rule):
         super().__init__(operator, set(operator.names) - {"layer_index", *stages.LAYOUT})
         self._backward = backward
 
-    def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
-        keywords = self.operator.signature.keywords(list(given.values()), decode(options), QuantizedTensor.unchecked)
+    def refuse(self, tensors: dict[str, Any], options: str, asked: list[str]) -> None:
+        keywords = self.operator.signature.keywords(list(tensors.values()), decode(options), QuantizedTensor.unchecked)
         operands = MatmulOperands(**{name: keywords[name] for name, _ in array_fields(MatmulOperands)})
         reason = why_no_gradient(operands, keywords["sizes"], keywords["spec"], set(asked))
         if reason is not None:
@@ -85,8 +85,8 @@ class _Product(Rule):
 
 
 class _Gather(Rule):
-    def saved(self, ctx: Any, given: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        return {"row_of_slot": given["row_of_slot"]}
+    def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        return {"row_of_slot": tensors["row_of_slot"]}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         (sizes,), (d_y,) = decode(ctx.options), upstream
@@ -110,8 +110,8 @@ class _Activation(Rule):
 
 
 class _Reduce(Rule):
-    def refuse(self, given: dict[str, Any], options: str, asked: list[str]) -> None:
-        if given["shared_gate"] is not None and {"shared", "shared_gate"} & set(asked):
+    def refuse(self, tensors: dict[str, Any], options: str, asked: list[str]) -> None:
+        if tensors["shared_gate"] is not None and {"shared", "shared_gate"} & set(asked):
             raise Unsupported(
                 "shared or shared_gate requires a gradient, and reduce with a shared_gate has none for these; add "
                 "sigmoid(shared_gate) * shared in torch, or detach() them"
@@ -119,20 +119,20 @@ class _Reduce(Rule):
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         """A slot's row gets the gradient of its token. Slots without a row, and rows without a slot, get zeros."""
-        (gradient,), found = upstream, {}
+        (gradient,), gradients = upstream, {}
         if "shared" in asked:
-            found["shared"] = gradient.to(saved["shared"].dtype)
+            gradients["shared"] = gradient.to(saved["shared"].dtype)
         if "y" in asked:
             (_, top_k, *_), order, _ = decode(ctx.options)
             y, row_of_slot = saved["y"], saved["row_of_slot"]
             rows = gradient.to(y.dtype).repeat_interleave(top_k, 0)
             if order == "slot":
-                found["y"] = torch.where(row_of_slot[:, None] >= 0, rows, 0)
+                gradients["y"] = torch.where(row_of_slot[:, None] >= 0, rows, 0)
             else:
                 # Slots without a row write to one extra row, which is cut off.
-                places = torch.where(row_of_slot >= 0, row_of_slot, y.shape[0]).long()
-                found["y"] = rows.new_zeros(y.shape[0] + 1, y.shape[1]).index_copy(0, places, rows)[:-1]
-        return found
+                targets = torch.where(row_of_slot >= 0, row_of_slot, y.shape[0]).long()
+                gradients["y"] = rows.new_zeros(y.shape[0] + 1, y.shape[1]).index_copy(0, targets, rows)[:-1]
+        return gradients
 
 
 def define_stage_gradients() -> None:

@@ -174,12 +174,12 @@ class Operator(Generic[_Parameters, _Result]):
         """Make the plan for a call's arguments, and compare each input's spec with the plan's."""
         *tensors, options = arguments
         specs = self.specs(tensors)
-        given = dict(zip(self.names, specs, strict=True))
-        require_one_precision((name, spec.dtype) for name, spec in given.items() if spec is not None)
+        named = dict(zip(self.names, specs, strict=True))
+        require_one_precision((name, spec.dtype) for name, spec in named.items() if spec is not None)
         plan = any_precision(self._planner)(**self.signature.keywords(specs, decode(options)), target=target)
         # The planner derives a layout's arrays from its sizes and has not seen the actual ones.
         for buffer in plan.inputs:
-            spec = given[_argument(buffer.name)]
+            spec = named[_argument(buffer.name)]
             if spec != buffer.spec:
                 raise InvalidInput(f"{buffer.name} must be {buffer.spec}, got {spec}; pass the layout's own array")
         return plan
@@ -192,25 +192,25 @@ class Operator(Generic[_Parameters, _Result]):
         return self.run_ready(self.plans.get(key) or self._remember(key, arguments), arguments)
 
     def run_ready(
-        self, ready: Ready, arguments: Sequence[Any], places: Sequence[torch.Tensor | None] = ()
+        self, ready: Ready, arguments: Sequence[Any], destinations: Sequence[torch.Tensor | None] = ()
     ) -> list[torch.Tensor]:
         """Call `Ready.run`, with copies of arguments at misaligned addresses."""
         try:
-            return ready.run([arguments[index].data_ptr() for index in ready.selection], places)
+            return ready.run([arguments[index].data_ptr() for index in ready.selection], destinations)
         except InvalidInput:
             copied = self._aligned(arguments)
             if copied is None:
                 raise
-        return ready.run([copied[index].data_ptr() for index in ready.selection], places)
+        return ready.run([copied[index].data_ptr() for index in ready.selection], destinations)
 
     def begin(self, arguments: tuple[Any, ...], behind: int) -> Begun:
         """Call `Ready.begin` for an eager call without gradients."""
         target = target_of_device(self.device_of(arguments[:-1]))
         key = eager.key_of(arguments, None if target.on_gpu else target)
         ready = self.plans.get(key) or self._remember(key, arguments)
-        given = self._aligned(arguments) or arguments
+        aligned = self._aligned(arguments) or arguments
         # The memory of inputs may be freed when this returns.
-        return ready.begin([given[index].data_ptr() for index in ready.selection], behind, given)
+        return ready.begin([aligned[index].data_ptr() for index in ready.selection], behind, aligned)
 
     def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
         ready = self.plans.find(key)

@@ -34,16 +34,16 @@ class Ready:
     scratch: Dense | None
     device: torch.device
 
-    def run(self, pointers: list[int], places: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
+    def run(self, pointers: list[int], destinations: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
         """Run on the current stream and return the outputs.
 
         An error of torch's allocator (`torch.OutOfMemoryError` on a GPU) gets a note on the op's memory.
 
         Args:
             pointers: addresses of the inputs. Those of outputs and scratch are appended.
-            places: tensors for the outputs, None: a new one. Empty: all new.
+            destinations: tensors for the outputs, None: a new one. Empty: all new.
         """
-        outputs, _ = self._add_memory(pointers, places)
+        outputs, _ = self._add_memory(pointers, destinations)
         self._launch(pointers)
         return outputs
 
@@ -55,14 +55,14 @@ class Ready:
         return Begun(self, pointers, slice(split, None), outputs, (scratch, kept))
 
     def _add_memory(
-        self, pointers: list[int], places: Sequence[torch.Tensor | None]
+        self, pointers: list[int], destinations: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Allocate outputs and scratch memory, and append their addresses."""
         empty, scratch = private.allocator(self.device), None
         try:
-            if places:
-                given = zip(places, self.outputs, strict=True)
-                outputs = [empty(*output) if place is None else place for place, output in given]
+            if destinations:
+                pairs = zip(destinations, self.outputs, strict=True)
+                outputs = [empty(*output) if destination is None else destination for destination, output in pairs]
             else:
                 outputs = list(starmap(empty, self.outputs))
             pointers += map(_address_of, outputs)

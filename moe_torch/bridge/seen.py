@@ -38,16 +38,16 @@ class _Seen:
     __slots__ = ("absent", "asks", "fixed", "is_like", "misses", "pointers", "ready", "tail", "target", "tensors")
 
     def __init__(self, arguments: Sequence[Any], ready: Ready, fixed: Sequence[int]) -> None:
-        present = [place for place, tensor in enumerate(arguments) if tensor is not None]
-        absent = [place for place, tensor in enumerate(arguments) if tensor is None]
+        present = [index for index, tensor in enumerate(arguments) if tensor is not None]
+        absent = [index for index, tensor in enumerate(arguments) if tensor is None]
         self.tensors, self.absent = _items(present), _items(absent) if absent else None
-        tensors = [arguments[place] for place in present]
+        tensors = [arguments[index] for index in present]
         self.is_like = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self.asks = any([tensor.requires_grad for tensor in tensors])
         self.target = None if tensors[0].is_cuda else cpu_target()
         self.fixed, self.tail = list(fixed), slice(len(present) - len(fixed), None)
         #: Selects the addresses that the plan reads.
-        self.pointers = _items([present.index(place) for place in ready.selection])
+        self.pointers = _items([present.index(index) for index in ready.selection])
         self.ready, self.misses = ready, 0
 
     def run(self, arguments: Sequence[Any]) -> list[torch.Tensor] | None:
@@ -120,8 +120,8 @@ class SeenCalls:
             self._calls.put(options, seen)
 
 
-def _items(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _items(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Return a function that takes the items at some indices of a sequence."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda items: tuple([items[place] for place in places])
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda items: tuple([items[index] for index in indices])

@@ -30,8 +30,8 @@ _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
 
-def _places_shapes(given: Any) -> Outputs:
-    slots, counts = tuple(given.ids.shape), given.counts.shape
+def _places_shapes(call: Any) -> Outputs:
+    slots, counts = tuple(call.ids.shape), call.counts.shape
     shapes = (slots, slots, (1, counts[1] // counts[0]), (1,))
     return [(shape, torch.int32) for shape in shapes]
 
@@ -116,7 +116,7 @@ class _CombinePush(Declaration[None]):
     programs: int | None
 
 
-def _nothing(given: Any) -> Outputs:
+def _nothing(call: Any) -> Outputs:
     return []
 
 
@@ -126,9 +126,7 @@ TAKE_ROWS = Operator(
     "peer_take_rows",
     _PeerTakeRows,
     plan_take_rows,
-    lambda given: [
-        ((given.rows.shape[0], given.x.shape[1]), TORCH_DTYPES[given.dtype] if given.dtype else given.x.dtype)
-    ],
+    lambda call: [((call.rows.shape[0], call.x.shape[1]), TORCH_DTYPES[call.dtype] if call.dtype else call.x.dtype)],
 )
 PUSH_COUNTS = Operator("push_counts", _PushCounts, plan_push_counts, _nothing)
 DISPATCH_PUSH = Operator("dispatch_push", _DispatchPush, in_records(plan_dispatch_push, places=Places), _nothing)
@@ -144,21 +142,21 @@ COMBINE_PULL = Operator(
     "combine_pull",
     _CombinePull,
     _plan_combine_pull,
-    lambda given: [((given.owners.shape[0], given.width), TORCH_DTYPES[given.out_dtype or given.dtype])],
+    lambda call: [((call.owners.shape[0], call.width), TORCH_DTYPES[call.out_dtype or call.dtype])],
 )
 COMBINE_PULL_WEIGHTS = Operator(
     "combine_pull_weights",
     _CombinePullWeights,
     in_records(plan_combine_pull_weights, places=Places),
-    lambda given: [(tuple(given.rows.shape), torch.float32)],
+    lambda call: [(tuple(call.rows.shape), torch.float32)],
 )
 COMBINE_PUSH = Operator("combine_push", _CombinePush, plan_combine_push, _nothing)
 
 
-def _once_shapes(given: Any) -> Outputs:
-    (tokens, top_k), ranks = given.ids.shape, given.ids_at.shape[0]
-    sizes = (tokens, top_k), (given.num_experts,), (1,), (1,)
-    if given.visits:
+def _once_shapes(call: Any) -> Outputs:
+    (tokens, top_k), ranks = call.ids.shape, call.ids_at.shape[0]
+    sizes = (tokens, top_k), (call.num_experts,), (1,), (1,)
+    if call.visits:
         sizes += ((tokens, ranks), (tokens, ranks))
     return [(size, torch.int32) for size in sizes]
 
@@ -193,9 +191,9 @@ PUSH_TOKENS_ONCE = Operator(
 )
 
 
-def _sum_shapes(given: Any) -> Outputs:
-    dtype = TORCH_DTYPES[given.out_dtype] if given.out_dtype else given.y.dtype
-    return [((given.row_of_slot.shape[0], given.y.shape[1]), dtype)]
+def _sum_shapes(call: Any) -> Outputs:
+    dtype = TORCH_DTYPES[call.out_dtype] if call.out_dtype else call.y.dtype
+    return [((call.row_of_slot.shape[0], call.y.shape[1]), dtype)]
 
 
 class _Summed(Declaration[_Returned]):
@@ -259,5 +257,5 @@ RESULT_ADDRESSES = Operator(
     "result_addresses",
     _ResultAddresses,
     plan_result_addresses,
-    lambda given: [((given.sources.shape[0],), torch.int64)],
+    lambda call: [((call.sources.shape[0],), torch.int64)],
 )

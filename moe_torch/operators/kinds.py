@@ -46,9 +46,9 @@ class TrainingOperator(Operator[_Parameters, _Result]):
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
         outputs = super()._run(key, arguments)
-        given = [arguments[place] for place in self._copied]
-        used = [as_float32(one) if one.is_floating_point() else as_int32(one) for one in given]
-        outputs[3:3] = [one.clone() if one is own else one for one, own in zip(used, given, strict=True)]
+        originals = [arguments[index] for index in self._copied]
+        used = [as_float32(one) if one.is_floating_point() else as_int32(one) for one in originals]
+        outputs[3:3] = [one.clone() if one is original else one for one, original in zip(used, originals, strict=True)]
         return outputs
 
 
@@ -63,18 +63,18 @@ class BackwardOperator(Operator[_Parameters, _Result]):
 
     @functools.cached_property
     def _first_into(self) -> int:
-        return next((place for place, name in enumerate(self.names) if name.startswith("into.")), len(self.names))
+        return next((index for index, name in enumerate(self.names) if name.startswith("into.")), len(self.names))
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
         if self._first_into == len(self.names):
             return super()._run(key, arguments)
         ready = self.plans.get(key) or self._remember(key, arguments)
-        given: dict[str, Any] = dict(zip(MATRICES, arguments[self._first_into : -1], strict=True))
+        buffers: dict[str, Any] = dict(zip(MATRICES, arguments[self._first_into : -1], strict=True))
         _, wanted, *_ = decode(arguments[-1])
-        into = {name: given[name.removeprefix("d_")] for name in accumulated(wanted, given)}
+        into = {name: buffers[name.removeprefix("d_")] for name in accumulated(wanted, buffers)}
         pre = arguments[self.names.index("saved.pre_activation")]
         # A later use of the saved tensor then raises torch's own error.
         torch.autograd.graph.increment_version([*into.values(), *([] if pre is None else [pre])])
-        places = [into.get(name) for name in wanted]
-        outputs = self.run_ready(ready, arguments, places)
+        destinations = [into.get(name) for name in wanted]
+        outputs = self.run_ready(ready, arguments, destinations)
         return [output for name, output in zip(wanted, outputs, strict=True) if name not in into]

@@ -49,23 +49,23 @@ def make_layout_plan(
     return plan_layout(ids, layout, target, expert_map=expert_map, token_mask=token_mask)
 
 
-def layout_shapes(given: Any) -> Outputs:
-    slots, num_experts = given.ids.shape[0] * given.ids.shape[1], given.num_experts
+def layout_shapes(call: Any) -> Outputs:
+    slots, num_experts = call.ids.shape[0] * call.ids.shape[1], call.num_experts
     capacity = slots
-    if given.max_rows is not None:
-        capacity = num_experts * given.max_rows
-    elif given.alignment > 1 and guard_or_true(slots > 0):
-        capacity = slots + num_experts * (given.alignment - 1)
+    if call.max_rows is not None:
+        capacity = num_experts * call.max_rows
+    elif call.alignment > 1 and guard_or_true(slots > 0):
+        capacity = slots + num_experts * (call.alignment - 1)
     return [((size,), torch.int32) for size in (num_experts, num_experts + 1, capacity, slots, 1)]
 
 
-def bounded_layout_shapes(given: Any) -> Outputs:
-    sizes, groups, _, slots, one = layout_shapes(given)
-    return [sizes, groups, ((torch.sym_min(slots[0][0], given.rows),), torch.int32), slots, one, one]
+def bounded_layout_shapes(call: Any) -> Outputs:
+    sizes, groups, _, slots, one = layout_shapes(call)
+    return [sizes, groups, ((torch.sym_min(slots[0][0], call.rows),), torch.int32), slots, one, one]
 
 
-def runs_shapes(given: Any) -> Outputs:
-    rows, num_experts = given.num_rows, given.counts.shape[1]
+def runs_shapes(call: Any) -> Outputs:
+    rows, num_experts = call.num_rows, call.counts.shape[1]
     shapes = ((rows, 1), (num_experts,), (num_experts + 1,), (rows,), (rows,), (1,))
     return [(shape, torch.int32) for shape in shapes]
 

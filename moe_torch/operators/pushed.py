@@ -25,8 +25,8 @@ from moe_torch.operators.shapes import wide_gradients
 _BUNDLES, _RESULTS = table.moe_bundles(TopK), len(result_names(TopK))
 
 
-def _without_rows(shapes: Any, given: Any) -> Outputs:
-    (rows, dtype), *others = shapes(given)
+def _without_rows(shapes: Any, call: Any) -> Outputs:
+    (rows, dtype), *others = shapes(call)
     return [((0, *rows[1:]), dtype), *others]
 
 
@@ -50,16 +50,16 @@ def _in_two_parts(packet: str, *matrices: str) -> Operator:
     options = ("spec", "multiprocessors")
     signature = Signature(tensors, options, _BUNDLES, matrices=matrices, returns=_RESULTS, unplanned=("memory",))
 
-    def shapes(given: Any) -> Outputs:
-        return table.moe_shapes(given) if given.results_at is None else _without_rows(table.moe_shapes, given)
+    def shapes(call: Any) -> Outputs:
+        return table.moe_shapes(call) if call.results_at is None else _without_rows(table.moe_shapes, call)
 
     return Operator(packet, signature, table.plan_forward, shapes)
 
 
-def _gradients(given: Any) -> Outputs:
+def _gradients(call: Any) -> Outputs:
     """The shapes of gradients, without rows of d_x."""
-    given.x = given.x[:0]
-    return wide_gradients(given)
+    call.x = call.x[:0]
+    return wide_gradients(call)
 
 
 def _backward(packet: str, *matrices: str) -> Operator:

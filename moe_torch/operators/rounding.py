@@ -13,9 +13,9 @@ from moe_torch.bridge.signature import Declaration, MaybeTensor, Tensor
 from moe_torch.operators.kinds import BackwardOperator
 
 
-def _rounded(given: Any) -> Outputs:
-    tokens, num_experts = given.logits.shape[0], given.logits.shape[1]
-    table = (tokens, given.rounding.width(given.spec.require_top_k(), num_experts))
+def _rounded(call: Any) -> Outputs:
+    tokens, num_experts = call.logits.shape[0], call.logits.shape[1]
+    table = (tokens, call.rounding.width(call.spec.require_top_k(), num_experts))
     return [
         (table, torch.int32),
         (table, torch.float32),
@@ -47,5 +47,5 @@ ROUTE_ROUNDED_BACKWARD = BackwardOperator(
     "route_rounded_backward",
     _RouteRoundedBackward,
     plan_route_rounded_backward,
-    lambda given: [(tuple(given.logits.shape), torch.float32)],
+    lambda call: [(tuple(call.logits.shape), torch.float32)],
 )

@@ -71,14 +71,14 @@ SEND_TABLES = Operator(
     "send_tables",
     _SendTables,
     lambda *, spec, rank, target, **arrays: plan_send_tables(record_of(SendOperands, arrays), spec, rank, target),
-    lambda given: _typed(send_shapes(given.ids.shape[0], given.ids.shape[1], given.spec)),
+    lambda call: _typed(send_shapes(call.ids.shape[0], call.ids.shape[1], call.spec)),
 )
 #: Returns the outputs of `receive_shapes`.
 RECEIVE_TABLES = Operator(
     "receive_tables",
     _ReceiveTables,
     _plan_receive_tables,
-    lambda given: _typed(receive_shapes(given.num_rows, given.num_tokens, given.spec)),
+    lambda call: _typed(receive_shapes(call.num_rows, call.num_tokens, call.spec)),
 )
 
 

@@ -34,18 +34,18 @@ def like(*tensors: Any) -> Outputs:
     return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors if tensor is not None]
 
 
-def gradients_of(given: Any) -> Outputs:
+def gradients_of(call: Any) -> Outputs:
     """The gradients that the options name, except those added to a tensor of the caller."""
-    added = accumulated(given.wanted, getattr(given, "into", None))
-    return like(*[attrgetter(name.removeprefix("d_"))(given) for name in given.wanted if name not in added])
+    added = accumulated(call.wanted, getattr(call, "into", None))
+    return like(*[attrgetter(name.removeprefix("d_"))(call) for name in call.wanted if name not in added])
 
 
-def wide_gradients(given: Any) -> Outputs:
+def wide_gradients(call: Any) -> Outputs:
     """`gradients_of`, with d_wide as the gradient of x in fp32."""
-    given.wide = given.x.to(torch.float32) if "d_wide" in given.wanted else None
-    return gradients_of(given)
+    call.wide = call.x.to(torch.float32) if "d_wide" in call.wanted else None
+    return gradients_of(call)
 
 
-def routed(given: Any, top_k: int) -> Outputs:
-    shape = (given.shape[0], top_k)
+def routed(call: Any, top_k: int) -> Outputs:
+    shape = (call.shape[0], top_k)
     return [(shape, torch.int32), (shape, torch.float32)]

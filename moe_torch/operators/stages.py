@@ -82,10 +82,10 @@ ROUTER = Operator(
     "router",
     _Router,
     plan_router,
-    lambda given: [((given.x.shape[0], width_of(given.weight, given.spec.weight_layout)), torch.float32)],
+    lambda call: [((call.x.shape[0], width_of(call.weight, call.spec.weight_layout)), torch.float32)],
 )
 ROUTER_BACKWARD = BackwardOperator("router_backward", _RouterBackward, plan_router_backward, wide_gradients)
-RMS_NORM = Operator("rms_norm", _RmsNorm, plan_rms_norm, lambda given: like(given.x))
+RMS_NORM = Operator("rms_norm", _RmsNorm, plan_rms_norm, lambda call: like(call.x))
 RMS_NORM_BACKWARD = BackwardOperator("rms_norm_backward", _RmsNormBackward, plan_rms_norm_backward, gradients_of)
 
 
@@ -105,12 +105,12 @@ class _RouteBackward(Declaration[Tensor]):
     spec: RouterSpec
 
 
-ROUTE = Operator("route", _Route, plan_routing, lambda given: routed(given.logits, given.spec.top_k))
+ROUTE = Operator("route", _Route, plan_routing, lambda call: routed(call.logits, call.spec.top_k))
 ROUTE_BACKWARD = BackwardOperator(
     "route_backward",
     _RouteBackward,
     plan_routing_backward,
-    lambda given: [(tuple(given.logits.shape), torch.float32)],
+    lambda call: [(tuple(call.logits.shape), torch.float32)],
 )
 
 
@@ -156,8 +156,8 @@ PACK_BITMATRIX = Operator(
     "pack_bitmatrix",
     _PackBitmatrix,
     plan_pack_bitmatrix,
-    lambda given: [
-        ((given.ids.shape[0], -(-given.num_experts // _WORD_BITS)), torch.uint32),
+    lambda call: [
+        ((call.ids.shape[0], -(-call.num_experts // _WORD_BITS)), torch.uint32),
         *[((1,), torch.int32)] * 2,
     ],
 )
@@ -165,7 +165,7 @@ UNPACK_BITMATRIX = Operator(
     "unpack_bitmatrix",
     _UnpackBitmatrix,
     plan_unpack_bitmatrix,
-    lambda given: [((given.bitmatrix.shape[0], given.top_k), torch.int32)],
+    lambda call: [((call.bitmatrix.shape[0], call.top_k), torch.int32)],
 )
 
 
@@ -187,15 +187,15 @@ ACTIVATION = Operator(
     "activation",
     _Activation,
     plan_activation,
-    lambda given: [
-        ((given.x.shape[0], activated(given.x.shape[1], given.activation)), out_dtype_of(given.x, given.out_dtype))
+    lambda call: [
+        ((call.x.shape[0], activated(call.x.shape[1], call.activation)), out_dtype_of(call.x, call.out_dtype))
     ],
 )
 ACTIVATION_BACKWARD = BackwardOperator(
     "activation_backward",
     _ActivationBackward,
     plan_activation_backward,
-    lambda given: like(given.x, given.up),
+    lambda call: like(call.x, call.up),
 )
 
 
@@ -234,26 +234,26 @@ REDUCE = Operator(
     "reduce",
     _Reduce,
     layouts.reduce_plan,
-    lambda given: [
-        ((given.row_of_slot.shape[0] // given.sizes[1], given.y.shape[1]), out_dtype_of(given.y, given.out_dtype))
+    lambda call: [
+        ((call.row_of_slot.shape[0] // call.sizes[1], call.y.shape[1]), out_dtype_of(call.y, call.out_dtype))
     ],
 )
 GATHER_ROWS = Operator(
     "gather_rows",
     _GatherRows,
     layouts.gather_rows_plan,
-    lambda given: [((given.slot_of_row.shape[0], given.x.shape[1]), given.x.dtype)],
+    lambda call: [((call.slot_of_row.shape[0], call.x.shape[1]), call.x.dtype)],
 )
 SCALE_ROWS = Operator(
     "scale_rows",
     _ScaleRows,
     plan_scale_rows,
-    lambda given: [((given.x.shape[0], given.x.shape[1]), given.x.dtype)],
+    lambda call: [((call.x.shape[0], call.x.shape[1]), call.x.dtype)],
 )
 
 
-def _quantize_rows_shapes(given: Any) -> Outputs:
-    shape, format = given.x.shape, given.format
+def _quantize_rows_shapes(call: Any) -> Outputs:
+    shape, format = call.x.shape, call.format
     groups = (format.group_rows, format.group_columns)
     scales = tuple(1 if group is None else -(-size // group) for size, group in zip(shape, groups, strict=True))
     element = format.own_element
@@ -290,12 +290,12 @@ def _product(planner: Callable[..., LaunchPlan], *, sizes: layouts.Sizes | None,
     return planner(operands=operands, layout=layout, **arguments)
 
 
-def _product_shapes(given: Any) -> Outputs:
-    places = given.x
-    if given.slot_of_row is not None:
-        places = given.slot_of_row if given.spec.scatter == "row" else given.row_of_slot
-    width = activated(width_of(given.weight, given.spec.weight_layout), given.spec.activation)
-    return [((places.shape[0], width), out_dtype_of(given.x, given.spec.out_dtype))]
+def _product_shapes(call: Any) -> Outputs:
+    slots = call.x
+    if call.slot_of_row is not None:
+        slots = call.slot_of_row if call.spec.scatter == "row" else call.row_of_slot
+    width = activated(width_of(call.weight, call.spec.weight_layout), call.spec.activation)
+    return [((slots.shape[0], width), out_dtype_of(call.x, call.spec.out_dtype))]
 
 
 def _products(suffix: str, *matrices: str) -> tuple[Operator, Operator]:

@@ -53,12 +53,12 @@ def _num_experts(experts: bundles.ExpertWeights) -> Any:
     return experts.gate_up.shape[0 if experts.layer_index is None else 1]
 
 
-def moe_shapes(given: Any) -> Outputs:
+def moe_shapes(call: Any) -> Outputs:
     """The shapes of `result_names`."""
-    x, spec, routing = given.x, given.spec, given.routing
+    x, spec, routing = call.x, call.spec, call.routing
     outputs: Outputs = [
         ((x.shape[0], x.shape[1]), out_dtype_of(x, spec.out_dtype)),
-        ((_num_experts(given.experts),), torch.int32),
+        ((_num_experts(call.experts),), torch.int32),
         ((1,), torch.int32),
     ]
     if not isinstance(routing, bundles.TopK):
@@ -68,22 +68,22 @@ def moe_shapes(given: Any) -> Outputs:
     return outputs
 
 
-def training_shapes(given: Any) -> Outputs:
+def training_shapes(call: Any) -> Outputs:
     """The shapes of `result_names`, the ids and weights used if the caller brought them, and `saved_names`."""
-    x, spec, routing, shared = given.x, given.spec, given.routing, given.shared
-    outputs = moe_shapes(given) + (routed(x, routing.ids.shape[1]) if isinstance(routing, bundles.TopK) else [])
+    x, spec, routing, shared = call.x, call.spec, call.routing, call.shared
+    outputs = moe_shapes(call) + (routed(x, routing.ids.shape[1]) if isinstance(routing, bundles.TopK) else [])
     slots = x.shape[0] * (routing.ids.shape[1] if isinstance(routing, bundles.TopK) else spec.router.top_k)
     rows, limit = slots, spec.row_limit
     if limit is not None:
-        rows = torch.sym_min(slots, x.shape[0] * limit.per_token + _num_experts(given.experts) * limit.per_expert)
+        rows = torch.sym_min(slots, x.shape[0] * limit.per_token + _num_experts(call.experts) * limit.per_expert)
     widths = {
         name: spec.activation.input_width(activated(width_of(bundle.gate_up, spec.weight_layout), spec.activation))
-        for name, bundle in (("experts", given.experts), ("shared", shared))
+        for name, bundle in (("experts", call.experts), ("shared", shared))
         if bundle is not None
     }
     shapes = {
         "saved.pre_activation": ((rows, widths["experts"]), x.dtype),
-        "saved.group_start": ((_num_experts(given.experts) + 1,), torch.int32),
+        "saved.group_start": ((_num_experts(call.experts) + 1,), torch.int32),
         "saved.slot_of_row": ((rows,), torch.int32),
         "saved.row_of_slot": ((slots,), torch.int32),
         "saved.shared_pre_activation": ((x.shape[0], widths.get("shared")), x.dtype),
@@ -136,11 +136,11 @@ def backward_tensors(kind: type, more: tuple[str, ...] = (), *, into: bool) -> t
 
     into: the backward adds gradients of matrices to `into` and overwrites the saved pre-activation.
     """
-    found = [name for name in result_names(kind) if name not in ("output", "invalid_ids")]
+    results = [name for name in result_names(kind) if name not in ("output", "invalid_ids")]
     gradients = [f"gradients.{name}" + "?" * (name != "output") for name in FLOWING if name in result_names(kind)]
     added = [f"into.{name}!" for name in MATRICES if into]
     saved = [name.replace("?", "!") if into and name == "saved.pre_activation?" else name for name in SAVED]
-    return (*gradients, *moe_tensors(kind), *found, *saved, *more, *added)
+    return (*gradients, *moe_tensors(kind), *results, *saved, *more, *added)
 
 
 def _backward(kind: type, packet: str, *matrices: str) -> Operator:

@@ -33,12 +33,12 @@ def _compute(part: Part) -> tuple[str, dict[str, np.ndarray]]:
     device = ""
     if part.placement is None:
         device, _ = describe(("cpu", 0), ops.explain_moe(*arguments, **options, training=True))
-        found: Any = ops.moe(*arguments, **options)
+        results: Any = ops.moe(*arguments, **options)
     else:
-        found = moe(*arguments, **options, parallel=ExpertParallel(dist.group.WORLD), placement=part.placement)
-    gradients = torch.autograd.grad(found.output, list(leaves.values()), _put(part.d_output))
+        results = moe(*arguments, **options, parallel=ExpertParallel(dist.group.WORLD), placement=part.placement)
+    gradients = torch.autograd.grad(results.output, list(leaves.values()), _put(part.d_output))
     names = ("ids", "weights", "tokens_per_expert", "output", "received_per_expert")
-    results = {name: to_numpy(getattr(found, name)) for name in names if hasattr(found, name)}
+    results = {name: to_numpy(getattr(results, name)) for name in names if hasattr(results, name)}
     results |= {f"d_{name}": to_numpy(one) for name, one in zip(leaves, gradients, strict=True)}
     return device, results
 

@@ -57,9 +57,9 @@ class TorchEngine:
         progress("gradients")
         flowing = {name: put(array) for name, array in upstream(case).items()}
         outputs = [getattr(result, name) for name in flowing]
-        found = torch.autograd.grad(outputs, list(leaves.values()), list(flowing.values()))
+        results = torch.autograd.grad(outputs, list(leaves.values()), list(flowing.values()))
         explanation = ops.explain_moe(*arguments, **options, training=True)
         device, is_reference = describe((self._device.type, self._device.index or 0), explanation)
         forward = {name: to_numpy(getattr(result, name)) for name in ("ids", "weights", "logits")}
-        gradients = {f"d_{name}": to_numpy(gradient) for name, gradient in zip(leaves, found, strict=True)}
+        gradients = {f"d_{name}": to_numpy(gradient) for name, gradient in zip(leaves, results, strict=True)}
         return GradientRun(self.name, device, forward, gradients, is_reference, FAMILY)
