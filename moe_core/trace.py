@@ -201,7 +201,6 @@ def layers_of(trace: Any) -> tuple[LayerRouting, ...]:
 
 
 def _sizes(text: str) -> list[int]:
-    """The numbers of experts in a file's metadata, or none if malformed."""
     try:
         sizes = json.loads(text)
     except (ValueError, RecursionError):

@@ -132,7 +132,6 @@ class Driver:
         return current
 
     def make_current(self, context: ctypes.c_void_p) -> None:
-        """Make a context current on this thread."""
         self.check(self.lib.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
     def within(self, device_index: int, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -174,7 +173,6 @@ class Driver:
         self.check(code, "cuMemsetD8Async")
 
     def load(self, cubin: bytes, function_name: str, shared_bytes: int, device_index: int) -> ctypes.c_void_p:
-        """Load a cubin on a device and return the function with its dynamic shared memory allowed."""
         return self.within(device_index, self._load, cubin, function_name, shared_bytes)
 
     def _load(self, cubin: bytes, function_name: str, shared_bytes: int) -> ctypes.c_void_p:

@@ -151,7 +151,6 @@ def _split_wide(x: np.ndarray, up: np.ndarray | None, activation: Activation) ->
 def activation(
     x: np.ndarray, up: np.ndarray | None = None, *, activation: Activation, out_dtype: str | None = None
 ) -> np.ndarray:
-    """The result of `plan_activation`."""
     gate_values, up_values = _split_wide(x, up, activation)
     return round_to(apply(gate_values, up_values, activation), out_dtype or x.dtype)
 
@@ -341,6 +340,5 @@ def expert_activation_backward(
 def expert_activation_backward_plan(
     arrays: Mapping[str, np.ndarray], *, activation: Activation, order: str, outputs: tuple[str, ...]
 ) -> tuple[np.ndarray, ...]:
-    """`expert_activation_backward` with a plan's inputs by name."""
     operands = bundle_of(ExpertActivationOperands, arrays)
     return expert_activation_backward(operands, activation=activation, order=order, outputs=outputs)

@@ -1,4 +1,4 @@
-"""NumPy twins of one-sided stores and loads between ranks. Addresses are host memory."""
+"""NumPy twins of stores and loads between ranks, on host memory, named like their planners unless they name another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def peer_places(
     rank: int,
     receive: int,
 ) -> tuple[np.ndarray, ...]:
-    """The results of `plan_peer_places`."""
     num_ranks = len(counts)
     sent = np.maximum(counts.astype(np.int64), 0).reshape(num_ranks, num_ranks, -1)  # [home, owner, expert]
     per_rank = sent.shape[2]
@@ -87,7 +86,6 @@ def push_slots(
     rank: int,
     num_rows: int,
 ) -> tuple[()]:
-    """The stores of `plan_push_slots`."""
     slots = np.arange(rows.size, dtype=np.int32)
     sources = np.stack([np.full_like(slots, rank), slots], axis=1)
     for table, values in ((weights_at, weights.reshape(-1, 1)), (sources_at, sources)):
@@ -99,7 +97,6 @@ def push_slots(
 
 
 def push_counts(counts: np.ndarray, counts_at: np.ndarray, *, rank: int) -> tuple[()]:
-    """The stores of `plan_push_counts`."""
     for peer in _peers(counts_at, (len(counts_at), len(counts)), "int32"):
         peer[rank] = counts
     return ()
@@ -119,7 +116,6 @@ def push_results(
 def result_addresses(
     sources: np.ndarray, group_start: np.ndarray, slots_at: np.ndarray, *, num_slots: int, row_bytes: int
 ) -> np.ndarray:
-    """The result of `plan_result_addresses`."""
     addresses = np.zeros(len(sources), np.int64)
     homes, slots = sources[: max(0, group_start[-1])].T
     for home, row, slot in _slots_by_owner(homes, slots, len(slots_at), num_slots):

@@ -74,7 +74,6 @@ def sum_results(
     *,
     out_dtype: str,
 ) -> np.ndarray:
-    """The result of `plan_sum_results`."""
     top_k, order = row_of_slot.shape[1], row_of_slot.reshape(-1)
     out = reduce(y[: order.size], order, shared, shared_gate, top_k=top_k, order="slot", out_dtype=out_dtype)
     if headers is not None:

@@ -120,7 +120,6 @@ def receive_tables(
     num_rows: int,
     num_tokens: int,
 ) -> tuple[np.ndarray, ...]:
-    """The results of `plan_receive_tables`."""
     behind = 0 if header is None else len(header)
     width = spec.width(top_k) // 2
     table = came[:, behind:].reshape(-1, 2, width)

@@ -17,7 +17,7 @@ FAMILIES: tuple[Family, ...] = (FEW_ROWS, MIXED_INPUT, SM90_FP8, QUANTIZED, SM90
 
 
 def families_for(problem: MatmulProblem) -> tuple[Family, ...]:
-    """The families for the problem's kind of weights, in order of preference, including those that cannot run it."""
+    """All families for the problem's kind of weights, in order of preference."""
     return tuple(family for family in FAMILIES if family.weights == problem.weights)
 
 

@@ -53,7 +53,7 @@ class Family(abc.ABC):
         return config
 
     def why_not_out_format(self, problem: MatmulProblem) -> str | None:
-        """The reason why its launch cannot quantise y to problem.out_format, or None."""
+        """The reason why its launch cannot quantise y, or None."""
         return "only the sm90 family's fp8 kernel quantises what it stores"
 
     def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:

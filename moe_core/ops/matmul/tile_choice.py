@@ -93,7 +93,6 @@ def given_tile(problem: MatmulProblem, config: TileConfig, name: str = "config")
 
 
 def tile_key(problem: MatmulProblem) -> TileKey:
-    """The table key of a problem with plain weights."""
     sizes, operands = (problem.rows, problem.expected_groups, problem.d, problem.n), (problem.dtype, problem.buffers)
     return TileKey(*sizes, *operands, problem.spec.weight_layout, why_not_operands(problem) or "")
 

@@ -335,7 +335,7 @@ class ErrorSum:
 
     @property
     def relative_frobenius(self) -> float:
-        """The error: 0 without any difference, infinite if all originals are zero and differ, NaN stays NaN."""
+        """The error: 0 without any difference, infinite if only the restored arrays are nonzero, NaN stays NaN."""
         if self._original == 0:
             return 0.0 if self._difference == 0 else float("inf")
         return float(np.sqrt(self._difference / self._original))

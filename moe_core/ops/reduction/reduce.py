@@ -100,7 +100,7 @@ def plan_reduce(
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchPlan:
-    """y `[T, D]` = x `[T, D]` * weights fp32 `[T, 1]`, in fp32, cast to the dtype of x. Inputs: x, weights."""
+    """x `[T, D]` * weights fp32 `[T, 1]` in fp32, cast to the dtype of x. Inputs: x, weights."""
     row_stride("x", require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))
     rows, width = x.shape
     require_spec("weights", weights, (rows, 1), "float32")

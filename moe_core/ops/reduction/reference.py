@@ -60,6 +60,5 @@ def gather_rows(x: np.ndarray, slot_of_row: np.ndarray, *, top_k: int) -> np.nda
 
 
 def scale_rows(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """y `[T, D]` = x `[T, D]` * weights fp32 `[T, 1]` in fp32, cast to the dtype of x."""
     with np.errstate(all="ignore"):
         return round_to(to_float32(x) * weights, x.dtype)

@@ -13,8 +13,8 @@ from moe_core.specs.routing import LogitsSpec
 
 
 def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *, spec: LogitsSpec) -> np.ndarray:
-    """Logits fp32 `[T, E]` = x `[T, D]` . weight (+ bias `[E]`), accumulated in fp32, rounded to spec.logits_dtype.
-    Both storages of the weight give the same bits, as in the kernel: BLAS adds transposed matrices in another order."""
+    """Logits fp32 `[T, E]` = x `[T, D]` . weight (+ bias `[E]`), accumulated in fp32, rounded to spec.logits_dtype. As
+    in the kernel, both storages of the weight give the same bits."""
     matrix = to_float32(np.ascontiguousarray(weight if spec.weight_layout == "in_out" else weight.T))
     logits = np.empty((len(x), matrix.shape[1]), matrix.dtype)
 

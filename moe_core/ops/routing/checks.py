@@ -1,4 +1,4 @@
-"""Checks of a front-end on the counters of invalid and repeated ids."""
+"""Checks of a front-end on counters of invalid and repeated ids."""
 
 from __future__ import annotations
 

@@ -177,9 +177,9 @@ def layout(
     layout: LayoutSpec,
     block_ms: tuple[int, ...] = (),
 ) -> tuple[np.ndarray, ...]:
-    """The results of `moe_core.ops.routing.layout.plan_layout`: group_sizes, group_start, slot_of_row, row_of_slot,
-    invalid_ids, with layout.rows overflow, then a schedule per block_ms, with given_weights row_weight. Starts are
-    multiples of layout.alignment. group_start[E] is the end of the last padded group."""
+    """The results of `plan_layout`: group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, with layout.rows
+    overflow, then a schedule per block_ms, with given_weights row_weight. Starts are multiples of layout.alignment,
+    group_start[E] the end of the last padded group."""
     local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
     # Slots without an expert come last.
     placed = local if local.min(initial=0) >= 0 else np.where(local < 0, layout.num_experts, local)
@@ -217,7 +217,6 @@ def layout(
 
 
 def schedule(group_sizes: np.ndarray, *, layout: LayoutSpec, block_m: int) -> np.ndarray:
-    """The schedule of `plan_schedule`."""
     blocks = -(-np.asarray(group_sizes, np.int64) // block_m)
     experts = np.repeat(np.arange(layout.num_experts), blocks)
     first = np.repeat(np.cumsum(blocks) - blocks, blocks)

@@ -183,6 +183,5 @@ def routing_backward(
 
 
 def routing_backward_plan(arrays: Mapping[str, np.ndarray], *, spec: RouterSpec) -> np.ndarray:
-    """`routing_backward` with a plan's inputs by name."""
     gradients = bundle_of(RoutingGradients, arrays, "gradients.")
     return routing_backward(gradients, arrays["logits"], arrays.get("ids"), arrays.get("token_mask"), spec=spec)

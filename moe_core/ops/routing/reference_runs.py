@@ -6,7 +6,6 @@ import numpy as np
 
 
 def layout_of_runs(counts: np.ndarray, *, num_rows: int, stride: int | None = None) -> tuple[np.ndarray, ...]:
-    """The results of `plan_layout_of_runs`."""
     num_sources, num_experts = counts.shape
     requested = np.maximum(counts.astype(np.int64), 0)
     total = requested.sum(axis=1)

@@ -149,12 +149,11 @@ class Product:
         return pieces if 2 * sum(map(len, pieces)) >= threads else None
 
     def _rows(self, rows: Any) -> Matrix:
-        """Rows of x, possibly written since this object was made, as a product reads them."""
+        """Rows of x as a product reads them. x may be written after construction."""
         selected = _rows(self.x, rows)
         return to_float32(selected) if self.widens and isinstance(selected, np.ndarray) else selected
 
     def _ready(self, left: Matrix, sums: np.ndarray, expert: int, side: int, columns: slice) -> Callable[[], Any]:
-        """A call that computes the product of one expert's rows with columns of its matrix."""
         matrix = self.sides[side][0]
         columns_of_expert = matrix if self.layout is None else pick(matrix, expert)
         if isinstance(columns_of_expert, np.ndarray):

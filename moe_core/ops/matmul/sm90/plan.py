@@ -55,7 +55,6 @@ def why_not_target(target: Target) -> str | None:
 
 
 def why_not_operands(problem: MatmulProblem) -> str | None:
-    """The reason why the kernel cannot multiply plain operands on any target, or None."""
     x, n, spec = problem.operands.x, problem.n, problem.spec
     if problem.joined:
         return "its reduction goes over two weights"
@@ -95,8 +94,6 @@ def why_not_stages(config: TileConfig, most: int) -> str | None:
 
 
 class Sm90Family(Family):
-    """Common parts of the family's kernels for all operands."""
-
     name, counts_tiles, stores_rows = "sm90", True, True
 
     def why_not_chosen(self, problem: MatmulProblem) -> str | None:

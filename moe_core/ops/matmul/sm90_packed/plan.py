@@ -54,7 +54,6 @@ _HEIGHTS = ((10, 16, 256), (24, 32, 256), (48, 64, 128))
 
 
 def why_not(problem: MatmulProblem) -> str | None:
-    """The reason why a product with a prepacked weight has no kernel, or None."""
     x, weight, n, spec = problem.operands.x, problem.operands.weight, problem.n, problem.spec
     target = problem.target
     if not target.is_sm90:
