@@ -202,8 +202,8 @@ def packing_for(format: Format, interleaved: bool) -> Packing:
     if format.group_columns is None:
         return plain_packing(scheme(), _compressed("float-quantized", arguments))
     raise Unsupported(
-        f"format must be one that checkpoints store weights in, got {format.name}, which is for activations; the "
-        f"formats are {', '.join(format_names())}"
+        f"format must be one that checkpoints store weights in, got {format.name}; the formats are "
+        f"{', '.join(format_names())}"
     )
 
 
