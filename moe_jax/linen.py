@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer for Flax Linen. See `moe_jax.layers` for names, shapes and casts.
+"""The Mixture-of-Experts layer for Flax Linen. Names, shapes and casts: `moe_jax.layers`.
 
     layer = MoE(d_model=512, d_ff=1024, num_experts=8, top_k=2)
     variables = layer.init(jax.random.key(0), x)    # x [..., 512]
@@ -9,12 +9,12 @@ Parameters are in the collection `params`, boxed with logical axes, MaxText's by
 boxes). The correction bias is in `router_state`, without a gradient. With `mutable=["intermediates"]` every call also
 sows its MoEAux as `moe_aux`.
 
-Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's,
-`layer = MoE.from_spec(weights.layer_spec())` and `layer.load_weights(weights)`. Their arrays are in the collection
-`quantized`: `quantized/wi_0/values` and so on.
+Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's, `layer =
+MoE.from_spec(weights.layer_spec())` and `layer.load_weights(weights)`. Their collection is `quantized`:
+`quantized/wi_0/values` and so on.
 
-For a scan over layers, make one MoE with num_layers=L and parameters `[L, ...]`, and pass each call its layer. Weights
-in the compute dtype are then read in place:
+For a scan over layers, make one MoE with num_layers=L and pass each call its layer. Weights in the compute dtype are
+then read in place:
 
     class Model(nn.Module):
         @nn.compact
@@ -28,7 +28,7 @@ in the compute dtype are then read in place:
             )
             return step(stack, x, jnp.arange(24))[0]
 
-With several devices, call the layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
+With several devices, call the layer inside `jax.shard_map`, as in examples/jax_data_parallel.py.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """Floating-point operations and bytes of a forward for a number of tokens, or a shape of x, see
+        """Floating-point operations and bytes of a forward for a number of tokens or a shape of x, see
         `moe_core.layers.layer_cost`. training: with the backward. XLA's `cost_analysis` does not count them."""
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
@@ -211,7 +211,7 @@ class MoE(nn.Module):
     @nn.nowrap
     def prepack_weights(self, variables: Any) -> dict[str, Any]:
         """Variables (unboxed) of `moe_jax.layers.prepack_weights`: `quantized/wi/tiled_values` and so on, also in
-        checkpoints. Collections of other modules are dropped. Raises InvalidInput."""
+        checkpoints. Drops other modules' collections. Raises InvalidInput."""
         return self._variables(layers.prepack_weights(self._parameters(variables), self.spec, self.num_layers))
 
     @nn.nowrap
@@ -233,7 +233,7 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def _parameters(self, variables: Any) -> dict[str, Any]:
-        """Every array in `variables` as nested dicts, for the functions of `moe_jax.layers`."""
+        """The arrays in `variables` as nested dicts."""
         variables = nn.meta.unbox(variables)
         every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(variables.get(QUANTIZED, {})))
         held = [(leaf.path, variables.get(_collection(leaf), {})) for leaf in every]

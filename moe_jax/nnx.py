@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer for Flax NNX. See `moe_jax.layers` for names, shapes and casts.
+"""The Mixture-of-Experts layer for Flax NNX. Names, shapes and casts: `moe_jax.layers`.
 
     layer = MoE(d_model=512, d_ff=1024, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
     y = layer(x)                                    # x [..., 512]
@@ -6,8 +6,8 @@
 
 Compile with `jax.jit`, or `nnx.jit(graph_updates=False)`: plain `nnx.jit` copies every parameter in each call.
 
-For a scan over layers, make one MoE with num_layers=L and parameters `[L, ...]`, and pass each call its layer. Weights
-in the compute dtype are then read in place:
+For a scan over layers, make one MoE with num_layers=L and pass each call its layer. Weights in the compute dtype are
+then read in place:
 
     stack = MoE(512, 1024, 8, 2, num_layers=24, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
@@ -22,7 +22,7 @@ Layers that are scanned as usual have axis 0, the stack None.
 Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's,
 `MoE.from_weights(LayerWeights.from_checkpoint(layer))`. Their arrays are `QuantizedArray`s, no nnx.Params.
 
-With several devices, call the layer inside `jax.shard_map`, as examples/jax_data_parallel.py does.
+With several devices, call the layer inside `jax.shard_map`, as in examples/jax_data_parallel.py.
 """
 
 from __future__ import annotations
@@ -182,11 +182,11 @@ class MoE(nnx.Module):
     def from_weights(
         cls, weights: layers.LayerWeights, *, dtype: Any = None, param_dtype: Any = None, copy: bool = True
     ) -> MoE:
-        """Make a layer with these weights, in their storage, without drawing any first.
+        """A layer with these weights, in their storage, without drawing any first.
 
         param_dtype: None: that of the weights. Quantised experts stay as they are. copy=False: on a CPU the layer
-        shares the arrays, which must not change any more. For another storage, a stack or more options, make an
-        abstract layer, `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call load_weights.
+        shares the arrays, which must not change any more. For more options make an abstract layer,
+        `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call load_weights.
         """
         if not isinstance(weights, layers.LayerWeights):
             raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; pass those of one layer")
@@ -232,7 +232,7 @@ class MoE(nnx.Module):
         return layers.explain(self.spec, tokens, **self._planned_for(), training=training)
 
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """Floating-point operations and bytes of a forward for a number of tokens, or a shape of x, see
+        """Floating-point operations and bytes of a forward for a number of tokens or a shape of x, see
         `moe_core.layers.layer_cost`. training: with the backward. XLA's `cost_analysis` does not count them."""
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
@@ -247,9 +247,8 @@ class MoE(nnx.Module):
     def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> None:
         """Take the weights of a checkpoint or another layer (of each layer, for a stack), in this layer's layouts.
 
-        Every array goes to the devices of the one it replaces, and shares no memory with `weights`. Arrays of a layer
-        made by `nnx.eval_shape` go where logical rules say. A prepacked layer stays prepacked. See
-        `moe_jax.layers.load_weights`.
+        Arrays go to the devices of those they replace, and share no memory with `weights`. After `nnx.eval_shape` they
+        go where logical rules say. A prepacked layer stays prepacked. See `moe_jax.layers.load_weights`.
         """
         if self.is_prepacked:
             self.restore_weights()
@@ -305,10 +304,10 @@ class MoE(nnx.Module):
         self._hold(layers.restore_weights(self.parameters(), self.spec, self.num_layers), self._leaves())
 
     def parallelize(self, mesh: Mesh, expert_axis: str | ExpertAxis | None = "ep") -> None:
-        """Split the experts over an axis of the mesh, in place. All else goes whole to its devices.
+        """Split the experts over an axis of the mesh, in place. All else goes whole to its devices. Raises
+        InvalidInput.
 
-        A layer made by `nnx.eval_shape` gets the shardings, and `load_weights` fills it. See
-        `moe_jax.layers.expert_sharding`. Raises InvalidInput.
+        A layer made by `nnx.eval_shape` gets the shardings for `load_weights`. See `moe_jax.layers.expert_sharding`.
         """
         axis = ExpertAxis.of(expert_axis)
         if axis is None:
@@ -325,7 +324,7 @@ class MoE(nnx.Module):
         self.expert_axis = axis
 
     def _hold(self, parameters: dict[str, Any], before: Sequence[Leaf]) -> None:
-        """Take quantised matrices of parameters, which may have other names for their arrays than before."""
+        """Take quantised matrices of parameters, with array names that may differ from those before."""
         after = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
         for leaf in filter(lambda leaf: leaf.is_quantized, before):
             delattr(self._group_of(leaf), leaf.path[-1])

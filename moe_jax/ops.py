@@ -165,7 +165,7 @@ def make_layout(
             Unsupported.
 
     Returns:
-        the layout. An id outside [-1, E), or [-1, E_global) with expert_map, acts as -1 and counts in `invalid_ids`.
+        the layout. Ids outside [-1, E), or [-1, E_global) with expert_map, act as -1 and count in `invalid_ids`.
     """
     call = OpCall("make_layout")
     shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), ID_DTYPES)
@@ -222,14 +222,14 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     Gradients go through quantised weights, which are frozen. With a quantised x nothing has a gradient.
 
     Args:
-        operands: x is bf16, fp16 or fp32. weight with up, and x with them, may be `QuantizedTensor`s
+        operands: x is bf16, fp16 or fp32. weight with up, and x with them, may be quantised
             (docs/user/quantization.md).
         layout: the rows' experts. None: one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
         spec: gather, scatter, fused activation, weight layout, dtypes.
 
     Returns:
-        y `[capacity, N]` (scatter `row`), `[T * K, N]` (`slot`) or `[T, N]` (dense), in `spec.out_dtype`. N is the
-            width after gating. Rows without an expert are exact zeros.
+        y `[capacity, N]` (scatter `row`), `[T * K, N]` (`slot`) or `[T, N]` (dense), in `spec.out_dtype`, N after
+            gating. Rows without an expert are exact zeros.
     """
     call = OpCall("matmul_ogs")
     require_type("operands", operands, MatmulOperands)

@@ -56,7 +56,7 @@ class Request:
 
 
 class OpCall:
-    """Collects the arrays of one op call by plan input name."""
+    """Collects an op call's arrays by plan input name."""
 
     def __init__(self, op: str) -> None:
         self._op = op
@@ -104,7 +104,7 @@ class OpCall:
             raise InvalidInput(f"{name}: {error}") from error
 
     def run(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[jax.Array, ...]:
-        """Plan, then call. Returns the plan's outputs in order."""
+        """Plan and call. Returns the plan's outputs in order."""
         return execute(self.request(planner, *arguments, **keywords), *self.placed().values())
 
     def placed(self) -> dict[str, Any]:

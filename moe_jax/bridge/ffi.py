@@ -1,8 +1,8 @@
 """One XLA FFI target that runs plans on XLA's own buffers. The only user of tvm_ffi, imported by `moe_jax.bridge.tvm`.
 
-A compiled program calls the target `moebius_plan` with the plan's key. XLA passes addresses of operands and results
-and, on a GPU, its stream. The callback runs the prepared plan without allocation, copy or wait, and calls neither JAX
-nor a compiler, so that XLA may capture its launches into a CUDA graph and replay them without Python.
+A compiled program calls the target `moebius_plan` with a plan's key, the addresses of operands and results and, on a
+GPU, XLA's stream. The callback runs the prepared plan without allocation, copy or wait, and calls neither JAX nor a
+compiler, so that XLA may capture its launches into a CUDA graph and replay them without Python.
 
 Limits of jax-tvm-ffi 0.1.3: string attributes longer than 7 bytes are used after they are freed, other attributes leak
 on every call, a missing one crashes, and a process holds at most 1024 targets. Hence one target and a key in short

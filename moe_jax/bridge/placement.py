@@ -27,8 +27,8 @@ def replicated() -> Iterator[None]:
     """Let ops and layers run outside `jax.shard_map` in programs for several devices, each running all of it.
 
     `with moe_jax.replicated(): y = jax.jit(layer)(x)`. XLA gathers every operand on every device, and the results are
-    replicated. Otherwise such a program raises Unsupported when it is lowered. Calls made in the block may be
-    differentiated anywhere. jitted functions trace again in it.
+    replicated. Otherwise lowering such a program raises Unsupported. Calls in the block may be differentiated anywhere.
+    jitted functions trace again in it.
     """
     with everywhere(True):
         yield

@@ -27,7 +27,7 @@ _cpu_engine = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def export_target(cuda: Target) -> Iterator[None]:
-    """Trace for an explicit CUDA target, to export a program for a GPU on a machine without one.
+    """Trace for an explicit CUDA target, to export for a GPU on a machine without one.
 
     `with export_target(Target("cuda", 90, 132)): jax.export.export(jax.jit(f), platforms=["cuda"], ...)(*arguments)`.
     Compiles nothing here. Raises InvalidInput unless `cuda` is a Target of kind cuda.

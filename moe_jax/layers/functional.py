@@ -111,9 +111,9 @@ def explain(
 ) -> str:
     """Explain the plan of `forward` for x of shape `tokens` (`[..., D]`, or a number of tokens) on the default device.
 
-    training: the forward of a training step, then its backward with the gradients of x and every parameter. parameters:
-    arrays or ShapeDtypeStructs with the dtypes. None: param_dtype, as from `initialize`. x has `dtype`, else that of
-    the experts (param_dtype if quantised). Computes nothing. Raises InvalidInput, Unsupported.
+    training: forward, then backward with the gradients of x and every parameter. parameters: arrays or
+    ShapeDtypeStructs with the dtypes. None: param_dtype, as from `initialize`. x has `dtype`, else that of the experts
+    (param_dtype if quantised). Computes nothing. Raises InvalidInput, Unsupported.
     """
     shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
     operands, target = _planned_for(spec, shape, dtype, param_dtype, num_layers, parameters)

@@ -23,8 +23,8 @@ def router_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """(load-balancing loss, z-loss), fp32 scalars, see `moe_core.ops.routing.reference_backward.router_losses`.
 
-    They cover the local tokens. over: mesh axes of a shard_map. The mean over their ranks is then the loss of all
-    tokens, and gradients need no message.
+    They cover local tokens. over: mesh axes of a shard_map. The mean over their ranks is then the loss of all tokens,
+    and gradients need no message.
     """
     num_experts = logits.shape[1]
     kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)

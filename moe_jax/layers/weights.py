@@ -45,8 +45,7 @@ def load_weights(
 def export_weights(
     parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None
 ) -> LayerWeights | list[LayerWeights]:
-    """LayerWeights of a layer's parameters, or one for each layer of a stack, in their storage, as published if
-    prepacked.
+    """LayerWeights of a layer's parameters, or one per layer of a stack, in their storage, as published if prepacked.
 
     Arrays are fetched from their device one by one. Those on a CPU are not copied.
     """
@@ -143,10 +142,9 @@ def _require_same_kind(weights: LayerWeights, spec: MoELayerSpec) -> None:
 def prepack_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None) -> dict[str, Any]:
     """Parameters with the experts' quantised matrices in the order of Hopper's kernels.
 
-    `wi/values` and `wi/scales` become `wi/tiled_values` and `wi/tiled_scales`, and names tell functions and checkpoints
-    the layout. Forwards keep their results, and there are no gradients. Works inside jit. Prepacked parameters come
-    back as they are. Raises InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be
-    tiled.
+    `wi/values` and `wi/scales` become `wi/tiled_values` and `wi/tiled_scales`, names that functions and checkpoints
+    read. Results stay, without gradients. Works inside jit. Prepacked parameters come back as they are. Raises
+    InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be tiled.
     """
     specs = tiled_specs(spec, spec.storage(MAXTEXT))
 
@@ -168,8 +166,8 @@ def quantize_experts(
 ) -> tuple[dict[str, Any], MoELayerSpec]:
     """(parameters, spec) of a layer, or stack of num_layers, with its experts quantised to a scheme.
 
-    Matrices become arrays of `scheme.weights` on their devices (`moe_jax.quantize`, computed on the host). Raises
-    InvalidInput for quantised experts and sizes that the format cannot have, and Unsupported inside jit.
+    Matrices become arrays of `scheme.weights` on their devices, computed on the host. Raises InvalidInput for quantised
+    experts and impossible sizes, and Unsupported inside jit.
     """
     if spec.experts.scheme is not None:
         raise InvalidInput(f"experts must be plain to be quantised, got {spec.experts.scheme}; quantise them once")

@@ -53,7 +53,7 @@ class Sizes:
 
     @functools.cached_property
     def most_out(self) -> int:
-        """Rows of a block, or without blocks of an owner from all homes."""
+        """Rows of a block, else of an owner from all homes."""
         bounds = bounds_of(self.spec, self.tokens, self.top_k, self.placement)
         if bounds.block is not None:
             return bounds.block
@@ -62,7 +62,7 @@ class Sizes:
 
     @functools.cached_property
     def most_back(self) -> int:
-        """Slots of a block on the way back, or without blocks of an owner from all homes."""
+        """Slots of a block on the way back, else of an owner from all homes."""
         back = bounds_of(self.spec, self.tokens, self.top_k, self.placement).back
         return self.most_out * (self.nearest if self.spec.rows == "tokens" else 1) if back is None else back
 
