@@ -83,12 +83,12 @@ def plan_matmul_ogs_backward(
 ) -> LaunchPlan:
     """The wanted gradients of `plan_matmul_ogs` without an activation: d_x, d_weight, d_bias, d_row_weight.
 
-    d_y: the gradient of y, in y's shape and any matmul dtype. c = cast(d_y) to the dtype of x, and g = c, or with
-    row_weight g = cast(row_weight * c). d_x = cast(g . weight^T); for gather `token` the fp32 sum of a token's rows of
-    it, cast again. d_weight = cast(sum over an expert's rows of x^T g). d_bias = cast(sum of g). d_row_weight = <c, x .
-    weight + bias> in fp32, by running the product again. Rows, slots and experts without a counterpart get exact zeros.
-    operands, layout and spec are the forward's, but only the expected sizes of its tuning count. A quantised weight is
-    dequantised to the dtype of x for d_x, and has no gradient.
+    d_y: the gradient of y in any matmul dtype. c = cast(d_y) to the dtype of x, g = c, or with row_weight
+    cast(row_weight * c). d_x = cast(g . weight^T); for gather `token` the fp32 sum of a token's rows of it, cast again.
+    d_weight = cast(sum over an expert's rows of x^T g). d_bias = cast(sum of g). d_row_weight = <c, x . weight + bias>
+    in fp32, by running the product again. Rows, slots and experts without a counterpart get exact zeros. operands,
+    layout and spec are the forward's; of its tuning only expected sizes count. A quantised weight is dequantised to the
+    dtype of x and has no gradient.
 
     Inputs: d_y, the operands, then group_sizes, group_start, slot_of_row, row_of_slot of a layout. Outputs: wanted, in
     order, each like its operand. Raises InvalidInput, and Unsupported with the reason of `why_no_gradient`.

@@ -36,17 +36,16 @@ def plan_matmul_ogs(
 ) -> LaunchPlan:
     """`y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight)` for every row of the layout.
 
-    operands: ArraySpecs (shapes in MatmulOperands), weights and x possibly `QuantizedTensor`s of them (semantics:
-    docs/user/quantization.md). layout None: dense, x `[T, D]`, weight `[D, N]` or `[N, D]`. config None: chosen by
-    `choose_tile` from spec.tuning. Rows that no expert writes become exact zeros. joined: x is twice as wide, and y =
-    x[:, :D] @ weight + x[:, D:] @ up with one fp32 sum, on compiled targets only. outputs: `y`, `pre` or both. pre is
-    the input of the fused activation, cast to the dtype of x: `[rows of y, 2N]` (ungated N), gate_layout `separate` as
-    gate columns, then up; in composed and dense plans, in layout order. A quantised x has no pre, and quantised weights
-    are not joined; see `moe_core.ops.matmul.quantized.transposed`.
+    operands: ArraySpecs, weights and x possibly `QuantizedTensor`s (docs/user/quantization.md). layout None: dense, x
+    `[T, D]`, weight `[D, N]` or `[N, D]`. config None: `choose_tile`. Rows that no expert writes become exact zeros.
+    joined: x is twice as wide, and y = x[:, :D] @ weight + x[:, D:] @ up in one fp32 sum, on compiled targets with
+    plain weights. outputs: `y`, `pre` or both. pre is the input of the fused activation, cast to the dtype of x: `[rows
+    of y, 2N]` (ungated N), gate_layout `separate` as gate columns, then up; in composed and dense plans, in layout
+    order. A quantised x has no pre.
 
     stage: 0 or 1 for that product of a composed plan. It trusts its layout, neither reads nor writes rows without an
     expert, and has two more inputs: the schedule of the config's block_m and, for families that count tiles,
-    tile_counters int32 `[2]`, zeros. The reference engine has no tiles, needs neither and fills all rows.
+    tile_counters int32 `[2]`, zeros. The reference engine needs neither and fills all rows.
 
     Inputs: the operands, group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`, [schedule],
     [tile_counters]. y: `[capacity, N]` (scatter `row`) or `[T * K, N]` (`slot`). Raises InvalidInput, Unsupported.
@@ -63,15 +62,15 @@ def plan_matmul_ogs(
 def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | None = None) -> LaunchPlan:
     """`plan_matmul_ogs` of a problem with its chosen tile (None on a target without tiles).
 
-    problem.out_format (first product of a composed plan): y is quantised bitwise like `plan_quantize_rows`.
-    [static_scale] is another input. Outputs: y.values e4m3 `[capacity, N]` and y.scales fp32 `[capacity, ceil(N /
-    128)]`, or `[1]` for a static scale. Rows without an expert are unwritten.
+    problem.out_format (first product of a composed plan): y is quantised bitwise like `plan_quantize_rows`. Inputs:
+    [static_scale] too. Outputs: y.values e4m3 `[capacity, N]` and y.scales fp32 `[capacity, ceil(N / 128)]` (static:
+    `[1]`), unwritten without an expert.
 
-    problem.finds_maxima (first product, compiled target): another input is maxima int32 `[64]`, zeros, raised to the
-    fp32 bits of the largest magnitudes of the written rows of y.
+    problem.finds_maxima (first product, compiled target): input maxima int32 `[64]`, zeros, is raised to the fp32 bits
+    of the largest magnitudes of written rows of y.
 
-    problem.addressed (last product, compiled target): y is no output. Input results_at int64 `[T * K]` holds the
-    address of each slot's row, a multiple of 16 (0: not stored).
+    problem.addressed (last product, compiled target): no output. Input results_at int64 `[T * K]` holds the address of
+    each slot's row, a multiple of 16 (0: not stored).
     """
     operands, layout, spec = problem.operands, problem.layout, problem.spec
     builder = PlanBuilder("matmul_ogs", problem.target)

@@ -123,10 +123,10 @@ def plan_weight_gradient(
 ) -> LaunchPlan:
     """d_weight `[E, M, N]` = cast(into + left_rows^T . right_rows) over every expert's rows, d_bias `[E, M or N]`.
 
-    operands: ArraySpecs. layout None: dense, d_weight `[M, N]`, in fp32 partial sums over the rows if one sum would
-    leave most of the device idle. With operands.layer_index every result has a leading layer axis, zeros (or into) in
-    other layers. Experts without rows are exact zeros. trusted: the layout is ours, without padding inside a group.
-    Otherwise rows without a slot are skipped, whatever their values.
+    layout None: dense, d_weight `[M, N]`, in fp32 partial sums over the rows if one sum would leave most of the device
+    idle. With operands.layer_index every result has a leading layer axis, zeros (or into) in other layers. Experts
+    without rows are exact zeros. trusted: the layout has no padding inside a group. Otherwise rows without a slot are
+    skipped.
 
     Inputs: the operands, group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`. Outputs: d_weight (unless
     out_dtype is None), d_bias (with bias_side). Compiled targets only: the reference engine runs whole backwards

@@ -66,9 +66,9 @@ def plan_reduce(
     out_dtype: str | None = None,
 ) -> LaunchPlan:
     """out `[T, D]`: the fp32 sum of the rows of y of a token's slots, in the order k = 0..K-1. y: `[T * K, D]` by slot
-    (order `slot`) or `[capacity, D]` by layout row (order `row`). row_of_slot int32 `[T * K]`: -1 adds nothing and y is
-    not read. shared `[T, D]` is added in fp32, times the sigmoid of shared_gate (fp32 `[T, 1]`) unless None. One cast
-    to out_dtype (None: the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate]."""
+    (order `slot`) or `[capacity, D]` by layout row (order `row`). row_of_slot int32 `[T * K]`: -1 adds nothing. shared
+    `[T, D]` is added in fp32, times the sigmoid of shared_gate (fp32 `[T, 1]`) unless None. One cast to out_dtype
+    (None: the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate]."""
     require_choice("order", order, ("slot", "row"))
     require_spec("layout.row_of_slot", row_of_slot, (layout.num_slots,), "int32")
     rows = layout.num_slots if order == "slot" else layout.capacity

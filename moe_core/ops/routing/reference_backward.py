@@ -44,16 +44,15 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
     """d_logits fp32 `[T, E]` from d_weights fp32 `[T, K]`, logits fp32 `[T, E]` and the chosen ids int32 `[T, K]`.
 
     c = the chosen scores (before renormalising), q = c / sum(c) (zeros if the sum is zero), l = d log(score) / d logit,
-    d = scale * d_weights:
+    d = scale * d_weights, for `bounded` logits:
 
     - softmax, renormalised or over the chosen only: d_logit[id_k] = q_k (d_k - <d, q>), all others exactly 0;
     - softmax over all, not renormalised: with p the softmax, d_logits = p (g - <d, c>), g = d at the chosen, else 0;
     - sigmoid, sqrt_softplus, with q = c / (sum(c) + epsilon): d_logit[id_k] = l_k q_k (d_k - <d, q>) renormalised, else
       l_k c_k d_k.
 
-    The formulas hold for `bounded` logits; the chain rule leads to the logits. A token with an id outside [0, E) is
-    masked: its weights are constants, its d_weights and logits are not read, its row is exactly 0. The ids of a token
-    are distinct. A NaN stays in its token's row.
+    A token with an id outside [0, E) is masked: its d_weights and logits are not read, its row is exactly 0. The ids of
+    a token are distinct. A NaN stays in its token's row.
     """
     d_logits, raw = np.zeros(logits.shape, logits.dtype), logits
     tokens = np.flatnonzero(((ids >= 0) & (ids < logits.shape[1])).all(axis=-1))

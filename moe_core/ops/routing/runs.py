@@ -30,9 +30,9 @@ def runs_spec(num_rows: int, num_experts: int) -> LayoutSpec:
 def plan_layout_of_runs(counts: ArraySpec, num_rows: int, target: Target, *, stride: int | None = None) -> LaunchPlan:
     """Group received rows by expert. Rows arrive in runs, ordered by source, then by expert.
 
-    counts int32 `[W, L]`: rows per run. stride: rows per source, unused after its runs. None: runs are contiguous. The
-    layout is stable: an expert's rows are those from source 0, then source 1, in order of arrival. A row is a slot (K =
-    1). Runs are cut where their memory ends, and overflow counts the missing rows.
+    counts int32 `[W, L]`: rows per run. stride: rows per source, unused after its runs (None: runs are contiguous). An
+    expert's rows keep their order. A row is a slot (K = 1). Runs are cut where their memory ends, and overflow counts
+    the missing rows.
 
     Input: counts. Outputs, int32, R = num_rows: ids `[R, 1]`, the local expert of every row, -1 = unused; group_sizes
     `[L]`, group_start `[L + 1]`, slot_of_row `[R]`, row_of_slot `[R]`, overflow `[1]`. Raises InvalidInput,

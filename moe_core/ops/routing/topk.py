@@ -130,12 +130,12 @@ def plan_routing(
 ) -> LaunchPlan:
     """ids int32 `[T, K]` and weights fp32 `[T, K]` of logits fp32 `[T, E]`.
 
-    correction_bias fp32 `[E]` affects the selection, not the weights. token_mask bool `[T]`: a masked token gets ids -1
-    and weights 0. Without a bias experts are ordered by logits (every scoring is monotone), otherwise by fp32 score +
-    bias (topk_then_softmax: logit + bias). -0.0 ties with 0.0, NaN ranks below every number, ties go to the lower id.
-    given int32 `[T, K]`: experts already chosen, distinct within a token, in this order. A token with an id outside [0,
-    E) is masked. Inputs: logits, [correction_bias], [token_mask], [given]. Outputs: ids, weights, [bitmatrix uint32
-    `[T, ceil(E / 32)]`]. Raises InvalidInput, Unsupported.
+    correction_bias fp32 `[E]` affects only the selection. token_mask bool `[T]`: a masked token gets ids -1 and weights
+    0. Without a bias experts are ordered by logits (every scoring is monotone), otherwise by fp32 score + bias
+    (topk_then_softmax: logit + bias). -0.0 ties with 0.0, NaN ranks below every number, ties go to the lower id. given
+    int32 `[T, K]`: experts already chosen, distinct within a token, in this order. A token with an id outside [0, E) is
+    masked. Inputs: logits, [correction_bias], [token_mask], [given]. Outputs: ids, weights, [bitmatrix uint32 `[T,
+    ceil(E / 32)]`]. Raises InvalidInput, Unsupported.
     """
     require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape

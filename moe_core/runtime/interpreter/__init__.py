@@ -76,8 +76,7 @@ def install() -> None:
 def launch(kernel: Any, grid: Sequence[int], arguments: Sequence[tuple[str, Any]]) -> None:
     """Run every program of one launch, in order, on host memory in place. kernel: a `@triton.jit` function imported
     under TRITON_INTERPRET=1. arguments: (parameter, value). A HostPointer becomes a pointer, a plan `Scalar` a run-time
-    number of its dtype, anything else a constant. An exception of the kernel propagates with a note that names the
-    program."""
+    number, anything else a constant. A note on the kernel's exception names the program."""
     install()
     from moe_core.runtime.interpreter import patches
 

@@ -44,17 +44,16 @@ def plan_matmul_quantized_transposed(
 ) -> LaunchPlan:
     """`y[scatter(row)] = cast(x[gather(row)] @ dequantised(weight[expert])^T)` for every row of the layout.
 
-    operands: ArraySpecs of the forward's operands, except that x is the gradient of its result, `[*, N]` in any matmul
-    dtype, and y is `[*, D]`. With `up` x is `[*, 2N]`, gate columns first, and y = x[:, :N] @ weight^T + x[:, N:] @
-    up^T with one fp32 sum. Only x, weight, up and layer_index are present. The weight is (code - zero point) * scale in
-    fp32, cast to the dtype of x. spec: the weight's weight_layout, this product's gather and scatter, and tuning with
-    batch_invariant or a config of the family `quantized`.
+    operands: the forward's x, weight, up and layer_index as ArraySpecs, except that x is the gradient of its result,
+    `[*, N]` in any matmul dtype, and y is `[*, D]`. With `up` x is `[*, 2N]`, gate columns first, and y = x[:, :N] @
+    weight^T + x[:, N:] @ up^T in one fp32 sum. The weight is (code - zero point) * scale in fp32, cast to the dtype of
+    x. spec: the weight's weight_layout, this product's gather and scatter, tuning with batch_invariant or a config of
+    the family `quantized`.
 
-    tile None: that of `choose_transposed_tile`. Inputs: x, the weights' arrays, [layer_index], group_sizes `[E]`,
-    group_start `[E + 1]`, slot_of_row `[capacity]`. composed: another input is `schedule` for the tile's block_m, and
-    rows without an expert are unwritten. Otherwise these rows become exact zeros, and scatter `slot` has the input
-    row_of_slot `[T * K]`. Output: y, or none if addressed (composed only), as in `plan_product`. Raises InvalidInput,
-    Unsupported.
+    tile None: `choose_transposed_tile`. Inputs: x, the weights' arrays, [layer_index], group_sizes `[E]`, group_start
+    `[E + 1]`, slot_of_row `[capacity]`. composed: also `schedule` for the tile's block_m, and rows without an expert
+    are unwritten. Otherwise they become exact zeros, and scatter `slot` has the input row_of_slot `[T * K]`. Output: y,
+    or none if addressed (composed only), as in `plan_product`. Raises InvalidInput, Unsupported.
     """
     problem = dataclasses.replace(_decoded(operands, layout, spec, target), addressed=addressed)
     builder = PlanBuilder("matmul_quantized_transposed", target)

@@ -142,9 +142,8 @@ def bias_gradient(
     out_dtype: str,
     row_weight: np.ndarray | None = None,
 ) -> np.ndarray:
-    """d_bias `[E, N]`: per expert the fp32 sum of its rows of d_y `[*, N]` (gather: `row`, `slot`, `token`), each times
-    row_weight fp32 `[T * K]` (by slot) if not None, unrounded; one cast. Experts without rows are exact zeros. rows
-    None: dense, `[N]`."""
+    """d_bias `[E, N]`: per expert the fp32 sum of its rows of d_y `[*, N]`, times row_weight fp32 `[T * K]` (by slot)
+    if not None, unrounded; one cast. Experts without rows are exact zeros. rows None: dense, `[N]`."""
     rows = dense_rows(len(d_y)) if rows is None else rows
     d_bias = np.zeros((1 if rows.layout is None else rows.layout.num_experts, d_y.shape[1]), working_dtype(d_y))
     with np.errstate(all="ignore"):
@@ -168,8 +167,8 @@ def bias_product(d_y: np.ndarray, bias: np.ndarray, rows: Rows, *, gather: str =
 
 
 class Trained(NamedTuple):
-    """An array that gets a gradient. layer_index: the layer used of a stack. into: fp32, of the array's shape, added to
-    the gradient. place: memory that the gradient may use unless the array is a stack."""
+    """An array that gets a gradient. layer_index: the layer used of a stack. into: fp32, added to the gradient. place:
+    memory that the gradient may use unless the array is a stack."""
 
     array: np.ndarray
     layer_index: np.ndarray | None = None

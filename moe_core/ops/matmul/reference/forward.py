@@ -88,10 +88,9 @@ def matmul_ogs(
     later: Later | None = None,
     then: Callable[[slice], None] | None = None,
 ) -> np.ndarray:
-    """y of `plan_matmul_ogs`. Rows without an expert are exact zeros. Sums are always IEEE fp32, whatever allow_tf32
-    and fast_accumulate permit. A quantised x needs spec.out_dtype. rows None: a dense product. places: memory for y
-    (empty: a new array). later: computes y, and runs `then`, if nothing follows its sums. then: called for each slice
-    of rows of y that is ready, if all rows have an expert."""
+    """y of `plan_matmul_ogs`. Rows without an expert are exact zeros, and sums are always IEEE fp32. A quantised x
+    needs spec.out_dtype. rows None: dense. places: memory for y. later: computes y, and runs `then`, if nothing follows
+    its sums. then: called for each finished slice of rows of y, if all rows have an expert."""
     rows = dense_rows(operands.x.shape[0]) if rows is None else rows
     y = places[0] if places else _empty(operands, spec, rows)
     Product(operands, spec, rows, y).run(later, then)
