@@ -141,11 +141,11 @@ def test_frozen_weights_cost_nothing_in_jax() -> None:
 def test_frozen_weights_cost_nothing_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     made, inner = [], moe_torch.autograd.stages.call
 
-    def watch(operator: Any, *arguments: Any) -> Any:
+    def watch(operator: Any, arguments: tuple[Any, ...]) -> Any:
         if operator.name == "matmul_ogs_backward":
             _, _, wanted = decode(arguments[-1])
             made.append(wanted)
-        return inner(operator, *arguments)
+        return inner(operator, arguments)
 
     monkeypatch.setattr(moe_torch.autograd.stages, "call", watch)
     given = {name: torch.tensor(array) for name, array in arrays("float32").items()}

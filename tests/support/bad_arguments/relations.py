@@ -20,6 +20,7 @@ from moe_core.formats import QuantizedSpec, QuantizedTensor, format_named, quant
 from moe_core.ops.activation.backward import plan_activation_backward
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.moe.backward import plan_moe_backward
+from moe_core.ops.moe.options import BackwardOptions
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
@@ -201,6 +202,6 @@ BACKWARDS = (
         plan_activation_backward),
     Call("moe", {"gradients": OutputGradients(array(T, D), array(T, K), array(T, GLOBAL), array(1), array(1)),
         "operands": MoEOperands(array(T, D), _EVERY_EXPERT, _ROUTER, array(T, dtype="bool"), ids(GLOBAL), _SHARED),
-        "spec": MoESpec(SEPARATE, RouterSpec(K)), "wanted": ("d_x",)}, ("gradients.output",
+        "spec": MoESpec(SEPARATE, RouterSpec(K)), "options": BackwardOptions(("d_x",))}, ("gradients.output",
         *(f"operands.{name}" for name in _ROUTING)), plan_moe_backward),
 )  # fmt: skip
