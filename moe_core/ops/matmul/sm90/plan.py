@@ -137,7 +137,7 @@ class _Sm90(Sm90Family):
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
         tall = config.block_m == SM90_TALL_BLOCK_M
         kernel = SM90_TALL_MATMUL_OGS if tall else SM90_MATMUL_OGS
-        arguments = _arguments(builder, problem, config, stage)
+        arguments = sm90_arguments(builder, problem, config, stage)
         grid = min(problem.tiles(config), problem.most_multiprocessors)
         builder.launch(kernel, (grid,), arguments, config.num_warps, 1)
         products = "wgmma 64 x 256 x 16" + (" and 64 x 128 x 16" if tall else "")
@@ -147,7 +147,7 @@ class _Sm90(Sm90Family):
 SM90 = _Sm90()
 
 
-def _arguments(
+def sm90_arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None
 ) -> dict[str, Argument]:
     """Every kernel parameter in order. A stage trusts its layout: no padding inside groups, whole tiles are stored."""
