@@ -65,6 +65,7 @@ lint: environment
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright
+	$(RUN) -m tools.prose
 
 format: environment
 	$(RUN) -m ruff check --fix .
