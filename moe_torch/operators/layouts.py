@@ -86,8 +86,9 @@ def reduce_plan(
         rows = y.shape[0] if order == "row" else None
         sizes = (*sizes[:2], 1, 1, rows or None)
     layout = layout_of(sizes, bundles.LayoutArrays(row_of_slot=row_of_slot))
-    addend: Any = {"shared": shared, "shared_gate": shared_gate}
-    return plan_reduce(y, row_of_slot, layout, target, order=order, out_dtype=out_dtype, **addend)
+    return plan_reduce(
+        y, row_of_slot, layout, target, order=order, shared=shared, shared_gate=shared_gate, out_dtype=out_dtype
+    )
 
 
 def gather_rows_plan(
