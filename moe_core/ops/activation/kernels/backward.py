@@ -1,4 +1,4 @@
-"""Backward of the activation in fp32: as an op, and between the matmuls with the gradient of the row weight."""
+"""Backward of activations in fp32: as an op, and between matmuls with the gradient of the row weight."""
 
 import triton
 import triton.language as tl
@@ -10,11 +10,11 @@ from moe_core.ops.activation.kernels.formulas import gated_backward, value_and_s
 def load_gate_up(
     x, up, base, up_base, first, inside, WIDTH: tl.constexpr, GATE_LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return (gate, up) in fp32 of BLOCK_N columns from `first`. Rows begin at base in x and at up_base in up."""
+    """Return (gate, up) in fp32 of BLOCK_N columns from `first`. base, up_base: starts of rows in x and up."""
     columns = first + tl.arange(0, BLOCK_N)[None, :]
     mask = inside[:, None] & (columns < WIDTH)
     if GATE_LAYOUT == "interleaved":
-        # Both columns of a pair in one load, then taken apart: half of every other access would be wasted.
+        # Load both columns of a pair at once: separate loads would waste half of each access.
         pairs = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, :]
         both = tl.load(x + base + pairs, mask=inside[:, None] & (pairs < 2 * WIDTH), other=0.0).to(tl.float32)
         gate, second = tl.split(tl.reshape(both, (both.shape[0], BLOCK_N, 2)))
@@ -29,7 +29,7 @@ def load_gate_up(
 
 @triton.jit
 def store_gate_up(d_gate, d_up, d_x, d_second, base, first, inside, WIDTH: tl.constexpr, GATE_LAYOUT: tl.constexpr):
-    """Store both gradients in the layout of `load_gate_up`. base: rows of d_x. Rows of d_second have WIDTH columns."""
+    """Store both gradients in the layout of `load_gate_up`. Rows of d_second have WIDTH columns."""
     BLOCK_N: tl.constexpr = d_gate.shape[1]
     columns = first + tl.arange(0, BLOCK_N)[None, :]
     mask = inside[:, None] & (columns < WIDTH)
@@ -80,12 +80,11 @@ def expert_activation_backward(
 ):  # fmt: skip
     """Write d_pre, weighted_hidden and d_weight of BLOCK_M slots (rows, with slot_of_row), all columns in order.
 
-    d_pre = act'(pre) (w z)
-    weighted_hidden = w act(pre)
-    d_weight = <z, act(pre)> + bias_product
-    z = d_hidden
+        d_pre = act'(pre) (w z), with z = d_hidden
+        weighted_hidden = w act(pre)
+        d_weight = <z, act(pre)> + bias_product
 
-    A slot without a row reads nothing. Its d_weight is 0, and it writes zeros unless BY_ROW, where it has no row.
+    A slot without a row reads nothing, has d_weight 0, and writes zeros unless BY_ROW, where it has no row.
     """
     slots = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     written = slots < num_slots
@@ -99,7 +98,7 @@ def expert_activation_backward(
             if slot_of_row is not None:
                 if d_weight is not None:
                     tl.store(d_weight + slots, 0.0, mask=written & (present == 0))
-                # Rows of slots are neighbours, while slots next to each other may have a row or none.
+                # Rows of slots are neighbours. Of neighbouring slots some may have no row.
                 rows = slots
                 slots = tl.load(slot_of_row + rows, mask=rows < num_rows, other=-1).to(tl.int64)
                 present = (slots >= 0) & (slots < num_slots)
@@ -115,8 +114,7 @@ def expert_activation_backward(
     for first in range(0, WIDTH, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)[None, :]
         if GATE_LAYOUT == "interleaved":
-            # A thread that loads 16 bytes has the pairs of 4 columns: with 4 columns of the other arrays nothing
-            # moves between threads.
+            # A thread's 16 bytes hold the pairs of 4 columns. With 4 columns of other arrays threads exchange nothing.
             columns = tl.max_contiguous(columns, [1, 4])
         here = rows[:, None] * WIDTH + columns
         mask = present[:, None] & (columns < WIDTH)

@@ -1,4 +1,4 @@
-"""Formulas of activations and their derivatives in fp32, for matmuls and for the ops here."""
+"""Activations and their derivatives in fp32."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def sigmoid(x):
 
 @triton.jit
 def activate(x, NAME: tl.constexpr):
-    """act(x) of the ungated form, fp32. Comparisons with NaN are false, so `where` keeps NaN."""
+    """act(x) of the ungated form. Comparisons with NaN are false, so `where` keeps NaN."""
     if NAME == "silu":
         return x * sigmoid(x)
     elif NAME == "gelu":
@@ -27,7 +27,7 @@ def activate(x, NAME: tl.constexpr):
 
 @triton.jit
 def activate_gated(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """act(gate) * up with its bounds, fp32. Formulas: `moe_core.specs.matmul.Activation`."""
+    """act(gate) * up with its bounds. Formulas: `moe_core.specs.matmul.Activation`."""
     if NAME == "softcapped_silu":
         return softcap(gate, ALPHA) * sigmoid(gate) * softcap(up, LIMIT)
     else:
@@ -46,13 +46,13 @@ def activate_gated(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
 
 @triton.jit
 def clamp(x, LIMIT: tl.constexpr):
-    """x within [-LIMIT, LIMIT]. NaN stays NaN, because comparisons with it are false."""
+    """x within [-LIMIT, LIMIT]. NaN stays NaN."""
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
 @triton.jit
 def softcap(x, LIMIT: tl.constexpr):
-    """LIMIT * tanh(x / LIMIT), fp32. A polynomial near 0, where 1 - 2 / (1 + exp(2z)) would cancel."""
+    """LIMIT * tanh(x / LIMIT). A polynomial near 0, where 1 - 2 / (1 + exp(2z)) would cancel."""
     z = x * (1.0 / LIMIT)
     square = z * z
     rest = (((-0.00610495 * square + 0.02100364) * square - 0.0538525) * square + 0.13332782) * square - 0.33333329
@@ -64,15 +64,15 @@ def softcap(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def softcap_slope(x, LIMIT: tl.constexpr):
-    """1 - tanh(x / LIMIT)^2, fp32, without its cancellation: 4 e / (1 + e)^2 with e = exp(-2 |x / LIMIT|)."""
+    """1 - tanh(x / LIMIT)^2 without its cancellation: 4 e / (1 + e)^2 with e = exp(-2 |x / LIMIT|)."""
     power = tl.exp(tl.abs(x) * (-2.0 / LIMIT))
     return 4.0 * power / ((1.0 + power) * (1.0 + power))
 
 
 @triton.jit
 def value_and_slope(x, NAME: tl.constexpr):
-    """(act(x), d act(x) / dx) of the ungated form, fp32. Formulas: `moe_core.ops.activation.reference`. A slope that is
-    constant in fp32 is taken at a bound, so that no infinity meets a zero."""
+    """(act(x), d act(x) / dx), ungated. Formulas: `moe_core.ops.activation.reference`. A slope that is constant
+    in fp32 is taken at a bound, so that no infinity meets a zero."""
     if NAME == "silu":
         bounded = clamp(x, 128.0)
         share = sigmoid(bounded)
@@ -110,7 +110,7 @@ def gated_backward(d_y, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT
             if NAME != "clamped_silu":
                 g = tl.where(gate > LIMIT, LIMIT, gate)
         if NAME == "swiglu_oai":
-            # g s(a g) is silu(a g) / a: its slope is silu's at a g, its value that of s(a g) times g.
+            # With s the sigmoid, g s(a g) is silu(a g) / a: its slope is silu's at a g, its value is s(a g) g.
             _, slope = value_and_slope(ALPHA * g, "silu")
             activated = g * sigmoid(ALPHA * g)
             u += 1.0

@@ -1,8 +1,7 @@
-"""The words of the kernels: aggregates, which a kernel builds once from its arguments and passes on as one value.
+"""Aggregates: values that a kernel builds once from its arguments and passes on.
 
-A field is an array (a pointer), a TMA descriptor, a number, a piece of shared memory, or a constant. Constants have
-names in capitals. An absent field is None and a constant, too: `if output.pre is not None` is decided when the kernel
-is compiled. Aggregates cannot be changed.
+A field is an array (a pointer), a TMA descriptor, a number, a piece of shared memory, or a constant (in capitals). An
+absent field is None, a constant, so `if output.pre is not None` is decided at compile time. Aggregates are immutable.
 
     rows = Rows(x, x_map, X_STRIDE, GATHER)
     first = gl.load(rows.values + row * rows.STRIDE)
@@ -18,10 +17,10 @@ Constant = constexpr
 def aggregate(cls):
     """Return an aggregate of a class's annotated fields, in order. Fields with a default come last.
 
-    Triton 3.6 makes no constructor, and no aggregate can hold None. The interpreter gets a plain class.
+    Triton 3.6 makes no constructor and its aggregates cannot hold None. The interpreter gets a plain class.
     """
     interpreted = triton.knobs.runtime.interpret
-    # Constants, because Triton's key of a compiled kernel includes the constants that its functions refer to.
+    # Constants, because Triton's key of a compiled kernel includes constants that its functions use.
     fields = constexpr(tuple(cls.__annotations__))
     defaults = constexpr(tuple((name, vars(cls)[name]) for name in fields.value if name in vars(cls)))
 
@@ -41,44 +40,44 @@ def aggregate(cls):
 
 
 def aggregate_of(name, fields, **defaults):
-    """Return an aggregate of the fields that a text lists. A comment above it describes them."""
+    """Return an aggregate of the fields listed in a text."""
     kinds = {field: Constant if field.isupper() else object for field in fields.split()}
     return aggregate(type(name, (), {"__annotations__": kinds, **defaults}))
 
 
-#: Rows that a product reads from column START on, STRIDE elements apart. GATHER: they are indexed by layout `row`, by
-#: `slot` or by `token`. map: their TMA descriptor, for `row` only.
+#: Rows that a product reads from column START on, STRIDE elements apart. GATHER: indexed by layout `row`, by `slot` or
+#: by `token`. map: TMA descriptor, for `row` only.
 Rows = aggregate_of("Rows", "values map STRIDE GATHER START", START=0)
 
 #: Matrices of D x WEIGHT_N elements, counted over layers and experts, and their biases. N: output columns. up_map,
-#: up_bias: of the up matrices if GATE_LAYOUT is `separate`. IN_OUT: D is the first axis of a matrix.
+#: up_bias: the up matrices if GATE_LAYOUT is `separate`. IN_OUT: D is the first axis of a matrix.
 Weights = aggregate_of(
     "Weights",
     """map up_map bias up_bias layer_index D N WEIGHT_N NUM_EXPERTS NUM_LAYERS
     BIAS_LAYER_STRIDE UP_BIAS_LAYER_STRIDE GATE_LAYOUT IN_OUT""",
 )
 
-#: The rows of every expert, and the slot of every row. TOP_K slots share a token.
+#: Rows of every expert, and the slot of every row. TOP_K slots share a token.
 Layout = aggregate_of("Layout", "group_sizes group_start slot_of_row num_rows num_slots TOP_K")
 
-#: Row blocks of a product, and the counter of the tiles that are taken. GROUP_M: row blocks that share a column tile
-#: before the next. SPREAD: sections of an expert that take turns.
+#: Row blocks of a product, and the counter of tiles taken. GROUP_M: row blocks that share a column tile before the
+#: next. SPREAD: sections of an expert that take turns.
 Schedule = aggregate_of("Schedule", "schedule counters num_blocks COUNTER GROUP_M SPREAD", SPREAD=1)
 
-#: A tile: its expert, its first row in the layout, its number of rows, its number among the column tiles. expert: -1 is
-#: an idle tile for a producer and no tile for a consumer, -2 is no tile for a producer.
+#: A tile: expert, first row in the layout, number of rows, number of its column tile. expert: -1 is an idle tile for a
+#: producer and no tile for a consumer, -2 is no tile for a producer.
 Tile = aggregate_of("Tile", "expert start rows column")
 
-#: Shared memory: operands of all stages, biases of all places of the ring, results to store. row_lists: of tall row
-#: blocks, the rows of x of all places of the ring.
+#: Shared memory: operands of all stages, biases of all slots of the ring, results to store. row_lists: rows of x of
+#: tall row blocks, for all slots of the ring.
 Tiles = aggregate_of("Tiles", "left right biases results row_lists", row_lists=None)
 
-#: Barriers of a producer and two consumers, and the ring that announces tiles. COPIED: rows come by cp.async from the
-#: producer's threads, not by TMA.
+#: Barriers of a producer and two consumers, and the ring that announces tiles. COPIED: the producer's threads copy rows
+#: by cp.async instead of TMA.
 Pipeline = aggregate_of("Pipeline", "ring full empty ring_full ring_empty STAGES COPIED")
 
-#: Operations on the sums of a tile, after the bias: activation, row weight, and quantisation of results of DTYPE.
-#: scales, RULE: see `quantize_tile`. RULE `given`: scales is the scale of all results. maxima: see `raise_maxima`.
+#: Operations on a tile's sums after the bias: activation, row weight, and quantisation to DTYPE. scales, RULE: see
+#: `quantize_tile`. RULE `given`: one scale for all results. maxima: see `raise_maxima`.
 Epilogue = aggregate_of(
     "Epilogue",
     "row_weight GATE_LAYOUT ACTIVATION ALPHA LIMIT scales maxima DTYPE RULE",
@@ -86,15 +85,15 @@ Epilogue = aggregate_of(
 )  # fmt: skip
 
 #: y with N columns, the pre-activation by layout row, and their TMA descriptors. SCATTER: y is indexed by layout `row`
-#: or by `slot`, or is sent to other ranks. TRUSTED: every row of the layout has a slot. gate_map: the descriptor of the
-#: gate columns of pre, which ends with them.
+#: or by `slot`, or sent to other ranks. TRUSTED: every row of the layout has a slot. gate_map: descriptor of the gate
+#: columns of pre, ending with them.
 Output = aggregate_of(
     "Output", "y y_map pre pre_map gate_map N SCATTER TRUSTED",
     y_map=None, pre=None, pre_map=None, gate_map=None, TRUSTED=False,
 )  # fmt: skip
 
-#: An array to store pieces of tiles to. WIDTH: columns of a row. END: the column to stop at, as map does.
+#: An array to store pieces of tiles to. WIDTH: columns of a row. END: the column to stop at, as in map.
 Target = aggregate_of("Target", "array map WIDTH END SCATTER TRUSTED")
 
-#: Everything that the producer and the consumers of a product share. scales: of quantised rows and weights.
+#: Everything that producer and consumers share. scales: of quantised rows and weights.
 Product = aggregate_of("Product", "x weights layout schedule tiles pipeline epilogue output scales", scales=None)

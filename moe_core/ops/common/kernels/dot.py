@@ -8,9 +8,9 @@ import triton.language as tl
 def multiply(a, b, accumulator, PRODUCT: tl.constexpr, DRAINED: tl.constexpr):
     """Return accumulator + a . b in fp32. DRAINED: see `drained`.
 
-    PRODUCT: an input precision of `tl.dot`. `widen_` before it: both factors become fp32 first. `split_a`, `split_b`:
-    that factor is fp32 and the other one bf16. It is split into three bf16 numbers that sum to its 24 bits, so products
-    on the tensor cores are exact, unlike products in fp32. Small parts are added first.
+    PRODUCT: an input precision of `tl.dot`. Prefix `widen_`: both factors become fp32 first. `split_a`, `split_b`: that
+    factor is fp32, the other bf16. It is split into three bf16 numbers that sum to its 24 bits, which makes products on
+    tensor cores exact. Small parts are added first.
     """
     if PRODUCT == "widen_ieee":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
@@ -35,8 +35,8 @@ def multiply(a, b, accumulator, PRODUCT: tl.constexpr, DRAINED: tl.constexpr):
 def drained(accumulator):
     """Return the same sums, after the products that make them.
 
-    A computed left operand is in registers, and wgmma reads them some time later. Triton 3.6 lets up to seven products
-    wait while the next step of a loop writes the same registers. A use of the sums makes a step wait for its products.
+    wgmma reads a computed left operand from registers, some time later. Triton 3.6 lets up to seven products wait while
+    the next step of a loop writes these registers. Using the sums makes a step wait for its products.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [accumulator], tl.float32, False, 1)
 

@@ -6,10 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def layer_in_stack(layer_index, NUM_LAYERS: tl.constexpr):
-    """Return the index of a layer inside the stack, 0 for a layer outside, and True if the requested layer exists.
-
-    layer_index None: the weights have one layer.
-    """
+    """Return (index inside the stack, 0 for a layer outside, True if the layer exists). None: one layer."""
     index, exists = tl.cast(0, tl.int32), tl.cast(True, tl.int1)
     if layer_index is not None:
         wanted = tl.load(layer_index)

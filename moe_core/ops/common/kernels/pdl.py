@@ -1,13 +1,13 @@
 """Programmatic dependent launch (PDL), sm_90 and newer: launches overlap.
 
-PDL, a constant of every kernel that takes part, says when it waits for the launch ahead:
+The constant PDL says when a kernel waits for the launch ahead:
 
     None: never. The launch is ordinary.
     "start": before it reads or writes anything
     "layout": after it has read the schedule and the layout, which were written before the launch ahead began
 
-Before it waits, a kernel may read inputs of the plan and results of launches before the one ahead: that one let this
-kernel begin after its own wait, when all launches before it had ended.
+Before waiting, a kernel may read inputs of the plan and results of launches before the one ahead: that launch let this
+kernel begin after its own wait, when all earlier launches had ended.
 """
 
 import triton
@@ -16,6 +16,6 @@ import triton.language as tl
 
 @triton.jit
 def join():
-    """Wait until the launch ahead has ended and its writes can be seen. Then let the next launch begin."""
+    """Wait until the launch ahead has ended and its writes are visible. Then let the next launch begin."""
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-#: Sections of an expert's row blocks that take turns where rows go to peers, usually the number of GPUs of a host.
-#: In order, all owners would store at one home at a time: 230 GB/s instead of 340.
+#: Sections of an expert's row blocks that take turns when rows go to peers, usually the GPUs of a host. In order, all
+#: owners would store at one home at a time: 230 GB/s instead of 340.
 SECTIONS = tl.constexpr(8)
 
 
@@ -28,7 +28,7 @@ def pointer_to(addresses, DTYPE: tl.constexpr):
 
 @triton.jit
 def place_of(owners, rows, slots, inside, num_ranks, num_rows):
-    """Return (owner, row as int64, is there one) of slots."""
+    """Return (owner, row as int64, True if there is one) of slots."""
     owner = tl.load(owners + slots, mask=inside, other=-1)
     row = tl.load(rows + slots, mask=inside, other=-1).to(tl.int64)
     return owner, row, inside & (owner >= 0) & (owner < num_ranks) & (row >= 0) & (row < num_rows)
@@ -36,14 +36,13 @@ def place_of(owners, rows, slots, inside, num_ranks, num_rows):
 
 @triton.jit
 def peer_rows(table, owner, row, present, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
-    """Return pointers to the first of WIDTH elements of each row of the peers' array with the addresses in table."""
+    """Return pointers to the first of WIDTH elements of rows in the peers' arrays. table: their addresses."""
     addresses = tl.load(table + owner, mask=present, other=0)
     return pointer_to(addresses, DTYPE) + row * WIDTH
 
 
 @triton.jit
 def slots_at(addresses, slots, exists, DTYPE: tl.constexpr):
-    """Return (pointers to the places of slots, which slots have one). addresses int64: one for each slot, 0:
-    nowhere."""
+    """Return (pointers to slots, which slots have one). addresses int64 by slot, 0: nowhere."""
     targets = tl.load(addresses + slots, mask=exists, other=0)
     return pointer_to(targets, DTYPE), targets != 0

@@ -19,14 +19,13 @@ def push_tokens_once(
 ):  # fmt: skip
     """Store token t as row rank * most + t of every owner of one of its experts, and its weights and ids there.
 
-    ids_at[owner][row, k] = the place among the owner's, -1 where another rank has the expert, and behind the last token
-    headers_at[owner][turn % 2, rank] = header, num_tokens, 0, 0, 0
-    owners[t, owner] = owner, rows[t, owner] = row, -1 = no visit
+        ids_at[owner][row, k] = the place among the owner's, -1 for other ranks' experts and behind the last token
+        headers_at[owner][turn % 2, rank] = header, num_tokens, 0, 0, 0
+        owners[t, owner] = owner, rows[t, owner] = row, -1: no visit
 
     Each rank counts its turns behind its 2 W headers, because a peer may begin the next turn while they are read.
-    Program 0 writes the header and counts, and the others take turns with rows. x None: rows travel separately.
-    places_of_experts None: the place of an expert has its number. given: places of slots that do not follow from
-    experts.
+    Program 0 writes header and counts, the others take turns with rows. x None: rows travel separately.
+    places_of_experts None: expert e has place e. given: places of slots that do not follow from experts.
     """
     program = tl.program_id(0)
     if program == 0:
@@ -38,7 +37,7 @@ def push_tokens_once(
         for peer in range(num_ranks):
             there = pointer_to(tl.load(headers_at + peer), "int32") + ((turn & 1) * num_ranks + rank) * (HEADER + 4)
             tl.store(there + numbers, told, mask=numbers < HEADER + 4)
-        # Not before every thread has read it.
+        # Only after every thread has read it.
         tl.debug_barrier()
         tl.store(turns, turn + 1)
         tl.store(overflow, 0)
@@ -61,12 +60,12 @@ def push_tokens_once(
             )  # fmt: skip
             owner = tl.where(place < 0, -1, place // PER_RANK)
             row = rank.to(tl.int64) * most + tokens[:, None]
-            # The first columns of a token take its ids and weights along.
+            # The first columns of a token bring its ids and weights.
             first_block = known & (tile % blocks == 0)
             weight = tl.load(weights + slots, mask=first_block, other=0.0)
             tl.store(places + slots, place, mask=first_block)
             for turn in range(num_ranks):
-                # All ranks begin with another peer.
+                # Every rank begins with another peer.
                 peer = (rank + 1 + turn) % num_ranks
                 visits = (tl.max((owner == peer).to(tl.int32), axis=1) > 0)[:, None]
                 if x is not None:
@@ -132,7 +131,7 @@ def sum_results(
     """`reduce` results by slot. NaN where ranks disagree, and in tokens with a wanted slot that has no row. headers:
     see `push_tokens_once`, compared for the last turn. agree: nonzero if ranks agreed."""
     if headers is not None:
-        # Asked for before the rows, both turns of them.
+        # Load both turns of headers before the rows.
         ranks, numbers = tl.arange(0, RANKS)[:, None], tl.arange(0, HEADER)[None, :]
         known, other = headers + ranks * (HEADER + 4) + numbers, num_ranks * (HEADER + 4)
         turn = tl.load(headers + 2 * other) - 1
@@ -158,7 +157,7 @@ def sum_results(
         lost = lost & (tl.load(wanted + slots, mask=inside, other=-1) >= 0)
         spoilt += tl.max(lost.to(tl.int32), axis=1)
     if tl.max(spoilt, axis=0) > 0:
-        # Behind the sums, which other threads may have stored.
+        # After the sums, which other threads may have stored.
         tl.debug_barrier()
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = ((tokens < num_tokens) & (spoilt > 0))[:, None] & (columns < WIDTH)[None, :]

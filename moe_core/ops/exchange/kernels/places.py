@@ -11,16 +11,16 @@ def run_starts(
 ):  # fmt: skip
     """Program o: find where this rank's runs begin at owner o, which orders rows by (expert, home).
 
-    starts[o, e] = sum over e' < e of all homes' counts[., o, e'] + sum over homes < rank of counts[., o, e]
-    excess[o] = rows of o beyond its bound
-    received[e] = sum over homes of counts[., rank, e]
+        starts[o, e] = sum over e' < e of all homes' counts[., o, e'] + sum over homes < rank of counts[., o, e]
+        excess[o] = rows of o beyond its bound
+        received[e] = sum over homes of counts[., rank, e]
 
     Example, 2 ranks with 1 expert each, counts [[2, 1], [3, 0]]: on rank 1 starts [2, 1], received [1].
     """
     owner = tl.program_id(0)
     homes, experts = tl.arange(0, RANKS)[:, None], tl.arange(0, EXPERTS)
     mask = (homes < num_ranks) & (experts < PER_RANK)[None, :]
-    # Counts come from others: sums of whatever they say stay inside 64 bits, and rows inside the arrays.
+    # Counts come from other ranks: any sums stay inside 64 bits, and rows inside the arrays.
     counted = tl.load(counts + homes * STRIDE + owner * PER_RANK + experts[None, :], mask=mask, other=0).to(tl.int64)
     counted = tl.maximum(counted, 0)
     total = tl.sum(counted, axis=0)

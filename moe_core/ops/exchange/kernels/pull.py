@@ -13,8 +13,8 @@ def pull_rows(
     TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, SHARED_STRIDE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over k = 0..K-1 of results_at[owners[t, k]][rows[t, k]] (+ shared[t] * sigmoid(gate[t])). Add in
-    fp32 and in that order, as `reduce` does. Slots without a row are skipped and not read. Programs take turns."""
+    """out[t] = sum over k of results_at[owners[t, k]][rows[t, k]] (+ shared[t] * sigmoid(gate[t])), in fp32, k in order
+    as in `reduce`. Slots without a row are not read. Programs take turns."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * blocks, tl.num_programs(0)):
         tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
@@ -23,13 +23,13 @@ def pull_rows(
         mask = inside[:, None] & exists
         total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
         for first in range(0, TOP_K, AT_ONCE):
-            # All loads start before the first sum waits for one.
+            # Start all loads before the first sum waits for one.
             loaded = ()
             for k in tl.static_range(AT_ONCE):
                 some = inside & (first + k < TOP_K)
                 owner, row, present = place_of(owners, rows, tokens * TOP_K + first + k, some, num_ranks, num_rows)
                 pointers = peer_rows(results_at, owner, row, present, WIDTH, DTYPE)[:, None] + columns[None, :]
-                # Past the L1, which does not see what peers store.
+                # Past the L1, which does not see peers' stores.
                 loaded += (tl.load(pointers, mask=present[:, None] & exists, other=0.0, cache_modifier=".cg"),)
             for k in tl.static_range(AT_ONCE):
                 total += loaded[k].to(tl.float32)

@@ -13,8 +13,8 @@ def push_rows(
     TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """rows_at[owners[t, k]][rows[t, k]] = x[t]: a row is read once and stored up to K times. Programs take turns.
-    AT_ONCE: slots of a token that are looked up together."""
+    """rows_at[owners[t, k]][rows[t, k]] = x[t]: read once, stored up to K times. Programs take turns. AT_ONCE: slots of
+    a token that are looked up together."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * blocks, tl.num_programs(0)):
         tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
@@ -39,8 +39,8 @@ def push_quantized_rows(
     GROUPS: tl.constexpr, ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
     TOP_EXPONENT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """`push_rows` of codes, with a scale for each of GROUPS groups of GROUP columns, as in `quantize_groups`.
-    rows_at: of codes `[num_rows, WIDTH]`. scales_at: of fp32 `[num_rows, GROUPS]`."""
+    """`push_rows` of codes, with a scale for each of GROUPS groups of GROUP columns (`quantize_groups`). rows_at: codes
+    `[num_rows, WIDTH]`. scales_at: fp32 `[num_rows, GROUPS]`."""
     blocks: tl.constexpr = (GROUPS + BLOCK_G - 1) // BLOCK_G
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * blocks, tl.num_programs(0)):
         tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
@@ -72,7 +72,7 @@ def push_quantized_rows(
 def push_slots(
     weights, owners, rows, weights_at, sources_at, num_slots, num_ranks, num_rows, rank, BLOCK: tl.constexpr
 ):
-    """Store the weight of each slot beside its row, and the (rank, slot) of its result."""
+    """Store the weight of each slot with its row, and the (rank, slot) of its result."""
     slots = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slots < num_slots
     owner, row, present = place_of(owners, rows, slots, inside, num_ranks, num_rows)
@@ -80,7 +80,7 @@ def push_slots(
         weight = tl.load(weights + slots, mask=present, other=0.0)
         tl.store(peer_rows(weights_at, owner, row, present, 1, "float32"), weight, mask=present)
     if sources_at is not None:
-        # Two int32 in one store: the rank in the low half.
+        # Two int32 in one store, the rank in the low half.
         tl.store(peer_rows(sources_at, owner, row, present, 1, "int64"), (slots << 32) | rank, mask=present)
 
 
@@ -89,7 +89,7 @@ def push_counts(counts, counts_at, size, rank, BLOCK: tl.constexpr):
     """Program (peer, block): row `rank` of its array `[W, size]` = counts."""
     elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = elements < size
-    # A row begins anywhere: no hint on its address.
+    # No hint: a row begins at any address.
     there = tl.load(counts_at + tl.program_id(0)).to(tl.pointer_type(tl.int32)) + rank * size
     tl.store(there + elements, tl.load(counts + elements, mask=inside, other=0), mask=inside)
 
@@ -100,11 +100,11 @@ def push_results(
     NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, SECTIONS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """slots_at[home][slot] = y[row] for (home, slot) = sources[row], if there is one. Programs take turns. Every owner
-    has rows by (expert, home, slot). In that order all owners would store at one home at a time, so blocks of rows come
-    in turn from SECTIONS parts."""
+    """slots_at[home][slot] = y[row] for (home, slot) = sources[row], if there is one. Programs take turns. Owners have
+    rows by (expert, home, slot) and would all store at one home at a time, so blocks of rows come in turn from SECTIONS
+    parts."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    # Behind the last group sources are old ones.
+    # Sources behind the last group are old.
     filled = tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)
     section = tl.cdiv(filled, BLOCK_M * SECTIONS)
     for tile in range(tl.program_id(0), section * SECTIONS * blocks, tl.num_programs(0)):

@@ -22,7 +22,7 @@ def _write_spoilt(
     came, header, lost, spoilt, num_sources, length, num_tokens, program, num_programs,
     HEADER: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mark this rank's lost tokens, or all of its tokens if a header differs from this rank's."""
+    """Mark this rank's lost tokens, or all of its tokens if a header differs from its own."""
     numbers = tl.arange(0, HEADER)[None, :]
     sources = tl.arange(0, SOURCES)[:, None]
     expected = tl.load(header + numbers)
@@ -42,7 +42,7 @@ def receive_slots(
     PER_RANK: tl.constexpr, HEADER: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write ids and weights of `each` rows of slots from every source. Program (b, source) takes BLOCK of them. came
-    `[sources, HEADER + 2 each]`: a header, then the place and the weight of each row."""
+    `[sources, HEADER + 2 each]`: a header, places, weights."""
     source = tl.program_id(1)
     length = HEADER + 2 * each.to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -62,7 +62,7 @@ def count_received(
     came, block_counts, each, block_rows, num_blocks, rank,
     TOP_K: tl.constexpr, PER_RANK: tl.constexpr, HEADER: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """block_counts[source, b] = slots for experts here among block_rows rows of tokens of a source."""
+    """block_counts[source, b] = slots for experts here among block_rows rows of tokens."""
     block, source = tl.program_id(0), tl.program_id(1)
     length = HEADER + each.to(tl.int64) * (2 * TOP_K)
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -83,9 +83,12 @@ def place_received(
     TOP_K: tl.constexpr, PER_RANK: tl.constexpr, HEADER: tl.constexpr, SOURCES: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
-    """Place the slots for experts here in order, at most `most` from each source, from source * stride on. Example,
-    PER_RANK 2, rank 0, places [[2, 0], [1, 0], [3, 3]] of a source, stride 4: ids [0, 1, 0, -1], slot_of_row [1, 2, 3,
-    -1]. came: as in `receive_slots`, with TOP_K places and then TOP_K weights for each row."""
+    """Place slots for experts here in order, at most `most` per source, from source * stride on. came: as in
+    `receive_slots`, with TOP_K places and then TOP_K weights for each row.
+
+    Example, PER_RANK 2, rank 0, places [[2, 0], [1, 0], [3, 3]] of a source, stride 4: ids [0, 1, 0, -1], slot_of_row
+    [1, 2, 3, -1].
+    """
     block, source = tl.program_id(0), tl.program_id(1)
     length = HEADER + each.to(tl.int64) * (2 * TOP_K)
     before = tl.zeros((BLOCK_B,), tl.int32)

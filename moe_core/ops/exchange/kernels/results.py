@@ -11,7 +11,7 @@ def result_addresses(
 ):  # fmt: skip
     """results_at[row] = slots_at[home] + slot * ROW_BYTES for (home, slot) = sources[row], 0 for a row without one."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # Behind the last group sources are old ones.
+    # Sources behind the last group are old.
     inside = row < tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)
     home = tl.load(sources + 2 * row, mask=inside, other=-1)
     slot = tl.load(sources + 2 * row + 1, mask=inside, other=-1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Tables of a rank that has tokens: where slots go, data that travels beside rows, where results come home.
+"""Tables of a rank that has tokens: where slots go, data that travels with rows, where results come home.
 
 A counting sort without atomics: blocks of tokens are counted separately, then each places its slots.
 """
@@ -20,9 +20,9 @@ def count_sends(
 ):  # fmt: skip
     """Program b finds places and groups of the slots of block_tokens tokens and counts them.
 
-    block_counts[b] = [rows sent by group (SENT of them), slots by owner, slots by expert]
-    place = the place of the slot's expert, -1 = none, owner = place // PER_RANK
-    group = place (BY_SLOT), else the owner, -1 where an earlier slot of the token has it
+        block_counts[b] = [rows sent by group (SENT of them), slots by owner, slots by expert]
+        place = the place of the slot's expert, -1: none, owner = place // PER_RANK
+        group = place (BY_SLOT), else the owner, -1 where an earlier slot of the token has it
 
     Example, PER_RANK 2, places [[2, 3], [0, 2]]: groups of tokens [[1, -1], [0, 1]], rows sent [1, 2], by owner [1, 3].
     tokens int32 `[W]`: of all ranks. A slot of an expert with n places takes number (token + k) mod n. None: n is 1.
@@ -78,7 +78,7 @@ def count_sends(
 
 @triton.jit
 def _sum_blocks(counts, block, num_blocks, count, stride, SIZE: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Return the first `count` counts added up over all blocks, and over the blocks ahead, int32 `[SIZE]` each."""
+    """Return `count` counts added up over all blocks, and over the blocks ahead, int32 `[SIZE]` each."""
     columns = tl.arange(0, SIZE)[None, :]
     total = tl.zeros((SIZE,), dtype=tl.int32)
     before = tl.zeros((SIZE,), dtype=tl.int32)
@@ -93,8 +93,7 @@ def _sum_blocks(counts, block, num_blocks, count, stride, SIZE: tl.constexpr, BL
 
 @triton.jit
 def _ranks_among(wanted, held, before):
-    """Return (number of earlier elements of held that equal each element of wanted, plus before, before with held
-    added).
+    """Return (before + number of earlier equals in held for each of wanted, before with held added).
 
     Example, wanted [4, 2, 4, 4], held [4, 2, -1 (none), 4], before 0 but for before[4] = 5: [5, 0, 6, 6].
     """
@@ -116,14 +115,15 @@ def place_sends(
 ):  # fmt: skip
     """Program b places the slots of block b. All share the rows that no slot fills, and program 0 writes the counts.
 
-    number = the row of the slot, or of its token, among those that go to its owner, by (group, slot)
-    result = the slot's result among those that come back from there: by slot, or as they went (BY_SLOT)
-    row sent = where the owner's rows begin + number, row_of_slot = where its results begin + result
+        number = the row of the slot, or of its token, among rows to its owner, by (group, slot)
+        result = the slot's result among those that come back: by slot, or as they went (BY_SLOT)
+        row sent = start of the owner's rows + number, row_of_slot = start of its results + result
 
     limits int32 `[2, W]`: rows that each owner takes, and (rows of tokens) where its results begin at home. With blocks
     owners take `block` rows, at multiples of block_rows, and return `back`, at multiples of back_rows. A slot without
-    room has no row, and its token is lost. counted int32 `[W]`: rows and results without room, or for `all_to_all` the
-    slots that arrive, the first of an owner's: the first row that does not arrive has their number among the results.
+    room has no row, and its token is lost. counted int32 `[W]`: rows and results without room. For `all_to_all` it
+    counts the slots that arrive, the first of an owner's: the first row that does not arrive has their number among the
+    results.
     """
     program = tl.program_id(0)
     WIDTH: tl.constexpr = (1 if MODE == "all_to_all" else 2) if BY_SLOT else 2 * TOP_K
@@ -157,7 +157,7 @@ def place_sends(
         result_start = tl.load(limits + num_ranks + ranks, mask=is_rank, other=0)
     else:
         result_start = tl.cumsum(by_owner, axis=0) - by_owner
-    # The first row of a place among its owner's rows.
+    # First row of a place among its owner's rows.
     group_start = tl.cumsum(sends, axis=0) - sends
     if BY_SLOT:
         owner_start = tl.cumsum(by_owner, axis=0) - by_owner
@@ -206,7 +206,7 @@ def place_sends(
                 group = tl.load(groups + slot, mask=inside, other=-1)
                 number, sends_before = _ranks_among(owner, group, sends_before)
                 travels = group >= 0
-                # A later slot of a token has the row of the first one, which is ahead of it.
+                # A later slot of a token shares the row of the first one.
                 number = tl.where(travels, number, number - 1)
                 limit = tl.gather(kept, target, 0)
                 arrives = arrives & (number < limit)
@@ -250,7 +250,7 @@ def place_sends(
 
 @triton.jit
 def _counted(arrived, over, back, MODE: tl.constexpr):
-    """Return the `counted` of an owner at which `arrived` slots arrive and that lacks room for `over` rows."""
+    """Return `counted` of an owner where `arrived` slots arrive and `over` rows find no room."""
     if MODE == "all_to_all":
         return arrived
     return tl.maximum(arrived - back, 0) + over
@@ -281,7 +281,7 @@ def _write_heads(
 def _fill_blocks(
     slot_of_row, message, went, num_ranks, block_rows, HEADER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write -1 to the rows of every block that nothing fills, and to their messages."""
+    """Write -1 to unfilled rows of every block, and to their messages."""
     ranks = tl.arange(0, went.shape[0])
     length = HEADER + block_rows.to(tl.int64) * WIDTH
     first = tl.program_id(0).to(tl.int64) * BLOCK

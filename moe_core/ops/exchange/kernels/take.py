@@ -12,8 +12,8 @@ def take_rows(
     NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[rows[r]] (* its scales, if x are codes of e4m3) for rows below the end of group_start. A row of x that
-    does not exist counts as zeros. Programs take turns."""
+    """y[r] = x[rows[r]] (* its scales, if x are codes of e4m3) for rows below the end of group_start. A missing row of
+    x counts as zeros. Programs take turns."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     filled = tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)
     for tile in range(tl.program_id(0), tl.cdiv(filled, BLOCK_M) * blocks, tl.num_programs(0)):

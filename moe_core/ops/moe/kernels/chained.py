@@ -1,8 +1,8 @@
 """Both products of few tokens and their reduction in one launch. See `moe_core.ops.moe.fuse`.
 
-Programs draw ascending numbers: first tiles of product 1, then of product 2, then of the reduction. A program waits
-only for programs with lower numbers. These have been drawn, so they run or are done, and the lowest that runs waits for
-nobody. So all end, wherever and whenever the GPU runs them.
+Programs draw ascending numbers: tiles of product 1, then of product 2, then of the reduction. A program waits only for
+lower numbers. These were drawn before, so they run or are done, and the lowest that runs waits for nobody. So all end
+in any order of execution.
 """
 
 import triton
@@ -13,8 +13,7 @@ from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.matmul.portable.kernel import Matrices, multiply_tile, tile_of_program
 from moe_core.ops.reduction.kernels.reduce import Reduction, reduce_tile
 
-#: Places in `progress`: the next number, finished programs of product 2, and from there on finished tiles of product 1
-#: per row block.
+#: Indices in `progress`: next number, finished programs of product 2, then finished tiles of product 1 per row block.
 NEXT = tl.constexpr(0)
 FINISHED = tl.constexpr(1)
 BLOCKS = tl.constexpr(2)
@@ -22,7 +21,7 @@ BLOCKS = tl.constexpr(2)
 
 @triton.jit
 def announce(place):
-    """Count one more. Programs that `wait` for the count see everything that this program wrote."""
+    """Count one more. Programs that `wait` for the count see all earlier writes of this program."""
     tl.debug_barrier()
     tl.atomic_add(place, 1, sem="release")
 
@@ -50,8 +49,8 @@ def chained(
     SECOND_STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of one of the three. Parameters as in `matmul_ogs` and `reduce`. hidden: rows of product 1, F
-    columns, in layout order. slots: rows of product 2, by slot. progress: int32 zeros, BLOCKS and one for each row
+    """Compute one tile of the three stages. Parameters as in `matmul_ogs` and `reduce`. hidden: results of product 1, F
+    columns, in layout order. slots: results of product 2, by slot. progress: int32 zeros, BLOCKS plus one per row
     block."""
     if PDL is not None:
         join()

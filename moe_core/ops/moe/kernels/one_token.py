@@ -1,9 +1,9 @@
 """A forward of one token in two launches: routing with product 1, product 2 with the reduction. See
 `moe_core.ops.moe.fuse`.
 
-Every program of product 1 chooses the token's experts itself, which is faster than waiting for a routing launch, and
-the first one writes the routing's results. Programs of product 2, one per expert, share a tile of columns: the last to
-finish adds up the slots in the order of the reduction.
+Every program of product 1 chooses the experts itself, which is faster than waiting for a routing launch. The first one
+writes the routing's results. Programs of product 2, one per expert, share a tile of columns: the last to finish adds up
+the slots in the order of the reduction.
 """
 
 import triton
@@ -19,8 +19,8 @@ from moe_core.ops.routing.kernels.topk import Router, choose_experts
 
 @triton.jit
 def nth_expert(chosen, place):
-    """Return the expert at a place of the chosen ones (different ids, -1: none) in ascending order, as in the layout.
-    -1 behind the last. Example, chosen [5, -1, 2, 9]: 2, 5, 9, -1."""
+    """Return one of the chosen experts (different ids, -1: none) in ascending order, as in the layout, -1 behind the
+    last. Example, chosen [5, -1, 2, 9]: 2, 5, 9, -1."""
     others = tl.expand_dims(chosen, 0)
     lower = (others >= 0) & (others < tl.expand_dims(chosen, 1))
     places = tl.sum(lower.to(tl.int32), axis=1)
@@ -44,8 +44,8 @@ def route_and_multiply(
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """The first program runs `route_tokens` for one token, and each other one a tile of product 1, as `matmul_ogs`
-    does. Parameters as there. num_blocks: row blocks of the schedule, one for each expert of the token."""
+    """Program 0 runs `route_tokens` for one token, the others a tile of product 1 each, as `matmul_ogs` does.
+    Parameters as there. num_blocks: row blocks of the schedule, one for each expert of the token."""
     router = Router(
         logits, correction_bias, token_mask, None, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
         NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,
@@ -65,7 +65,7 @@ def route_and_multiply(
         chosen, _ = choose_experts(router, token.to(tl.int64), token < 1)
         expert = nth_expert(tl.reshape(chosen, (SLOTS,)), block)
         if expert >= 0:
-            # The only row of its expert, and of x: a dense product with one row.
+            # x has one row, the only one of its expert: a dense product.
             matrices = Matrices(
                 weight, up, bias, up_bias, layer_index, D, N, WEIGHT_N, NUM_LAYERS, LAYER_STRIDE, EXPERT_STRIDE,
                 K_STRIDE, N_STRIDE, BIAS_LAYER_STRIDE, UP_BIAS_LAYER_STRIDE, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -85,8 +85,8 @@ def multiply_and_reduce(
     BIAS_LAYER_STRIDE: tl.constexpr, TOP_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """A tile of product 2, as in `matmul_ogs`. The last program of a tile of columns sums the token's columns.
-    tile_counters: int32 zeros, one for each tile of columns. Other parameters as in `matmul_ogs` and `reduce`."""
+    """A tile of product 2. The last program of a tile of columns sums the token's columns. tile_counters: int32 zeros,
+    one for each tile of columns. Other parameters as in `matmul_ogs` and `reduce`."""
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = tl.load(schedule + 2 * block + 1)
     if expert >= 0:
@@ -98,7 +98,7 @@ def multiply_and_reduce(
         rows, epilogue = Rows(x, None, X_STRIDE, "row"), Epilogue(row_weight, None, None, None, None)
         output = Output(slots, N=N, SCATTER="slot")
         multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, False, None)
-    # The program that counts this one sees the writes of all warps, and the last one sees all writes.
+    # Counting this program makes the writes of all warps visible, and the last one sees all writes.
     tl.debug_barrier()
     finished = tl.atomic_add(tile_counters + tile, 1, sem="acq_rel")
     if finished == num_blocks - 1:

@@ -19,7 +19,7 @@ def rms_norm(
     WEIGHT_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y[r] = x[r] * (mean(x[r] ** 2) + EPSILON) ** -0.5 * factors * SCALE, of BLOCK_M rows, in fp32 with one cast.
-    WEIGHT_FIRST: with x * factors in place of x, and without the factors behind."""
+    WEIGHT_FIRST: x * factors replaces x, and no factors follow."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < num_rows)[:, None]
     partial = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -51,9 +51,11 @@ def rms_norm_backward(
 ):  # fmt: skip
     """d_x, cast once, and fp32 products with the column sums d_weight, of BLOCK_M rows. None: not wanted.
 
-    f = (mean(x ** 2) + EPSILON) ** -0.5, g = d_y * factors * SCALE:
-    d_x = f * (g - x * f ** 2 * mean(g * x)), products = d_y * x * f * SCALE
-    WEIGHT_FIRST, with z = x * factors and g = d_y * SCALE: d_z likewise, d_x = d_z * factors, products = d_z * x
+    With f = (mean(x ** 2) + EPSILON) ** -0.5 and g = d_y * factors * SCALE:
+
+        d_x = f * (g - x * f ** 2 * mean(g * x)), products = d_y * x * f * SCALE
+
+    WEIGHT_FIRST, with z = x * factors and g = d_y * SCALE: d_z likewise, d_x = d_z * factors, products = d_z * x.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < num_rows)[:, None]
