@@ -20,7 +20,6 @@ from moe_core.errors import InvalidInput, Unsupported
 ALIGNMENT = 16
 #: The last two axes of a weight: `[inputs, outputs]` or `[outputs, inputs]`.
 WEIGHT_LAYOUTS = ("in_out", "out_in")
-#: The layout of the transposed matrix.
 TRANSPOSED = {"in_out": "out_in", "out_in": "in_out"}
 
 
@@ -75,12 +74,11 @@ class ArraySpec:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row-major array of this shape."""
+        """Bytes when row-major."""
         return self.size * dtypes.itemsize(self.dtype)
 
     @property
@@ -101,10 +99,9 @@ class ArraySpec:
 def require_spec(
     name: str, spec: ArraySpec | None, shape: Sequence[int | str], dtype: str | Sequence[str], contiguous: bool = True
 ) -> ArraySpec:
-    """Check one argument and return it.
+    """Check one argument and return it. Raises InvalidInput.
 
-    shape: an int must match, a string names a free dimension (`("num_tokens", 64)`). dtype: one name or several. Raises
-    InvalidInput.
+    shape: an int must match, a string names a free dimension (`("num_tokens", 64)`). dtype: one name or several.
     """
     wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     allowed = (dtype,) if isinstance(dtype, str) else tuple(dict.fromkeys(dtype))
@@ -124,15 +121,13 @@ def require_spec(
 
 
 class _Borrowed:
-    """Describe memory that NumPy does not own; `owner` lives as long as the view."""
-
     def __init__(self, interface: dict[str, Any], owner: Any) -> None:
         self.__array_interface__ = interface
         self.owner = owner
 
 
 def host_array(pointer: int, spec: ArraySpec, *, owner: Any = None, writable: bool = True) -> np.ndarray:
-    """Host memory at address `pointer` as a NumPy array of `spec` (ml_dtypes for bfloat16 and fp8), without a copy.
+    """View host memory at address `pointer` as a NumPy array of `spec` (ml_dtypes for bfloat16 and fp8).
 
     The array keeps `owner` alive. An array without elements never touches the address.
     """
@@ -143,7 +138,7 @@ def host_array(pointer: int, spec: ArraySpec, *, owner: Any = None, writable: bo
 
 
 def host_view(spec: ArraySpec) -> Callable[[int], np.ndarray]:
-    """`host_array` for many addresses: made once, each call takes a quarter of the time."""
+    """`host_array` for many addresses, in a quarter of the time."""
     if not spec.is_contiguous or spec.size == 0:
         return lambda pointer: host_array(pointer, spec)
     shape, dtype = spec.shape, dtypes.numpy_dtype(spec.dtype)
@@ -157,7 +152,7 @@ def _interface(spec: ArraySpec) -> tuple[np.dtype, dict[str, Any]]:
     return dtype, {
         "shape": spec.shape,
         "strides": tuple(step * dtype.itemsize for step in spec.stride),
-        # NumPy's interface lacks the ml_dtypes: borrow bytes of that size, then reinterpret them.
+        # NumPy's interface lacks the ml_dtypes: reinterpret bytes of that size.
         "typestr": dtype.str if dtype.isbuiltin == 1 else f"<u{dtype.itemsize}",
         "version": 3,
     }
@@ -167,8 +162,7 @@ def _interface(spec: ArraySpec) -> tuple[np.dtype, dict[str, Any]]:
 class TensorView:
     """A borrowed array: address, spec and device. `owner` keeps the memory alive while the view lives.
 
-    device: `("cpu", 0)` or `("cuda", index)`. `data_ptr()` is the address of the first element. read_only: the exporter
-    forbids writing.
+    device: `("cpu", 0)` or `("cuda", index)`. read_only: the exporter forbids writing.
     """
 
     pointer: int
@@ -186,12 +180,12 @@ class TensorView:
 
         Args:
             exporter: the array.
-            stream: for CUDA arrays, the stream that will use the view (None or 0: the legacy default stream; -1: the
-                caller orders the work). The exporter makes it wait for pending work on the array.
+            stream: for CUDA arrays, the stream that will use the view. The exporter makes it wait for pending work.
+                None or 0: the legacy default stream; -1: the caller orders the work.
 
         Raises:
-            InvalidInput: an object without DLPack, one its library cannot export (a torch tensor that requires grad, a
-                NumPy array of ml_dtypes: see `from_numpy`) or a dtype plans do not have.
+            InvalidInput: an object without DLPack or that its library cannot export (a torch tensor that requires grad,
+                a NumPy array of ml_dtypes: see `from_numpy`), or an unknown dtype.
             Unsupported: devices other than CPU and CUDA.
         """
         found = dlpack.import_array(exporter, stream)
@@ -200,10 +194,10 @@ class TensorView:
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorView:
-        """View a NumPy array without a copy, ml_dtypes included (which NumPy cannot export through DLPack).
+        """View a NumPy array without a copy, also of ml_dtypes, which NumPy cannot export through DLPack.
 
-        Raises InvalidInput for anything else, a dtype plans do not have, foreign byte order, or strides that are no
-        multiple of the element size.
+        Raises InvalidInput for anything else, an unknown dtype, foreign byte order, or strides that are no multiple of
+        the element size.
         """
         if not isinstance(array, np.ndarray):
             raise InvalidInput(f"array must be a NumPy array, got {type(array).__name__}; use from_dlpack for others")

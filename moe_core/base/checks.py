@@ -1,4 +1,4 @@
-"""Checks of single options. They raise InvalidInput with the name, the expectation, the value and the fix."""
+"""Checks of single options. They raise InvalidInput."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from moe_core.errors import InvalidInput
 
 _NO_NUMBERS = (bool, str, bytes, list, tuple, dict, type(None), np.ndarray)
 _CLOSED = ("moe_core.specs", "moe_core.formats")
-#: The largest fp32 number. Kernels take fp32, and a larger number would be infinite there.
+#: The largest fp32 number: kernels take fp32.
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def shown(value: object) -> str:
-    """The text of a value for messages. Arrays show only their type: their numbers fill pages and may be unreadable."""
+    """The text of a value for messages: of arrays only the type, because their numbers fill pages."""
     if hasattr(value, "shape") and not isinstance(value, np.generic):
         return f"an array ({type(value).__name__})"
     return repr(value)
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise InvalidInput unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {shown(value)}; name one of these")
 
 
 def require_wanted(wanted: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Raise InvalidInput unless the `wanted` gradients are some of `names`, each once."""
+    """Raise InvalidInput unless `wanted` are some of `names`, each once."""
     if not wanted or not set(wanted) <= set(names) or len(set(wanted)) != len(wanted):
         raise InvalidInput(f"wanted must name at least one of {', '.join(names)}, each once, got {wanted}; correct it")
 
 
 def require_at_least(name: str, value: object, least: int) -> None:
-    """Raise InvalidInput unless `value` is an int of at least `least` (booleans are refused)."""
+    """Raise InvalidInput unless `value` is an int (no boolean) of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidInput(f"{name} must be an integer of at least {least}, got {shown(value)}; pass such a number")
 
 
 def as_integer(name: str, value: object, least: int, below: int | None = None) -> int:
-    """`value`, also one of NumPy's, as an int from `least` up to but excluding `below`. Raises InvalidInput."""
+    """`value`, also one of NumPy's, as an int in `[least, below)`."""
     # Plans hold and write plain integers, not NumPy's or an enumeration's.
     number: Any = int(value) if isinstance(value, (np.integer, enum.IntEnum)) else value
     require_at_least(name, number, least)
@@ -53,24 +52,21 @@ def as_integer(name: str, value: object, least: int, below: int | None = None) -
 
 
 def set_integer(options: object, name: str, least: int, below: int | None = None) -> None:
-    """Turn a dataclass field into an int by `as_integer`."""
     object.__setattr__(options, name, as_integer(name, getattr(options, name), least, below))
 
 
 def require_flag(name: str, value: object) -> None:
-    """Raise InvalidInput unless `value` is True or False."""
     if not isinstance(value, bool):
         raise InvalidInput(f"{name} must be True or False, got {shown(value)}; pass one of them")
 
 
 def require_flags(options: object, *names: str) -> None:
-    """`require_flag` for several fields of a dataclass."""
     for name in names:
         require_flag(name, getattr(options, name))
 
 
 def set_matmul_dtype(options: object, name: str, optional: bool = False) -> None:
-    """Make a dataclass field canonical; InvalidInput unless it is a matmul dtype (or None where optional)."""
+    """Make a dataclass field the canonical name of a matmul dtype (or None where optional)."""
     if getattr(options, name) is not None or not optional:
         object.__setattr__(options, name, dtypes.canonical(getattr(options, name)))
         require_choice(name, getattr(options, name), dtypes.MATMUL_DTYPES)
@@ -79,7 +75,7 @@ def set_matmul_dtype(options: object, name: str, optional: bool = False) -> None
 def is_derived(value: object, kinds: tuple[type, ...]) -> bool:
     """Return True for an allowed subclass of one of `kinds`.
 
-    Specs, formats and bundles of arrays allow none, because only the fields that they have here are read.
+    Specs, formats and bundles allow none, because only their fields here are read.
     """
     return isinstance(value, kinds) and not any(kind.__module__.startswith(_CLOSED) for kind in kinds)
 
@@ -93,7 +89,6 @@ def require_kind(name: str, value: object, kind: type, optional: bool = False) -
 
 
 def finite_float(name: str, value: object) -> float:
-    """`value` as a float, -0.0 as 0.0. Raises InvalidInput unless it is a finite number."""
     number: Any = value
     # List refused kinds rather than accepted ones: a compiler's symbolic number has no Python type.
     try:

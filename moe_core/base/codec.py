@@ -13,14 +13,13 @@ T = TypeVar("T", bound=type)
 
 
 def plan_type(cls: T) -> T:
-    """Register a frozen dataclass (apply above `@dataclass(frozen=True)`) so that plans can hold and export it."""
+    """Register a frozen dataclass (apply above `@dataclass(frozen=True)`) for use in plans."""
     assert cls.__name__ not in _TYPES, f"{cls.__name__} is registered twice"
     _TYPES[cls.__name__] = cls
     return cls
 
 
 def _data(cls: type) -> tuple[str, ...]:
-    """The fields to write: fields that take part in comparisons."""
     return tuple(field.name for field in dataclasses.fields(cls) if field.compare)
 
 
@@ -38,10 +37,7 @@ def _encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The values of parsed JSON of `dumps`, or of a part of it. Lists become tuples.
-
-    Raises InvalidInput for an unknown type or field.
-    """
+    """The value of parsed JSON of `dumps`. Lists become tuples. Raises InvalidInput for an unknown type or field."""
     if isinstance(value, dict):
         return float.fromhex(value["float"]) if "float" in value else _decode_dataclass(value)
     if isinstance(value, list):
@@ -70,5 +66,4 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str) -> Any:
-    """The inverse of `dumps`; see `decode`."""
     return decode(json.loads(text))

@@ -39,8 +39,6 @@ class _DataType(ctypes.Structure):
 
 
 class _Tensor(ctypes.Structure):
-    """`DLTensor`."""
-
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device", _Device),
@@ -53,7 +51,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Versioned(ctypes.Structure):
-    """`DLManagedTensorVersioned`; the unversioned struct begins with its tensor."""
+    """`DLManagedTensorVersioned`; the unversioned one begins with its tensor."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -84,7 +82,7 @@ class Imported(NamedTuple):
 
 
 def import_array(exporter: Any, stream: int | None) -> Imported:
-    """Read the DLPack capsule of an array, without a copy. Arguments and errors: see `TensorView.from_dlpack`."""
+    """Read the DLPack capsule of an array. See `TensorView.from_dlpack`."""
     if not hasattr(exporter, "__dlpack__") or not hasattr(exporter, "__dlpack_device__"):
         raise InvalidInput(
             f"exporter must have __dlpack__ and __dlpack_device__, got {type(exporter).__name__}; pass an array of "
@@ -96,7 +94,6 @@ def import_array(exporter: Any, stream: int | None) -> Imported:
 
 
 def _guarded(exporter: Any, call: Any) -> Any:
-    """Call the exporter, and turn its refusal into InvalidInput with the reason."""
     try:
         return call()
     except (BufferError, TypeError, ValueError, RuntimeError) as error:

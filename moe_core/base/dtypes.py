@@ -1,6 +1,6 @@
 """Canonical dtype names and each system's names for them.
 
-A dtype is a plain string everywhere in the core (`"bfloat16"`), so that specs hash and print alike in every framework.
+The core has dtypes as plain strings (`"bfloat16"`), which hash and print alike in every framework.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _NAMES: dict[str, tuple[Any, str]] = {
 }
 #: dtypes that a matrix product takes and gives.
 MATMUL_DTYPES = ("bfloat16", "float16", "float32")
-#: dtypes of given ids and their weights.
 ID_DTYPES, ROUTER_WEIGHT_DTYPES = ("int32", "int64"), ("float32", "bfloat16", "float16")
 
 
@@ -49,18 +48,14 @@ def canonical(dtype: Any) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
     return np.dtype(_NAMES[dtype][0]).itemsize
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-    """The NumPy (or ml_dtypes) dtype of a canonical name."""
     return np.dtype(_NAMES[dtype][0])
 
 
 def triton_name(dtype: str) -> str:
-    """Triton's name of a canonical dtype (`"bfloat16"` -> `"bf16"`).
-
-    Booleans and fp8 are `"u8"`: older architectures lack fp8, and kernels cast the pointer.
-    """
+    """Triton's name of a canonical dtype (`"bfloat16"` -> `"bf16"`). Booleans and fp8 are `"u8"`: older architectures
+    lack fp8."""
     return _NAMES[dtype][1]

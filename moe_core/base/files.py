@@ -1,7 +1,7 @@
 """Open untrusted files safely, and write our own files whole.
 
-A stranger's file may be a pipe, hold JSON of any depth, or declare a header of any length. Reading it then raises
-InvalidInput, soon and in little memory.
+A stranger's file may be a pipe, or declare JSON of any depth or a header of any length. Reading it raises InvalidInput,
+soon and in little memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import numpy as np
 from moe_core.errors import InvalidInput, Unsupported
 
 #: The most bytes of a JSON file: an index of 200,000 names has 25 MB. Beyond the second number it must be flat, with at
-#: most this many objects, lists and commas: 60 MB of `[],` would take 1.8 GB and 8 seconds.
+#: most this many containers and commas: 60 MB of `[],` would take 1.8 GB and 8 seconds.
 MOST_JSON_BYTES, _MOST_NESTED_BYTES, _MOST_CONTAINERS, _MOST_COMMAS = 40 * 2**20, 4 * 2**20, 1000, 400_000
-#: The most bytes and tensors of a safetensors header: an int4 model of 30 B parameters in one file has 74,000 tensors.
+#: The most bytes and tensors of a safetensors header: int4 weights of 30 B parameters are 74,000 tensors.
 MOST_HEADER_BYTES, MOST_TENSORS = 16 * 2**20, 80_000
-#: The deepest nesting and the largest integers of JSON.
 _MOST_LEVELS, _MOST_INTEGER = 64, 2**63
 #: A safetensors file begins with the length of its JSON header, a little-endian uint64.
 _LENGTH_BYTES = 8
@@ -31,11 +30,7 @@ _LENGTH_BYTES = 8
 
 @contextlib.contextmanager
 def open_regular(path: str | os.PathLike[str], what: str = "file") -> Iterator[Any]:
-    """Open a file for unbuffered reading.
-
-    Raises InvalidInput for everything else: pipes and devices, which would block or never end, directories, and files
-    that cannot be opened.
-    """
+    """Open a file for unbuffered reading. Raises InvalidInput for pipes, devices, directories and unreadable files."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
@@ -48,11 +43,8 @@ def open_regular(path: str | os.PathLike[str], what: str = "file") -> Iterator[A
 
 
 def load_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The content of a JSON file.
-
-    Raises InvalidInput, naming the file, if it is too large, nested too deeply, not Unicode or has integers beyond 64
-    bits.
-    """
+    """The content of a JSON file. Raises InvalidInput if it is too large, too deep, not Unicode or has integers beyond
+    64 bits."""
     with open_regular(path, "JSON file") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -76,7 +68,6 @@ def load_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -
 
 
 def _require_plain(content: Any) -> None:
-    """Raise ValueError for content that nobody writes and that would fail later."""
     level, found = 0, [content]
     while found:
         below: list[Any] = []
@@ -105,10 +96,9 @@ class Entry(NamedTuple):
 
 
 class TensorFile:
-    """An open safetensors file: its header and its bytes.
+    """An open safetensors file.
 
-    Opening reads the header, and each read checks that the file is still the same, so that a replaced file is never
-    read with the wrong header.
+    Each read checks that the file is unchanged, so that a replaced file is never read with the wrong header.
     """
 
     def __init__(self, path: Path, handle: Any, raw: Any, entries: Mapping[str, Entry]) -> None:
@@ -119,13 +109,12 @@ class TensorFile:
         return self._handle.metadata() or {}
 
     def entry(self, name: str) -> Entry:
-        """The entry of a tensor. Raises InvalidInput if the file does not hold it."""
+        """The entry of a tensor. Raises InvalidInput if there is none."""
         if name not in self.entries:
             raise InvalidInput(f"{self.path} must hold the tensor {name}, got a file without it; download it again")
         return self.entries[name]
 
     def get_tensor(self, name: str) -> np.ndarray:
-        """A tensor in a NumPy dtype, read by safetensors."""
         dtype = self.entry(name).dtype
         try:
             return self._handle.get_tensor(name)
@@ -188,7 +177,7 @@ def _state(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _entries(header: str, data: int) -> dict[str, Entry]:
-    """The tensors of a header that safetensors has validated. Raises ValueError for a duplicate name."""
+    """The tensors of a header that safetensors accepted. Raises ValueError for a duplicate name."""
 
     def pairs(found: list[tuple[str, Any]]) -> Any:
         fields = dict(found)
@@ -204,7 +193,7 @@ def _entries(header: str, data: int) -> dict[str, Entry]:
 
 
 def file_writer(what: str) -> Callable[..., None]:
-    """A function that writes a safetensors file, whole or not at all, like safetensors' `save_file` for NumPy.
+    """A function like safetensors' `save_file` for NumPy that writes a file whole or not at all.
 
     what: names the file in the error about a missing package.
     """
@@ -226,8 +215,8 @@ def file_writer(what: str) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name to write a file under. It is renamed when everything is on the disk. After an error nothing is
-    left, and an earlier file stays as it was."""
+    """A temporary name to write a file under, renamed when all is on the disk. After an error the earlier file
+    stays."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:

@@ -22,17 +22,16 @@ def _library() -> tuple[Any, Any]:
 
 
 def set_default_environment() -> None:
-    """Give this thread the default environment, which keeps denormal numbers."""
     library, default = _library()
     library.fesetenv(default)
 
 
 @contextlib.contextmanager
 def exact_denormals() -> Iterator[None]:
-    """Use the default environment inside the block, and restore the thread's afterwards.
+    """Use the default floating-point environment inside the block.
 
-    XLA's CPU threads flush denormal numbers to zero, and torch's may. NumPy and Triton's interpreter run in these
-    threads and would lose codes: e2m1's 0.5 uses a denormal.
+    XLA's CPU threads, and sometimes torch's, flush denormals to zero. NumPy would lose codes there: e2m1's 0.5 uses a
+    denormal.
     """
     library, default = _library()
     saved = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)

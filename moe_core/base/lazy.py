@@ -1,7 +1,7 @@
 """Modules that are imported by name and not loaded, so that planners can name kernels without Triton.
 
-After `keep_unloaded(__name__)` in a package, `from package import module` gives an `UnloadedModule`, where editors and
-type checkers see the module itself. After `import package.module`, which loads it, the package gives the module.
+After `keep_unloaded(__name__)` in a package, `from package import module` gives an `UnloadedModule`, until `import
+package.module` loads it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import sys
 
 
 class UnloadedFunction:
-    """A function of an unloaded module: its `__module__` and `__name__`, as a loaded function has them."""
+    """A function of an unloaded module, with its `__module__` and `__name__`."""
 
     def __init__(self, module: str, name: str) -> None:
         self.__module__, self.__name__ = module, name
 
 
 class UnloadedModule:
-    """A module that exists and is not loaded; its attributes are `UnloadedFunction`s."""
-
     def __init__(self, name: str) -> None:
         self.__name__ = name
 

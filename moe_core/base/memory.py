@@ -1,5 +1,3 @@
-"""Huge pages for large host memory."""
-
 from __future__ import annotations
 
 import contextlib
@@ -10,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 
-#: Smaller arrays get no huge pages. NumPy has the same limit for its own.
+#: NumPy's limit for its own huge pages.
 LEAST_BYTES = 1 << 22
 _MADV_HUGEPAGE = 14
 
@@ -18,8 +16,8 @@ _MADV_HUGEPAGE = 14
 def prefer_huge_pages(address: int, num_bytes: int) -> None:
     """Ask Linux to back fresh memory with huge pages; elsewhere nothing happens.
 
-    Gradients are new memory in every step, and the kernel clears each page at its first write. With pages of four
-    kilobytes, that can take as long as the product. NUMPY_MADVISE_HUGEPAGE=0 turns it off, as for NumPy's own arrays.
+    Gradients are new memory in every step, and clearing pages of four kilobytes can take as long as the product.
+    NUMPY_MADVISE_HUGEPAGE=0 turns it off.
     """
     if num_bytes >= LEAST_BYTES and (advise := _advise()) is not None:
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,5 +1,3 @@
-"""Sizes of tiles, in powers of two."""
-
 from __future__ import annotations
 
 from moe_core.base.target import Target

@@ -1,7 +1,6 @@
 """Where a plan runs: a GPU, Triton's interpreter on a CPU, or the NumPy reference on a CPU.
 
-Planners ask a `Target` for facts (`is_sm90`, `has_pdl`, `on_gpu`) and never for its kind. A new kind of GPU then
-changes this file, its driver in `moe_core.runtime`, and the kernel families written for it.
+Planners read a target's facts (`is_sm90`, `has_pdl`, `on_gpu`) and never its kind.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ from moe_core.errors import InvalidInput
 
 
 class _Gpus(NamedTuple):
-    """A kind of GPU target.
-
-    architecture: its name, given its number. first_arch: the first supported one. example: the constructor of a target
-    and its device.
-    """
+    """architecture: its name, given its number. first_arch: the first supported one."""
 
     vendor: str
     architecture: str
@@ -46,9 +41,9 @@ class Target:
 
     Args:
         kind: `cuda` or `hip` (compiled Triton kernels), `interpreter` (the same kernels in Triton's interpreter on a
-            CPU) or `reference` (the NumPy twins on a CPU).
-        arch: on `cuda` the compute capability, major * 10 + minor (90 = Hopper); on `hip` the number in the
-            architecture's name (942 = gfx942); else 0.
+            CPU) or `reference` (NumPy twins on a CPU).
+        arch: on `cuda` the compute capability, major * 10 + minor (90 = Hopper); on `hip` the number of the
+            architecture (942 = gfx942); else 0.
         num_sms: multiprocessors (AMD: compute units) of the device; off the GPU 0.
     """
 
@@ -69,37 +64,36 @@ class Target:
 
     @property
     def vendor(self) -> str:
-        """`nvidia` or `amd`; empty off the GPU."""
+        """`nvidia`, `amd` or empty."""
         return _GPUS[self.kind].vendor if self.on_gpu else ""
 
     @property
     def architecture(self) -> str:
-        """The architecture's name, such as `sm_90` or `gfx942`; empty off the GPU."""
+        """Such as `sm_90` or `gfx942`; empty off the GPU."""
         return _GPUS[self.kind].architecture.format(self.arch) if self.on_gpu else ""
 
     @property
     def on_gpu(self) -> bool:
-        """True if steps are kernels compiled for a GPU."""
+        """True for kernels compiled for a GPU."""
         return self.kind in _GPUS
 
     @property
     def interpreted(self) -> bool:
-        """True if steps are kernels that Triton's interpreter runs on a CPU."""
+        """True for kernels in Triton's interpreter."""
         return self.kind == "interpreter"
 
     @property
     def compiled(self) -> bool:
-        """True if steps are Triton kernels (compiled or interpreted), not reference calls."""
         return self.kind != "reference"
 
     @property
     def engine(self) -> str:
-        """`gpu`, `interpreter` or `reference`: the key of tables that depend on no other fact of a target."""
+        """`gpu`, `interpreter` or `reference`: a key of tables."""
         return "gpu" if self.on_gpu else self.kind
 
     @property
     def device_kind(self) -> str:
-        """The kind of device that holds its arrays: `cpu`, or the kind of GPU."""
+        """The kind of device of its arrays: `cpu`, or the kind of GPU."""
         return self.kind if self.on_gpu else "cpu"
 
     @property
@@ -109,12 +103,12 @@ class Target:
 
     @property
     def has_fp8(self) -> bool:
-        """True for a GPU with tensor cores for e4m3 and instructions that convert to it."""
+        """True for a GPU with e4m3 tensor cores and conversions."""
         return self.vendor == "nvidia" and self.arch >= 89
 
     @property
     def is_sm90(self) -> bool:
-        """True for sm_90 (Hopper): wgmma and TMA."""
+        """True for Hopper: wgmma and TMA."""
         return self.vendor == "nvidia" and self.arch == 90
 
     @property
@@ -124,7 +118,7 @@ class Target:
 
     @property
     def has_pdl(self) -> bool:
-        """True if a launch may begin before the previous one ends (programmatic dependent launch)."""
+        """True with programmatic dependent launch."""
         return self.vendor == "nvidia" and self.arch >= 90
 
     def __str__(self) -> str:
@@ -136,7 +130,7 @@ _CPU_TARGETS = {kind: Target(kind) for kind in ("interpreter", "reference")}
 
 
 def cpu_target() -> Target:
-    """The target for arrays on a CPU: `interpreter` under TRITON_INTERPRET=1, else `reference`. See `cpu_engine`."""
+    """`interpreter` under TRITON_INTERPRET=1 or `cpu_engine`, else `reference`."""
     chosen = _cpu_engine.get()
     if chosen is None:
         chosen = "interpreter" if os.environ.get("TRITON_INTERPRET", "0") == "1" else "reference"
@@ -145,7 +139,6 @@ def cpu_target() -> Target:
 
 @contextlib.contextmanager
 def cpu_engine(kind: str) -> Iterator[None]:
-    """Choose the CPU engine inside a `with` block: `interpreter` or `reference`."""
     if kind not in tuple(_CPU_TARGETS):
         raise InvalidInput(f"cpu_engine kind must be 'interpreter' or 'reference', got {kind!r}; name one of these")
     token = _cpu_engine.set(kind)

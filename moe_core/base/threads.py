@@ -1,9 +1,8 @@
 """Threads of the NumPy engine: the number of the caller's framework, with one BLAS thread in each.
 
-Threads of BLAS libraries busy-wait for each other. With the pools of torch or XLA, or on a busy machine, such a product
-takes ten to thirty times as long. So a product runs in one thread, and `spread` gives independent pieces of work
-(experts, blocks of rows) to threads. The pieces of a product depend on shapes only, so results have the same bits for
-every number of threads.
+BLAS threads busy-wait for each other. With the pools of torch or XLA, or on a busy machine, such a product takes ten to
+thirty times as long. So `spread` gives independent pieces (experts, blocks of rows) to threads. Pieces depend on shapes
+only, so results have the same bits for every number of threads.
 """
 
 from __future__ import annotations
@@ -25,20 +24,18 @@ import numpy as np
 from moe_core.base.floats import set_default_environment
 
 T = TypeVar("T")
-#: Rows and columns of a piece of a product, elements of a piece of other work.
+#: Rows and columns of a piece of a product, elements of other pieces.
 BLOCK_ROWS, BLOCK_COLUMNS, _BLOCK_ELEMENTS = 256, 512, 32768
-#: Half the nanoseconds between the starts of two threads, which both wait for Python's lock. This is the average cost
-#: of one more thread.
+#: Average cost of one more thread: half the time between two starts, which wait for Python's lock.
 _WAKE_NANOSECONDS = 20_000
-#: OpenBLAS has memory for about this many concurrent threads.
+#: OpenBLAS has memory for about this many threads.
 _MOST = 64
 
 _limit: contextvars.ContextVar[int | None] = contextvars.ContextVar("moebius_threads", default=None)
 _lock = threading.Lock()
-#: Idle threads, the last to fall idle first, and the number of all threads.
+#: Idle threads, the last to fall idle first, and the number of all.
 _idle: list[_Helper] = []
 _hired = 0
-#: Names of the functions that read and set the number of threads: OpenBLAS in NumPy's wheels and elsewhere, MKL, BLIS.
 _CONTROLS = (
     ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
     ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
@@ -47,15 +44,13 @@ _CONTROLS = (
     ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
     ("bli_thread_get_num_threads", "bli_thread_set_num_threads"),
 )
-#: Stands for a BLAS without such functions: it counts as one thread.
 _UNKNOWN: tuple[Callable[[], int], Callable[[int], Any]] = (lambda: 1), (lambda threads: None)
-#: Runs inside `one_blas_thread`, and the number of threads that the last of them restores.
+#: Runs inside `one_blas_thread`, and the number of threads to restore.
 _runs, _before = 0, 1
 
 
 def count() -> int:
-    """Threads that `spread` uses: the framework's during a plan, else one per core of this process, at most
-    OMP_NUM_THREADS."""
+    """Threads that `spread` uses: the framework's during a plan, else one per core, at most OMP_NUM_THREADS."""
     limit = _limit.get()
     return _default_count() if limit is None else limit
 
@@ -69,7 +64,6 @@ def _default_count() -> int:
 
 @contextlib.contextmanager
 def use(threads: int) -> Iterator[None]:
-    """Set the number of threads of `spread` inside the block."""
     token = _limit.set(max(1, min(threads, _MOST)))
     try:
         yield
@@ -81,11 +75,11 @@ def use(threads: int) -> Iterator[None]:
 def one_blas_thread() -> Iterator[None]:
     """Limit NumPy's BLAS to one thread inside the block, for the whole process. Blocks may overlap.
 
-    A BLAS without a known control stays as it is: see `why_blas_is_free`.
+    See `why_blas_is_free`.
     """
     global _runs, _before
     read, write = _blas()
-    # Count the run before the first call, so that an interrupt between calls cannot lose it.
+    # Count the run first, so that an interrupt cannot lose it.
     try:
         with _lock:
             _runs += 1
@@ -114,8 +108,7 @@ def why_blas_is_free() -> str | None:
 def _blas() -> tuple[Callable[[], int], Callable[[int], Any]]:
     """The functions that read and set the number of threads of NumPy's BLAS, or _UNKNOWN (Apple's Accelerate).
 
-    They are found through NumPy's own library. threadpoolctl finds the same functions, but from version 3.8 on only one
-    thread of a process may call them.
+    threadpoolctl finds the same functions, but from version 3.8 on only one thread of a process may call them.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = _blas_library()
@@ -131,7 +124,7 @@ def _blas_library() -> ctypes.CDLL:
 
 @functools.cache
 def blas_kernels() -> str:
-    """The machine that OpenBLAS has chosen its kernels for, such as `SkylakeX`, or "" for other libraries."""
+    """The machine of OpenBLAS's kernels, such as `SkylakeX`; "" for other libraries."""
     with contextlib.suppress(OSError, AttributeError):
         library = _blas_library()
         for read, _ in _CONTROLS:
@@ -144,14 +137,14 @@ def blas_kernels() -> str:
 
 
 def products(rows: int, depth: int, columns: int) -> float:
-    """Rough nanoseconds of a matrix product of these sizes in one thread."""
+    """Rough nanoseconds of a matrix product in one thread."""
     return rows * depth * columns * 0.02
 
 
 def elements(*shape: int) -> float:
     """The cost of an activation or a sum over an array, for comparison with `products`.
 
-    It is a third of the nanoseconds in one thread, because threads wait for Python's lock between NumPy operations.
+    A third of the nanoseconds in one thread, because threads wait for Python's lock between NumPy operations.
     """
     return math.prod(shape) * 0.3
 
@@ -163,8 +156,8 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
         pieces: a deque is emptied, and function may add to it.
         nanoseconds: the cost of all pieces in one thread, by `products` and `elements`. Little work wakes few threads.
 
-    Returns when no piece is running, also after an exception or an interrupt. Then it raises the first exception and
-    drops the pieces that have not begun.
+    Returns when no piece is running, also after an exception or interrupt. Then it drops pieces that have not begun and
+    raises the first exception.
     """
     waiting = pieces if isinstance(pieces, deque) else deque(pieces)
     wanted = min(threads_for(nanoseconds), len(waiting)) - 1
@@ -198,7 +191,7 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
 
     def help_out(helper: _Helper, number: int) -> None:
         # Count this thread before it looks for a piece: a thread that clears `waiting` and sees nobody running is then
-        # the last. No interrupt reaches these threads.
+        # the last.
         running.append(None)
         if waiting:
             wake(2 * number + 2)
@@ -215,12 +208,11 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
         for helper, task in given:
             handed += 1
             helper.box.append(task)
-        # Each wakes two others. One thread that wakes all would keep Python's lock from the others.
+        # Each wakes two others: one that wakes all would keep Python's lock from them.
         wake(0)
         work()
     finally:
-        # Wait through interrupts, because pieces write to borrowed memory. A C queue has no lock that an interrupt can
-        # leave taken.
+        # Wait through interrupts, because pieces write to borrowed memory. An interrupt cannot leave a C queue locked.
         alone = False
         while not alone:
             try:
@@ -241,7 +233,7 @@ _Work = tuple[Callable[[Any], None], tuple[int, ...], Any]
 
 
 class Later:
-    """Work of several products, done at once by `run`: each expert's first pieces, then the pieces that follow them."""
+    """Work of several products for one `run`: each expert's first pieces, then the pieces that follow."""
 
     def __init__(self) -> None:
         self._first: list[_Work] = []
@@ -256,7 +248,7 @@ class Later:
         self._nanoseconds += nanoseconds
 
     def add(self, function: Callable[[T], None], pieces: Iterable[tuple[int, T]], nanoseconds: float) -> None:
-        """Add `function(piece)` for every (expert, piece), to run after the expert's first pieces."""
+        """Add `function(piece)` for every (expert, piece), after the expert's first pieces."""
         for expert, piece in pieces:
             self._after.setdefault(expert, []).append((function, (), piece))
         self._nanoseconds += nanoseconds
@@ -289,7 +281,7 @@ _Task = tuple[contextvars.Context, Callable[["_Helper", int], None], int]
 class _Helper(threading.Thread):
     """A thread that sleeps until `wake`. Its box holds a task, which it or the sender takes out.
 
-    A lock of its own wakes it in a third of the time of an executor's queue and futures.
+    A lock wakes it in a third of the time of an executor's queue and futures.
     """
 
     def __init__(self) -> None:
@@ -321,7 +313,6 @@ class _Helper(threading.Thread):
 
 
 def _hire() -> _Helper | None:
-    """An idle thread, a new one, or None at the limit."""
     global _hired
     with contextlib.suppress(IndexError):
         return _idle.pop()
@@ -335,7 +326,6 @@ def _hire() -> _Helper | None:
 
 
 def column_blocks(width: int) -> list[slice]:
-    """Pieces of the columns of a product."""
     return [slice(first, min(first + BLOCK_COLUMNS, width)) for first in range(0, width, BLOCK_COLUMNS)]
 
 
@@ -347,8 +337,7 @@ def threads_for(nanoseconds: float) -> int:
 def row_blocks(num_rows: int, width: int | None = None) -> list[slice]:
     """Pieces of the rows of an array: for products, or, given their width, for arithmetic on elements.
 
-    One thread does arithmetic in pieces that fit its cache. Several threads get one piece each, because they wait for
-    Python's lock between NumPy operations.
+    One thread's pieces fit its cache. Several threads get one piece each, because they wait for Python's lock.
     """
     step = BLOCK_ROWS
     if width is not None:

@@ -3,9 +3,7 @@
     weights = reference.quantize.quantize(w, format_named("mxfp4"))     # NumPy; w [E, N, D]
     weights.values, weights.scales                                      # uint8 [E, N, D / 2], uint8 [E, N, D / 32]
 
-A format is one frozen `Format`. `QuantizedTensor` holds values, scales, zero points and layout together. A `Scheme`
-names the formats of weights and activations. To add a format, write a file like `mx.py` and its tests. Other packages
-can register their own.
+To add a format, write a file like `mx.py` and its tests. Other packages can register their own.
 """
 
 from moe_core.formats.format import ELEMENTS as ELEMENTS

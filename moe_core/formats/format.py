@@ -1,7 +1,6 @@
 """Quantised formats: elements, groups that share a scale, and the choice of scales.
 
-A matrix is seen as rows x columns: rows are output channels (weights) or tokens (activations), columns the axis a
-matrix product sums over. A scale, and a zero point where the format has them, belongs to a group of rows x columns.
+A matrix is rows x columns: output channels (weights) or tokens (activations) x the summed axis.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Element:
         dtype: canonical dtype of the array that holds it.
         per_byte: elements in one element of that array (2: the even index in the low nibble).
         largest: the magnitude that amax is scaled to.
-        top_exponent: floor(log2(largest)), for formats with powers of two as scales.
+        top_exponent: floor(log2(largest)), for scales that are powers of two.
         zero_point: the code for 0 where a format stores no zero points.
         max_code: the largest code of unsigned integers.
     """
@@ -64,10 +63,10 @@ class Format:
     Args:
         name: unique among registered formats.
         element: a name of ELEMENTS.
-        group_rows: rows that share a scale. None: all rows of the matrix.
+        group_rows: rows that share a scale. None: all.
         group_columns: likewise for columns.
-        scale_rule: one of SCALE_RULES, for quantisers. Reading a tensor depends only on the kind of scales: e8m0 bytes
-            (`floor`, `ceil`) or numbers.
+        scale_rule: one of SCALE_RULES, for quantisers. Readers need only the kind of scales: e8m0 bytes (`floor`,
+            `ceil`) or numbers.
         zero_points: the tensor has one per group (unsigned elements only).
 
     Groups of e4m3 with numbers as scales may be cut short at the end of either axis, as in DeepSeek's checkpoints:
@@ -123,7 +122,7 @@ class Format:
 
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
-        """Canonical dtypes of scales. A quantiser writes the first."""
+        """Canonical dtypes of scales, a quantiser's first."""
         if self.has_e8m0_scales:
             return ("uint8",)
         return _INTEGER_SCALES if self.own_element.max_code is not None else ("float32",)
@@ -135,14 +134,11 @@ class Format:
 
     @property
     def bits_per_element(self) -> int:
-        """Bits of one element, scales not counted."""
         return 8 * dtypes.itemsize(self.own_element.dtype) // self.own_element.per_byte
 
     def splits_rows(self, rows: int) -> bool:
-        """True if a tensor can be put together from its first `rows` rows and the rest.
-
-        False where a group, or a byte of packed zero points, would hold rows of both.
-        """
+        """False where a group, or a byte of packed zero points, would hold some of the first `rows` rows and some of
+        the rest."""
         if self.group_rows is None or rows % self.group_rows:
             return False
         return not self.zero_points or rows % self.own_element.per_byte == 0
@@ -154,7 +150,7 @@ class Format:
 @plan_type
 @dataclass(frozen=True)
 class Scheme:
-    """The formats of a quantised layer's weights, and of its activations before each product.
+    """The formats of a quantised layer's weights and, before each product, activations.
 
     activations: None: not quantised (w4a16, w8a16). Their groups along the summed axis are the weights' or the whole
     axis.
@@ -183,12 +179,12 @@ _SCHEMES: dict[str, Scheme] = {}
 
 
 def register_format(format: Format) -> Format:
-    """Register a format by its name and return it. Raises InvalidInput if another one has the name."""
+    """Register a format and return it. Raises InvalidInput if another one has its name."""
     return _register("format", format, Format, _FORMATS)
 
 
 def register_scheme(scheme: Scheme) -> Scheme:
-    """Register a scheme by its name and return it. Raises InvalidInput if another one has the name."""
+    """Register a scheme and return it. Raises InvalidInput if another one has its name."""
     return _register("scheme", scheme, Scheme, _SCHEMES)
 
 
@@ -200,23 +196,21 @@ def _register(what: str, value: Any, kind: type, known: dict[str, Any]) -> Any:
 
 
 def format_names() -> tuple[str, ...]:
-    """Names of every registered format."""
     return tuple(_FORMATS)
 
 
 def scheme_names() -> tuple[str, ...]:
-    """Names of every registered scheme."""
     return tuple(_SCHEMES)
 
 
 def format_named(name: str) -> Format:
-    """The registered format of that name. Raises InvalidInput."""
+    """The registered format. Raises InvalidInput."""
     require_choice("format", name, format_names())
     return _FORMATS[name]
 
 
 def scheme_named(name: str) -> Scheme:
-    """The registered scheme of that name. Raises InvalidInput."""
+    """The registered scheme. Raises InvalidInput."""
     require_choice("scheme", name, scheme_names())
     return _SCHEMES[name]
 

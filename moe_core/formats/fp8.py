@@ -13,16 +13,14 @@ from moe_core.formats.format import Format, Scheme, register_format, register_sc
 BLOCK = 128
 
 FP8_TENSOR = register_format(Format("fp8_tensor", "e4m3", None, None))
-#: For weights, one scale per output channel.
 FP8_CHANNEL = register_format(Format("fp8_channel", "e4m3", 1, None))
-#: For activations, one scale per token.
 FP8_TOKEN = register_format(Format("fp8_token", "e4m3", 1, None))
 FP8_BLOCK = register_format(Format("fp8_block", "e4m3", BLOCK, BLOCK))
 FP8_GROUP = register_format(Format("fp8_group", "e4m3", 1, BLOCK))
 
 
 def power_of_two_scales(format: Format) -> Format:
-    """The same format with scales rounded up to powers of two: `fp8_block` -> `fp8_block_pow2`."""
+    """The format with scales rounded up to powers of two: `fp8_block` -> `fp8_block_pow2`."""
     return dataclasses.replace(format, name=f"{format.name}_pow2", scale_rule="power_of_two")
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from moe_core.formats.format import Format, Scheme, register_format, register_scheme
 
-#: For weights, one scale per output channel.
 INT8_CHANNEL = register_format(Format("int8_channel", "int8", 1, None))
-#: For activations, one scale per token.
 INT8_TOKEN = register_format(Format("int8_token", "int8", 1, None))
 
 
@@ -22,13 +20,12 @@ def _grouped(bits: int, group_size: int | None, zero_points: bool) -> Format:
 
 
 def int8_grouped(group_size: int | None, zero_points: bool = False) -> Format:
-    """int8 weights with a scale per group_size inputs of an output channel (None: all of them): `int8_g128`,
-    `int8_row`."""
+    """int8 weights with a scale per group_size inputs of an output (None: all): `int8_g128`, `int8_row`."""
     return _grouped(8, group_size, zero_points)
 
 
 def int4_grouped(group_size: int | None, zero_points: bool = False) -> Format:
-    """int4 weights with a scale per group_size inputs of an output channel (None: all of them): `int4_g32_zp`."""
+    """int4 weights with a scale per group_size inputs of an output (None: all): `int4_g32_zp`."""
     return _grouped(4, group_size, zero_points)
 
 

@@ -57,11 +57,10 @@ class QuantizedShapes(NamedTuple):
 def quantized_shapes(spec: QuantizedSpec, shape: Sequence[int]) -> QuantizedShapes:
     """Shapes of the arrays that hold a tensor of logical `shape` (`[..., N, D]` or, for `in_out`, `[..., D, N]`).
 
-    Worked example, mxfp4 `out_in` of (8, 5760, 2880): values (8, 5760, 1440), scales (8, 5760, 90). fp8_block of
-    (300, 200): scales (3, 2). int4_g128_zp of (6, 256): values (6, 128), scales (6, 2), zero points (3, 2).
-    mxfp4 of (8, 5760, 2880), tiled: values (8, 90, 23, 4096), scales (8, 90, 23, 256); int4_g128 of (8, 1536, 2048):
-    values (8, 24, 16, 4096), scales (8, 24, 16, 64).
-    Raises InvalidInput where the padding rule of the format (see `Format`) does not allow the shape.
+    Worked example, mxfp4 `out_in` of (8, 5760, 2880): values (8, 5760, 1440), scales (8, 5760, 90). fp8_block of (300,
+    200): scales (3, 2). int4_g128_zp of (6, 256): values (6, 128), scales (6, 2), zero points (3, 2). Tiled: see
+    `moe_core.formats.tiling`. Raises InvalidInput where the padding rule of the format (see `Format`) does not allow
+    the shape.
     """
     format = spec.format
     sizes = tuple(int(size) for size in shape)
@@ -109,7 +108,7 @@ def _tiled_shapes(format: Format, tiling: Tiling, sizes: tuple[int, ...]) -> Qua
 
 
 def _count(size: int, group: int | None) -> int:
-    """Groups along an axis; the whole axis is one group, of an empty axis too."""
+    """Groups along an axis; one for the whole axis, even if empty."""
     return 1 if group is None else -(-size // group)
 
 
@@ -125,11 +124,10 @@ class QuantizedTensor:
       groups]`, where the last high nibble of an odd N is 0
 
     Per tensor fp8 weights of E experts have scales `[E, 1, 1]`, per token activations `[T, 1]`. For dtypes see
-    `Format`. With spec.tiling, `moe_core.formats.tiling` describes the arrays.
+    `Format`, for tiled arrays `moe_core.formats.tiling`.
 
-    The fields work with `moe_core.specs.operands.named_arrays` and `map_arrays`. Tensors of `ArraySpec`s compare and
-    hash by their fields, all others by identity. Raises InvalidInput if the arrays disagree with the format. A
-    transformation that fills the fields with other values (tangents, axis numbers) uses `unchecked`.
+    Tensors of `ArraySpec`s compare and hash by their fields, all others by identity. Raises InvalidInput if the arrays
+    disagree with the format.
     """
 
     spec: QuantizedSpec
@@ -158,7 +156,7 @@ class QuantizedTensor:
 
     @classmethod
     def unchecked(cls, spec: QuantizedSpec, values: Any, scales: Any, zero_points: Any = None) -> QuantizedTensor:
-        """The same bundle around anything, such as the leaves of a pytree library."""
+        """The same bundle around anything, such as tangents or axis numbers of a transformation."""
         tensor = object.__new__(cls)
         for name, value in (("spec", spec), ("values", values), ("scales", scales), ("zero_points", zero_points)):
             object.__setattr__(tensor, name, value)
@@ -166,7 +164,6 @@ class QuantizedTensor:
 
     @property
     def _described(self) -> tuple[Any, ...] | None:
-        """The fields, if they are `ArraySpec`s, because other arrays do not hash or compare."""
         return (self.spec, self.values, self.scales, self.zero_points) if isinstance(self.values, ArraySpec) else None
 
     def __eq__(self, other: object) -> bool:
@@ -220,7 +217,7 @@ class QuantizedTensor:
 
 
 def quantized_specs(spec: QuantizedSpec, shape: Sequence[int], scale_dtype: str | None = None) -> QuantizedTensor:
-    """A quantised tensor of logical `shape` made of `ArraySpec`s. scale_dtype: None: the quantisers' choice."""
+    """A quantised tensor of `ArraySpec`s. scale_dtype: None: the quantisers' choice."""
     values, scales, points = quantized_shapes(spec, shape)
     dtype, scales = spec.format.own_element.dtype, ArraySpec(scales, scale_dtype or spec.format.scale_dtypes[0])
     return QuantizedTensor(spec, ArraySpec(values, dtype), scales, points and ArraySpec(points, dtype))

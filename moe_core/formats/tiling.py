@@ -45,9 +45,9 @@ from moe_core.formats.format import Format
 #: Rows of a block, the bytes of its codes, and the bytes of one row.
 BLOCK_ROWS, BLOCK_VALUES = 64, 4096
 ROW_BYTES = BLOCK_VALUES // BLOCK_ROWS
-#: Rows of one side of a block: all gate or all up where a matrix holds both.
+#: Rows of a block's side: all gate or all up.
 SIDE_ROWS = BLOCK_ROWS // 2
-#: Columns of the smallest group. The columns of a tiled matrix are a multiple of it.
+#: Columns of the smallest group.
 LEAST_COLUMNS = 32
 ORDERS = ("rows", "interleaved", "halves")
 
@@ -59,13 +59,13 @@ class Tiling:
 
     rows: N, the outputs of the logical matrix. columns: D, its inputs. order: the rows of block b:
 
-    - `rows`: 64b, 64b + 1, ..., 64b + 63, the matrix as it is;
+    - `rows`: 64b, ..., 64b + 63, the matrix as it is;
     - `interleaved`, for alternating gate and up rows: 64b, 64b + 2, ..., 64b + 62 (gate), then 64b + 1, ..., 64b + 63
       (up);
     - `halves`, for gate rows before up rows: 32b, ..., 32b + 31 (gate), then N/2 + 32b, ..., N/2 + 32b + 31 (up).
 
-    Rows are padded to a multiple of 64 and columns to a block's multiple, with zeros for codes, scales and zero points.
-    D must be a multiple of 32, N even for `interleaved` and a multiple of 64 for `halves`. Raises InvalidInput.
+    Zeros pad rows to a multiple of 64 and columns to a block's multiple, in every array. D must be a multiple of 32, N
+    even for `interleaved` and a multiple of 64 for `halves`. Raises InvalidInput.
     """
 
     rows: int
@@ -91,7 +91,6 @@ class Tiling:
 
     @property
     def blocks(self) -> int:
-        """Blocks along the rows."""
         return -(-self.rows // BLOCK_ROWS)
 
 
@@ -106,16 +105,14 @@ class TiledBlock(NamedTuple):
     repeat: int | None
 
     def steps(self, columns: int) -> int:
-        """Blocks along this number of columns."""
         return -(-columns // self.columns)
 
     def records(self, columns: int) -> int:
-        """Blocks of scales along this number of columns."""
         return 1 if self.repeat is None else -(-self.steps(columns) // self.repeat)
 
 
 def block_of(format: Format) -> TiledBlock:
-    """The block of a format that `why_not_tileable` accepts."""
+    """The block of a tileable format."""
     columns, group = 8 * ROW_BYTES // format.bits_per_element, format.group_columns
     if group is None:
         return TiledBlock(columns, 1, None)
