@@ -1,8 +1,7 @@
 """Decode e2m1, e4m3, unsigned integers with zero points, and e8m0 scales by bit operations.
 
-Every result is exact, as bfloat16 (or float16). Bits of e2m1 and e4m3 move to the sign, the low exponent bits and the
-high mantissa bits of bfloat16. A product with a power of two completes the exponent and makes numbers of denormal
-codes.
+Every result is exact in bfloat16 (or float16). Bits of e2m1 and e4m3 move to bfloat16's sign, low exponent and high
+mantissa bits. A product with a power of two completes the exponent and makes numbers of denormal codes.
 """
 
 import triton
@@ -11,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def bfloat16_of_bits(bits):
-    """Return integers with the bits of a bfloat16 in their low half as numbers."""
+    """Reinterpret the low 16 bits of integers as bfloat16."""
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
@@ -19,21 +18,20 @@ def bfloat16_of_bits(bits):
 def e8m0_to_bfloat16(scales):
     """2^(b - 127) of uint8 b: byte 0 is the denormal 2^-127, byte 255 is NaN."""
     wide = scales.to(tl.uint16)
-    # Both special bytes need one bit more: 0x0040 is 2^-127, and 0x7F80, infinity, becomes a NaN.
+    # The two special bytes need one bit more: 0x0040 is 2^-127, and 0x7F80, infinity, becomes NaN.
     return bfloat16_of_bits((wide << 7) | tl.where((wide == 0) | (wide == 255), 0x40, 0).to(tl.uint16))
 
 
 @triton.jit
 def e2m1_to_bfloat16(codes):
-    """0 .5 1 1.5 2 3 4 6 of integer codes 0..7, and their negatives of 8..15."""
+    """0 .5 1 1.5 2 3 4 6 of codes 0..7, and their negatives of 8..15."""
     wide = codes.to(tl.uint16)
-    # The two exponent bits count from 2^-126 in bfloat16 and from 2^0 in e2m1.
+    # The exponent counts from 2^-126 in bfloat16 and from 2^0 in e2m1.
     return bfloat16_of_bits(((wide & 8) << 12) | ((wide & 7) << 6)) * 8.507059173023462e37
 
 
 @triton.jit
 def e4m3_to_bfloat16(codes):
-    """Numbers of e4m3 codes, given as uint8."""
     wide = codes.to(tl.uint16)
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 4)
     # The exponent counts from 2^-126 in bfloat16 and from 2^-6 in e4m3.
@@ -43,20 +41,19 @@ def e4m3_to_bfloat16(codes):
 
 @triton.jit
 def unsigned_to_bfloat16(codes):
-    """Integers 0..255, exactly."""
     return codes.to(tl.float32).to(tl.bfloat16)
 
 
 @triton.jit
 def codes_to_bfloat16(codes, ELEMENT: tl.constexpr):
-    """Numbers of unpacked codes, given as uint8, before zero point and scale."""
+    """Numbers of unpacked uint8 codes, before zero point and scale."""
     if ELEMENT == "e2m1":
         return e2m1_to_bfloat16(codes)
     elif ELEMENT == "e4m3":
         return e4m3_to_bfloat16(codes)
     elif ELEMENT == "int8":
-        # By way of 0..255: converted as signed numbers, half of the weight rows of a tile that eight warps share were
-        # wrong (Triton 3.6, an H200).
+        # Convert by way of 0..255: as signed numbers, half of the weight rows of a tile of eight warps were wrong
+        # (Triton 3.6, an H200).
         return unsigned_to_bfloat16(codes ^ 128) - 128.0
     else:
         tl.static_assert((ELEMENT == "uint8") or (ELEMENT == "uint4"), "unknown element")
@@ -73,9 +70,9 @@ def unpack_nibbles(packed):
 @triton.jit
 def word_pair(words, SHIFT: tl.constexpr, ELEMENT: tl.constexpr):
     """Return nibbles SHIFT / 4 and SHIFT / 4 + 4 of uint32 words, [R, W], as numbers [R, W, 2]. SHIFT: 0, 4, 8 or 12.
-    They are 16 bits apart, as two bfloat16 in one register, so the same instructions move both."""
+    They are 16 bits apart, two bfloat16 in one register, so the same instructions move both."""
     if ELEMENT == "e2m1":
-        # A product with two powers of two is two shifts: one puts the sign into place, one the other three bits.
+        # A product with two powers of two is two shifts: one places the sign, one the other three bits.
         if SHIFT >= 8:
             pair = words >> 8
         else:
@@ -112,8 +109,8 @@ def group_of_row(n, GROUP_ROWS: tl.constexpr):
 
 @triton.jit
 def per_group(pointers, start, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the values of groups of GROUP columns (0: all) for columns start .. start + BLOCK_K - 1, 0 behind D. Returns
-    [rows, groups], or [rows, BLOCK_K] if groups and blocks do not fit. pointers: to the first group of rows."""
+    """Load values of groups of GROUP columns (0: all) for BLOCK_K columns from start, 0 behind D. Return [rows,
+    groups], or [rows, BLOCK_K] if groups and blocks do not fit. pointers: to the first group of rows."""
     if GROUP == 0:
         return tl.load(pointers)[:, None]
     elif GROUP % BLOCK_K == 0:
@@ -129,7 +126,7 @@ def per_group(pointers, start, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.
 
 @triton.jit
 def number_of(scale):
-    """Return scales as numbers: e8m0 bytes as bfloat16, exactly, others as fp32."""
+    """Return e8m0 bytes as bfloat16, exactly, and other scales as fp32."""
     if scale.dtype == tl.uint8:
         return e8m0_to_bfloat16(scale)
     else:
@@ -150,8 +147,8 @@ def spread(values, WIDTH: tl.constexpr):
 def load_codes(
     pointers, start, exists, D: tl.constexpr, STRIDE: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Load codes [rows, BLOCK_K] of columns from `start`, zero behind D and in rows that do not exist (None: all do).
-    pointers: to the first column of every row."""
+    """Load codes [rows, BLOCK_K], zero behind D and in missing rows (None: all exist). pointers: to the first column of
+    rows."""
     columns = start // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
     places = pointers[:, None] + columns[None, :] * STRIDE
     if D % BLOCK_K == 0:
@@ -172,7 +169,7 @@ def load_codes(
 
 @triton.jit
 def ordered(tile, ORDER: tl.constexpr):
-    """Put the columns of [rows, BLOCK_K] into the order of decoded weights. See `weight_tile`."""
+    """Put columns of [rows, BLOCK_K] into the order of decoded weights (`weight_tile`)."""
     rows: tl.constexpr = tile.shape[0]
     columns: tl.constexpr = tile.shape[1]
     if ORDER == "words":
@@ -216,10 +213,10 @@ def weight_tile(
 ):  # fmt: skip
     """Load weights [rows, BLOCK_K] as the tensor cores take them. scale, zero: of groups, see `per_group`.
 
-    A sum may go over columns in any order. The cores take, from lane t of every four, columns 2 t and 2 t + 1 of each
-    8. In order `words` that lane has 32 neighbouring 4-bit codes of every 128, one vector load with one scale: column
-    32 t + 8 q + 4 b + j takes the place 8 (4 q + j) + 2 t + b. In order `bytes` it has 16 neighbouring bytes of every
-    64: column 16 t + 2 c + b takes the place 8 c + 2 t + b. `ordered` puts x into the same order.
+    Columns may be summed in any order. The cores take columns 2 t and 2 t + 1 of each 8 from lane t of every four.
+    Order `words` gives that lane 32 neighbouring 4-bit codes of every 128, one vector load with one scale: column 32 t
+    + 8 q + 4 b + j goes to 8 (4 q + j) + 2 t + b. Order `bytes` gives it 16 neighbouring bytes of every 64: column 16 t
+    + 2 c + b goes to 8 c + 2 t + b. `ordered` does the same with x.
     """
     rows: tl.constexpr = pointers.shape[0]
     scale = number_of(scale)
@@ -249,7 +246,7 @@ def weight_tile(
 
 @triton.jit
 def plain_tile(pointers, start, exists, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load numbers [rows, BLOCK_K] of columns from `start`, zero behind D and in rows that do not exist."""
+    """Load numbers [rows, BLOCK_K], zero behind D and in missing rows."""
     columns = start + tl.arange(0, BLOCK_K)
     places = pointers[:, None] + columns[None, :] * STRIDE
     if exists is None:
@@ -268,7 +265,7 @@ def activation_tile(
     rows, scale_rows, exists, start, ELEMENT: tl.constexpr, SCALING: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return x [rows, BLOCK_K] as numbers, without scales that are multiplied with the sums."""
+    """Return x [rows, BLOCK_K] as numbers, without scales that multiply the sums."""
     if ELEMENT is None:
         return plain_tile(rows, start, exists, D, 1, BLOCK_K)
     else:
@@ -281,8 +278,8 @@ def activation_tile(
 
 @triton.jit
 def zero_point(stored, n, ELEMENT: tl.constexpr):
-    """Return zero points [rows, groups] of weight rows n. Points of 4 bits share bytes, an even row in the low nibble.
-    A point that is not stored, [1, 1], is for all."""
+    """Return zero points [rows, groups] of weight rows n. Points of 4 bits share bytes, even rows in the low nibble. A
+    format that stores none has one for all, [1, 1]."""
     if (ELEMENT == "uint4") and (stored.shape[0] > 1):
         return (stored >> ((n & 1) * 4).to(tl.uint8)[:, None]) & 15
     else:

@@ -1,9 +1,8 @@
 """Quantise rows of activations to codes and scales, with the bits of `moe_core.ops.quantize.reference`.
 
-Each step rounds once: true division, then half to even on the bits of fp32 numbers, because not every architecture
-converts to fp8. If it does, multiplying with the reciprocal and converting gives the same bits (`e4m3_quotient`) with
-fewer instructions. Magnitudes are compared as integers. A group with a NaN or an infinity, the largest ones, gets the
-scale NaN and codes of zero.
+Each step rounds once: true division, then half to even on the bits of fp32, because not every architecture converts to
+fp8. If it does, multiplying with the reciprocal and converting gives the same bits faster (`e4m3_quotient`). Magnitudes
+are compared as integers, so NaN and infinity are the largest. A group with one has the scale NaN and codes of zero.
 """
 
 import triton
@@ -15,7 +14,7 @@ from moe_core.ops.quantize.kernels.decode import e8m0_to_bfloat16
 
 @triton.jit
 def magnitude_bits(values):
-    """Return the bits of |x| of fp32 as int32, which are in the same order."""
+    """Return the bits of |x| of fp32 as int32, in the same order."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -27,7 +26,7 @@ def up_to_power_of_two(values):
 
 @triton.jit
 def choose_scale(bits, RULE: tl.constexpr, LARGEST: tl.constexpr, TOP_EXPONENT: tl.constexpr):
-    """Return the scale of groups with these bits of amax: fp32, or uint8 for the rules `floor` and `ceil`."""
+    """Return scales of groups from the bits of amax: fp32, or uint8 for the rules `floor` and `ceil`."""
     usable = bits < 0x7F800000
     amax = tl.where(usable, bits, 0x3F800000).to(tl.float32, bitcast=True)
     if (RULE == "amax") or (RULE == "power_of_two"):
@@ -56,7 +55,7 @@ def number_of_scale(scale):
 
 @triton.jit
 def rounded(values):
-    """Round fp32 between -2^22 and 2^22 to the nearest integer, half to even, by shifting the fraction out."""
+    """Round fp32 within 2^22 to integers, half to even, by shifting the fraction out."""
     return (values + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
@@ -67,7 +66,7 @@ def encode(quotients, ELEMENT: tl.constexpr):
     negative = (quotients.to(tl.int32, bitcast=True) >> 31) & 1
     if ELEMENT == "e4m3":
         size = tl.minimum(bits, 0x43E00000)
-        # Below 2^-6 codes are 2^-9 apart, as fp32 numbers are behind 2^14. Above, 3 bits of the mantissa stay.
+        # Below 2^-6 codes are 2^-9 apart, as fp32 numbers behind 2^14. Above, 3 mantissa bits stay.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF
         large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
         codes = tl.where(size < 0x3C800000, small, large)
@@ -75,7 +74,7 @@ def encode(quotients, ELEMENT: tl.constexpr):
     elif ELEMENT == "e2m1":
         usable = bits <= 0x7F800000
         size = tl.minimum(tl.where(usable, bits, 0), 0x40C00000).to(tl.float32, bitcast=True)
-        # Codes lie 1/2 apart up to 2 (code 4), 1 apart up to 4 (code 6), then 2.
+        # Codes are 1/2 apart up to 2 (code 4), 1 apart up to 4 (code 6), then 2.
         large = tl.where(size < 4.0, rounded(size) + 2, rounded(size * 0.5) + 4)
         codes = tl.where(size < 2.0, rounded(size * 2.0), large)
         return codes | tl.where(usable, negative << 3, 0)
@@ -87,7 +86,7 @@ def encode(quotients, ELEMENT: tl.constexpr):
 
 @triton.jit
 def quotient(values, scale, usable):
-    """x / scale, zero if the scale or the group is not usable."""
+    """values / scale, zero if the scale or the group is not usable."""
     divisor = number_of_scale(scale)
     return tl.where(usable & (divisor > 0.0), tl.div_rn(values, divisor), 0.0)
 
@@ -99,15 +98,15 @@ def refined_quotient(values, divisor, reciprocal):
     near = values * reciprocal
     near = tl.fma(tl.fma(-near, divisor, values), reciprocal, near)
     near = tl.fma(tl.fma(-near, divisor, values), reciprocal, near)
-    # The sum of both zeros is positive: -0 has lost its sign.
+    # A sum of both zeros is positive, so -0 has lost its sign.
     sign = values.to(tl.int32, bitcast=True) & -0x80000000
     return (near.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def comfortable_divisor(scale):
-    """Return (factor, divisor) with values / scale = values * factor / divisor for positive scales of any size. The
-    reciprocal of the divisor is a normal number. Factors are powers of two, and 0 for an infinite scale."""
+    """Return (factor, divisor) with values / scale = values * factor / divisor for positive scales. The reciprocal of
+    the divisor is a normal number. Factors are powers of two, 0 for an infinite scale."""
     factor = tl.where(scale < 2.0**-62, 2.0**64, tl.where(scale > 2.0**62, 2.0**-64, 1.0))
     infinite = scale == float("inf")
     return tl.where(infinite, 0.0, factor), tl.where(infinite, 1.0, scale * factor)
@@ -115,8 +114,7 @@ def comfortable_divisor(scale):
 
 @triton.jit
 def e4m3_quotient(values, factor, divisor, reciprocal):
-    """Return e4m3 numbers of values * factor / divisor. Values that saturate are cut before they can leave fp32. NaN
-    stays."""
+    """Return e4m3 numbers of values * factor / divisor. Saturating values are cut before fp32 overflows. NaN stays."""
     bound = divisor * 1024.0
     values = tl.minimum(values * factor, bound, propagate_nan=tl.PropagateNan.ALL)
     values = tl.maximum(values, -bound, propagate_nan=tl.PropagateNan.ALL)
@@ -145,7 +143,7 @@ def even_and_odd(tile):
 
 @triton.jit
 def store_codes(values, codes, rows, columns, inside, WIDTH: tl.constexpr, ELEMENT: tl.constexpr):
-    """Store codes [rows, columns] to rows with WIDTH columns. Columns start at an even one."""
+    """Store codes [rows, columns] to rows with WIDTH columns, from an even column on."""
     if ELEMENT == "e2m1":
         low, high = even_and_odd(codes)
         exists, _ = even_and_odd(inside.to(tl.int32))
@@ -164,7 +162,7 @@ def load_rows(x, rows, columns, inside, STRIDE: tl.constexpr):
 
 @triton.jit
 def used_rows(used_by, rows, num_rows, USERS: tl.constexpr):
-    """Return which rows exist and have a nonnegative entry in used_by `[num_rows, USERS]`."""
+    """Return True for rows that exist and have a nonnegative entry in used_by `[num_rows, USERS]`."""
     exists = rows < num_rows
     if used_by is None:
         return exists
@@ -182,8 +180,8 @@ def quantize_groups(
     ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
     TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Quantise GROUPS groups of GROUP columns, one group of BLOCK_M rows per program. Unused rows (`used_rows`) are
-    not read and quantised as zeros. BLOCK_K: GROUP rounded up to a power of two."""
+    """Quantise GROUPS groups of GROUP columns, one group of BLOCK_M rows per program. Unused rows (`used_rows`) are not
+    read and count as zeros. BLOCK_K: GROUP rounded up to a power of two."""
     if PDL is not None:
         join()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -203,7 +201,7 @@ def quantize_groups(
 
 @triton.jit
 def row_maxima(x, rows, exists, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the bits of the largest magnitude of each of these rows."""
+    """Return the bits of the largest magnitude of each row."""
     bits = tl.zeros(rows.shape, dtype=tl.int32)
     for start in range(0, WIDTH, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
@@ -217,8 +215,7 @@ def partial_maxima(
     x, used_by, partials, num_rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """partials[program] = the bits of the largest magnitude of its used rows. Programs take turns with blocks of
-    BLOCK_M."""
+    """partials[program] = bits of the largest magnitude of its used rows. Programs take turns with blocks."""
     if PDL is not None:
         join()
     bits = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.int32)
@@ -240,8 +237,8 @@ def quantize_whole_rows(
     ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
     TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Quantise rows with one scale each, or all with the scale from PARTIALS maxima (a power of two) or `given`.
-    Unused rows (`used_rows`) are not read and quantised as zeros. zeros int32 `[ZEROS]`, if not None: set to 0."""
+    """Quantise rows with one scale each, or all with the scale from PARTIALS maxima (a power of two) or `given`. Unused
+    rows (`used_rows`) are not read and count as zeros. zeros int32 `[ZEROS]`, if not None: set to 0."""
     if PDL is not None:
         join()
     if zeros is not None:

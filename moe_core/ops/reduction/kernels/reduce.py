@@ -7,7 +7,7 @@ from moe_core.ops.activation.kernels.formulas import sigmoid
 from moe_core.ops.common.kernels.aggregates import aggregate_of
 from moe_core.ops.common.kernels.pdl import join
 
-#: Parameters of `reduce`, and of its tiles. WAIT: for the launch ahead, once the rows are known.
+#: Parameters of `reduce` and its tiles. WAIT: for the launch ahead, once the rows are known.
 Reduction = aggregate_of(
     "Reduction",
     """y row_of_slot out num_tokens num_rows TOP_K WIDTH BLOCK_T BLOCK_N shared shared_gate SHARED_STRIDE BY_ROW
@@ -23,8 +23,7 @@ def reduce(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k = 0..K-1 of y[slot t*K + k] (+ shared[t] * sigmoid(gate[t])), fp32, in that order. A slot
-    without a row (-1) is skipped, unread. num_rows: rows of y. The launch behind a reduction is of another plan and
-    may not begin early."""
+    without a row (-1) is not read. num_rows: of y. The next launch belongs to another plan and may not begin early."""
     if PDL == "start":
         tl.extra.cuda.gdc_wait()
     sums = Reduction(
@@ -36,7 +35,6 @@ def reduce(
 
 @triton.jit
 def reduce_tile(token_block, column_block, sums):
-    """Compute BLOCK_T tokens and BLOCK_N columns of a `Reduction`."""
     TOP_K: tl.constexpr = sums.TOP_K
     WIDTH: tl.constexpr = sums.WIDTH
     CACHE: tl.constexpr = ".cg" if sums.WAIT else ""
@@ -46,7 +44,7 @@ def reduce_tile(token_block, column_block, sums):
     mask = inside[:, None] & (columns < WIDTH)[None, :]
     total = tl.zeros((sums.BLOCK_T, sums.BLOCK_N), dtype=tl.float32)
     if sums.UNROLL:
-        # All row numbers, then all rows are loaded before the first sum waits for one.
+        # Load all row numbers, then all rows, before the first sum waits.
         sources = ()
         for k in tl.static_range(TOP_K):
             sources += (_source(sums, tokens * TOP_K + k, inside, CACHE),)
@@ -74,7 +72,7 @@ def reduce_tile(token_block, column_block, sums):
 
 @triton.jit
 def _source(sums, slots, inside, CACHE: tl.constexpr):
-    """Return the row of y, int64, of one slot per token, -1 for a slot without one."""
+    """Return the int64 row of y of one slot per token, -1 for none."""
     row = tl.load(sums.row_of_slot + slots, mask=inside, other=-1, cache_modifier=CACHE)
     source = row.to(tl.int64) if sums.BY_ROW else slots
     return tl.where((row >= 0) & (source < sums.num_rows), source, -1)
@@ -82,7 +80,7 @@ def _source(sums, slots, inside, CACHE: tl.constexpr):
 
 @triton.jit
 def _row(y, source, columns, mask, WIDTH: tl.constexpr):
-    """Load columns of one row of y per token, zeros where there is no row. Nobody reads them again."""
+    """Load columns of one row of y per token, zeros without a row. Nobody reads them again."""
     present = mask & (source >= 0)[:, None]
     pointers = y + source[:, None] * WIDTH + columns[None, :]
     return tl.load(pointers, mask=present, other=0.0, eviction_policy="evict_first")

@@ -12,10 +12,10 @@ def bias_product(
     WIDTH: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_LAYERS: tl.constexpr, D_Y_STRIDE: tl.constexpr,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """products[slot] = <d_y[token], bias[expert]> for the slots of BLOCK_M rows of the layout. The expert of a row is
-    the number of groups that end at or before it. EXPERTS ends are compared at a time."""
+    """products[slot] = <d_y[token], bias[expert]> for slots of BLOCK_M rows of the layout. A row's expert is the number
+    of groups that end at or before it, found by comparing EXPERTS ends at a time."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Rows behind the last group belong to none: their experts would be NUM_EXPERTS.
+    # Rows behind the last group would have expert NUM_EXPERTS.
     end = tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)
     if tl.program_id(0) * BLOCK_M >= end:
         return
@@ -98,11 +98,8 @@ def weighted_input(
     d_rows, x, row_of_slot, weights, extra, d_x, d_weight, num_tokens, num_rows,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x[t] * w[t], K = 1: d_x[t] = cast(w[t] d_row + extra[t]), d_weight[t] = <d_row, x[t]>, of BLOCK_M
-    tokens.
-
-    d_row: the token's row of d_rows. A token without one reads no row, x or w, and contributes zeros.
-    """
+    """Gradients of x[t] * w[t], K = 1: d_x[t] = cast(w[t] d_row + extra[t]), d_weight[t] = <d_row, x[t]>. d_row: the
+    token's row of d_rows. A token without one reads no row, x or w, and contributes zeros."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = tokens < num_tokens
     rows = tl.load(row_of_slot + tokens, mask=inside, other=-1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The router product: token rows times router weights, kept in fp32."""
+"""The router product: tokens times router weights, kept in fp32."""
 
 import triton
 import triton.language as tl
@@ -16,10 +16,8 @@ def router(
 ):  # fmt: skip
     """logits[t, e] = round(sum over d of x[t, d] * weight[d, e] + bias[e]), one tile of tokens and experts per program.
 
-    for each step of BLOCK_K along d:  accumulator += x tile . weight tile        (fp32)
-    logits tile = round(accumulator + bias)                                       (LOGITS_DTYPE, stored as fp32)
-
-    PRODUCT, DRAINED: see `multiply`. Rows past the last token repeat it, so that loads of x need no mask.
+    The sum is fp32, rounded to LOGITS_DTYPE and stored as fp32. PRODUCT, DRAINED: see `multiply`. Rows past the last
+    token repeat it, so that loads of x need no mask.
     """
     if PDL is not None:
         join()

@@ -1,4 +1,4 @@
-"""Backward of `moe_core.ops.routing.kernels.topk.route`: gradients of logits from those of weights and losses."""
+"""Backward of `topk.route`: gradients of logits from gradients of weights and losses."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,7 @@ from moe_core.ops.routing.kernels.topk import bounded, exp_negative, expert_scor
 
 @triton.jit
 def log_score_derivative(x, SCORING: tl.constexpr):
-    """d log(score) / d x of the scores of each expert. sigmoid: s(-x). sqrt_softplus: s(x) / (2
-    softplus(x)), which is 1/2 in fp32 below -17."""
+    """d log(score) / d x. sigmoid: s(-x). sqrt_softplus: s(x) / (2 softplus(x)), which is 1/2 in fp32 below -17."""
     if SCORING == "sigmoid":
         return expert_scores(-x, "sigmoid")
     else:
@@ -21,7 +20,7 @@ def log_score_derivative(x, SCORING: tl.constexpr):
 
 @triton.jit
 def shares(values, EPSILON: tl.constexpr):
-    """values / (their sum along the last axis + EPSILON). A zero divisor gives zeros."""
+    """values / (sum along the last axis + EPSILON). A zero divisor gives zeros."""
     total = tl.sum(values, axis=1)[:, None]
     if EPSILON != 0.0:
         total += EPSILON
@@ -30,7 +29,7 @@ def shares(values, EPSILON: tl.constexpr):
 
 @triton.jit
 def centred(share, gradient):
-    """share * (gradient - <gradient, share>): the derivative of a normalised score by the log of the score."""
+    """share * (gradient - <gradient, share>): derivative of a normalised score by the log of the score."""
     return share * (gradient - tl.sum(share * gradient, axis=1)[:, None])
 
 
@@ -83,7 +82,7 @@ def routing_backward(
 ):  # fmt: skip
     """d_logits `[T, E]`, BLOCK_T tokens at a time: through the weights, + the losses', + given_logits. Masked tokens
     get exact zeros, and only their ids and mask are read. COLUMNS >= E and SLOTS >= K are powers of two. token_count:
-    the number of unmasked tokens (None: all). Formulas: `moe_core.ops.routing.reference`."""
+    unmasked tokens (None: all). Formulas: `moe_core.ops.routing.reference`."""
     columns, slots = tl.arange(0, COLUMNS)[None, :], tl.arange(0, SLOTS)[None, :]
     real = columns < NUM_EXPERTS
     if token_count is not None:
@@ -102,7 +101,7 @@ def routing_backward(
             kept = inside & (tl.load(token_mask + tokens, mask=inside, other=0) != 0)
         here = tokens[:, None] * NUM_EXPERTS + columns
         x = tl.load(logits + here, mask=kept[:, None] & real, other=float("-inf"))
-        # Rows that are not kept hold numbers, so that no stray NaN meets a mask.
+        # Rows that are not kept hold zeros, so that no stray NaN meets a mask.
         raw = tl.where(kept[:, None], x, 0.0)
         x = bounded(raw, LOGIT_SCALE, SOFTCAP)
         largest = tl.max(x, axis=1)[:, None]
@@ -113,7 +112,7 @@ def routing_backward(
         if d_weights is not None:
             here_slots = tokens[:, None] * TOP_K + slots
             chosen = tl.load(ids + here_slots, mask=kept[:, None] & (slots < TOP_K), other=0)
-            # Ids may come from anywhere: none may lead outside of the logits.
+            # Ids are not trusted: none may lead outside of the logits.
             routed_token = kept & (tl.min(chosen, axis=1) >= 0) & (tl.max(chosen, axis=1) < NUM_EXPERTS)
             stored = routed_token[:, None] & (slots < TOP_K)
             gradient = tl.load(d_weights + here_slots, mask=stored, other=0.0) * SCALE
@@ -126,7 +125,7 @@ def routing_backward(
             result = tl.where(routed_token[:, None], through, 0.0)
         if d_load_balance is not None:
             if SCORING == "softmax":
-                # A token with all logits -inf has no shares.
+                # A token with only logits of -inf has no shares.
                 result += centred(tl.where(largest == float("-inf"), 0.0, probability), coefficient)
             else:
                 scores = tl.where(real, expert_scores(x, SCORING), 0.0)
@@ -134,7 +133,7 @@ def routing_backward(
         if d_z is not None:
             result += tl.div_rn(tl.load(d_z) * 2.0, count) * (largest + tl.log(total)) * probability
         if SOFTCAP is not None:
-            # A token that nothing flows into may hold anything.
+            # A token without gradient may hold any logits.
             result = tl.where(result == 0.0, 0.0, result * softcap_slope(raw * LOGIT_SCALE, SOFTCAP))
         if LOGIT_SCALE != 1.0:
             result *= LOGIT_SCALE

@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def set_bits(experts, WORDS: tl.constexpr):
-    """Return int32 `[tokens, WORDS]` with the one bit of each token's expert set, none for expert -1."""
+    """Return int32 `[tokens, WORDS]` with the bit of each token's expert set, none for -1."""
     here = tl.arange(0, WORDS)[None, :] == (experts >> 5)[:, None]
-    # An expert of -1 belongs to word -1 (arithmetic shift), which no row has.
+    # Expert -1 belongs to word -1 (arithmetic shift), which no row has.
     return tl.where(here, 1 << (experts & 31)[:, None], 0)
 
 
@@ -17,9 +17,8 @@ def pack(
     ids, bitmatrix, duplicates, invalid_ids, num_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of the bitmatrix of ids `[T, K]`, and count repeated and invalid ids per program.
-
-    for k = 0..K-1: count ids[k] if its bit is set or it is outside [-1, E), else set its bit
+    """Write rows of the bitmatrix of ids `[T, K]`. Count ids per program that repeat (bit set before) or are outside
+    [-1, E).
 
     Example, E = 4, ids [2, 0, 2, 9, -1]: word 0b0101, one duplicate, one invalid.
     """
@@ -60,9 +59,7 @@ def unpack(
     bitmatrix, ids, num_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the ids `[T, K]` of set bits, ascending: the place of an expert is the number of lower bits.
-
-    place = cumsum(bits) - 1,  ids[place] = expert where its bit is set and place < K,  other places get -1
+    """Write the ids `[T, K]` of set bits, ascending, at cumsum(bits) - 1 if that is below K. Other places get -1.
 
     Example, E = 4, word 0b0101, K = 3: [0, 2, -1]. K = 1: [0].
     """

@@ -1,8 +1,8 @@
 """Ragged layouts: a stable counting sort of slots by expert, without atomics and without the host.
 
-Few slots: all programs of one kernel count every slot (`layout_at_once`). Many: one kernel counts the slots of each
-block (`count_blocks`, or `topk.route` while it routes them). Then every program of `place_blocks` adds up all counts
-and places the slots of its block, and a few more write arrays that depend on the sums only.
+Few slots: all programs of `layout_at_once` count every slot. Many: `count_blocks` counts the slots of each block, or
+`topk.route` does while routing. Every program of `place_blocks` then adds up all counts and places the slots of its
+block, and a few more programs write arrays that depend on the sums only.
 """
 
 import triton
@@ -12,7 +12,7 @@ from moe_core.ops.common.kernels.aggregates import aggregate_of
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.routing.kernels.schedule import fill, write_schedule
 
-#: Arrays of a layout to write, and their sizes. max_rows None: groups have as many rows as they need.
+#: Arrays of a layout to write, and their sizes. max_rows None: groups have no bound.
 Groups = aggregate_of(
     "Groups",
     """group_sizes group_start slot_of_row row_of_slot invalid_ids schedule_0 schedule_1 tile_counters overflow
@@ -24,7 +24,7 @@ Groups = aggregate_of(
 
 @triton.jit
 def to_local(ids, expert_map, NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr):
-    """Return (local expert of each id or -1, is the id outside [-1, NUM_GLOBAL))."""
+    """Return (local expert of each id or -1, True if the id is outside [-1, NUM_GLOBAL))."""
     known = (ids >= 0) & (ids < NUM_GLOBAL)
     invalid = (ids < -1) | (ids >= NUM_GLOBAL)
     if expert_map is not None:
@@ -38,11 +38,11 @@ def local_experts(
     ids, expert_map, token_mask, slots, num_slots,
     NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """`to_local` of the ids of slots, int32 or int64. -1 past num_slots and for masked tokens."""
+    """`to_local` of the int32 or int64 ids of slots. -1 past num_slots and for masked tokens."""
     inside = slots < num_slots
     experts = tl.load(ids + slots, mask=inside, other=-1)
     if ids.dtype.element_ty == tl.int64:
-        # Ids beyond int32 become another invalid id, not an expert.
+        # Ids beyond int32 stay invalid.
         experts = tl.minimum(tl.maximum(experts, -2), NUM_GLOBAL).to(tl.int32)
     if token_mask is not None:
         kept = tl.load(token_mask + slots // TOP_K, mask=inside, other=0)
@@ -52,9 +52,9 @@ def local_experts(
 
 @triton.jit
 def count_experts(local, EXPERTS: tl.constexpr):
-    """Count how many of local (-1: none) are each expert, int32 `[EXPERTS]`. Triton 3.6 counts an element once for each
-    register of a thread that holds it. Layouts of a choice along an axis may repeat registers, so elements are gathered
-    first. `compiler.require_counted_once` checks this."""
+    """Count how many of local (-1: none) are each expert, int32 `[EXPERTS]`. Triton 3.6 counts an element once per
+    register that holds it, and layouts of a choice along an axis may repeat registers, so elements are gathered first.
+    `compiler.require_counted_once` checks this."""
     local = tl.gather(local, tl.arange(0, local.shape[0]), 0)
     return tl.histogram(local, EXPERTS, mask=local >= 0)
 
@@ -63,8 +63,8 @@ def count_experts(local, EXPERTS: tl.constexpr):
 def rank_slots(local, before):
     """Return (rank of each slot in its expert, before with these slots added).
 
-    local: local experts of consecutive slots, -1: none (with any rank). before `[EXPERTS]`: earlier slots of each
-    expert. Blocks of 128 take turns, because ranking compares all pairs of a block.
+    local: experts of consecutive slots, -1: none (with any rank). before `[EXPERTS]`: earlier slots of each expert.
+    Blocks of 128 take turns, because ranking compares all pairs of a block.
 
     Example, local [4, 2, 4, 4], before 0 but for before[4] = 5: ranks [5, 0, 6, 7].
     """
@@ -74,10 +74,10 @@ def rank_slots(local, before):
     position = tl.arange(0, BLOCK)
     earlier = position[:, None] < position[None, :]
     ranks = tl.zeros((SLOTS,), dtype=tl.int32)
-    # Blocks are read and written by gathers, which leave the compiler free to spread the pairs over all threads.
+    # Gathers of blocks leave the compiler free to spread the pairs over all threads.
     for block in range(SLOTS // BLOCK):
         experts = tl.gather(local, block * BLOCK + position, 0)
-        # Threads lie along the last axis, so that summing along the first one needs no exchange between lanes.
+        # Threads run along the last axis, so that sums along the first need no exchange between lanes.
         rank = tl.sum((earlier & (experts[:, None] == experts[None, :])).to(tl.int32), axis=0)
         rank += tl.gather(before, tl.where(experts >= 0, experts, 0), 0)
         ranks = tl.where(slots // BLOCK == block, tl.gather(rank, slots % BLOCK, 0), ranks)
@@ -87,8 +87,8 @@ def rank_slots(local, before):
 
 @triton.jit
 def group_rows(sizes, groups):
-    """Return the rows that each group owns with its padding, `[EXPERTS]`, 0 for padding experts. Example, sizes [3, 0,
-    2]: the same. ALIGNMENT 4: [4, 0, 4]. max_rows 3: [3, 3, 3]."""
+    """Return the rows of each group with padding, `[EXPERTS]`, 0 for padding experts. Example, sizes [3, 0, 2]: the
+    same. ALIGNMENT 4: [4, 0, 4]. max_rows 3: [3, 3, 3]."""
     if groups.max_rows is not None:
         experts = tl.arange(0, sizes.shape[0])
         return tl.where(experts < groups.NUM_EXPERTS, groups.max_rows, 0)
@@ -104,17 +104,16 @@ def first_rows(sizes, groups):
 
 @triton.jit
 def within(sizes, capacity):
-    """Return sizes `[EXPERTS]` of groups cut to the first `capacity` rows. Example, sizes [3, 4, 2], capacity 5: [3, 2,
-    0]."""
+    """Cut groups to the first `capacity` rows. Example, sizes [3, 4, 2], capacity 5: [3, 2, 0]."""
     starts = tl.cumsum(sizes, axis=0) - sizes
     return tl.minimum(sizes, tl.maximum(capacity - starts, 0))
 
 
 @triton.jit
 def write_groups(sizes, groups, program, num_programs):
-    """Write everything that follows from the group sizes `[EXPERTS]`, shared by num_programs. Return the starts.
-    group_start = [0] + cumsum(rows owned). Rows that no slot fills, behind a group or the last one, get -1 in
-    slot_of_row. The COUNTERS tile counters start at 0. Schedules: see `write_schedule`."""
+    """Write everything that follows from the group sizes `[EXPERTS]`, shared by num_programs. Return the starts:
+    group_start = [0] + cumsum(rows owned). Rows that no slot fills get -1 in slot_of_row. COUNTERS tile counters start
+    at 0."""
     BLOCK_PAD: tl.constexpr = groups.BLOCK_PAD
     BLOCK_FILL: tl.constexpr = groups.BLOCK_FILL
     experts = tl.arange(0, sizes.shape[0])
@@ -131,7 +130,7 @@ def write_groups(sizes, groups, program, num_programs):
     step = num_programs.to(tl.int64) * BLOCK_FILL
     fill(groups.slot_of_row, total + program.to(tl.int64) * BLOCK_FILL, groups.capacity, step, BLOCK_FILL)
     if groups.ALIGNMENT > 1 or groups.max_rows is not None:
-        # The next BLOCK_PAD rows of every group at a time, as far as the longest padding reaches.
+        # BLOCK_PAD rows of every group at a time, as far as the longest padding.
         padding = owned - sizes
         step = num_programs.to(tl.int64) * BLOCK_PAD
         for first in range(program.to(tl.int64) * BLOCK_PAD, tl.max(padding, axis=0), step):
@@ -151,8 +150,8 @@ def write_groups(sizes, groups, program, num_programs):
 
 @triton.jit
 def place_slots(slots, inside, local, rank, starts, groups):
-    """Write both directions of slot <-> row = start of the expert + rank. A rank past max_rows is dropped (row -1), and
-    with an overflow a row past capacity too. Slots that are not inside have no local expert."""
+    """Write both directions of slot <-> row = start of the expert + rank. A rank past max_rows has no row (-1), nor
+    with an overflow a row past capacity. Slots that are not inside have no local expert."""
     placed = local >= 0
     row = tl.gather(starts, tl.where(placed, local, 0), 0) + rank
     if groups.max_rows is not None:
@@ -165,7 +164,7 @@ def place_slots(slots, inside, local, rank, starts, groups):
 
 @triton.jit
 def kept_sizes(counted, groups):
-    """Return sizes `[EXPERTS]` of groups without the counted slots that find no room."""
+    """Return sizes `[EXPERTS]` of groups without slots that find no room."""
     sizes = counted
     if groups.max_rows is not None:
         sizes = tl.minimum(counted, groups.max_rows)
@@ -201,14 +200,14 @@ def layout_at_once(
 ):  # fmt: skip
     """Make the whole layout in one launch. Each program counts all slots and places a block of BLOCK_S.
 
-    counted[e], before[e] = slots of expert e: all of them, and those ahead of this program's block
-    row of slot = start[e] + before[e] + rank of the slot within the block
+        counted[e], before[e] = slots of expert e: all of them, and those ahead of this program's block
+        row of slot = start[e] + before[e] + rank of the slot within the block
 
     Example, local experts [2, 0, 0, -1], BLOCK_S 2: counted [2, 0, 1]. Second block: before [1, 0, 1], so slot 2 (e =
     0, rank 0) goes to row 0 + 1 + 0 = 1. row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
 
-    overflow: the number of slots beyond `capacity` rows, None: all have room. COUNT_LOST: they count as invalid ids
-    too. row_weight: gets given_weights, by slot, in fp32.
+    overflow: slots beyond `capacity` rows, None: all have room. COUNT_LOST: they also count as invalid ids. row_weight:
+    gets given_weights, by slot, in fp32.
     """
     if PDL is not None:
         join()
@@ -219,7 +218,7 @@ def layout_at_once(
     )  # fmt: skip
     block = tl.program_id(0) * BLOCK_S
     if given_weights is not None:
-        # Asked for ahead of the ids, so that nothing waits for them in the end.
+        # Loaded ahead of the ids, so that nothing waits for them in the end.
         weighted = block + tl.arange(0, BLOCK_S)
         weights = tl.load(given_weights + weighted, mask=weighted < num_slots, other=0.0)
     counted = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -252,7 +251,7 @@ def count_blocks(
     NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """block_counts[b, e] = slots of block b (block_slots of them) with expert e, block_invalid[b] = its invalid ids."""
+    """block_counts[b, e] = slots of expert e in block b (block_slots of them), block_invalid[b] = its invalid ids."""
     block = tl.program_id(0).to(tl.int64)
     last = tl.minimum((block + 1) * block_slots, num_slots)
     counts = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -271,8 +270,8 @@ def count_blocks(
 def sum_blocks(
     block_counts, block, num_blocks, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Return the counts added up over all blocks, and over the blocks ahead of this one, int32 `[EXPERTS]` each.
-    Example, counts of one expert [2, 0, 3], block 2: 5 and 2."""
+    """Return counts added up over all blocks, and over the blocks ahead, int32 `[EXPERTS]` each. Example, one expert's
+    counts [2, 0, 3], block 2: 5 and 2."""
     experts = tl.arange(0, EXPERTS)[None, :]
     total = tl.zeros((EXPERTS,), dtype=tl.int32)
     before = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -297,7 +296,7 @@ def place_blocks(
 ):  # fmt: skip
     """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block, BLOCK_S slots at a time.
     The first num_blocks programs place a block each, the others share `write_groups` and the totals. block_invalid
-    None: `topk.route` made the ids, which are all valid. Other parameters as in `layout_at_once`."""
+    None: `topk.route` made the ids, all valid. Other parameters as in `layout_at_once`."""
     if PDL is not None:
         join()
     groups = Groups(
@@ -309,7 +308,7 @@ def place_blocks(
     start = block.to(tl.int64) * block_slots
     last = tl.minimum(start + block_slots, num_slots)
     slots = start + tl.arange(0, BLOCK_S)
-    # Asked for together with the counts: behind the last block there are none.
+    # Loaded together with the counts. There are none behind the last block.
     local, _ = local_experts(ids, expert_map, token_mask, slots, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
     counted, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
     sizes = kept_sizes(counted, groups)
@@ -327,7 +326,7 @@ def place_blocks(
         starts = first_rows(sizes, groups)
         for first in range(start, last, BLOCK_S):
             slots = first + tl.arange(0, BLOCK_S)
-            # The next ids are on their way while these are ranked.
+            # Load the next ids while these are ranked.
             ahead, _ = local_experts(ids, expert_map, token_mask, slots + BLOCK_S, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
             if given_weights is not None:
                 weights = tl.load(given_weights + slots, mask=slots < last, other=0.0)

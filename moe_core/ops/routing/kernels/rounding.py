@@ -1,4 +1,4 @@
-"""Token rounding: choose candidates so that the rows of an expert are a multiple of a tile, and its backward."""
+"""Token rounding: choose candidates so that each expert's rows are a multiple of a tile, and its backward."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def rounded_rows(chosen, candidates, TILE: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def load_candidates(slot_of_row, candidate_weights, rows, inside, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
-    """Return (slot, is it an extra one, weight, uint32 key in the order of weights) of rows of an expert."""
+    """Return (slot, True if it is an extra one, weight, uint32 key in the order of weights) of rows."""
     slots = tl.load(slot_of_row + rows, mask=inside, other=0)
     values = tl.load(candidate_weights + slots, mask=inside, other=0.0)
     # Signed keys with the sign flipped ascend as unsigned numbers.
@@ -52,11 +52,10 @@ def keep_candidates(
 ):  # fmt: skip
     """Choose the candidates of one expert per program. Further programs write the slots without a candidate.
 
-    n = candidates with column < TOP_K,  rows = n rounded,  kept = the first `rows` candidates in the order:
-    chosen ones by weight, then extra ones by score, of equals the lower token
+        n = candidates with column < TOP_K,  rows = n rounded,  kept = the first `rows` candidates in the order:
+        chosen ones by weight, then extra ones by score, of equals the lower token
 
-    So one of both classes is cut, at its `wanted`-th largest key, which is found 8 bits at a time from counts of
-    digits.
+    So one class is cut, at its `wanted`-th largest key, found 8 bits at a time from counts of digits.
     """
     expert = tl.program_id(0)
     if expert >= NUM_EXPERTS:
@@ -83,7 +82,7 @@ def keep_candidates(
                 rows = first + tl.arange(0, BLOCK)
                 inside = rows < last
                 _, extra, _, keys = load_candidates(slot_of_row, candidate_weights, rows, inside, TOP_K, WIDTH)
-                # The digits up to this one, and the earlier ones, none for the first.
+                # Digits up to this one, and the earlier ones, none for the first.
                 ahead = keys >> (24 - 8 * place)
                 member = inside & (extra == cut_extra) & (ahead >> 8 == threshold)
                 per_digit += tl.histogram((ahead & 255).to(tl.int32), 256, mask=member)
@@ -110,8 +109,8 @@ def split_gradients(
     d_weights, ids, candidates, chosen, d_chosen, extra, d_extra, num_slots,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Split candidates `[T, WIDTH]` and the gradients of their weights into chosen ones and extra ones. Chosen: `[T,
-    TOP_K]`. Extra: `[T, WIDTH - TOP_K]`, None without any. The gradient is 0 for a slot that was not kept."""
+    """Split candidates `[T, WIDTH]` and gradients of their weights into chosen `[T, TOP_K]` and extra `[T, WIDTH -
+    TOP_K]` (None without any). The gradient of a slot that was not kept is 0."""
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, num_slots, step):
         slots = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)

@@ -22,8 +22,7 @@ def route_tokens(
     STEPS: tl.constexpr,
 ):  # fmt: skip
     """ids and weights as in `topk.route`, and their layout as in `layout.layout_at_once`, of at most STEPS * BLOCK_T
-    tokens. Steps leave their results in registers, and slots are placed at the end, when the sizes of all groups are
-    known."""
+    tokens. Results of all steps stay in registers. Slots are placed once the sizes of all groups are known."""
     TOP_K: tl.constexpr = router.TOP_K
     SLOTS: tl.constexpr = router.SLOTS
     step_numbers = tl.arange(0, STEPS)[:, None]
@@ -50,7 +49,6 @@ def route_tokens(
 
     sizes = kept_sizes(before, groups)
     write_sizes(sizes, groups)
-    # Every chosen id is a valid one.
     tl.store(groups.invalid_ids, 0)
     starts = write_groups(sizes, groups, program, num_programs)
     flat_slots = tl.reshape(all_slots, (STEPS * BLOCK_T * SLOTS,))

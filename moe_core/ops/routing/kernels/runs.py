@@ -13,18 +13,17 @@ def layout_of_runs(
 ):  # fmt: skip
     """Program (source, expert) places one run. All share the rows that nothing fills.
 
-    first[w, e] = its place among the rows that arrived,  row[w, e] = its place in the layout
-    ids[first + i] = e, row_of_slot[first + i] = row + i, slot_of_row[row + i] = first + i
+        first[w, e] = its place among the rows that arrived,  row[w, e] = its place in the layout
+        ids[first + i] = e, row_of_slot[first + i] = row + i, slot_of_row[row + i] = first + i
 
     Rows of a source begin at source * stride, or (stride None) at the end of the source ahead. Runs are cut at num_rows
-    and at the next source's rows. Example, counts [[2, 1], [0, 3]]: first [[0, 2], [3, 3]], row [[0, 2], [2, 3]],
-    slot_of_row [0, 1, 2, 3, 4, 5]. Counts [[1, 2], [2, 0]]: first [[0, 1], [3, 5]], row [[0, 3], [1, 5]], slot_of_row
-    [0, 3, 4, 1, 2].
+    and at the next source's rows. Example, counts [[1, 2], [2, 0]]: first [[0, 1], [3, 5]], row [[0, 3], [1, 5]],
+    slot_of_row [0, 3, 4, 1, 2].
     """
     source, expert = tl.program_id(0), tl.program_id(1)
     sources, experts = tl.arange(0, SOURCES)[:, None], tl.arange(0, EXPERTS)[None, :]
     mask = (sources < num_sources) & (experts < NUM_EXPERTS)
-    # Counts come from others: sums of whatever they say stay inside 64 bits, and rows inside the arrays.
+    # Counts come from other ranks: any sums stay inside 64 bits, and rows inside the arrays.
     counted = tl.load(counts + sources * NUM_EXPERTS + experts, mask=mask, other=0).to(tl.int64)
     counted = tl.maximum(counted, 0)
     within = tl.cumsum(counted, axis=1) - counted
@@ -60,7 +59,7 @@ def layout_of_runs(
     program = source.to(tl.int64) * NUM_EXPERTS + expert
     step = tl.num_programs(0).to(tl.int64) * NUM_EXPERTS * BLOCK
     fill(slot_of_row, filled + program * BLOCK, num_rows, step, BLOCK)
-    # From the end of this source to the next one: its programs take turns.
+    # A source's programs take turns from its end to the next source.
     of_source = tl.sum(tl.where(sources == source, kept, 0), axis=1)
     end = _pick(begin + tl.zeros((SOURCES, EXPERTS), tl.int64), this_run) + tl.sum(of_source, axis=0)
     last = num_rows.to(tl.int64)

@@ -17,17 +17,17 @@ def fill(array, first, last, step, BLOCK: tl.constexpr):
 def write_schedule(sizes, schedule, max_blocks, program, num_programs, BLOCK_M: tl.constexpr, BLOCK_FILL: tl.constexpr):
     """Write this program's share of the schedule int32 `[max_blocks, 2]` of group sizes `[EXPERTS]` (zero-padded).
 
-    starts = exclusive cumsum of ceil(sizes / BLOCK_M),  row starts[expert] + block = (block, expert)
+        starts = exclusive cumsum of ceil(sizes / BLOCK_M),  row starts[expert] + block = (block, expert)
 
-    Programs take turns with the first blocks of all experts, then the second ones: as many steps as the largest group
-    has blocks, for any number of experts. Example, sizes [3, 0, 2], BLOCK_M 2: starts [0, 2, 2], rows (0, 0), (1, 0),
-    (0, 2), then idle (-1, -1).
+    Programs take turns with the first blocks of all experts, then the second ones, in as many steps as the largest
+    group has blocks. Example, sizes [3, 0, 2], BLOCK_M 2: starts [0, 2, 2], rows (0, 0), (1, 0), (0, 2), then idle (-1,
+    -1).
     """
     experts = tl.arange(0, sizes.shape[0])
-    # Sizes may come from anywhere: whatever they say, no row behind the schedule is written.
+    # Sizes are not trusted: no row behind the schedule is written.
     blocks = tl.cdiv(tl.minimum(tl.maximum(sizes, 0), max_blocks * BLOCK_M), BLOCK_M)
     starts = tl.cumsum(blocks, axis=0) - blocks
-    # In int64: a row a step past the end may not fit into int32, nor twice the number of rows.
+    # In int64: a row a step past the end, or twice the number of rows, may not fit into int32.
     step = num_programs.to(tl.int64)
     for block in range(program.to(tl.int64), tl.max(blocks, axis=0), step):
         busy = (block < blocks) & (starts + block < max_blocks)
@@ -42,8 +42,8 @@ def write_schedule(sizes, schedule, max_blocks, program, num_programs, BLOCK_M: 
 @triton.jit
 def even_block(size, block, blocks, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
     """Return (first row, rows) of one of the ceil(size / (ROWS * CHUNKS)) row blocks of a group of `size` rows. Groups
-    are cut evenly between chunks of ROWS rows. The first few blocks have one chunk less than CHUNKS, so that none is a
-    low rest of a group. Example, ROWS 64, CHUNKS 3: 200 rows are 128 + 72, 300 are 128 + 172."""
+    are cut evenly between chunks of ROWS rows. The first few blocks have CHUNKS - 1 chunks, so that none is a low rest
+    of a group. Example, ROWS 64, CHUNKS 3: 200 rows are 128 + 72, 300 are 128 + 172."""
     low = CHUNKS * blocks - tl.cdiv(size, ROWS)
     first = (CHUNKS * block - tl.minimum(block, low)) * ROWS
     height = tl.where(block < low, CHUNKS - 1, CHUNKS) * ROWS
@@ -52,9 +52,9 @@ def even_block(size, block, blocks, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def spread_block(block, blocks, SECTIONS: tl.constexpr):
-    """Return the row block of a group of `blocks` that is visited as number `block`, if its sections take turns. A
-    group orders rows by the rank that they come from, so blocks in progress have results for different ranks. Example,
-    10 blocks in 4 sections of 3, 3, 2 and 2: 0, 3, 6, 8, 1, 4, 7, 9, 2, 5."""
+    """Return the row block that is visited as number `block` of `blocks` if a group's sections take turns. A group
+    orders rows by source rank, so blocks in progress have results for different ranks. Example, 10 blocks in 4 sections
+    of 3, 3, 2 and 2: 0, 3, 6, 8, 1, 4, 7, 9, 2, 5."""
     each, longer = blocks // SECTIONS, blocks % SECTIONS
     whole = block < each * SECTIONS
     section = tl.where(whole, block % SECTIONS, block - each * SECTIONS)
@@ -73,5 +73,5 @@ def schedule(
 
 @triton.jit
 def zero(counters, COUNT: tl.constexpr):
-    """counters[0 .. COUNT - 1] = 0, with COUNT a power of two."""
+    """Clear COUNT counters, a power of two."""
     tl.store(counters + tl.arange(0, COUNT), tl.zeros((COUNT,), dtype=tl.int32))

@@ -9,12 +9,11 @@ from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.routing.kernels.bitmatrix import set_bits
 from moe_core.ops.routing.kernels.layout import count_experts, to_local
 
-# Keys below every number (the smallest, of -inf, is -0x7F800001): NaN, then experts that may not be chosen,
-# then experts chosen already.
+# Keys below every number (the smallest, of -inf, is -0x7F800001): NaN, experts that may not be chosen, chosen experts.
 NAN_KEY = tl.constexpr(-0x7FFFFFFE)
 MASKED_KEY = tl.constexpr(-0x7FFFFFFF)
 TAKEN_KEY = tl.constexpr(-0x80000000)
-# The expert id of a padding column: above every real one.
+# Expert id of padding columns: above every real one.
 NO_EXPERT = tl.constexpr(0x7FFFFFFF)
 
 
@@ -28,9 +27,9 @@ Router = aggregate_of(
 
 @triton.jit
 def topk_keys(scores):
-    """Return int32 keys in the order of fp32 scores. -0.0 ties with 0.0, NaN is below every number. The bits of a
-    float, read as int32, ascend for positive and descend for negative numbers. Flipping the other 31 bits of negative
-    ones gives one order. Example: -2.0, -1.0, 0.0, 1.0 -> ascending keys."""
+    """Return int32 keys in the order of fp32 scores. -0.0 ties with 0.0, NaN is below every number. A float's bits,
+    read as int32, ascend for positive and descend for negative numbers, so the other 31 bits of negative ones are
+    flipped."""
     scores = tl.where(scores == 0.0, 0.0, scores)
     bits = scores.to(tl.int32, bitcast=True)
     return tl.where(scores == scores, bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN_KEY)
@@ -55,9 +54,9 @@ def take_best(keys, names):
 
 @triton.jit
 def exp_negative(x):
-    """exp(x) for x <= 0 (or NaN), to a few ulp for every x: `tl.exp` rounds x * log2(e), which costs |x| ulp. x *
-    log2(e) = product + rest, with the rounding error rest,  exp(x) = 2**product * (1 + rest * log(2))"""
-    # exp(-104) is 0 in fp32. Clamped, so that -inf gives no inf - inf, by `where`, so that NaN stays.
+    """exp(x) for x <= 0 (or NaN), to a few ulp for every x: `tl.exp` rounds x * log2(e), which costs |x| ulp. With x *
+    log2(e) = product + rest, exp(x) = 2**product * (1 + rest * log(2))."""
+    # exp(-104) is 0 in fp32. The clamp avoids inf - inf for -inf, and `where` keeps NaN.
     x = tl.where(x < -104.0, -104.0, x)
     product = x * 1.4426950408889634
     rest = tl.fma(x, 1.4426950408889634, -product) + x * 1.9259629911e-8
@@ -78,7 +77,7 @@ def log1p_unit(u):
 
 @triton.jit
 def expert_scores(x, SCORING: tl.constexpr):
-    """Scores of each expert without overflow: sigmoid, or sqrt(log(1 + exp(x)))."""
+    """sigmoid(x), or sqrt(log(1 + exp(x))), without overflow."""
     shrunk = exp_negative(-tl.abs(x))
     if SCORING == "sigmoid":
         return tl.div_rn(tl.where(x >= 0.0, 1.0, shrunk), 1.0 + shrunk)
@@ -89,7 +88,7 @@ def expert_scores(x, SCORING: tl.constexpr):
 
 @triton.jit
 def bounded(x, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """The logits that are scored: SOFTCAP * tanh(x * LOGIT_SCALE / SOFTCAP), or x * LOGIT_SCALE without a cap."""
+    """Scored logits: SOFTCAP * tanh(x * LOGIT_SCALE / SOFTCAP), or x * LOGIT_SCALE without a cap."""
     if LOGIT_SCALE != 1.0:
         x = x * LOGIT_SCALE
     if SOFTCAP is not None:
@@ -99,7 +98,7 @@ def bounded(x, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def keep_groups(keys, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_PAIR: tl.constexpr):
-    """Mask keys `[tokens, GROUPS * members]` outside the TOPK_GROUP best groups. The score of a group is its best score
+    """Mask keys `[tokens, GROUPS * members]` outside the TOPK_GROUP best groups. A group's score is its best score
     (BY_PAIR: the sum of its two best). Ties go to the lower group."""
     tokens: tl.constexpr = keys.shape[0]
     columns: tl.constexpr = keys.shape[1]
@@ -110,7 +109,7 @@ def keep_groups(keys, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_PAIR: t
         group_keys = topk_keys(key_scores(first) + key_scores(tl.max(others, axis=2)))
     else:
         group_keys = tl.max(members, axis=2)
-    # Padding groups hold masked keys only and come last: no key is lower, and ties go to the lower group.
+    # Padding groups hold only masked keys and come last: no key is lower, and ties go to the lower group.
     groups = tl.arange(0, GROUPS)[None, :]
     for _ in range(TOPK_GROUP):
         _, _, group_keys = take_best(group_keys, groups)
@@ -120,8 +119,8 @@ def keep_groups(keys, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_PAIR: t
 
 @triton.jit
 def row_sum(x):
-    """Sum fp32 `[rows, columns]` along the columns (a power of two), neighbours first. The order of additions does not
-    depend on the layout, so every kernel gives the same bits. Example: [a, b, c, d] -> (a + b) + (c + d)."""
+    """Sum fp32 `[rows, columns]` along the columns (a power of two), neighbours first: (a + b) + (c + d). The order
+    does not depend on the layout, so every kernel gives the same bits."""
     for _ in tl.static_range(16):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2)
@@ -130,7 +129,8 @@ def row_sum(x):
 
 @triton.jit
 def column_experts(router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Return (expert of each of WIDTH columns from FIRST on, is it real). Groups are padded to MEMBERS columns."""
+    """Return (expert of each of WIDTH columns from FIRST on, True if it is real). Groups are padded to MEMBERS
+    columns."""
     NUM_GROUPS: tl.constexpr = router.NUM_GROUPS
     columns = FIRST + tl.arange(0, WIDTH)
     group, member = columns // router.MEMBERS, columns % router.MEMBERS
@@ -141,9 +141,9 @@ def column_experts(router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, inside, router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Load fp32 `[rows, WIDTH]` at the pointers `rows`, -inf in padding columns and in rows not inside. SPAN columns
-    are loaded at a time and joined in registers. A wider load would be spread over further warps, and every maximum
-    over a row would then go through shared memory."""
+    """Load fp32 `[rows, WIDTH]`, -inf in padding columns and in rows not inside. SPAN columns are loaded at a time and
+    joined in registers. A wider load would be spread over more warps, and maxima over a row would need shared memory.
+    """
     if WIDTH <= router.SPAN:
         offsets, real = column_experts(router, FIRST, WIDTH)
         mask = inside[:, None] & real[None, :]
@@ -159,14 +159,14 @@ def load_rows(rows, inside, router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 def choose_experts(router, tokens, inside):
     """Return (ids, weights) `[tokens, SLOTS]` of some tokens.
 
-    keys = order of the logits (with a bias: of score + bias, or logit + bias), outside the best groups: masked
-    for k = 0..WIDTH-1: ids[k] = expert of the largest key, lower id first, and take its key out
-    weights = scores of the chosen K, / (their sum + EPSILON), * scale, from K on: score (among all experts) * scale
+        keys = order of the logits (with a bias: of score + bias, or logit + bias), outside the best groups: masked
+        for k = 0..WIDTH-1: ids[k] = expert of the largest key, lower id first, and take its key out
+        weights = scores of the chosen K, / (their sum + EPSILON), * scale, from K on: score (among all experts) * scale
 
     given: None, or the ids `[T, K]` to weigh instead, in their order. A token with one outside [0, E) is masked.
     Columns are padded to GROUPS * MEMBERS, powers of two, as is SLOTS >= WIDTH. Ids past WIDTH, of masked tokens and of
     tokens not inside are -1. WIDTH > K: candidates of token rounding, without BY_EXPERT and given. BY_EXPERT: both in
-    the order of ids.
+    order of ids.
 
     Example, K = 2, logits [1, 3, 3, NaN], sigmoid: ids [1, 2] (a tie: lower id first, NaN last), weights [0.95, 0.95].
     """
@@ -196,7 +196,7 @@ def choose_experts(router, tokens, inside):
     else:
         PAIRS: tl.constexpr = (router.correction_bias is not None) if router.BY_PAIR is None else router.BY_PAIR
         if router.correction_bias is None and not (PAIRS and router.NUM_GROUPS > 1):
-            # Those before a cap, which may make equal ones of different ones.
+            # Keys of logits before the cap, which may make different ones equal.
             keys = topk_keys(raw)
         else:
             if SOFTMAX_LAST or router.BIAS_ON_LOGITS:
@@ -206,7 +206,7 @@ def choose_experts(router, tokens, inside):
             else:
                 scores = expert_scores(x, SCORING)
             if router.correction_bias is not None:
-                # Loaded as one row per token, so that threads hold it as they hold the scores.
+                # Loaded as one row per token, so that threads hold biases as they hold scores.
                 biases = router.correction_bias + tl.zeros_like(tokens)
                 scores = scores + load_rows(biases, inside, router, 0, COLUMNS)
             keys = topk_keys(scores)
@@ -241,7 +241,7 @@ def choose_experts(router, tokens, inside):
     values *= router.SCALE
 
     if router.BY_EXPERT and router.given is None:
-        # Weights move as bits, since picking one by a sum would turn -0.0 into 0.0.
+        # Weights move as bits: picking one by a sum would turn -0.0 into 0.0.
         bits = values.to(tl.int32, bitcast=True)
         unsorted, sorted_ids, sorted_bits = tl.where(slots < TOP_K, chosen, NO_EXPERT), chosen, bits
         for k in range(TOP_K):
