@@ -30,9 +30,7 @@ class ProjectionParameters(ParameterGroup):
 
 
 class OutputParameters(ParameterGroup):
-    """`y = output(rows)`: norm `[D]`, a constant scale and bias `[D]` of rows `[T, D]`. A norm of each expert's
-    result is applied by the experts.
-    """
+    """`y = output(rows)`: norm `[D]`, a constant scale and bias `[D]` of rows `[T, D]`."""
 
     NAMES = ("norm", "bias")
     norm: torch.Tensor | None
@@ -48,10 +46,7 @@ class OutputParameters(ParameterGroup):
 
 
 def added(rows: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Add bias `[D]` to rows `[T, D]` in fp32, with one cast.
-
-    The bias is that of a product with zeros, so that its gradient has the order of sums of the router's backward.
-    """
+    """Add bias `[D]` to rows `[T, D]` in fp32, with one cast. Its gradient has the router's order of sums."""
     bias = at_least_float32(bias)
     zeros = bias.new_zeros(len(rows), 1), bias.new_zeros(1, len(bias))
     return (at_least_float32(rows) + ops.router(*zeros, bias=bias)).to(rows.dtype)

@@ -19,9 +19,7 @@ from moe_torch.bridge.options import require_instance
 
 
 class BlockWeights(NamedTuple):
-    """tensors: by the layer's names, the block's own except `copied`. takes_ids: the model passes token ids to this
-    block, which has no use for them.
-    """
+    """tensors: by the layer's names, the block's own except `copied`. takes_ids: the model passes unused token ids."""
 
     spec: MoELayerSpec
     tensors: dict[str, torch.Tensor]
@@ -30,7 +28,7 @@ class BlockWeights(NamedTuple):
 
 
 def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
-    """The spec and parameters of the layer that replaces `block`; see `MoE.from_block`."""
+    """See `MoE.from_block`."""
     require_instance("block", block, torch.nn.Module)
     # JetMoE's blocks have the experts' matrices as children.
     experts, kind = getattr(block, "experts", getattr(block, "input_linear", None)), type(block).__name__
@@ -48,7 +46,6 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
     storage = storage_of(architecture.spec)
     spec, own = _layer_spec(architecture, block).stored_as(storage), dict(_tensors(block))
     if not architecture.naming.blocks[0]:
-        # The decoder layer also has attention, norms and another MLP.
         own = {name: tensor for name, tensor in own.items() if name.startswith(("router.", "experts."))}
     names = _names(architecture, table=spec.token_table > 0)
     if not any(name.startswith("shared_experts.") for name in names):
@@ -89,7 +86,7 @@ def without_input_ids(layer: torch.nn.Module, positional: Any, named: dict[str, 
 
 
 def _layer_spec(architecture: Architecture, block: torch.nn.Module) -> MoELayerSpec:
-    """The block's layer; if layers of its model differ, the one with the block's limits."""
+    """Return the block's layer; if layers of its model differ, the one with the block's limits."""
     if architecture.tables and architecture.naming.table in dict(_tensors(block)):
         return architecture.layer_spec(architecture.tables[0])
     if not architecture.layer_activations:
@@ -113,13 +110,13 @@ def _tensors(block: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _align(tensor: torch.Tensor) -> None:
-    """Copy a tensor whose address kernels do not take, in a mapped file for example. It stays the same parameter."""
+    """Copy a tensor with an address that kernels do not take. It stays the same parameter."""
     if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
         tensor.data = tensor.data.clone()
 
 
 def _names(architecture: Architecture, *, table: bool) -> dict[str, tuple[str, ...]]:
-    """Arrays of the layer -> tensors of the block that make them: a gate and an up, or one."""
+    """Arrays of the layer -> tensors of the block: a gate and an up, or one."""
     naming, family = architecture.naming, architecture.family
     router, (*gate_up, down) = naming.router[0], naming.fused[0]
     names: dict[str, tuple[str, ...]] = {"router.weight": (router,)}
@@ -158,7 +155,6 @@ def _stored(name: str, tensors: list[torch.Tensor], storage: Storage) -> tuple[t
     if name == "router.table":
         return whole.detach().int(), whole.dtype != torch.int32
     if name == "router.correction_bias":
-        # Blocks have it as [E] or [1, E], as buffer or as parameter.
         return whole.detach().reshape(-1).float(), whole.dtype != torch.float32
     if len(tensors) > 1:
         parts = [tensor.detach() for tensor in tensors]

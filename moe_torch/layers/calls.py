@@ -14,7 +14,6 @@ from moe_torch.bridge.ready import dense
 from moe_torch.bridge.seen import SeenCalls
 from moe_torch.layers.parameters import ParameterGroup
 
-#: Calls of all layers: x and the layer's arrays.
 _seen = SeenCalls()
 
 #: A part's arrays: (dictionary, name) of its own, (module, name) of buffers one module deeper.
@@ -22,8 +21,7 @@ Held = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 
 
 def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[Held, ...], tuple[int, ...]]:
-    """Return each part with its arrays, and the operator's positions of x and of these arrays, in the order of
-    `tensors_of`.
+    """Return each part with its arrays, and the operator's positions in the order of `tensors_of`.
 
     places: (position, part, names) of every array.
     """
@@ -39,9 +37,9 @@ def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[
 
 
 def tensors_of(layer: Any, x: Any) -> list[Any] | None:
-    """Return x and the layer's arrays, if the layer is its operator alone and has plain parameters; else None.
+    """Return x and the layer's arrays, or None unless the layer is one operator with plain parameters.
 
-    It repeats `has_own_call` inline, in a third of the time, for every forward.
+    It repeats `has_own_call` inline, in a third of the time.
     """
     if torch.compiler.is_compiling() or layer._in_stages or (layer._rounds and layer.training):
         return None
@@ -66,7 +64,7 @@ def tensors_of(layer: Any, x: Any) -> list[Any] | None:
 
 
 def seen_output(key: str, tensors: list[Any]) -> torch.Tensor | None:
-    """Return the output of a call like one that `output_of` remembered with that key, or None."""
+    """Return the output of a call that `output_of` remembered with that key, or None."""
     outputs = _seen.run(key, tensors)
     return None if outputs is None else outputs[0]
 

@@ -11,7 +11,7 @@ _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def autocast(tensor: Any, name: str = "x") -> Any:
-    """Cast a tensor as `torch.autocast` casts arguments of torch.nn.Linear, if it is on.
+    """Cast a tensor as `torch.autocast` does for torch.nn.Linear.
 
     name: of a parameter. float32 biases, a gate, and other than plain floating-point tensors stay as they are.
     """

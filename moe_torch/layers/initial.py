@@ -18,13 +18,12 @@ _DTYPES = tuple(TORCH_DTYPES[name] for name in (*dtypes.MATMUL_DTYPES, "float64"
 
 
 def require_dtype(dtype: torch.dtype | None) -> None:
-    """Raise InvalidInput unless operators take parameters of this dtype. None: torch's default."""
+    """Raise InvalidInput unless operators take parameters of this dtype."""
     if dtype is not None and dtype not in _DTYPES:
         raise InvalidInput(f"dtype must be {', '.join(map(str, _DTYPES))}, got {dtype}; pass dtype=torch.float32")
 
 
 def initialize(spec: MoELayerSpec, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the first values of a layer's parameters and buffers."""
     for parameter in spec.parameters(HUGGING_FACE):
         tensor = tensors[parameter.name]
         if parameter.role == "weight":
@@ -40,7 +39,7 @@ def _draw(tensor: torch.Tensor, std: float) -> None:
 
 
 def _draw_experts(tensor: Any, std: float) -> None:
-    """Draw one expert after another. A rank draws other ranks' experts, too, and drops them."""
+    """A rank draws other ranks' experts, too, and drops them."""
     if tensor.is_meta or not is_shared_out(tensor):
         _draw(tensor, std)
         return
@@ -67,10 +66,9 @@ def _numbers(experts: slice | list[int], count: int) -> Any:
 def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | None) -> None:
     """Give a layer on `meta` memory for this rank's experts.
 
-    expert_parallel: an ExpertParallel, or its DeviceMesh. Raises InvalidInput for others, and for another device than
-    the mesh's.
+    expert_parallel: an ExpertParallel, or its DeviceMesh. Raises InvalidInput for others, or for another device.
     """
-    # Only here: a layer of one process does not import torch.distributed.
+    # A layer of one process does not import torch.distributed.
     from moe_torch.layers.parallel import parallelize
     from moe_torch.parallel.forward import ExpertParallel
 
@@ -92,9 +90,7 @@ def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | Non
 
 
 def load_own(layer: Any, weights: Any, expert_parallel: Any, device: Any, copy: bool) -> Any:
-    """Return a layer, given on `meta`, shared out and loaded in the dtypes of the weights. Raises InvalidInput for
-    copy=False.
-    """
+    """Share out and load a layer on `meta` in the dtypes of the weights. Raises InvalidInput for copy=False."""
     if not copy:
         raise InvalidInput(
             "copy must be True with expert_parallel, got False: a rank copies its own part; leave it out"

@@ -12,10 +12,8 @@ from moe_torch.bridge.options import require_instance
 def router_losses(
     logits: torch.Tensor, tokens_per_expert: torch.Tensor, token_mask: torch.Tensor | None, router: RouterSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (load-balancing loss, z-loss), fp32 scalars, see
-    `moe_core.ops.routing.reference_backward.router_losses`. logits fp32 `[T, E]`; tokens_per_expert int32 `[E]`;
-    token_mask bool `[T]` or None.
-    """
+    """Return (load-balancing loss, z-loss), fp32 scalars, see `moe_core.ops.routing.reference_backward.router_losses`.
+    tokens_per_expert int32 `[E]`; token_mask bool `[T]`."""
     num_tokens, num_experts = logits.shape
     count = logits.new_full((), num_tokens)
     if token_mask is not None:
@@ -46,9 +44,8 @@ def load_balance_loss(
 ) -> torch.Tensor:
     """Return a load-balancing loss from `MoEAux.logits` and `MoEAux.ids`.
 
-    Each sequence has the loss scale * E * sum_i f_i * P_i: f_i is expert i's share of its S * K slots, and P_i the mean
-    over its tokens of the score, normalised to sum 1 over experts. The result is the mean over sequences with a token.
-    The caller decides which tokens belong together: those of a sequence, a call, or all layers.
+    The mean over sequences of scale * E * sum_i f_i * P_i: f_i is expert i's share of the S * K slots, and P_i the mean
+    score over tokens, normalised to sum 1 over experts. Sequences without a token are left out.
 
     | loss | call |
     |---|---|
@@ -79,7 +76,7 @@ def load_balance_loss(
     shares = torch.where(kept[..., None], _shares(torch.where(kept[..., None], logits, 0.0), scoring), 0.0)
     counted = (kept[..., None] & (ids >= 0) & (ids < num_experts)).to(logits.dtype).flatten(-2)
     counts = shares.new_zeros(*ids.shape[:-2], num_experts)
-    # Whole numbers: exact in any order.
+    # Integers are exact in any order.
     counts = counts.scatter_add(-1, ids.clamp(0, num_experts - 1).to(torch.int64).flatten(-2), counted)
     tokens = kept.sum(dim=-1, keepdim=True).to(logits.dtype).clamp(min=1.0)
     losses = num_experts * (counts / (tokens * top_k) * (shares.sum(dim=-2) / tokens)).sum(dim=-1)
@@ -94,7 +91,7 @@ def _shares(logits: torch.Tensor, scoring: str) -> torch.Tensor:
 
 
 def _log_scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
-    """Logarithms of scores, up to a constant of the token. Scores may underflow, and their sum then has no gradient."""
+    """Logarithms of scores, up to a constant of the token. Underflowing scores have no gradient otherwise."""
     if scoring == "softmax":
         return logits
     if scoring == "sigmoid":

@@ -56,8 +56,6 @@ _PREFIXES = {"router": "routing", "experts": "experts", "shared_experts": "share
 
 
 def _place(operator: Operator, part: str, *path: str) -> tuple[Any, ...]:
-    """(position among the operator's arguments, part, names) of an array."""
-    # The values of a quantised matrix have its name among the arguments.
     name = ".".join((_PREFIXES[part], *path)).removesuffix(".values")
     return operator.names.index(name), part, *path
 
@@ -65,8 +63,8 @@ def _place(operator: Operator, part: str, *path: str) -> tuple[Any, ...]:
 class MoE(PrepackedExperts, PlannedLayer):
     """A router, E experts of which each token visits K, and shared experts if asked for: `y = layer(x)`.
 
-    `MoE.from_spec(MoELayerSpec(...))` makes layers with all else: router and correction biases, capacity limits, ...
-    Differentiable by x and every parameter, with auxiliary losses.
+    `MoE.from_spec(MoELayerSpec(...))` makes layers with other options. Differentiable by x and every parameter, with
+    auxiliary losses.
 
     Parameters, by name in the state_dict, S being the width of the shared experts: `router.weight` `[E, D]`,
     `router.bias` `[E]`, buffer `router.correction_bias` fp32 `[E]`; `experts.gate_up` `[E, 2F, D]` gate rows first,
@@ -75,13 +73,13 @@ class MoE(PrepackedExperts, PlannedLayer):
     `shared_experts.down` `[D, S]`, `shared_experts.gate` `[1, D]`. `fully_shard` shards the layer, its parts, or a
     module around it.
 
-    A layer is one operator. `layer.router(x)`, `layer.experts(x, ids, weights)` and `layer.shared_experts(x)` are
-    called if hooks, adapters or fully_shard on a part need these calls.
+    A layer is one operator. Its parts are called if hooks, adapters or fully_shard need these calls: `layer.router(x)`,
+    `layer.experts(x, ids, weights)` and `layer.shared_experts(x)`.
 
     A quantised matrix (`ExpertsSpec(scheme=...)`) is two or three buffers, `experts.gate_up.values`, `.scales` and
-    `.zero_points`, which keep their dtypes and start as exact zeros. It is frozen; x and other parameters are trained.
-    A scheme that also quantises activations freezes the layer: asking for a gradient raises Unsupported.
-    `prepack_weights` re-lays loaded mxfp4, int4 and int8 experts for Hopper's kernels.
+    `.zero_points`, which keep their dtypes and start as zeros. It is frozen; x and other parameters are trained. If the
+    scheme also quantises activations, gradients raise Unsupported. `prepack_weights` re-lays loaded mxfp4, int4 and
+    int8 experts for Hopper's kernels.
 
     Args:
         d_model: D.
@@ -106,7 +104,7 @@ class MoE(PrepackedExperts, PlannedLayer):
     before: ProjectionParameters | None
     after: ProjectionParameters | None
     output: OutputParameters | None
-    #: The parameters that `from_block` had to copy; the others are the block's own.
+    #: Parameters that `from_block` had to copy.
     copied: tuple[str, ...] = ()
 
     def __init__(
@@ -149,8 +147,8 @@ class MoE(PrepackedExperts, PlannedLayer):
     ) -> MoE:
         """Return a layer with copies of weights, in their dtypes and storage (the router's weight becomes `[E, D]`).
 
-        copy=False: on a CPU the layer shares the memory of writable arrays, as of a checkpoint that was just read.
-        expert_parallel: as of a new layer; a rank copies only its own part.
+        copy=False: on a CPU the layer shares the memory of writable arrays. expert_parallel: see `MoE`; a rank copies
+        only its own part.
         """
         require_instance("weights", weights, LayerWeights)
         layer = cls.from_spec(weights.layer_spec(), device="meta", dtype=torch.float32)
@@ -164,13 +162,13 @@ class MoE(PrepackedExperts, PlannedLayer):
         """Return a layer on the weights of a live MoE block of a Hugging Face model, such as
         `model.model.layers[0].mlp`.
 
-        Its parameters are the block's tensors and train with it, except those named in `copied`, which have another
-        storage: gate and up of shared experts, all matrices of shared experts with `in_out` experts, DBRX's experts, a
-        table of ids, and a correction bias that is not float32. The layer returns y without router logits.
+        Its parameters are the block's tensors and train with it, except those named in `copied`, stored in another way:
+        gate and up of shared experts, all matrices of shared experts with `in_out` experts, DBRX's experts, a table of
+        ids, and a correction bias that is not float32. The layer returns y without router logits.
 
         block: of a family with a preset (`layer_spec_from_config`). config: the model's, for a block that does not keep
-        it. Raises InvalidInput for no block of that config, and Unsupported for a family without a preset and for a
-        block with another part, which the error names.
+        it. Raises InvalidInput for no block of that config, and Unsupported for a family without a preset or an unknown
+        part.
         """
         spec, tensors, copied, takes_ids = block_weights(block, config)
         layer = cls.from_spec(spec, device="meta", dtype=torch.float32)
@@ -191,7 +189,6 @@ class MoE(PrepackedExperts, PlannedLayer):
         trained = scheme is None or scheme.activations is None
         for part, group in _PARTS.items():
             of_part = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
-            # An output with nothing but a scale has no arrays.
             present = of_part or getattr(spec, part, None) is not None
             setattr(self, part, group(of_part, at_first, dtype, quantized, trained=trained) if present else None)
         self._part_names = tuple(part for part in _PARTS if getattr(self, part) is not None)
@@ -200,7 +197,6 @@ class MoE(PrepackedExperts, PlannedLayer):
         names = [parameter.name.split(".") for parameter in parameters if parameter.role not in _BESIDE]
         places = [_place(self._operator, *name) for name in names if name[0] in _PREFIXES]
         self._places = tuple(place for place in places if len(place) == 3)
-        # Those of quantised matrices lie a module deeper.
         self._deep_places = tuple(place for place in places if len(place) == 4)
         self._held, self._held_places = held_arrays(self._modules, places)
         # Where the operator takes the token mask, and what has the dtype that x must have.
@@ -216,7 +212,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         self.reset_parameters()
 
     def _set_options(self) -> None:
-        """Encode the operator's options once, so that a forward hashes no spec."""
+        """Encode the options once, so that a forward hashes no spec."""
         self.moe_spec, formats = self.spec.moe_spec(HUGGING_FACE), ()
         parts = self._parts()
         for part in parts.values():
@@ -226,9 +222,8 @@ class MoE(PrepackedExperts, PlannedLayer):
             matrices = experts.gate_up, experts.down, experts.up
             formats = (tuple(None if matrix is None else matrix.spec for matrix in matrices),)
         self._options = encode(self.moe_spec, *formats)
-        # Layers with the same options may have other arrays.
         key = f"{self._options} {self._held}"
-        # Autocast may cast the same tensors, which then are another call.
+        # Autocast may cast the same tensors.
         self._key, self._cast_key = key, f"autocast {key}"
         self._in_stages, self._rounds = self.spec.in_stages, self.spec.token_rounding is not None
 
@@ -238,7 +233,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         return _QUANTIZED_OPERATOR if self._is_quantized else _OPERATOR
 
     def reset_parameters(self) -> None:
-        """Draw weights from a normal distribution with standard deviation fan_in ** -0.5, which keeps the rms.
+        """Draw weights from a normal distribution with standard deviation fan_in ** -0.5.
 
         Norms and scales are one. Biases, the correction bias and quantised matrices are zero. A table of ids has all
         experts in turn. Ranks that share experts get the values of one process with the same seed.
@@ -259,14 +254,13 @@ class MoE(PrepackedExperts, PlannedLayer):
         """Return y, of the shape and dtype of x `[..., D]`; with return_aux `(y, MoEAux)`.
 
         One operator runs, unless the layer is `in_stages` or gets gate_inputs, expert_ids or input_ids. Under
-        `torch.autocast`, x, experts and shared experts are cast to its dtype, which y has, too; router and quantised
-        matrices keep theirs.
+        `torch.autocast`, x, y, experts and shared experts have its dtype; router and quantised matrices keep theirs.
 
         Args:
             x: in the dtype of the experts' weights, or for quantised ones of the shared experts' or else the router's.
             token_mask: bool `[...]`. False tokens visit no routed expert and count in no statistic.
             gate_inputs: like x; the router scores it instead of x.
-            expert_ids: int32 `[..., K]`, distinct experts of each token, still weighted by the router; no correction
+            expert_ids: int32 `[..., K]`, distinct experts of each token, weighted by the router without correction
                 bias. A token with an id outside [0, E) counts as masked.
             input_ids: integers `[...]`, token ids for a layer with a table of ids, used without expert_ids.
 
@@ -313,7 +307,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         return y, MoEAux(balance, z, counts, ids, chosen, invalid, logits, overflow)
 
     def _autocast(self, x: torch.Tensor, arrays: list[Any]) -> torch.Tensor:
-        """x, and in place the operator's arrays, in the dtype of `torch.autocast`."""
+        """Cast x, and the operator's arrays in place."""
         if self.spec.main_grad:
             raise Unsupported(
                 "main_grad must be False under torch.autocast, which multiplies copies of the matrices, got True; "
@@ -325,18 +319,14 @@ class MoE(PrepackedExperts, PlannedLayer):
         return autocast(x)
 
     def _runs_stages(self) -> bool:
-        """Return True if stages are called one by one: there is something between them, or a part has a call of its
-        own.
-        """
+        """Return True if stages are called one by one."""
         modules: Any = self._modules
         if any([has_own_call(modules[name]) for name in self._part_names]):
             return True
         return self._in_stages or (self._rounds and self.training)
 
     def _arrays(self, parts: Mapping[str, Any]) -> list[Any]:
-        """The operator's arguments without options: the layer's arrays, else None. Looking up a parameter in the
-        module's dictionary takes a fifth of an attribute's time.
-        """
+        """The operator's arrays. A lookup in the module's dictionary takes a fifth of an attribute's time."""
         arrays = [None] * self._count
         for place, part, name in self._places:
             group: Any = parts[part]
@@ -347,18 +337,17 @@ class MoE(PrepackedExperts, PlannedLayer):
         return arrays
 
     def _parts(self) -> dict[str, Any]:
-        """The layer's parts by name, without wrappers."""
+        """The layer's parts, without wrappers."""
         return {name: own_part(self._modules[name], name) for name in self._part_names}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name, in the order of `MoELayerSpec.parameters`."""
+        """In the order of `MoELayerSpec.parameters`."""
         parts = SimpleNamespace(**self._parts())
         return {parameter.name: attrgetter(parameter.name)(parts) for parameter in self.spec.parameters(HUGGING_FACE)}
 
     @torch.no_grad()
     def update_correction_bias(self, tokens_per_expert: torch.Tensor, rate: float) -> None:
-        """Balance experts as DeepSeek-V3 does, without a loss: b_i += rate * sign(mean(c) - c_i), in place, without
-        gradients.
+        """Balance experts without a loss: b_i += rate * sign(mean(c) - c_i), in place, without gradients.
 
         tokens_per_expert int `[E]`: counts c of one or more steps, summed over data-parallel ranks by the caller. rate:
         DeepSeek-V3 trains with 0.001. Source: DeepSeek-V3 Technical Report, section 2.1.2.
@@ -374,16 +363,15 @@ class MoE(PrepackedExperts, PlannedLayer):
                 f"tokens_per_expert must be [num_experts] = {tuple(bias.shape)}, got {tuple(tokens_per_expert.shape)}; "
                 "pass MoEAux.tokens_per_expert"
             )
-        # In integers, E * count against the sum: an expert at the mean gets exactly no step.
+        # Integers: an expert at the mean gets exactly no step.
         counts = tokens_per_expert.to(torch.int64)
         bias.add_(torch.sign(counts.sum() - counts * counts.shape[0]).to(bias.dtype), alpha=rate)
 
     def load_weights(self, weights: LayerWeights) -> None:
         """Copy canonical weights in, from any storage; dtypes must be equal, or widen to float32.
 
-        Views of the arrays are copied into the parameters, so nothing is held twice. Raises InvalidInput if the weights
-        are of another layer or would be rounded, or the layer is on `meta`. Raises Unsupported for sharded parameters,
-        and for another gate_layout of quantised ones.
+        Raises InvalidInput if the weights are of another layer or would be rounded, or the layer is on `meta`, and
+        Unsupported for sharded parameters, or another gate_layout of quantised ones.
         """
         require_instance("weights", weights, LayerWeights)
         require_same_layer(self.spec, weights)
@@ -392,8 +380,7 @@ class MoE(PrepackedExperts, PlannedLayer):
 
     def export_weights(self) -> LayerWeights:
         """Return canonical weights in the layer's storage, quantised ones as published. On a CPU they share the
-        parameters' memory. Sharded parameters are gathered, a collective.
-        """
+        parameters' memory. Sharded parameters are gathered, a collective."""
         tensors = self._tensors() | self.restored_tensors()
         arrays = {name: gathered(name, tensor) for name, tensor in tensors.items()}
         return LayerWeights.from_named(arrays, self.spec, HUGGING_FACE)

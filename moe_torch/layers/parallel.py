@@ -34,15 +34,13 @@ Layer = TypeVar("Layer", bound=PrepackedExperts)
 
 @dataclass
 class LayerExchange:
-    """Replaces `moe_torch.moe` in a layer that is shared out. counted, began: this forward has sent the counts of a
-    capacity, and begun the exchange.
-    """
+    """Replaces `moe_torch.moe` in a shared-out layer. counted, began: this forward has sent counts, begun the
+    exchange."""
 
     parallel: ExpertParallel
     placement: Placement
     counted: bool = False
     began: bool = False
-    #: Set by a Rebalancer.
     moving: MovingPlacement | None = None
 
     def __deepcopy__(self, memo: Any) -> LayerExchange:
@@ -50,11 +48,10 @@ class LayerExchange:
         return LayerExchange(self.parallel, self.placement)
 
     def before(self, layer: Any, arguments: Any) -> None:
-        """The layer's hook before a forward."""
         self.counted = self.began = False
 
     def after(self, layer: Any, arguments: Any, output: Any) -> None:
-        """The layer's hook after a forward, also one that raised: its peers would wait for an exchange."""
+        """Runs also if the forward raised: its peers would wait for an exchange."""
         if output is None and not self.began:
             device, spec = layer._parts()["router"].weight.device, layer.spec
             if spec.capacity_factor is not None and not self.counted and tells_peers(self.parallel, device):
@@ -64,12 +61,11 @@ class LayerExchange:
             tell_peers(self.parallel, self.placement, device)
 
     def held(self) -> list[int]:
-        """The experts of this rank, in local order."""
         return held_experts(self.placement, self.parallel.ranks().rank)
 
     @staticmethod
     def local(array: Any) -> Any:
-        """This rank's part of a shared-out array or quantised matrix; other tensors as they are."""
+        """This rank's part of a shared-out array or matrix; other tensors as they are."""
         if isinstance(array, QuantizedTensor):
             return map_arrays(array, LayerExchange.local)
         return array.to_local() if isinstance(array, (DTensor, PlacedTensor)) else array
@@ -98,7 +94,7 @@ class LayerExchange:
     ) -> torch.Tensor:
         """bool `[T * K]`: True for the first slots that each expert takes of all ranks' tokens.
 
-        place: the slot's number among this rank's slots of the expert. ratio: of `MoELayerSpec.capacity_ratio`.
+        place: the slot's number among this rank's slots of the expert.
         """
         tokens = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
         told, number = self._counts_of_all(torch.cat([tokens, group_sizes]))
@@ -112,7 +108,6 @@ class LayerExchange:
         ranks, tensor = self.parallel.ranks("capacity"), self.parallel.tensor_ranks("capacity")
         told, number = counts, ranks.rank
         if tensor is not None and tensor.split.tokens == "split":
-            # Counts of all ranks of the tensor axis, in order.
             told, number = tensor.ranks.all_gather(told, "counts"), number * tensor.split.size + tensor.split.index
         return ranks.all_gather(told, "counts").view(-1, len(counts)), number
 
@@ -121,21 +116,14 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     """Share a layer's experts out among ranks, in place. Forwards and backwards then exchange rows.
 
     The experts' parameters become DTensors `[E, ...]`, sharded by their first axis over the mesh: rank r has the
-    experts from
-    r * ceil(E / W) on. Experts in another order are `PlacedTensor`s of the same shape, for optimizers but not for
-    `fully_shard`. Both save whole experts by logical id in `state_dict` and `torch.distributed.checkpoint`, and load
-    for any
-    placement and number of ranks. Router and shared experts stay on every rank: average their gradients over all ranks
-    with
-    tokens of their own. Experts' gradients are sums over all ranks' tokens: divide them by `parallel.gradient_divisor`
-    for the
-    same mean.
+    experts from r * ceil(E / W) on. Experts in another order are `PlacedTensor`s of the same shape, for optimizers but
+    not for `fully_shard`. Both save whole experts by logical id in `state_dict` and `torch.distributed.checkpoint`, and
+    load for any placement and number of ranks. Router and shared experts stay on every rank: average their gradients
+    over all ranks with tokens of their own. Experts' gradients are sums over all ranks' tokens: divide them by
+    `parallel.gradient_divisor` for the same mean.
 
     With `parallel.tensor`, a rank keeps slices of its experts: DTensors over both axes, `[Shard(0), Shard(axis)]`. Gate
-    and up
-    in halves, the default, are `PlacedTensor`s, since a slice of each half is no range of rows. down_bias is whole on
-    every
-    rank of the axis.
+    and up in halves, the default, are `PlacedTensor`s. down_bias is whole on every rank of the axis.
 
     Call it on every rank, before `fully_shard` and before an optimizer is made. A layer on `meta` gets no memory.
 
@@ -143,8 +131,7 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
         layer: a `moe_torch.MoE` with all its experts.
         parallel: the ranks. Its mesh must be a DeviceMesh.
         placement: the experts of each rank. None: `Placement.linear`. With replicas, forwards that need a gradient
-            raise
-            Unsupported.
+            raise Unsupported.
 
     Returns:
         the layer.
@@ -189,7 +176,7 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     held = torch.tensor(exchange.held(), dtype=torch.long)
 
     def shared_out(name: str, array: torch.Tensor) -> torch.Tensor:
-        # A copy, so that the memory of other experts is freed.
+        # A copy frees the memory of other experts.
         local, part, places = array.detach()[held.to(array.device)], None, [Shard(0)]
         if split.size > 1:
             cut = cut_of(name, *layouts)
@@ -221,7 +208,7 @@ def _sharded(local: torch.Tensor, mesh: Any, places: Sequence[Any], shape: Seque
 
 
 def mesh_of_both(mesh: Any, tensor: Any) -> Any:
-    """Return the DeviceMesh of two axes, experts first. Raises InvalidInput unless one mesh has them, in that order."""
+    """Return the mesh of two axes, experts first. Raises InvalidInput unless one mesh has both in that order."""
     names = tuple(getattr(one, "mesh_dim_names", None) or ("",) for one in (mesh, tensor))
     try:
         return root_mesh(mesh)[names[0] + names[1]]
@@ -234,11 +221,7 @@ def mesh_of_both(mesh: Any, tensor: Any) -> Any:
 
 
 def total_over_ranks(counts: torch.Tensor, parallel: ExpertParallel) -> torch.Tensor:
-    """Add integer counts, such as `MoEAux.tokens_per_expert`, over all ranks.
-
-    `layer.update_correction_bias(total_over_ranks(aux.tokens_per_expert, parallel), rate)` makes the same step on every
-    rank.
-    """
+    """Add integer counts, such as `MoEAux.tokens_per_expert`, over all ranks, for `MoE.update_correction_bias`."""
     require_instance("counts", counts, torch.Tensor)
     if counts.is_floating_point():
         raise InvalidInput(f"counts must be integers, got {counts.dtype}: sums of others depend on the order")
@@ -250,8 +233,7 @@ def group_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (load-balancing loss, z-loss) of the tokens of all ranks; `MoEAux` has those of this rank's. A collective.
 
-    The mean over ranks is the loss of one device with all tokens, and the same holds for gradients, which need no
-    message.
+    The mean over ranks is the loss of one device with all tokens, and the same holds for gradients.
 
     Args:
         aux: the layer's, of return_aux.
@@ -269,7 +251,7 @@ def group_losses(
         tokens = token_mask.sum().to(torch.int32).view(1)
     ranks, tensor = parallel.ranks("losses"), parallel.tensor_ranks("losses")
     total = total_of(ranks, tensor, torch.cat([counts, tokens]), "counts")
-    # Both losses are means over tokens. This rank's part counts by its share of the tokens, times the ranks.
+    # Both losses are means over tokens: weight this rank's part by its share of the tokens.
     share = parallel.token_ranks * tokens.float() / total[-1:].clamp(min=1).float()
     count = tokens.float().clamp(min=1)
     balance, z = router_losses(

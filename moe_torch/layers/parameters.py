@@ -1,4 +1,4 @@
-"""The parts of a layer: parameters as in its state_dict, and the computation of each part."""
+"""The parts of a layer: parameters, and the computation of each part."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ from moe_torch.quantize import prepack_weights, restore_weights, tile
 class QuantizedMatrix(torch.nn.Module):
     """The arrays of a quantised matrix, as buffers: values, scales and zero_points (None if the format has none).
 
-    They move with the module and keep their dtypes. A prepacked matrix's (`hold`) are tiled, with the published layout
-    in a
-    state_dict.
+    They move with the module and keep their dtypes. Prepacked ones are tiled; a state_dict has the published layout.
     """
 
     values: torch.Tensor
@@ -53,7 +51,6 @@ class QuantizedMatrix(torch.nn.Module):
             self.register_buffer(name, made)
 
     def tensor(self) -> QuantizedTensor:
-        """The arrays as a bundle."""
         return QuantizedTensor(self.spec, self.values, self.scales, self.zero_points)
 
     def hold(self, tensor: QuantizedTensor) -> None:
@@ -70,7 +67,7 @@ class QuantizedMatrix(torch.nn.Module):
             destination[name] = array
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Tile published arrays for a tiled matrix; torch refuses other shapes."""
+        """Tile published arrays for a tiled matrix."""
         tiling, names = self.spec.tiling, [name for name, _ in named_arrays(self.tensor())]
         if tiling is not None and all(f"{prefix}{name}" in state_dict for name in names):
             published = QuantizedSpec(self.spec.format)
@@ -103,20 +100,18 @@ def _moved(buffer: Any, fn: Any) -> torch.Tensor:
 
 
 def _buffer_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of buffers, float64 with parameters of float64."""
     return torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
 
 
 class ParameterGroup(torch.nn.Module):
     """The arrays of one part of a layer. Its forward is called only if something needs the call (`has_own_call`).
 
-    NAMES: every array the part can have, None if absent. Buffers stay float32, or float64. quantized: format and layout
-    of
-    quantised matrices. trained: parameters require a gradient.
+    NAMES: every array the part can have, None if absent. Buffers stay float32, or float64. trained: parameters require
+    a gradient.
     """
 
     NAMES: ClassVar[tuple[str, ...]]
-    #: The options of the layer's operator, and the layer's spec; the layer sets them.
+    #: The layer sets both.
     spec: MoESpec
     layer_spec: MoELayerSpec
 
@@ -193,8 +188,7 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
     def scaled(self, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Multiply weights `[T, K]` by the scales of the experts ids `[T, K]`; -1: none, weight 0.
 
-        Scales become rows `[T, E]` as the bias of a product with zeros, so that their gradient has the order of sums of
-        the router's backward.
+        Scales become rows `[T, E]`, so that their gradient has the order of sums of the router's backward.
         """
         scale = self.expert_scale
         if scale is None:
@@ -207,12 +201,11 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
 class ExpertParameters(ParameterGroup):
     """`y = experts(x, ids, weights)`: `[T, D]` of x `[T, D]`, ids and weights `[T, K]` in any dtype of `TopK`.
 
-    A fourth argument `norm` `[D]` has the factors of a norm of each expert's result. Arrays are the fields of
-    `ExpertWeights`; quantised matrices are `QuantizedMatrix`.
+    `norm` `[D]`: factors of a norm of each expert's result. Arrays are the fields of `ExpertWeights`.
     """
 
     NAMES = ("gate_up", "down", "up", "gate_up_bias", "up_bias", "down_bias")
-    # Tensors, or QuantizedMatrix; a union would burden readers of plain layers.
+    # Tensors, or QuantizedMatrix.
     gate_up: Any
     down: Any
     up: Any
@@ -224,12 +217,11 @@ class ExpertParameters(ParameterGroup):
 
     @property
     def is_transposed(self) -> bool:
-        """Return True if matrices are `[E, in, out]`; adapters ask, as of transformers' experts."""
+        """Return True if matrices are `[E, in, out]`, for adapters."""
         return self.spec.weight_layout == "in_out"
 
     @property
     def moe(self) -> Any:
-        """`moe_torch.moe`, or that of several ranks."""
         return ops.moe if self.exchange is None else self.exchange.moe
 
     def operands(self) -> ExpertWeights:
@@ -251,7 +243,7 @@ class ExpertParameters(ParameterGroup):
     def _normalised(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor
     ) -> torch.Tensor:
-        """Stage by stage, with the norm between the second product and the router's weights."""
+        """The norm runs between the second product and the router's weights."""
         spec, held, norm_spec = self.spec, self.operands(), self.layer_spec.norm_of_experts
         assert norm_spec is not None
         layout = ops.make_layout(ids, held.down.shape[0])
@@ -277,7 +269,6 @@ class SharedParameters(ParameterGroup):
     gate: torch.Tensor | None
 
     def operands(self) -> SharedExpert:
-        """The arrays as a bundle."""
         return SharedExpert(**{name: autocast(getattr(self, name), name) for name in self.NAMES})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -330,26 +321,21 @@ class PrepackedExperts(torch.nn.Module):
     spec: MoELayerSpec
     storage: Storage
     _is_quantized: bool
-    #: The layer's parts by name.
     _parts: Callable[[], dict[str, Any]]
-    #: Parameters and buffers by name.
     _tensors: Callable[[], dict[str, torch.Tensor]]
-    #: Adopts the matrices' layout.
     _set_options: Callable[[], None]
 
     @property
     def is_prepacked(self) -> bool:
-        """Return True if the experts' matrices are in the order of `prepack_weights`."""
         return self._is_quantized and self._parts()["experts"].down.spec.tiling is not None
 
     def prepack_weights(self) -> None:
-        """Put loaded quantised experts into the order of Hopper's kernels, in place, as `moe_torch.prepack_weights`
-        does.
+        """Put loaded quantised experts into the order of Hopper's kernels, in place: `moe_torch.prepack_weights`.
 
         The layer then has no gradients: call it under `torch.no_grad()`, and train after `restore_weights`. state_dict,
-        load_state_dict, load_weights and export_weights keep the published layout, so checkpoints fit all layers.
-        Raises InvalidInput for experts that are not quantised, not stored `out_in` or that cannot be tiled, and
-        Unsupported for ones sharded in another way than by experts.
+        load_state_dict, load_weights and export_weights keep the published layout. Raises InvalidInput for experts that
+        are not quantised, not stored `out_in` or cannot be tiled, and Unsupported for ones sharded other than by
+        experts.
         """
         tiled_specs(self.spec, self.storage)
         self._hold(on_own_experts(prepack_weights, self._matrices(), self.spec.moe_spec(HUGGING_FACE)))
@@ -361,7 +347,7 @@ class PrepackedExperts(torch.nn.Module):
 
     @contextlib.contextmanager
     def published(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Parameters and buffers by name, to be written to in the published layout inside the `with` block."""
+        """Parameters and buffers by name, in the published layout inside the `with` block."""
         prepacked = self.is_prepacked
         self.restore_weights()
         try:
@@ -371,7 +357,7 @@ class PrepackedExperts(torch.nn.Module):
                 self.prepack_weights()
 
     def restored_tensors(self) -> dict[str, torch.Tensor]:
-        """Arrays of prepacked matrices in their published layout, by name; empty for other layers."""
+        """Arrays of prepacked matrices in their published layout; empty for other layers."""
         if not self.is_prepacked:
             return {}
         return dict(named_arrays(on_own_experts(restore_weights, self._matrices()), "experts."))

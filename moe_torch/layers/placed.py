@@ -45,18 +45,15 @@ class PlacedTensor(torch.Tensor):
     """An array `[E, ...]` by logical expert. This rank holds the experts of its places.
 
     It is like a DTensor for experts in any order. Elementwise operations, such as optimizers', run on this rank's part,
-    `to_local()` `[held, ...]`, in the order of `placement.owners[rank]`. `full_tensor()` is the whole, a collective.
-    `torch.distributed.checkpoint` saves and loads it and optimizer states by expert, for every placement and number of
-    ranks.
-    Other operations raise Unsupported.
+    `to_local()` `[held, ...]`, in the order of `placement.owners[rank]`. `torch.distributed.checkpoint` saves and loads
+    it and optimizer states by expert, for every placement and number of ranks. Other operations raise Unsupported.
 
-    With a tensor axis, `part` is this rank's slice of each expert, which may be of both halves of an axis.
+    With a tensor axis, `part` is this rank's slice of each expert.
     """
 
     _local: torch.Tensor
     #: The mesh or process group, this rank, and the placement.
     _where: tuple[Any, int, Placement]
-    #: None: experts are whole.
     part: Slice | None
 
     @staticmethod
@@ -74,7 +71,6 @@ class PlacedTensor(torch.Tensor):
 
     @property
     def held(self) -> list[int]:
-        """The logical experts of this rank, in local order."""
         return held_experts(self._where[2], self._where[1])
 
     def to_local(self) -> torch.Tensor:
@@ -83,7 +79,6 @@ class PlacedTensor(torch.Tensor):
         return local
 
     def of_local(self, local: torch.Tensor) -> PlacedTensor:
-        """Another array of the same experts, from this rank's part."""
         return PlacedTensor(local, self._where, self.part)
 
     @torch.no_grad()
@@ -150,7 +145,7 @@ class PlacedTensor(torch.Tensor):
         properties = TensorProperties.create_from_tensor(self._local)
         items, part = [], self.part
         if part is not None and part.cut is None and part.split.index > 0:
-            # The first rank of the axis writes arrays that all of them have.
+            # The first rank of the axis writes shared arrays.
             return items
         for chunk in self.__create_chunk_list__():
             # One rank writes an expert with replicas.
@@ -196,10 +191,9 @@ class _ToLocal(torch.autograd.Function):
 
 
 def held_experts(placement: Placement, rank: int) -> list[int]:
-    """The logical experts of a rank, in local order."""
     return [expert for expert in placement.owners[rank] if expert != HOLE]
 
 
 def filled_up(array: torch.Tensor, missing: int) -> torch.Tensor:
-    """Append places without an expert, which no product reads."""
+    """Append places that no product reads."""
     return torch.cat([array, array.new_zeros((missing, *array.shape[1:]))]) if missing else array

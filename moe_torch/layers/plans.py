@@ -20,8 +20,6 @@ from moe_torch.operators.requests import operands_of
 
 
 class PlannedLayer(torch.nn.Module):
-    """Methods of a layer that plan ahead."""
-
     spec: MoELayerSpec
     storage: Storage
     is_prepacked: bool
@@ -34,17 +32,14 @@ class PlannedLayer(torch.nn.Module):
     def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> str:
         """Explain a forward of so many tokens, or of an x of that shape: buffers, kernels, decisions, order of sums.
 
-        training: the forward of a training step, and its backward with gradients of x and every parameter. Runs
-        nothing.
+        training: a training step with gradients of x and every parameter. Runs nothing.
         """
         tokens = count_tokens(tokens, self.spec.d_model)
         target = target_of_device(self._parts()["router"].weight.device)
         return explain_layer(self._operands_for(tokens), self.spec, HUGGING_FACE, target, training)
 
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """Floating-point operations and bytes of a forward of so many tokens, or of an x of that shape, see
-        `moe_core.layers.layer_cost`. training: with the backward of x and every parameter.
-        """
+        """Floating-point operations and bytes of a forward, see `explain` and `moe_core.layers.layer_cost`."""
         dtype = canonical(self._arrays(self._parts())[self._like_place].dtype)
         return layer_cost(self.spec, HUGGING_FACE, tokens, dtype, training=training)
 

@@ -30,9 +30,8 @@ _WIDEST = (torch.int64, torch.int32, torch.int16)
 class LayerMoves:
     """The moves of one layer.
 
-    layer: its number in the Rebalancer. placement: the new one. moves: experts that moved. bytes: of weights sent
-    between ranks. before, after: balancedness of the counted rows, mean over maximum of ranks, by the old and the new
-    placement.
+    layer: its number in the Rebalancer. moves: experts that moved. bytes: of weights sent between ranks. before, after:
+    balancedness of the counted rows, mean over maximum of ranks, by the old and the new placement.
     """
 
     layer: int
@@ -53,16 +52,12 @@ class Rebalancer:
     """Moves the experts of expert-parallel layers between ranks as their load changes, for inference.
 
     Call `step()` on every rank after each step of the model. Forwards count the rows of each expert on the device, also
-    in
-    CUDA graphs. Every `every` steps, ranks add the counts of the last `window` steps and compute a new placement, with
-    replicas
-    of the hottest experts in spare places. Weights move between steps, layer by layer, into the memory of the
-    parameters, so
-    CUDA graphs captured after the Rebalancer was made stay valid. Outputs keep their bits.
+    in CUDA graphs. Every `every` steps, ranks add the counts of the last `window` steps and compute a new placement,
+    with replicas of the hottest experts in spare places. Weights move between steps into the memory of the parameters,
+    so CUDA graphs captured after the Rebalancer was made stay valid. Outputs keep their bits.
 
-    A move needs memory for the experts that a rank sends and receives, of one array of one layer at a time. Spare
-    places are
-    made with the Rebalancer. Parameters become `PlacedTensor`s. A step invalidates earlier state_dicts.
+    A move needs memory for the experts that a rank sends and receives, of one array of one layer at a time. Parameters
+    become `PlacedTensor`s. A step invalidates earlier state_dicts.
 
     Args:
         layers: `moe_torch.MoE` layers that `parallelize` has shared out, in the same order on every rank.
@@ -76,7 +71,7 @@ class Rebalancer:
 
     Raises:
         InvalidInput: layers that are not shared out, or have a Rebalancer, wrong numbers, or ranks that disagree.
-        Unsupported: a tensor axis, experts sharded in another way, too, and forwards that need a gradient.
+        Unsupported: a tensor axis, experts sharded in another way, or forwards that need a gradient.
     """
 
     def __init__(
@@ -124,8 +119,8 @@ class Rebalancer:
     def step(self) -> tuple[LayerMoves, ...]:
         """Count a step of the model, and move experts if it is time. A collective. Returns the layers that moved.
 
-        Raises InvalidInput if ranks made other numbers of steps or have other placements, and RuntimeError if a message
-        failed: that layer's experts are lost, and its forwards raise.
+        Raises InvalidInput if ranks disagree, and RuntimeError if a message failed: that layer's experts are lost, and
+        its forwards raise.
         """
         if self._load.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InvalidInput("step must be called between replays, got a stream that is captured; call it outside")
@@ -143,7 +138,6 @@ class Rebalancer:
         return self._move(None)
 
     def _choose(self) -> None:
-        """Plan the moves of every layer that gains enough."""
         self._agree(self.placements)
         total = self._ranks.total(self._window.sum(dim=0, dtype=torch.int64), "counts").cpu().numpy()
         self._waiting.clear()
@@ -168,7 +162,7 @@ class Rebalancer:
         return tuple(done)
 
     def _agree(self, placements: Sequence[Placement]) -> None:
-        """Raise InvalidInput on all ranks if one is at another step, or has other placements or options."""
+        """Raise InvalidInput on all ranks if one has another step, placement or option."""
         options = repr((self._every, self._nodes, self._least_gain, self._most))
         known = [(one.num_experts, one.per_rank, one.version, one.digest) for one in placements]
         digest = zlib.crc32(repr((options, known)).encode())
@@ -218,7 +212,7 @@ class _Shares:
         yield from self._experts.named_buffers()
 
     def first_placement(self, places_per_rank: int | None, nodes: int) -> Placement:
-        """The present placement if it has so many places and none is empty, else one with spare places filled."""
+        """The present placement if it is full and has so many places, else one with spare places."""
         now = self.exchange.placement
         each = now.per_rank if places_per_rank is None else as_integer("places_per_rank", places_per_rank, 1)
         if not now.per_rank <= each <= now.num_experts:
@@ -231,7 +225,6 @@ class _Shares:
         return Placement.balanced(np.ones(now.num_experts), now.num_ranks, each, nodes=nodes).near(now, nodes=nodes)
 
     def begin(self, placement: Placement, load: torch.Tensor) -> None:
-        """Give every array all places of a placement, and move weights to it."""
         now, each = self.exchange.placement, placement.per_rank
         owners = tuple((*rank, *[HOLE] * (each - len(rank))) for rank in now.owners)
         now = Placement(now.num_experts, owners, now.version)
@@ -258,14 +251,12 @@ class _Shares:
         return torch.nn.Parameter(placed, requires_grad=array.requires_grad)
 
     def bytes_of(self, moves: Sequence[Move]) -> int:
-        """Bytes of weights that moves send between ranks."""
         each, expert = self.exchange.placement.per_rank, 0
         for _, array in self._arrays():
             expert += array._local[:1].numel() * array._local.element_size()
         return expert * sum(move.source // each != move.target // each for move in moves)
 
     def move(self, moves: Sequence[Move], placement: Placement) -> None:
-        """Move weights, then switch to the placement."""
         moving = self.exchange.moving
         assert moving is not None
         moving.why_broken = (
@@ -278,7 +269,6 @@ class _Shares:
         moving.why_broken = None
 
     def _name(self, placement: Placement) -> None:
-        """Set the placement of every array and of calls."""
         for _, array in self._arrays():
             array._where = (*array._where[:2], placement)
         self.exchange.placement = placement
@@ -304,7 +294,7 @@ class _Shares:
 
 
 def _wide_rows(local: torch.Tensor) -> torch.Tensor:
-    """An array `[L, ...]` as rows of the widest integers that fit, which are copied fastest."""
+    """An array `[L, ...]` as rows of the widest integers that fit."""
     rows = as_bytes(local)
     for dtype in _WIDEST:
         size = dtype.itemsize

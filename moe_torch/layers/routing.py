@@ -1,4 +1,4 @@
-"""The stages of a layer one by one, if the composed operator does not do."""
+"""The stages of a layer one by one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def run_stages(
 
     scored: rows of the router, `[T, D]`. given int32 `[T, K]`: ids. None: the router chooses. ids are -1 for dropped
     slots, and tokens_per_expert counts slots before. With token rounding in training, ids are `[T, W]` of
-    `TokenRounding.width`, and counts are those before rounding. Experts and shared experts are one operator unless one
-    has a call of its own.
+    `TokenRounding.width`, and counts are those before rounding.
     """
     spec = layer.spec
     rounding = spec.token_rounding if layer.training else None
@@ -43,7 +42,7 @@ def run_stages(
         return layer.experts.moe(autocast(x), layer.experts.operands(), routing, layer.moe_spec, **whole)
     rows = scored
     if token_mask is not None and torch.is_grad_enabled():
-        # The router's backward multiplies every row by its gradient, 0 for masked tokens: rows may hold NaN.
+        # The router's backward multiplies rows by 0 for masked tokens: rows may hold NaN.
         rows = scored.masked_fill(~token_mask[:, None], 0)
     logits = at_least_float32(layer.router(rows))
     router = own_part(layer.router, "router")
@@ -69,7 +68,7 @@ def run_stages(
         entering = x
         if spec.latent is not None:
             if torch.is_grad_enabled():
-                # The projection's backward multiplies every row by its gradient, 0 without an expert.
+                # The projection's backward multiplies rows without an expert by 0.
                 entering = x.masked_fill((kept < 0).all(1, keepdim=True), 0)
             entering = layer.before(entering)
         output = experts(entering, kept, weights, *norm)
@@ -104,7 +103,6 @@ def _sparse_mixed(
 
 
 def like_x(gate_inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """gate_inputs, checked."""
     require_instance("gate_inputs", gate_inputs, torch.Tensor)
     if gate_inputs.shape != x.shape or gate_inputs.dtype != x.dtype:
         raise InvalidInput(
@@ -117,7 +115,7 @@ def like_x(gate_inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def given_ids(
     layer: Any, x: torch.Tensor, expert_ids: torch.Tensor | None, input_ids: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The caller's ids int32 `[T, K]`, or the table's for input_ids. None: the router chooses."""
+    """The caller's ids int32 `[T, K]`, or the table's. None: the router chooses."""
     table = own_part(layer.router, "router").table
     if table is None and input_ids is not None:
         raise InvalidInput("input_ids must be None for a layer without a table of ids, got a tensor; leave them out")
@@ -141,12 +139,11 @@ def given_ids(
         )
     flat = input_ids.reshape(-1).long()
     inside = (flat >= 0) & (flat < len(table))
-    # A token outside of the table has no expert, and counts as an invalid id.
+    # A token outside of the table counts as an invalid id.
     return torch.where(inside[:, None], table[flat.where(inside, 0)], layer.spec.num_experts)
 
 
 def ids_of_tokens(expert_ids: torch.Tensor, x: torch.Tensor, top_k: int) -> torch.Tensor:
-    """expert_ids as int32 `[T, K]`, checked."""
     require_instance("expert_ids", expert_ids, torch.Tensor)
     shape = (*x.shape[:-1], top_k)
     if expert_ids.shape != shape or expert_ids.dtype != torch.int32:
@@ -160,8 +157,8 @@ def ids_of_tokens(expert_ids: torch.Tensor, x: torch.Tensor, top_k: int) -> torc
 def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, layer: Any) -> torch.Tensor:
     """ids, with -1 for slots of a full expert. On several ranks, tokens of all ranks count in their order.
 
-    An expert keeps the first C = `spec.capacity(T)` slots, as `make_layout(max_rows=C)` does. A layout of all slots
-    avoids E * C rows, and takes a symbolic number of tokens.
+    An expert keeps the first C = `spec.capacity(T)` slots. A layout of all slots avoids E * C rows, and takes a
+    symbolic number of tokens.
     """
     ratio, exchange = layer.spec.capacity_ratio(), own_part(layer.experts, "experts").exchange
     assert ratio is not None
@@ -176,7 +173,6 @@ def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, layer: Any) -> tor
 
 
 def mask_of_tokens(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
-    """token_mask as bool `[T]`."""
     require_instance("token_mask", token_mask, torch.Tensor)
     if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
         raise InvalidInput(

@@ -15,9 +15,7 @@ B = TypeVar("B")
 
 
 class Own(NamedTuple):
-    """A rank's part of an array of all experts. local: the part. experts: None: all. cut, split: the slice of each
-    expert's array, None: all of it.
-    """
+    """A rank's part of an array of all experts. experts: None: all. cut, split: its slice of each expert, None: all."""
 
     local: torch.Tensor
     experts: slice | list[int] | None = None
@@ -25,7 +23,6 @@ class Own(NamedTuple):
     split: TensorSplit = WHOLE
 
     def taken(self, array: Any) -> Any:
-        """This rank's slice of whole arrays of experts `[..., N]`."""
         if self.cut is None:
             return array
         parts = [array[self.cut.index(part)] for part in self.cut.slices(array.shape[self.cut.axis], self.split)]
@@ -41,7 +38,6 @@ def is_shared_out(tensor: Any) -> bool:
 
 
 def own_of(tensor: Any) -> Own:
-    """A rank's part of a tensor that `is_shared_out`."""
     held = getattr(tensor, "held", None)
     if held is not None:
         part = tensor.part
@@ -60,10 +56,8 @@ def own_of(tensor: Any) -> Own:
 
 
 def on_own_experts(function: Callable[..., B], bundle: B, *arguments: Any) -> B:
-    """Return `function(bundle, *arguments)`, with arrays sharded by experts as in the bundle.
-
-    Raises Unsupported for arrays that are sharded in another way.
-    """
+    """Return `function(bundle, *arguments)`, with arrays sharded as in the bundle. Raises Unsupported for other
+    shards."""
     for name, array in named_arrays(bundle):
         if not is_shared_out(array):
             raise Unsupported(

@@ -27,10 +27,8 @@ _BY_BITS: tuple[tuple[Any, Any, torch.dtype], ...] = (
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor that shares an array's memory, also bfloat16, fp8 and read-only arrays.
-
-    The caller must not write to it.
-    """
+    """Return a tensor that shares an array's memory, also bfloat16, fp8 and read-only ones, which must stay
+    unwritten."""
     if not array.flags.writeable:
         view = TensorView.from_numpy(array)
         array = host_array(view.pointer, view.spec, owner=array)
@@ -81,7 +79,7 @@ def copy_weights(weights: LayerWeights, tensors: Mapping[str, torch.Tensor], sto
 
 
 def _slices(own: Own, place: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
-    """(index in a rank's part, part of an array of that shape) of one placement of whole experts."""
+    """(index in a rank's part, part of an array) of one placement of whole experts."""
     cut, size = own.cut, own.split.size
     if cut is None:
         yield place, ...
@@ -90,7 +88,6 @@ def _slices(own: Own, place: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any,
             each = taken.stop - taken.start
             yield cut.index(slice(number * each, (number + 1) * each)), cut.index(taken)
     else:
-        # Columns of gate or of up: every other one, or a half.
         columns = place[cut.axis]
         if columns.step is None:
             start, stop = (None if end is None else end // size for end in (columns.start, columns.stop))
@@ -117,9 +114,7 @@ def _require_writable(name: str, array: np.ndarray, tensor: torch.Tensor) -> Non
 def placed_tensors(
     weights: LayerWeights, device: torch.device | str | None, copy: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on the device) of every array, in its dtype: a copy, or without `copy` its memory if it can be a
-    parameter.
-    """
+    """(name, tensor on the device) of every array: a copy, or without `copy` its memory if it can be a parameter."""
     for name, array in weights.named().items():
         target = torch.empty(array.shape, dtype=TORCH_DTYPES[dtypes.canonical(array.dtype)], device=device)
         usable = array.flags.writeable and array.ctypes.data % ALIGNMENT == 0
@@ -130,7 +125,6 @@ def placed_tensors(
 
 
 def hold(layer: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replace the layer's parameters and buffers of these names."""
     for name, tensor in tensors:
         path, _, field = name.rpartition(".")
         group = layer.get_submodule(path)
@@ -140,7 +134,7 @@ def hold(layer: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def gathered(name: str, tensor: Any) -> np.ndarray:
-    """A parameter or buffer as a NumPy array. A DTensor is gathered, a collective."""
+    """A NumPy array of a parameter or buffer. A collective for a DTensor."""
     if tensor.is_meta:
         raise InvalidInput(f"{name} must have memory, got a meta tensor; call to_empty(device=...) on the layer first")
     if hasattr(tensor, "device_mesh") and tensor.dtype.itemsize == 1:
