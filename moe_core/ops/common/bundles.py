@@ -1,4 +1,4 @@
-"""Bundles from a plan's inputs by name, the inverse of `moe_core.specs.operands.named_arrays`."""
+"""Bundles from named arrays, the inverse of `moe_core.specs.operands.named_arrays`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def bundle_of(kind: type[Bundle], arrays: Mapping[str, Any], prefix: str = "") -
 
 
 def quantized_from(arrays: Mapping[str, Any], tensors: tuple[tuple[str, QuantizedSpec], ...]) -> dict[str, Any]:
-    """A plan's inputs by name, with the arrays of quantised tensors (`weight.values`, ...) joined."""
+    """Join arrays of quantised tensors (`weight.values`, ...) among a plan's inputs."""
     parts, rest = ("values", "scales", "zero_points"), dict(arrays)
     built = {
         name: QuantizedTensor(meaning, *(rest.pop(f"{name}.{part}", None) for part in parts))

@@ -1,13 +1,11 @@
-"""Rule for draining a product's step before the next one."""
-
 from __future__ import annotations
 
 from moe_core.base.target import Target
 
-#: Products of `multiply` that compute their left factor: three parts of an fp32 number, or 16-bit numbers made fp32.
+#: Products that compute their left factor: three parts of an fp32 number, or 16-bit numbers made fp32.
 _COMPUTED_LEFT = ("split_a", "widen_tf32")
 
 
 def must_drain(product: str, target: Target) -> bool:
-    """True if kernels with this PRODUCT of `multiply` are DRAINED, see `kernels.dot.drained`."""
+    """True if kernels with this PRODUCT of `multiply` drain a step before the next, see `kernels.dot.drained`."""
     return target.is_sm90 and product in _COMPUTED_LEFT

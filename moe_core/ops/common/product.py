@@ -12,20 +12,18 @@ import numpy as np
 from moe_core.base.threads import blas_kernels
 from moe_core.ops.common.rounding import to_float32
 
-#: Most multiplications of a float32 product that OpenBLAS does without packing, with AVX-512. With few rows, parts are
-#: then faster than the whole product.
+#: Most multiplications that OpenBLAS does without packing (float32, AVX-512). With few rows, parts are then faster.
 _SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
 _MOST_PRODUCTS, _FEW_ROWS = 1_000_000, 48
-#: Transposed matrices have another small kernel for up to 1200 results: its least depth and columns of a part. On AMD
-#: it is faster for all its rows; on Intel 128 rows take 1.4 times as long as packed.
+#: Another small kernel takes transposed matrices, up to 1200 results: its least depth and columns of a part. On AMD all
+#: its rows gain; on Intel 128 rows take 1.4 times as long as packed.
 _LEAST_DEPTH, _NARROW, _FEW_ROWS_OF_AMD = 32, 4, 300
-#: Columns, or rows of a gradient, of the other parts.
+#: Columns, or rows of a gradient, of other parts.
 _PARTS = (256, 128, 64, 32, 16)
 
 
 @functools.cache
 def _transposed_rows() -> int:
-    """Most rows that count as few for a transposed matrix."""
     with contextlib.suppress(OSError):
         return _FEW_ROWS_OF_AMD if "AuthenticAMD" in pathlib.Path("/proc/cpuinfo").read_text() else _FEW_ROWS
     return _FEW_ROWS
@@ -57,8 +55,8 @@ def multiply(
 def operands(
     rows: np.ndarray, matrix: np.ndarray, out: np.ndarray, transposed: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """np.matmul's arguments for out = rows `[R, D]` . matrix `[D, N]` of one dtype: the arrays, or stacks of faster
-    parts, in one call that takes the GIL once. transposed: as the matrix is stored."""
+    """np.matmul's arguments for out = rows `[R, D]` . matrix `[D, N]` of one dtype, or faster stacks of parts in one
+    call, which takes the GIL once. transposed: as the matrix is stored."""
     part = _part(rows, matrix.shape[1], transposed)
     return (rows, _columns(matrix, part), _columns(out, part)) if part else (rows, matrix, out)
 
@@ -78,12 +76,11 @@ def narrow_columns(rows: Any, weight: Any, weight_layout: str) -> bool:
 
 
 def _columns(array: np.ndarray, width: int) -> np.ndarray:
-    """`[N / width, R, width]`: a view of `[R, N]`."""
     return array.reshape(len(array), -1, width).swapaxes(0, 1)
 
 
 def _part(rows: np.ndarray, width: int, transposed: bool) -> int:
-    """Columns multiplied at a time for a matrix of this width, 0 for all. transposed: as the matrix is stored."""
+    """Columns multiplied at a time, 0 for all."""
     count, depth = rows.shape
     few = _transposed_rows() if transposed else _FEW_ROWS
     if rows.dtype != np.float32 or not 2 <= count <= few or blas_kernels() not in _SMALL_KERNELS:

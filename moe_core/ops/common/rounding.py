@@ -1,5 +1,5 @@
-"""Widening to fp32 and the single rounding back: half to even, overflow to infinity. float64 arrays compute in float64,
-which "float32" then names (`moe_core.plan.float64`)."""
+"""Widening to fp32 and the single rounding back: half to even, overflow to infinity. float64 stays float64, which
+"float32" then names (`moe_core.plan.float64`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moe_core.base import dtypes
 
 
 def working_dtype(array: Any) -> np.dtype:
-    """The dtype of sums of the array's elements: float64 for float64, else (also for quantised tensors) float32."""
+    """The dtype of sums of the array's elements: float64 for float64, else float32."""
     return np.dtype(np.float64 if getattr(array, "dtype", None) == np.float64 else np.float32)
 
 
 def to_float32(array: np.ndarray) -> np.ndarray:
-    """`array` as fp32, exactly, without a copy if it is fp32. float64 stays."""
+    """`array` as fp32, exactly, without a copy if possible. float64 stays."""
     return np.asarray(array).astype(working_dtype(array), copy=False)
 
 

@@ -1,4 +1,4 @@
-"""Zeroing of a result's rows that no expert writes, for matmuls and the activation's backward."""
+"""Zeroing of a result's rows that no expert writes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Plan parts and launch arguments that all products share."""
-
 from __future__ import annotations
 
 from moe_core.base.arrays import ArraySpec
@@ -19,14 +17,14 @@ SCHEDULED_INPUTS = (*LAYOUT_INPUTS, "schedule")
 
 
 def zero_counters(builder: PlanBuilder, name: str = "tile_counters") -> str:
-    """Add tile counters (int32 `[2]`, one per product) and the launch that clears them. Returns the buffer's name."""
+    """Add tile counters (int32 `[2]`, one per product) and the launch that clears them."""
     builder.scratch(name, ArraySpec((2,), "int32"))
     builder.launch(ZERO_COUNTERS, (1,), passed(counters=name, COUNT=2), 1, 1)
     return name
 
 
 def fill_absent(builder: PlanBuilder, layout: LayoutSpec, spec: MatmulSpec) -> None:
-    """Zero the rows of y that no expert writes, by slot_of_row or row_of_slot."""
+    """Zero the rows of y that no expert writes."""
     markers = "slot_of_row"
     if spec.scatter == "slot":
         markers = builder.input("row_of_slot", ArraySpec((layout.num_slots,), "int32"))
@@ -46,21 +44,20 @@ def result(builder: PlanBuilder, name: str = "y") -> Pointer | Constant:
 
 
 def size_constants(problem: MatmulProblem) -> dict[str, Argument]:
-    """Sizes of the product and of one weight buffer, and the number of weight buffers."""
     sizes = problem.sizes
     counts = passed(NUM_EXPERTS=problem.groups, NUM_LAYERS=sizes.num_layers)
     return passed(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n) | counts
 
 
 def bias_strides(operands: MatmulOperands) -> dict[str, Argument]:
-    """Elements between layers of the biases, 0 if not stacked."""
+    """Elements between layers, 0 if not stacked."""
     stacked, biases = operands.layer_index is not None, (operands.bias, operands.up_bias)
     weight_stride, up_stride = (bias.stride[0] if bias is not None and stacked else 0 for bias in biases)
     return passed(BIAS_LAYER_STRIDE=weight_stride, UP_BIAS_LAYER_STRIDE=up_stride)
 
 
 def fused_constants(problem: MatmulProblem) -> dict[str, Argument]:
-    """TOP_K, gather, scatter (or the dtype of addressed rows) and the fused activation, in the kernels' order."""
+    """TOP_K, gather, scatter (or the dtype of addressed rows) and the activation, in the kernels' order."""
     spec, layout, activation = problem.spec, problem.layout, problem.spec.activation
     scatter = spec.scatter if not problem.addressed else spec.out_dtype or problem.dtype
     places = passed(TOP_K=layout.top_k if layout is not None else 1, GATHER=spec.gather, SCATTER=scatter)
@@ -80,13 +77,13 @@ def quantized_pointers(builder: PlanBuilder) -> dict[str, Argument]:
 
 
 def format_constants(weight: QuantizedTensor) -> dict[str, Argument]:
-    """The element of a weight's codes, and the rows and columns of a group (0: the whole axis)."""
+    """A weight's element, and the rows and columns of a group (0: the whole axis)."""
     format = weight.format
     return passed(ELEMENT=format.element, GROUP_ROWS=format.group_rows or 0, GROUP=format.group_columns or 0)
 
 
 def quantized_strides(weight: QuantizedTensor) -> dict[str, Argument]:
-    """Strides of a weight's codes, scales and zero points, in elements: matrices, outputs, reduction columns."""
+    """Strides of codes, scales and zero points, in elements: matrices, outputs, reduction columns."""
     n_axis, k_axis = (-2, -1) if weight.layout == "out_in" else (-1, -2)
     strides: dict[str, Argument] = {}
     for prefix, array in (("VALUE", weight.values), ("SCALE", weight.scales), ("POINT", weight.zero_points)):

@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul's backward: a separate op, and the two products of composed backwards."""
+"""Planning of the grouped matmul's backward, and the two products of composed backwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DIFFERENTIABLE = ("x", "weight", "bias", "row_weight")
 
 
 def why_no_gradient(operands: MatmulOperands, layout: object, spec: MatmulSpec, names: set[str]) -> str | None:
-    """The reason why a product has no gradients of these operands (by presence, format and tiling), or None."""
+    """The reason why these operands have no gradients, or None."""
     quantized = quantized_operands(operands)
     if "x" in quantized:
         return (
@@ -84,14 +84,14 @@ def plan_matmul_ogs_backward(
     """The wanted gradients of `plan_matmul_ogs` without an activation: d_x, d_weight, d_bias, d_row_weight.
 
     d_y: the gradient of y in any matmul dtype. c = cast(d_y) to the dtype of x, g = c, or with row_weight
-    cast(row_weight * c). d_x = cast(g . weight^T); for gather `token` the fp32 sum of a token's rows of it, cast again.
-    d_weight = cast(sum over an expert's rows of x^T g). d_bias = cast(sum of g). d_row_weight = <c, x . weight + bias>
-    in fp32, by running the product again. Rows, slots and experts without a counterpart get exact zeros. operands,
-    layout and spec are the forward's; of its tuning only expected sizes count. A quantised weight is dequantised to the
-    dtype of x and has no gradient.
+    cast(row_weight * c). d_x = cast(g . weight^T), and for gather `token` the fp32 sum of a token's rows of it, cast
+    again. d_weight = cast(sum over an expert's rows of x^T g). d_bias = cast(sum of g). d_row_weight = <c, x . weight +
+    bias> in fp32. Rows, slots and experts without a counterpart get exact zeros. operands, layout and spec are the
+    forward's, but of its tuning only expected sizes count. A quantised weight is dequantised to the dtype of x and has
+    no gradient.
 
-    Inputs: d_y, the operands, then group_sizes, group_start, slot_of_row, row_of_slot of a layout. Outputs: wanted, in
-    order, each like its operand. Raises InvalidInput, and Unsupported with the reason of `why_no_gradient`.
+    Inputs: d_y, the operands, then a layout's group_sizes, group_start, slot_of_row, row_of_slot. Outputs: wanted, each
+    like its operand. Raises InvalidInput, and Unsupported with the reason of `why_no_gradient`.
     """
     _validate(d_y, operands, layout, spec, wanted)
     builder = PlanBuilder("matmul_ogs_backward", target)
@@ -118,7 +118,7 @@ def plan_matmul_ogs_backward(
         gradient = builder.call(plan, "row weight", {"x": gradient}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
     if "d_x" in wanted:
         _plan_d_x(builder, operands, layout, spec, gradient)
-    # The gradient's rows already include the row weight.
+    # g includes the row weight.
     bindings = {name: name for name in ("layer_index", *wanted)}
     left, right = Side("x", spec.gather) if "d_weight" in wanted else None, Side(gradient, spec.scatter)
     add_weight_gradient(builder, "weight gradient", left, right, layout, spec, bindings, trusted=False)
@@ -128,20 +128,19 @@ def plan_matmul_ogs_backward(
 def _plan_d_row_weight(
     builder: PlanBuilder, operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, gradient: str
 ) -> None:
-    """Run the product again by layout row, unweighted and unrounded, and multiply its rows with the gradient's."""
+    """Run the product again by layout row, unweighted and unrounded."""
     plain = dataclasses.replace(operands, row_weight=None)
     unrounded = dataclasses.replace(spec, scatter="row", out_dtype="float32", tuning=_tuning(spec))
     rows = builder.call(plan_matmul_ogs(plain, layout, unrounded, builder.target), "product", {})
     plan = plan_weighted_input(builder.spec(rows), builder.spec(gradient), builder.target, outputs=("d_weight",))
     bindings = {"d_rows": rows, "x": gradient, "d_weight": "d_row_weight"}
-    # Multiply rows of y with their gradients, by the kernel for gradients with rows of x.
+    # Multiply rows of y with their gradients.
     builder.call(plan, "row weight's gradient", bindings, {"d_rows": Role.ROWS, "x": Role.D_ROWS})
 
 
 def _plan_d_x(
     builder: PlanBuilder, operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, gradient: str
 ) -> None:
-    """Scatter and gather swap roles. The rows of a token are summed."""
     by_token = spec.gather == "token"
     pulled = MatmulOperands(builder.spec(gradient), operands.weight, layer_index=operands.layer_index)
     scatter = "row" if by_token else spec.gather
@@ -161,7 +160,7 @@ def _tuning(spec: MatmulSpec) -> MatmulTuning | None:
 def stage_inputs(
     builder: PlanBuilder, plan: LaunchPlan, layout: LayoutSpec | None, block_m: int, *, counters: str = "tile_counters"
 ) -> dict[str, str]:
-    """Bindings of a composed plan's product: its schedule (`schedule_128`) and zeroed `counters`, added once."""
+    """Bindings of a composed plan's product: schedule and zeroed `counters`, each added once."""
     needs, bindings = {buffer.name for buffer in plan.inputs}, {}
     if "schedule" in needs:
         assert layout is not None
@@ -184,11 +183,11 @@ def add_input_gradient(
     stage: int | None = None,
     addressed: bool = False,
 ) -> str:
-    """Add d_x = cast(d_y . weight^T). With `up` gate columns of d_y use weight and the others up. operands: x is d_y;
-    weight (and up) as in the forward, plain or quantised, and layer_index. spec: the forward's weight_layout; gather
-    indexes d_y, scatter d_x. bindings: of x, weight, up, and of y if its buffer exists, as in `PlanBuilder.call`.
-    stage: see `plan_matmul_ogs`. addressed: see `MatmulProblem`, with `results_at` in builder. Returns the result's
-    buffer, an addend if spec.out_dtype is set."""
+    """Add d_x `[*, D]` = cast(d_y . weight^T). operands: x is d_y `[*, N]`; weight `[E, D, N]` (`in_out`) or `[E, N,
+    D]`, up and layer_index are the forward's. With `up` d_y is `[*, 2N]`, gate columns first, with one fp32 sum. spec:
+    the forward's weight_layout; gather indexes d_y, scatter d_x. bindings: of x, weight, up, and of y if its buffer
+    exists. addressed: see `plan_product`, with `results_at` in builder. Returns the result's buffer, an addend if
+    spec.out_dtype is set."""
     target = builder.target
     if quantized_operands(operands):
         tile = choose_transposed_tile(operands, layout, spec, target)
@@ -208,7 +207,7 @@ def add_input_gradient(
 
 
 class Side(NamedTuple):
-    """A side of a weight gradient: buffer, gather of its rows, (first, number) of its columns (None: all), role."""
+    """A side of a weight gradient: buffer, gather, (first, number) of its columns (None: all), role."""
 
     buffer: str
     gather: str = "row"
@@ -227,10 +226,9 @@ def add_weight_gradient(
     *,
     trusted: bool = True,
 ) -> None:
-    """Add d_weight = x^T d_y over every expert's rows, in spec.weight_layout, and d_bias, the column sums of d_y. x:
-    may be None for d_bias only, which never reads it. bindings: of d_weight and d_bias, skipped if absent from builder,
-    and of row_weight (for d_bias only), row_mask, into and layer_index, if present. A one-layer result takes no
-    layer_index. trusted: see `plan_weight_gradient`."""
+    """Add d_weight = x^T d_y over every expert's rows, in spec.weight_layout, and d_bias, the column sums of d_y. x
+    None: d_bias only. bindings: of d_weight and d_bias, skipped if absent from builder, and of row_weight (for d_bias
+    only), row_mask, into and layer_index, if present. A one-layer result takes no layer_index."""
     present = {name: buffer for name, buffer in bindings.items() if builder.has(buffer)}
     results = {name: present[name] for name in ("d_weight", "d_bias") if name in present}
     if not results:

@@ -12,12 +12,11 @@ from moe_core.ops.matmul.sm90_packed.few_rows_plan import FEW_ROWS
 from moe_core.ops.matmul.sm90_packed.plan import MIXED_INPUT
 from moe_core.specs.tile import TileConfig
 
-#: The first family that can run a product and has no `Family.why_not_chosen` is used.
+#: The first that can run a product and has no `Family.why_not_chosen` is used.
 FAMILIES: tuple[Family, ...] = (FEW_ROWS, MIXED_INPUT, SM90_FP8, QUANTIZED, SM90, PORTABLE)
 
 
 def families_for(problem: MatmulProblem) -> tuple[Family, ...]:
-    """All families for the problem's kind of weights, in order of preference."""
     return tuple(family for family in FAMILIES if family.weights == problem.weights)
 
 

@@ -1,5 +1,3 @@
-"""The interface of a kernel family: its limits, its tile, legality of other tiles, and its launch."""
-
 from __future__ import annotations
 
 import abc
@@ -13,12 +11,13 @@ from moe_core.specs.tile import TileConfig
 class Family(abc.ABC):
     """Kernels for products of one kind of operands. Subclasses are stateless singletons.
 
-    name: as in `TileConfig.family`. Families of different kinds of weights may share it.
-    weights: PLAIN, QUANTISED or PREPACKED of `moe_core.ops.matmul.problem`.
-    counts_tiles: blocks take tiles from a counter, the int32 `[2]` buffer `tile_counters`, initially zero.
-    stores_rows: stores whole tiles to neighbouring rows, so a forward's last product scatters by row.
-    finds_maxima: its launch can also find the largest magnitudes of y (`MatmulProblem.finds_maxima`).
-    shares_launches: forwards of few tokens have fused kernels with its tiles (`moe_core.ops.moe.fuse`).
+    Attributes:
+        name: as in `TileConfig.family`. Families of different kinds of weights may share it.
+        weights: PLAIN, QUANTISED or PREPACKED of `moe_core.ops.matmul.problem`.
+        counts_tiles: blocks take tiles from the counters `tile_counters`, int32 `[2]`, initially zero.
+        stores_rows: stores whole tiles to neighbouring rows, so a forward's last product scatters by row.
+        finds_maxima: see `MatmulProblem.finds_maxima`.
+        shares_launches: see `moe_core.ops.moe.fuse`.
     """
 
     name: str
@@ -30,7 +29,7 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def why_not(self, problem: MatmulProblem) -> str | None:
-        """The reason why the family cannot run a product of its kind of weights with any tile, or None."""
+        """The reason why no tile of the family can run a product, or None."""
 
     def why_not_chosen(self, problem: MatmulProblem) -> str | None:
         """The reason (measured, or batch_invariant) to prefer a later family of `FAMILIES`, or None."""
@@ -38,18 +37,18 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def tile(self, problem: MatmulProblem) -> TileConfig:
-        """The heuristic tile, from sizes, formats, dtype and architecture. problem.batch_invariant ignores rows."""
+        """The heuristic tile. problem.batch_invariant ignores rows."""
 
     @abc.abstractmethod
     def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
-        """The reason why a configuration of the family is illegal for a product that it can run, or None."""
+        """The reason why a configuration is illegal for a product that the family can run, or None."""
 
     @abc.abstractmethod
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
         """Add the launch that computes problem.outputs, and its line of sums. stage: see `plan_matmul_ogs`."""
 
     def storing(self, config: TileConfig, problem: MatmulProblem) -> TileConfig:
-        """The configuration with the same bits that stores all of problem.outputs, usually `config`."""
+        """The configuration with the same bits that stores all of problem.outputs."""
         return config
 
     def why_not_out_format(self, problem: MatmulProblem) -> str | None:
@@ -57,5 +56,5 @@ class Family(abc.ABC):
         return "only the sm90 family's fp8 kernel quantises what it stores"
 
     def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
-        """Configurations for `moebius-tune` to time, most promising first. Illegal ones are dropped later."""
+        """Configurations for `moebius-tune` to time, most promising first. Some may be illegal."""
         return (self.tile(problem),)

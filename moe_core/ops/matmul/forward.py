@@ -1,5 +1,3 @@
-"""Planning of the ragged grouped matmul with gather, scatter and a fused epilogue, for every family."""
-
 from __future__ import annotations
 
 import functools
@@ -39,9 +37,9 @@ def plan_matmul_ogs(
     operands: ArraySpecs, weights and x possibly `QuantizedTensor`s (docs/user/quantization.md). layout None: dense, x
     `[T, D]`, weight `[D, N]` or `[N, D]`. config None: `choose_tile`. Rows that no expert writes become exact zeros.
     joined: x is twice as wide, and y = x[:, :D] @ weight + x[:, D:] @ up in one fp32 sum, on compiled targets with
-    plain weights. outputs: `y`, `pre` or both. pre is the input of the fused activation, cast to the dtype of x: `[rows
-    of y, 2N]` (ungated N), gate_layout `separate` as gate columns, then up; in composed and dense plans, in layout
-    order. A quantised x has no pre.
+    plain weights. outputs: `y`, `pre` or both. pre is the input of the activation, cast to the dtype of x: `[rows of y,
+    2N]` (ungated N), gate_layout `separate` as gate columns, then up, in layout order in composed and dense plans. A
+    quantised x has no pre.
 
     stage: 0 or 1 for that product of a composed plan. It trusts its layout, neither reads nor writes rows without an
     expert, and has two more inputs: the schedule of the config's block_m and, for families that count tiles,
@@ -60,17 +58,15 @@ def plan_matmul_ogs(
 
 
 def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | None = None) -> LaunchPlan:
-    """`plan_matmul_ogs` of a problem with its chosen tile (None on a target without tiles).
+    """`plan_matmul_ogs` of a problem with its chosen tile (None: no tiles), in a composed plan also with:
 
-    problem.out_format (first product of a composed plan): y is quantised bitwise like `plan_quantize_rows`. Inputs:
-    [static_scale] too. Outputs: y.values e4m3 `[capacity, N]` and y.scales fp32 `[capacity, ceil(N / 128)]` (static:
-    `[1]`), unwritten without an expert.
-
-    problem.finds_maxima (first product, compiled target): input maxima int32 `[64]`, zeros, is raised to the fp32 bits
-    of the largest magnitudes of written rows of y.
-
-    problem.addressed (last product, compiled target): no output. Input results_at int64 `[T * K]` holds the address of
-    each slot's row, a multiple of 16 (0: not stored).
+    out_format (first product): y is quantised bitwise like `plan_quantize_rows`. Input [static_scale]. Outputs
+        y.values e4m3 `[capacity, N]` and y.scales fp32 `[capacity, ceil(N / 128)]` (static: `[1]`), unwritten
+        without an expert.
+    finds_maxima (first, compiled): input maxima int32 `[64]`, zeros, is raised to the fp32 bits of the largest
+        magnitudes of written rows of y.
+    addressed (last, compiled): no output. Input results_at int64 `[T * K]` holds the address of each slot's row, a
+        multiple of 16 (0: not stored).
     """
     operands, layout, spec = problem.operands, problem.layout, problem.spec
     builder = PlanBuilder("matmul_ogs", problem.target)

@@ -1,4 +1,4 @@
-"""Checks of a grouped matmul's operands, plain or quantised."""
+"""Checks of a grouped matmul's operands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, named_fields
 from moe_core.specs.routing import LayoutSpec
 
-#: Elements for weights only: their grid is not centred.
+#: For weights only: their grid is not centred.
 _UNSIGNED = ("uint8", "uint4")
 _INT8_PRODUCT = 128 * 128
 
 
 @dataclass(frozen=True)
 class MatmulSizes:
-    """Sizes from validation. d: reduction length, n: output columns, weight_n: columns of one weight buffer."""
+    """d: reduction length, n: output columns, weight_n: columns of one weight buffer."""
 
     d: int
     n: int
@@ -37,7 +37,7 @@ def quantized_operands(operands: MatmulOperands) -> dict[str, QuantizedTensor]:
 
 
 def check_operands(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, joined: bool) -> MatmulSizes:
-    """Check operands. joined: see `plan_matmul_ogs`. Raises InvalidInput, and Unsupported if sizes overflow."""
+    """Raises InvalidInput, and Unsupported if sizes overflow."""
     x, weight = operands.x, operands.weight
     dtype = _check_formats(operands, spec)
     x_shape = require_spec("x", logical_spec(x, dtype), ("num_rows", "d"), dtype, contiguous=False).shape
@@ -86,7 +86,7 @@ def check_operands(operands: MatmulOperands, layout: LayoutSpec | None, spec: Ma
 def _check_epilogue(
     operands: MatmulOperands, spec: MatmulSpec, lead: tuple[int, ...], weight_n: int, dtype: str, joined: bool
 ) -> int:
-    """Check up, biases and layer_index; returns the output columns. lead: the weight's axes before the matrix."""
+    """Returns the output columns. lead: the weight's axes before the matrix."""
     activation, weight = spec.activation, operands.weight
     separate = activation is not None and activation.gate_layout == "separate"
     one_buffer = activation is not None and activation.gated and not separate
@@ -110,7 +110,6 @@ def _check_epilogue(
 
 
 def why_not_together(activations: Format, weights: Format) -> str | None:
-    """The reason why rows in one format cannot be multiplied with weights in another, or None."""
     if activations.element in _UNSIGNED:
         return f"{activations.element} codes are of weights; activations are e4m3, e2m1 or int8"
     if activations.group_rows not in (None, 1):
@@ -125,7 +124,7 @@ def why_not_together(activations: Format, weights: Format) -> str | None:
 
 
 def check_tiling(weight: object, activation: Activation | None, name: str) -> None:
-    """Raise InvalidInput if a prepacked weight's row order does not fit the fused activation (or None)."""
+    """Raise InvalidInput if a prepacked weight's row order does not fit the fused activation."""
     tiling = weight.spec.tiling if isinstance(weight, QuantizedTensor) else None
     if tiling is None:
         return
@@ -145,7 +144,7 @@ def check_tiling(weight: object, activation: Activation | None, name: str) -> No
 
 
 def why_prepacked(matrices: Mapping[str, QuantizedTensor]) -> str | None:
-    """The reason why products with these matrices have no gradients (one is tiled), or None."""
+    """The reason why products with these matrices have no gradients, or None."""
     for name, matrix in matrices.items():
         if matrix.spec.tiling is not None:
             return (
@@ -156,7 +155,7 @@ def why_prepacked(matrices: Mapping[str, QuantizedTensor]) -> str | None:
 
 
 def why_frozen(names: Iterable[str], quantized: Iterable[str]) -> str | None:
-    """The reason why arrays of these names have no gradient (their matrix is quantised), or None."""
+    """The reason why arrays of these names have no gradient, or None."""
     matrices = set(quantized)
     frozen = sorted(name for name in names if name in matrices or name.rpartition(".")[0] in matrices)
     if not frozen:
@@ -168,12 +167,12 @@ def why_frozen(names: Iterable[str], quantized: Iterable[str]) -> str | None:
 
 
 def logical_spec(array: Any, dtype: str) -> ArraySpec:
-    """A quantised tensor as a row-major array of `dtype`; a plain array unchanged."""
+    """A quantised tensor as a row-major array of `dtype`; plain ones unchanged."""
     return ArraySpec(array.shape, dtype) if isinstance(array, QuantizedTensor) else array
 
 
 def require_like(name: str, array: Any, other_name: str, other: Any) -> None:
-    """Check that an operand matches another: a plain array, or a quantised tensor of the same format and arrays."""
+    """Check that an operand matches another in format, shapes and dtypes."""
     if not isinstance(other, QuantizedTensor):
         require_spec(name, array, other.shape, other.dtype)
     elif not isinstance(array, QuantizedTensor) or array != other:
@@ -199,7 +198,7 @@ def _require_contiguous(name: str, tensor: QuantizedTensor) -> None:
 
 
 def _check_formats(operands: MatmulOperands, spec: MatmulSpec) -> str:
-    """Check the combination of formats. Returns the dtype of plain operands: that of x, or spec.out_dtype."""
+    """Returns the dtype of plain operands."""
     x, weight = operands.x, operands.weight
     both_fp8 = all(isinstance(side, QuantizedTensor) and side.format.element == "e4m3" for side in (x, weight))
     if spec.fast_accumulate and not both_fp8:

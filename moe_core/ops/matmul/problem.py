@@ -1,5 +1,3 @@
-"""One product for kernel families: checked operands, layout, options and target, and derived sizes."""
-
 from __future__ import annotations
 
 import functools
@@ -22,7 +20,7 @@ from moe_core.specs.tuning import MatmulTuning
 
 #: Kinds of weights, each with its own families.
 PLAIN, QUANTISED, PREPACKED = "plain", "quantised", "prepacked"
-#: Partial maxima of a result: one for each row of the sm90 family's consumers.
+#: Partial maxima: one for each row of the sm90 family's consumers.
 MAXIMA = 64
 
 
@@ -30,11 +28,9 @@ MAXIMA = 64
 class MatmulProblem:
     """The arguments of one `plan_matmul_ogs`, as ArraySpecs, checked on construction.
 
-    In the first product of a composed plan out_format quantises y to this row format after rounding it to its dtype,
-    out_scale is its static scale fp32 `[1]`, and finds_maxima also finds the largest magnitudes of y, for one common
-    scale. In the second addressed sends slots to addresses. expected_rows: rows to choose a tile for (None:
-    spec.tuning's, else the layout's). multiprocessors: the most that persistent kernels fill (None: all), without
-    effect on bits. Raises InvalidInput, Unsupported.
+    out_format, finds_maxima, addressed: see `plan_product`. out_scale: the static scale fp32 `[1]` of out_format.
+    expected_rows: rows to choose a tile for (None: spec.tuning's, else the layout's). multiprocessors: the most that
+    persistent kernels fill (None: all), without effect on bits. Raises InvalidInput, Unsupported.
     """
 
     operands: MatmulOperands
@@ -95,12 +91,10 @@ class MatmulProblem:
 
     @property
     def d(self) -> int:
-        """Columns of x."""
         return self.operands.x.shape[1]
 
     @property
     def n(self) -> int:
-        """Columns of y."""
         return self.sizes.n
 
     @property
@@ -118,12 +112,11 @@ class MatmulProblem:
 
     @property
     def batch_invariant(self) -> bool:
-        """True if the tile must not depend on the number of rows."""
         return self.tuning.batch_invariant
 
     @property
     def rows(self) -> int:
-        """Rows that a tile is chosen for."""
+        """Rows to choose a tile for."""
         if self.expected_rows is not None:
             return self.expected_rows
         tokens, layout = self.tuning.expected_tokens, self.layout
@@ -140,12 +133,11 @@ class MatmulProblem:
 
     @property
     def used_groups(self) -> int:
-        """Groups with rows if `rows` spread over as many groups as possible."""
+        """Groups with rows if `rows` spread over as many as possible."""
         return min(self.expected_groups, self.rows)
 
     @property
     def expected_groups(self) -> int:
-        """Experts that a tile is chosen for."""
         experts = None if self.layout is None else self.tuning.expected_experts
         return self.groups if experts is None else experts
 
@@ -155,7 +147,6 @@ class MatmulProblem:
 
     @property
     def rows_per_group(self) -> float:
-        """Mean rows per used group."""
         return self.rows / max(1, self.used_groups)
 
     @property
@@ -165,12 +156,11 @@ class MatmulProblem:
 
     @property
     def most_multiprocessors(self) -> int:
-        """The most multiprocessors for a persistent kernel."""
         most = self.target.num_sms
         return most if self.multiprocessors is None else min(self.multiprocessors, most)
 
     def waves(self, config: TileConfig) -> float:
-        """Output tiles per multiprocessor if rows were spread evenly."""
+        """Output tiles per multiprocessor with evenly spread rows."""
         per_group = -(-math.ceil(self.rows_per_group) // config.block_m) * -(-self.n // config.block_n)
         return self.used_groups * per_group / max(1, self.target.num_sms)
 

@@ -1,5 +1,3 @@
-"""Choice of a product's tile: the caller's, one for every batch, a measured one, or a heuristic one."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -27,8 +25,7 @@ class TileSource(enum.Enum):
 
 @dataclass(frozen=True)
 class TileChoice:
-    """The tile of one product, chosen once and passed to its planners. detail: its table, or the inputs of the
-    heuristics. stored: it was changed to store the pre-activation (`Family.storing`)."""
+    """detail: its table, or the inputs of the heuristics. stored: see `Family.storing`."""
 
     family: Family
     config: TileConfig
@@ -42,14 +39,14 @@ class TileChoice:
 
 
 def choose_tile(problem: MatmulProblem, name: str = "tuning.config") -> TileChoice | None:
-    """The first of: tuning.config; under batch_invariant the tile that ignores rows; the entry of tuning.table; the
-    entry of the shipped table; the heuristic tile. None on a target without tiles. Tables cover plain weights. An entry
-    of the sm90 family is ignored if that family cannot run the problem. name: the override's, for messages. Raises
-    InvalidInput if an override or entry is illegal, and Unsupported if no family can run the product."""
+    """The first of: tuning.config, under batch_invariant the tile that ignores rows, the entry of tuning.table or of
+    the shipped table, the heuristic tile. None on a target without tiles. Tables cover plain weights. An sm90 entry is
+    ignored if that family cannot run the problem. name: the override's, for messages. Raises InvalidInput if an
+    override or entry is illegal, and Unsupported if no family can run the product."""
     tuning = problem.tuning
     if tuning.config is not None:
         override = given_tile(problem, tuning.config, name)
-        # A backward recomputes only the pre-activation, and the forward's configuration may not store it.
+        # A backward recomputes only the pre-activation, which the forward's configuration may not store.
         return _storing(override, problem) if override is not None and problem.outputs == ("pre",) else override
     if not problem.target.compiled:
         return None
@@ -58,7 +55,7 @@ def choose_tile(problem: MatmulProblem, name: str = "tuning.config") -> TileChoi
 
 
 def _dividing(choice: TileChoice, problem: MatmulProblem) -> TileChoice:
-    """The choice, or the tallest legal tile that divides the number that each expert's rows are a multiple of."""
+    """The choice, or the tallest legal tile that divides the multiple of each expert's rows."""
     limit, height = None if problem.layout is None else problem.layout.limit, choice.config.block_m
     if limit is None or limit.multiple % height == 0 or problem.batch_invariant:
         return choice
@@ -101,7 +98,7 @@ def _able(problem: MatmulProblem) -> list[Family]:
     reasons = {family: family.why_not(problem) for family in families_for(problem)}
     able = [family for family, reason in reasons.items() if reason is None]
     if not able:
-        # The reason of the most general family.
+        # The most general family's.
         reason = list(reasons.values())[-1]
         raise Unsupported(f"quantised operands need a kernel for {problem.target}, and there is none: {reason}")
     return able
@@ -117,7 +114,7 @@ def _measured(problem: MatmulProblem, tuning: MatmulTuning) -> TileChoice | None
         if config is not None:
             _require_legal(config, problem, f"the entry of {origin}", "measure again with moebius-tune")
             family = family_of(config, problem)
-            # An entry that does not store the problem's outputs was measured for others. Use the heuristics.
+            # An entry that does not store the outputs was measured for others.
             stores = family.storing(config, problem) == config
             return TileChoice(family, config, TileSource.MEASURED, origin) if stores else None
     return None
@@ -138,7 +135,6 @@ def _arithmetic(problem: MatmulProblem, config: TileConfig) -> str:
 
 
 def _require_legal(config: TileConfig, problem: MatmulProblem, name: str, fix: str) -> TileConfig:
-    """The configuration. Raises InvalidInput with the reason if it is illegal. name: its origin."""
     if (reason := why_illegal(config, problem)) is not None:
         raise InvalidInput(f"{name} must be legal on {problem.target}, got {config}: {reason}; {fix}")
     return config

@@ -29,19 +29,19 @@ from moe_core.specs.tile import TileConfig
 WEIGHT_GRADIENT = declare_kernel(kernels.weight_gradient)
 SUM_PARTS = declare_kernel(kernels.sum_parts)
 
-#: Least row steps per part of a dense product. Fewer would only move work into the sum of parts.
+#: Least row steps per part of a dense product: fewer only move work into the sum of parts.
 _STEPS_PER_PART = 8
-#: Warps of dense products per multiprocessor, which holds several small tiles at once.
+#: Warps of dense products per multiprocessor.
 _WARPS_PER_SM = 16
-#: For column sums only, except block_k: many small blocks in flight.
+#: For column sums only: many small blocks in flight.
 _BIAS_TILE = TileConfig(64, 64, 64, num_warps=2, num_stages=4)
-#: Mean rows per expert from which the sm90 family is used.
+#: Mean rows per expert from which sm90 is used.
 _SM90_ROWS = 64
 _SUM_BLOCK = {"gpu": 1024, "interpreter": 65536}
 
 
 def _product(left: str, right: str, allow_tf32: bool) -> str:
-    """The kernel's multiplication: IEEE fp32 unless both sides have the same 16-bit dtype."""
+    """IEEE fp32 unless both sides have the same 16-bit dtype."""
     if left == right:
         return "tf32" if left == "float32" and allow_tf32 else "ieee"
     if (left, right) == ("bfloat16", "float32"):
@@ -50,13 +50,12 @@ def _product(left: str, right: str, allow_tf32: bool) -> str:
 
 
 def gradient_tile(m: int, n: int, product: str, dtype: str, target: Target, *, adds: bool = False) -> TileConfig:
-    """The tile of an M x N product, large for 16-bit tensor-core products. adds: an array is added to the result, and
-    both would not fit in registers with the largest tile."""
+    """The tile of an M x N product. adds: an array is added, which with the largest tile would not fit in registers."""
     if not target.on_gpu:
         return TileConfig(min(128, padded(m)), min(256, padded(n)), 64)
     least = 16
     if product.startswith("split"):
-        # With fewer columns on one side ptxas targets too few registers for the three parts and spills.
+        # Fewer columns would make ptxas spill the three parts.
         config, least = TileConfig(64, 64, 64, num_warps=4, num_stages=2), 32
         if m >= 128 and n >= 128:
             config = TileConfig(128, 128, 64, num_warps=8, num_stages=2)
@@ -80,7 +79,6 @@ def _columns(name: str, array: ArraySpec, columns: tuple[int, int] | None) -> tu
 def _validate(
     operands: WeightGradientOperands, layout: LayoutSpec | None, spec: WeightGradientSpec
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The columns taken of left and right."""
     rows: dict[str, int | str] = {"row": "num_rows"}
     if layout is not None:
         rows = {"row": layout.capacity, "slot": layout.num_slots, "token": layout.num_tokens}
@@ -129,8 +127,7 @@ def plan_weight_gradient(
     skipped.
 
     Inputs: the operands, group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`. Outputs: d_weight (unless
-    out_dtype is None), d_bias (with bias_side). Compiled targets only: the reference engine runs whole backwards
-    (`moe_core.ops.moe.reference.backward`). Raises InvalidInput, Unsupported.
+    out_dtype is None), d_bias (with bias_side). Compiled targets only. Raises InvalidInput, Unsupported.
     """
     if not target.compiled:
         raise Unsupported(f"a gradient of weights is planned for compiled targets, got {target}; plan a whole backward")
@@ -165,7 +162,7 @@ def plan_weight_gradient(
 
 
 def _faster_family(layout: LayoutSpec, spec: WeightGradientSpec, shape: tuple[int, int], tile: TileConfig) -> str:
-    """`sm90` if experts have enough rows and its large tiles, which multiply twice as fast, are not mostly padding."""
+    """`sm90` if experts have enough rows and its large tiles are not mostly padding."""
     tokens = layout.num_tokens if spec.expected_tokens is None else spec.expected_tokens
     if tokens * layout.top_k < _SM90_ROWS * (spec.expected_experts or layout.num_experts):
         return "portable"
@@ -186,7 +183,7 @@ def _launch_portable(
     trusted: bool,
     with_weight: bool,
 ) -> None:
-    """Add the portable kernel's launches. columns: first ones of left and right, M, N."""
+    """columns: first ones of left and right, M, N."""
     target, (left_start, right_start, m, n) = builder.target, columns
     groups = 1 if layout is None else layout.num_experts
     left, right = operands.left, operands.right
@@ -201,7 +198,7 @@ def _launch_portable(
     part_rows = -(-rows // parts)
     parts = max(1, -(-rows // max(1, part_rows)))
     if not with_weight:
-        # Keep the product's parts and steps, so that the order of the sums stays the same.
+        # Keep the parts and steps, and so the order of sums.
         if target.on_gpu:
             tile = dataclasses.replace(_BIAS_TILE, block_k=tile.block_k)
         tiles_m, tiles_n = (-(-m // tile.block_m), 1) if spec.bias_side == "left" else (1, -(-n // tile.block_n))

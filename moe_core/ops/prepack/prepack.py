@@ -1,8 +1,5 @@
-"""Prepacking in any array library: quantised weights reordered for a kernel once, when they are loaded.
-
-The layout: `moe_core.formats.tiling`. This is the only description of the permutation. NumPy, torch and JAX pass their
-own functions (`ArrayFunctions`).
-"""
+"""Prepacking of quantised weights in NumPy, torch and JAX, the only description of the permutation
+(`moe_core.formats.tiling` has the layout)."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, ROW_BYTES, SIDE_RO
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
 
-#: Converts a signed 8-bit code to an unsigned one with zero point 128, and back.
+#: Converts a signed 8-bit code to one with zero point 128, and back.
 _SIGN = -128
-#: Positions of `[block, side, row]` in the matrix's axis of rows, split from slow to fast, by order.
+#: Positions of `[block, side, row]` in the axis of rows, slow to fast, by order.
 _ROW_AXES = {"rows": (0, 1, 2), "interleaved": (0, 2, 1), "halves": (1, 0, 2)}
 
 
@@ -42,7 +39,7 @@ NUMPY = ArrayFunctions(np.transpose, np.stack, pad_with(np.pad), np.ascontiguous
 
 
 def order_for(gate_layout: str | None, name: str) -> str:
-    """The tiling order for a layout of gate and up rows (None: no gates). Raises InvalidInput."""
+    """The tiling order for a gate_layout (None: no gates). Raises InvalidInput."""
     if gate_layout not in (None, "interleaved", "halves"):
         raise InvalidInput(
             f"gate_layout must be None, 'interleaved' or 'halves' for prepacked weights, got {gate_layout!r} for "
@@ -53,8 +50,8 @@ def order_for(gate_layout: str | None, name: str) -> str:
 
 def tile(tensor: QuantizedTensor, order: str, functions: ArrayFunctions = NUMPY) -> QuantizedTensor:
     """A quantised weight `[..., N, D]` with the arrays of `Tiling(N, D, order)`. An `in_out` one is transposed first,
-    and a tiled one returned unchanged. Raises InvalidInput for formats and sizes that cannot be tiled, and for a tensor
-    tiled in another order."""
+    and a tiled one returned unchanged. Raises InvalidInput for formats and sizes that cannot be tiled, and for another
+    order."""
     if tensor.spec.tiling is not None:
         if tensor.spec.tiling.order != order:
             raise InvalidInput(f"weights to tile in order {order!r} must not be tiled yet, got {tensor}; restore them")
@@ -82,7 +79,7 @@ def tile(tensor: QuantizedTensor, order: str, functions: ArrayFunctions = NUMPY)
 
 
 def untile(tensor: QuantizedTensor, functions: ArrayFunctions = NUMPY) -> QuantizedTensor:
-    """The published `out_in` layout of a prepacked weight: the inverse of `tile`. Untiled weights are unchanged."""
+    """The published `out_in` layout of a prepacked weight. Untiled weights are unchanged."""
     tiling, format = tensor.spec.tiling, tensor.format
     if tiling is None:
         return tensor
@@ -91,7 +88,6 @@ def untile(tensor: QuantizedTensor, functions: ArrayFunctions = NUMPY) -> Quanti
     groups = 1 if format.group_columns is None else tiling.columns // format.group_columns
 
     def in_rows(array: Any, steps: int, width: int) -> Any:
-        """`[..., blocks * 64, steps * width]` of an array of blocks."""
         array = array.reshape(*tensor.shape[:-2], tiling.blocks, steps, 2, SIDE_ROWS, width)
         return _from_blocks(array, tiling, steps, width, functions)
 
@@ -114,7 +110,7 @@ def prepack_weights(
     gate_layout: str | None = None,
     tile: Callable[[QuantizedTensor, str], QuantizedTensor] = tile,
 ) -> Any:
-    """`moe_torch.prepack_weights` in any library. tile(tensor, order): that library's. Raises InvalidInput."""
+    """`moe_torch.prepack_weights` with a library's `tile`. Raises InvalidInput."""
     if isinstance(weights, QuantizedTensor):
         if spec is not None:
             raise InvalidInput(f"spec must be None with one tensor, got {spec}; pass its gate_layout instead")
@@ -141,7 +137,7 @@ def prepack_weights(
 
 
 def restore_weights(weights: Any, untile: Callable[[QuantizedTensor], QuantizedTensor] = untile) -> Any:
-    """`moe_torch.restore_weights` in any library. untile: that library's. Raises InvalidInput."""
+    """`moe_torch.restore_weights` with a library's `untile`. Raises InvalidInput."""
     if isinstance(weights, QuantizedTensor):
         return untile(weights)
     if not isinstance(weights, ExpertWeights):
@@ -172,7 +168,7 @@ def _to_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: Ar
 
 
 def _from_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
-    """The inverse of `_to_blocks`, with padding: `[..., blocks * 64, steps * width]`."""
+    """The inverse, with padding: `[..., blocks * 64, steps * width]`."""
     lead = array.shape[:-5]
     # Axes of block, side and row in the array.
     places = dict(zip(_ROW_AXES[tiling.order], (len(lead), len(lead) + 2, len(lead) + 3), strict=True))
@@ -182,7 +178,7 @@ def _from_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: 
 
 
 def _to_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
-    """The 64 bytes of each block row from column order to word order (t, q)."""
+    """Bytes of block rows from column order to word order (t, q)."""
     lead = array.shape[:-1]
     t, q = len(lead) + 2, len(lead)
     if element not in _PACK:
@@ -198,7 +194,6 @@ def _to_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
 
 
 def _from_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
-    """The inverse of `_to_words`: the last axis of `[..., 64]` holds words."""
     lead = array.shape[:-1]
     t, q = len(lead), len(lead) + 1
     if element not in _UNPACK:
@@ -213,7 +208,7 @@ def _from_words(array: Any, element: str, functions: ArrayFunctions) -> Any:
 
 
 def _pack_e2m1(c0: Any, c1: Any, c2: Any, c3: Any) -> list[Any]:
-    """The lower and upper byte of a half with four codes, with the bits of `moe_core.formats.tiling`."""
+    """The two bytes of a half with four codes, see `moe_core.formats.tiling`."""
     low = ((c0 & 3) << 6) | ((c1 & 7) << 3) | (c2 & 7)
     signs = ((c0 & 8) << 4) | ((c1 & 8) << 1) | ((c2 & 8) >> 2)
     return [low, signs | ((c0 & 4) >> 2) | (c3 & 12) | ((c3 & 3) << 5)]
@@ -233,14 +228,13 @@ _UNPACK = {"e2m1": _unpack_e2m1, "uint4": lambda low, high: (low & 15, low >> 4,
 
 
 def _unpack_rows(points: Any, rows: int, functions: ArrayFunctions) -> Any:
-    """`[..., rows, groups]` of 4-bit zero points `[..., ceil(rows / 2), groups]`, even rows in the low nibble."""
+    """`[..., rows, groups]` of 4-bit `[..., ceil(rows / 2), groups]`, low nibble first."""
     lead, groups = points.shape[:-2], points.shape[-1]
     pairs = functions.stack([points & 15, points >> 4], -2)
     return pairs.reshape(*lead, 2 * points.shape[-2], groups)[..., :rows, :]
 
 
 def _pack_rows(points: Any, functions: ArrayFunctions) -> Any:
-    """The inverse of `_unpack_rows`. An odd last row is padded with 0."""
     lead, (rows, groups) = points.shape[:-2], points.shape[-2:]
     pairs = functions.pad(points, rows % 2, 0).reshape(*lead, (rows + 1) // 2, 2, groups)
     return pairs[..., 0, :] | (pairs[..., 1, :] << 4)

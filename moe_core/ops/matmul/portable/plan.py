@@ -27,7 +27,7 @@ from moe_core.specs.tile import TileConfig
 
 MATMUL_OGS = declare_kernel(kernels.matmul_ogs, pdl="layout")
 
-#: Values worth measuring per field, in order. A step goes to a neighbouring value.
+#: Values worth measuring, in order: a step goes to a neighbour.
 CHOICES: Mapping[str, tuple[int, ...]] = {
     "block_m": (16, 32, 64, 128),
     "block_n": (32, 64, 128, 256),
@@ -36,9 +36,9 @@ CHOICES: Mapping[str, tuple[int, ...]] = {
     "num_stages": (2, 3, 4, 5, 6, 7),
     "group_m": (1, 4, 8, 16),
 }
-#: Further starting points: the tiles of these numbers of rows.
+#: Further starting points: tiles of these rows.
 _ROWS = tuple(4**exponent for exponent in range(11))
-#: Up to this many rows per expert, tiles have 16 or 32 rows, and out_in weights use `_long_rows`.
+#: Up to this mean tiles have 16 or 32 rows, and out_in weights use `_long_rows`.
 _FEW_ROWS = 24
 
 
@@ -72,8 +72,7 @@ class _Portable(Family):
         return None
 
     def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
-        """Tiles for this and other numbers of rows, then neighbours of the first, with sides up to twice the
-        problem's."""
+        """Tiles for this and other numbers of rows, then neighbours of the first, at most twice the problem's sides."""
         start = self.tile(problem)
         seeds = [self.tile(dataclasses.replace(problem, expected_rows=rows)) for rows in _ROWS]
         for config in (start, *seeds, *_around(start)):
@@ -90,8 +89,8 @@ PORTABLE = _Portable()
 
 
 def _fixed(problem: MatmulProblem) -> TileConfig:
-    """A tile for any number of rows. 16-bit tiles are 64 rows high, the minimum of Hopper's wgmma: few rows waste
-    arithmetic but no weight bytes, and many rows keep the fast instruction."""
+    """A tile for any number of rows: 64 rows, the minimum of Hopper's wgmma. Few rows waste arithmetic but no weight
+    bytes."""
     if not problem.target.on_gpu:
         return TileConfig(32, 64, 64, 4, 1)
     if problem.dtype == "float32":
@@ -106,7 +105,7 @@ def _by_rows(problem: MatmulProblem) -> TileConfig:
     if rows <= _FEW_ROWS and (config := _long_rows(problem)) is not None:
         return config
     if rows <= 10:
-        # Weights stream once. Use wide tiles unless they are too few to fill the chip.
+        # Weights stream once. Wide tiles, unless they are too few to fill the chip.
         tiles = problem.used_groups * -(-problem.n // 128)
         return TileConfig(16, 128, 64, 4, 4) if tiles >= problem.target.num_sms else TileConfig(16, 64, 64, 4, 6)
     if rows <= _FEW_ROWS:
@@ -117,9 +116,8 @@ def _by_rows(problem: MatmulProblem) -> TileConfig:
 
 
 def _long_rows(problem: MatmulProblem) -> TileConfig | None:
-    """The tile of few rows with out_in weights. None unless the reduction has even steps of 128, and for dense
-    products, which would spill registers. Weights stream at full bandwidth only if a step reads 256 bytes of each
-    weight row. If the tiles would fill less than half the chip they are halved."""
+    """For few rows with out_in weights, which stream at full bandwidth only if a step reads 256 bytes of each weight
+    row. None for dense products, which would spill. Halved if the tiles would fill less than half the chip."""
     if problem.layout is None or problem.spec.weight_layout == "in_out" or problem.d % 128 != 0:
         return None
     block_n, sms = 128 // problem.buffers, problem.target.num_sms
@@ -131,7 +129,6 @@ def _long_rows(problem: MatmulProblem) -> TileConfig | None:
 
 
 def _around(start: TileConfig) -> Iterable[TileConfig]:
-    """Every combination of values, by number of steps from `start`, changes of tile sides first."""
     values = {name: sorted({*choices, getattr(start, name)}) for name, choices in CHOICES.items()}
 
     def steps(config: TileConfig) -> list[int]:
@@ -148,12 +145,11 @@ def _around(start: TileConfig) -> Iterable[TileConfig]:
 
 
 def _arguments(builder: PlanBuilder, problem: MatmulProblem, config: TileConfig) -> dict[str, Argument]:
-    """Every kernel parameter in order."""
     operands, spec, sizes = problem.operands, problem.spec, problem.sizes
     weight: ArraySpec = operands.weight
     k_axis, n_axis = (-2, -1) if spec.weight_layout == "in_out" else (-1, -2)
     stacked, ragged = operands.layer_index is not None, problem.layout is not None
-    # A second weight without an activation means a joined product.
+    # A second weight without an activation.
     joined = passed(GATE_LAYOUT="joined") if problem.joined else {}
     tf32 = spec.allow_tf32 and operands.x.dtype == "float32"
     layer_stride, expert_stride = weight.stride[0] if stacked else 0, weight.stride[-3] if ragged else 0

@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul with quantised weights and optionally quantised rows (`kernel.matmul_quantized`)."""
+"""Planning of the grouped matmul with quantised weights (`kernel.matmul_quantized`)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from moe_core.specs.tile import TileConfig
 ORDER_COLUMNS = declare_kernel(kernels.order_columns)
 MATMUL_QUANTIZED = declare_kernel(kernels.matmul_quantized, pdl="layout")
 
-#: (order, columns that hold a thread's share of decoded weights) by elements per byte; see `weight_tile`.
+#: (order, columns that hold a thread's share of decoded weights) by elements per byte.
 _ORDERS = {2: ("words", 128), 1: ("bytes", 64)}
-#: From this many tokens per tile a separate launch reorders the columns of x, into a buffer of this name.
+#: From this many tokens per tile a separate launch reorders x into a buffer of this name.
 _ORDERED_ROWS, _ORDERED = 64, "ordered_x"
 _ORDER_ROWS = 32
 #: Rows of packed weights are read 16 bytes at a time.
 _WORD_COLUMNS = 32
-#: From this many tokens per tile tokens are the tensor cores' left operand, unless weights decode into registers.
+#: From this many tokens per tile they are the left operand, unless weights decode into registers.
 _TOKENS_FIRST_ROWS = 64
 
 #: Columns between additions of partial fp8 sums into the fp32 sum.
@@ -40,8 +40,8 @@ _PROMOTED = 128
 
 @dataclass(frozen=True)
 class ProductMethod:
-    """The kernel's DOT and SCALING, with least_k, the shortest reduction of one instruction, and group, the columns
-    that a block must not cross (0: no limit)."""
+    """DOT and SCALING, least_k, the shortest reduction of one instruction, and group, the columns that a block must not
+    cross (0: no limit)."""
 
     dot: str
     scaling: str
@@ -71,14 +71,12 @@ def product_method(operands: MatmulOperands, target: Target) -> ProductMethod:
 
 
 def _finest(*groups: int | None) -> int:
-    """The largest power of two that divides every group of columns, 0 if all are whole axes."""
+    """The largest power of two that divides every group, 0 if all are None."""
     common = math.gcd(*(group or 0 for group in groups))
     return common & -common
 
 
 class _Quantized(Family):
-    """Quantised weights and optionally quantised rows, on every compiled target."""
-
     name, weights, finds_maxima = "quantized", QUANTISED, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:
@@ -131,7 +129,6 @@ QUANTIZED = _Quantized()
 
 
 def _stage_bytes(config: TileConfig, problem: MatmulProblem) -> int:
-    """Shared memory of one pipeline stage: a weight tile's codes and the stored rows of x."""
     x = problem.operands.x
     x_bits = x.format.bits_per_element if isinstance(x, QuantizedTensor) else 8 * dtypes.itemsize(x.dtype)
     weight_bits = problem.operands.weight.format.bits_per_element
@@ -139,21 +136,21 @@ def _stage_bytes(config: TileConfig, problem: MatmulProblem) -> int:
 
 
 def _heuristics(problem: MatmulProblem) -> TileConfig:
-    """A tile from rows per expert and method. block_n counts output columns, two weight rows each if gated."""
+    """block_n counts output columns, two weight rows each if gated."""
     rows = rules.INVARIANT_ROWS if problem.batch_invariant else problem.rows_per_group
     method = product_method(problem.operands, problem.target)
     block_k = min(128, padded(problem.d, 32), method.group or 128)
     if problem.operands.weight.layout == "in_out" and method.dot not in ("e4m3", "int8"):
-        # Decoded columns in that layout are reordered one by one for the tensor cores. Shorter steps avoid spills.
+        # Decoded columns in that layout are reordered one by one; shorter steps avoid spills.
         block_k = min(block_k, 32)
     if not problem.target.on_gpu:
         return TileConfig(32, min(64, padded(problem.n)), block_k, 4, 1, family=_Quantized.name)
-    # A tile has 64 weight rows, the minimum of Hopper's wgmma. Gate and up have half each.
+    # 64 weight rows are the minimum of Hopper's wgmma. Gate and up have half each.
     wide = 1 if problem.gated else 2
     if method.dot == "float32":
         config = TileConfig(16, 32 * wide, 32, 4, 2) if rows <= 16 else TileConfig(32, 32 * wide, 32, 8, 2)
     elif rows <= 24:
-        # Twice the mean, so that few experts need a second tile, which decodes the same weights again.
+        # Twice the mean: a second tile would decode the same weights again.
         config = TileConfig(16 if rows <= 10 else 32, 32 * wide, block_k, 4, 4)
     elif rows <= 100:
         config = TileConfig(64, 32 * wide, block_k, 4, 4)
@@ -164,7 +161,6 @@ def _heuristics(problem: MatmulProblem) -> TileConfig:
 
 
 def _order(config: TileConfig, operands: MatmulOperands, method: ProductMethod, d: int) -> str | None:
-    """The order in which columns of decoded weights are multiplied, see `kernels.dequantize.weight_tile`."""
     weights: Format = operands.weight.format
     if method.dot in ("e4m3", "int8") or operands.weight.layout != "out_in":
         return None
@@ -180,7 +176,7 @@ def _order(config: TileConfig, operands: MatmulOperands, method: ProductMethod, 
 
 
 def _is_uniform(problem: MatmulProblem, config: TileConfig, method: ProductMethod) -> bool:
-    """True if the weight rows of every tile share their scales, gate and up separately."""
+    """True if every tile's weight rows share scales, gate and up separately."""
     group_rows, gate_layout = problem.operands.weight.format.group_rows, problem.gate_layout
     if method.scaling == "into_weight":
         return False
@@ -202,7 +198,6 @@ def _x_arguments(x: ArraySpec | QuantizedTensor) -> dict[str, Argument]:
 def _order_columns(
     builder: PlanBuilder, x_side: dict[str, Argument], method: ProductMethod, order: str, config: TileConfig, d: int
 ) -> dict[str, Argument]:
-    """Add the launch that decodes x and reorders its columns. Returns the product's arguments of x."""
     x = x_side["x"]
     assert isinstance(x, Pointer)
     rows, width = builder.spec(x.buffer).shape[0], -(-d // config.block_k) * config.block_k
@@ -222,7 +217,6 @@ def _order_columns(
 def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, x_side: dict[str, Argument], order: str | None
 ) -> dict[str, Argument]:
-    """Every kernel parameter in order. x_side: the arguments of x. order: of the columns of decoded weights."""
     weight: QuantizedTensor = problem.operands.weight
     spec, method = problem.spec, product_method(problem.operands, builder.target)
     ordered = x_side["x"] == Pointer(_ORDERED)

@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul with a transposed quantised weight: gradients through frozen weights."""
+"""Gradients through frozen weights: the grouped matmul with a transposed quantised weight."""
 
 from __future__ import annotations
 
@@ -44,16 +44,15 @@ def plan_matmul_quantized_transposed(
 ) -> LaunchPlan:
     """`y[scatter(row)] = cast(x[gather(row)] @ dequantised(weight[expert])^T)` for every row of the layout.
 
-    operands: the forward's x, weight, up and layer_index as ArraySpecs, except that x is the gradient of its result,
-    `[*, N]` in any matmul dtype, and y is `[*, D]`. With `up` x is `[*, 2N]`, gate columns first, and y = x[:, :N] @
-    weight^T + x[:, N:] @ up^T in one fp32 sum. The weight is (code - zero point) * scale in fp32, cast to the dtype of
-    x. spec: the weight's weight_layout, this product's gather and scatter, tuning with batch_invariant or a config of
-    the family `quantized`.
+    operands: the forward's weight, up and layer_index as ArraySpecs. x is the gradient of its result, `[*, N]` in any
+    matmul dtype, and y is `[*, D]`. With `up` x is `[*, 2N]`, gate columns first, with one fp32 sum. The weight is
+    (code - zero point) * scale in fp32, cast to the dtype of x. spec: the weight's weight_layout, this product's gather
+    and scatter, tuning with batch_invariant or a config of the family `quantized`.
 
-    tile None: `choose_transposed_tile`. Inputs: x, the weights' arrays, [layer_index], group_sizes `[E]`, group_start
-    `[E + 1]`, slot_of_row `[capacity]`. composed: also `schedule` for the tile's block_m, and rows without an expert
-    are unwritten. Otherwise they become exact zeros, and scatter `slot` has the input row_of_slot `[T * K]`. Output: y,
-    or none if addressed (composed only), as in `plan_product`. Raises InvalidInput, Unsupported.
+    Inputs: x, the weights' arrays, [layer_index], group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`.
+    composed: also `schedule` for the tile's block_m, and rows without an expert are unwritten. Otherwise they become
+    exact zeros, and scatter `slot` has the input row_of_slot `[T * K]`. Output: y, or none if addressed (composed
+    only), as in `plan_product`. Raises InvalidInput, Unsupported.
     """
     problem = dataclasses.replace(_decoded(operands, layout, spec, target), addressed=addressed)
     builder = PlanBuilder("matmul_quantized_transposed", target)
@@ -82,7 +81,7 @@ def plan_matmul_quantized_transposed(
 
 
 def _decoded(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, target: Target) -> MatmulProblem:
-    """The checked product with decoded weights in the other layout, for all code that does not read weights."""
+    """The product with decoded weights in the other layout."""
     x, weight = operands.x, operands.weight
     if isinstance(x, QuantizedTensor) or not isinstance(weight, QuantizedTensor):
         raise Unsupported(
@@ -114,7 +113,7 @@ def _decoded(operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSp
 def choose_transposed_tile(
     operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, target: Target
 ) -> TileChoice | None:
-    """The tile of `plan_matmul_quantized_transposed`, None on the reference target. Raises InvalidInput."""
+    """The tile, None on the reference target."""
     return _choose(_decoded(operands, layout, spec, target), operands.weight.format)
 
 
@@ -140,7 +139,6 @@ def _choose(problem: MatmulProblem, weights: Format) -> TileChoice | None:
 
 
 def why_illegal(config: TileConfig, dtype: str, weights: Format, target: Target) -> str | None:
-    """The reason why a configuration cannot multiply rows of dtype on the target, or None."""
     if config.family != QUANTIZED.name:
         return f"family must be {QUANTIZED.name!r} for quantised weights, got {config.family!r}"
     reason = rules.why_not_sides(config) or rules.why_not_warps(config, target) or rules.why_not_counts(config)
@@ -160,8 +158,7 @@ def why_illegal(config: TileConfig, dtype: str, weights: Format, target: Target)
 
 
 def _heuristics(rows: float, dtype: str, weights: Format, target: Target) -> TileConfig:
-    """A tile from rows per expert: many rows share the decoded weights."""
-    # Zero points and fp32 scales of small groups would not fit into registers next to 64 decoded weight rows.
+    # Zero points and fp32 scales of small groups would not fit into registers with 64 weight rows.
     block_k = 32 if weights.own_element.max_code is not None else 64
     low = 16 if rows <= 16 else 32
     if not target.on_gpu:

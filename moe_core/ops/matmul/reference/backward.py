@@ -36,9 +36,7 @@ def input_gradient(
 ) -> np.ndarray:
     """d_x = cast(d_y . weight[expert]^T) for every row of the layout (rows None: a dense product).
 
-    operands: x is d_y; weight `[E, D, N]` (`in_out`) or `[E, N, D]` and layer_index are the forward's. spec: the
-    forward's weight_layout; gather indexes d_y `[*, N]`, scatter d_x `[*, D]`; out_dtype None means the dtype of d_y.
-    up: the second weight of gate_layout `separate`. d_y is then `[*, 2N]`, gate columns first, with one fp32 sum. Rows
+    operands, spec: as in `moe_core.ops.matmul.backward.add_input_gradient`. out_dtype None: the dtype of d_y. Rows
     without an expert are exact zeros. Quantised weights are dequantised to the dtype of d_y, since their scales vary
     along the sum. places, later, then: see `matmul_ogs`, for one weight and the fp32 sums.
     """
@@ -67,7 +65,7 @@ def input_gradient_plan(
     spec: MatmulSpec,
     tensors: tuple[tuple[str, QuantizedSpec], ...],
 ) -> np.ndarray:
-    """`input_gradient` with the inputs of `plan_matmul_quantized_transposed` by name. tensors: see `quantized_from`."""
+    """`input_gradient` with the inputs of `plan_matmul_quantized_transposed` by name."""
     operands = bundle_of(MatmulOperands, quantized_from(arrays, tensors))
     return input_gradient(operands, spec, planned_rows(layout, arrays, len(operands.x)))
 
@@ -86,9 +84,8 @@ def weight_gradient(
     """d_weight `[E, M, N]`: the fp32 product left_rows^T . right_rows over each expert's rows, one cast.
 
     gather: how left `[*, M]` and right `[*, N]` are indexed (`row`, `slot` or `token`). For `in_out` weights left is
-    the matmul's input and right its output's gradient; for `out_in` the reverse. Experts without rows are exact zeros.
-    into: an array of the result's shape and dtype, added before the cast. place: the array to write and return. rows
-    None: dense, `[M, N]`. later: computes it (None: now).
+    the matmul's input and right its output's gradient, for `out_in` the reverse. Experts without rows are exact zeros.
+    into: added before the cast. place: memory of the result. rows None: dense, `[M, N]`.
     """
     rows = dense_rows(len(left)) if rows is None else rows
     layout = rows.layout
@@ -142,8 +139,8 @@ def bias_gradient(
     out_dtype: str,
     row_weight: np.ndarray | None = None,
 ) -> np.ndarray:
-    """d_bias `[E, N]`: per expert the fp32 sum of its rows of d_y `[*, N]`, times row_weight fp32 `[T * K]` (by slot)
-    if not None, unrounded; one cast. Experts without rows are exact zeros. rows None: dense, `[N]`."""
+    """d_bias `[E, N]`: per expert the fp32 sum of its rows of d_y `[*, N]`, times row_weight fp32 `[T * K]`
+    (unrounded), one cast. rows None: dense, `[N]`."""
     rows = dense_rows(len(d_y)) if rows is None else rows
     d_bias = np.zeros((1 if rows.layout is None else rows.layout.num_experts, d_y.shape[1]), working_dtype(d_y))
     with np.errstate(all="ignore"):
@@ -157,7 +154,7 @@ def bias_gradient(
 
 def bias_product(d_y: np.ndarray, bias: np.ndarray, rows: Rows, *, gather: str = "row") -> np.ndarray:
     """The bias's share of the row weight's gradient, fp32 `[T * K]` by slot: <d_y row, bias[expert]>, 0 without an
-    expert. gather indexes d_y `[*, N]`; bias is `[E, N]`."""
+    expert. gather indexes d_y `[*, N]`."""
     assert rows.layout is not None
     products = np.zeros(rows.layout.num_slots, working_dtype(d_y))
     with np.errstate(all="ignore"):
@@ -168,7 +165,7 @@ def bias_product(d_y: np.ndarray, bias: np.ndarray, rows: Rows, *, gather: str =
 
 class Trained(NamedTuple):
     """An array that gets a gradient. layer_index: the layer used of a stack. into: fp32, added to the gradient. place:
-    memory that the gradient may use unless the array is a stack."""
+    memory for the gradient, unused for a stack."""
 
     array: np.ndarray
     layer_index: np.ndarray | None = None
@@ -176,8 +173,7 @@ class Trained(NamedTuple):
     place: np.ndarray | None = None
 
     def in_stack(self, gradient: np.ndarray) -> np.ndarray:
-        """The stack's gradient from the used layer's: zeros or `into` elsewhere. Raises InvalidInput outside the
-        stack."""
+        """The stack's gradient: zeros or `into` in other layers. Raises InvalidInput outside the stack."""
         if self.layer_index is None:
             return gradient
         pick_layer(self.array, self.layer_index)
@@ -195,7 +191,7 @@ def matrix_gradient(
     weight_layout: str,
     later: Later | None = None,
 ) -> np.ndarray:
-    """d_weight of `y = x @ weight` in weight's layout and dtype (with weight.into fp32). x and d_y: (array, gather)."""
+    """d_weight of `y = x @ weight` in weight's layout and dtype (fp32 with into). x and d_y: (array, gather)."""
     (left, of_left), (right, of_right) = (x, d_y) if weight_layout == "in_out" else (d_y, x)
     stacked, into = weight.layer_index is not None, pick_layer(weight.into, weight.layer_index)
     d_weight = weight_gradient(
@@ -219,8 +215,7 @@ def matmul_ogs_backward_plan(
     wanted: tuple[str, ...],
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
 ) -> tuple[np.ndarray, ...]:
-    """The wanted gradients of `plan_matmul_ogs_backward`, with a plan's inputs by name. tensors: see
-    `quantized_from`."""
+    """The wanted gradients of `plan_matmul_ogs_backward`, with its inputs by name."""
     operands, row_of_slot = bundle_of(MatmulOperands, quantized_from(arrays, tensors)), arrays.get("row_of_slot")
     x, weight, bias, row_weight = operands.x, operands.weight, operands.bias, operands.row_weight
     made, rows = {}, planned_rows(layout, arrays, len(x))
@@ -251,7 +246,7 @@ def matmul_ogs_backward_plan(
 
 
 def _rows_product(rows: np.ndarray, g: np.ndarray, row_of_slot: np.ndarray) -> np.ndarray:
-    """fp32 by slot: the dot product of the slot's rows of `rows` and g; 0 without a row."""
+    """fp32 by slot: the dot product of both rows; 0 without a row."""
     products = np.zeros(len(row_of_slot), working_dtype(g))
     slots = np.flatnonzero(row_of_slot >= 0)
     with np.errstate(all="ignore"):

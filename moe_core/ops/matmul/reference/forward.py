@@ -1,4 +1,4 @@
-"""NumPy twin of the ragged grouped matmul: fp32 BLAS products of blocks of each expert's rows."""
+"""NumPy twin of the ragged grouped matmul: BLAS products of blocks of each expert's rows."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from moe_core.specs.routing import LayoutSpec
 
 Matrix = np.ndarray | QuantizedTensor
 _ALL = (slice(None),)
-#: Least time of a piece with elementwise operations in one thread: it may wait for the GIL between them.
+#: Least time of a piece with elementwise operations, between which a thread may wait for the GIL.
 _PIECE_NANOSECONDS = 250_000
-#: Most extra elements (inputs or results) of a product to prepare its pieces before threads begin.
+#: Most extra elements of a product to prepare its pieces before threads begin.
 _AHEAD_ELEMENTS = 1 << 20
 
 
 def pick(array: Any, index: int) -> Any:
-    """`array[index]` of an array or of every array in a quantised tensor."""
     return map_arrays(array, lambda part: part[index]) if isinstance(array, QuantizedTensor) else array[index]
 
 
 def pick_layer(array: Any, layer_index: np.ndarray | None) -> Any:
-    """`array[layer_index[0]]` (array or quantised tensor), or `array` without a layer axis. Raises InvalidInput."""
+    """`array[layer_index[0]]`, or `array` without a layer axis. Raises InvalidInput."""
     if array is None or layer_index is None:
         return array
     index, count = int(layer_index[0]), array.shape[0]
@@ -45,7 +44,6 @@ def pick_layer(array: Any, layer_index: np.ndarray | None) -> Any:
 
 
 def _rows(x: Matrix, rows: Any) -> Matrix:
-    """Rows of x. A scale shared by all rows is kept."""
     if isinstance(x, QuantizedTensor):
         scales = x.scales if x.format.group_rows is None else x.scales[rows]
         return QuantizedTensor(x.spec, x.values[rows], scales)
@@ -90,7 +88,7 @@ def matmul_ogs(
 ) -> np.ndarray:
     """y of `plan_matmul_ogs`. Rows without an expert are exact zeros, and sums are always IEEE fp32. A quantised x
     needs spec.out_dtype. rows None: dense. places: memory for y. later: computes y, and runs `then`, if nothing follows
-    its sums. then: called for each finished slice of rows of y, if all rows have an expert."""
+    its sums. then: called for each finished slice of y, if all rows have an expert."""
     rows = dense_rows(operands.x.shape[0]) if rows is None else rows
     y = places[0] if places else _empty(operands, spec, rows)
     Product(operands, spec, rows, y).run(later, then)
@@ -105,9 +103,8 @@ def _empty(operands: MatmulOperands, spec: MatmulSpec, rows: Rows) -> np.ndarray
 
 
 class Product:
-    """One product of a layout's rows. `run` computes all of it, `chain` one piece with its epilogue, so that pieces of
-    two products can follow each other in one thread. y is filled, and pre, if any, with the activation's input.
-    nanoseconds: of the whole product."""
+    """One product of a layout's rows, which fills y and any pre. `run` computes all of it, `chain` one piece with its
+    epilogue, so that pieces of two products can follow each other in one thread. nanoseconds: of the whole product."""
 
     def __init__(
         self, operands: MatmulOperands, spec: MatmulSpec, rows: Rows, y: np.ndarray, pre: np.ndarray | None = None
@@ -124,7 +121,7 @@ class Product:
                 target[...] = 0
         self.width = weight.shape[-1 if spec.weight_layout == "in_out" else -2]
         self.sides = [(weight, bias)] if up is None else [(weight, bias), (up, up_bias)]
-        # Gate and up one after the other, as in pre, and whether they fit in the result's memory.
+        # Gate, then up, as in pre, and whether they fit in the result's memory.
         self.shape = self.rows.count, len(self.sides) * self.width
         self.dtype = working_dtype(x)
         destination = pre if spec.activation is not None else y
@@ -142,13 +139,13 @@ class Product:
         self.nanoseconds = products(counted, x.shape[1], self.shape[1])
 
     def pieces(self, nanoseconds: float) -> list[Piece] | None:
-        """Pieces for `chain`, for the threads that this work deserves, or None if most threads would be idle."""
+        """Pieces for `chain`, or None if most threads would be idle."""
         threads = threads_for(nanoseconds)
         pieces = self.rows.pieces(max(1, min(threads, int(nanoseconds / _PIECE_NANOSECONDS))), self.shape[1])
         return pieces if 2 * sum(map(len, pieces)) >= threads else None
 
     def _rows(self, rows: Any) -> Matrix:
-        """Rows of x as a product reads them. x may be written after construction."""
+        """x may be written after construction."""
         selected = _rows(self.x, rows)
         return to_float32(selected) if self.widens and isinstance(selected, np.ndarray) else selected
 
@@ -189,7 +186,7 @@ class Product:
             y[destination] = round_to(result, y.dtype)
 
     def _calls(self, piece: Piece, block: slice) -> tuple[np.ndarray, list[Callable[[], Any]]]:
-        """Memory for the sums of a piece's rows, and the calls that compute them."""
+        """Memory for a piece's sums, and the calls that compute them."""
         num_rows, calls = block.stop - block.start, []
         sums = np.empty((num_rows, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
         rows = block if isinstance(self.of, slice) else self.of[block]
@@ -224,10 +221,9 @@ class Product:
         return compute
 
     def run(self, later: Later | None = None, then: Callable[[slice], None] | None = None) -> None:
-        """Compute all of it. later: an executor. then: called with each finished slice of rows of y."""
         work = self.nanoseconds
         with np.errstate(all="ignore"):
-            # The gradients of the input and of the matrix add at least as much work.
+            # The other two gradients add at least as much work.
             whole = work if later is None else 3 * work
             if not (self.finished and then is None) and (pieces := self.pieces(whole)) is not None:
 
@@ -271,7 +267,7 @@ def matmul_ogs_plan(
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
     places: tuple[np.ndarray, ...],
 ) -> tuple[np.ndarray, ...]:
-    """`matmul_ogs` with a plan's inputs by name, written to places: y, pre or both. tensors: see `quantized_from`."""
+    """`matmul_ogs` with a plan's inputs by name, written to places."""
     operands = bundle_of(MatmulOperands, quantized_from(arrays, tensors))
     rows, made = planned_rows(layout, arrays, operands.x.shape[0]), dict(zip(outputs, places, strict=True))
     y = made["y"] if "y" in made else _empty(operands, spec, rows)

@@ -1,12 +1,11 @@
 """NumPy products of quantised matrices, the reference of every quantised kernel.
 
 Plain x: weights become (code - zero point) * scale in fp32, cast to the dtype of x. e8m0 scales may exceed that dtype's
-range, so codes, exact in every dtype, are multiplied group by group, and each partial sum is scaled as it enters the
-accumulator.
+range, so codes, exact in every dtype, are multiplied group by group, and each partial sum is scaled.
 
-Quantised x: partial sums of code products are multiplied by (scale of x * scale of the weight) as they enter the
-accumulator. int8 partial sums are exact. If both sides are microscaled (e8m0) the product is that of both in bf16,
-which is exact for them.
+Quantised x: partial sums of codes are multiplied by (scale of x * scale of the weight) as they enter the accumulator.
+int8 partial sums are exact. If both sides are microscaled (e8m0) the product is the one of both in bf16, which is exact
+for them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def quantized_product(x: np.ndarray | QuantizedTensor, weight: QuantizedTensor, 
         return product(x, dequantize(weight, x.dtype.name), weight.layout, batch_invariant)
     codes, scales = codes_and_scales(weight)
     x_codes, x_scales = codes_and_scales(x) if isinstance(x, QuantizedTensor) else (np.asarray(x, np.float32), None)
-    # float64 sums of int8 products are exact and use BLAS. The operands' check makes them fit int32.
+    # float64 sums of int8 products are exact and use BLAS.
     wide = np.float64 if x_scales is not None and weight.format.element == "int8" else np.float32
     step = weight.format.group_columns or codes.shape[1]
     total = np.zeros((len(x_codes), len(codes)), np.float32)
@@ -41,5 +40,4 @@ def quantized_product(x: np.ndarray | QuantizedTensor, weight: QuantizedTensor, 
 
 
 def _column(scales: np.ndarray, group: int) -> np.ndarray:
-    """Scales of a column group, one per row or one for all rows."""
     return scales[:, group if scales.shape[1] > 1 else 0]

@@ -1,4 +1,4 @@
-"""The rows of a layout that have an expert, gathered once in order of experts."""
+"""A layout's rows that have an expert, gathered once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_core.specs.operands import LAYOUT_INPUTS
 from moe_core.specs.routing import LayoutSpec
 
 _ALL = slice(None)
-#: An expert with fewer rows takes about as long: reading its matrix dominates.
+#: Fewer rows take about as long: reading the matrix dominates.
 FEWEST_ROWS = 16
 #: Elements worth one operation.
 _PIECE_ELEMENTS = 65536
@@ -22,9 +22,8 @@ Piece = tuple[tuple[int, slice], ...]
 
 
 class Rows(NamedTuple):
-    """Rows by expert. layout: None for dense rows, which share one expert. count: number of rows. index: their
-    positions in an array indexed by `row`, `slot` or `token`. experts: the expert of each row, 0 if dense. parts:
-    (expert, its rows) of every expert with rows."""
+    """Rows by expert. layout None: dense rows, which share expert 0. index: their positions in an array indexed by
+    `row`, `slot` or `token`. experts: of each row. parts: (expert, its rows) of every expert with rows."""
 
     layout: LayoutSpec | None
     count: int
@@ -34,8 +33,7 @@ class Rows(NamedTuple):
 
     def pieces(self, threads: int, width: int) -> list[Piece]:
         """Pieces of work for a product of this width, largest first so that threads finish together. Threads wait for
-        the GIL between NumPy operations, so neighbouring experts with few rows share a piece if each thread still has
-        two."""
+        the GIL, so neighbouring experts with few rows share a piece if each thread still has two."""
         blocks = [
             (expert, slice(first, min(first + BLOCK_ROWS, part.stop)))
             for expert, part in self.parts
@@ -67,7 +65,7 @@ def dense_rows(count: int) -> Rows:
 
 
 def planned_rows(layout: LayoutSpec | None, arrays: Mapping[str, np.ndarray], count: int) -> Rows:
-    """The rows of a plan's layout (its arrays are in `arrays`), or `count` dense rows."""
+    """The rows of a plan's layout, or `count` dense rows."""
     return dense_rows(count) if layout is None else rows_of(layout, *(arrays[name] for name in LAYOUT_INPUTS))
 
 

@@ -28,14 +28,14 @@ _BLOCK_K = 128
 #: Codes and results in the 16 bytes that TMA and cp.async move.
 _CODES, _RESULTS = 16, 8
 _CONSUMER_ROWS, _PIECE = 64, 128
-#: Columns or weight rows that may share a scale, apart from one and all.
+#: Columns or weight rows that may share a scale, apart from 1 and all.
 _GROUP = 128
-#: Registers per thread of a consumer, which holds 192 sums, and of the producer: 65536 for 384 threads.
+#: Per thread of a consumer, which holds 192 sums, and of the producer: 65536 for 384 threads.
 _REGISTERS = passed(CONSUMER_REGISTERS=216, PRODUCER_REGISTERS=72)
 
 
 class _Sm90Fp8(sm90.Sm90Family):
-    """fp8 rows with fp8 weights on sm_90. Also named sm90, with another kernel for these operands."""
+    """Also named sm90, with another kernel."""
 
     weights, finds_maxima = QUANTISED, True
 
@@ -106,7 +106,7 @@ def _why_not_operands(problem: MatmulProblem) -> str | None:
 
 
 def why_not_codes(format: Format, n: int, spec: MatmulSpec, *, static: bool = False) -> str | None:
-    """The reason why the kernel cannot store its result in a row format, or None. static: the scale is an input."""
+    """The reason why the kernel cannot store its result in a row format, or None. static: with a given scale."""
     if spec.activation is None or not spec.activation.gated or spec.scatter != "row":
         return f"its tiles have one group of {_GROUP} columns of a gated activation, by row"
     groups = (None, None) if static else (1, _GROUP)
@@ -133,8 +133,8 @@ def _why_not_scales(x: Format, weights: Format) -> str | None:
 def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None
 ) -> dict[str, Argument]:
-    """Every kernel parameter in order. A stage trusts its layout, without padding inside a group, so that whole tiles
-    may be stored. Codes of problem.out_format (`y.values`, `y.scales`) need this."""
+    """A stage trusts its layout: without padding inside a group, whole tiles and codes (`y.values`, `y.scales`) may be
+    stored."""
     operands, spec, sizes, layout = problem.operands, problem.spec, problem.sizes, problem.layout
     codes, gate_layout = problem.out_format, problem.gate_layout
     assert layout is not None and (stage is not None or codes is None), "codes are stored by whole tiles"

@@ -27,24 +27,24 @@ from moe_core.plan.steps import Argument, TensorMap, declare_kernel, passed
 from moe_core.specs.tile import TileConfig
 
 SM90_MATMUL_OGS = declare_kernel(matmul_kernels.matmul_ogs, pdl="start", whole_multiprocessor=True)
-#: Each block fills a multiprocessor here too. PDL at any number of tokens has not been measured.
+#: PDL at any number of tokens has not been measured here.
 SM90_TALL_MATMUL_OGS = declare_kernel(tall_kernels.matmul_ogs, pdl="start")
 
 _CONSUMER_ROWS, _PIECE, _PANEL = 64, 128, 64
 
-#: Fixed sizes of the kernel: rows, accumulator columns, reduction elements per stage, stages.
+#: Rows, accumulator columns, reduction elements per stage, stages.
 SM90_BLOCK_M, SM90_WIDTH, SM90_BLOCK_K, SM90_STAGES = 128, 256, 64, 4
-#: Rows and stages of tall row blocks, with larger stages.
+#: Rows and stages of tall row blocks.
 SM90_TALL_BLOCK_M, SM90_TALL_STAGES = 192, 3
-#: Mean rows per expert from which these kernels beat the portable ones (with fewer, weights stream faster there).
-#: 16-bit operands were measured on both sides, fp8 from 64 on: 1.2 times as fast.
+#: Mean rows per expert from which these kernels beat the portable ones. 16-bit operands were measured on both sides,
+#: fp8 from 64 on: 1.2 times as fast.
 _LEAST_ROWS = 48
-#: Range of mean rows per expert where tall blocks win: most experts have 129 to 192 rows. Measured at means of 128 and
-#: 160: 3 to 14 % faster; at 64, 96, 192, 256 and 512 mostly 1 to 4 % slower.
+#: Mean rows where tall blocks win. Measured at means of 128 and 160: 3 to 14 % faster; at 64, 96, 192, 256 and 512
+#: mostly 1 to 4 % slower.
 _TALL_ROWS = (120, 180)
 #: 16-bit elements in the 16 bytes that TMA and cp.async move.
 _VECTOR = 8
-#: Values worth measuring, in order. All of a tile but its height is fixed.
+#: Values worth measuring, in order.
 CHOICES: Mapping[str, tuple[int, ...]] = {"num_stages": (3, 4, 2), "group_m": (4, 8, 2), "block_m": (128, 192)}
 
 
@@ -105,8 +105,6 @@ class Sm90Family(Family):
 
 
 class _Sm90(Sm90Family):
-    """bf16 and fp16 on sm_90, with row blocks of 128 or tall ones of 192."""
-
     weights = PLAIN
 
     def why_not(self, problem: MatmulProblem) -> str | None:
@@ -116,7 +114,7 @@ class _Sm90(Sm90Family):
         rows = problem.rows_per_group
         if _TALL_ROWS[0] <= rows <= _TALL_ROWS[1]:
             return sm90_config(problem, SM90_TALL_STAGES, 4, SM90_TALL_BLOCK_M)
-        # Blocks that read the same weights drift apart over a long reduction. A shorter queue keeps them together.
+        # Over a long reduction blocks that read the same weights drift apart. A shorter queue keeps them together.
         together = problem.d >= 4096 and rows <= 2 * SM90_BLOCK_M
         return sm90_config(problem, SM90_STAGES - 1 if together else SM90_STAGES, 4)
 
@@ -128,7 +126,7 @@ class _Sm90(Sm90Family):
         return why_not_stages(config, SM90_TALL_STAGES if tall else SM90_STAGES)
 
     def storing(self, config: TileConfig, problem: MatmulProblem) -> TileConfig:
-        # The tall kernel does not store the pre-activation. Results are bitwise the same.
+        # The tall kernel does not store the pre-activation. Bits are the same.
         return config if problem.outputs == ("y",) else dataclasses.replace(config, block_m=SM90_BLOCK_M)
 
     def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
@@ -150,7 +148,7 @@ SM90 = _Sm90()
 def sm90_arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None
 ) -> dict[str, Argument]:
-    """Every kernel parameter in order. A stage trusts its layout: no padding inside groups, whole tiles are stored."""
+    """Every kernel parameter in order. A stage trusts its layout: whole tiles are stored."""
     operands, spec, sizes, layout = problem.operands, problem.spec, problem.sizes, problem.layout
     assert layout is not None and (stage is not None or not builder.has("pre")), "pre is stored by whole tiles"
     x, weight, in_out = operands.x, operands.weight, spec.weight_layout == "in_out"

@@ -1,4 +1,4 @@
-"""Planning of the experts' weight gradients for Hopper (`kernels.sm90_weight_gradient`)."""
+"""Planning of weight gradients for Hopper (`kernels.sm90_weight_gradient`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SM90_WEIGHT_GRADIENT = declare_kernel(kernels.weight_gradient)
 _VECTOR = 8
 #: Result rows per consumer, columns per store, row tiles that share columns.
 _CONSUMER_ROWS, _PIECE, _GROUP_M = 64, 128, 8
-#: Result rows and columns that a block computes at a time.
+#: Result rows and columns of a block.
 SM90_GRADIENT_TILE = (2 * _CONSUMER_ROWS, SM90_WIDTH)
 
 
@@ -31,7 +31,7 @@ def why_not_sm90_gradient(
     shape: tuple[int, int],
     target: Target,
 ) -> str:
-    """The reason why the kernel cannot compute a gradient of `shape` (M, N), or an empty string."""
+    """The reason why the kernel cannot compute a gradient of shape (M, N), or ""."""
     left, right, (m, n) = operands.left, operands.right, shape
     if not target.is_sm90:
         return f"it needs sm_90, its wgmma and TMA instructions, got {target}"
@@ -59,9 +59,8 @@ def why_not_sm90_gradient(
 def launch_sm90_gradient(
     builder: PlanBuilder, layout: LayoutSpec, spec: WeightGradientSpec, starts: tuple[int, int], shape: tuple[int, int]
 ) -> bool:
-    """Add the launch and the one that clears its counter, with `plan_weight_gradient`'s buffers. starts: the first
-    columns of left and right. shape: (M, N). Returns True if d_bias, if any, is computed too, which takes a consumer
-    without rows."""
+    """Add the launch and the one that clears its counter, with `plan_weight_gradient`'s buffers. starts: first columns
+    of left and right. shape: (M, N). Returns True if d_bias is computed too, which takes a consumer without rows."""
     (m, n), groups = shape, layout.num_experts
     # Triton 3.6 does not compile the sums of a single-tile gradient.
     idle = m > SM90_GRADIENT_TILE[0] and m % SM90_GRADIENT_TILE[0] != 0 and spec.gather[0] != "row"

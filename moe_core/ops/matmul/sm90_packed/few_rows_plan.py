@@ -1,4 +1,4 @@
-"""Planning of the grouped matmul for few rows per expert, with weights in registers (`kernels.few_rows`)."""
+"""Planning of the grouped matmul for few rows per expert (`kernels.few_rows`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moe_core.specs.tile import TileConfig
 MATMUL_FEW_ROWS = declare_kernel(kernels.matmul_few_rows, pdl="layout", prepacked_weight="weight")
 
 FEW_ROWS_NAME = "few_rows"
-#: Most mean rows per expert. With mxfp4 up to 1.1 times as fast as the mixed-input family up to 4 rows. At 8 that is
-#: 1.26 times as fast, because experts with more than 8 rows stream twice.
+#: Most mean rows per expert: up to 1.1 times as fast as the mixed-input family with mxfp4. At 8 that is 1.26 times as
+#: fast, because experts with more than 8 rows stream twice.
 _MOST_ROWS = 4
-#: Rows per block of the grid, as in one instruction.
+#: Rows of an instruction and of a block.
 _HEIGHT = 8
-#: Blocks in flight along the reduction, most first, limited by registers.
+#: Blocks in flight along the reduction, limited by registers.
 _CHUNKS = (4, 3, 2)
 #: Columns of one product. A sum takes every other one.
 _DEPTH = 64
@@ -31,8 +31,6 @@ _REGISTERS = 128
 
 
 class _FewRows(Family):
-    """bf16 rows with prepacked weights on sm_90, few rows per expert."""
-
     name, weights = FEW_ROWS_NAME, PREPACKED
 
     def why_not(self, problem: MatmulProblem) -> str | None:
@@ -97,7 +95,7 @@ def why_illegal_few_rows(config: TileConfig, weight: QuantizedTensor, spec: Matm
 
 
 def few_rows_config(weight: QuantizedTensor, spec: MatmulSpec) -> TileConfig:
-    """The configuration for a prepacked weight: the most blocks in flight with little zero padding after the last."""
+    """The configuration with the most blocks in flight and little zero padding after the last."""
     block, steps = block_of(weight.format), weight.values.shape[-2]
     # Steps that share scales stay together to load them once.
     chunks = [chunk for chunk in _CHUNKS if _alike(block, chunk, steps) in (chunk, block.repeat)]
@@ -106,7 +104,7 @@ def few_rows_config(weight: QuantizedTensor, spec: MatmulSpec) -> TileConfig:
 
 
 def _alike(block: TiledBlock, chunk: int, steps: int) -> int:
-    """Number of the `chunk` steps in flight that share their scales at every load."""
+    """Steps in flight that share their scales at every load."""
     repeat = block.repeat
     if repeat is None or repeat >= steps or repeat % chunk == 0:
         return chunk

@@ -1,4 +1,4 @@
-"""Planning of Hopper's grouped matmul with weights decoded in registers (`kernels.matmul`)."""
+"""Planning of Hopper's grouped matmul that decodes weights in registers (`kernels.matmul`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MATMUL_MIXED_INPUT = declare_kernel(kernels.matmul_mixed_input, pdl="start", pre
 
 #: Adjacent columns of x in shared memory.
 _DEPTH = 64
-#: Tiles of at least twice this number of tokens multiply only this number if they have no more rows.
+#: Tiles of at least twice these tokens multiply only this number if they have no more rows.
 _NARROW = 32
 #: Rows of x that a tall tile loads together if one of them exists.
 _CHUNK = 64
@@ -37,19 +37,19 @@ MIXED_INPUT_NAME = "mixed_input"
 LINE, _LINES = 128, BLOCK_VALUES // 128
 #: Elements that TMA and cp.async move at a time, and tokens per part of the epilogue.
 _VECTOR, _PART = 8, 32
-#: Tokens of tiles with four (large) or two (tall) blocks of weight rows, one per multiprocessor, and their most
-#: reduction columns per stage. Two blocks of other tiles share a multiprocessor.
+#: Tokens of tiles with four (large) or two (tall) blocks of weight rows, one per multiprocessor (others: two), and
+#: their most reduction columns per stage.
 LARGE, TALL, _LARGE_DEPTH = 128, 256, 128
 _TALL_PART = 1024
 #: Shared memory that the hardware reserves per block.
 _RESERVED = 1024
 #: With fewer stages of two blocks, stages have one block.
 _LEAST_STAGES = 3
-#: Mean rows per expert (above, up to) with tall tiles for mxfp4, without and with a gate. Measured in whole forwards at
-#: means of 32 to 512 (docs/notebook/quantised.md). Integer weights were not measured.
+#: Mean rows per expert (above, up to) with tall tiles for mxfp4, without and with a gate. Measured at means of 32 to
+#: 512 (docs/notebook/quantised.md). Integer weights were not measured.
 _TALL_ROWS = {False: (64, math.inf), True: (96, 192)}
 #: (most mean rows per expert, tokens of a tile, most reduction columns per stage); above, the largest tile. Measured
-#: with mxfp4 at means of 8, 32 and 128 only (docs/notebook/quantised.md).
+#: with mxfp4 at 8, 32 and 128 only (docs/notebook/quantised.md).
 _HEIGHTS = ((10, 16, 256), (24, 32, 256), (48, 64, 128))
 
 
@@ -101,7 +101,6 @@ def why_illegal_mixed_input(
 
 
 def mixed_input_config(rows: float, weight: QuantizedTensor, spec: MatmulSpec, target: Target) -> TileConfig:
-    """The configuration for this mean of rows per expert, with all stages that fit."""
     choices = ((height, depth) for most, height, depth in _HEIGHTS if rows <= most)
     above, most = _TALL_ROWS[spec.activation is not None and spec.activation.gated]
     tall = weight.format.has_e8m0_scales and above < rows <= most
@@ -133,7 +132,7 @@ def _most_stages(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, 
     if config.block_m < LARGE:
         limit = (limit + _RESERVED) // 2 - _RESERVED
     arrays = [array for array in (weight.scales, weight.zero_points) if array is not None]
-    # A block's codes and one record of each other array.
+    # Codes of a block and one record of each other array.
     held = BLOCK_VALUES + sum(array.shape[-1] * dtypes.itemsize(array.dtype) for array in arrays)
     steps = config.block_k // block_of(weight.format).columns
     stage = steps * blocks_of(config, spec) * held + config.block_m * config.block_k * 2
@@ -159,7 +158,7 @@ class _MixedInput(Family):
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
         most = problem.most_multiprocessors * (1 if config.block_m >= LARGE else 2)
         count = problem.tiles(config)
-        # Blocks with one tile each need no counter.
+        # Blocks with one tile need no counter.
         arguments = _arguments(builder, problem, config, (stage or 0) if count > most else None)
         builder.launch(MATMUL_MIXED_INPUT, (min(count, most),), arguments, config.num_warps, 1)
         tokens = f"{config.block_m}"
@@ -174,7 +173,7 @@ MIXED_INPUT = _MixedInput()
 
 
 def tiled_constants(problem: MatmulProblem) -> dict[str, Argument]:
-    """Compile-time constants of all kernels for prepacked weights."""
+    """Constants of all kernels for prepacked weights."""
     weight: QuantizedTensor = problem.operands.weight
     blocks, steps = weight.values.shape[-3:-1]
     block = block_of(weight.format)
@@ -194,7 +193,7 @@ def tiled_constants(problem: MatmulProblem) -> dict[str, Argument]:
 def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, counter: int | None
 ) -> dict[str, Argument]:
-    """Every kernel parameter in order. counter: the index in `tile_counters` that blocks take tiles from, or None."""
+    """counter: the index in `tile_counters` that blocks take tiles from."""
     x, weight = problem.operands.x, problem.operands.weight
     values: ArraySpec = weight.values
     large, gathered = config.block_m >= LARGE, problem.spec.gather != "row"
@@ -211,7 +210,7 @@ def _arguments(
         **(row_counts(problem, config) | tiled_constants(problem)),
         **passed(COUNTER=counter, STAGES=config.num_stages, BLOCK_M=config.block_m),
         **passed(PAIRS=blocks_of(config, problem.spec), DEEP=deep),
-        # One warp issues a small tile's loads or TMA soonest. Gathering many rows takes more threads.
+        # One warp issues a small tile's loads soonest. Gathering many rows takes more threads.
         **passed(PRODUCER_WARPS=4 if many else 1, REGISTERS=None if large else _SHARED_REGISTERS),
         **passed(GROUP_M=config.group_m, PDL=None),
     }
