@@ -1,7 +1,4 @@
-"""Expert parallelism, planned: which experts lie on which rank, what travels between ranks, and what it costs.
-
-Nothing here imports a framework or needs a device.
-"""
+"""Expert parallelism, planned without a framework or a device: experts of ranks, messages, and their cost."""
 
 from moe_core.parallel.choices import choose_chunks as choose_chunks
 from moe_core.parallel.choices import choose_ranks as choose_ranks

@@ -11,8 +11,7 @@ from moe_core.specs.matmul import Activation
 
 class Bounds(NamedTuple):
     """Rows of the block from each source, None: no blocks; of the block that comes back; and the most rows received,
-    None: any number.
-    """
+    None: any number."""
 
     block: int | None
     back: int | None
@@ -20,7 +19,7 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement) -> Bounds:
-    """Bounds for `tokens` tokens on each rank. Blocks have the size that distinct ids of a token need."""
+    """Bounds for `tokens` on each rank. Blocks suit distinct ids of a token."""
     nearest = min(top_k, placement.per_rank)
     if spec.mode == "all_gather":
         return Bounds(tokens, tokens * nearest, placement.num_ranks * tokens)
@@ -34,40 +33,35 @@ def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement)
 
 
 def is_direct(spec: ExchangeSpec) -> bool:
-    """Return True if each token has its own row at every owner, so that ranks need no counts: mode `peer`, rows of
-    tokens, no bound.
-    """
+    """Return True if each token has its own row at every owner and ranks need no counts: mode `peer`, rows of tokens,
+    no bound."""
     return (spec.mode, spec.rows, spec.receive) == ("peer", "tokens", None)
 
 
 def runs_in_lanes(spec: ExchangeSpec) -> bool:
-    """Return True if product 2 of a chunk runs beside product 1 of the next, each on some multiprocessors. With mode
-    `peer`, whose links then always work. Measured on four H200, docs/notebook/parallel.md.
-    """
+    """Return True if product 2 of a chunk runs beside product 1 of the next, on other multiprocessors: mode `peer`,
+    where links then always work. Measured on four H200, docs/notebook/parallel.md."""
     return spec.mode == "peer" and spec.chunks > 1
 
 
 def sets_of_buffers(spec: ExchangeSpec) -> int:
-    """Sets of buffers that chunks use in turn, at most one per chunk. In lanes two chunks are computed while others
-    travel.
-    """
+    """Sets of buffers that chunks use in turn. Lanes compute two chunks while others travel."""
     return min(spec.chunks, 4 if runs_in_lanes(spec) else 2)
 
 
 def second_multiprocessors(most: int, activation: Activation) -> int:
-    """Multiprocessors of product 2 beside product 1, so that both take equally long. Product 2 multiplies with one
-    matrix of three, or of two without gates.
-    """
+    """Multiprocessors of product 2 beside product 1, for equal times. Product 2 uses one matrix of three, or of two
+    without gates."""
     return max(1, most // (1 + activation.input_width(1)))
 
 
 def tokens_at_once(tokens: int, spec: ExchangeSpec) -> int:
-    """Tokens of a rank in one chunk; the last chunk may have fewer."""
+    """A rank's tokens in one chunk; the last may have fewer."""
     return -(-tokens // spec.chunks)
 
 
 def rows_received(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement) -> int:
-    """The most rows that an owner receives, for `tokens` tokens on each rank."""
+    """The most rows that an owner receives, for `tokens` on each rank."""
     bounds = bounds_of(spec, tokens, top_k, placement)
     nearest = min(top_k, placement.per_rank) if spec.rows == "slots" else 1
     worst = placement.num_ranks * tokens * nearest
@@ -75,5 +69,5 @@ def rows_received(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placem
 
 
 def slots_received(spec: ExchangeSpec, received: int, top_k: int, placement: Placement) -> int:
-    """The most results of slots that an owner has of these received rows."""
+    """The most results of slots that an owner has of received rows."""
     return received * (min(top_k, placement.per_rank) if spec.rows == "tokens" else 1)

@@ -14,7 +14,7 @@ from moe_core.parallel.spec import ExchangeSpec
 
 #: More are not measured.
 _MOST = 4
-#: The share of a forward that chunks must gain: the error of predictions, tests/parallel/test_choices.py.
+#: The least gain of chunks, as share of a forward: the error of predictions, tests/parallel/test_choices.py.
 _LEAST_GAIN = 0.05
 
 
@@ -23,8 +23,8 @@ def choose_chunks(
 ) -> tuple[int, str]:
     """Choose the chunks of forwards without gradients with `ExchangeSpec("peer", format=format)`.
 
-    Chunks pay if rows travel for about as long as products compute. A layer that is mostly called with far fewer tokens
-    should have one chunk.
+    Chunks pay if rows travel for about as long as products compute. A layer that mostly gets far fewer tokens should
+    have one chunk.
 
     Args:
         layer: sizes of the layer.
@@ -56,7 +56,7 @@ def choose_ranks(
 ) -> tuple[int, str]:
     """Choose how many of these ranks share the experts, if any number of them could hold all.
 
-    It is the fewest whose forward is hardly slower than the fastest: one rank may read the experts of few tokens in
+    It is the fewest with a forward hardly slower than the fastest: for few tokens, one rank may read the experts in
     less time than an exchange takes.
 
     Args:

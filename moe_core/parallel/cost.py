@@ -5,10 +5,10 @@ weights and counts, below 2 % of the rows of real models, are left out, except o
 Products take the longer of two times: their operations at `Machine.tflops`, and a rank's weights at `Machine.memory`.
 `Machine.products` replaces both by measured times.
 
-Stages follow one another, with two exceptions. With mode `peer` the last product stores its rows at their homes, so
-the way back counts only where it takes longer than this product. With chunks, all messages but those of one chunk
-overlap with products. Product 2 of a chunk and product 1 of the next slow each other down, and each further chunk
-reads the experts' weights again.
+Stages follow one another, with two exceptions. With mode `peer` the last product stores its rows at their homes, so the
+way back counts only where it takes longer than this product. With chunks, only one chunk's messages do not overlap with
+products. Product 2 of a chunk and product 1 of the next slow each other down, and each further chunk reads the weights
+again.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec, refuse_chunks
 from moe_core.trace import RoutingTrace
 
-#: The dtype of x and of plain weights.
 _DTYPE = "bfloat16"
 #: Tokens drawn from a law.
 _DRAWN = 8192
-#: Chunks in lanes: the share of time that products lose, and the share of reading the experts' weights that each
-#: further chunk adds. Fitted to five models on four H200, docs/notebook/parallel.md.
+#: In lanes: the share of time that products lose, and of reading the weights that each further chunk adds. Fitted to
+#: five models on four H200, docs/notebook/parallel.md.
 _SHARING, _READ_AGAIN = 0.06, 0.68
 
 
 @dataclass(frozen=True)
 class Zipf:
-    """A law of routing: expert r is drawn with probability proportional to r^-exponent, and a token's experts are
-    distinct. The seed draws the order of experts.
-    """
+    """A law of routing: expert r is drawn with probability proportional to r^-exponent, a token's experts distinct. The
+    seed draws the order of experts."""
 
     exponent: float
     seed: int = 0
@@ -63,17 +61,17 @@ class Zipf:
         """Draw ids int32 `[T, K]`, the same for equal arguments."""
         random = np.random.default_rng(self.seed)
         share = random.permutation(np.arange(1, num_experts + 1) ** -self.exponent)
-        # Gumbel's trick: the largest of noisy logarithms are drawn without replacement.
+        # Gumbel's trick: the largest noisy logarithms, without replacement.
         scores = np.log(share) + random.gumbel(size=(tokens, num_experts))
         return np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
     def load(self, top_k: int, num_experts: int) -> np.ndarray:
-        """Return counts int64 `[E]` of the ids that `simulate` draws, for `Placement.balanced`."""
+        """Return counts int64 `[E]` of the ids of `simulate`, for `Placement.balanced`."""
         return np.bincount(self.ids(_DRAWN, top_k, num_experts).reshape(-1), minlength=num_experts)
 
 
 class Traffic(NamedTuple):
-    """Shares of every rank, fp64 `[W]`: of the tokens, those that visit it; of the slots, those it computes (sum 1)."""
+    """Shares of every rank, fp64 `[W]`: tokens that visit it, and slots that it computes (sum 1)."""
 
     tokens: np.ndarray
     slots: np.ndarray
@@ -83,8 +81,8 @@ class Traffic(NamedTuple):
 class Prediction:
     """Predicted microseconds of one layer on W ranks.
 
-    stages: (name, us) of the busiest rank, in order, without overlap. us: the whole, with overlap. alone_us: one device
-    with all experts and one rank's tokens. imbalance: rows of the busiest rank over the mean. bound: the longest part.
+    stages: (name, us) of the busiest rank, in order, without overlap. us: all, with overlap. alone_us: one device with
+    all experts and one rank's tokens. imbalance: rows of the busiest rank over the mean. bound: the longest part.
     """
 
     ranks: int
@@ -97,7 +95,7 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Throughput of a rank over that of one device alone."""
+        """A rank's throughput over that of one device alone."""
         return self.alone_us / self.us if self.us else 1.0
 
     @property
@@ -106,7 +104,7 @@ class Prediction:
         return sum(us for name, us in self.stages if name != "compute")
 
     def hidden_for(self, efficiency: float) -> float:
-        """Return the share of the exchange that must overlap for this efficiency. Above 1: not possible."""
+        """Return the share of the exchange that must overlap for this efficiency; above 1: impossible."""
         compute = dict(self.stages)["compute"]
         exposed = self.alone_us / efficiency - compute
         return max(0.0, 1 - exposed / self.exchange_us) if self.exchange_us else 0.0
@@ -141,7 +139,7 @@ def predict(
             names.
         spec: how rows travel.
         imbalance: rows of the busiest rank over the mean; the others share the rest.
-        tensor: ranks of one NVLink domain that split each expert, each with tokens of its own. There are tensor times
+        tensor: ranks of one NVLink domain that split each expert, each with tokens of its own. There are tensor *
             `ranks` ranks.
         training: a forward and its backward.
 
@@ -247,7 +245,7 @@ def _price(
         raise InvalidInput(
             f"tensor must be at most the machine's domain of {machine.domain}, got {tensor}; split experts within it"
         )
-    # Ranks of the axis of experts within a domain.
+    # Ranks of the axis of experts in a domain.
     machine = dataclasses.replace(machine, domain=machine.domain // tensor)
     if machine.network is None and ranks > machine.domain:
         raise InvalidInput(
@@ -259,7 +257,6 @@ def _price(
     else:
         alone, share = machine.products[0], machine.products[1] * uneven
     plain, sent = layer.d_model * dtypes.itemsize(_DTYPE), _row_bytes(layer, spec)
-    # Every rank of a tensor axis exchanges the tokens of all its ranks.
     out, back = _rows(layer, tokens * tensor, spec, traffic, per_rank)
     near = machine.link(spec.mode)
     stages = [("dispatch", _push_us(out, sent, machine, near)), ("combine", _push_us(back, plain, machine, near))]
@@ -277,14 +274,14 @@ def _price(
     if spec.mode == "all_to_all" and ranks > 1:
         far = machine.network if machine.network is not None and ranks > machine.domain else near
         stages.insert(0, ("counts", far.latency_us))
-    # Rows that the last product stores are not sent again. The rest of their way overlaps with nothing.
+    # The last product's rows are not sent again. The rest of their way overlaps with nothing.
     stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
     others = sum(us for _, us in stages) - stored
     weights = _read_bytes(layer, _most_slots(layer, tokens, traffic), per_rank, tensor) / machine.memory / 1e3
     if runs_in_lanes(spec):
         exposed = _exposed_in_lanes(share, others, stored, hidden, spec.chunks, weights)
     else:
-        # Nothing overlaps with the first chunk's arrival and the last chunk's way back.
+        # The first chunk's arrival and the last chunk's way back do not overlap.
         beside = max(0.0, (others - share) * (1 - 1 / spec.chunks))
         exposed = stored - hidden + others / spec.chunks + beside
     lost = share - share / uneven if uneven else 0.0
@@ -295,8 +292,8 @@ def _price(
 
 
 def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool) -> float:
-    """How long rows travel home while products (share: us) compute and store them. combine: us of one way."""
-    # Product 2 multiplies with one of 3 equal matrices, the last product of a backward with the others.
+    """How long rows travel home during products (share: us). combine: us of one way."""
+    # Product 2 uses one of 3 equal matrices, the last product of a backward the others.
     matrices = 3 if layer.gated else 2
     if not training:
         return min(combine, share / matrices)
@@ -305,10 +302,9 @@ def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool
 
 
 def _exposed_in_lanes(share: float, others: float, stored: float, hidden: float, chunks: int, weights: float) -> float:
-    """How much longer than its products a forward in lanes takes. others, stored: us of rows sent before and by
-    product 2, which hides `hidden`.
-    """
-    # Nothing overlaps with the first chunk's arrival and the last product 2.
+    """How much longer than its products a forward in lanes takes. others, stored: us of rows sent before and by product
+    2, which hides `hidden`."""
+    # The first chunk's arrival and the last product 2 do not overlap.
     ends = (others + stored - hidden) / chunks
     again = _SHARING * share + _READ_AGAIN * weights * (chunks - 1)
     return ends + max(0.0, others + stored - share) + again
@@ -325,7 +321,7 @@ def _row_bytes(layer: MoELayerSpec, spec: ExchangeSpec) -> int:
 def _rows(
     layer: MoELayerSpec, tokens: int, spec: ExchangeSpec, traffic: Traffic, per_rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows `[W]` that each home sends to every rank, and rows that come back."""
+    """Rows `[W]` from each home to every rank, and back."""
     ranks = len(traffic.slots)
     visits, slots = tokens * traffic.tokens, tokens * layer.top_k * traffic.slots
     if spec.mode in ("all_gather", "padded"):
@@ -338,7 +334,7 @@ def _rows(
 
 
 def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float:
-    """Microseconds of the busiest rank if homes send rows `[W]` of `size` bytes. link: within a domain."""
+    """Microseconds of the busiest rank. rows `[W]` of `size` bytes. link: within a domain."""
     ranks, domain = len(rows), min(machine.domain, len(rows))
     if ranks == 1:
         return 0.0
@@ -354,7 +350,7 @@ def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float
 
 
 def _work(layer: MoELayerSpec) -> tuple[float, float, float, float]:
-    """Operations of a slot, and of a token without slots. Bytes of an expert, and of other parameters."""
+    """Operations of a slot, and of a token without slots; bytes of an expert, and of other parameters."""
     D, gates = layer.d_model, 3 if layer.gated else 2
     shared = layer.shared_experts
     dense = 2 * D * layer.num_experts + (0 if shared is None else 2 * D * (shared.d_ff * gates + shared.gate))
@@ -378,7 +374,7 @@ def _alone_us(layer: MoELayerSpec, tokens: int, machine: Machine) -> float:
 def _share_us(
     layer: MoELayerSpec, tokens: int, machine: Machine, traffic: Traffic, per_rank: int, tensor: int
 ) -> float:
-    """Time of the rank with most slots. A tensor axis gives it slices of more slots."""
+    """Time of the rank with most slots."""
     slot, token, _, others = _work(layer)
     slots = _most_slots(layer, tokens, traffic)
     size = _read_bytes(layer, slots, per_rank, tensor) + others
@@ -390,5 +386,5 @@ def _most_slots(layer: MoELayerSpec, tokens: int, traffic: Traffic) -> float:
 
 
 def _read_bytes(layer: MoELayerSpec, slots: float, per_rank: int, tensor: int) -> float:
-    """Bytes of the experts that these slots touch on a rank."""
+    """Bytes of the experts of these slots on a rank."""
     return min(per_rank, slots * tensor) * _work(layer)[2] / tensor

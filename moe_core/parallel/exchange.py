@@ -1,9 +1,9 @@
 """The index arithmetic of an exchange, in NumPy. Front-ends compute the same on their devices.
 
 Letters: W ranks, L places per rank, T tokens of a rank, K top-k, slot s = t * K + k. A *home* has tokens, an *owner*
-has experts. Rows are slots or tokens. A home sends *groups* of rows: one for each place if rows are slots (G = W * L),
-one for each owner if rows are tokens (G = W). Groups make a ragged layout, of the places or of `first_owners`, so rows
-go out by (group, slot). Ranks tell each other the group sizes.
+has experts. Rows are slots or tokens. A home sends *groups* of rows: one per place for slots (G = W * L), one per owner
+for tokens (G = W). Groups make a ragged layout, of the places or of `first_owners`, so rows go out by (group, slot).
+Ranks tell each other the group sizes.
 
 Example, W = 2, L = 2, K = 2, T = 2 on rank 0, places [[2, 3], [0, 2]]. Slots: the layout over 4 places has group_sizes
 [1, 0, 2, 1] and sends slots 2 | 0, 3, 1. Tokens: first_owners [[1, -1], [0, 1]] has group_sizes [1, 2] and sends tokens
@@ -40,8 +40,7 @@ def physical_ids(
     """Return the place of every slot, from ids int32 `[T, K]`.
 
     A slot of an expert with n places goes to number (t + k) mod n. t counts the tokens of all ranks from first_token
-    on,
-    so the split into ranks does not matter. token_mask bool `[T]`: slots of False tokens have no place.
+    on, so the split into ranks does not matter. token_mask bool `[T]`: slots of False tokens have no place.
     """
     _, places, start = placement.tables
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
@@ -55,7 +54,7 @@ def physical_ids(
 
 
 def owners_of(places: np.ndarray, per_rank: int) -> np.ndarray:
-    """Return the rank of every place, int32; -1 stays."""
+    """Return ranks of places, int32, and -1 for -1."""
     return np.where(places < 0, -1, places // per_rank).astype(np.int32)
 
 
@@ -69,7 +68,7 @@ def first_owners(places: np.ndarray, per_rank: int) -> np.ndarray:
 
 
 def sends(groups: np.ndarray, num_groups: int) -> RaggedLayout:
-    """Return the layout of the rows that a home sends. groups int32 `[T, K]`: places or first_owners."""
+    """Return the layout of rows that a home sends. groups int32 `[T, K]`: places or first_owners."""
     tokens, top_k = groups.shape
     spec = LayoutSpec(tokens, top_k, num_groups)
     sizes, start, slot_of_row, row_of_slot, invalid = make_layout(groups, layout=spec)
@@ -129,9 +128,8 @@ def destinations(
 
 
 class Splits(NamedTuple):
-    """The arguments of a rank's all-to-all, int32 `[W]` by peer. sent, received: rows. sent_start: the first of its
-    rows for the peer. peer_start: the row there at which they begin, in the order `source`.
-    """
+    """A rank's all-to-all, int32 `[W]` by peer. sent, received: rows. sent_start: its first row for the peer.
+    peer_start: where they begin there, in the order `source`."""
 
     sent: np.ndarray
     received: np.ndarray
@@ -154,9 +152,8 @@ def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
 
 
 def received_ids(runs: np.ndarray, order: str) -> np.ndarray:
-    """Return the local expert of every received slot, int32 `[R]`, in the order `expert` or `source`. runs int32
-    `[W, L]`: rows from every home for every place here.
-    """
+    """Return the local expert of every received slot, int32 `[R]`, in the order `expert` or `source`. runs int32 `[W,
+    L]`: rows from every home for every place."""
     require_choice("order", order, ORDERS[:2])
     local = np.broadcast_to(np.arange(runs.shape[1], dtype=np.int32), runs.shape)
     if order == "expert":
@@ -173,8 +170,8 @@ def token_ids(places: np.ndarray, tokens: np.ndarray, owner: int, per_rank: int)
 def returned_rows(sent: RaggedLayout, groups: np.ndarray, num_ranks: int, block: int | None = None) -> Destinations:
     """Return the row at home of the result of each sent row, int32 `[T, K]`, -1: none.
 
-    Owners return results in the order of rows. sent: the layout of groups int32 `[T, K]`. block: rows of each owner's
-    block. None: owner after owner, without gaps.
+    Results return in the order of rows. sent: the layout of groups int32 `[T, K]`. block: rows of each owner's block.
+    None: owner after owner, without gaps.
     """
     start = sent.group_start[:-1].astype(np.int64)
     if block is None:
@@ -193,13 +190,13 @@ def token_rows(row: np.ndarray, owners: np.ndarray, num_ranks: int) -> np.ndarra
 
 
 def slot_rows(table: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Return the row of a slot's token at the slot's rank, int32 `[T, K]`. table: of `token_rows`."""
+    """Return the row of a slot's token at its rank, int32 `[T, K]`. table: of `token_rows`."""
     rows = np.take_along_axis(table, np.maximum(owners, 0).astype(np.int64), axis=1)
     return np.where(owners < 0, -1, rows).astype(np.int32)
 
 
 def require_equal_tokens(tokens: list[int], mode: str) -> int:
-    """Return the number of tokens of every rank. Raises InvalidInput if they differ."""
+    """Return every rank's number of tokens. Raises InvalidInput if they differ."""
     if len(set(tokens)) != 1:
         raise InvalidInput(
             f"tokens must be as many on every rank with mode={mode!r}, got {tokens}; pad them and pass a token_mask"

@@ -17,17 +17,14 @@ from moe_core.parallel.tensor import TOKENS, TensorSplit
 
 #: The version of headers, 1 to 15, above the bits of `TensorSplit.digest`. A failed rank's header is all zeros.
 _VERSION, _ABOVE = 4, 27
-#: Bits of the digest in options.
 _DIGEST = 0x1FFFF
-#: Modes with messages or buffers of one size on all ranks, which follows from the number of tokens (`peer`: the most).
+#: Modes with equal messages or buffers on all ranks, by the number of tokens (`peer`: the most).
 STATIC_MODES = ("all_gather", "padded", "peer")
 
 
 class Header(NamedTuple):
     """int32 `[8]` as names. options: mode, dtype, the rest of the spec, and a digest of what experts compute.
-    placement: a digest of the owners. tensor: `TensorSplit.digest` with a common index, and the version of
-    headers.
-    """
+    placement: a digest of the owners. tensor: `TensorSplit.digest` with a common index, and the version of headers."""
 
     tensor: int
     options: int
@@ -43,7 +40,7 @@ class Header(NamedTuple):
         return MODES[self.options & 3]
 
     def describe(self) -> str:
-        """Return the numbers as errors show them."""
+        """Return the numbers for errors."""
         bits = self.options >> 2
         dtype = MATMUL_DTYPES[bits & 3]
         rows = "slots" if bits & 4 else "tokens"
@@ -58,23 +55,21 @@ class Header(NamedTuple):
         )
 
     def of_experts(self, digest: int) -> Header:
-        """Return the header with a digest of what experts compute, 0: anything."""
+        """Return the header with an `experts_digest`, 0: anything."""
         return self._replace(options=self.options ^ (digest & _DIGEST) << 14)
 
     def on_tensor_axis(self, tokens: int, rank: int) -> Header:
-        """Return the header that ranks of the tensor axis compare: with their tokens, and `rank` on the axis of
-        experts in the place of their index.
-        """
+        """Return the header that ranks of the tensor axis compare, with their tokens and their common `rank` on the
+        axis of experts."""
         others = self.tensor & ~(0x1FFF << 14)
         return self._replace(tokens=tokens, tensor=others | (rank & 0x1FFF) << 14)
 
 
-#: The header of a rank that raised before the exchange.
 FAILED = (0,) * len(Header._fields)
 
 
 class PeerFailed(RuntimeError):
-    """Other ranks of a collective failed, and said so. ranks: their numbers in the group."""
+    """Other ranks of a collective failed and said so. ranks: their numbers."""
 
     def __init__(self, ranks: tuple[int, ...], where: str) -> None:
         names = ", ".join(map(str, ranks))
@@ -104,11 +99,10 @@ def header_of(
 
 
 def compare_headers(headers: np.ndarray, where: str = "the exchange", *, equal_tokens: bool = False) -> int:
-    """Return the tokens of all ranks together, from the headers int32 `[W, 8]` of all ranks.
+    """Return the tokens of all ranks together, from their headers int32 `[W, 8]`.
 
-    where: mode, layer and collective, for messages. equal_tokens: ranks must have equally many, also with exact counts.
-    Raises PeerFailed if a rank failed, and InvalidInput with both headers if ranks differ from most of them, or from
-    rank 0.
+    where: mode, layer and collective, for messages. equal_tokens: tokens must be equal, also with exact counts. Raises
+    PeerFailed if a rank failed, and InvalidInput with both headers if ranks differ from most of them, or from rank 0.
     """
     rows = np.asarray(headers).tolist()
     if all(row == rows[0] for row in rows) and tuple(rows[0]) != FAILED:
@@ -117,7 +111,7 @@ def compare_headers(headers: np.ndarray, where: str = "the exchange", *, equal_t
     failed = tuple(rank for rank, header in enumerate(found) if header == FAILED)
     if failed:
         raise PeerFailed(failed, where)
-    # The number of tokens may differ if counts are exact.
+    # With exact counts, tokens may differ.
     known = [header if equal_tokens or header.mode in STATIC_MODES else header._replace(tokens=0) for header in found]
     votes = Counter(known)
     most = max(votes, key=lambda header: (votes[header], -known.index(header)))

@@ -11,17 +11,15 @@ from moe_core.base.checks import as_integer, finite_float, require_choice, set_i
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
 
-#: Kinds of messages. peer: stores to other ranks' memory, peer_pull: loads from it. ragged_all_to_all: of XLA.
+#: Kinds of messages. peer: stores to other ranks' memory, peer_pull: loads. ragged_all_to_all: of XLA.
 KINDS = ("all_gather", "all_to_all", "peer", "peer_pull", "ragged_all_to_all")
-#: Between ranks of one domain, or over the network.
 WHERE = ("domain", "network")
-#: Bytes of a message fit into 63 bits.
 _MOST_BYTES = 2**63
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two ranks: microseconds until a message's first byte arrives, and GB/s in one direction."""
+    """A way between two ranks: microseconds until a message's first byte arrives, and GB/s per direction."""
 
     latency_us: float
     bandwidth: float
@@ -33,7 +31,6 @@ class Link:
         set_positive(self, "bandwidth")
 
     def us(self, size: float) -> float:
-        """Microseconds for so many bytes."""
         return self.latency_us + size / self.bandwidth / 1e3 if size else 0.0
 
 
@@ -42,7 +39,7 @@ class LinkTiming:
     """One measured message.
 
     kind: of KINDS. backend: such as `nccl`, `gloo` or `xla`. where: of WHERE. ranks: that took part. bytes: the most
-    that a rank sends to others, or gets from them. us: median over repeats of the slowest rank. Raises InvalidInput.
+    that a rank exchanges with others. us: median over repeats of the slowest rank. Raises InvalidInput.
     """
 
     kind: str
@@ -63,12 +60,12 @@ class LinkTiming:
 
     @property
     def gb_s(self) -> float:
-        """GB/s of the busiest rank in one direction, latency included."""
+        """GB/s of the busiest rank per direction, latency included."""
         return self.bytes / self.us / 1e3
 
 
 def fit_link(timings: Sequence[LinkTiming]) -> Link:
-    """Fit a link to timings, by the squares of relative errors, so that small messages count as much as large ones.
+    """Fit a link to timings, by squares of relative errors, so that all sizes count equally.
 
     If all have one size, the latency is 0. Example: 1000 bytes in 11 us and 1000000 bytes in 20 us fit a latency of
     10.99 us and 111 GB/s. Raises InvalidInput without a timing.
@@ -85,7 +82,7 @@ def fit_link(timings: Sequence[LinkTiming]) -> Link:
     if latency < 0:
         latency, per_byte = 0.0, float((size / us).sum() / (size / us).dot(size / us))
     if per_byte <= 0:
-        # Only latency shows. The largest message gives a lower bound of the bandwidth.
+        # Only latency shows. The largest message bounds the bandwidth from below.
         last = int(size.argmax())
         latency, per_byte = float(np.median(us)), us[last] / size[last]
     return Link(float(latency), float(1 / per_byte / 1e3))

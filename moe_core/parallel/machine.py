@@ -1,4 +1,4 @@
-"""The links and speeds of GPUs, measured or assumed, and the mode of an exchange that suits them."""
+"""The links and speeds of GPUs, measured or assumed, and the exchange mode that suits them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ from moe_core.parallel.links import KINDS, Link, LinkTiming, fit_link, set_posit
 from moe_core.parallel.placement import Placement
 from moe_core.specs.tile_table import PROVENANCE_FIELDS
 
-#: The environment variable with a file of `moebius-tune --links`.
+#: The environment variable for a file of `moebius-tune --links`.
 VARIABLE = "MOEBIUS_MACHINE"
-#: The version of files.
 FORMAT_VERSION = 1
-#: The most tokens of all ranks that every rank may see without loss, if nothing is measured.
+#: The most tokens of all ranks that every rank may see without loss, unmeasured.
 FEW_TOKENS = 256
-#: Bytes of a token: 4096 numbers of bf16.
+#: 4096 numbers of bf16.
 _ROW_BYTES = 8192
-#: Modes with messages of another kind.
 _KIND_OF_MODE = {"padded": "all_to_all"}
 _NUMBERS = ("domain", "tflops", "memory")
-#: Fields of a Machine in a file, without the times of a layer.
 _FIELDS = ("nvlink", "network", *_NUMBERS, "measured")
 
 
@@ -38,11 +35,9 @@ class Machine:
     """GPUs as a cost model sees them.
 
     domain: consecutive ranks that nvlink connects. network: connects domains, None: there is one. tflops: 10^12
-    operations
-    per second of a layer's products. memory: GB/s. measured: (kind, Link) of messages within a domain (`all_gather`,
-    `all_to_all`, `peer`, `peer_pull`, `ragged_all_to_all`); others take nvlink. products: measured microseconds of a
-    layer's forward, of one rank's tokens with all experts, and of all ranks' tokens with one rank's experts. None: from
-    tflops and memory. Raises InvalidInput.
+    operations per second of products. memory: GB/s. measured: (kind, Link) of messages within a domain, by
+    `links.KINDS`; others take nvlink. products: measured microseconds of a layer's forward, of one rank's tokens with
+    all experts, and of all ranks' tokens with one rank's experts; None: from tflops and memory. Raises InvalidInput.
     """
 
     nvlink: Link
@@ -68,12 +63,12 @@ class Machine:
             object.__setattr__(self, "products", (alone, share))
 
     def link(self, mode: str) -> Link:
-        """Return the link of an exchange's mode within a domain."""
+        """Return the link of a mode within a domain."""
         return dict(self.measured).get(_KIND_OF_MODE.get(mode, mode), self.nvlink)
 
 
 #: Hosts of eight H200. Links within a host: measured on four, benchmarks/results/machine-4-h200.json. Between hosts:
-#: assumed, 45 of nominally 50 GB/s a GPU. tflops and memory: of bf16 layers in docs/user/performance.md.
+#: assumed, 45 of nominally 50 GB/s a GPU. tflops, memory: of bf16 layers in docs/user/performance.md.
 H200 = Machine(
     Link(20.6, 278.0),
     Link(20.0, 45.0),
@@ -111,9 +106,8 @@ class MachineRecord:
         memory: float,
         not_measured: Sequence[tuple[str, str]] = (),
     ) -> MachineRecord:
-        """Fit a machine to timings. nvlink is the link of all_to_all within the domain, which must be timed, else
-        raises InvalidInput.
-        """
+        """Fit a machine to timings. nvlink is fitted to all_to_all within the domain. Raises InvalidInput without such
+        timings."""
         by_kind: dict[tuple[str, str], list[LinkTiming]] = {}
         for timing in timings:
             by_kind.setdefault((timing.where, timing.kind), []).append(timing)
@@ -126,20 +120,19 @@ class MachineRecord:
         return MachineRecord(machine, tuple(timings), dict(provenance), tuple(not_measured))
 
     def save(self, path: str | Path) -> None:
-        """Write the file. Raises InvalidInput if the provenance lacks a field."""
+        """Write the file. Raises InvalidInput if provenance lacks a field."""
         _require_provenance(self.provenance, "provenance")
         machine = {name: value for name, value in dataclasses.asdict(self.machine).items() if name in _FIELDS}
         machine["measured"] = {kind: dataclasses.asdict(link) for kind, link in self.machine.measured}
         content = {"format": FORMAT_VERSION, "provenance": dict(self.provenance), "machine": machine}
         head = json.dumps(content | {"not_measured": dict(self.not_measured)}, indent=2).removesuffix("\n}")
-        # One line per message, for readable changes.
         lines = ",\n".join(f"    {json.dumps(dataclasses.asdict(timing))}" for timing in self.timings)
         with whole_file(path) as partial:
             partial.write_text(f'{head},\n  "timings": [\n{lines}\n  ]\n}}\n')
 
     @staticmethod
     def load(path: str | Path) -> MachineRecord:
-        """Read a file. Raises InvalidInput for any other file, with the problem."""
+        """Read a file. Raises InvalidInput for other files."""
         try:
             content = load_json(path)
         except InvalidInput as error:
@@ -166,9 +159,8 @@ class MachineRecord:
 
 
 def machine_of(machine: Machine | str | Path | None) -> Machine:
-    """Return the machine, or the record's at a path, or for None the record's that MOEBIUS_MACHINE names. Raises
-    InvalidInput for other files, and without any.
-    """
+    """Return the machine, the record's at a path, or for None the record's that MOEBIUS_MACHINE names. Raises
+    InvalidInput without any, and for other files."""
     if machine is None:
         named = os.environ.get(VARIABLE)
         if not named:
@@ -224,10 +216,9 @@ def choose_mode(
     Args:
         tokens: of a rank.
         placement: gives the number of ranks.
-        machine: as for `predict`. With a measured one, tokens are few if their rows take no longer than a message's
-            latency.
+        machine: as for `predict`. If measured, tokens are few if their rows take at most a message's latency.
         capturable: the host reads nothing, as under a CUDA graph.
-        symmetric: ranks of a domain can store to each other's memory. They do, unless other messages were faster.
+        symmetric: ranks of a domain can store to each other's memory; used unless other messages were faster.
         row_bytes: bytes of a token.
 
     Returns:

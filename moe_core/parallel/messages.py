@@ -15,9 +15,8 @@ from moe_core.parallel.tensor import TensorSplit
 @plan_type
 @dataclass(frozen=True)
 class Collective:
-    """One message of a rank. kind: `all_gather`, `all_to_all`, `all_reduce`, `barrier`, or `push`, stores to peers.
-    rows, bytes: the most that the rank sends, its own part included. axis: `experts` or `tensor`.
-    """
+    """One message of a rank. kind: `all_gather`, `all_to_all`, `all_reduce`, `barrier`, or `push` (stores to peers).
+    rows, bytes: the most that the rank sends, its own part included. axis: `experts` or `tensor`."""
 
     kind: str
     what: str
@@ -42,7 +41,7 @@ class ExchangeBuffer:
 
 
 class TensorMessages(NamedTuple):
-    """Messages between the ranks that split each expert. header: number of its int32."""
+    """Messages between the ranks that split each expert. header: its number of int32."""
 
     split: TensorSplit
     tokens: int
@@ -64,19 +63,17 @@ class TensorMessages(NamedTuple):
         return Collective("all_gather", what, dtype, rows, bytes, "tensor")
 
     def _parts(self, what: str, width: int) -> Collective:
-        """Parts of sums, fp32, to the ranks with the tokens."""
         kind = "all_to_all" if self.split.tokens == "split" else "all_gather"
         return Collective(kind, what, "float32", self._brought, self._brought * width * 4, "tensor")
 
     def forward(self, exchange: tuple[Collective, ...]) -> tuple[Collective, ...]:
-        """All messages of a forward, around those of the exchange."""
+        """All messages of a forward, around the exchange's."""
         header, routing = self.header * 4, self.tokens * 2 * self.top_k * 4
         if self.split.tokens == "replicated":
             first = [self._gather("header", "int32", 1, header)]
         else:
             what, first = "ids and weights", []
             if self.mode == "all_to_all":
-                # The host compares it before sizes matter.
                 first = [self._gather("header", "int32", 1, header)]
             else:
                 what, routing = f"header, {what}", routing + header
@@ -85,13 +82,12 @@ class TensorMessages(NamedTuple):
         return (*first, *exchange, self._parts("parts", self.d_model))
 
     def backward(self, exchange: tuple[Collective, ...]) -> tuple[Collective, ...]:
-        """All messages of a backward, around those of the exchange."""
+        """All messages of a backward, around the exchange's."""
         first = [self._gather("d_output", self.dtype, self.tokens, self.tokens * self._row_bytes)]
         last = self._parts("d_x", self.d_model), self._parts("d_weights", self.top_k)
         return (*first[: self.split.tokens == "split"], *exchange, *last)
 
     def buffers(self) -> tuple[ExchangeBuffer, ...]:
-        """Memory of the axis."""
         sizes = {
             "gathered rows": self._brought * self._row_bytes if self.split.tokens == "split" else 0,
             "parts": self._brought * self.d_model * 4,

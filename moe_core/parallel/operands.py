@@ -28,7 +28,7 @@ def experts_digest(
     """Return a digest, not 0, of what a rank's experts compute: F, the activation, and the rounding of products.
 
     experts, shared: arrays with shapes and dtypes. spec_of: makes the ArraySpec of (name, array). Raises InvalidInput
-    if this rank's arrays do not fit each other: later, other ranks would wait for its message.
+    if the arrays do not fit each other, before other ranks wait.
     """
     bundles = experts, *(() if shared is None else (shared,))
     formats = tuple(getattr(value, "spec", None) for bundle in bundles for _, value in named_fields(bundle))
@@ -52,13 +52,11 @@ def experts_digest(
 
 
 def require_given(ids: ArraySpec, weights: ArraySpec, tokens: int) -> None:
-    """Raise InvalidInput unless ids and weights fit so many tokens."""
     require_spec("routing.ids", ids, (tokens, "top_k"), ID_DTYPES, contiguous=False)
     require_spec("routing.weights", weights, ids.shape, ROUTER_WEIGHT_DTYPES, contiguous=False)
 
 
 def require_scores(shape: Sequence[int], tokens: int, placement: Placement) -> None:
-    """Raise InvalidInput unless logits fit the tokens and experts."""
     wanted = [tokens, placement.num_experts]
     if list(shape) != wanted:
         raise InvalidInput(

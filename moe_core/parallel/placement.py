@@ -19,12 +19,11 @@ from moe_core.base.codec import plan_type
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
 
-#: The content of an empty place.
 HOLE = -1
 
 
 class Move(NamedTuple):
-    """A copy of an expert from place `source` of the old placement to place `target` of the new one, physical ids."""
+    """A copy of an expert between physical ids: `source` of the old placement, `target` of the new."""
 
     expert: int
     source: int
@@ -32,11 +31,10 @@ class Move(NamedTuple):
 
 
 class PlacementTables(NamedTuple):
-    """A placement as int32 arrays, of the same sizes when experts move between places.
+    """A placement as int32 arrays, of sizes that moves between places do not change.
 
     expert_of_place `[W * L]`, -1: empty. Expert e has the physical ids places[start[e] : start[e + 1]], ascending;
-    empty
-    places come last. places `[W * L]`, start `[E + 1]`.
+    empty places come last. places `[W * L]`, start `[E + 1]`.
     """
 
     expert_of_place: np.ndarray
@@ -49,11 +47,10 @@ class PlacementTables(NamedTuple):
 class Placement:
     """The experts of each rank.
 
-    Ranks have equally many places. An expert is on at least one rank, and at most once on each (replicas).
+    Ranks have equally many places. An expert is on at least one rank, at most once on each (replicas).
 
     owners: logical ids of each rank in local order, -1: an empty place. version: number of changes, which ranks
-    compare.
-    Raises InvalidInput.
+    compare. Raises InvalidInput.
     """
 
     num_experts: int
@@ -96,7 +93,7 @@ class Placement:
 
     @property
     def per_rank(self) -> int:
-        """L, the places of a rank, empty ones included."""
+        """L, the places of a rank, also empty ones."""
         return len(self.owners[0])
 
     @property
@@ -106,7 +103,6 @@ class Placement:
 
     @functools.cached_property
     def has_replicas(self) -> bool:
-        """Return True if an expert lies on several ranks."""
         return sum(expert != HOLE for rank in self.owners for expert in rank) > self.num_experts
 
     @functools.cached_property
@@ -116,7 +112,7 @@ class Placement:
 
     @functools.cached_property
     def tables(self) -> PlacementTables:
-        """The placement as arrays, which must not be written to."""
+        """The placement as arrays; do not write to them."""
         held = np.array(self.owners, np.int32).reshape(-1)
         key = np.where(held == HOLE, self.num_experts, held)
         counts = np.bincount(key, minlength=self.num_experts + 1)[: self.num_experts]
@@ -127,14 +123,14 @@ class Placement:
         return tables
 
     def places_of(self, expert: int) -> tuple[int, ...]:
-        """Return the physical ids of an expert's replicas, ascending. Raises InvalidInput."""
+        """Return the physical ids of an expert, ascending. Raises InvalidInput."""
         expert = as_integer("expert", expert, 0, self.num_experts)
         _, places, start = self.tables
         return tuple(places[start[expert] : start[expert + 1]].tolist())
 
     @functools.cached_property
     def occupied(self) -> tuple[int, ...]:
-        """Places of each rank up to the last one with an expert."""
+        """Places of each rank up to its last expert."""
         places = [[place + 1 for place, expert in enumerate(rank) if expert != HOLE] for rank in self.owners]
         return tuple(max(taken, default=0) for taken in places)
 
@@ -154,7 +150,7 @@ class Placement:
 
     @staticmethod
     def round_robin(num_experts: int, num_ranks: int) -> Placement:
-        """Put expert e on rank e mod W. The last ranks may have an empty place. Raises InvalidInput."""
+        """Put expert e on rank e mod W. Last ranks may have an empty place. Raises InvalidInput."""
         experts, ranks = _sizes(num_experts, num_ranks)
         ids = [expert if expert < experts else HOLE for expert in range(-(-experts // ranks) * ranks)]
         return Placement(experts, tuple(tuple(ids[rank::ranks]) for rank in range(ranks)))
@@ -168,13 +164,13 @@ class Placement:
         nodes: int = 1,
         max_replicas: int | None = None,
     ) -> Placement:
-        """Share a load out as equally as possible. Spare places hold replicas of the hottest experts. Deterministic.
+        """Share a load out equally. Spare places hold replicas of the hottest experts. Deterministic.
 
         Args:
             load: `[E]`, work of each expert, such as tokens_per_expert of past calls. Replicas take equal parts.
             num_ranks: W.
             per_rank: L.
-            nodes: number of nodes, of consecutive ranks. An expert's replicas stay on one node.
+            nodes: of consecutive ranks. An expert's replicas stay on one node.
             max_replicas: the most places of an expert. None: one on each rank of a node. Training needs 1.
 
         Raises:
@@ -198,9 +194,8 @@ class Placement:
         return Placement(experts, tuple(owners))
 
     def balancedness(self, load: Sequence[float] | np.ndarray) -> float:
-        """Return the mean over the maximum of the ranks' work, in (0, 1], 1 without work. load `[E]`: as for
-        `balanced`. Raises InvalidInput.
-        """
+        """Return the mean over the maximum of the ranks' work, in (0, 1], 1 without work. load: as for `balanced`.
+        Raises InvalidInput."""
         loads = _loads(load)
         if len(loads) != self.num_experts:
             raise InvalidInput(f"load must be of the {self.num_experts} experts, got {len(loads)} numbers; pass all")
@@ -213,8 +208,8 @@ class Placement:
         """Return the next version: these groups of experts, on ranks and places that need few moves from `previous`.
 
         Ranks of a node take, in turn, the group they already have most of. Experts that stay keep their place.
-        previous: has
-        as many experts and ranks, and at most as many places; it is returned if nothing moves. Raises InvalidInput.
+        previous: has as many experts and ranks, and at most as many places; returned if nothing moves. Raises
+        InvalidInput.
         """
         sizes = [(one.num_experts, one.num_ranks) for one in (self, previous)]
         if sizes[0] != sizes[1] or previous.per_rank > self.per_rank:
@@ -236,7 +231,7 @@ class Placement:
             if rank not in chosen and other not in given:
                 chosen[rank] = other
                 given.add(other)
-        # Taking in turn may be worse than no swap.
+        # In turn may be worse than no swap.
         same = {rank: rank for rank in chosen}
         kept = [sum(len(held[rank] & taken[way[rank]]) for rank in way) for way in (chosen, same)]
         chosen = chosen if kept[0] > kept[1] else same
@@ -254,8 +249,7 @@ class Placement:
     def moved(self, other: Placement) -> tuple[Move, ...]:
         """Return the copies that turn this placement into `other`, by target.
 
-        The source is a place on the target's rank if possible, else one of the expert's places, in turn. Raises
-        InvalidInput
+        The source is on the target's rank if possible, else one of the expert's places, in turn. Raises InvalidInput
         unless sizes are equal.
         """
         sizes = [(placement.num_experts, placement.num_ranks, placement.per_rank) for placement in (self, other)]
@@ -297,9 +291,8 @@ def _nodes(nodes: int, num_ranks: int) -> int:
 
 
 def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
-    """Split experts into groups of at most ceil(E / groups) and equal load: the heaviest first, into the lightest
-    group with room, or the first of equals.
-    """
+    """Split experts into groups of at most ceil(E / groups) and equal load: the heaviest first, into the first of the
+    lightest groups with room."""
     room = -(-len(loads) // groups)
     parts: list[list[int]] = [[] for _ in range(groups)]
     lightest = [(0.0, group) for group in range(groups)]
@@ -312,9 +305,7 @@ def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
 
 
 def _copies(loads: np.ndarray, experts: list[int], places: int, most: int) -> dict[int, int]:
-    """Return the places of each expert. Spare ones go to the expert with the heaviest replicas, or the first of
-    equals.
-    """
+    """Return the places of each expert. Spare ones go to the first expert with the heaviest replicas."""
     copies = dict.fromkeys(experts, 1)
     hottest = [(-loads[expert], expert) for expert in experts] if most > 1 else []
     heapq.heapify(hottest)
@@ -329,20 +320,18 @@ def _copies(loads: np.ndarray, experts: list[int], places: int, most: int) -> di
 
 
 class _Node:
-    """Ranks of a node that are being filled."""
-
     def __init__(self, loads: np.ndarray, copies: dict[int, int], ranks: int, per_rank: int) -> None:
         self.part = {expert: loads[expert] / count for expert, count in copies.items()}
         self.held: list[list[int]] = [[] for _ in range(ranks)]
         self.total, self.per_rank = [0.0] * ranks, per_rank
         self.lightest = [(0.0, rank) for rank in range(ranks)]
-        # The heaviest expert first, its replicas one after another.
+        # Heaviest first, with all its replicas.
         for expert in sorted(copies, key=lambda expert: (-self.part[expert], expert)):
             for _ in range(copies[expert]):
                 self._place(expert)
 
     def _place(self, expert: int) -> None:
-        """Put the expert on the lightest rank that has room and does not hold it."""
+        """Use the lightest rank with room and without this expert."""
         passed_over = []
         while self.lightest and expert in self.held[self.lightest[0][1]]:
             passed_over.append(heapq.heappop(self.lightest))
@@ -355,10 +344,10 @@ class _Node:
         self._add(rank, expert)
 
     def _make_room(self, room: int, expert: int) -> int:
-        """Move another expert of a full rank to the rank `room`, which holds `expert`, and return the full rank."""
+        """Move another expert of a full rank to `room`, which holds `expert`. Return the full rank."""
         ranks = (rank for rank in range(len(self.held)) if expert not in self.held[rank])
         rank = min(ranks, key=lambda rank: (self.total[rank], rank))
-        # There is one: the full rank holds more experts, and not this one.
+        # Never empty: the full rank holds more experts, and not this one.
         able = (other for other in self.held[rank] if other not in self.held[room])
         moved = min(able, key=lambda other: (self.part[other], other))
         self.held[rank].remove(moved)

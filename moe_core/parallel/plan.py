@@ -37,11 +37,9 @@ class ExchangePlan:
     """One exchange, made by `plan_exchange`.
 
     forward, backward: messages in order, backward only with training. buffers: of the worst case, all sets. host_reads:
-    0
-    to 2. why_not_exact: why the bits are not one device's, empty if they are. expected_tokens, expected_experts: for
-    `Tuning`, so that sums have the order of one device. expected_rows: slots of all ranks. tensor: this rank on the
-    axis
-    that splits each expert. experts: of `experts_digest`, 0: not compared.
+    0 to 2. why_not_exact: empty if the bits are one device's. expected_tokens, expected_experts: for `Tuning`, so that
+    sums have one device's order. expected_rows: slots of all ranks. tensor: this rank on the tensor axis. experts: of
+    `experts_digest`, 0: not compared.
     """
 
     tokens: int
@@ -64,53 +62,51 @@ class ExchangePlan:
 
     @property
     def brought(self) -> int:
-        """Tokens that a rank brings to the exchange: its own, or all of its tensor axis."""
+        """Tokens that a rank brings: its own, or all of its tensor axis."""
         return self.tokens * self.tensor.token_ranks
 
     @property
     def exact(self) -> bool:
-        """Return True if the bits are those of one device."""
         return not self.why_not_exact
 
     @property
     def direct(self) -> bool:
-        """Return True if each token has its own row at every owner, see `is_direct`."""
+        """See `is_direct`."""
         return is_direct(self.spec)
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """Rows of blocks and of the receive buffer, for one chunk."""
+        """Bounds of one chunk."""
         return bounds_of(self.spec, tokens_at_once(self.brought, self.spec), self.top_k, self.placement)
 
     @functools.cached_property
     def header(self) -> Header:
-        """int32 `[8]`, which ranks compare with `compare_headers`."""
+        """What ranks compare with `compare_headers`."""
         sizes = self.brought, self.top_k, self.d_model, self.dtype
         header = header_of(*sizes, self.placement, self.spec, self.training, self.tensor)
         return header.of_experts(self.experts)
 
     def tensor_header(self, rank: int) -> Header:
-        """int32 `[8]`, which ranks of the tensor axis compare. rank: this one's on the axis of experts."""
+        """The header that ranks of the tensor axis compare. rank: this one's on the axis of experts."""
         return self.header.on_tensor_axis(self.tokens, rank)
 
     @functools.cached_property
     def tables(self) -> TableSpec:
-        """Sizes of the tables of `all_to_all`, `padded` and `all_gather`."""
+        """Table sizes of `all_to_all`, `padded` and `all_gather`."""
         placement, spec = self.placement, self.spec
         sizes = placement.num_ranks, placement.per_rank, placement.num_experts
         return TableSpec(spec.mode, spec.rows, *sizes, self.bounds.block, self.bounds.back)
 
     def of_group(self, tokens: int) -> ExchangePlan:
-        """Return the plan for so many tokens on all ranks together; by default ranks have equally many. Raises
-        InvalidInput, and Unsupported for too many rows.
-        """
+        """Return the plan for `tokens` on all ranks together; by default ranks have equally many. Raises InvalidInput,
+        and Unsupported for too many rows."""
         if tokens < self.brought:
             raise InvalidInput(f"tokens must be at least this rank's {self.brought}, got {tokens}; add up all ranks'")
         if max(tokens, self.placement.num_ranks * self.brought) * self.top_k >= INT32_LIMIT:
             raise Unsupported(
                 f"rows of all ranks must stay below 2**31, got {tokens} tokens of {self.top_k}; split the batch"
             )
-        # At an owner a row of a slot is a token with one expert.
+        # At an owner, a slot's row is a token with one expert.
         rows = tokens * (self.top_k if self.spec.rows == "slots" else 1)
         return dataclasses.replace(self, expected_tokens=max(1, rows), expected_rows=tokens * self.top_k)
 
@@ -119,29 +115,28 @@ class ExchangePlan:
         return {}
 
     def of_experts(self, digest: int) -> ExchangePlan:
-        """Return the plan whose ranks also compare a digest of `experts_digest`."""
+        """Return the plan that also compares an `experts_digest`."""
         if digest not in self._by_digest:
             self._by_digest[digest] = dataclasses.replace(self, experts=digest)
         return self._by_digest[digest]
 
     def buffers_of(self, received: int, returned: int) -> tuple[ExchangeBuffer, ...]:
-        """Return the buffers of a chunk for known counts of rows received and results returned, as an owner."""
+        """Return a chunk's buffers for known counts of rows received, and of results returned as an owner."""
         return _Planner(self).buffers(received, returned)
 
     def peak(self, received: int | None = None, returned: int | None = None, *, scratch: int = 0) -> int:
         """Return the most bytes that buffers and output of a forward take at once.
 
         received, returned: as for `buffers_of`. None: the worst case. scratch: bytes of the owner's op besides input
-        and
-        results. Index arrays, a few int32 a slot, are left out. Rows are freed once they have moved on, except the op's
-        input in training.
+        and results. Index arrays, a few int32 a slot, are left out. Rows are freed once moved on, except the op's input
+        in training.
         """
         if received is None or returned is None:
             return _peak(self, self.buffers, scratch)
         return _peak(self, self.buffers_of(received, returned), scratch)
 
     def explain(self) -> str:
-        """Everything as text."""
+        """Return everything as text."""
         spec, rows = self.spec, "rows of tokens" if self.spec.rows == "tokens" else "rows of slots"
         lines = [
             f"exchange {spec.mode}: {self.tokens} tokens, top {self.top_k}, {self.dtype} [{self.d_model}], {rows}",
@@ -180,10 +175,10 @@ def plan_exchange(
     training: bool = False,
     tensor: TensorSplit = WHOLE,
 ) -> ExchangePlan:
-    """Plan the exchange of a rank that has x `[tokens, d_model]` of dtype, with top_k experts for each token.
+    """Plan the exchange of a rank with x `[tokens, d_model]` of dtype and top_k experts per token.
 
-    training: a backward follows. tensor: the rank on an axis that splits each expert. Raises InvalidInput. Raises
-    Unsupported for training with replicas, with a format or with chunks.
+    training: a backward follows. tensor: the rank on the tensor axis. Raises InvalidInput, and Unsupported for training
+    with replicas, with a format or with chunks.
     """
     sizes = tokens, top_k, d_model, dtype, placement, spec, training
     draft = ExchangePlan(*sizes, (), (), (), 0, (), 0, 0, 0, tensor)
@@ -226,7 +221,7 @@ def _over_tensor(plan: ExchangePlan) -> TensorMessages:
 
 
 class _Planner:
-    """Sizes of one exchange, or of one chunk of it."""
+    """Sizes of one exchange, or of one chunk."""
 
     def __init__(self, plan: ExchangePlan) -> None:
         self.plan, self.spec, self.bounds = plan, plan.spec, plan.bounds
@@ -246,7 +241,7 @@ class _Planner:
 
     @property
     def returned(self) -> int:
-        """The most rows of results that come home."""
+        """The most results that come home."""
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
         return self.tokens * self.top_k
@@ -266,7 +261,7 @@ class _Planner:
 
     @property
     def given(self) -> int:
-        """The most rows of results that an owner returns."""
+        """The most results that an owner returns."""
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
         if self.plan.direct:
@@ -278,12 +273,12 @@ class _Planner:
         mode, header = self.spec.mode, len(Header._fields)
         if mode == "peer":
             return tuple(self._between_barriers()) * self.spec.chunks
-        # Ids travel with the bits of weights; if rows of slots are counted, weights travel without ids.
+        # Ids travel with the bits of weights; for counted rows of slots, weights travel without ids.
         width, what = (2 * self.width, "ids and weights") if self.width_of_ids else (self.width, "weights")
         routing = self._table(self._rows_kind, what, "int32", self.sent, width)
         if mode == "all_to_all":
-            # Counts of slots by place, or of tokens and of their slots by owner. Every rank gets all counts: a home
-            # computes where its rows begin, and which do not fit.
+            # Counts of slots by place, or of tokens and their slots by owner. Every rank gets all: a home computes
+            # where its rows begin, and which do not fit.
             groups = self.plan.placement.num_places if self.spec.rows == "slots" else self.ranks * 2
             first = [self._table("all_gather", "header and counts", "int32", 1, header + groups * self.spec.chunks)]
         else:
@@ -291,14 +286,14 @@ class _Planner:
             size = routing.bytes + copies * header * 4
             first, routing = [dataclasses.replace(routing, what=f"header, {what}", bytes=size)], None
         chunk = [*self._rows(self._rows_kind), *([routing] if routing else []), self._results("results")]
-        # Counts of all chunks travel at once, so that the host reads once. Each message of routing has a header.
+        # Counts of all chunks travel at once, for one host read. Each message of routing has a header.
         messages = [*first, *chunk * self.spec.chunks] if routing else [*first, *chunk] * self.spec.chunks
         if self.bounds.block is not None or self.bounds.receive is not None:
             messages.append(self._table("all_reduce", "overflow", "int32", 1, 1))
         return tuple(messages)
 
     def _between_barriers(self) -> list[Collective]:
-        """One chunk with mode `peer`. What a stage stores is read behind the barrier that ends it."""
+        """One chunk with mode `peer`. A stage's stores are read behind the barrier that ends it."""
         if self.plan.direct:
             told = self._table("push", "header, ids and weights", "int32", self.tokens, 2 * self.top_k)
             told = dataclasses.replace(told, bytes=told.bytes + 4 * TOLD)
@@ -315,7 +310,7 @@ class _Planner:
 
     @property
     def width_of_ids(self) -> int:
-        """Local ids that travel with a row, 0 if counts give them."""
+        """Local ids per row, 0 if counts give them."""
         return 0 if self.spec.rows == "slots" and self.spec.mode != "padded" else self.width
 
     def backward(self) -> tuple[Collective, ...]:
@@ -345,7 +340,7 @@ class _Planner:
             if self.spec.format is not None or self.plan.training:
                 buffers.append(ExchangeBuffer("rows by slot", received * self.row_bytes, False))
         elif symmetric:
-            # Weights, origins, the row of a slot's token, and gradients of weights.
+            # Weights, origins, rows of slots' tokens, and gradients of weights.
             numbers = 3 + (self.spec.rows == "tokens") + self.plan.training
             buffers.append(ExchangeBuffer("received weights and origins", given * numbers * 4, True))
             by_slot |= self.plan.training or self.spec.format is not None
@@ -355,10 +350,10 @@ class _Planner:
         if self.spec.mode not in ("all_gather", "peer"):
             buffers.insert(0, ExchangeBuffer("sent rows", self.sent * incoming, False))
         if by_slot:
-            # The owner's op has a row for each slot. Rows kept for a backward must not be overwritten.
+            # Rows kept for a backward must not be overwritten.
             buffers.append(ExchangeBuffer("rows by slot", given * self.row_bytes, False))
         if not symmetric:
-            # With mode `peer` the owner's op stores them at their homes.
+            # With mode `peer` the op stores them at their homes.
             buffers.append(ExchangeBuffer("results", given * self.row_bytes, False))
         buffers.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
         symmetric_sets = sets_of_buffers(self.spec)
@@ -373,15 +368,14 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
     symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
     returned = size.get("rows by slot", 0 if symmetric else received)
     kept = returned if plan.training else 0
-    # With a tensor axis, the exchange returns parts.
     gathered, parts = size.get("gathered rows", 0), size.get("parts", 0)
     ends = parts + size.get("returned parts", 0) + output + kept
     if symmetric:
-        # Gathered rows stay until the last chunk has been sent. In lanes two chunks are computed at once.
+        # Gathered rows stay until the last chunk has been sent. Lanes compute two chunks at once.
         scratch *= 1 + runs_in_lanes(plan.spec)
         behind = parts or output
         if plan.spec.chunks > 1:
-            # The output is allocated first, since each chunk writes to it.
+            # The output is allocated first; each chunk writes to it.
             gathered, behind = gathered + behind, 0
         held = gathered + max(returned, results + returned + scratch, results + kept + behind)
         return symmetric + max(held, ends)

@@ -1,7 +1,6 @@
 """The twin: all ranks of an expert-parallel MoE in one process, in NumPy.
 
-Every rank computes with the twins of one device (`moe_core.ops.moe.reference`), on its experts and the rows it
-received. Receive buffers hold NaN before anything arrives.
+Ranks compute with `moe_core.ops.moe.reference`. Receive buffers hold NaN before anything arrives.
 """
 
 from __future__ import annotations
@@ -24,34 +23,31 @@ from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import MoEOperands, MoEOutput, OutputGradients, TopK
 
-#: An owner's op: the stages of a forward, with matmul2 and tokens_per_expert; and d_slots, `d_routing.weights` and
-#: `d_experts.*` of a backward, from these stages.
+#: An owner's op: stages of a forward, with matmul2 and tokens_per_expert; and d_slots, `d_routing.weights` and
+#: `d_experts.*` of a backward from these.
 Forward = Callable[[MoEOperands, MoESpec], dict[str, np.ndarray]]
 Backward = Callable[[OutputGradients, MoEOperands, MoESpec, dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 def numpy_forward(operands: MoEOperands, spec: MoESpec) -> dict[str, np.ndarray]:
-    """`moe_stages` of an owner."""
     return moe_stages(operands.x, operands.experts, operands.routing, spec)
 
 
 def numpy_backward(
     gradients: OutputGradients, operands: MoEOperands, spec: MoESpec, stages: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """`moe_backward_stages` of an owner."""
     return moe_backward_stages(gradients, operands, spec, stages)
 
 
 class Owner(NamedTuple):
-    """The operands of an owner, with received rows, and all stages of its op."""
-
     operands: MoEOperands
     stages: dict[str, np.ndarray]
 
 
 class GroupForward(NamedTuple):
-    """Results of every rank, in order. received_per_expert int32 `[L]`: rows of its experts. overflow int32 `[1]`:
-    rows of all ranks that did not fit. `moe_backward` reads routes, owners and stages.
+    """Results of every rank, in order.
+
+    received_per_expert int32 `[L]`: rows of its experts. overflow int32 `[1]`: rows of all ranks that did not fit.
     """
 
     outputs: tuple[MoEOutput, ...]
@@ -75,8 +71,8 @@ def moe(
     The output is bitwise that of `moe_stages` on all tokens and experts, unless `plan_exchange` says why not. A token
     with a slot that did not fit is NaN unless exchange.on_overflow is `drop`.
 
-    ranks: x and routing of each rank's tokens, over all E experts, and its experts `[L, ...]` of `shard_experts`; no
-    expert_map. run: computes an owner's op. Raises InvalidInput, and Unsupported for a format and chunks.
+    ranks: each rank's tokens, routed over all E experts, and its experts `[L, ...]` of `shard_experts`; no expert_map.
+    run: computes an owner's op. Raises InvalidInput, and Unsupported for a format and chunks.
     """
     exchange = ExchangeSpec() if exchange is None else exchange
     _check(ranks, placement, exchange)
@@ -86,7 +82,7 @@ def moe(
         routing = routing_stages(rank.x, rank.routing, spec, rank.token_mask)
         found = physical_ids(routing["ids"], placement, first_token=first_token, token_mask=rank.token_mask)
         first_token += len(rank.x)
-        # A weight on the input is applied before rows travel, and the owner's weight is 1.
+        # The weight is applied before rows travel; the owner's is 1.
         on_input = spec.apply_router_weight_on_input
         sources.append(scale_rows(rank.x, routing["weights"]) if on_input else rank.x)
         weights.append(np.ones_like(routing["weights"]) if on_input else routing["weights"])
@@ -116,7 +112,6 @@ def moe(
 
 
 def _at_owner(spec: MoESpec) -> MoESpec:
-    """Options of experts whose rows come with ids and weights."""
     plain = {"router": None, "apply_router_weight_on_input": False, "out_dtype": None, "shared_activation": None}
     return dataclasses.replace(spec, **plain)
 
@@ -137,21 +132,19 @@ def _check(ranks: Sequence[MoEOperands], placement: Placement, exchange: Exchang
 
 
 class _Home(MoEBackward):
-    """The backward of a rank's tokens; their experts are elsewhere."""
-
     def __init__(self, number: int, routes: Routes, returned: tuple[list[np.ndarray], list[np.ndarray]], *rest) -> None:
         self.number, self.routes, self.returned = number, routes, returned
         super().__init__(*rest)
 
     def through_experts(self) -> np.ndarray:
-        """d_x from the rows that came back, and the gradient of weights, fp32 `[T, K]`."""
+        """d_x, and the gradient of weights, fp32 `[T, K]`."""
         d_slots, d_weights = self.returned
         rows, order = self.routes.pull(self.number, d_slots), self.routes.homes[self.number].back
         by_slot = self.routes.pull_weights(self.number, d_weights)
         if not self.spec.apply_router_weight_on_input:
             self.d_x += reduce(rows, order, top_k=order.shape[1], order="row", out_dtype="float32")
             return by_slot
-        # K = 1: at most one row comes back for a token. It is the gradient of x times the weight.
+        # K = 1: at most one row comes back, the gradient of x times the weight.
         row = order.max(axis=1)
         tokens = np.flatnonzero(row >= 0)
         d_source, weights = to_float32(rows[row[tokens]]), self.stages["weights"]
@@ -174,7 +167,7 @@ def moe_backward(
     """Return the gradients of every rank, by the names of `moe_backward_stages`; `d_experts.*` from all ranks' tokens.
 
     d_x, the gradients of given weights, and those of experts with one place are bitwise one device's. Gradients of a
-    router and a shared expert are this rank's addends, and losses those of its tokens. request: of what home computes.
+    router and a shared expert are this rank's addends, and losses those of its tokens. request: what home computes.
     """
     routes = forward.routes
     d_out = [round_to(given.output, rank.x.dtype) for given, rank in zip(gradients, ranks, strict=True)]

@@ -1,4 +1,4 @@
-"""The routes of rows between all ranks, in every mode; part of the twin."""
+"""Routes of rows between all ranks, in every mode; part of the twin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moe_core.parallel.spec import ExchangeSpec
 
 
 class Arrivals(NamedTuple):
-    """Rows that a home sends, int32: the owner, the token, the slot (-1: the whole token), and the row there."""
+    """Rows that a home sends, int32: owner, token, slot (-1: the whole token), and the row there."""
 
     owner: np.ndarray
     token: np.ndarray
@@ -36,7 +36,6 @@ class Arrivals(NamedTuple):
     row: np.ndarray
 
     def to(self, owner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """row, token and slot of rows to an owner."""
         mine = self.owner == owner
         return self.row[mine], self.token[mine], self.slot[mine]
 
@@ -44,8 +43,8 @@ class Arrivals(NamedTuple):
 class Home(NamedTuple):
     """Routes of a rank's rows.
 
-    places `[T, K]`. back `[T, K]`: the row that a slot's result arrives at, of back_rows. begins `[W]`: where each
-    owner's rows begin there. lost bool `[T, K]`: slots that did not fit. overflow: how many rows did not fit.
+    places `[T, K]`. back `[T, K]`: where a slot's result arrives, of back_rows. begins `[W]`: where each owner's rows
+    begin there. lost bool `[T, K]`: slots that did not fit. overflow: rows that did not fit.
     """
 
     places: np.ndarray
@@ -58,7 +57,7 @@ class Home(NamedTuple):
 
 
 def make_routes(places: Sequence[np.ndarray], placement: Placement, spec: ExchangeSpec) -> Routes:
-    """Make the routes of all ranks from the places of their slots, int32 `[T, K]` each. Raises InvalidInput."""
+    """Make the routes of all ranks from places int32 `[T, K]` of each. Raises InvalidInput."""
     num_ranks, per_rank = placement.num_ranks, placement.per_rank
     tokens = [len(own) for own in places]
     static = spec.mode in ("all_gather", "padded")
@@ -92,7 +91,6 @@ def _to_everyone(number: int, tokens: int, num_ranks: int) -> Arrivals:
 
 
 def _sources(counts: np.ndarray, owner: int, order: str, bounds: Bounds) -> np.ndarray:
-    """The home of every row that an owner receives."""
     if bounds.block is not None:
         return np.repeat(np.arange(len(counts)), bounds.block)
     each = counts.shape[1] // len(counts)
@@ -129,9 +127,7 @@ def _coming_back(
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Routes of all ranks. counts int32 `[W, G]`: rows that homes send. sources: for every owner, the home of each
-    row.
-    """
+    """Routes of all ranks. counts int32 `[W, G]`: rows that homes send. sources: homes of each owner's rows."""
 
     spec: ExchangeSpec
     placement: Placement
@@ -142,16 +138,16 @@ class Routes:
 
     @property
     def lost(self) -> tuple[np.ndarray, ...]:
-        """bool `[T, K]` of every home: slots that did not fit."""
+        """See `Home.lost`."""
         return tuple(home.lost for home in self.homes)
 
     @property
     def overflow(self) -> np.ndarray:
-        """int32 `[1]`: rows of all homes that did not fit."""
+        """int32 `[1]`: rows of all homes."""
         return np.array([sum(home.overflow for home in self.homes)], np.int32)
 
     def push(self, owner: int, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Rows that an owner receives, of rows by token `[T, D]` of every home."""
+        """Rows that an owner receives, of every home's tokens `[T, D]`."""
         buffer = np.full((len(self.sources[owner]), values[0].shape[1]), np.nan, values[0].dtype)
         written = np.zeros(len(buffer), bool)
         for home, rows in zip(self.homes, values, strict=True):
@@ -162,7 +158,7 @@ class Routes:
 
     @functools.cached_property
     def ids(self) -> tuple[np.ndarray, ...]:
-        """Local ids int32 of the rows of each rank: `[R, K]`, of slots `[R, 1]`."""
+        """Local ids int32 of each rank's rows: `[R, K]`, of slots `[R, 1]`."""
         return tuple(self._ids(owner) for owner in range(self.placement.num_ranks))
 
     def _ids(self, owner: int) -> np.ndarray:
@@ -182,7 +178,7 @@ class Routes:
         return ids
 
     def push_weights(self, owner: int, weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Weights fp32 of received rows, in the shape of their ids."""
+        """Weights fp32 of received rows, shaped as their ids."""
         received = np.full(self.ids[owner].shape, np.nan, np.float32)
         for home, of_home in zip(self.homes, weights, strict=True):
             row, token, slot = home.arrivals.to(owner)
@@ -190,7 +186,7 @@ class Routes:
         return received
 
     def pull(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
-        """Rows that come home, `[*, N]`, of every owner's results by slot `[*, N]`."""
+        """Rows `[*, N]` that come home, of every owner's results by slot."""
         own = self.homes[home]
         buffer = np.full((own.back_rows, results[0].shape[1]), np.nan, results[0].dtype)
         for owner, values in enumerate(results):
@@ -199,7 +195,7 @@ class Routes:
         return buffer
 
     def pull_weights(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
-        """fp32 `[T, K]` at home, of every owner's gradients of weights; 0: no row."""
+        """Owners' gradients of weights at home, fp32 `[T, K]`, 0 without a row."""
         rows = self.homes[home].back
         came = self.pull(home, [values.reshape(-1, 1) for values in results])
         returned = np.zeros(rows.shape, came.dtype)
@@ -207,7 +203,6 @@ class Routes:
         return returned
 
     def _returned(self, owner: int, home: int) -> np.ndarray:
-        """The results that an owner returns to a home, in order."""
         mine = self.sources[owner] == home
         valid = (self.ids[owner] >= 0) & mine[:, None]
         return np.flatnonzero(valid.reshape(-1))[: self.bounds.back]

@@ -1,7 +1,6 @@
 """Ranks of both axes, experts and tensor, in one process, in NumPy; part of the twin.
 
-Each rank of the tensor axis has an exchange of its own, with slices of the experts and the tokens of the whole axis.
-Parts come home and are added in the order of ranks.
+Each rank of the tensor axis exchanges the tokens of the whole axis. Parts are added at home in the order of ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from moe_core.parallel.tensor import TensorSplit
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, MoEOutput, OutputGradients, TopK
 
-#: By rank: the number on the axis of experts, then on the tensor axis.
+#: Indexed by rank on the axis of experts, then on the tensor axis.
 Grid = Sequence[Sequence[MoEOperands]]
 
 
 class GridForward(NamedTuple):
-    """Results of every rank, `[W][size]`. groups: the exchange of each rank of a tensor axis, whose outputs are
-    parts fp32. `moe_backward` reads inner and stages.
-    """
+    """Results of every rank, `[W][size]`. groups: the exchange of each rank of a tensor axis; outputs are parts
+    fp32."""
 
     outputs: tuple[tuple[MoEOutput, ...], ...]
     groups: tuple[reference.GroupForward, ...]
@@ -92,14 +90,13 @@ def moe(
 
 
 def bias_once(experts: ExpertWeights, index: int) -> ExpertWeights:
-    """The slices of a rank; only the first rank of the axis adds down_bias."""
+    """Keep down_bias only on the first rank of the axis."""
     if experts.down_bias is None or index == 0:
         return experts
     return dataclasses.replace(experts, down_bias=np.zeros_like(experts.down_bias))
 
 
 def _of_axis(arrays: Sequence[np.ndarray], split: TensorSplit) -> np.ndarray:
-    """The tokens that the ranks of a tensor axis bring to an exchange."""
     return np.concatenate(arrays) if split.tokens == "split" else arrays[0]
 
 
@@ -108,14 +105,13 @@ def _known(ids: np.ndarray, token_mask: np.ndarray | None) -> np.ndarray:
 
 
 def _own(array: np.ndarray, index: int, split: TensorSplit) -> np.ndarray:
-    """A rank's part of its tensor axis's tokens."""
     return np.split(array, split.size)[index] if split.tokens == "split" else array
 
 
 def _added(
     parts: Sequence[np.ndarray], index: int, split: TensorSplit, out_dtype: str, rank: MoEOperands | None, spec: MoESpec
 ) -> np.ndarray:
-    """The sum of a rank's parts in the order of ranks, fp32, and of its shared expert; one cast."""
+    """Add a rank's parts in the order of ranks, fp32, and its shared expert; one cast."""
     shared = (None, None)
     if rank is not None and rank.shared is not None:
         shared = shared_output(rank.x, rank.shared, spec, rank.experts.layer_index)
@@ -135,8 +131,6 @@ def _output(
 
 
 class _Home(MoEBackward):
-    """The backward of a rank's tokens, with the sums of all parts."""
-
     def __init__(self, d_x: np.ndarray, d_weights: np.ndarray, *rest) -> None:
         self.from_experts = d_x, d_weights
         super().__init__(*rest)
@@ -150,9 +144,8 @@ class _Home(MoEBackward):
 def moe_backward(
     gradients: Sequence[Sequence[OutputGradients]], ranks: Grid, spec: MoESpec, forward: GridForward
 ) -> tuple[tuple[dict[str, np.ndarray], ...], ...]:
-    """Return the gradients of every rank, `[W][size]`: `d_experts.*` of its slices and the whole
-    `d_experts.down_bias` from all ranks' tokens, the rest of its own tokens.
-    """
+    """Return the gradients of every rank, `[W][size]`: `d_experts.*` of its slices and the whole `d_experts.down_bias`
+    from all ranks' tokens, the rest from its tokens."""
     split = forward.split
     flowing = [
         _of_axis([round_to(given.output, rank.x.dtype) for given, rank in zip(own, row, strict=True)], split)

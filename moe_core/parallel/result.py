@@ -1,5 +1,3 @@
-"""The result of an expert-parallel forward on one rank."""
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -9,9 +7,8 @@ class ParallelOutput(NamedTuple):
     """A `MoEOutput` of this rank's T tokens, and counts of its experts' rows.
 
     output `[T, D]`; ids and weights `[T, K]`, ids of all E experts; logits fp32 `[T, E]` or None. tokens_per_expert
-    int32 `[E]`: slots of this rank's tokens with each expert. invalid_ids int32 `[1]`. received_per_expert int32 `[L]`:
-    rows of all ranks at each of this rank's places. overflow int32 `[1]`: rows of all ranks that did not fit, equal on
-    all.
+    int32 `[E]`: slots of this rank's tokens. invalid_ids int32 `[1]`. received_per_expert int32 `[L]`: rows of all
+    ranks at each place of this rank. overflow int32 `[1]`: rows of all ranks that did not fit, equal on all.
     """
 
     output: Any

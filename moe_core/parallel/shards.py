@@ -1,5 +1,3 @@
-"""The experts of each rank out of all experts, and back."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -13,15 +11,15 @@ from moe_core.formats import QuantizedTensor
 from moe_core.parallel.placement import HOLE, Placement
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
 
-#: Fields of ExpertWeights without an axis of experts.
+#: Fields without an axis of experts.
 _WHOLE = ("layer_index", "gate_up_input_scale", "down_input_scale")
 
 
 def shard_experts(experts: ExpertWeights, placement: Placement) -> tuple[ExpertWeights, ...]:
     """Return the experts of each rank, `[L, ...]`, from all, `[E, ...]` (behind the layers of a stack).
 
-    An empty place holds NaN, or an expert's numbers if the dtype has no NaN. Raises InvalidInput for experts of another
-    number.
+    An empty place holds NaN, or an expert's numbers if the dtype has no NaN. Raises InvalidInput for another number of
+    experts.
     """
     axis = 0 if experts.layer_index is None else 1
     found = []
@@ -48,7 +46,7 @@ def shard_experts(experts: ExpertWeights, placement: Placement) -> tuple[ExpertW
 
 
 def gather_experts(parts: Sequence[Any], placement: Placement, axis: int = 0) -> np.ndarray:
-    """Return one array of all experts from each rank's, `[L, ...]`; of replicas, the first place's."""
+    """Join each rank's experts `[L, ...]`, with the first place of replicas."""
     by_place = np.concatenate(parts, axis)
     _, places, start = placement.tables
     return np.take(by_place, places[start[:-1]], axis)

@@ -24,8 +24,8 @@ class ExchangeSpec:
         mode: `all_gather`: every rank gets all tokens, for few of them. `all_to_all`: exact counts, which the host
             reads once. `padded`: blocks of one size, no host read. `peer`: rows are stored at peers' addresses.
         rows: `tokens` sends a token once to an owner, `slots` once per expert.
-        receive: the most rows that a rank takes. None: the worst case. `padded` divides it among sources. More are
-            counted.
+        receive: the most rows that a rank takes; more are counted. None: the worst case. `padded` divides it among
+            sources.
         on_overflow: `error`, or `drop`: rows beyond `receive` contribute nothing.
         format: quantises rows of tokens before they travel. None: not.
         chunks: parts of the tokens, so that one travels while another is computed; see `choose_chunks`. Without
@@ -59,7 +59,7 @@ class ExchangeSpec:
 
 
 def refuse_chunks(spec: ExchangeSpec) -> None:
-    """Raise Unsupported for chunks, where a gradient is asked for."""
+    """Raise Unsupported for chunks with a gradient."""
     if spec.chunks > 1:
         raise Unsupported(
             f"training moves all tokens at once, got chunks={spec.chunks}, which make a step 11 to 16 % slower; pass "
@@ -68,7 +68,7 @@ def refuse_chunks(spec: ExchangeSpec) -> None:
 
 
 def why_not_exact(spec: ExchangeSpec, slices: int) -> tuple[str, ...]:
-    """Return why the bits are not one device's; empty: they are. slices: ranks that split each expert."""
+    """Return why the bits are not one device's, empty if they are. slices: ranks that split each expert."""
     reasons = []
     if slices > 1:
         reasons.append(

@@ -1,6 +1,6 @@
-"""The tensor axis of expert parallelism: its ranks each have a slice of every expert.
+"""The tensor axis of expert parallelism: each rank has a slice of every expert.
 
-A rank has consecutive columns of gate and up, and the same rows of down. So results are sums over the axis.
+A slice is consecutive columns of gate and up and the same rows of down, so results are sums over the axis.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from moe_core.formats import QuantizedTensor
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
 
 TOKENS = ("split", "replicated")
-#: The most ranks, for headers.
 _MOST_RANKS = 2**13
-#: Sizes of the axis that an error lists.
 _LISTED = 6
 
 
@@ -35,8 +33,8 @@ class TensorSplit:
     Args:
         size: ranks of the axis, 1: experts are whole.
         index: this rank.
-        tokens: `split`: ranks have tokens of their own, as sequence parallelism leaves them; tokens are gathered ahead
-            of the experts, and results return to their rank. `replicated`: all ranks have the same tokens.
+        tokens: `split`: each rank has its own tokens, as with sequence parallelism; they are gathered before the
+            experts, and results return to their rank. `replicated`: all ranks have the same tokens.
 
     Raises:
         InvalidInput: wrong numbers.
@@ -53,7 +51,7 @@ class TensorSplit:
 
     @property
     def token_ranks(self) -> int:
-        """Ranks of the axis with tokens of their own."""
+        """Ranks of the axis with different tokens."""
         return self.size if self.tokens == "split" else 1
 
     @property
@@ -62,31 +60,29 @@ class TensorSplit:
         return self.index << 14 | self.size << 1 | TOKENS.index(self.tokens)
 
 
-#: A rank with whole experts.
 WHOLE = TensorSplit()
 
 
 class Cut(NamedTuple):
-    """How one array is split over the axis. axis: from the end. parts: equal parts of it, gate and up in halves,
-    each split for itself.
-    """
+    """How one array is split. axis: from the end. parts: equal parts of it, such as halves of gate and up, each
+    split."""
 
     axis: int
     parts: int = 1
 
     def slices(self, length: int, split: TensorSplit) -> tuple[slice, ...]:
-        """A rank's slices of an axis of `length` entries, one of each part."""
+        """A rank's slices of an axis of this length, one of each part."""
         part, width = length // self.parts, length // self.parts // split.size
         first = split.index * width
         return tuple(slice(start + first, start + first + width) for start in range(0, length, part))
 
     def index(self, taken: slice) -> tuple[Any, ...]:
-        """An index that takes a slice of the axis, and all of the others."""
         return (..., taken, *[slice(None)] * (-1 - self.axis))
 
 
 def cut_of(name: str, weight_layout: str, gate_layout: str | None) -> Cut | None:
-    """Return the cut of a field of ExpertWeights, or of an array of a quantised one. None: every rank has all of it.
+    """Return the cut of a field of ExpertWeights, or of an array of a quantised one. None: all ranks have the whole
+    array.
 
     name: such as `gate_up`, `down_bias` or `up.scales`. gate_layout: None: ungated.
     """
@@ -156,7 +152,6 @@ def split_experts(
 
 
 def cut_array(array: np.ndarray, cut: Cut | None, split: TensorSplit) -> np.ndarray:
-    """A rank's slice of one array; without a cut, the array."""
     if cut is None or array.shape[cut.axis] == 1:
         # One entry for all of F, such as a scale per channel.
         return array
@@ -165,7 +160,7 @@ def cut_array(array: np.ndarray, cut: Cut | None, split: TensorSplit) -> np.ndar
 
 
 def join_arrays(slices: Sequence[np.ndarray], cut: Cut | None) -> np.ndarray:
-    """One array from the slices of all ranks of the axis; without a cut, the first."""
+    """Join the slices of all ranks of the axis, or without a cut return the first."""
     if cut is None:
         return slices[0]
     parts = [np.split(one, cut.parts, cut.axis) for one in slices]
