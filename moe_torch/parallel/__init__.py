@@ -17,7 +17,7 @@ __all__ = [
     "Placement", "Rebalancer", "group_losses", "moe", "parallelize", "total_over_ranks",
 ]  # fmt: skip
 
-#: Names that layers define, which stand on this package: they are imported when they are first asked for.
+#: Names of layers, which stand on this package: imported on first use.
 _OF_LAYERS = {
     **dict.fromkeys(("group_losses", "parallelize", "total_over_ranks"), "moe_torch.layers.parallel"),
     "PlacedTensor": "moe_torch.layers.placed",

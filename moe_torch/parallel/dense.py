@@ -26,8 +26,7 @@ _COLUMNS = 32
 class _Dense(torch.autograd.Function):
     """`(given, spec, x, wide, gate_up, down, up, gate) -> (rows fp32 [T, D], logits of the gate fp32 [T, 1] or None)`.
 
-    wide takes the gradient of x. The gradient of rows arrives multiplied by the gate, so that products and sums are
-    rounded as on one device.
+    wide takes the gradient of x. The gradient of rows arrives multiplied by the gate, for one device's rounding.
     """
 
     @staticmethod
@@ -75,7 +74,7 @@ def shared_output(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
 
-    wide: takes the gradient of x `[T, D]`, unrounded. group_tokens: of all ranks, for the tiles.
+    wide: takes the gradient of x `[T, D]`, unrounded. group_tokens: of all ranks, for tiles.
     """
     require_instance("shared", shared, SharedExpert)
     if experts.layer_index is not None:

@@ -14,7 +14,7 @@ _captured: set[tuple[torch.Tensor, ...]] = set()
 
 
 def constants(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return int32 arrays on a device, copied once: a copy waits for the device, and graphs cannot capture it."""
+    """Return int32 arrays on a device, copied once: copies wait for the device, and graphs cannot capture them."""
     arrays = _constants(rows, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _captured.add(arrays)
@@ -54,10 +54,10 @@ def physical_ids(
 ) -> Places:
     """Return the place of every slot, from ids int32 `[T, K]`.
 
-    first_token: the number of the first token in the group. tables: places and start of `PlacementTables` that may
-    change before a replay. None: those of the placement.
+    first_token: the number of the first token in the group. tables: `placement_tables` that may change before a replay.
+    None: the placement's.
     """
-    # A captured graph has to work for later placements.
+    # Captured graphs must work for later placements.
     has_replicas, num_experts = tables is not None or placement.has_replicas, placement.num_experts
     places, start = placement_tables(placement, ids.device) if tables is None else tables
     known = ids if token_mask is None else torch.where(token_mask[:, None], ids, -1)
@@ -74,5 +74,5 @@ def physical_ids(
 
 
 def owners_of(places: torch.Tensor, per_rank: int) -> torch.Tensor:
-    """Return the rank of every place, int32; -1 stays."""
+    """Return ranks of places, int32, and -1 for -1."""
     return torch.where(places < 0, -1, places // per_rank)

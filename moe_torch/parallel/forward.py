@@ -52,14 +52,13 @@ class ExpertParallel:
     Args:
         mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group.
         exchange: how rows travel, see `moe_core.parallel.ExchangeSpec`.
-        max_tokens: the most tokens of a rank in one call. None: any number. Mode `peer` needs it: the first call makes
-            memory for them.
+        max_tokens: the most tokens of a rank in one call. None: any number. Mode `peer` needs it: the first call
+            allocates for them.
         tensor: a second axis, such as `mesh["tp"]`. Its ranks have slices of each expert: columns of gate and up, rows
-            of
-            down. Results are sums over it, so the bits are not one device's. None: experts are whole.
+            of down. Results are sums over it, so the bits are not one device's. None: experts are whole.
         timeout: seconds of a message on a CPU. None: the process group's, which always counts on a GPU.
-        tensor_tokens: `split`: ranks of tensor have tokens of their own, equally many, as sequence parallelism leaves
-            them. `replicated`: they have the same tokens, and all get the results.
+        tensor_tokens: `split`: ranks of tensor have their own tokens, equally many, as with sequence parallelism.
+            `replicated`: they have the same tokens, and all get the results.
 
     Raises:
         InvalidInput: a mesh of several axes, axes that overlap, wrong numbers, mode `peer` without max_tokens.
@@ -106,7 +105,7 @@ class ExpertParallel:
 
     @property
     def gradient_divisor(self) -> int:
-        """The divisor of experts' gradients, if other gradients are averaged over ranks with tokens of their own.
+        """The divisor of experts' gradients, if other gradients are averaged over ranks with their own tokens.
 
         Experts' gradients are sums over all ranks' tokens. It is W, times the ranks of tensor with `split` tokens.
         """
@@ -114,12 +113,12 @@ class ExpertParallel:
 
     @property
     def token_ranks(self) -> int:
-        """Number of ranks with tokens of their own."""
+        """Number of ranks with different tokens."""
         return self.ranks().size * self.split.token_ranks
 
     @property
     def split(self) -> TensorSplit:
-        """This rank on the axis of tensor."""
+        """This rank on the tensor axis."""
         if self.tensor is None:
             return WHOLE
         ranks = ranks_of(self.tensor, None, "")
@@ -151,17 +150,17 @@ def moe(
 ) -> ParallelOutput:
     """Run `moe_torch.moe` over ranks that share the experts. All of them call it, in the same order.
 
-    Output and gradients are, bit by bit, those of `moe_torch.moe` on one device with the tokens of all ranks, in the
-    order of ranks, and all experts (`moe_core.parallel.plan_exchange` names exceptions). Gradients of a router are of
-    this rank's tokens: add them over ranks, as data parallelism does. With modes `all_to_all` and `peer`, ranks may
-    have different numbers of tokens. The router's tiles, and with `peer` on a GPU also the experts', are then those of
-    W times this rank's tokens, unless `spec.tuning` has the expected_tokens of all ranks.
+    Output and gradients are bitwise those of `moe_torch.moe` on one device with all experts and the tokens of all
+    ranks, in the order of ranks (`moe_core.parallel.plan_exchange` names exceptions). Gradients of a router are of this
+    rank's tokens: add them over ranks, as data parallelism does. With modes `all_to_all` and `peer`, ranks may have
+    different numbers of tokens. The router's tiles, and with `peer` on a GPU also the experts', are then those of W
+    times this rank's tokens, unless `spec.tuning` has the expected_tokens of all ranks.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank.
         experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. Empty places are not
-            read, and may be left out at the end. With `parallel.tensor`, the rank's slices, as
-            `moe_core.parallel.tensor.split_experts` makes them; down_bias is whole.
+            read, and may be left out at the end. With `parallel.tensor`, the rank's slices of
+            `moe_core.parallel.tensor.split_experts`; down_bias is whole.
         routing: over all E experts, of this rank's tokens.
         spec: as for `moe_torch.moe`.
         parallel: the ranks, and how rows travel.
@@ -170,14 +169,14 @@ def moe(
         token_mask: bool `[T]`, as for `moe_torch.moe`.
 
     Returns:
-        a ParallelOutput. Rows beyond a bound are counted in its `overflow`. The output of their tokens is NaN, or lacks
-        them with `exchange.on_overflow="drop"`.
+        a ParallelOutput. `overflow` counts rows beyond a bound. The output of their tokens is NaN, or lacks them with
+            `exchange.on_overflow="drop"`.
 
     Raises:
         InvalidInput: ranks that disagree about sizes, options or the placement, or wrong arguments.
         PeerFailed: another rank raised before the exchange. On a GPU, the host never waits with `all_gather`, `padded`
-            and `peer`: there the output is NaN if ranks disagree, and a rank that raised leaves the others to the
-            timeout of their group.
+            and `peer`: there the output is NaN if ranks disagree, and if a rank raised, the others wait for their
+            group's timeout.
         Unsupported: requests that exchanges cannot serve, and training of experts with replicas.
         RuntimeError: a message failed, because a rank died or is late.
     """
@@ -243,7 +242,7 @@ class Exchange:
             rows, row_weights = dispatch(routes, brought.x, brought.wide, brought.weights)
             del brought
             result = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens)
-            # Training keeps the rows. Otherwise their memory is free for the rows that come home.
+            # Without training, rows that come home can use this memory.
             del rows
             output = combine(routes, result.output, beside() if beside else (None, None), of_parts)
             counted = routes.tokens_per_expert, routes.invalid_ids
@@ -260,7 +259,6 @@ class Exchange:
         return ParallelOutput(found.output, ids, weights, logits, *counts)
 
     def _overlaps(self, x: torch.Tensor) -> bool:
-        """Return True if a shared expert runs while rows travel."""
         return self.parallel.exchange.mode == "peer" and x.is_cuda
 
     def _check(self, x: Any, experts: Any, routing: Any, spec: Any, mask: Any) -> None:
@@ -305,7 +303,7 @@ class Exchange:
         if isinstance(routing, RouterWeights):
             rows = x.detach()
             if mask is not None:
-                # The router's backward multiplies every row by its gradient, 0 for masked tokens: rows may hold NaN.
+                # The router's backward multiplies masked rows, which may hold NaN, by a gradient of 0.
                 rows = rows.masked_fill(~mask[:, None], 0)
                 wide = None if wide is None else wide.masked_fill(~mask[:, None], 0)
             options = spec.logits_spec()
@@ -331,7 +329,7 @@ def _asks_gradients(arrays: Iterable[Any]) -> bool:
 
 
 def _shared(arguments: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return a function with the results of `shared_output`, computed now or when it is called."""
+    """Return a function with the results of `shared_output`, computed now or later."""
     if later:
         return lambda: shared_output(*arguments)
     found = shared_output(*arguments)
@@ -341,7 +339,7 @@ def _shared(arguments: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[to
 def plan_of(
     parallel: ExpertParallel, placement: Placement, x: torch.Tensor, top_k: int, *, training: bool, experts: int = 0
 ) -> ExchangePlan:
-    """Plan the exchange of x `[T, D]`, or with mode `peer` of max_tokens. experts: of `experts_digest`."""
+    """Plan the exchange of x `[T, D]`, or with mode `peer` of max_tokens. experts: an `experts_digest`."""
     tokens = parallel.max_tokens if parallel.exchange.mode == "peer" and parallel.max_tokens is not None else len(x)
     sizes = tokens, top_k, x.shape[1], DTYPE_NAMES[x.dtype]
     split = parallel.split
@@ -350,14 +348,14 @@ def plan_of(
 
 
 def tells_peers(parallel: ExpertParallel, device: torch.device) -> bool:
-    """Return True if the host waits for a message that can report a failed rank."""
+    """Return True if the host waits for a message that reports failed ranks."""
     return parallel.exchange.mode == "all_to_all" or device.type == "cpu"
 
 
 def tell_peers(
     parallel: ExpertParallel, placement: Placement, device: torch.device, tensor: TensorRanks | None = None
 ) -> None:
-    """Tell the other ranks that this one raises before the exchange, if they wait for such a message.
+    """Tell ranks that wait for a message that this one raises before the exchange.
 
     tensor: messages over that axis so far. Best effort: the caller must see the first error.
     """

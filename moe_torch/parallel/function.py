@@ -19,11 +19,9 @@ from moe_torch.parallel.route import Overlap, Routes
 class Dispatch(torch.autograd.Function):
     """`(routes, x, wide, weights, stored) -> (rows [R, D] at their owners, their weights fp32)`.
 
-    x `[T, D]` has no gradient; it may be rows under way. wide `[T, D]`, not read, gets the gradient in its dtype: fp32,
-    or
-    that of x if nothing else flows into x. weights fp32 `[T, K]`: those that routes have sent. stored: gradients of
-    rows are
-    stored at `routes.results_at`, and autograd passes a stand-in.
+    x `[T, D]` has no gradient and may be rows under way. wide `[T, D]`, not read, gets the gradient in its dtype: fp32,
+    or x's if nothing else flows into x. weights fp32 `[T, K]`: those that routes have sent. stored: gradients of rows
+    are stored at `routes.results_at`, and autograd passes a stand-in.
     """
 
     @staticmethod
@@ -52,10 +50,8 @@ class Combine(torch.autograd.Function):
     """`(routes, rows, shared, gate, out_dtype, total, overlap) -> y [T, D]`.
 
     y is the sum of each token's slots, then of shared `[T, D]`, if any, times the sigmoid of gate fp32 `[T, 1]`;
-    `dense.py`
-    has their gradients. total: `routes.start_total` of the same rows. None: they have not left. overlap: sends the
-    gradient
-    of rows, which were `awaited`. None: the stream waits for it.
+    `dense.py` has their gradients. total: `routes.start_total` of the same rows. None: they have not left. overlap:
+    sends the gradient of rows, which were `awaited`. None: the stream waits for it.
     """
 
     @staticmethod
@@ -70,8 +66,8 @@ class Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: torch.Tensor) -> Any:
         rows = shared = None
-        # Under activation checkpointing this runs the forward again. It has to happen before anything is sent: the
-        # forward's rows go where the gradient's would arrive.
+        # Activation checkpointing runs the forward again here. It must happen before anything is sent: the forward's
+        # rows go where the gradient's would arrive.
         _ = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             values = d_y.to(ctx.dtype).contiguous()
@@ -79,7 +75,7 @@ class Combine(torch.autograd.Function):
             def push() -> torch.Tensor:
                 return ctx.routes.start_push(values, "d_output")()
 
-            # A search for NaN reads the returned rows at once.
+            # A NaN search reads the returned rows at once.
             searched = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
             rows = push() if ctx.overlap is None or searched else ctx.overlap.start(push, values)
         if ctx.needs_input_grad[2]:
@@ -103,7 +99,7 @@ class _Awaited(torch.autograd.Function):
 
 
 def awaited(rows: torch.Tensor, overlap: Overlap) -> torch.Tensor:
-    """The same rows, to be put between the experts and `combine`."""
+    """The same rows, between the experts and `combine`."""
     if torch.is_grad_enabled() and rows.requires_grad:
         result: Any = _Awaited.apply(rows, overlap)
         return result
@@ -118,7 +114,7 @@ def dispatch(
     *,
     stored: bool = False,
 ) -> tuple[Any, Any]:
-    """`Dispatch` if a gradient is asked for, else its results alone."""
+    """`Dispatch` if a gradient is needed, else only its results."""
     if torch.is_grad_enabled() and (wide is not None or weights.requires_grad):
         result: Any = Dispatch.apply(routes, x.detach() if isinstance(x, torch.Tensor) else x, wide, weights, stored)
         return result
@@ -135,7 +131,7 @@ def combine(
     stored: bool = False,
     overlap: Overlap | None = None,
 ) -> torch.Tensor:
-    """`Combine` if a gradient is asked for, else its result alone.
+    """`Combine` if a gradient is needed, else only its result.
 
     dense: shared and gate. stored: rows are a stand-in for those stored at `routes.results_at`.
     """
@@ -151,9 +147,8 @@ def combine(
 class Uses(torch.autograd.Function):
     """`(x, count, dtype) -> count` stand-ins of the shape of x, without memory, one for each use of x.
 
-    The first use is the experts', the others are a shared expert's and the router's. Their gradients are added as on
-    one
-    device, and cast once: they come in fp32, except the only one of a sum.
+    The first use is the experts', the others a shared expert's and the router's. Gradients are added as on one device
+    and cast once: they come in fp32, except the only one of a sum.
     """
 
     @staticmethod
@@ -173,7 +168,7 @@ class Uses(torch.autograd.Function):
 
 
 def uses_of(x: torch.Tensor, count: int, *, summed: bool = False) -> tuple[torch.Tensor | None, ...]:
-    """See `Uses`; None where x asks for no gradient. summed: parts of the gradient are added on the way."""
+    """See `Uses`; None where x needs no gradient. summed: parts of the gradient are added on the way."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return (None,) * count
     result: Any = Uses.apply(x, count, x.dtype if count == 1 and not summed else torch.float32)

@@ -1,4 +1,4 @@
-"""Collectives of torch between the ranks that share experts, with errors that name the message."""
+"""Collectives of torch between the ranks that share experts; errors name the message."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ Arriving = Callable[[], torch.Tensor]
 
 
 def buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a received message."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a process group. timeout: seconds of a message on a CPU. None: the group's; on a GPU the group's
-    watchdog counts. where: mode and layer, for errors.
-    """
+    """The ranks of a process group. timeout: seconds of a message on a CPU; None: the group's. On a GPU its watchdog
+    counts. where: mode and layer, for errors."""
 
     group: Any
     timeout: float | None = None
@@ -41,7 +39,7 @@ class Ranks:
         return dist.get_world_size(self.group)
 
     def all_gather(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Return `[W, ...]`, values of one shape from all ranks."""
+        """Return `[W, ...]`, equally shaped values of all ranks."""
         return self.start_all_gather(values, what)()
 
     def start_all_gather(self, values: torch.Tensor, what: str) -> Arriving:
@@ -60,9 +58,8 @@ class Ranks:
     ) -> torch.Tensor:
         """Return rows `[R, ...]` from every rank, one rank after another.
 
-        sent, received: rows to and from each rank. None: equally many. Rows behind those that go stay. memory: R, if
-        more than
-        come; the rest holds anything.
+        sent, received: rows to and from each rank. None: equally many. Rows behind those sent stay. memory: R, if more
+        than come; the rest holds anything.
         """
         return self.start_all_to_all(rows, what, sent, received, memory)()
 
@@ -97,8 +94,6 @@ class Ranks:
         )()
 
     def _start(self, collective: str, what: str, result: torch.Tensor, start: Callable[[], Any]) -> Arriving:
-        """Start a message into found."""
-
         def checked(step: Callable[[], Any]) -> Any:
             try:
                 return step()
@@ -119,12 +114,12 @@ class Ranks:
         return wait
 
 
-#: The first name is torch's from 2.13 on.
+#: The first name exists from torch 2.13 on.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 def _moved(values: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, which every backend moves, NaN and fp8 included; int32 stays."""
+    """The memory as bytes, which every backend moves, NaN and fp8 included; int32 stays."""
     return values if values.dtype == torch.int32 else values.view(torch.uint8)
 
 
@@ -134,9 +129,8 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def ranks_of(mesh: Any, timeout: float | None, where: str, name: str = "mesh", axis: str = "ep") -> Ranks:
-    """Return the ranks of a DeviceMesh of one axis, or of a process group. name, axis: the argument and its usual
-    axis.
-    """
+    """Return the ranks of a DeviceMesh of one axis, or of a process group. name, axis: the argument and its
+    usual axis."""
     if hasattr(mesh, "get_group"):
         if mesh.ndim != 1:
             raise InvalidInput(
@@ -151,7 +145,6 @@ def ranks_of(mesh: Any, timeout: float | None, where: str, name: str = "mesh", a
 
 
 def _require_member(is_one: bool, name: str, mesh: Any) -> None:
-    """Raise InvalidInput unless this process is one of the ranks."""
     if not is_one:
         raise InvalidInput(
             f"{name} must have this process among its ranks, got {mesh} in rank {dist.get_rank()} of all; make it of "

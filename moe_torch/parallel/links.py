@@ -1,4 +1,4 @@
-"""Measure messages between ranks on this machine with torch.distributed, for `moebius-tune --links`."""
+"""Measure messages between ranks on this machine, for `moebius-tune --links`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from moe_torch.parallel.peer.symmetric import Part, Symmetric, symmetric
 
 #: Batches of calls, with one median.
 _BATCHES, _MOST_CALLS = 5, 50
-#: Rows of square matrices to multiply, and bytes to add, on a GPU and on a CPU.
+#: Rows of square matrices to multiply, and bytes to add.
 _PRODUCT, _SUM = {"cuda": 8192, "cpu": 768}, {"cuda": 2**30, "cpu": 2**25}
-#: Seconds that ranks wait for each other.
 _TIMEOUT = 120.0
 _ALIGNMENT = 16
 #: The most bytes of rows stored at peers.
@@ -36,9 +35,8 @@ _ROW_BYTES = 8192
 
 @dataclass(frozen=True)
 class Setting:
-    """What to measure. ranks: of this host. None: its GPUs, or 2 on a CPU; torchrun sets it. sizes: bytes that a
-    rank sends to others. seconds: for all messages. Raises InvalidInput.
-    """
+    """What to measure. ranks: of this host; torchrun sets it. None: its GPUs, or 2 on a CPU. sizes: bytes that a rank
+    sends to others. seconds: for all messages. Raises InvalidInput."""
 
     backend: str
     ranks: int | None
@@ -61,9 +59,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """Results of one rank, equal on all except their own products. domain: ranks of a host. not_measured: (kind,
-    reason).
-    """
+    """Results of a rank, equal on all but for its products. domain: ranks of a host. not_measured: (kind, reason)."""
 
     timings: tuple[LinkTiming, ...]
     domain: int
@@ -73,7 +69,7 @@ class Found:
 
 
 def measure(setting: Setting) -> Found | None:
-    """Measure on the ranks of torchrun, or on processes that it starts; None on all ranks but the first.
+    """Measure on the ranks of torchrun, or on new processes. Returns None on all ranks but the first.
 
     Raises InvalidInput, and Unsupported with fewer than two GPUs for nccl.
     """
@@ -108,7 +104,7 @@ def _serve(rank: int, setting: Setting, ranks: int, folder: str) -> None:
 
 @contextlib.contextmanager
 def _joined(setting: Setting, local_rank: int, domain: int, where: dict[str, Any]) -> Iterator[_Bench]:
-    """A rank of a new group. where: of `init_process_group`."""
+    """Join a new group. where: of `init_process_group`."""
     device = torch.device("cpu")
     if setting.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -141,10 +137,10 @@ class _Bench:
         }
 
     def run(self) -> Found:
-        """Measure all messages, from small to large, then products and memory of this device."""
+        """Measure messages from small to large, then this device."""
         timings: list[LinkTiming] = []
         missing: dict[str, str] = {}
-        # Ranks cannot store to memory of other hosts.
+        # Other hosts' memory cannot be stored to.
         kinds = [(where, kind) for where in self.groups for kind in MESSAGES if where == "domain" or kind not in _PEERS]
         wanted = [(where, kind, size) for where, kind in kinds for size in self.setting.sizes]
         each = self.setting.seconds / max(1, len(wanted))
@@ -189,7 +185,7 @@ class _Bench:
     def _slowest(self, us: float, ranks: Ranks | None) -> float:
         if ranks is None:
             return us
-        # All ranks have to make equally many calls.
+        # All ranks must make equally many calls.
         told = torch.tensor([us], dtype=torch.float64, device=self.device)
         return float(ranks.all_gather(told, "times").max())
 
@@ -218,7 +214,7 @@ class _Bench:
         return 2 * rows**3 / product / 1e6, _SUM[kind] / added / 1e3
 
 
-#: Makes a call that sends a message, from ranks, bytes and device, and returns its bytes, too.
+#: From ranks, bytes and device: a call that sends a message, and its bytes.
 Message = Callable[[Ranks, int, torch.device], tuple[Callable[[], Any], int]]
 
 
@@ -245,9 +241,8 @@ def _between_gpus(make: Callable[[Ranks, int, torch.device], tuple[Callable[[], 
 
 
 def peer_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
-    """Return a call that stores rows of this rank's number + 1 at its peers and waits for theirs; the rows stored
-    here, bf16 `[W, R, columns]` by rank; and the bytes that a rank sends.
-    """
+    """Return a call that stores rows of this rank's number + 1 at its peers and waits for theirs; the rows stored here,
+    bf16 `[W, R, columns]` by rank; and the bytes that a rank sends."""
     memory, places = _rows_of_peers(ranks, size, device)
     here, addresses = memory.regions[0]
     world, count, columns = here.shape
@@ -261,9 +256,8 @@ def peer_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[
 
 
 def pull_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
-    """Return a call that waits for its peers, and returns rows loaded from them in turn, bf16 `[(W - 1) * R,
-    columns]`; the rows that others load here, bf16 `[W, R, columns]` by rank; and the bytes that a rank loads.
-    """
+    """Return a call that waits for its peers, and returns rows loaded from them in turn, bf16 `[(W - 1) * R, columns]`;
+    the rows that others load here, bf16 `[W, R, columns]` by rank; and the bytes that a rank loads."""
     memory, places = _rows_of_peers(ranks, size, device)
     here, addresses = memory.regions[0]
     world, count, columns = here.shape
@@ -277,9 +271,8 @@ def pull_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[
 
 
 def _rows_of_peers(ranks: Ranks, size: int, device: torch.device) -> tuple[Symmetric, peer_ops.PeerPlaces]:
-    """Memory `[W, R, columns]`, rows of each rank for each; and the places of this rank's rows at its peers, `(W -
-    1) * R`, in turn.
-    """
+    """Memory `[W, R, columns]`, rows of each rank for each; and places of this rank's rows at its peers, `(W - 1) * R`,
+    in turn."""
     peers, each = ranks.size - 1, _aligned(size, ranks.size - 1)
     columns = min(each, _ROW_BYTES) // torch.bfloat16.itemsize
     count = -(-each // _ROW_BYTES)
@@ -291,18 +284,16 @@ def _rows_of_peers(ranks: Ranks, size: int, device: torch.device) -> tuple[Symme
 
 
 def _aligned(size: int, peers: int) -> int:
-    """Bytes for each of the peers."""
+    """Bytes for each peer."""
     return max(1, -(-size // peers // _ALIGNMENT)) * _ALIGNMENT
 
 
-#: By kind of message in records.
 MESSAGES: dict[str, Message] = {
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "peer": _between_gpus(peer_call),
     "peer_pull": _between_gpus(pull_call),
 }
-#: Kinds that need the memory of other ranks.
 _PEERS = {"peer", "peer_pull"}
 #: Default of `moebius-tune --links`.
 SIZES: dict[str, Sequence[int]] = {

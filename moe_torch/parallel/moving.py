@@ -1,4 +1,4 @@
-"""A placement that changes while a model serves; its tables keep their addresses on the device."""
+"""A placement that changes while a model serves."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from moe_core.parallel.header import Header
 from moe_core.parallel.placement import HOLE, Placement
 from moe_torch.parallel.exchange import constants
 
-#: The position of version and digest in a header, its last two numbers.
+#: Version and digest are a header's last two numbers.
 _OF_PLACEMENT = Header._fields.index("version")
 
 
 class MovingPlacement:
     """A placement that can change between calls, as int32 arrays on a device.
 
-    `moe_torch.parallel.moe` takes it as a placement. Captured CUDA graphs read the arrays, and stay valid when experts
+    `moe_torch.parallel.moe` takes it as a placement. Captured CUDA graphs read the arrays and stay valid when experts
     move.
 
     Args:
         placement: the first one, without empty places.
         device: of the layer.
-        load: int32 `[E]` on the device. Every forward adds the rows of this rank's tokens for each expert. None: a new
-            array of zeros.
+        load: int32 `[E]` on the device. Every forward adds the rows of this rank's tokens for each expert. None: new
+            zeros.
 
     Attributes:
         current: the placement now.
@@ -51,9 +51,8 @@ class MovingPlacement:
 
     @torch.no_grad()
     def change(self, placement: Placement) -> None:
-        """Use another placement of equal sizes from the next call on. Moves no weights. Raises InvalidInput for
-        other sizes.
-        """
+        """Use another placement of equal sizes from the next call on. Moves no weights. Raises InvalidInput for other
+        sizes."""
         sizes = [(one.num_experts, one.num_ranks, one.per_rank) for one in (self.current, placement)]
         if sizes[0] != sizes[1]:
             raise InvalidInput(f"placement must have {sizes[0]} experts, ranks and places, got {sizes[1]}; keep them")
@@ -65,12 +64,12 @@ class MovingPlacement:
         self.current = placement
 
     def header(self, header: Sequence[int]) -> torch.Tensor:
-        """A header int32 `[8]` on the device, with the placement at the time of reading."""
+        """A header int32 `[8]` on the device, with the placement when it is read."""
         (others,) = constants((tuple(header[:_OF_PLACEMENT]),), self._named.device)
         return torch.cat([others, self._named])
 
     def require_usable(self, needs_gradient: bool) -> None:
-        """Raise Unsupported for a forward that needs a gradient, and RuntimeError if weights were lost."""
+        """Raise Unsupported if a gradient is needed, and RuntimeError if weights were lost."""
         if needs_gradient:
             raise Unsupported(
                 "a layer with a Rebalancer must be called under torch.no_grad(): gradients and an optimizer's state "
@@ -81,6 +80,5 @@ class MovingPlacement:
 
 
 def require_full(placement: Placement) -> None:
-    """Raise InvalidInput if a place is empty."""
     if any(expert == HOLE for rank in placement.owners for expert in rank):
         raise InvalidInput(f"placement must have an expert at every place, got {placement}; fill up with replicas")

@@ -1,4 +1,4 @@
-"""The experts of a rank, applied to the rows that arrive from all ranks."""
+"""The experts of a rank, applied to arriving rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.parallel import peer_ops
 
-#: The most multiprocessors of product 1 and of product 2. None: all.
+#: The most for product 1 and product 2. None: all.
 Multiprocessors = tuple[int | None, int | None]
 
 
 class Owner(NamedTuple):
-    """The experts of this rank. top_k: of tokens at home. stores_gradients: rows of d_x go where results went."""
+    """This rank's experts. top_k: of tokens at home. stores_gradients: d_x goes where results went."""
 
     experts: ExpertWeights
     spec: MoESpec
@@ -49,7 +49,7 @@ class Owner(NamedTuple):
         results_at: torch.Tensor | None,
         multiprocessors: Multiprocessors,
     ) -> peer_ops.BegunExperts:
-        """Run product 1 of such a call, without gradients. `finish` of the result runs product 2."""
+        """Run product 1 of such a call, without gradients. The result's `finish` runs product 2."""
         spec = self._spec(routing, group_tokens)
         return peer_ops.experts_begin(rows, self.experts, routing, spec, results_at, multiprocessors=multiprocessors)
 
@@ -61,7 +61,7 @@ class Owner(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def owner_spec(spec: MoESpec, group_rows: int, placement: Placement) -> MoESpec:
-    """Options of an owner's op, with tiles and sums for all ranks' rows and experts."""
+    """Options of an owner's op, with tiles and sums for all ranks' rows."""
     tuning = Tuning() if spec.tuning is None else spec.tuning
     expected: dict[str, Any] = {"expected_tokens": max(1, group_rows), "expected_experts": placement.num_experts}
     tuning = dataclasses.replace(tuning, **expected)
@@ -69,7 +69,7 @@ def owner_spec(spec: MoESpec, group_rows: int, placement: Placement) -> MoESpec:
 
 
 class Results(NamedTuple):
-    """The results of one call at home.
+    """Results of one call at home.
 
     output `[T, D]`. int32 counts: received `[L]`, rows of experts here; overflow `[1]`, rows of all ranks that did not
     fit; tokens_per_expert `[E]` and invalid_ids `[1]`, of this rank's tokens.

@@ -40,8 +40,7 @@ class PeerPlaces(NamedTuple):
     """The row of every slot at its owner, int32.
 
     owners, rows `[T, K]`: the rank and the row there, -1: none. received `[1, L]`: rows for each expert here, with
-    those
-    that do not fit. overflow `[1]`: rows of all ranks that do not fit.
+    those that do not fit. overflow `[1]`: rows of all ranks that do not fit.
     """
 
     owners: torch.Tensor
@@ -66,7 +65,7 @@ def peer_places(
         layout: `make_layout(ids, P)`.
         counts: int32 `[W, P]`, `layout.group_sizes` of every rank.
         rank: this rank.
-        receive: R. Rows beyond are not sent, only counted.
+        receive: R. Rows beyond are only counted.
 
     Returns:
         the places. `layout_of_runs(places.received, R)` is the owner's layout of arriving rows.
@@ -104,8 +103,8 @@ def dispatch_push(
     Args:
         x: bf16, fp16 or fp32 `[T, D]`. Rows may be strided.
         rows_at: of arrays `[num_rows, D]`, of the dtype of x or the format's codes.
-        format: of e4m3 with groups of one row, such as `fp8_group`. Codes and scales have the bits of `quantize_rows`.
-            Raises Unsupported for others.
+        format: e4m3 with groups of one row, such as `fp8_group`; else raises Unsupported. Codes and scales have the
+            bits of `quantize_rows`.
         scales_at: with a format, of arrays fp32 `[num_rows, groups]`.
     """
     operators.DISPATCH_PUSH.call(
@@ -146,7 +145,7 @@ def take_rows(
     dtype: torch.dtype | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
-    """Copy rows of tokens that arrived once to the rows of their slots.
+    """Copy tokens' rows that arrived once to their slots' rows.
 
     Args:
         x: bf16, fp16 or fp32 `[N, D]`, or codes of e4m3.
@@ -172,9 +171,7 @@ def combine_pull(
     programs: int | None = None,
     memory: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Load the rows of a token's slots from their owners and add them in fp32, k = 0..K-1, with one cast.
-
-    The bits are those of `reduce(order="row")`.
+    """Load the rows of a token's slots and add them in fp32, k = 0..K-1, with one cast, as `reduce(order="row")`.
 
     Args:
         places: of `peer_places`. A slot without a row is skipped.
@@ -197,9 +194,8 @@ def combine_pull(
 def combine_pull_weights(
     places: PeerPlaces, weights_at: torch.Tensor, *, num_rows: int, memory: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Load one number of every slot, such as the gradient of its weight, from its owner's array fp32 `[num_rows]`:
-    fp32 `[T, K]`, 0 for a slot without a row.
-    """
+    """Load one number of every slot, such as its weight's gradient, from its owner's array fp32 `[num_rows]`: fp32 `[T,
+    K]`, 0 without a row."""
     return operators.COMBINE_PULL_WEIGHTS.call(
         owners=places.owners, rows=places.rows, weights_at=weights_at, memory=memory, num_rows=_rows(num_rows)
     )
@@ -234,10 +230,8 @@ class PushedTokens(NamedTuple):
     """Results of `push_tokens_once`, int32.
 
     places `[T, K]`: of slots, -1: none. tokens_per_expert `[E]`. invalid_ids `[1]`: ids outside [-1, E). overflow
-    `[1]`: 0,
-    since every token has its row. With visits, owners and rows `[T, W]`: the ranks that a token visits and its rows
-    there,
-    -1: none.
+    `[1]`: 0, since every token has its row. With visits, owners and rows `[T, W]`: the ranks that a token visits and
+    its rows there, -1: none.
     """
 
     places: torch.Tensor
@@ -332,9 +326,10 @@ def sum_results(
 def result_addresses(
     sources: torch.Tensor, group_start: torch.Tensor, slots_at: torch.Tensor, *, num_slots: int, width: int, dtype: Any
 ) -> torch.Tensor:
-    """Find the addresses of an owner's results, for `experts_push`: int64 `[R]`, each row's slot at its home, 0: none.
+    """Return the addresses of an owner's results, for `experts_push`: int64 `[R]`, each row's slot at its home, 0:
+    none.
 
-    Arguments as for `combine_push`. width, dtype: D and the dtype of the arrays.
+    Arguments as for `combine_push`. width, dtype: D and the arrays' dtype.
     """
     return operators.RESULT_ADDRESSES.call(
         sources=sources, group_start=group_start, slots_at=slots_at, num_slots=_rows(num_slots, "num_slots"),

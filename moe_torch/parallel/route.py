@@ -1,4 +1,4 @@
-"""The interface of every mode: rows go out to the experts, results come home."""
+"""The interface of every mode: rows go out to experts, results come home."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_torch.parallel.group import Arriving
 
 
 class Total(Protocol):
-    """Wait for the results of slots, and add the slots of each token, `[T, D]`, with options of `ops.reduce`.
+    """Wait for the results of slots and add them by token, `[T, D]`, with options of `ops.reduce`.
 
     Tokens that lost a slot are NaN, and all tokens if ranks disagree.
     """
@@ -28,8 +28,8 @@ class Total(Protocol):
 class Routes(Protocol):
     """The routes of one rank for one call.
 
-    ids int32 and weights fp32 `[R, K']`: of received rows, once they have arrived; K' is 1 for rows of slots.
-    group_tokens: of all ranks. overflow int32 `[1]`: rows of all ranks that did not fit.
+    ids int32 and weights fp32 `[R, K']`: of arrived rows; K' is 1 for rows of slots. group_tokens: of all ranks.
+    overflow int32 `[1]`: rows of all ranks that did not fit.
     """
 
     @property
@@ -42,11 +42,11 @@ class Routes(Protocol):
     def overflow(self) -> torch.Tensor: ...
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
-        """Send rows of tokens, `[T, D]`. The result waits, and returns the rows that arrive, `[R, D]`."""
+        """Send rows of tokens, `[T, D]`. The result waits and returns arrived rows, `[R, D]`."""
         ...
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
-        """Send the results of slots home, `[R, D]`. None: experts have stored them there."""
+        """Send the results of slots home, `[R, D]`. None: experts have stored them."""
         ...
 
     def gradients(
@@ -65,12 +65,12 @@ class Routes(Protocol):
 
 
 class Overlap(Protocol):
-    """Sends rows of gradients while the backward goes on computing."""
+    """Sends gradients while the backward computes."""
 
     def start(self, push: Callable[[], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
         """Call push, which sends values, and return its result. Nothing may read it before `wait`."""
         ...
 
     def wait(self) -> Any:
-        """Let the stream that computes wait for the rows."""
+        """Let the computing stream wait for the rows."""
         ...

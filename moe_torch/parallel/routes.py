@@ -1,6 +1,6 @@
-"""The routes of the modes that send by collectives: tokens go out, results of slots come home.
+"""The routes of collective modes: tokens go out, results of slots come home.
 
-An owner has one row for each slot, whatever travelled: its op has K = 1, and returns a row for each slot.
+An owner has a row for each slot, whatever travelled: its op has K = 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADER = len(Header._fields)
 
 
 class Way(NamedTuple):
-    """Rows sent to each rank and received from each, None: equally many. memory: rows that there is room for."""
+    """Rows sent to and received from each rank, None: equally many. memory: rows that there is room for."""
 
     sent: Sequence[int] | None = None
     received: Sequence[int] | None = None
@@ -38,9 +38,8 @@ class Way(NamedTuple):
 
 
 def rounded(rows: int) -> int:
-    """Round a number of rows up, by at most 1/32, and not up to 63, since every number of rows has plans of its own.
-    Examples: 65 -> 66, 1000 -> 1008.
-    """
+    """Round rows up, by at most 1/32, and not up to 63, since every number has plans of its own. Examples: 65 -> 66,
+    1000 -> 1008."""
     step = 1 << max(0, rows.bit_length() - 6)
     return -(-rows // step) * step
 
@@ -50,12 +49,9 @@ class CollectiveRoutes:
     """The routes of one rank for one call, see `moe_torch.parallel.route.Routes`.
 
     send int32: slots of rows that go out, -1: none. None: every token goes to every rank. slots int32 `[R]`: the slots
-    of
-    received rows, K each, of the owner's rows. None: received rows are slots. at_home: how rows that come home are
-    added.
-    spoilt bool `[T]`: tokens that become NaN, because a slot did not fit or ranks disagree, or None. tokens_per_expert
-    int32
-    `[E]` and invalid_ids int32 `[1]`: of this rank's tokens.
+    of received rows, K each, of the owner's rows. None: received rows are slots. at_home: how rows that come home are
+    added. spoilt bool `[T]`: tokens that become NaN, because a slot did not fit or ranks disagree, or None.
+    tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of this rank's tokens.
     """
 
     ranks: Ranks
@@ -86,7 +82,7 @@ class CollectiveRoutes:
         return arrived
 
     def start_pull(self, rows: torch.Tensor, what: str) -> Arriving:
-        """Send rows of slots home, `[R, N]`. The result waits, and returns rows for `at_home`."""
+        """Send rows of slots home, `[R, N]`. The result waits and returns rows for `at_home`."""
         return self.ranks.start_all_to_all(rows, what, *self.home)
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
@@ -135,19 +131,18 @@ def plan_routes(
 ) -> Counted | Blocks:
     """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`. `start` sends the first message.
 
-    token_mask bool `[T]`: False tokens have no slots. moving: placement at the time of a replay, or None. Raises
-    InvalidInput, Unsupported.
+    token_mask bool `[T]`: False tokens have no slots. moving: placement at a replay, or None. Raises InvalidInput,
+    Unsupported.
     """
     kind = Counted if plan.spec.mode == "all_to_all" else Blocks
     return kind(ranks, plan, ids, weights, token_mask, moving)
 
 
 def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> torch.Tensor | None:
-    """Send the first messages. Returns the tokens of all ranks int32 `[W]` if replicas need them."""
+    """Send the first messages. Returns all ranks' tokens int32 `[W]` if replicas need them."""
     if device.type == "cpu":
-        # Waiting costs nothing here, so the host compares before it sends messages whose sizes may differ. On a GPU
-        # headers travel with the counts or the routing. If the host does not read them and they differ, the output is
-        # NaN.
+        # Waiting costs nothing here, so the host compares before messages whose sizes may differ. On a GPU headers
+        # travel with the counts or the routing; if the host does not read them and they differ, the output is NaN.
         check_headers(ranks, plan.header, device)
     if plan.spec.mode in STATIC_MODES or not plan.placement.has_replicas:
         return None
@@ -156,7 +151,7 @@ def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> t
 
 
 def check_headers(ranks: Ranks, header: Sequence[int], device: torch.device) -> None:
-    """Raise if a rank failed or has other sizes or options. The host waits."""
+    """Raise if a rank failed or differs. The host waits."""
     (sent,) = constants((tuple(header),), device)
     compare_headers(ranks.all_gather(sent, "header").cpu().numpy(), ranks.where)
 
@@ -165,7 +160,7 @@ def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device:
     """Send a header of zeros, so that no peer waits for a failed rank."""
     counts = 0
     if device.type != "cpu":
-        # Others send these behind it, or ahead of it.
+        # Others send these with it.
         counts = counts_sent(spec, placement)
         if placement.has_replicas:
             ranks.all_gather(torch.zeros(1, dtype=torch.int32, device=device), "tokens")
@@ -173,12 +168,12 @@ def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device:
 
 
 def counts_sent(spec: ExchangeSpec, placement: Placement) -> int:
-    """Number of counts behind the header: slots by place, or tokens and their slots by owner."""
+    """Counts behind the header: slots by place, or tokens and their slots by owner."""
     return placement.num_places if spec.rows == "slots" else 2 * placement.num_ranks
 
 
 class _Tables(NamedTuple):
-    """Outputs of `plan_send_tables`; some modes have no slot_of_row and table."""
+    """Of `plan_send_tables`; some modes have no slot_of_row and table."""
 
     places: torch.Tensor
     invalid_ids: torch.Tensor
@@ -192,8 +187,6 @@ class _Tables(NamedTuple):
 
 
 class _Planner:
-    """The tables of a rank, for both kinds of routes."""
-
     def __init__(
         self,
         ranks: Ranks,
@@ -222,9 +215,9 @@ class _Planner:
         }
         self.tokens: torch.Tensor | None = None
         if plan.spec.mode in STATIC_MODES and (moving is not None or plan.placement.has_replicas):
-            # Ranks have equally many. A captured graph has to work for later placements.
+            # Ranks have equally many. Captured graphs must work for later placements.
             (self.tokens,) = constants(((plan.brought,) * ranks.size,), ids.device)
-        # With replicas, ranks first exchange their numbers of tokens.
+        # Replicas need the ranks' numbers of tokens first.
         asks = plan.placement.has_replicas and plan.spec.mode not in STATIC_MODES
         self._first = None if asks else self.tables()
 
@@ -275,7 +268,7 @@ class _Planner:
 
 def _layout(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor) -> RaggedLayout:
     """A layout of one group for `reduce`, of rows in any order."""
-    # The batched form may have more rows than there are slots.
+    # The batched form may have more rows than slots.
     sizes: Any = {"rows": capacity} if capacity <= tokens * top_k else {"max_rows": capacity}
     return RaggedLayout(LayoutSpec(tokens, top_k, 1, **sizes), None, None, None, row_of_slot, None)
 
@@ -306,7 +299,7 @@ class Counted(_Planner):
             limits = np.stack([way.sent, np.zeros_like(way.sent)])
             tables = self._limited(limits)
             if not by_slot:
-                # Where results begin at home depends on the slots of the tokens that fit.
+                # Results begin at home by the slots of tokens that fit.
                 slots = ranks.all_gather(tables.counted, "counts of what fits").cpu().numpy()
                 limits[1] = np.cumsum(slots[self.rank]) - slots[self.rank]
                 tables = self._limited(limits)
@@ -343,7 +336,6 @@ class Counted(_Planner):
         return self.tables(torch.tensor(limits, device=self.header.device))
 
     def _overflow(self, counts: np.ndarray) -> int:
-        """Rows of all ranks that do not fit."""
         if self.plan.spec.receive is None:
             return 0
         by_owner = counts.astype(np.int64).reshape(len(counts), self.ranks.size, -1).sum(axis=(0, 2))
@@ -351,7 +343,7 @@ class Counted(_Planner):
 
 
 def _first_rows(runs: np.ndarray, most: int) -> np.ndarray:
-    """The part of runs int32 `[W, L]`, one after another, that is among the first `most` rows."""
+    """Runs int32 `[W, L]`, cut behind the first `most` rows."""
     flat = runs.reshape(-1).astype(np.int64)
     start = np.cumsum(flat) - flat
     return np.clip(most - start, 0, flat).reshape(runs.shape).astype(np.int32)

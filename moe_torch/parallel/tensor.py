@@ -1,10 +1,8 @@
-"""The tensor axis around the exchange: its ranks each have a slice of every expert.
+"""The tensor axis around the exchange: each rank has a slice of every expert.
 
 Tokens are gathered over the axis before the exchange, and parts of results are added behind it. The backward gathers
-the
-gradient of results, and adds parts of d_x and of the weights' gradients. Parts are fp32 and added in the order of
-ranks,
-so bits are equal in every run and on every rank.
+the gradient of results, and adds parts of d_x and of the weights' gradients. Parts are fp32 and added in the order of
+ranks, so bits are equal in every run and on every rank.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ from moe_torch.parallel.group import Ranks
 
 class Brought(NamedTuple):
     """Inputs of an exchange: x `[T, D]`; wide `[T, D]`, which gets its gradient, or None; ids int32 and weights fp32
-    `[T, K]`; token_mask bool `[T]` or None.
-    """
+    `[T, K]`; token_mask bool `[T]` or None."""
 
     x: torch.Tensor
     wide: torch.Tensor | None
@@ -43,9 +40,8 @@ class Brought(NamedTuple):
 
 @dataclasses.dataclass
 class TensorRanks:
-    """One call's messages over the axis. told: the first has been sent. agree: bool `[1]`, ranks have the same
-    sizes, if the host has not waited to know.
-    """
+    """One call's messages over the axis. told: the first has been sent. agree: bool `[1]`, ranks have the same sizes,
+    if the host has not waited to know."""
 
     ranks: Ranks
     split: TensorSplit
@@ -61,7 +57,7 @@ class TensorRanks:
         device, header = brought.x.device, plan.tensor_header(rank)._replace(tokens=len(brought.x))
         self.told, apart = True, self.split.tokens == "split"
         (sent,) = exchange.constants((tuple(header),), device)
-        # On a GPU the host waits only if the mode does. Else headers travel with the routing.
+        # On a GPU the host waits only if the mode does; else headers travel with the routing.
         waits = plan.spec.mode == "all_to_all" or not brought.x.is_cuda
         if waits:
             told = self.ranks.all_gather(sent, "header").cpu().numpy()
@@ -98,11 +94,11 @@ class TensorRanks:
         return values.view(self.split.size, len(values) // self.split.size, *values.shape[1:])
 
     def push(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Rows of all ranks' tokens, from rows of this rank's."""
+        """Rows of all ranks' tokens."""
         return self.ranks.all_gather(values, what).flatten(0, 1) if self.split.tokens == "split" else values
 
     def pull(self, parts: torch.Tensor, what: str) -> torch.Tensor:
-        """Parts `[size, T, N]` of this rank's tokens from all ranks, from a part of all tokens."""
+        """Parts `[size, T, N]` of this rank's tokens, from a part of all tokens."""
         if self.split.tokens == "split":
             return self.by_rank(self.ranks.all_to_all(parts, what))
         return self.ranks.all_gather(parts, what)
@@ -118,7 +114,7 @@ class TensorRanks:
         return ops.reduce(came.flatten(0, 1), layout, order="row", **options)
 
     def total(self, parts: torch.Tensor, like: torch.Tensor, dense: Any, out_dtype: torch.dtype) -> torch.Tensor:
-        """y `[T, D]` of parts, and of a shared expert's rows and gate. like: has the dtype that rows travel in."""
+        """y `[T, D]` of parts, and of a shared expert's rows and gate. like: has the travelling dtype."""
         shared, gate = dense
         if torch.is_grad_enabled() and (parts.requires_grad or (shared is not None and shared.requires_grad)):
             y: Any = Total.apply(self, parts, like.dtype, shared, gate, out_dtype)
@@ -128,7 +124,7 @@ class TensorRanks:
 
 
 def require_apart(ranks: Ranks, tensor: Ranks) -> None:
-    """Raise InvalidInput unless the axes have this rank and no other in common."""
+    """Raise InvalidInput unless the axes share only this rank."""
     members = [dist.get_process_group_ranks(one.group) for one in (ranks, tensor)]
     common = sorted(set(members[0]) & set(members[1]))
     if len(common) != 1:
@@ -204,7 +200,7 @@ class OnFirst(torch.autograd.Function):
 
 
 def bias_once(experts: ExpertWeights, split: TensorSplit) -> ExpertWeights:
-    """The slices of a rank; only the first rank of the axis adds down_bias."""
+    """Keep down_bias only on the first rank of the axis."""
     if experts.down_bias is None:
         return experts
     bias: Any = OnFirst.apply(experts.down_bias, split.index == 0)
@@ -222,6 +218,6 @@ def counts_of(
 
 
 def total_of(ranks: Ranks, tensor: TensorRanks | None, values: torch.Tensor, what: str) -> torch.Tensor:
-    """Add integers over all ranks with tokens of their own, in place."""
+    """Add integers over all ranks with different tokens, in place."""
     total = ranks.total(values, what)
     return tensor.ranks.total(total, what) if tensor is not None and tensor.split.tokens == "split" else total

@@ -1,7 +1,6 @@
-"""The forward of mode `peer`, at once or in chunks, so that one chunk is computed while the next travels.
+"""The forward of mode `peer`, at once or in chunks without gradients: one is computed while the next travels.
 
-In chunks, which have no gradients, product 2 of a chunk also runs beside product 1 of the next, each on some
-multiprocessors, so that links are always busy.
+Product 2 of a chunk also runs beside product 1 of the next, each on some multiprocessors, so that links stay busy.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from moe_torch.parallel.peer.streams import GradientOverlap, Streams
 from moe_torch.parallel.routes import check_headers
 from moe_torch.parallel.tensor import Brought
 
-#: Returns the rows of the shared expert and the logits of its gate.
+#: Rows of the shared expert and logits of its gate.
 Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
-#: Of each chunk: x, wide, and the arrays that its routes are made of.
+#: Of each chunk: x, wide, and arrays for its routes.
 Chunks = Sequence[Sequence[Any]]
-#: Programs of kernels that copy rows while others compute: enough for most of a link's bandwidth.
+#: Blocks that copy rows while others compute: enough for most of a link's bandwidth.
 _COPY_PROGRAMS = 32
 #: The same while a shared expert computes in training, docs/notebook/parallel.md.
 _FEW_COPY_PROGRAMS = 16
 
 
 class _Part(NamedTuple):
-    """One chunk: received int32 `[L]`, rows of experts here, and its routes."""
+    """One chunk. received int32 `[L]`: rows of experts here."""
 
     received: torch.Tensor
     routes: PeerRoutes
@@ -51,8 +50,7 @@ class _Way(NamedTuple):
     """How the routes of chunks are made.
 
     make: takes arrays of a chunk's tokens, number and programs. arrays: of all tokens. counts: tokens_per_expert `[E]`
-    and
-    invalid_ids `[1]`, None if the routes have them.
+    and invalid_ids `[1]`, None if the routes have them.
     """
 
     make: Callable[..., Any]
@@ -87,7 +85,7 @@ def run_peer(
         routes = make(*routing)
         rows, row_weights = dispatch(routes, rows, wide, routing[1], stored=True)
         results = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
-        # Training keeps the rows. Otherwise their memory is free for the rows that come home.
+        # Without training, rows that come home can use this memory.
         del rows
         output = combine(routes, results.output, (None, None), dtype, stored=True)
         parts = [_Part(results.tokens_per_expert, routes)]
@@ -103,8 +101,7 @@ def _beside_shared(
 ) -> tuple[torch.Tensor, _Part]:
     """The output and its part, with gradients. On a GPU the shared expert overlaps with rows that travel.
 
-    Its backward overlaps with gradients of results: autograd runs a backward on the stream of its forward, last call
-    first.
+    Its backward overlaps with gradients of results: autograd runs a backward on its forward's stream, last call first.
     So the shared expert is called behind the experts, on a stream that does not wait for their rows.
     """
     x, wide, *routing = chunk
@@ -130,7 +127,6 @@ def _beside_shared(
 
 
 def _counted(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingPlacement | None) -> _Way:
-    """Ranks tell each other how many rows go where."""
     places, invalid, counts = _places(ranks, plan, brought.ids, brought.token_mask, moving)
     header = None if moving is None else moving.header(plan.header)
     call = PeerCall.of(ranks, plan, places, header)
@@ -138,7 +134,6 @@ def _counted(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingP
 
 
 def _direct(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingPlacement | None) -> _Way:
-    """Every token has a row of its own."""
     placement, ids, table, places, header = plan.placement, brought.ids, None, None, None
     _check_headers(ranks, plan, ids)
     if moving is not None:
@@ -156,20 +151,19 @@ def _direct(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingPl
 
 @functools.lru_cache(maxsize=256)
 def _places_of_experts(placement: Placement) -> tuple[int, ...]:
-    """The place of every expert, without replicas."""
+    """Without replicas."""
     _, places, start = placement.tables
     return tuple(places[start[:-1]].tolist())
 
 
 def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor) -> CountedRoutes:
-    """The routes of all tokens of this rank, ids and weights `[T, K]`. A collective."""
+    """The routes of this rank's ids and weights `[T, K]`. A collective."""
     places, *_ = _places(ranks, plan, ids, None, None)
     return CountedRoutes(PeerCall.of(ranks, plan, places), places, weights)
 
 
 @functools.lru_cache(maxsize=256)
 def _is_in_order(placement: Placement) -> bool:
-    """Return True if every expert's place has its number."""
     return placement.num_places == placement.num_experts and placement.tables.places.tolist() == list(
         range(placement.num_experts)
     )
@@ -178,7 +172,7 @@ def _is_in_order(placement: Placement) -> bool:
 def _places(
     ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Places `[T, K]`, invalid_ids `[1]` and tokens_per_expert `[E]`. Sends the first messages, if any."""
+    """Places `[T, K]`, invalid_ids `[1]`, tokens_per_expert `[E]`. Sends the first messages, if any."""
     experts = plan.placement.num_experts
     _check_headers(ranks, plan, ids)
     if moving is None and _is_in_order(plan.placement):
@@ -191,15 +185,14 @@ def _places(
 
 def _check_headers(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor) -> None:
     if not ids.is_cuda:
-        # Waiting costs nothing here. On a GPU headers travel with the first message, and the output is NaN if they
-        # differ.
+        # Waiting costs nothing here. On a GPU headers travel with the first message; if they differ, the output is NaN.
         check_headers(ranks, plan.header, ids.device)
 
 
 def _physical_ids(
     ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
 ) -> Places:
-    """Places of this rank's slots. Replicas depend on the tokens of ranks ahead."""
+    """Replicas depend on the tokens of ranks ahead."""
     first_token: Any = 0
     if plan.placement.has_replicas or moving is not None:
         (tokens,) = constants(((len(ids),),), ids.device)
@@ -213,15 +206,14 @@ def _total(counts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _cut(arrays: tuple[Any, ...], bounds: list[int]) -> list[Any]:
-    """Cut arrays by token, or None, into chunks."""
     if len(bounds) == 2:
-        # The gradient of a slice is a copy, also of a slice of everything.
+        # A slice of everything would copy the gradient.
         return [arrays]
     return [tuple(one if one is None else one[a:b] for one in arrays) for a, b in itertools.pairwise(bounds)]
 
 
 def _limits(number: int, count: int, owner: Owner, device: torch.device) -> Multiprocessors:
-    """The multiprocessors of a chunk's products. The first product 1 and the last product 2 have all."""
+    """The first product 1 and the last product 2 have all."""
     if device.type != "cuda":
         return None, None
     most = torch.cuda.get_device_properties(device).multi_processor_count
@@ -239,11 +231,9 @@ def _in_chunks(
 ) -> tuple[torch.Tensor, list[_Part]]:
     """The output and all parts, without gradients.
 
-    On a GPU, copies of later rows and of the results of chunk n - 1 run beside the products of chunk n, and in lanes
-    product
+    On a GPU, copies of later rows and of chunk n - 1's results run beside the products of chunk n, and in lanes product
     2 of chunk n - 1 beside product 1 of chunk n. Streams wait for each other when the call begins and ends. In between,
-    one
-    stream's memory that another used is released once the first was told to wait.
+    one stream's memory that another used is released once the first was told to wait.
     """
     source, bounds = chunks[0][0], [*itertools.accumulate((len(x) for x, *_ in chunks), initial=0)]
     sets, in_lanes = sets_of_buffers(plan.spec), runs_in_lanes(plan.spec)
@@ -261,14 +251,14 @@ def _in_chunks(
             return
         x, _, *own = chunks[number]
         with streams.on(copies):
-            # The last chunk with these buffers has been added here, so all owners have read them.
+            # The last chunk with these buffers has been added, so all owners have read them.
             routes = make(*own, number=number % sets, programs=_COPY_PROGRAMS)
             routes.send(x)
             routes.arrive("rows")
             arrived[number] = routes, marked(copies)
 
     def compute(number: int, routes: Any) -> tuple[MoEOutput, Any]:
-        """The results, and the memory that has to stay until they are complete."""
+        """Results, and memory that must stay until they are complete."""
         arguments = routes.rows(), TopK(routes.ids, routes.weights), routes.group_tokens, routes.results_at()
         if not in_lanes:
             return owner(*arguments), arguments

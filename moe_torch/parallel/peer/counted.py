@@ -4,8 +4,8 @@
     dispatch   rows of tokens, and the routing of slots, go to their owners; barrier
     combine    results go to their own row at the homes of their tokens; barrier; homes add them
 
-One set of buffers is enough: a rank has read what was stored at it before the barrier behind the counts, or before the
-one that begins a backward.
+One set of buffers is enough: a rank has read its buffers before the barrier behind the counts, or before the one that
+begins a backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADER = len(Header._fields)
 
 
 class Sizes(NamedTuple):
-    """Rows of the buffers: rows that travel, rows that an owner computes, results at home."""
+    """Rows of the buffers: that travel, that an owner computes, and results at home."""
 
     rows: int
     computed: int
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, plan: ExchangePlan) -> Sizes:
-        """Sizes of a plan. No buffer is empty, so that each has an address."""
+        """Sizes of a plan, at least 1, so that each buffer has an address."""
         spec, placement, top_k = plan.spec, plan.placement, plan.top_k
         tokens = tokens_at_once(plan.brought, spec)
         rows = rows_received(spec, tokens, top_k, placement)
@@ -50,13 +50,10 @@ class Sizes(NamedTuple):
 class Memory(NamedTuple):
     """Buffers that others store into.
 
-    counts int32 `[W, N]`: a row from every rank. fitting int32 `[W, P]`: the same of slots whose token fits, if tokens
-    have a
-    bound. rows `[*, D]` that arrive, and their scales. For each computed row: weights fp32 `[R, 1]`; tokens int32 `[R,
-    1]`,
-    the row of a slot's token; sources int32 `[R, 2]`, its home and slot there. returned `[*, D]`: results that come
-    home.
-    d_weights fp32 `[R]`: others load it.
+    counts int32 `[W, N]`: a row from every rank. fitting int32 `[W, P]`: the same of slots with a token that fits, for
+    bounded tokens. rows `[*, D]` that arrive, and their scales. For each computed row: weights fp32 `[R, 1]`; tokens
+    int32 `[R, 1]`, the row of a slot's token; sources int32 `[R, 2]`, its home and slot there. returned `[*, D]`:
+    results that come home. d_weights fp32 `[R]`: others load it.
     """
 
     memory: symmetric.Symmetric
@@ -72,7 +69,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
-    """Buffers of a plan, which its first call allocates. number: of the set of buffers."""
+    """Buffers of a plan, allocated by the first call. number: of the set."""
     sizes, placement, dtype, spec = Sizes.of(plan), plan.placement, TORCH_DTYPES[plan.dtype], plan.spec
     by_token = spec.rows == "tokens"
     groups = placement.num_places + placement.num_ranks * by_token
@@ -98,10 +95,8 @@ class CountedRoutes:
     """The routes of one rank for one chunk, see `interface.PeerRoutes`.
 
     Making them stores everything but rows. places int32 and weights fp32 `[T, K]`: of slots. number: of the set of
-    buffers.
-    programs: the most blocks of copies. sent, back: rows at owners, of what travels, by (token, owner) or slot, and of
-    the
-    results that come back, by slot.
+    buffers. programs: the most blocks of copies. sent, back: rows at owners, of what travels, by (token, owner) or
+    slot, and of the results that come back, by slot.
     """
 
     def __init__(
@@ -119,13 +114,12 @@ class CountedRoutes:
         self.sizes, self.memory = Sizes.of(plan), memory_of(call.ranks, plan, weights.device, number)
         self.ids, self.weights = cast(Any, None), cast(Any, None)
         self._rows: torch.Tensor | None = None
-        #: With rows of tokens, the rank of every slot.
+        #: For rows of tokens, the rank of every slot.
         self.owners = exchange.owners_of(places, plan.placement.per_rank) if self.by_token else None
         self._count(places)
         self._push_routing(weights.detach())
 
     def _count(self, places: torch.Tensor) -> None:
-        """Exchange counts, and find where rows go."""
         plan, placement, device = self.plan, self.plan.placement, places.device
         told = [self.header, *exchange.constants(((self.tokens, 0, 0, 0),), device)]
         count, going = placement.num_places, places
@@ -148,7 +142,7 @@ class CountedRoutes:
             self.sent = self._places(visits, sent, known[:, count:], self._bound(self.sizes.rows))
             assert self.owners is not None
             rows = self.sent.rows.gather(1, self.owners.clamp(min=0).long())
-            #: int32 `[T, K]`: the row of a slot's token at the slot's owner, -1: none.
+            #: int32 `[T, K]`: the row of a slot's token at its owner, -1: none.
             self._of_tokens = torch.where(self.owners < 0, -1, rows)
             if plan.spec.receive is not None:
                 going = torch.where(self._of_tokens < 0, -1, places)
@@ -163,17 +157,16 @@ class CountedRoutes:
         if plan.spec.receive == 0:
             received = torch.zeros_like(received)
         self._local, self._received = ops.layout_of_runs(received, self.sizes.computed)
-        #: Tokens with a place here and no result are NaN.
+        #: Tokens with a place and no result are NaN.
         self._wanted = None if plan.spec.on_overflow == "drop" else places
 
     def _told_by_all(self, counts: torch.Tensor, region: Region, what: str) -> torch.Tensor:
-        """Exchange counts int32 `[N]`. Returns those of all ranks, `[W, N]`."""
+        """Exchange counts int32 `[N]` for all ranks' `[W, N]`."""
         peer_ops.push_counts(counts, region.addresses, rank=self.ranks.rank)
         self.arrive(what)
         return region.own
 
     def _bound(self, rows: int) -> int:
-        """The most rows that an owner takes."""
         return rows if self.plan.spec.receive is None else min(self.plan.spec.receive, rows)
 
     def _places(
@@ -182,7 +175,6 @@ class CountedRoutes:
         return peer_ops.peer_places(ids, layout, counts, rank=self.ranks.rank, receive=receive)
 
     def _push_routing(self, weights: torch.Tensor) -> None:
-        """Store weights and origins of rows at their owners."""
         memory = self.memory
         options: Any = {"rank": self.ranks.rank, "num_rows": self.sizes.computed}
         peer_ops.push_routing(weights, self.back, memory.weights.addresses, memory.sources.addresses, **options)
@@ -220,14 +212,14 @@ class CountedRoutes:
         return arrived
 
     def _take_routing(self) -> None:
-        """Take the routing of rows from the buffers, as copies if a backward needs it."""
+        """Take the routing of rows, as copies if a backward needs it."""
         memory, training = self.memory, self.plan.training
         kept = torch.Tensor.clone if training else torch.Tensor.detach
         self._sources, self.ids, self.weights = kept(memory.sources.own), self._local, memory.weights.own
         if self.by_token:
             self._rows = kept(memory.tokens.own)
         elif training or self.plan.spec.format is not None:
-            # The op keeps its input, and quantised rows are dequantised.
+            # The op keeps its input; quantised rows are dequantised.
             self._rows = self._received.slot_of_row.view(-1, 1)
 
     def results_at(self) -> torch.Tensor:
@@ -239,7 +231,6 @@ class CountedRoutes:
         return self._start_total(rows, what, peer_ops.Checks(agree=self._agree, wanted=self._wanted))
 
     def _start_total(self, rows: torch.Tensor | None, what: str, checks: peer_ops.Checks) -> PeerTotal:
-        """`start_total`, with these checks that make tokens NaN."""
         if rows is not None:
             sizes: Any = {"num_slots": self.sizes.returned, "programs": self.programs}
             arrays = rows, self._sources, self._received.group_start, self.memory.returned.addresses

@@ -3,13 +3,12 @@
     dispatch   rows of tokens go to their owners, with ids, weights and their rank's header; barrier
     combine    results go to their own row at the homes of their tokens; barrier; homes add them
 
-Row `home * max_tokens + t` of an owner is of token t. The owner's op groups these rows by their ids: by (expert, home,
-slot), the order of one device. No unread memory is overwritten: rows have been read before the barrier behind the
-results of the previous call, and results before the barrier behind the rows of this one.
+Row `home * max_tokens + t` of an owner is of token t. The owner's op groups rows by their ids: by (expert, home, slot),
+the order of one device. No unread memory is overwritten: rows have been read before the barrier behind the results of
+the previous call, and results before the barrier behind the rows of this one.
 
 In training a forward and its backward both begin with a barrier, since a backward may stop early. Arrived rows of
-tokens
-are copied, because a backward reads them. Rows of the output's gradient are read in the buffer.
+tokens are copied for the backward. Rows of the output's gradient are read in the buffer.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class Memory(NamedTuple):
     """Buffers that others store into, of M tokens for each of W ranks.
 
     headers int32 `[2 * W + 1, 12]`. rows `[W * M, D]`, and their scales. ids int32 and weights fp32 `[W * M, K]`.
-    returned
-    `[M * K, D]`: results that come home. d_weights fp32 `[W * M, K]`, in training: others load it.
+    returned `[M * K, D]`: results that come home. d_weights fp32 `[W * M, K]`, in training: others load it.
     """
 
     memory: symmetric.Symmetric
@@ -50,7 +48,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
-    """Buffers of a plan, which its first call allocates. number: of the set of buffers."""
+    """Buffers of a plan, allocated by the first call. number: of the set."""
     most, top_k, spec = _most(plan), plan.top_k, plan.spec
     rows, dtype, scales = ranks.size * most, TORCH_DTYPES[plan.dtype], scales_of(spec.format, plan.d_model)
     parts = (
@@ -67,16 +65,15 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
 
 
 def _most(plan: ExchangePlan) -> int:
-    """The most tokens of a rank. No buffer is empty, so that each has an address."""
+    """A rank's most tokens, at least 1, so that buffers have addresses."""
     return max(1, tokens_at_once(plan.brought, plan.spec))
 
 
 class _Constants(NamedTuple):
-    """Arrays that stay the same for a memory.
+    """Constant arrays of a memory.
 
-    results_at int64 `[W * M * K]`: where the results of all ranks' slots go. Int32: rows `[W * M, 1]`, their numbers;
-    start
-    `[2]`, the first and the end of them; slots `[M, K]`, the numbers of this rank's slots among all ranks'.
+    results_at int64 `[W * M * K]`: where the results of all ranks' slots go. int32: rows `[W * M, 1]`, their numbers;
+    start `[2]`, the first and the end of them; slots `[M, K]`, the numbers of this rank's slots among all ranks'.
     """
 
     results_at: torch.Tensor
@@ -109,8 +106,7 @@ class DirectRoutes:
     """The routes of one rank for one chunk, see `interface.PeerRoutes`. ids and weights are of all slots of each row.
 
     ids, weights, token_mask, places, places_of_experts: see `peer_ops.HomeTokens`. number: of the set of buffers.
-    programs:
-    the most blocks of copies. `send` stores everything and sets `pushed`.
+    programs: the most blocks of copies. `send` stores everything and sets `pushed`.
     """
 
     pushed: peer_ops.PushedTokens
@@ -137,7 +133,7 @@ class DirectRoutes:
 
     @property
     def group_tokens(self) -> int:
-        """Tokens of all ranks, once they have arrived; on a GPU W times this rank's."""
+        """Tokens of all ranks, once arrived; on a GPU W times this rank's."""
         headers = self.memory.headers.own
         return self.ranks.size * self.tokens if headers.is_cuda else int(last_told(headers)[:, -4].sum())
 
@@ -150,7 +146,7 @@ class DirectRoutes:
         tables = memory.ids.addresses, memory.weights.addresses, memory.headers.addresses
         at = peer_ops.TokensAt(None if quantised else memory.rows.addresses, *tables, _most(self.plan))
         options: Any = {"rank": self.ranks.rank, "placement": self.plan.placement, "programs": self.programs}
-        # Quantised rows and gradients go to the rows of a token at its owners.
+        # Quantised rows and gradients need the rows of a token at its owners.
         options["visits"] = quantised or self.plan.training
         tokens = peer_ops.HomeTokens(values, *self._routing)
         self.pushed = peer_ops.push_tokens_once(tokens, self._header, at, **options)
@@ -159,7 +155,6 @@ class DirectRoutes:
             self._send_rows(values, format=self.format, scales_at=memory.scales.addresses)
 
     def _send_rows(self, values: torch.Tensor, **options: Any) -> None:
-        """Store rows where the tokens went."""
         memory, pushed = self.memory, self.pushed
         assert pushed.owners is not None and pushed.rows is not None
         places = peer_ops.PeerPlaces(pushed.owners, pushed.rows, pushed.overflow, pushed.overflow)
@@ -177,7 +172,7 @@ class DirectRoutes:
         return peer_ops.take_rows(rows, constants.rows, constants.start, scales=scales, dtype=dtype)
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
-        # Later values are the output's gradient, whose rows stay in the buffer until the next call.
+        # Later values are the output's gradient; its rows stay in the buffer until the next call.
         again = self._was_sent
         if self.plan.training:
             self.arrive(f"arrival before {what}")

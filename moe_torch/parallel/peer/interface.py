@@ -1,4 +1,4 @@
-"""What both kinds of routes of mode `peer` share."""
+"""Shared by both kinds of routes of mode `peer`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PeerTotal(Protocol):
 
 
 class PeerRoutes(Routes, Protocol):
-    """Routes whose steps a caller may put on streams of its own."""
+    """Routes with steps that a caller may put on other streams."""
 
     def send(self, values: torch.Tensor) -> None:
         """Store rows of tokens, `[T, D]`, at their owners."""
@@ -56,18 +56,18 @@ class PeerRoutes(Routes, Protocol):
         ...
 
     def rows(self) -> torch.Tensor:
-        """The rows to compute here, once they have arrived."""
+        """Arrived rows to compute."""
         ...
 
     def results_at(self) -> torch.Tensor:
-        """int64, once rows have arrived: addresses where experts store the results of slots."""
+        """int64, once rows have arrived: where experts store the results of slots."""
         ...
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal: ...
 
 
 def summed(returned: torch.Tensor, places: torch.Tensor, checks: peer_ops.Checks, **options: Any) -> torch.Tensor:
-    """`peer_ops.sum_results`, also to rows of an output that begin anywhere."""
+    """`peer_ops.sum_results`, also to an output that begins anywhere."""
     out = options.get("out")
     if out is None or out.data_ptr() % ALIGNMENT == 0:
         return peer_ops.sum_results(returned, places, checks=checks, **options)
@@ -82,7 +82,7 @@ def scales_of(format: Format | None, d_model: int) -> int:
 
 
 def require_peer_format(format: Format | None) -> None:
-    """Raise Unsupported for rows in another format than e4m3 with a scale for each 128 columns."""
+    """Raise Unsupported unless rows are e4m3 with a scale for each 128 columns."""
     if format is None:
         return
     if (format.element, format.group_rows, format.group_columns, format.has_e8m0_scales) != ("e4m3", 1, 128, False):

@@ -1,4 +1,4 @@
-"""Streams of a GPU: rows travel and products store theirs while other work computes."""
+"""Streams of a GPU: rows travel while other work computes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Copies rows, ahead of the work that computes."""
+    """Copies rows ahead of products."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 @functools.cache
 def _store_stream(device: torch.device) -> torch.cuda.Stream:
-    """Runs products 2, which store rows, while `copies` waits and products 1 go on."""
+    """Runs products 2, which store rows, while `copies` waits."""
     return torch.cuda.Stream(device)
 
 
 class Streams:
-    """The three streams of a GPU. On a CPU all are None, and everything runs in order."""
+    """Three streams of a GPU. On a CPU all are None, and everything runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -63,7 +63,7 @@ class GradientOverlap:
         streams.wait(streams.copies, streams.marked(streams.computes))
         with streams.on(streams.copies):
             rows = push()
-        # The values are memory of the stream that computes, so they are held until it waits.
+        # Memory of the computing stream, held until it waits.
         self._under_way = streams.marked(streams.copies), values
         return rows
 

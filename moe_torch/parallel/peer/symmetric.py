@@ -17,22 +17,20 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.bridge.private import group_timeout, symmetric_memory
 from moe_torch.parallel.group import Ranks
 
-#: Alignment of parts, a multiple of what kernels store at once.
+#: A multiple of what kernels store at once.
 _ALIGNMENT = 256
-#: Timeout of a barrier on a GPU, if the group has none.
+#: Of a barrier on a GPU, if the group has no timeout.
 _BARRIER_SECONDS = 600.0
 
 
 class Region(NamedTuple):
-    """Part of a symmetric allocation. own: this rank's. addresses int64 `[W]`, on the device: every rank's."""
+    """Part of a symmetric allocation. own: this rank's. addresses int64 `[W]`, on the device: all ranks'."""
 
     own: torch.Tensor
     addresses: torch.Tensor
 
 
 class Part(NamedTuple):
-    """The shape and dtype of a region."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -50,8 +48,7 @@ class Symmetric:
     """One allocation of every rank of a group, made by `symmetric`.
 
     peers: the bytes of every rank as memory of this process, uint8 `[bytes]` each. regions: consecutive arrays in it,
-    the
-    same at every rank.
+    the same at every rank.
     """
 
     def __init__(self, peers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, handle: Any) -> None:
@@ -66,8 +63,7 @@ class Symmetric:
 
     def barrier(self, ranks: Ranks, what: str) -> None:
         """Wait until earlier stores of all ranks can be loaded, and memory that they loaded may be overwritten. On a
-        GPU the stream waits, not the host.
-        """
+        GPU the stream waits, not the host."""
         if self._handle is not None:
             self._handle.barrier(0, _milliseconds(ranks, self.device))
         else:
@@ -75,7 +71,6 @@ class Symmetric:
 
 
 def _milliseconds(ranks: Ranks, device: torch.device) -> int:
-    """The timeout of a barrier on a GPU."""
     seconds = ranks.timeout
     if seconds is None:
         timeout = group_timeout(ranks.group, device)
@@ -91,8 +86,7 @@ def symmetric(ranks: Ranks, parts: tuple[Part, ...], device: torch.device, numbe
     """Return memory for these parts, the same for all calls of a group with equal parts and number.
 
     Bytes are zero at first. The first call is a collective that waits. Raises InvalidInput if ranks have other parts,
-    and
-    Unsupported on every rank if one cannot reach another's memory, or captures a CUDA graph.
+    and Unsupported on every rank if one cannot reach another's memory, or captures a CUDA graph.
     """
     known = _known.setdefault(ranks.group, {})
     key = device, parts, number
@@ -163,7 +157,7 @@ def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
                 peers.append(torch.from_file(name, shared=True, size=size, dtype=torch.uint8))
         except (OSError, RuntimeError) as error:
             problem = f"rank {len(peers)}'s memory cannot be mapped: {error}"
-        # Now every rank has mapped every file, and the names may go.
+        # Every rank has mapped every file, so names may go.
         _require_none(ranks, problem)
     return peers
 
@@ -180,15 +174,15 @@ def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.
     _require_none(ranks, problem)
     peers, handle = [], None
     try:
-        # torch fills it on this stream, and peers may store soon: zeros have to be written first. Messages of hosts
-        # by gloo do not wait for the device.
+        # torch fills it on this stream, and zeros must precede peers' stores. Messages of hosts by gloo do not wait for
+        # the device.
         stream = torch.cuda.default_stream(device)
         with torch.cuda.stream(stream):
             local = memory.empty(size, dtype=torch.uint8, device=device).zero_()
         stream.synchronize()
     except RuntimeError as error:
         local, problem = None, f"torch shares no memory: {error}"
-    # Now all have memory, so no rank waits in vain for the others to map it.
+    # Now all have memory, so no rank waits in vain.
     _require_none(ranks, problem)
     assert local is not None
     try:
