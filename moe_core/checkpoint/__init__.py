@@ -7,11 +7,8 @@ Reading gives one MoE layer at a time, as NumPy arrays and the spec that compute
     moe_torch.ops.moe(x, layer.experts, layer.router, layer.spec, shared=layer.shared)  # after moving the arrays
 
 Families are listed in `moe_core.checkpoint.families`: bfloat16, float16 or float32, one file or shards, per-expert or
-fused storage. Quantised storage is gpt-oss's (mxfp4), DeepSeek's (fp8 in blocks) or compressed-tensors: these layers
-hold `QuantizedTensor`s, and `MoELayer.dequantized` makes plain ones. `convert_checkpoint` quantises experts.
-`save_checkpoint` writes the same files from `moe_core.layers.LayerWeights`, which layers of both frameworks export.
-`from_maxtext` and `to_maxtext` convert between `LayerWeights` and the parameters of a MaxText block. Hugging Face files
-need the package safetensors (`pip install 'moebius[checkpoint]'`). Nothing here needs torch or jax.
+fused storage. Quantised storage is gpt-oss's (mxfp4), DeepSeek's (fp8 in blocks) or compressed-tensors. Hugging Face
+files need the package safetensors (`pip install 'moebius[checkpoint]'`). Nothing here needs torch or jax.
 """
 
 from moe_core.checkpoint.convert import ConversionProgress as ConversionProgress

@@ -1,4 +1,4 @@
-"""config.json of a checkpoint, with typed look-ups and errors that name the setting."""
+"""Typed look-ups in config.json, with errors that name the setting."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _MOST_LAYERS, _MOST_EXPERTS, _MOST_CONFIG_BYTES = 10_000, 100_000, 4 * 2**20
 class ModelConfig:
     """The settings of a text model.
 
-    model_type: the declared family name. quantization: `quantization_config` or None; multimodal models may keep it
-    outside the text model's settings. nested: the path to the settings in a multimodal model's, such as
-    `("text_config",)`.
+    model_type: the declared family name. quantization: `quantization_config` or None, also from outside the text
+    model's settings. nested: the path to the settings in a multimodal model's, such as `("text_config",)`.
     """
 
     model_type: str
@@ -32,7 +31,7 @@ class ModelConfig:
     nested: tuple[str, ...] = ()
 
     def find(self, *keys: str) -> Any:
-        """The value of the first of `keys` that is present (a setting has several names across releases).
+        """The value of the first of `keys` (names across releases) that is present.
 
         Raises InvalidInput if none is, or if another one has another value.
         """
@@ -52,11 +51,9 @@ class ModelConfig:
         )
 
     def num_layers(self, *keys: str) -> int:
-        """A number of layers within the limit."""
         return self.integer(*(keys or ("num_hidden_layers",)), most=_MOST_LAYERS)
 
     def num_experts(self, *keys: str) -> int:
-        """A number of experts within the limit."""
         return self.integer(*keys, most=_MOST_EXPERTS)
 
     def integer(
@@ -83,14 +80,12 @@ class ModelConfig:
         return value
 
     def number(self, *keys: str, default: float | None = None) -> float:
-        """A finite number, required unless a default is given."""
         value = self._given(keys, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not -math.inf < value < math.inf:
             raise _wrong(keys[0], "a finite number", value)
         return float(value)
 
     def boolean(self, *keys: str, default: bool | None = None) -> bool:
-        """True or false, required unless a default is given."""
         value = self._given(keys, default)
         if not isinstance(value, bool):
             raise _wrong(keys[0], "true or false", value)
@@ -121,14 +116,14 @@ class ModelConfig:
         return tuple(value)
 
     def with_part(self, key: str) -> ModelConfig:
-        """These settings and the settings in the object under `key`, which take precedence."""
+        """These settings, overridden by the object under `key`."""
         part = self.find(key)
         if not isinstance(part, Mapping):
             raise _wrong(key, "an object", part)
         return replace(self, settings={**self.settings, **part})
 
     def require(self, key: str, supported: object, operation: str, *, given: bool = False) -> None:
-        """Refuse a setting for an operation that we do not have. An absent or null one is fine, unless `given`."""
+        """Refuse a setting for an operation that we do not have. Absent and null ones pass, unless `given`."""
         value = self.settings.get(key)
         if (value is not None or given) and value != supported:
             raise Unsupported(
@@ -138,7 +133,7 @@ class ModelConfig:
 
 
 def _of_all_layers(value: Any) -> Any:
-    """The common value of a list with equal entries; other values as they are."""
+    """The common value of a list with equal entries."""
     alike = isinstance(value, list) and len(value) > 0 and all(item == value[0] for item in value)
     return value[0] if alike else value
 
@@ -179,7 +174,7 @@ def settings_of(config: Any) -> Mapping[str, Any]:
 
 
 def read_config(directory: Path) -> Mapping[str, Any]:
-    """The settings of `directory`/config.json. Raises InvalidInput for a missing or malformed directory or file."""
+    """The settings of `directory`/config.json. Raises InvalidInput."""
     if not directory.is_dir():
         state = "is a file" if directory.exists() else "does not exist"
         raise InvalidInput(f"path must be a checkpoint directory, got {directory}, which {state}; download it first")

@@ -4,10 +4,10 @@
     print(report)                                     # relative Frobenius error of every layer
     open_checkpoint("Qwen3-30B-A3B-int4").layer(0)    # QuantizedTensors
 
-Routed experts are quantised. Routers, shared experts, biases and everything else are copied bit by bit. The stored
-layouts are published ones (`moe_core.checkpoint.packing`): gpt-oss's own for mxfp4 of gpt_oss, DeepSeek's for
-fp8_block, compressed-tensors for the others. Experts of fused storage are written one by one where the family has such
-names. gpt_oss in other formats than mxfp4 has no published layout: only this library reads it.
+Everything but the routed experts is copied bit by bit. The stored layouts are published ones
+(`moe_core.checkpoint.packing`): gpt-oss's own for mxfp4 of gpt_oss, DeepSeek's for fp8_block, compressed-tensors for
+the others. Experts of fused storage are written one by one where the family has such names. Only this library reads
+gpt_oss in other formats than mxfp4.
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_s
 from moe_core.ops.quantize.reference import ErrorSum, dequantize, quantize
 from moe_core.specs.operands import named_fields
 
-#: Accompanying files of a model: tokenizers, templates, generation settings.
 _SIDE_FILES = (".json", ".txt", ".jinja", ".model")
 _OWN_FILES = ("config.json", "model.safetensors.index.json")
-#: The weights of experts.
 _FIELDS = ("gate_up", "down")
 
 
 class ConversionProgress(NamedTuple):
-    """One more tensor is converted or copied. tensors: the number so far, out of tensors_total."""
+    """One more tensor is done. tensors: the number so far, out of tensors_total."""
 
     tensor: str
     tensors: int
@@ -59,10 +57,8 @@ class LayerError(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of a conversion.
-
-    bytes_before, bytes_after: of the experts' weights, with scales. not_finite: tensors that hold NaN or infinities.
-    """
+    """bytes_before, bytes_after: of the experts' weights, with scales. not_finite: tensors that hold NaN or
+    infinities."""
 
     format: Format
     layers: tuple[LayerError, ...]
@@ -80,7 +76,7 @@ class ConversionReport:
         return "\n".join([head, *rows])
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, where NaN and infinite errors become None."""
+        """For JSON: NaN and infinite errors become None."""
         layers = [
             {name: value if math.isfinite(value) else None for name, value in error._asdict().items()}
             for error in self.layers
@@ -100,12 +96,12 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Write `source`, a plain checkpoint directory, to `destination` with its experts quantised in `format`.
 
-    One tensor at a time (of fused storage: one expert's part and the packed result) is in memory beyond the current
-    shard. After an error no file is left. Files that accompany the weights (tokenizers, templates) are copied.
+    One tensor at a time (of fused storage: one expert's part) is in memory beyond the current shard. After an error no
+    file is left. Tokenizers, templates and similar files are copied.
 
     Args:
         destination: a new or empty directory.
-        allow_not_finite: allow NaN and infinities. The report names their tensors, and the format decides the result.
+        allow_not_finite: allow NaN and infinities. The format decides their result.
 
     Raises:
         InvalidInput: the errors of `open_checkpoint`, a source that is quantised already or has links that lead out of
@@ -133,15 +129,12 @@ def convert_checkpoint(
 
 
 def _side_files(directory: Path) -> list[Path]:
-    """The files to copy. Raises InvalidInput for a link that leads out of the checkpoint, because its target would be
-    published."""
+    """The files to copy. Refuses a link that leads out of the checkpoint: its target would be published."""
     named = [path for path in directory.iterdir() if path.suffix in _SIDE_FILES and path.name not in _OWN_FILES]
     return [path for path in named if inside(directory, path.name).is_file()]
 
 
 class _Conversion:
-    """The tensors of a converted checkpoint, and statistics collected while they are made."""
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -151,7 +144,6 @@ class _Conversion:
     ) -> None:
         self._checkpoint, self._packing, self._progress = checkpoint, packing, progress
         self._allow_not_finite = allow_not_finite
-        #: Names of tensors with NaN or infinities, in order.
         self._not_finite: dict[str, None] = {}
         self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in _FIELDS}
         #: (layer, field) of every tensor with weights of experts.
@@ -175,7 +167,6 @@ class _Conversion:
                 self._turned |= {part.tensor for part in parts if len(part.shape) == 3 and part.is_turned != in_out}
 
     def require_sizes(self) -> None:
-        """Raise InvalidInput, naming the tensor, if the format's padding rule refuses its sizes."""
         sizes = self._checkpoint.architecture
         shapes = {"gate_up": (sizes.d_ff, sizes.expert_width), "down": (sizes.expert_width, sizes.d_ff)}
         for name, (_, field) in self._weights.items():
@@ -203,7 +194,6 @@ class _Conversion:
                 self._progress(ConversionProgress(name, done, len(index.files)))
 
     def _note_finite(self, name: str, array: np.ndarray) -> None:
-        """Remember a tensor with NaN or infinities. Raises InvalidInput unless they are allowed."""
         if array.dtype.kind not in "fcV" or bool(np.isfinite(array).all()):
             return
         if not self._allow_not_finite:
@@ -214,7 +204,6 @@ class _Conversion:
         self._not_finite[name] = None
 
     def _quantized(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, np.ndarray]]:
-        """The tensors that replace a tensor of weights."""
         if tensor.get_dtype() not in FLOATING:
             raise Unsupported(f"{name} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; cast it first")
         weight, per_expert = self._weights[name], self._checkpoint.architecture.naming.per_expert
@@ -244,7 +233,7 @@ class _Conversion:
         return quantized
 
     def settings(self) -> dict[str, Any]:
-        """config.json of the converted checkpoint. Call it after every tensor has been made."""
+        """The converted config.json. Call it after every tensor has been made."""
         settings = read_json(self._checkpoint.path / "config.json")
         ignored = "ignore" if self._packing.method == "compressed-tensors" else "modules_to_not_convert"
         return settings | {"quantization_config": {**self._packing.settings, ignored: self._kept}}

@@ -17,10 +17,9 @@ from moe_core.errors import InvalidInput
 def load_hidden_states(path: str | os.PathLike[str], d_model: int | None = None) -> np.ndarray:
     """Load `[num_tokens, d_model]` in bfloat16, float16 or float32 from a .npy file or a .safetensors file.
 
-    A .safetensors file must hold exactly one tensor. bfloat16 needs .safetensors, because .npy has no name for it.
-    d_model: the expected width, or None for any. The array is row-major and owned. Raises InvalidInput for a missing or
-    unreadable file and for a wrong rank, width or dtype; Unsupported if safetensors is not installed or a tensor is
-    quantised.
+    A .safetensors file must hold exactly one tensor. bfloat16 needs .safetensors: .npy has no name for it. d_model: the
+    expected width, or None for any. The array is row-major and owned. Raises InvalidInput for a missing or unreadable
+    file, a wrong rank, width or dtype; Unsupported without safetensors and for quantised tensors.
     """
     file = Path(path)
     if not file.is_file():
@@ -55,7 +54,7 @@ def _load_npy(file: Path, d_model: int | None) -> np.ndarray:
             ) from error
         _require_shape(file, shape, d_model)
         if dtype.name not in dtypes.MATMUL_DTYPES:
-            # NumPy writes bfloat16 as nameless two-byte records, which could be anything.
+            # NumPy writes bfloat16 as nameless two-byte records.
             fix = "save them as .safetensors" if dtype.kind == "V" else "cast them to float32"
             raise InvalidInput(
                 f"hidden states in {file} must be float32, float16 or, in a .safetensors file, bfloat16, got "

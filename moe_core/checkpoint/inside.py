@@ -1,8 +1,7 @@
 """The files that a checkpoint may consist of: those in its directory, and targets of links in Hugging Face's cache.
 
-A checkpoint from a stranger may name any file of the machine: by a link, by `../`, by an absolute name. Reading one
-would copy it into the next output. So all files must be in the directory, with links resolved. Hugging Face's cache is
-the exception: `models--x/snapshots/<revision>/` links to `models--x/blobs/`.
+A stranger's checkpoint may name any file by a link, `../` or an absolute name, and reading one would copy it into the
+next output. Hugging Face's cache links `models--x/snapshots/<revision>/` to `models--x/blobs/`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from moe_core.errors import InvalidInput
 
 
 def require_relative(name: str, index: Path) -> None:
-    """Raise InvalidInput unless a file name of an index stays below the index's directory, links aside."""
+    """Raise InvalidInput unless a file name stays below the index's directory, links aside."""
     path = Path(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or len(name) > 255:
         raise InvalidInput(

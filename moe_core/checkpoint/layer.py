@@ -34,13 +34,12 @@ class MoELayer:
 
     Weights are in the family's fused storage: `[E, 2F, D]`, `[E, D, F]` with gate_layout `halves` (weight_layout
     `out_in`: most families) or `[E, D, 2F]`, `[E, F, D]` (`in_out`: gpt_oss, interleaved, aria, llama4). Per-expert
-    storage is stacked into the same form, so that both storages give one plan and equal bits. The router weight is `[E,
-    D]` (`out_in`). spec keeps fp32 logits; replace logits_dtype to reproduce models that round them.
+    storage is stacked into the same form, so that both give equal bits. The router weight is `[E, D]` (`out_in`). spec
+    keeps fp32 logits; replace logits_dtype to reproduce models that round them.
 
     Weights of a quantised checkpoint are `QuantizedTensor`s with the stored bits, all `out_in` (gpt_oss still
     interleaved). gate and up are apart (`separate`) if one group of the format would hold rows of both. scheme: the
-    formats in config.json, None for a plain layer. before, after, output: as in `LayerWeights`. Experts are wider or
-    narrower than d_model between before and after.
+    formats in config.json, None for a plain layer. before, after, output: as in `LayerWeights`.
     """
 
     layer: int
@@ -86,8 +85,8 @@ class MoELayer:
 class Checkpoint:
     """A checkpoint directory: the facts in config.json, and the places of the tensors.
 
-    config: the text model's settings. moe_layers: the layers `layer` can read. packing: the storage of quantised
-    weights, None for a plain checkpoint. nested: the path to config in the config.json of a multimodal model.
+    config: the text model's settings. packing: the storage of quantised weights, None for a plain checkpoint. nested:
+    the path to config in a multimodal model's config.json.
     """
 
     path: Path
@@ -114,10 +113,9 @@ class Checkpoint:
     def layer(self, layer: int, progress: Callable[[ReadProgress], object] | None = None) -> MoELayer:
         """Read the tensors of one MoE layer; progress is called as bytes arrive.
 
-        Quantised weights are read without a plain copy: see `MoELayer`. Everything is checked against config.json
-        before the first weight is read. Raises InvalidInput for a layer out of range or without experts, for missing
-        tensors and for shapes or dtypes that disagree; Unsupported for quantised tensors that config.json does not
-        describe.
+        Everything is checked against config.json before the first weight is read. Raises InvalidInput for a layer out
+        of range or without experts, missing tensors, and shapes or dtypes that disagree; Unsupported for quantised
+        tensors that config.json does not describe.
         """
         self._require_moe_layer(layer)
         names = self._names(layer)
@@ -152,7 +150,7 @@ class Checkpoint:
         """The architecture with the layouts of a layer, and the stacks to read."""
         packing, architecture = self.packing, self.architecture
         if architecture.naming.turned and names.fused is not None and names.fused[0] in self.index.files:
-            # Files of either orientation exist. transformers decides by the shape too, and prefers its own.
+            # transformers decides the orientation by the shape too, and prefers its own.
             own = layer_stacks(architecture, names)["experts.gate_up"].shape
             stored = reader.stored_shape(names.fused[0])
             names = dataclasses.replace(names, turned=stored != own and stored == (own[0], own[2], own[1]))
@@ -196,8 +194,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a Hugging Face checkpoint directory (config.json and safetensors) without reading weights.
 
     Raises InvalidInput for a missing directory, config.json or tensor index and for settings that are missing or
-    disagree; Unsupported for an unknown model_type, a quantization_config that cannot be read, or if safetensors is not
-    installed.
+    disagree; Unsupported for an unknown model_type, an unreadable quantization_config, or without safetensors.
     """
     directory = Path(path)
     config = text_model(read_config(directory))
@@ -208,7 +205,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> None:
-    """Raise Unsupported if the layer has packed blocks or scales that config.json does not mention."""
+    """Refuse packed blocks or scales that config.json does not mention."""
     for name in index.below(block):
         if name.endswith(_QUANTISED):
             raise Unsupported(
@@ -218,7 +215,7 @@ def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> No
 
 
 def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, Stack], reader: StackReader) -> None:
-    """Raise Unsupported if the layer has biases or shared experts that config.json does not mention."""
+    """Refuse biases or shared experts that config.json does not mention."""
     read = {part.tensor for stack in stacks.values() for part in stack.parts}
     modules = sorted({name.removesuffix("weight") for name in read if name.endswith(".weight")})
     held = [(module, name) for module in modules for name in index.below(module)]
@@ -233,7 +230,7 @@ def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, S
 
 
 def _require_one_dtype(stored: Mapping[str, str]) -> None:
-    """Experts and shared experts multiply one x, so their weights have one dtype. Biases may be fp32."""
+    """Both multiply one x. Biases may be fp32."""
     free = ("router.", "output.", "before.norm")
     plain = [name for name in stored if not name.startswith(free) and not name.endswith(quantized.ARRAYS)]
     weights = {name: stored[name] for name in plain}

@@ -45,17 +45,16 @@ _FUSED = {
     "wi_bias": ("wi_0_bias", "wi_1_bias"),
     "shared_experts/wi/kernel": ("shared_experts/wi_0/kernel", "shared_experts/wi_1/kernel"),
 }
-#: The routed experts' part of a block with shared experts.
 _ROUTED_BLOCK = "MoeBlock_0"
-#: MaxText stacks the layers of a scan along this axis (`param_scan_axis`).
+#: MaxText's `param_scan_axis`.
 SCAN_AXIS = 1
 
 
 def to_maxtext(weights: LayerWeights, *, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Nested dicts of NumPy arrays in MaxText's names and layouts.
 
-    like: a block's tree, as `from_maxtext` reads it. The result has its nesting, boxes, variables, `value` keys and
-    fused `wi`. Its leaves may be abstract. Arrays with an unchanged layout are shared with `weights`; dtypes are kept.
+    like: a block's tree, as `from_maxtext` reads it, leaves maybe abstract. The result has its nesting, boxes,
+    variables, `value` keys and fused `wi`. Arrays with an unchanged layout are shared with `weights`; dtypes are kept.
     Raises InvalidInput for another block's tree, and Unsupported for a router with a bias and a correction bias,
     because MaxText has one name for both.
     """
@@ -91,9 +90,8 @@ def from_maxtext(
     """The weights of one layer of a MaxText block. Arrays in host memory are not copied, except for a layer of a scan.
 
     Args:
-        tree: nested dicts of arrays (NumPy, JAX, or restored by orbax), in MaxText's names, boxed or not. The routed
-            experts may be under `MoeBlock_0`, next to `shared_experts`.
-        spec: the layer.
+        tree: nested dicts of arrays (NumPy, JAX, or restored by orbax), boxed or not. The routed experts may be under
+            `MoeBlock_0`, next to `shared_experts`.
         storage: the layout of the arrays: `MAXTEXT` (from `moe_core.layers`) for files of MaxText and moe_jax. None:
             the weight_layout in spec, or else the only layout that fits the shapes. Two fit if d_model = d_ff or
             d_model = num_experts, which is refused.
@@ -130,7 +128,7 @@ def _path(name: str, spec: MoELayerSpec) -> str:
 
 
 def _paths(spec: MoELayerSpec, flat: Mapping[str, Any]) -> dict[str, str]:
-    """name -> path of every array of a layer, in a tree with either name of the correction bias."""
+    """name -> path of every array of a layer."""
     paths = {one.name: _path(one.name, spec) for one in spec.stored_as(MAXTEXT).parameters(MAXTEXT)}
     if spec.correction_bias and (spec.router_bias or _CORRECTION_BIAS in flat):
         paths["router.correction_bias"] = _CORRECTION_BIAS
@@ -138,7 +136,6 @@ def _paths(spec: MoELayerSpec, flat: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _fused(flat: Mapping[str, Any], spec: MoELayerSpec) -> list[str]:
-    """The paths of fused gate and up in a tree."""
     if not spec.gated or spec.experts.gate_layout == "interleaved":
         return []
     return [path for path, parts in _FUSED.items() if path in flat and not flat.keys() & set(parts)]
@@ -169,14 +166,13 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _unboxed(leaf: Any) -> Any:
-    """The array in a variable of NNX, a box of Linen or both, recognised by their methods without Flax."""
+    """The array in Flax's boxes and variables, recognised by their methods without Flax."""
     while hasattr(leaf, "get_value") or hasattr(leaf, "replace_boxed"):
         leaf = leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
     return leaf
 
 
 def _in_form_of(form: Any, arrays: Mapping[str, Any], path: str) -> Any:
-    """The arrays in a tree, or a leaf, of the same form."""
     if isinstance(form, Mapping):
         below = {key: path if key in (_ROUTED_BLOCK, "value") else f"{path}/{key}".lstrip("/") for key in form}
         return {key: _in_form_of(value, arrays, below[key]) for key, value in form.items()}
@@ -206,7 +202,7 @@ def _layer_of(path: str, value: Any, layer: int | None) -> np.ndarray:
 
 
 def _only_layout(part: str, ambiguous: str, arrays: Mapping[str, np.ndarray], spec: MoELayerSpec) -> str:
-    """The layout of the arrays of one part. ambiguous: equal sizes that allow two layouts."""
+    """ambiguous: equal sizes that allow two layouts."""
     shapes = {name: array.shape for name, array in arrays.items() if name.startswith(part)}
     fitting = []
     for layout in WEIGHT_LAYOUTS:

@@ -42,7 +42,7 @@ class Component:
 
     field: of QuantizedTensor. suffix: after the module's name. accepts: header dtypes. file_shape: of the tensor of a
     matrix (N, D). decode, encode: convert between the file's array and ours, for any number of leading axes. None: the
-    same. The result of decode may be larger by the padding of the last word.
+    same. decode may add the padding of the last word.
     """
 
     field: str
@@ -55,7 +55,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Packing:
-    """The storage of a checkpoint's quantised matrices. settings: its `quantization_config` in config.json."""
+    """The storage of a checkpoint's quantised matrices. settings: its `quantization_config`."""
 
     scheme: Scheme
     components: tuple[Component, ...]
@@ -71,13 +71,13 @@ class Packing:
         return self.settings["quant_method"]
 
     def tensor_name(self, module: str, component: Component, fused: bool) -> str:
-        """The tensor of a module. fused: the module is a parameter of all experts without `.weight`, in transformers'
-        names: `experts.gate_up_proj`, `experts.gate_up_proj_scale_inv`."""
+        """The tensor of a module. fused: the module is a parameter of all experts without `.weight`:
+        `experts.gate_up_proj_scale_inv`."""
         return module + (component.suffix.removeprefix(".weight") if fused else component.suffix)
 
     def tensors(self, module: str, tensor: QuantizedTensor, fused: bool) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, array) of the tensors that store a matrix `[N, D]` or, fused, a stack `[E, N, D]`. Raises InvalidInput
-        for prepacked weights, because no file has their order."""
+        """(name, array) of the tensors of a matrix `[N, D]` or, fused, a stack `[E, N, D]`. Raises InvalidInput for
+        prepacked weights."""
         if tensor.spec.tiling is not None:
             raise InvalidInput(f"{module} must be in its published layout, got {tensor}; call restore_weights")
         for component in self.components:
@@ -120,7 +120,7 @@ def plain_packing(scheme: Scheme, settings: Mapping[str, Any], scale_suffix: str
         decode, encode = (lambda scale: scale[..., None]), (lambda scale: scale[..., 0])
         scales = Component("scales", scale_suffix, _SCALE_HEADERS, lambda rows, columns: (1,), decode, encode)
     else:
-        # e8m0 scales of DeepSeek's later files become numbers while they are read.
+        # e8m0 scales of DeepSeek's later files become numbers.
         scales = Component("scales", scale_suffix, (*_SCALE_HEADERS, "F8_E8M0"), _scales_shape(format))
     return Packing(scheme, (values, scales), settings)
 
@@ -174,10 +174,8 @@ def _e8m0_scales(format: Format, suffix: str) -> Component:
 
 
 def packing_for(format: Format, interleaved: bool) -> Packing:
-    """A converter's storage of a format. interleaved: the family is gpt-oss, with its own form of mxfp4.
-
-    Raises Unsupported for formats without a published layout for weights.
-    """
+    """A converter's storage of a format. interleaved: the family is gpt-oss. Raises Unsupported without a published
+    layout."""
     element, arguments = format.element, _arguments(format)
 
     def scheme(activations: Format | None = None) -> Scheme:
@@ -208,7 +206,7 @@ def packing_for(format: Format, interleaved: bool) -> Packing:
 
 
 def _arguments(format: Format) -> dict[str, Any]:
-    """A quantisation's arguments in compressed-tensors' terms."""
+    """A quantisation in compressed-tensors' terms."""
     whole = "tensor" if format.group_rows is None else "channel"
     arguments: dict[str, Any] = {
         "num_bits": format.bits_per_element,

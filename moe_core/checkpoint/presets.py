@@ -13,11 +13,10 @@ from moe_core.layers.spec import MoELayerSpec
 def layer_spec_from_config(config: Any, layer: int | None = None) -> MoELayerSpec:
     """The MoE layers of a Hugging Face model, in the framework's default storage.
 
-    config: a dict, a transformers config (anything with `to_dict`), or a path to config.json or its directory.
-    Multimodal models use the text model's settings. layer: the layer to describe, needed only if layers differ (the
-    limits of Step-3.7). A quantization_config is ignored: the layer computes with dequantised weights. Raises
-    InvalidInput for missing or malformed settings, Unsupported for other families than
-    `moe_core.checkpoint.families.FAMILIES` and for variants that the layer cannot compute, naming the operation.
+    config: a dict, a transformers config (anything with `to_dict`), or a path to config.json or its directory;
+    multimodal models use their text model. layer: needed only if layers differ (the limits of Step-3.7). A
+    quantization_config is ignored. Raises InvalidInput for missing or malformed settings, Unsupported for other
+    families than `moe_core.checkpoint.families.FAMILIES` and for variants that the layer cannot compute.
     """
     architecture = architecture_of(text_model(settings_of(config)))
     if layer is not None and layer not in architecture.moe_layers:

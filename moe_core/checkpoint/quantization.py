@@ -25,8 +25,8 @@ _ACTIVATIONS: dict[tuple[Any, Any, Any], Format] = {
 def read_quantization(settings: Any, family: str) -> Packing | None:
     """The packing that a quantization_config describes, or None.
 
-    settings: `quantization_config` of config.json. family: the model_type. Raises InvalidInput for malformed settings,
-    Unsupported for methods and variants that cannot be read.
+    family: the model_type. Raises InvalidInput for malformed settings, Unsupported for methods and variants that cannot
+    be read.
     """
     if not settings:
         return None
@@ -119,7 +119,6 @@ def _format(weights: Mapping[str, Any]) -> Format:
 
 
 def _activations(arguments: Any, weights: Format) -> Format | None:
-    """The format of activations, or None."""
     if arguments is None:
         return None
     if not isinstance(arguments, Mapping):

@@ -1,4 +1,4 @@
-"""Read quantised layers: the stacks of their packed tensors, and the bundles made of them."""
+"""Read quantised layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def module_of(tensor: str) -> tuple[str, bool]:
 
 
 def is_quantized(weight: str, packing: Packing, index: TensorIndex) -> bool:
-    """True if the files hold the weight of that (plain) name quantised: under other names, or with companions."""
+    """True if the files hold the weight of that plain name quantised."""
     module, fused = module_of(weight)
     names = [packing.tensor_name(module, component, fused) for component in packing.components]
     return any(name in index.files for name in names if name != weight)
@@ -42,8 +42,7 @@ def quantized_architecture(
 ) -> Architecture:
     """The architecture with the layouts of its quantised weights.
 
-    All are `out_in`. Gate and up are put together, as in a plain checkpoint, unless a group of the format would hold
-    rows of both: then gate_layout is `separate`.
+    All are `out_in`. gate_layout is `separate` if a group of the format would hold rows of gate and up.
     """
     spec = dataclasses.replace(architecture.spec, weight_layout="out_in")
     divided = [stack for name, stack in stacks.items() if name.endswith(".gate_up") and _is_divided(stack)]
@@ -91,7 +90,6 @@ def quantized_stacks(
 
 
 def _is_divided(stack: Stack) -> bool:
-    """True if gate and up come from separate tensors."""
     return any(isinstance(place, slice) for place in stack.parts[0].place)
 
 
@@ -125,7 +123,7 @@ def _component_stack(stack: Stack, shapes: QuantizedShapes, packing: Packing, co
 
 
 def _scaled(place: int | slice, format: Format, field: str) -> int | slice:
-    """The position of a weight's rows in one of its arrays; the format splits there. Positions of experts stay."""
+    """A weight's position in one of its arrays."""
     if isinstance(place, int) or place == slice(None):
         return place
     per_row = {"values": 1, "scales": format.group_rows or 1, "zero_points": format.own_element.per_byte}[field]
@@ -133,7 +131,7 @@ def _scaled(place: int | slice, format: Format, field: str) -> int | slice:
 
 
 def refuse_unread(index: TensorIndex, block: str, stacks: Mapping[str, Stack]) -> None:
-    """Raise Unsupported if the layer has quantised tensors that are not read: permutations, static scales, others."""
+    """Raise Unsupported if the layer has quantised tensors that are not read, such as static scales."""
     read = {part.tensor for stack in stacks.values() for part in stack.parts}
     for name in index.below(block):
         if name.endswith(_COMPANIONS) and name not in read:

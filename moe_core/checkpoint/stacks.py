@@ -1,4 +1,4 @@
-"""The file tensors of a layer's arrays: their names in one storage, and the stacks that follow."""
+"""Names and stacks of a layer's file tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "la
 
 @dataclass(frozen=True)
 class LayerNames:
-    """The tensors of one layer in one storage, by their full names.
+    """The full names of one layer's tensors in one storage.
 
-    block: the prefix of router and experts, `model.layers.3.mlp.`. fused: (gate_up, down) of all experts, None: per
-    expert. turned, interleaved: the order of `fused` in the files. table: "" if the layer has none. Others: see
-    `Naming`.
+    block: the prefix of router and experts, `model.layers.3.mlp.`. fused: (gate_up, down), None: per expert. turned,
+    interleaved: of `fused`. table: "" if the layer has none.
     """
 
     block: str
@@ -43,12 +42,12 @@ class LayerNames:
         return self.router.removesuffix("weight") + "bias"
 
 
-#: Choose one of several alternatives, each a tuple of full names.
+#: Choose one of several alternatives of full names.
 _Choice = Callable[[list[tuple[str, ...]]], tuple[str, ...]]
 
 
 def _names(naming: Naming, root: str, block: str, choose: _Choice, *, fused: bool, table: bool) -> LayerNames:
-    """root: `model.layers.3.`. block: `mlp` or nothing. table: the layer has a table."""
+    """root: `model.layers.3.`. block: `mlp` or nothing."""
     inside = f"{root}{block}." if block else root
 
     def full(name: str) -> str:
@@ -77,7 +76,7 @@ def _names(naming: Naming, root: str, block: str, choose: _Choice, *, fused: boo
 
 
 def _own_prefixes(naming: Naming, nested: tuple[str, ...]) -> tuple[str, ...]:
-    """Prefixes of `layers.` in the family's files. qwen3_omni_moe nests its thinker, which nests the text."""
+    """qwen3_omni_moe nests its thinker, which nests the text."""
     prefixes = naming.nested_prefixes if nested else naming.prefixes
     return tuple(f"thinker.{prefix}" for prefix in prefixes) if "thinker_config" in nested else prefixes
 
@@ -138,7 +137,7 @@ def found_names(
 def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:
     """The arrays of a layer by field name (`experts.gate_up`), and the tensors of each."""
     num_experts, d_model, family = architecture.num_experts, architecture.d_model, architecture.family
-    # The router comes first: its shape reveals a wrong number of experts before one seems missing.
+    # The router's shape reveals a wrong number of experts before one seems missing.
     stacks = {"router.weight": Stack.whole(names.router, (num_experts, d_model))}
     if family.router_bias:
         stacks["router.bias"] = Stack.whole(names.router_bias, (num_experts,))
@@ -157,7 +156,7 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         stacks["router.expert_scale"] = Stack.whole(names.expert_scale, (num_experts,))
     stacks |= _expert_stacks(architecture, names)
     if architecture.shared_d_ff:
-        # Shared experts are plain modules: `out_in`, whatever the layout of the fused experts.
+        # Shared experts and projections are plain modules: `out_in`, whatever the layout of the fused experts.
         turned = architecture.spec.weight_layout == "in_out"
         sizes = (architecture.shared_d_ff, d_model)
         stacks |= _mlp_stacks("shared.", names.shared, architecture, *sizes, turned=turned)
@@ -165,7 +164,6 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
             shape = (d_model, 1) if turned else (1, d_model)
             stacks["shared.gate"] = Stack(shape, (_part(names.shared_gate, shape, turned=turned),))
     for one in architecture.around():
-        # Projections are plain modules too.
         turned = one.role == "weight" and architecture.spec.weight_layout == "in_out"
         stacks[one.name] = Stack(one.shape, (_part(names.around[one.name], one.shape, turned=turned),))
     return stacks
@@ -176,7 +174,6 @@ def _to_int32(array: np.ndarray) -> np.ndarray:
 
 
 def _to_int64(array: np.ndarray) -> np.ndarray:
-    """Cast to transformers' dtype of tables of ids."""
     return array.astype(np.int64)
 
 
@@ -218,8 +215,7 @@ def _mlp_stacks(
     turned: bool = False,
     place: tuple[int, ...] = (),
 ) -> dict[str, Stack]:
-    """One MLP of width d_ff on rows of width d_model, or a stack of `lead`: gate_up (gate first) from one tensor or
-    two, and down.
+    """One MLP, or a stack of `lead`: gate_up (gate first) from one tensor or two, and down.
 
     names: see `Naming.shared`. turned: files hold the transposes. place: the MLP's position in the stack of experts.
     """

@@ -1,7 +1,7 @@
 """Safetensors files: find the shard of a tensor, and read tensors into stacked arrays.
 
-Reading copies once, from the file into our own memory: file offsets are only 8-byte aligned and mapped pages are
-read-only, while engines want 16-byte aligned arrays for DLPack. Mapped pages would also count as memory of the process.
+Reading copies into our own memory: mapped pages are read-only and only 8-byte aligned, DLPack needs 16, and they would
+count as memory of the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_core.checkpoint.config import read_json
 from moe_core.checkpoint.inside import inside, require_relative
 from moe_core.errors import InvalidInput, Unsupported
 
-#: dtypes of safetensors headers -> canonical names, for dtypes without conversion.
+#: Header dtypes -> canonical names.
 FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 #: dtypes of safetensors headers -> NumPy's. The package gives NumPy no 8-bit floats.
 _NUMPY_DTYPES: Mapping[str, Any] = {
@@ -33,14 +33,14 @@ _NUMPY_DTYPES: Mapping[str, Any] = {
     "F16": np.float16, "F32": np.float32, "U8": np.uint8, "I8": np.int8, "I32": np.int32,
     "I64": np.int64,
 }  # fmt: skip
-#: Tensors of rank 3 are read along their first axis in pieces of about this many bytes, so that progress moves.
+#: Size of the pieces that make progress move.
 _PIECE_BYTES = 16 * 2**20
-#: Start of arrays in bytes: XLA copies memory that is not aligned to it.
+#: XLA copies memory that is aligned to less.
 _ALIGNMENT = 64
 
 
 class RawTensor:
-    """A tensor of an open file, in a dtype that needs no conversion, with the methods of safetensors' lazy slices."""
+    """A tensor of an open file whose dtype needs no conversion, with the methods of safetensors' lazy slices."""
 
     def __init__(self, file: TensorFile, name: str) -> None:
         self._file, self._entry = file, file.entry(name)
@@ -52,7 +52,7 @@ class RawTensor:
         return self._entry.dtype
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """Read the rows of a slice of the first axis, or all of a tensor without axes."""
+        """Read rows, or all of a tensor without axes."""
         own = self._entry.shape
         shape = (len(range(*rows.indices(own[0]))), *own[1:]) if own else ()
         target = np.empty(shape, _NUMPY_DTYPES[self._entry.dtype])
@@ -60,7 +60,7 @@ class RawTensor:
         return target
 
     def read_into(self, rows: slice, target: np.ndarray) -> None:
-        """Fill a row-major array of the tensor's dtype with the rows of a slice of the first axis."""
+        """Fill a row-major array of the same dtype with rows."""
         shape = self._entry.shape
         first = rows.indices(shape[0])[0] if shape else 0
         offset = first * math.prod(shape[1:]) * target.itemsize
@@ -68,7 +68,7 @@ class RawTensor:
 
 
 class ReadProgress(NamedTuple):
-    """Progress of a read. tensor: the current tensor's name. Bytes are of the whole layer."""
+    """tensor: the current tensor's name. Bytes are of the whole layer."""
 
     tensor: str
     bytes_read: int
@@ -95,8 +95,8 @@ def rows_in_turn(array: np.ndarray) -> np.ndarray:
 class Part:
     """One file tensor and its position in an array: `array[place]`, () for all of it.
 
-    shape: of the tensor. decode: converts the tensor, or a range of a stack's first axis, to the array's form, or None.
-    encode: the inverse, for writers. None: only the shape changes.
+    decode: converts the tensor, or a range of a stack's first axis, to the array's form. encode: the inverse. None:
+    only the shape changes.
     """
 
     tensor: str
@@ -125,7 +125,6 @@ class Stack:
 
     @classmethod
     def whole(cls, tensor: str, shape: tuple[int, ...], dtype: str | None = None) -> Stack:
-        """An array that is one tensor."""
         return cls(shape, (Part(tensor, shape),), dtype)
 
 
@@ -137,7 +136,7 @@ class TensorIndex:
     files: Mapping[str, str]
 
     def path_of(self, tensor: str) -> Path:
-        """The file of a tensor. Raises InvalidInput if none holds it."""
+        """Raises InvalidInput if no file holds it."""
         if tensor not in self.files:
             raise InvalidInput(
                 f"{self.directory} must hold the tensor {tensor}, got {self.summary()} without it; "
@@ -160,7 +159,6 @@ class TensorIndex:
         return sorted(self.files)
 
     def below(self, prefix: str) -> list[str]:
-        """The sorted names that start with a prefix."""
         first = bisect.bisect_left(self._sorted, prefix)
         found = (self._sorted[place] for place in range(first, len(self._sorted)))
         return list(itertools.takewhile(lambda name: name.startswith(prefix), found))
@@ -173,7 +171,7 @@ class TensorIndex:
 
 
 def read_tensor(file: TensorFile, name: str) -> np.ndarray:
-    """A whole tensor of an open file, of any rank."""
+    """A whole tensor of any rank."""
     return RawTensor(file, name)[:] if file.entry(name).dtype in _NUMPY_DTYPES else file.get_tensor(name)
 
 
@@ -209,22 +207,21 @@ class StackReader(contextlib.ExitStack):
         self._files: dict[str, TensorFile] = {}
 
     def _tensor(self, name: str) -> RawTensor:
-        """A tensor with shape and dtype from the header; indexing reads data."""
+        """Shape and dtype come from the header; indexing reads data."""
         file = self._index.files.get(name, "")
         if file not in self._files:
             self._files[file] = self.enter_context(open_file(self._index.path_of(name)))
         return RawTensor(self._files[file], name)
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from its header."""
         return tuple(self._tensor(name).get_shape())
 
     def stored_dtype(self, name: str) -> str:
-        """The dtype of a tensor in its header (`BF16`, `F8_E4M3`)."""
+        """As in the header: `BF16`, `F8_E4M3`."""
         return self._tensor(name).get_dtype()
 
     def check(self, stacks: Mapping[str, Stack]) -> dict[str, str]:
-        """Check every part's presence, dtype and shape from headers, and return the dtype of each array."""
+        """Check every part's presence, dtype and shape; return the dtype of each array."""
         return {name: self._dtype_of(stack) for name, stack in stacks.items()}
 
     def _dtype_of(self, stack: Stack) -> str:
@@ -305,7 +302,7 @@ def _is_as_stored(source: RawTensor, target: np.ndarray) -> bool:
 
 
 def _pieces(target: np.ndarray) -> Iterator[slice]:
-    """Ranges along the first axis: one for small arrays and matrices, several for large stacks of matrices."""
+    """Ranges along the first axis: several for large stacks of matrices."""
     rows = max(1, len(target) if target.ndim < 3 else _PIECE_BYTES // max(1, target[:1].nbytes))
     for start in range(0, len(target), rows):
         yield slice(start, min(start + rows, len(target)))

@@ -4,9 +4,8 @@
     layers = ((n, LayerWeights.from_checkpoint(source.layer(n))) for n in source.moe_layers)
     save_checkpoint("Qwen3-fused", source.path, layers, storage="fused", other_tensors=other_tensors(source))
 
-Layers come from an iterator and are written one after another. A tensor with an unchanged layout is written from its
-memory; others are permuted one at a time. At most one shard and the next tensor are in memory beyond the caller's
-(safetensors before 0.8 copies a shard once more).
+At most one shard and the next tensor are in memory beyond the caller's (safetensors before 0.8 copies a shard once
+more). Only tensors whose layout changes are copied.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ from moe_core.layers.weights import LayerWeights
 STORAGES = ("fused", "per_expert")
 #: A shard is closed before it would grow beyond this many bytes.
 DEFAULT_SHARD_BYTES = 2**30
-#: transformers expects this in a safetensors file.
 _METADATA = {"format": "pt"}
 
 
 class WriteProgress(NamedTuple):
-    """A shard has been written. file: its temporary name. tensors, bytes_written: of the whole checkpoint so far."""
+    """A shard has been written. file: its temporary name. tensors, bytes_written: so far."""
 
     file: str
     tensors: int
@@ -56,9 +54,9 @@ def layer_tensors(
     """(name, row-major array) of every tensor of one MoE layer, made on demand.
 
     weights: in any storage. config: see `save_checkpoint`. storage: `fused` (`experts.gate_up_proj`, the names of
-    transformers' `state_dict`) or `per_expert` (`experts.0.gate_proj.weight`), which some families, such as gpt_oss, do
-    not have. None: the family's published one. dtypes are kept. Raises InvalidInput if weights, config and layer
-    disagree, Unsupported for other families and for a storage the family does not have.
+    transformers' `state_dict`) or `per_expert` (`experts.0.gate_proj.weight`), which gpt_oss and others do not have.
+    None: the family's published one. dtypes are kept. Raises InvalidInput if weights, config and layer disagree,
+    Unsupported for other families and storages.
     """
     model = _model(config)
     model.require_storage(storage)
@@ -99,13 +97,12 @@ def save_checkpoint(
             written as it is.
         layers: (number, weights) of every MoE layer, in any order and storage.
         storage: see `layer_tensors`.
-        other_tensors: (name, array) of the rest of the model (attention, embeddings), for example
-            `other_tensors(source)`. Without them only the MoE layers can be read back.
+        other_tensors: (name, array) of the rest of the model, such as `other_tensors(source)`. Without them only the
+            MoE layers can be read back.
         progress: called after every shard.
 
     Raises InvalidInput for a directory with content, layers that are missing, repeated or of another model, duplicate
-    names, and a config with another dtype than the weights; Unsupported for other families and if safetensors is not
-    installed.
+    names, and a config with another dtype than the weights; Unsupported for other families and without safetensors.
     """
     model = _model(config)
     model.require_storage(storage)
@@ -143,15 +140,12 @@ def _model(config: Any) -> _Model:
 
 @dataclass(frozen=True)
 class _Model:
-    """A model, from its config."""
-
     settings: Mapping[str, Any]
     architecture: Architecture
     nested: tuple[str, ...]
 
     @property
     def storage(self) -> Storage:
-        """The storage of `layer_stacks`."""
         return storage_of(self.architecture.spec)
 
     def require_storage(self, storage: str | None) -> None:
@@ -164,7 +158,6 @@ class _Model:
             )
 
     def require_layer(self, layer: int, weights: LayerWeights) -> None:
-        """Raise InvalidInput unless the weights make the layer in config, storage aside."""
         architecture = self.architecture
         if layer not in architecture.moe_layers:
             raise InvalidInput(
@@ -187,7 +180,7 @@ class _Model:
                 )
 
     def require_dtype(self, layer: int, weights: LayerWeights) -> None:
-        """transformers casts what it loads to the dtype in config, which would round silently."""
+        """transformers would round silently to the dtype in config."""
         named = self.settings.get("dtype") or self.settings.get("torch_dtype") or weights.dtype
         if str(named).removeprefix("torch.") != weights.dtype:
             raise InvalidInput(
@@ -204,7 +197,7 @@ def _tensors(weights: LayerWeights, model: _Model, layer: int, storage: str | No
 
 
 class _Source:
-    """The arrays of a layer in the family's storage, made on demand from views."""
+    """The arrays of a layer in the family's storage, on demand."""
 
     def __init__(self, weights: LayerWeights, storage: Storage) -> None:
         self._views: dict[str, list[tuple[Place, np.ndarray]]] = {}
@@ -212,7 +205,7 @@ class _Source:
             self._views.setdefault(name, []).append((place, view))
 
     def tensors(self, name: str, stack: Stack) -> Iterator[tuple[str, np.ndarray]]:
-        """The tensors of an array. For per-expert storage one expert's matrix is made at a time."""
+        """Per-expert storage makes one expert's matrix at a time."""
         expert, array = None, np.empty(0)
         for part in stack.parts:
             lead = part.place[:1] if part.place and isinstance(part.place[0], int) else ()
@@ -223,7 +216,7 @@ class _Source:
             yield part.tensor, found.reshape(part.shape)
 
     def _array(self, name: str, shape: tuple[int, ...], lead: tuple[Any, ...]) -> np.ndarray:
-        """The array, or one expert's part of it: a view, or a new array of `shape` if something moves."""
+        """A view, or a new array of `shape` if something moves."""
         views = [(place, view[lead]) for place, view in self._views[name]]
         if views[0][0] == WHOLE:
             return views[0][1]
@@ -234,10 +227,7 @@ class _Source:
 
 
 class Shards:
-    """Collect tensors and write a file to a new directory whenever a shard is full.
-
-    A context manager that leaves no file after an error. name: of the argument path.
-    """
+    """Write a file whenever a shard is full. A context manager that leaves no file after an error."""
 
     def __init__(self, name: str, path: str | os.PathLike[str], shard_bytes: int, progress: Any = None) -> None:
         directory = Path(path)
@@ -251,7 +241,7 @@ class Shards:
         self._pending: dict[str, np.ndarray] = {}
         self._pending_bytes = self._bytes = 0
         self._weight_map: dict[str, str] = {}
-        #: Files to remove after an error.
+        #: To remove after an error.
         self.files: list[str] = []
 
     def extend(self, tensors: Iterable[tuple[str, np.ndarray]]) -> None:

@@ -18,7 +18,7 @@ from moe_core.errors import Unsupported
 
 #: model_type -> its family.
 FAMILIES: Mapping[str, Family] = {**MIXTRAL, **QWEN, **DEEPSEEK, **GEMMA}
-#: model_type -> the one operation of its block that a layer cannot compute.
+#: model_type -> the operation that a layer cannot compute.
 REFUSED: Mapping[str, str] = {
     "doge": "experts of one row each, found by a product of keys",
     "ernie4_5_vl_moe_text": "two sets of experts, one for text and one for images",
@@ -28,13 +28,12 @@ REFUSED: Mapping[str, str] = {
     "vitpose_backbone": "an expert per data set, chosen for a whole image",
     "zaya": "a router of several layers that carries a state from layer to layer",
 }
-#: Settings that hold the text model's in a multimodal model.
+#: Keys of the text model's settings in a multimodal model.
 _NESTED = ("text_config", "thinker_config")
 
 
 def text_model(settings: Mapping[str, Any]) -> ModelConfig:
-    """The text model of a config.json, under `text_config` in multimodal models. Raises Unsupported for unknown
-    families."""
+    """The text model of a config.json. Raises Unsupported for unknown families."""
     met, quantization, nested = [], settings.get("quantization_config"), ()
     while True:
         name = settings.get("model_type")

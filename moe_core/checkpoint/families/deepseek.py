@@ -65,7 +65,7 @@ _V2 = replace(
     correction_bias=False,
     requires=(("norm_topk_prob", False, "renormalisation, which transformers' block leaves out,"), NO_BIAS),
 )
-#: Shared experts of some families have a width setting of their own, or the gate has another name in hy_v3's files.
+#: Some families have a width setting for shared experts. hy_v3's files name the gate differently.
 _HY_V3 = Naming(
     router=("gate.weight", "router.gate.weight"),
     correction_bias=("e_score_correction_bias", "expert_bias"),
@@ -93,7 +93,7 @@ _KIMI_SHARED = Shared(copies=("num_shared_experts", "n_shared_experts"))
 
 
 def _nemotron_layers(config: ModelConfig) -> Layers:
-    """A layer is one of attention, Mamba, an MLP or experts: layers_block_type, or `E` in hybrid_override_pattern."""
+    """Layers in layers_block_type, or `E` in hybrid_override_pattern."""
     kinds = config.strings("layers_block_type")
     if kinds:
         return Layers(len(kinds), tuple(n for n, kind in enumerate(kinds) if kind == "moe"), "layers_block_type")
@@ -118,7 +118,7 @@ def _scored_router(config: ModelConfig) -> RouterSpec:
 
 
 def _laguna_router(config: ModelConfig) -> RouterSpec:
-    """Sigmoid of logits with a soft cap; 0 means none."""
+    """A soft cap of 0 means none."""
     cap = config.number("moe_router_logit_softcapping", default=0.0)
     return routing("sigmoid", scale=("moe_routed_scaling_factor",), softcap=cap or None)(config)
 
@@ -129,7 +129,6 @@ def _kolibri_router(config: ModelConfig) -> RouterSpec:
 
 
 def _soft_capped(config: ModelConfig) -> Activation:
-    """Silu with soft caps of gate and up."""
     gate, up = config.number("mlp_gate_softcap"), config.number("mlp_up_softcap")
     return Activation("softcapped_silu", alpha=gate, limit=up)
 
@@ -163,7 +162,7 @@ def _step3p5_layers(config: ModelConfig) -> Layers:
 
 
 def _step3p5_activations(config: ModelConfig) -> Mapping[int, Activations]:
-    """Activations of layers with a limit in swiglu_limits or swiglu_limits_shared; 0 and null mean none."""
+    """Layers with a limit in swiglu_limits or swiglu_limits_shared; 0 and null mean none."""
     plain, limits = silu(config), [config.limits(f"swiglu_limits{end}") for end in ("", "_shared")]
     found = {}
     for layer in range(config.num_layers()):
@@ -201,7 +200,6 @@ DEEPSEEK = {
         around=normalised_sum,
         naming=Naming(around={"output.norm": ("post_mlp_layernorm.weight", "/post_mlp_layernorm.weight")}),
     ),
-    # Experts of another width between projections, with a norm of their input and one of each result.
     "muse_spark_text": replace(
         _V3,
         router=muse_router,
@@ -246,7 +244,6 @@ DEEPSEEK = {
         naming=_HY_V3,
         requires=(NO_BIAS,),
     ),
-    # The shared experts are not clamped.
     "hy_v4": replace(
         _V3,
         layers=dense_first(1),
@@ -365,7 +362,7 @@ DEEPSEEK = {
         requires=(NO_BIAS, ("hidden_act", "silu", "another activation, which transformers replaces by silu,")),
         activation=silu,
     ),
-    # A softmax of all experts. The correction bias changes only the choice.
+    # The correction bias changes only the choice.
     "longcat_flash": replace(
         _V3,
         router=routing(renormalize=False, scale=_SCALE, top_k=("moe_topk",)),

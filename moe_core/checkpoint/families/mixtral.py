@@ -1,4 +1,4 @@
-"""Families like Mixtral, with experts of width intermediate_size, and gpt-oss's."""
+"""Families like Mixtral, and gpt-oss's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ _TOPK_FIRST = routing(
 )
 _NAMES = Naming(("mlp", "block_sparse_moe"), per_expert=("w1", "w3", "w2"))
 
-#: Softmax over all experts, then top-k, renormalised.
 _MIXTRAL = Family(
     router=routing(renormalize=True),
     layers=every_layer,
@@ -50,7 +49,6 @@ _GRANITE_NAMES = Naming(
 _GRANITE = replace(
     _MIXTRAL, router=_TOPK_FIRST, shared=Shared(width=("shared_intermediate_size",)), naming=_GRANITE_NAMES
 )
-#: Top-k of the logits, then softmax over the chosen; clamped SwiGLU; biases everywhere.
 #: Files hold `[E, D, 2F]` and `[E, F, D]`.
 _GPT_OSS = replace(
     _MIXTRAL,
@@ -94,7 +92,7 @@ def _llama4_layers(config: ModelConfig) -> Layers:
 
 
 def _aria_shared_activation(config: ModelConfig) -> Activation:
-    """The activation of hidden_act, silu if absent. The experts always have silu."""
+    """hidden_act or silu. The experts always have silu."""
     return hidden_activation()(config) if "hidden_act" in config.settings else silu(config)
 
 

@@ -28,7 +28,6 @@ _GATED = Shared(width=("shared_expert_intermediate_size",), gate=True)
 _SHARED_EXPERT = Naming(shared=(mlp_names("shared_expert"),))
 
 _QWEN3 = Family(router=routing(renormalize=_NORM), layers=sparse_step, experts=_EXPERTS)
-#: With a shared expert behind a sigmoid gate.
 _QWEN2 = replace(_QWEN3, shared=_GATED, naming=_SHARED_EXPERT)
 #: Every layer has experts, as wide as intermediate_size.
 _OLMOE = replace(_QWEN3, layers=every_layer, width=("intermediate_size",))
@@ -45,7 +44,7 @@ def _ernie_layers(config: ModelConfig) -> Layers:
 
 
 def _ernie_router(config: ModelConfig) -> RouterSpec:
-    """Softmax weights over their sum, with the lower bound moe_norm_min: too small to matter, or refused."""
+    """The lower bound moe_norm_min of the sum is too small to matter, or refused."""
     least = config.settings.get("moe_norm_min")
     if least is not None and config.number("moe_norm_min") > _MOST_NORM_MIN:
         raise Unsupported(
@@ -56,7 +55,6 @@ def _ernie_router(config: ModelConfig) -> RouterSpec:
 
 
 def _flint_layers(config: ModelConfig) -> Layers:
-    """Like Qwen's, with mlp_only_layers [0, 1] by default."""
     if config.settings.get("mlp_only_layers") is None:
         config = replace(config, settings={**config.settings, "mlp_only_layers": [0, 1]})
     return sparse_step(config)
@@ -109,7 +107,7 @@ QWEN = {
         shared=Shared(("num_shared_experts",)),
         around=cohere2_around,
     ),
-    # Weights are softmax scores. The correction bias changes only the choice.
+    # The correction bias changes only the choice.
     "ernie4_5_moe": Family(
         router=_ernie_router,
         layers=_ernie_layers,

@@ -1,7 +1,6 @@
-"""Families: the settings of a config.json that describe MoE layers, and the names of their tensors.
+"""Families: the settings that describe MoE layers, and the names of their tensors.
 
-A new family is one `Family`, most often a few fields replaced in a related one. Its preset, reader and writer follow
-from the record.
+A new family is one `Family`, most often a few fields replaced in a related one. Its preset, reader and writer follow.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from moe_core.layers.parameter import Parameter
 from moe_core.layers.spec import ExpertsSpec, MoELayerSpec, SharedExpertsSpec, storage_of
 from moe_core.specs import Activation, MoESpec, NormSpec, RouterSpec
 
-#: hidden_act of a config.json -> name of the activation.
+#: hidden_act -> name of the activation.
 _HIDDEN_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 _HIDDEN_ACTIVATIONS |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
@@ -29,7 +28,7 @@ Names = tuple[str, ...]
 
 
 def mlp_names(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """The three weights of an MLP that is a module."""
+    """The three weights of an MLP module."""
     return (f"{module}.{gate}.weight", f"{module}.{up}.weight", f"{module}.{down}.weight")
 
 
@@ -46,17 +45,14 @@ class Naming:
             add `_bias`.
         per_expert: (gate, up, down) module names below `experts.<e>.`, without gate for ungated experts. None: only
             fused storage.
-        shared: (gate, up, down), or (gate_up, down) if gate and up are one tensor.
+        shared: (gate, up, down), or (gate_up, down).
         prefixes: before `layers.` in files of a text model.
-        nested_prefixes: likewise for a model with a nested text model.
+        nested_prefixes: likewise for a nested text model.
         turned: files may hold the transposes of `fused`, recognised by their shapes.
         interleaved: the published `fused` alternates rows of gate and up.
         bias_row: files hold the correction bias as `[1, E]`.
         flat: `fused` holds all experts' F rows as `[E * F, D]`, down too.
-        layers: the name of the list of layers.
-        norm: of the router.
-        table: of the router.
-        expert_scale: of the router.
+        norm, table, expert_scale: of the router.
         around: arrays around the experts, by the layer's names.
     """
 
@@ -95,7 +91,7 @@ class Shared:
 
 
 class Layers(NamedTuple):
-    """The number of layers, the ones with experts (ascending), and the settings that decided it."""
+    """The number of layers, the ones with experts (ascending), and the deciding settings."""
 
     count: int
     moe: tuple[int, ...]
@@ -103,7 +99,7 @@ class Layers(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Activations of a layer's experts and of its shared experts, without gate_layout."""
+    """Activations of experts and shared experts, without gate_layout."""
 
     experts: Activation
     shared: Activation
@@ -114,11 +110,8 @@ class Family:
     """The MoE layers of a model_type.
 
     Args:
-        alone: the names in files of a text model that was saved without the rest of its multimodal model. None: the
-            same.
-        hidden: setting of d_model.
-        width: setting of d_ff.
-        experts: setting of E.
+        alone: the names in files of a text model saved without the rest of its multimodal model. None: the same.
+        hidden, width, experts: settings of d_model, d_ff and E.
         shared: None: no shared experts.
         correction_bias: True if there is one, or the setting that decides.
         shared_activation: None: the experts'.
@@ -162,11 +155,9 @@ class Family:
 class Architecture:
     """The MoE layers of one model.
 
-    moe_layers: the layers that have one, ascending; moe_layers_rule: the settings that decided it. d_ff: width of one
-    expert after gating; shared_d_ff: of the shared experts together, 0 = none. spec: weights as the family's fused
-    storage lays them out, which per-expert storage is stacked into. layer_activations: layer -> its own, where they are
-    not those of `spec`; `spec_of` puts them in. output, latent, sparse_mixer: those of the layers. tables: layers whose
-    ids come from a table of vocab_size rows; they have no correction bias.
+    moe_layers: ascending; moe_layers_rule: the settings that decided it. d_ff: width of one expert after gating;
+    shared_d_ff: of the shared experts together, 0 = none. spec: weights in the family's fused storage, which per-expert
+    storage is stacked into. layer_activations: of layers that differ from `spec`. tables: see `Family`.
     """
 
     num_layers: int
@@ -194,12 +185,11 @@ class Architecture:
         return self.d_model if self.latent is None else self.latent.width
 
     def around(self) -> tuple[Parameter, ...]:
-        """The arrays around the experts, stored as `spec` says."""
+        """The arrays around the experts."""
         parameters = self.layer_spec(next(iter(self.moe_layers), 0)).parameters(storage_of(self.spec))
         return tuple(one for one in parameters if one.name.startswith(("before.", "after.", "output.")))
 
     def spec_of(self, layer: int) -> MoESpec:
-        """`spec` with the activations of one layer."""
         if layer not in self.layer_activations:
             return self.spec
         spec, (experts, shared) = self.spec, self.layer_activations[layer]
@@ -208,7 +198,7 @@ class Architecture:
         return own.with_gate_layout(spec.activation.gate_layout or "halves")
 
     def layer_spec(self, layer: int | None = None) -> MoELayerSpec:
-        """The layer in the framework's default storage; the family's layouts are only for files.
+        """The layer in the framework's default storage.
 
         layer: None: any layer of a model with equal layers, tables of ids aside. Raises InvalidInput if they differ.
         """
@@ -248,7 +238,7 @@ class Architecture:
 
 
 def describe(family: Family, config: ModelConfig) -> Architecture:
-    """The MoE layers that `config` describes.
+    """The MoE layers of `config`.
 
     Raises InvalidInput for settings that are missing or disagree, Unsupported for variants that no layer computes.
     """
@@ -336,8 +326,7 @@ def routing(
     top_k: Names = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"),
     **others: Any,
 ) -> Callable[[ModelConfig], RouterSpec]:
-    """A router with options that are constants or settings. groups: of num_groups and topk_group. others: of
-    `RouterSpec`."""
+    """A router from constants or settings. groups: of num_groups and topk_group. others: of `RouterSpec`."""
 
     def router(config: ModelConfig) -> RouterSpec:
         num_groups, topk_group = (1, 1) if groups is None else (config.integer(*names, null=1) for names in groups)
