@@ -1,4 +1,4 @@
-"""Records of the published methods: arguments of prepare, finalize and apply, and the result of prepare."""
+"""Records of the arguments of prepare, finalize and apply, and the result of prepare."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class PreparedTokens:
     """The result of `prepare`. Unpacks to `(a1q, a1q_scale, expert_num_tokens)`.
 
     expert_num_tokens: int32 `[E]`, batched format only. topk_ids and topk_weights: `[M', topk]`, for the tokens in a1q.
-    None: the caller's. handle: for `finalize` of the same class. batch: slots and experts of all ranks, if sums must
-    have the order of one device.
+    None: the caller's. handle: for `finalize`. batch: slots and experts of all ranks, if sums must have the order of
+    one device.
     """
 
     a1q: torch.Tensor
@@ -41,7 +41,7 @@ class PrepareCall(NamedTuple):
     """Arguments of `prepare` in all published generations, in the newest order.
 
     a1 `[M, K]`. topk_weights and topk_ids `[M, topk]`. num_experts: of all ranks. num_local_experts: of w1. a1_scale,
-    a2_scale: static scales of the activations before each product.
+    a2_scale: static activation scales of each product.
     """
 
     a1: torch.Tensor
@@ -58,8 +58,6 @@ class PrepareCall(NamedTuple):
 
 
 class FinalizeCall(NamedTuple):
-    """Arguments of `finalize` and `finalize_async`. output is `[M, K]`."""
-
     output: torch.Tensor
     fused_expert_output: torch.Tensor
     topk_weights: torch.Tensor
@@ -70,8 +68,6 @@ class FinalizeCall(NamedTuple):
 
 
 class ExpertsCall(NamedTuple):
-    """Arguments of `FusedMoEPermuteExpertsUnpermute.apply`."""
-
     output: torch.Tensor
     hidden_states: torch.Tensor
     w1: torch.Tensor
@@ -90,8 +86,7 @@ class ExpertsCall(NamedTuple):
 
 
 def taking(record: Any) -> Callable[[Callable[[Any, Any], Any]], Callable[..., Any]]:
-    """Turn a method that takes one record into a method that takes the record's fields. The modular kernel reads these
-    parameters from the signature."""
+    """Let a method that takes one record take its fields: the modular kernel reads them from the signature."""
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for name in record._fields:
         default = record._field_defaults.get(name, inspect.Parameter.empty)

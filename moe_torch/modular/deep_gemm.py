@@ -42,7 +42,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     `torch.compile`, without gradients. a: e4m3 `[M, K]` and scales fp32 `[M, K / 128]`, of any strides. b: e4m3 `[G, N,
     K]` and scales fp32 `[G, N / 128, K / 128]`. d: `[M, N]` in bf16, fp16 or fp32, dense rows. m_indices: int32 `[M]`,
     the group of each row. Rows with another number, such as -1, are not read and are zero in d. recipe: None or (1,
-    128, 128). compiled_dims, disable_ue8m0_cast: checked, without effect. Scales are used as they are.
+    128, 128). compiled_dims, disable_ue8m0_cast: checked, without effect.
     """
     _require_options(recipe, compiled_dims, disable_ue8m0_cast)
     _require_products(a, b, d, masked=False)
@@ -65,8 +65,8 @@ def m_grouped_fp8_gemm_nt_masked(
     """Write `d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g].T` for every group: the masked layout.
 
     a: e4m3 `[G, M, K]` and scales fp32 `[G, M, K / 128]`. d: `[G, M, N]`. masked_m: int32 `[G]` on the device. Rows
-    past it are not read, and are zeros in d. expected_m: about how many rows of a group are used, to choose tiles. All
-    else is as in `m_grouped_fp8_gemm_nt_contiguous`.
+    past it are not read, and are zeros in d. expected_m: about how many rows of a group are used, to choose tiles. The
+    rest is as in `m_grouped_fp8_gemm_nt_contiguous`.
     """
     _require_options(recipe, compiled_dims, disable_ue8m0_cast)
     require_at_least("expected_m", expected_m, 1)
@@ -86,7 +86,7 @@ def m_grouped_fp8_gemm_nt_masked(
 def is_blackwell_deep_gemm_e8m0_used(device: torch.device | str | None = None) -> bool:
     """Return True on chips where DeepGEMM takes power-of-two scales only: Blackwell, sm_100 to sm_109.
 
-    device: None: the current CUDA device, if any. Experts use such scales if they are made with `e8m0=True`.
+    device: None: the current CUDA device, if any. `e8m0=True` makes experts use such scales.
     """
     if device is None:
         if not torch.cuda.is_available():
@@ -103,7 +103,7 @@ def _on_blackwell(index: int) -> bool:
 
 @constant_result
 def _tile(groups: int, n: int, k: int, rows: int, out_dtype: str, kind: str, index: int) -> tuple[Any, ...] | None:
-    """Fields of the tile for this number of rows of a group, a constant of compiled programs."""
+    """Fields of the tile, a constant of compiled programs."""
     found = tile_for_rows((groups, n, k), rows, out_dtype, target_of_device(torch.device(kind, index)))
     return None if found is None else tuple(getattr(found, name) for name in TileConfig.__match_args__)
 

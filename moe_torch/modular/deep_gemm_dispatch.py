@@ -31,8 +31,8 @@ class TritonOrDeepGemmExperts(StandardExperts):
     Allowed: allow_deep_gemm, use_fp8_w8a8 and block_shape [128, 128]. Otherwise `deep_gemm_expert` is None. Valid, with
     w2 `[E, K, N]`: at least 128 tokens, N and K multiples of 128, N > 512, w1 and w2 e4m3, everything contiguous. Also
     valid: tokens that `prepare` has quantised, with a1q_scale, and e8m0 if `is_blackwell_deep_gemm_e8m0_used`. All
-    chunks of a batch run on one member. Parameters and arrays are as in `FusedMoEQuantConfig.make`. e8m0: see
-    `DeepGemmContractExperts`. Raises Unsupported for what a member does not support.
+    chunks of a batch run on one member. Parameters are as in `FusedMoEQuantConfig.make`. Raises Unsupported for what a
+    member does not support.
     """
 
     default_weight_layout = "out_in"
@@ -97,7 +97,7 @@ class TritonOrDeepGemmExperts(StandardExperts):
         return self._members()[-1].workspace_dtype(activation_dtype)
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
-        """DeepGEMM's shapes, the larger ones, if it may be chosen for these sizes. `apply` may still take Triton."""
+        """DeepGEMM's larger shapes, if it may be chosen for these sizes."""
         own = self.deep_gemm_expert
         if own is not None and (own.e8m0 or contract.why_not_valid_shape(size.M, size.N, size.K) is None):
             return own.shapes(size, F)
@@ -113,7 +113,7 @@ class TritonOrDeepGemmExperts(StandardExperts):
         F = self.adjust_N_for_activation(size.N, call.activation)
         own = self.deep_gemm_expert
         if own is member and own is not None and own.shapes(size, F) != self.shapes(size, F):
-            # For quantised hidden states: `shapes` does not see them and returned Triton's memory.
+            # `shapes` does not see quantised hidden states and returned Triton's memory.
             workspace13, workspace2, _ = (call.workspace2.new_empty(shape) for shape in own.shapes(size, F))
             call = call._replace(workspace13=workspace13, workspace2=workspace2)
         member.apply(*call)
@@ -128,7 +128,7 @@ class TritonOrDeepGemmExperts(StandardExperts):
         return self.deep_gemm_expert
 
     def explain(self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> str:
-        """Name the member that runs this call, and the reason, in one line. Runs nothing."""
+        """Name the member that runs this call, and the reason. Runs nothing."""
         return contract.explain_choice(self._not_allowed, self._case(hidden_states, w1, w2))
 
     def with_quant_config(self: Self, quant_config: FusedMoEQuantConfig) -> Self:
@@ -144,8 +144,7 @@ class TritonOrDeepGemmExperts(StandardExperts):
     def chunked_as_whole(
         self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> FusedMoEPermuteExpertsUnpermute:
-        """The member of the whole batch. A chunk may have too few tokens for it, and the other member has other
-        bits."""
+        """A chunk may have too few tokens for the batch's member, and the other has other bits."""
         return self.chosen(x, w1, w2).chunked_as_whole(x, w1, w2, size, activation)
 
     def adding_as(self: Self, num_tokens: int, num_experts: int) -> Self:

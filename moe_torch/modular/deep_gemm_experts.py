@@ -31,8 +31,8 @@ class DeepGemmContractExperts(GroupedExperts):
 
     quant_config: fp8_w8a8 with block_shape [128, 128]. w1_scale fp32 `[E, N / 128, K / 128]` and w2_scale `[E, K / 128,
     F / 128]` may come with the call. Hidden states are bf16, fp16 or fp32, or e4m3 with a1q_scale fp32 `[.., K / 128]`.
-    N, K and F are multiples of 128. e8m0: activations get power-of-two scales. Raises InvalidInput, and Unsupported for
-    other configurations and layouts.
+    N, K and F are multiples of 128. e8m0: activations get power-of-two scales. Raises Unsupported for other
+    configurations and layouts.
     """
 
     default_weight_layout = "out_in"
@@ -91,7 +91,7 @@ class DeepGemmContractExperts(GroupedExperts):
         return super().chunked_as_whole(x, w1, w2, size, activation)
 
     def operands_of(self, call: ExpertsCall) -> tuple[ExpertWeights, QuantizedTensor]:
-        """The weights, and the hidden states `[.., K]` as quantised rows. Raises InvalidInput."""
+        """The weights, and the hidden states `[.., K]` as quantised rows."""
         if call.a2_scale is not None:
             raise InvalidInput(
                 "a2_scale must be None: activations have a scale per 128 columns, got a tensor; leave it out"
@@ -109,11 +109,11 @@ class DeepGemmExperts(DeepGemmContractExperts):
 
     quantise -> product 1 -> `activation` -> quantise -> product 2, weighted -> sum by token. Stages round to the dtype
     of the hidden states (bf16 if these are quantised), once more than TritonExperts. An overridden `activation` sees
-    exact zeros in rows of padding. Options: see `DeepGemmContractExperts`.
+    exact zeros in rows of padding.
     """
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
-        """Sizes for the most rows that padding can make of M * topk."""
+        """For the most rows that padding can make of M * topk."""
         rows = -(-(size.M * size.topk + size.E * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
         return (rows, max(size.N, size.K)), (rows, F), (size.M, size.K)
 
@@ -130,17 +130,13 @@ class DeepGemmExperts(DeepGemmContractExperts):
         hidden = view_as(workspace2, count, F)
         self.activation(call.activation, hidden, before)
         rows = ops.quantize_rows(hidden, self.activations)
-        # Reuse the memory that the activation has read.
         memory = {"y": view_as(workspace13, M * topk, K)}
         slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=left.reshape(-1))
         sum_by_token(call.output, slots, layout.row_of_slot, topk, "slot")
 
 
 class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
-    """Batched format, products in the masked layout. Rows past an expert's count come out as zeros.
-
-    Options: see `DeepGemmContractExperts`.
-    """
+    """Batched format, products in the masked layout. Rows past an expert's count come out as zeros."""
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         rows = self.max_num_tokens * self.num_dispatchers

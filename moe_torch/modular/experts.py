@@ -51,9 +51,9 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     Letters: M tokens, E local experts, K hidden, N columns of the first product (2F if gated), F after the activation.
     quant_config: scheme, scales, zero points and biases of the weights. weight_layout: `out_in` (w1 `[E, N, K]`, w2
-    `[E, K, F]`) or `in_out` (last axes swapped). None: the class's default. tuning: how tiles are chosen. configs:
-    quant_config, or the newest generation's moe_config, quant_config, max_num_tokens and num_dispatchers. Raises
-    Unsupported if `why_unsupported` gives a reason.
+    `[E, K, F]`) or `in_out` (last axes swapped). None: the class's default. configs: quant_config, or the newest
+    generation's moe_config, quant_config, max_num_tokens and num_dispatchers. Raises Unsupported if `why_unsupported`
+    gives a reason.
     """
 
     #: `out_in` or `in_out`, by family.
@@ -74,7 +74,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @classmethod
     def _require_called(cls, name: str) -> None:
-        """Raise Unsupported if the inherited `apply` would never call an overridden method."""
+        """Refuse an overridden method that the inherited `apply` would never call."""
         running = (cls.apply, getattr(cls, "run", None))
         if any(getattr(method, "__isabstractmethod__", False) for method in running):
             return
@@ -129,7 +129,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return found, found
 
     def activation_format(self) -> FusedMoEActivationFormat:
-        """Format of the input. The newest generation has a static method, which subclasses may define."""
+        """Format of the input. Subclasses may define the newest generation's static method."""
         return self.activation_formats[0]
 
     def supports_chunking(self) -> bool:
@@ -147,7 +147,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def supports_lora() -> bool:
-        """False: no adapters of another system run inside. Override methods to inject them."""
+        """False: override methods to inject adapters."""
         return False
 
     @staticmethod
@@ -160,7 +160,6 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_shape(hidden_dim: int) -> bool:
-        """Sizes without a kernel raise Unsupported when a call is planned."""
         return True
 
     @staticmethod
@@ -192,7 +191,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: str | Activation,
     ) -> WorkspaceShapes:
-        """Return (workspace13, workspace2, output). 13 serves the first and last product, 2 the activation."""
+        """Return (workspace13, workspace2, output). 13 serves both products, 2 the activation."""
 
     def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
         return activation_dtype
@@ -219,12 +218,11 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         """Write output from hidden_states as `prepare` returned them.
 
         topk_weights fp32 and topk_ids int32 `[M, topk]`, -1 = no expert. `workspace_shapes` gives the shapes of
-        workspaces and output. apply_router_weight_on_input: hidden_states are weighted already, and no weight is
-        applied.
+        workspaces and output. apply_router_weight_on_input: hidden_states are weighted already.
         """
 
     def activation(self, activation: str | Activation, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Write the activation of input `[R, N]` to output `[R, F]`, in fp32 with one cast. N = 2F if it is gated.
+        """Write the activation of input `[R, N]` to output `[R, F]`, in fp32 with one cast.
 
         Classes without `activation` in `calls` fuse it into the first product and refuse a subclass that overrides it.
         """
@@ -236,7 +234,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> ProblemSize:
-        """Return (E, M, N, K, topk), read from axes that no format packs. M of batched a1 is its second axis."""
+        """Return (E, M, N, K, topk), read from axes that no format packs."""
         return moe_problem_size(a1.shape, w1.shape, w2.shape, topk_ids.shape, self.weight_layout)
 
     def adjust_N_for_activation(self, N: int, activation: str | Activation) -> int:  # noqa: N802
@@ -247,7 +245,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return core.expert_weights(w1, w2, self.quant_config, self.weight_layout)
 
     def with_quant_config(self: Self, quant_config: core_config.FusedMoEQuantConfig) -> Self:
-        """Make a shallow copy with another configuration."""
+        """A shallow copy with another configuration."""
         if quant_config is self.quant_config:
             return self
         reason = core.why_unsupported(quant_config)
@@ -258,17 +256,17 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return changed
 
     def as_stored(self, w1: Any, w2: Any) -> tuple[FusedMoEPermuteExpertsUnpermute, Any, Any]:
-        """The experts and weights for the rest of the call. Ported classes keep the weights as they are."""
+        """The experts and weights for the rest of the call. Ported classes keep the weights."""
         return self, w1, w2
 
     def chunked_as_whole(
         self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
-        """Experts that add up every chunk of x `[M, K]` in the order of the whole. Called before a batch is split."""
+        """Experts that add up every chunk of x `[M, K]` in the order of the whole."""
         return self
 
     def adding_as(self: Self, num_tokens: int, num_experts: int) -> Self:
-        """Make a shallow copy with the summation order of a batch of this size."""
+        """A shallow copy with the summation order of a batch of this size."""
         tuning = Tuning() if self.tuning is None else self.tuning
         changed = copy.copy(self)
         changed.tuning = dataclasses.replace(tuning, expected_tokens=max(1, num_tokens), expected_experts=num_experts)
@@ -289,7 +287,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """True if these keys (None: not quantised) run for some sizes: activations only with quantised weights."""
+        """None: not quantised. Activations run only with quantised weights."""
         if activation_key is None:
             return True
         return weight_key is not None and activation_key.symmetric and activation_key.dtype in _ACTIVATION_ELEMENTS
@@ -304,7 +302,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @staticmethod
     def _supports_parallel_config(parallel_config: FusedMoEParallelConfig) -> bool:
-        """Return True: experts only see narrower or fewer weights."""
+        """True: experts only see narrower or fewer weights."""
         return True
 
     @classmethod
@@ -316,8 +314,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         activation: str | Activation | None = None,
         parallel_config: FusedMoEParallelConfig | None = None,
     ) -> str | None:
-        """Return the reason why this class cannot run a configuration on a device, or None if it can. activation,
-        parallel_config: checked too unless None."""
+        """Return the reason why this class cannot run a configuration on a device, or None. activation,
+        parallel_config: None: not checked."""
         try:
             require_kind("config", config, core_config.FusedMoEQuantConfig)
             target_of_device(torch.device(device))

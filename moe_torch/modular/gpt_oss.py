@@ -1,4 +1,4 @@
-"""gpt-oss experts in the Standard format: classes, fused or open between the stages, and functions."""
+"""gpt-oss experts in the Standard format, as classes and functions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from moe_torch.ops import RaggedLayout, make_layout
 
 
 class BaseOAITritonExperts(GroupedExperts):
-    """Experts with w1 `[E, K, N]` and w2 `[E, F, K]` (`in_out`) that weight and reduce inside. A subclass may override
-    `_make_routing_data`. The stages then run on its result."""
+    """Experts with w1 `[E, K, N]` and w2 `[E, F, K]` (`in_out`) that weight and reduce inside. The stages run on the
+    result of an overridden `_make_routing_data`."""
 
     default_weight_layout = "in_out"
 
@@ -48,10 +48,10 @@ class BaseOAITritonExperts(GroupedExperts):
         return not overridden and type(self)._make_routing_data is BaseOAITritonExperts._make_routing_data
 
     def _route(self, call: ExpertsCall, num_local_experts: int) -> tuple[RaggedLayout, torch.Tensor]:
-        """The layout of `_make_routing_data`, and its weights by slot, fp32 `[M * topk]`."""
+        """The layout, and weights by slot, fp32 `[M * topk]`."""
         weights = weights_left(call)
         if self._routing_is_ours():
-            # The same layout and weights, without the arrays that nothing here reads.
+            # Without the arrays that nothing here reads.
             return make_layout(call.topk_ids, num_local_experts, expert_map=call.expert_map), weights.reshape(-1)
         ids = local_ids(call.topk_ids, call.expert_map)
         return layout_and_weights(*self._make_routing_data(ids, weights, num_local_experts))
@@ -78,7 +78,7 @@ class OAITritonExperts(BaseOAITritonExperts):
 
 class _Running(threading.local):
     def __init__(self) -> None:
-        # Set on the object because guards of compiled programs record where an attribute is.
+        # Guards of compiled programs record where an attribute is.
         self.context: SlotContext | None = None
 
 
@@ -90,7 +90,6 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
 
     matmul 1 -> `activation` on rows by slot `[M * topk, N]` -> matmul 2 -> `moe_sum`. Stages round to the dtype of the
     hidden states, once more than OAITritonExperts. Rows of slots without an expert are exact zeros after both products.
-    `context` describes the rows while the overridden methods run.
     """
 
     calls = ("activation", "moe_sum", "weights")
@@ -112,8 +111,7 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         return (slots, F), (slots, max(size.N, size.K)), (size.M, size.K)
 
     def moe_sum(self, input: torch.Tensor, output: torch.Tensor) -> None:
-        """Write to output `[M, K]` the sum over topk of input `[M, topk, K]`, in fp32 and in order, one cast. Rows of
-        slots without an expert are read too: they are zeros."""
+        """Write to output `[M, K]` the sum over topk of input `[M, topk, K]`, in fp32 and in order, one cast."""
         M, topk, K = input.shape
         every = torch.arange(M * topk, dtype=torch.int32, device=input.device)
         sum_by_token(output, input.reshape(-1, K), every, topk, "slot")
@@ -131,7 +129,6 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         try:
             _running.context = context
             self.activation(call.activation, rows, before)
-            # Reuse the memory that the activation has read.
             memory = {"y": view_as(call.workspace2, M * topk, K)}
             slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=row_weight)
             _running.context = dataclasses.replace(context, activated=rows)
@@ -153,8 +150,7 @@ def _activation(activation: str | Activation, alpha: float, limit: float | None)
 
 
 def _stored(w1: Any, w2: Any, quant_config: core.FusedMoEQuantConfig | None) -> Stored:
-    """The weights with the caller's configuration, or one without quantisation. Raises InvalidInput for
-    unexplained bytes."""
+    """The weights with a configuration. Raises InvalidInput for unexplained bytes."""
     config = FUSED_MOE_UNQUANTIZED_CONFIG if quant_config is None else quant_config
     require_instance("quant_config", config, core.FusedMoEQuantConfig)
     found = as_stored(w1, w2, FusedMoEQuantConfig.of(config), "in_out")
@@ -167,7 +163,7 @@ def _stored(w1: Any, w2: Any, quant_config: core.FusedMoEQuantConfig | None) -> 
 
 
 def _memory_for(output: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The start of output as memory of hidden_states' shape, as in the original. None: new memory."""
+    """The start of output as memory, as in the original. None: new memory."""
     if output is None:
         return hidden_states.new_empty(hidden_states.shape)
     if output.shape == hidden_states.shape:
@@ -201,11 +197,11 @@ def triton_kernel_fused_experts(
 ) -> torch.Tensor:
     """Return output `[M, K]` of hidden_states `[M, K]` for a routing of `make_routing_data`.
 
-    output_tensor: the result goes to its start. None: a new tensor. w1: `[E, K, N]`, a K-contiguous view, or a Tensor
-    around mxfp4 codes. w2: `[E, F, K]`, likewise. quant_config: with biases in fp32. activation: `activation_of` gives
-    the order of columns. swiglu_alpha, swiglu_limit: of swiglu_oai. None: no clamp. apply_router_weight_on_input:
-    weight hidden_states once, in fp32 (topk 1). global_num_experts: -1, or at least E. expert_map: None. Apply it to
-    the ids before `make_routing_data`. intermediate_cache: memory of M * topk * F elements. None: new.
+    output_tensor: the result goes to its start. w1: `[E, K, N]`, a K-contiguous view, or a Tensor around mxfp4 codes.
+    w2: `[E, F, K]`, likewise. quant_config: with biases in fp32. activation: `activation_of` gives the order of
+    columns. swiglu_alpha, swiglu_limit: of swiglu_oai. None: no clamp. apply_router_weight_on_input: weight
+    hidden_states once, in fp32 (topk 1). global_num_experts: -1, or at least E. expert_map: None. Apply it to the ids
+    before `make_routing_data`. intermediate_cache: memory of M * topk * F elements.
     """
     require_instance("routing_data", routing_data, RoutingData)
     require_instance("gather_indx", gather_indx, GatherIndx)
@@ -262,7 +258,7 @@ def triton_kernel_moe_forward(
     """Return output `[M, K]` of hidden_states `[M, K]` routed by gating_output `[M, E_global]`: one composed plan.
 
     renormalize: top-k, then softmax over the chosen logits in fp32. False: softmax, then top-k. expert_map: int32
-    `[E_global]`, global ids to local ones, or -1. global_num_experts: -1, or E_global. All else is as in
+    `[E_global]`, global ids to local ones, or -1. global_num_experts: -1, or E_global. The rest is as in
     `triton_kernel_fused_experts`.
     """
     require_flag("renormalize", renormalize)

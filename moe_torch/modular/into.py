@@ -19,7 +19,7 @@ _SEVERAL = frozenset((PACK_BITMATRIX.name, *(found.name for found in (*MOE.value
 
 
 def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> bool:
-    """Run an operator with the named buffers (outputs or scratch of its plan) in the given tensors.
+    """Run an operator with the named buffers (outputs or scratch of its plan) in the caller's tensors.
 
     Returns False and runs nothing unless the call is plain (`moe_torch.bridge.eager`). Raises InvalidInput for memory
     that does not fit.
@@ -62,13 +62,13 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
 
 
 class KnownRun(NamedTuple):
-    """A plan that reads some tensors of a call and writes to the call's memory. Made by `known_run`."""
+    """A plan that reads tensors of a call and writes to its memory. Made by `known_run`."""
 
     ready: Ready
     selection: tuple[int, ...]
 
     def run(self, tensors: Sequence[Any], places: tuple[torch.Tensor, ...]) -> bool:
-        """Run with tensors and memory of the known kind. Returns False and runs nothing for a misaligned address."""
+        """Returns False and runs nothing for a misaligned address."""
         try:
             self.ready.run([tensors[index].data_ptr() for index in self.selection], places)
         except InvalidInput:
@@ -79,8 +79,8 @@ class KnownRun(NamedTuple):
 def known_run(
     operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...], tensors: Sequence[Any]
 ) -> KnownRun | None:
-    """The run of a plain operator call that takes all its arguments from another function's tensors. None if an
-    argument is made on the way or occurs twice: such calls cannot be told apart."""
+    """The run of a plain operator call. None if an argument is no tensor of the caller, or occurs twice: such calls
+    cannot be told apart."""
     ready, positions = _find(operator, memory, arguments), {id(tensor): place for place, tensor in enumerate(tensors)}
     given = [tensor for tensor in tensors if tensor is not None]
     if ready is None or len({id(tensor) for tensor in given}) < len(given):
@@ -90,15 +90,14 @@ def known_run(
 
 
 def write_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> None:
-    """Write the first result of an operator to the first tensor of memory, which names more buffers of the plan. A call
-    that is not plain copies the result, and autograd sees the copy."""
+    """Write the first result of an operator to the first tensor of memory. A call that is not plain copies it, and
+    autograd sees the copy."""
     if not run_into(operator, memory, arguments):
         next(iter(memory.values())).copy_(_result(operator, arguments))
 
 
 def result_in(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> torch.Tensor:
-    """Return the first result of an operator, in the first tensor of memory if the call is plain. Otherwise it is a new
-    tensor, which autograd may keep."""
+    """Return the first result of an operator, in the first tensor of memory if the call is plain, else new."""
     if memory and run_into(operator, memory, arguments):
         return next(iter(memory.values()))
     return _result(operator, arguments)

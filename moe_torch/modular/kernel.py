@@ -24,7 +24,7 @@ from moe_torch.modular.workspaces import Scratch, Workspaces
 
 
 class _Chunks(NamedTuple):
-    """Values that all chunks of a forward share. options: arguments of `apply` between topk_ids and workspace13."""
+    """options: arguments of `apply` between topk_ids and workspace13."""
 
     experts: FusedMoEPermuteExpertsUnpermute
     scratch: Scratch
@@ -43,7 +43,7 @@ _BY_POSITION = {PrepareCall: _FIRST_PREPARE, FinalizeCall: FinalizeCall._fields}
 
 
 class _Taken(NamedTuple):
-    """Names and indices of the fields of a record that a method takes, by name or in order."""
+    """Names and indices of a record's fields that a method takes."""
 
     fields: tuple[tuple[str, int], ...]
     by_name: bool
@@ -55,8 +55,8 @@ class _Taken(NamedTuple):
 
 
 def _taken(method: Callable[..., Any], record: type[PrepareCall] | type[FinalizeCall]) -> _Taken:
-    """Match the parameters of a method, which differ between published generations, with a record's fields. Raises
-    InvalidInput for a parameter without a field."""
+    """Match a method's parameters, which differ between generations, with a record's fields. Raises InvalidInput for a
+    parameter without a field."""
     known, in_order = record._fields, _BY_POSITION[record]
     parameters = inspect.signature(method).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
@@ -93,10 +93,10 @@ def _parts_of(part: FusedMoEPrepareAndFinalize) -> _Parts:
 class FusedMoEModularKernel(torch.nn.Module):
     """`kernel(hidden_states, w1, w2, topk_weights, topk_ids)`: prepare -> experts -> finalize.
 
-    chunk_size: the most tokens that experts get at a time, a multiple of 16, to bound the workspaces. None: all. Chunks
-    add up in the order of the whole batch, so results are bitwise the same. The reference engine and `torch.compile`
-    run all tokens at once. workspaces: scratch to share with other kernels. None: its own. shared_experts: a function
-    of hidden_states that runs while tokens travel to other ranks. The kernel then returns (its result, output).
+    chunk_size: the most tokens that experts get at a time, a multiple of 16, to bound the workspaces. None: all.
+    Results are bitwise the same. The reference engine and `torch.compile` run all tokens at once. workspaces: scratch
+    to share with other kernels. shared_experts: a function of hidden_states that runs while tokens travel to other
+    ranks. The kernel then returns (its result, output).
 
     Raises InvalidInput if the formats of the two parts differ, or the experts cannot run in chunks.
     """
@@ -122,7 +122,7 @@ class FusedMoEModularKernel(torch.nn.Module):
             )
         if chunk_size is not None:
             require_at_least("chunk_size", chunk_size, 1)
-            # Every slice of rows then starts at an address that kernels take.
+            # Every slice of rows then starts at an aligned address.
             if chunk_size % ALIGNMENT:
                 raise InvalidInput(f"chunk_size must be a multiple of {ALIGNMENT}, got {chunk_size}; round it up")
             if not fused_experts.supports_chunking():
@@ -157,10 +157,9 @@ class FusedMoEModularKernel(torch.nn.Module):
         """Return output `[M, K]` of hidden_states `[M, K]` in bf16, fp16 or fp32, the dtype of w1 and w2.
 
         w1, w2: in the weight_layout of the experts. topk_weights: floats `[M, topk]`. topk_ids: integers `[M, topk]`.
-        -1 and ids outside: no expert. inplace: write the output over hidden_states and return it. global_num_experts:
-        -1: the experts of w1. expert_map: int32 `[global_num_experts]`, global ids to local ones, or -1.
-        apply_router_weight_on_input: weight hidden_states, once (topk 1). Scales and zero points add to those in
-        quant_config.
+        -1 and ids outside: no expert. inplace: write the output over hidden_states. global_num_experts: -1: the experts
+        of w1. expert_map: int32 `[global_num_experts]`, global ids to local ones, or -1. apply_router_weight_on_input:
+        weight hidden_states, once (topk 1). Scales and zero points add to those in quant_config.
         """
         part, parts = self.prepare_finalize, self._parts
         if parts.of is not part:
@@ -253,7 +252,7 @@ class FusedMoEModularKernel(torch.nn.Module):
     def _run(
         self, call: _Chunks, prepared: PreparedTokens, routing: tuple[torch.Tensor, ...], output: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the experts into `output`, or into scratch memory. routing: topk_weights and topk_ids."""
+        """Run the experts into `output`, or into scratch memory."""
         experts, size, a1q, counts = call.experts, call.size, prepared.a1q, prepared.expert_num_tokens
         meta = ExpertTokensMetadata(counts) if isinstance(counts, torch.Tensor) else counts
         sizes = (size.N, size.K, size.topk, call.options[1], size.E, meta, call.options[0])
@@ -267,7 +266,7 @@ class FusedMoEModularKernel(torch.nn.Module):
         call = call._replace(experts=experts.chunked_as_whole(a1q, *call.weights, size, call.options[0]))
         for begin in range(0, size.M, chunk_size):
             part = slice(begin, min(begin + chunk_size, size.M))
-            # Counts are of all tokens. Standard experts count for themselves.
+            # Standard experts count for themselves.
             _apply(call, sizes, tuple(tensor[part] for tensor in (output, a1q, *routing)), None)
         return output
 
@@ -304,6 +303,6 @@ def _output_for(hidden_states: torch.Tensor, inplace: bool, scratch: Scratch) ->
                 "torch.no_grad()"
             )
         if not torch.compiler.is_compiling() and not hidden_states.is_inference():
-            # Kernels write past autograd, which must still see that a saved tensor has changed.
+            # Kernels write past autograd, which must see that a saved tensor has changed.
             torch.autograd.graph.increment_version(hidden_states)
     return hidden_states

@@ -1,4 +1,4 @@
-"""The steps before and after the experts: the interface, and the classes for one device in both formats."""
+"""The steps before and after the experts: the interface, and the classes for one device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     """Bring tokens to the experts and their outputs back. Objects keep nothing between calls.
 
     For expert parallelism `prepare` sends tokens to the ranks of their experts and returns the arrived tokens with ids,
-    weights and a handle. `finalize` gets this result, reduces and sends back. The modular kernel passes the arguments
-    that both methods name, so all published lists work: a subclass may take quant_config, defer_input_quant and
-    num_local_experts (of w1), and leave out scales and unused arguments. `prepare` may return PreparedTokens, or the
-    published tuple of 3 or 5.
+    weights and a handle for `finalize`. The modular kernel passes the arguments that both methods name, so all
+    published lists work: a subclass may take quant_config, defer_input_quant and num_local_experts (of w1), and leave
+    out unused arguments. `prepare` may return PreparedTokens, or the published tuple of 3 or 5.
     """
 
     @property
@@ -45,11 +44,7 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
     ) -> PreparedTokens:
-        """Weight a1 `[M, K]` if requested (topk 1), and dispatch. Never writes to a1.
-
-        num_experts: of all ranks. a1_scale, a2_scale: static scales of the activations before each product, for classes
-        that quantise while they dispatch.
-        """
+        """Weight a1 `[M, K]` if requested (topk 1), and dispatch. Never writes to a1. Arguments: see `PrepareCall`."""
 
     @abc.abstractmethod
     def finalize(
@@ -62,11 +57,11 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
         prepared: PreparedTokens | None = None,
     ) -> None:
-        """Combine into output `[M, K]`, weighted unless the weight was on the input. weight_and_reduce_impl: the
-        remaining work. prepared: the result of `prepare`."""
+        """Combine into output `[M, K]`, weighted unless the input was. weight_and_reduce_impl: the remaining work.
+        prepared: the result of `prepare`."""
 
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
-        """True if such experts may write the caller's output, with nothing left to combine."""
+        """True if experts may write the caller's output, with nothing left to combine."""
         return False
 
     @property
@@ -80,15 +75,15 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         return False
 
     def prepare_async(self, *arguments: Any, **named: Any) -> Any:
-        """`prepare` without waiting for other ranks, with the same arguments."""
+        """`prepare` without waiting for other ranks."""
         raise Unsupported(f"{type(self).__name__} has no prepare_async; let supports_async return False")
 
     def finalize_async(self, *arguments: Any, **named: Any) -> Any:
-        """`finalize` without waiting for other ranks, with the same arguments."""
+        """`finalize` without waiting for other ranks."""
         raise Unsupported(f"{type(self).__name__} has no finalize_async; let supports_async return False")
 
     def tell_failure(self, device: torch.device) -> None:
-        """The kernel calls this if it raises before `prepare`, so that no other rank waits for this one."""
+        """Called if the kernel raises before `prepare`, so that no other rank waits for this one."""
         return
 
     def topk_indices_dtype(self) -> torch.dtype | None:
@@ -107,7 +102,7 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
 
 
 def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, apply_router_weight_on_input: bool) -> torch.Tensor:
-    """a1, or with the flag a1 times the weight of its token in fp32, rounded once (topk 1), in a new tensor."""
+    """a1, or with the flag a1 times its weight in fp32, rounded once (topk 1), in a new tensor."""
     if not apply_router_weight_on_input:
         return a1
     if topk_weights.shape[1] != 1:
@@ -118,7 +113,7 @@ def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, apply_router_we
 
 
 def finished(halves: Any) -> Any:
-    """Wait for an asynchronous method: call its hook, if any, then its receiver."""
+    """Call the hook of an asynchronous method, if any, then its receiver."""
     hook, receiver = halves if isinstance(halves, tuple) else (None, halves)
     if hook is not None:
         hook()
@@ -141,11 +136,11 @@ class _OneDevice(FusedMoEPrepareAndFinalize):
 
     @abc.abstractmethod
     def prepared(self, call: PrepareCall) -> PreparedTokens:
-        """Prepare tokens. Scales are in the experts' configuration."""
+        """Scales are in the experts' configuration."""
 
     @abc.abstractmethod
     def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
-        """How outputs of experts that delegate are combined."""
+        pass
 
 
 class MoEPrepareAndFinalizeNoEP(_OneDevice):
@@ -166,9 +161,8 @@ class MoEPrepareAndFinalizeNoEP(_OneDevice):
 class BatchedPrepareAndFinalize(_OneDevice):
     """One device, format BatchedExperts: a1q `[num_local_experts, max_num_tokens, K]`, unused rows zero.
 
-    An expert's block holds its tokens in order, each once. A call has at most max_num_tokens tokens (more:
-    InvalidInput). rank: the local experts are num_local_experts ids from rank * num_local_experts on, unless a call
-    brings an expert_map.
+    An expert's block holds its tokens in order, each once. A call has at most max_num_tokens tokens. rank: the local
+    experts are num_local_experts ids from rank * num_local_experts on, unless a call brings an expert_map.
     """
 
     activation_format = property(lambda self: FusedMoEActivationFormat.BatchedExperts)
@@ -220,7 +214,7 @@ class BatchedPrepareAndFinalize(_OneDevice):
         return PreparedTokens(blocks, None, layout.group_sizes, handle=layout)
 
     def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
-        """Without prepared tokens, rows are located by rank, without an expert_map."""
+        """Without prepared tokens, rows are located by rank."""
         if prepared is None or prepared.handle is None:
             return reductions.TopKWeightAndReduceNaiveBatched(self.rank)
         return reductions.PlacedRows(prepared.handle)

@@ -9,7 +9,7 @@ import torch
 
 from moe_core.modular import quant_config as core
 
-#: Other systems' names of quantised activations: a dtype, or a string where torch has none.
+#: Names of quantised activations: a dtype, or a string where torch has none.
 _ELEMENTS = {"fp8_w8a8": torch.float8_e4m3fn, "int8_w8a8": torch.int8, "mxfp4_w4a4": "mxfp4"}
 
 
@@ -54,7 +54,7 @@ class FusedMoEQuantConfig(core.FusedMoEQuantConfig):
     ocp_mx_scheme = a1_gscale = a2_gscale = gemm1_alpha = gemm1_beta = gemm1_clamp_limit = None
 
     def scale_shape(self, max_tokens: int, hidden_dim: int) -> tuple[int, int] | None:
-        """Shape of the scales of activations `[max_tokens, hidden_dim]`, None if these are not quantised."""
+        """Shape of the scales of activations `[max_tokens, hidden_dim]`, None without quantisation."""
         if not self.is_quantized:
             return None
         if self.block_shape is not None:

@@ -1,7 +1,6 @@
 """Routing as gpt-oss experts and `triton_kernels` take it: rows sorted by expert, and the permutations both ways.
 
-Slot `m * n_expts_act + k` is choice k of token m. Rows are slots sorted by expert, stably. -1 = none. Fields are
-mutable for ported code.
+Slot `m * n_expts_act + k` is choice k of token m. Rows are slots sorted by expert, stably. -1 = none.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from moe_torch.modular.stages import as_ids, as_weights, weight_of_row
 from moe_torch.operators.stages import PACK_BITMATRIX
 
 _WORD_BITS = 32
-#: Tile heights that `ExptData` counts. The smallest bounds the number of tiles.
+#: Tile heights in `ExptData`. The smallest bounds the number of tiles.
 _BLOCK_MS = (16, 32, 64, 128)
 
 
@@ -58,10 +57,7 @@ class ExptData:
 @dataclass(eq=False)
 class RoutingData:
     """gate_scal fp32 `[M * n_expts_act]`: the weight of each row, rows without an expert last. expt_hist int32
-    `[n_expts_tot]`: rows of each expert.
-
-    expected_tokens_per_expt names profiles in the original and has no effect here.
-    """
+    `[n_expts_tot]`: rows of each expert. expected_tokens_per_expt has no effect."""
 
     gate_scal: torch.Tensor | None
     expt_hist: torch.Tensor | None
@@ -121,8 +117,7 @@ def expert_data(hist: torch.Tensor, group_start: torch.Tensor, n_gates: int) -> 
 def sorted_by_expert(
     ids: torch.Tensor, weights: torch.Tensor, num_experts: int, absent: float | None
 ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
-    """Sort ids int32 and weights fp32 `[M, topk]` into rows. absent: the weight of rows without an expert. None: there
-    are none."""
+    """Sort ids int32 and weights fp32 `[M, topk]` into rows. absent: the weight of rows without an expert."""
     layout = ops.make_layout(ids, num_experts)
     slots = layout.slot_of_row
     gate_scal = weights.reshape(-1)[slots] if absent is None else weight_of_row(weights, slots, absent)
@@ -137,14 +132,14 @@ def make_routing_data(
     """Sort ids and weights `[M, topk]` into rows by expert, in slot order within an expert.
 
     An id of -1, or outside [0, num_local_experts), has no row and the weight -1 in gate_scal. ids are kept as int32 and
-    weights as fp32. Apply an expert_map to the ids before.
+    weights as fp32. Apply an expert_map before.
     """
     ids = as_ids(topk_ids)
     return sorted_by_expert(ids, as_weights(topk_weights, ids), num_local_experts, absent=-1.0)
 
 
 def group_starts(routing_data: RoutingData) -> torch.Tensor:
-    """int32 `[E + 1]`: the first row of each expert. Raises InvalidInput if it is unknown."""
+    """int32 `[E + 1]`: the first row of each expert. Raises InvalidInput if unknown."""
     if routing_data.expt_hist is None:
         raise InvalidInput("expt_hist of routing_data must be a tensor, got None; pass the rows of each expert")
     data = routing_data.expt_data
@@ -154,7 +149,7 @@ def group_starts(routing_data: RoutingData) -> torch.Tensor:
 def layout_of(
     routing_data: RoutingData, slot_of_row: torch.Tensor, row_of_slot: torch.Tensor, top_k: int
 ) -> ops.RaggedLayout:
-    """The layout of a routing and its indices int32 `[M * top_k]`. Raises InvalidInput if they do not fit."""
+    """The layout of a routing and its indices int32 `[M * top_k]`."""
     group_start, count = group_starts(routing_data), slot_of_row.shape[0]
     if row_of_slot.shape[0] != count or count % routing_data.n_expts_act:
         raise InvalidInput(
@@ -169,7 +164,7 @@ def layout_of(
 def layout_and_weights(
     routing_data: RoutingData, gather_indx: GatherIndx, scatter_indx: ScatterIndx
 ) -> tuple[ops.RaggedLayout, torch.Tensor]:
-    """The layout, and weights by slot fp32 `[M * topk]` (0 without a row). Raises InvalidInput if one is missing."""
+    """The layout, and weights by slot fp32 `[M * topk]` (0 without a row)."""
     if routing_data.gate_scal is None:
         raise InvalidInput("gate_scal of routing_data must be a tensor, got None; pass the weight of each row")
     slots, rows = gather_indx.src_indx, scatter_indx.src_indx
@@ -187,8 +182,7 @@ def pack_bitmatrix(
 ) -> None:
     """Write bitmatrix uint32 `[n_rows, bm_cols]`: bit `e % 32` of word `e // 32` is set if e is among the row's ids.
 
-    topk_ids `[n_rows, n_expts_act]`. -1 and ids past the words set nothing. BLOCK_SIZE_M, BLOCK_SIZE_K: checked,
-    without effect.
+    topk_ids `[n_rows, n_expts_act]`. -1 and ids past the words set nothing. BLOCK_SIZE_M, BLOCK_SIZE_K: without effect.
     """
     for name, value in (("BLOCK_SIZE_M", BLOCK_SIZE_M), ("BLOCK_SIZE_K", BLOCK_SIZE_K), ("bm_cols", bm_cols)):
         require_at_least(name, value, 1)

@@ -1,4 +1,4 @@
-"""Stages of experts on a layout, and small steps on rows: ids, weights, weighting, sums by token."""
+"""Stages of experts on a layout, and small steps on rows."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def as_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tens
 
 
 def weighted_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast to the dtype of rows, in a new tensor. For gradients it
-    is torch's product, with the same bits."""
+    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast once, in a new tensor. Gradients get torch's product,
+    with the same bits."""
     if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
         return (rows.float() * weights).to(rows.dtype)
     return ops.scale_rows(rows, weights)
@@ -71,14 +71,14 @@ def sum_by_token(output: torch.Tensor, rows: torch.Tensor, row_of_slot: torch.Te
 
 
 def slots_with_expert(topk_ids: torch.Tensor) -> torch.Tensor:
-    """row_of_slot int32 `[M * topk]` of rows by slot: the slot, -1 if the id is negative."""
+    """The slots int32 `[M * topk]`, -1 if the id is negative."""
     ids = topk_ids.reshape(-1)
     slots = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
     return torch.where(ids >= 0, slots, -1)
 
 
 def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Map global ids to local ones: -1 for other ranks' ids, for -1, and for ids outside the map."""
+    """Map global ids to local ones: -1 for ids of other ranks and outside the map."""
     if expert_map is None:
         return topk_ids
     if expert_map.dtype != torch.int32 or expert_map.dim() != 1 or not expert_map.shape[0]:
@@ -94,8 +94,8 @@ def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.
 def batches_of(
     topk_ids: torch.Tensor, num_experts: int, max_rows: int, expert_map: torch.Tensor | None = None
 ) -> ops.RaggedLayout:
-    """The layout of blocks `[E, max_rows, D]`, an expert's tokens in order, each once. All slots of a token that name
-    the same expert point to one row. At most max_rows tokens fit any routing."""
+    """The layout of blocks `[E, max_rows, D]`, an expert's tokens in order. A token's slots of the same expert point to
+    one row. At most max_rows tokens fit any routing."""
     ids = local_ids(topk_ids, expert_map)
     if ids.shape[1] == 1 or not ids.shape[0]:
         return ops.make_layout(ids, num_experts, max_rows=max_rows)
@@ -125,8 +125,7 @@ def weight_of_row(weights: torch.Tensor, slot_of_row: torch.Tensor, absent: floa
 
 @dataclass(frozen=True)
 class Stages:
-    """Values that both products share. tunings: of the first and second. activations: the format of their quantised
-    rows, with the weights' input scale or a computed one."""
+    """Values of both products. activations: the format of their quantised rows."""
 
     weights: ExpertWeights
     weight_layout: str
@@ -144,7 +143,7 @@ class Stages:
         row_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Product 1 or 2, in `y` of memory if the call is plain. places: gather and scatter. x: rows, or quantised
-        rows, and then the result has the dtype of `y`. row_weight: fp32 `[M * topk]` by slot, or None."""
+        rows, and then the result has the dtype of `y`. row_weight: fp32 `[M * topk]` by slot."""
         weight, bias, scale = self.weights.gate_up, self.weights.gate_up_bias, self.weights.gate_up_input_scale
         if number == 2:
             weight, bias, scale = self.weights.down, self.weights.down_bias, self.weights.down_input_scale
@@ -153,7 +152,7 @@ class Stages:
             dtype = memory["y"].dtype
         elif self.activations is not None:
             dtype = x.dtype
-            # Rows without a slot are unwritten. One scale is computed from rows that a slot reads.
+            # Rows without a slot are unwritten and must not enter one common scale.
             used_by = layout.slot_of_row if places[0] == "row" else None
             if used_by is None and chooses_one_scale(self.activations, scale is not None):
                 used_by = layout.row_of_slot
@@ -174,8 +173,8 @@ class Stages:
         activation: Activation,
         hidden: torch.Tensor | None = None,
     ) -> None:
-        """Write both products, the activation in the first, and the sum by token to output `[M, K]`. hidden: memory `[M
-        * topk, F]` for the rows between."""
+        """Write both products and the sum by token to output `[M, K]`. hidden: memory `[M * topk, F]` for the rows
+        between."""
         rows = self.product(1, {} if hidden is None else {"y": hidden}, x, layout, ("token", "row"), activation)
         slots = self.product(2, {}, rows, layout, ("row", "slot"), row_weight=row_weight)
         sum_by_token(output, slots, layout.row_of_slot, layout.spec.top_k, "slot")

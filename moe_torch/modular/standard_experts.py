@@ -1,4 +1,4 @@
-"""The base class of this library's experts."""
+"""Our experts' base class."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightA
 
 
 class StandardExperts(FusedMoEPermuteExpertsUnpermute):
-    """The base of this library's experts: `run` takes the arguments of `apply` as one record, `shapes` gives the
-    workspaces.
+    """The base of this library's experts: `run` takes the arguments of `apply` as one record.
 
-    By default tokens are in the Standard format, and weighted and reduced inside. Rows are counted from the ids.
+    By default tokens are in the Standard format, and weighted and reduced inside.
     """
 
     @staticmethod
@@ -35,18 +34,18 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
 
     @abc.abstractmethod
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
-        """`workspace_shapes` of a problem with F columns after the activation."""
+        """`workspace_shapes` with F columns after the activation."""
 
     def apply(self, *arguments: Any, **named: Any) -> None:
         call = ExpertsCall(*arguments, **named)
         experts, w1, w2 = self.as_stored(call.w1, call.w2)
         experts.run(call if experts is self else call._replace(w1=w1, w2=w2))
 
-    # Without the attributes of the interface's method: it is abstract.
+    # The interface's method is abstract.
     functools.update_wrapper(apply, FusedMoEPermuteExpertsUnpermute.apply, updated=())
 
     def as_stored(self, w1: Any, w2: Any) -> tuple[StandardExperts, Any, Any]:
-        """New experts and weights if `stored.as_stored` unwraps weights or reads them in the other layout."""
+        """See `stored.as_stored`."""
         if is_plain(w1, w2, self.quant_config):
             return self, w1, w2
         found = as_stored(w1, w2, self.quant_config, self.weight_layout)
@@ -59,4 +58,4 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
 
     @abc.abstractmethod
     def run(self, call: ExpertsCall) -> None:
-        """Do the work of `apply`."""
+        pass

@@ -1,4 +1,4 @@
-"""Weights as ported code holds them: wrapped, with scales in precision objects, and as transposed views."""
+"""Weights as ported code holds them: wrapped, or as transposed views."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_torch.modular.quant_config import FusedMoEQuantConfig
 
 
 class Stored(NamedTuple):
-    """Weights in plain memory, rows contiguous, with their configuration and layout."""
+    """Weights with contiguous rows, their configuration and layout."""
 
     w1: torch.Tensor
     w2: torch.Tensor
@@ -21,7 +21,6 @@ class Stored(NamedTuple):
 
 
 def is_plain(w1: Any, w2: Any, config: FusedMoEQuantConfig) -> bool:
-    """True if `as_stored` has nothing to do. Cheap, since every call asks."""
     tensors = isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor)
     return tensors and not config.is_wrapped and w1.stride(-1) == 1 == w2.stride(-1)
 
@@ -55,7 +54,7 @@ def as_stored(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout: str)
 
 
 def memory_of(name: str, array: Any) -> torch.Tensor:
-    """The tensor inside a wrapper with `storage.data` and `storage.layout`. A tensor is returned as it is."""
+    """The tensor inside a wrapper with `storage.data` and `storage.layout`."""
     if isinstance(array, torch.Tensor):
         return array
     storage: Any = getattr(array, "storage", None)
@@ -89,7 +88,7 @@ def _with_plain_scales(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
 
 
 def _scale_of(name: str, precision: Any) -> Any:
-    """The scales of the weights. Raises Unsupported for other settings of the precision object."""
+    """Raises Unsupported for other settings of the precision object."""
     flex = getattr(precision, "flex_ctx", None)
     said = [getattr(getattr(flex, side, None), "scale", None) for side in ("lhs_data", "rhs_data")]
     said += [getattr(precision, field, None) for field in ("act_scale", "out_scale", "out_dtype")]

@@ -1,4 +1,4 @@
-"""Experts on Triton kernels: their base, and the family's layout in either format."""
+"""Experts on Triton kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Self = TypeVar("Self", bound="GroupedExperts")
 
 
 def view_as(workspace: torch.Tensor, *shape: int) -> torch.Tensor:
-    """The start of a workspace as a dense tensor of this shape. Raises InvalidInput if it is too small."""
+    """The start of a workspace as a dense tensor. Raises InvalidInput if it is too small."""
     rows, columns = shape
     if torch.compiler.is_compiling():
         return workspace.reshape(-1)[: rows * columns].view(rows, columns)
@@ -60,7 +60,7 @@ class GroupedExperts(StandardExperts):
         return rows_are_alone(self.quant_config)
 
     def require_input(self, call: ExpertsCall) -> None:
-        """Raise InvalidInput for hidden states or scales that the configuration excludes."""
+        """Refuse hidden states or scales that the configuration excludes."""
         hidden_states, w1, a2_scale = call.hidden_states, call.w1, call.a2_scale
         if call.a1q_scale is not None:
             raise InvalidInput(
@@ -78,7 +78,7 @@ class GroupedExperts(StandardExperts):
             )
 
     def require_experts(self, call: ExpertsCall) -> None:
-        """Raise InvalidInput if ids cannot be of this number of experts."""
+        """Refuse ids that cannot be of this number of experts."""
         local, expert_map, global_num_experts = call.w1.shape[0], call.expert_map, call.global_num_experts
         if expert_map is not None:
             if global_num_experts not in (-1, local, expert_map.shape[0]):
@@ -93,8 +93,8 @@ class GroupedExperts(StandardExperts):
             )
 
     def run_composed(self, call: ExpertsCall, slots: torch.Tensor | None = None) -> None:
-        """Run one composed plan from ids to output `[M, K]`, looked up once for calls that look alike. workspace2 holds
-        `[M * topk, F]` after the activation. slots, or new memory, holds `[M * topk, K]` before the sum."""
+        """Run one composed plan from ids to output `[M, K]`. workspace2 holds `[M * topk, F]` after the activation.
+        slots, or new memory, holds `[M * topk, K]` before the sum."""
         config, hidden, on_input = self.quant_config, call.workspace2, call.apply_router_weight_on_input
         places = (call.output, hidden) if slots is None else (call.output, hidden, slots)
         tensors = (call.hidden_states, call.w1, call.w2, call.topk_weights, call.topk_ids, call.expert_map)
@@ -153,13 +153,13 @@ class GroupedExperts(StandardExperts):
 
 
 def weights_left(call: ExpertsCall) -> torch.Tensor:
-    """The weights that the experts apply: exact ones if the input is weighted already."""
+    """The weights that the experts apply: ones if the input is weighted already."""
     return torch.ones_like(call.topk_weights) if call.apply_router_weight_on_input else call.topk_weights
 
 
 class TritonExperts(GroupedExperts):
-    """Experts with w1 `[E, N, K]` and w2 `[E, K, F]` (`out_in`): one composed plan from ids to weighted, reduced
-    tokens. The input of the activation is never rounded or stored."""
+    """Experts with w1 `[E, N, K]` and w2 `[E, K, F]` (`out_in`): one composed plan from ids to reduced tokens. The
+    input of the activation is never rounded or stored."""
 
     default_weight_layout = "out_in"
 
@@ -176,7 +176,7 @@ class BatchedExperts(GroupedExperts):
     """Experts with hidden_states and output `[E, max_num_tokens * num_dispatchers, K]`, w1 `[E, N, K]`, w2 `[E, K, F]`.
 
     Counts are `expert_tokens_meta.expert_num_tokens` on the device. Rows past them are never read and come out as
-    zeros. `finalize` weights and reduces the outputs with the tokens' topk_weights and topk_ids.
+    zeros. `finalize` weights and reduces.
     """
 
     @staticmethod
@@ -205,7 +205,7 @@ class BatchedExperts(GroupedExperts):
         return (0, 0), (size.E, rows, F), (size.E, rows, size.K)
 
     def require_blocks(self, call: ExpertsCall) -> tuple[ProblemSize, ExpertTokensMetadata]:
-        """Sizes and counts of a call. Raises InvalidInput unless it is in the batched format."""
+        """Sizes and counts of a call in the batched format."""
         size, rows = self.size_of(call), self.max_num_tokens * self.num_dispatchers
         if call.hidden_states.dim() != 3 or rows != size.M:
             raise InvalidInput(

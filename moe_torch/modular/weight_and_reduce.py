@@ -1,4 +1,4 @@
-"""Weight and reduce the outputs of experts to one row per token, for each format."""
+"""Weight and reduce the outputs of experts to one row per token."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TopKWeightAndReduce(abc.ABC):
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        """Weight, unless the input was weighted, and reduce into output `[M, K]`, which is returned. None: a new
-        tensor. topk_weights and topk_ids are `[M, topk]`. The class gives the shape of fused_expert_output."""
+        """Weight, unless the input was weighted, and reduce into output `[M, K]` (None: a new tensor), which is
+        returned. topk_weights and topk_ids are `[M, topk]`. The class gives the shape of fused_expert_output."""
 
 
 def _output_for(output: torch.Tensor | None, fused_expert_output: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
 
 @dataclass(frozen=True)
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """The experts have done neither, and prepare_finalize chooses how by its format."""
+    """The experts have done neither, and prepare_finalize chooses by its format."""
 
     def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input) -> torch.Tensor:
         raise Unsupported(
@@ -134,6 +134,6 @@ class PlacedRows(TopKWeightAndReduce):
 
 
 def ids_of_rank(topk_ids: torch.Tensor, rank: int, num_experts: int) -> torch.Tensor:
-    """Map global ids int32 to the rank's num_experts experts from rank * num_experts on, others to -1."""
+    """Map the rank's num_experts global ids int32 to local ones, others to -1."""
     own = topk_ids - rank * num_experts
     return torch.where((own >= 0) & (own < num_experts), own, -1)

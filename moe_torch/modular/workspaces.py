@@ -1,4 +1,4 @@
-"""Reusable scratch memory of modular kernels."""
+"""Scratch memory of modular kernels."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class _Local(threading.local):
 class Workspaces:
     """Scratch tensors that grow and are kept until `clear`, one set per thread, device and stream.
 
-    Several kernels, such as all layers of a model, may share one object, unless one forward begins inside another.
-    Memory is kept outside of grad mode only. Otherwise every call gets new tensors: autograd may save them,
-    `torch.compile` plans memory, and a CUDA graph needs memory of its own pool.
+    Several kernels, such as all layers of a model, may share one object, unless one forward begins inside another. In
+    grad mode (autograd may save tensors), under `torch.compile` and in CUDA graphs every call gets new tensors.
     """
 
     def __init__(self) -> None:
@@ -32,12 +31,12 @@ class Workspaces:
         return self.here(device).take(name, shape, dtype)
 
     def here(self, device: torch.device) -> Scratch:
-        """The memory for one forward on a device, for this thread's state and current stream."""
+        """The memory for one forward on a device and the current stream."""
         if torch.compiler.is_compiling() or not eager.plain_thread():
             return Scratch(device, owned=None, plain=False)
         if torch.is_grad_enabled():
             return Scratch(device, owned=None)
-        # Tensors of inference mode cannot be written outside of it.
+        # Tensors of inference mode cannot be written outside it.
         key: tuple[Any, ...] = (device, torch.is_inference_mode_enabled())
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
@@ -61,8 +60,8 @@ class Workspaces:
 
 
 class Scratch:
-    """Memory of one forward. owned: for each name, the bytes and the last tensor taken. None: nothing is kept. plain:
-    nothing on this thread watches allocations."""
+    """Memory of one forward. owned: for each name, the bytes and the last tensor taken, or None. plain: nothing on this
+    thread watches allocations."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Scratch:
         self._device, self._owned, self._plain = device, owned, plain
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A dense uninitialised tensor of this shape, valid until the next `take` of the same name."""
+        """See `Workspaces.take`."""
         if self._owned is None:
             return torch.empty(shape, dtype=dtype, device=self._device)
         found = self._owned.get(name)
@@ -87,7 +86,7 @@ class Scratch:
         return tensor
 
     def new(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """A dense uninitialised tensor `[rows, columns]` that the caller keeps."""
+        """A dense uninitialised tensor that the caller keeps."""
         if self._plain:
             return private.allocator(self._device)((rows, columns), (columns, 1), dtype)
         return torch.empty((rows, columns), dtype=dtype, device=self._device)

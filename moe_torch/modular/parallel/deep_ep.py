@@ -1,4 +1,4 @@
-"""Prepare and finalize on a caller's `deep_ep.Buffer`: DeepEP moves the rows, our experts compute."""
+"""Prepare and finalize on a caller's `deep_ep.Buffer`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NODE = 8
 
 
 class _Sent(NamedTuple):
-    """Values for finalize. handle: DeepEP's. ids: as DeepEP has them."""
+    """For finalize. ids: as DeepEP has them."""
 
     handle: Any
     ids: torch.Tensor
@@ -38,8 +38,7 @@ class _OnBuffer(InHalves):
 
     Rank r has the experts from r * num_experts / num_dispatchers on. buffer: a `deep_ep.Buffer` of the ranks that share
     the experts. All call, in the same order. num_dispatchers: number of ranks. use_fp8_dispatch: rows travel as e4m3
-    with an fp32 scale per 128 columns, for `DeepGemmExperts` and `BatchedDeepGemmExperts`. Raises Unsupported for what
-    the buffer cannot take.
+    with an fp32 scale per 128 columns, for `DeepGemmExperts` and `BatchedDeepGemmExperts`.
     """
 
     methods: ClassVar[tuple[str, ...]]
@@ -74,8 +73,7 @@ class _OnBuffer(InHalves):
 
     @taking(PrepareCall)
     def prepare_async(self, call: PrepareCall) -> Halves:
-        """Return (hook, receiver). Neither expert_map, which the order of experts implies, nor defer_input_quant is
-        read.
+        """Return (hook, receiver). expert_map and defer_input_quant are not read.
 
         a1 is bf16 `[M, K]`, topk_weights and topk_ids `[M, topk]` with ids of all ranks' experts. Ids outside count as
         -1.
@@ -141,8 +139,8 @@ def _require_columns(x: torch.Tensor, what: str, fits: bool) -> None:
 class DeepEPHTPrepareAndFinalize(_OnBuffer):
     """DeepEP's high-throughput kernels, format Standard: a token travels once to each rank that has experts of it.
 
-    That rank's experts weight and add up a token's slots in bf16. DeepEP adds the ranks' rows. dp_size,
-    rank_expert_offset: as published. The offset must be this rank's first expert.
+    That rank's experts weight and add up a token's slots in bf16. DeepEP adds the ranks' rows. rank_expert_offset: this
+    rank's first expert.
     """
 
     methods = ("get_dispatch_layout", "dispatch", "combine")
@@ -192,7 +190,7 @@ class DeepEPHTPrepareAndFinalize(_OnBuffer):
         def receiver() -> PreparedTokens:
             event.current_stream_wait()
             a1q, scale = came if isinstance(came, tuple) else (came, None)
-            # Ids are local already, -1 if another rank has the expert.
+            # Ids are local, -1 if another rank has the expert.
             return PreparedTokens(a1q, scale, None, as_ids(own_ids), own_weights, _Sent(handle, ids))
 
         return _nothing, receiver
@@ -219,7 +217,7 @@ class DeepEPLLPrepareAndFinalize(_OnBuffer):
     """DeepEP's low-latency kernels, format BatchedExperts: a1q `[num_local_experts, max_tokens_per_rank * ranks, K]`.
 
     The experts need max_num_tokens = max_tokens_per_rank and num_dispatchers, and leave weights and sums to DeepEP. The
-    experts of a token must differ. Tensors are in the buffer, which has room for two calls.
+    experts of a token must differ. The buffer has room for two calls.
     """
 
     methods = ("low_latency_dispatch", "low_latency_combine", "get_low_latency_rdma_size_hint")
@@ -272,7 +270,7 @@ class DeepEPLLPrepareAndFinalize(_OnBuffer):
 
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Halves:
-        """Return (hook, receiver) of DeepEP's combine into output `[M, K]`, weighted unless the input was."""
+        """Return (hook, receiver) of DeepEP's combine into output `[M, K]`."""
         sent = self.sent_of(call.prepared)
         if not isinstance(call.weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             raise InvalidInput(

@@ -31,13 +31,13 @@ from moe_torch.parallel.route import Routes
 from moe_torch.parallel.routes import plan_routes
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: (hook to call while messages travel, receiver that waits and returns)
+#: (hook to call while messages travel, receiver)
 Halves = tuple[Callable[[], None], Callable[[], Any]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _eager(function: Function) -> Function:
-    """Exclude a function from `torch.compile`: calls in compiled programs are graph breaks."""
+    """Calls in compiled programs are graph breaks."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **named: Any) -> Any:
@@ -64,7 +64,7 @@ class _Attached(torch.autograd.Function):
 
 
 class InHalves(FusedMoEPrepareAndFinalize):
-    """A prepare and finalize in two halves. The methods without async call both."""
+    """The methods without async call both halves."""
 
     def supports_async(self) -> bool:
         return True
@@ -106,7 +106,7 @@ class AcrossRanks(InHalves):
 
     Raises:
         InvalidInput: arguments that do not fit together, ranks that disagree.
-        PeerFailed: another rank raised before it sent anything. Its error gives the reason.
+        PeerFailed: another rank raised before it sent anything.
         Unsupported: all that `moe_torch.parallel.ExpertParallel` cannot do, `on_overflow="drop"`, activations with one
             scale that is computed from all rows, and gradients of replicas.
         RuntimeError: a message failed, because a rank died or is late.
@@ -154,8 +154,8 @@ class AcrossRanks(InHalves):
     def prepare_async(self, call: PrepareCall) -> Halves:
         """Return (hook, receiver). The hook sends rows once the counts are known, the receiver waits for arriving rows.
 
-        Messages travel while the caller works. a1 `[M, K]` and its weights and ids `[M, topk]` are this rank's. Rows
-        travel unquantised: experts quantise each row alike. num_experts: of all ranks. num_local_experts: of w1.
+        a1 and its weights and ids `[M, topk]` are this rank's. Rows travel unquantised: experts quantise each row
+        alike. num_experts: of all ranks.
         """
         try:
             # The kernel's default num_experts is this rank's own number.
@@ -190,14 +190,14 @@ class AcrossRanks(InHalves):
             return PreparedTokens(rows, None, None, routes.ids, row_weights, _Sent(routes), batch)
 
         if self.mode != "all_to_all":
-            # Nothing is counted, so there is nothing to wait for.
+            # Nothing is counted.
             hook()
         return _eager(hook), _eager(receiver)
 
     @_eager
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Callable[[], None]:
-        """Return the receiver, which waits for the rows that come home and adds them up into output `[M, K]`."""
+        """Return the receiver, which adds up the rows that come home into output `[M, K]`."""
         prepared, output, impl = call.prepared, call.output, call.weight_and_reduce_impl
         sent = None if prepared is None else prepared.handle
         if prepared is None or not isinstance(sent, _Sent):
@@ -211,7 +211,7 @@ class AcrossRanks(InHalves):
         assert weights is not None and ids is not None
         rows = impl.apply(None, call.fused_expert_output, weights, ids, call.apply_router_weight_on_input)
         if torch.is_grad_enabled() and prepared.a1q.requires_grad and not rows.requires_grad:
-            # Experts touch nothing if no row has come, but other ranks wait for this one's backward.
+            # Without rows, other ranks still wait for this one's backward.
             rows = cast(torch.Tensor, _Attached.apply(rows, prepared.a1q))
         routes, rows = sent.routes, rows.contiguous()
         if not (torch.is_grad_enabled() and rows.requires_grad):
@@ -226,7 +226,6 @@ class AcrossRanks(InHalves):
         return _eager(receiver)
 
     def _start_sum(self, routes: Any, rows: torch.Tensor) -> Callable[[torch.Tensor], Any]:
-        """Send rows home, without gradients. The result waits and writes the sums of tokens to output `[M, K]`."""
         arriving, at_home = routes.start_pull(rows, "results"), routes.at_home
 
         def write_sum(output: torch.Tensor) -> None:
@@ -242,7 +241,7 @@ class AcrossRanks(InHalves):
     def _begin(
         self, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor
     ) -> Callable[[], Callable[[], Routes]]:
-        """A function that begins an exchange. It returns a function that waits for the routes."""
+        """Begin an exchange; the returned function waits for the routes."""
         return plan_routes(self.parallel.ranks(), plan, ids, weights).start
 
     def _check_experts(
@@ -282,7 +281,7 @@ class MoEPrepareAndFinalizeNaiveEP(AcrossRanks):
     """Give every rank the tokens of all ranks in an all-gather. Each computes its experts' slots.
 
     For few tokens, equally many on every rank. The host reads nothing, so CUDA graphs work, but ranks that disagree
-    make the output NaN. See `AcrossRanks`.
+    make the output NaN.
     """
 
     mode = "all_gather"
@@ -291,7 +290,7 @@ class MoEPrepareAndFinalizeNaiveEP(AcrossRanks):
 class MoEPrepareAndFinalizeAllToAll(AcrossRanks):
     """Exchange the numbers of rows, which the host reads once, then send only rows that are needed.
 
-    Ranks may have different numbers of tokens, also none. See `AcrossRanks`.
+    Ranks may have different numbers of tokens, also none.
     """
 
     mode = "all_to_all"

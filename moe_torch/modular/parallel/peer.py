@@ -1,4 +1,4 @@
-"""Prepare and finalize by stores into peers' memory, for GPUs of one host, also in CUDA graphs."""
+"""Prepare and finalize by stores into memory of peers on one host, also in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Blocks(NamedTuple):
 
 
 class PeerBatchedPrepareAndFinalize(PeerPrepareAndFinalize):
-    """The same in format BatchedExperts: a1q `[num_local_experts, max_tokens * ranks, K]`, unused rows zero.
+    """Format BatchedExperts: a1q `[num_local_experts, max_tokens * ranks, K]`, unused rows zero.
 
     The experts need max_num_tokens = max_tokens and num_dispatchers, and leave weights and sums to finalize. The
     experts of a token must differ. No gradients.
