@@ -1,6 +1,6 @@
 """The parity tool: do two engines agree, and where do they differ first?
 
-Command: `moe-parity`. Library: `compare` and `assert_parity` over named stage arrays of the user's own layers.
+Command: `moe-parity`. Library: `compare` and `assert_parity` over named stage arrays.
 """
 
 from moe_core.parity.compare import assert_parity as assert_parity

@@ -2,8 +2,7 @@
 
 Kept: scoring, order of softmax and top-k, grouping, correction bias, renormalisation, scale, activation with its
 constants, gate and weight layout, biases, shared experts and their gate. Scaled: experts, K, widths, tokens. `small`
-suits Triton's interpreter, `large` a GPU. Widths avoid powers of two if the model's do. Quantised cases are the plain
-ones in the format of the published model.
+suits Triton's interpreter, `large` a GPU. Widths avoid powers of two if the model's do.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
 
 @dataclass(frozen=True)
 class Sizes:
-    """Experts, K, d_model, d_ff and default number of tokens of a scaled model."""
-
     num_experts: int
     top_k: int
     d_model: int
@@ -40,9 +37,9 @@ class Sizes:
 class BuiltInCase:
     """The structure of a model's MoE layer. router: the routing rule at given sizes.
 
-    gain: standard deviation of the values before the activation, large enough to reach clamps. shared_width: d_ff of
-    the shared expert as a multiple of d_ff, 0 = none. masked_tokens: padding at the end. scheme: formats of the
-    experts' weights and of activations, or None.
+    gain: standard deviation before the activation, large enough to reach clamps. shared_width: d_ff of the shared
+    expert as a multiple of d_ff, 0 = none. masked_tokens: padding at the end. scheme: formats of weights and
+    activations.
     """
 
     description: str
@@ -66,7 +63,7 @@ def _softmax(**options: Any) -> Callable[[Sizes], RouterSpec]:
 
 
 def _deepseek(sizes: Sizes) -> RouterSpec:
-    # The model: 8 groups of 32 experts, the best 4 kept; scaled down, groups keep at least 4 experts.
+    # The model keeps 4 of 8 groups of 32 experts; scaled down, groups keep at least 4 experts.
     groups = min(8, sizes.num_experts // 4)
     return RouterSpec(sizes.top_k, "sigmoid", renormalize=True, scale=2.5, num_groups=groups, topk_group=groups // 2)
 
@@ -171,7 +168,7 @@ BUILT_IN |= {
 
 @dataclass(frozen=True)
 class Draw:
-    """How a built-in case is filled. num_tokens None: the case's own. large: the GPU sizes."""
+    """How a built-in case is filled. num_tokens None: the case's own."""
 
     dtype: str = "bfloat16"
     seed: int = 0
@@ -180,8 +177,6 @@ class Draw:
 
 
 class _Generator:
-    """Draw normal arrays in fp32 and cast them to the case's dtype."""
-
     def __init__(self, name: str, draw: Draw) -> None:
         self._random, self._dtype = np.random.default_rng([draw.seed, *name.encode()]), draw.dtype
 
@@ -190,7 +185,7 @@ class _Generator:
         return values.astype(dtypes.numpy_dtype(dtype or self._dtype))
 
     def weight(self, layout: str, gain: float, *shape: int) -> np.ndarray:
-        """A matrix `[..., inputs, outputs]` that multiplies standard deviations by `gain`, stored as `layout`."""
+        """A matrix `[..., inputs, outputs]` that multiplies standard deviations by `gain`."""
         *leading, inputs, outputs = shape
         stored = (inputs, outputs) if layout == "in_out" else (outputs, inputs)
         return self.normal(gain / math.sqrt(inputs), *leading, *stored)
@@ -207,7 +202,7 @@ def built_in_case(name: str, draw: Draw = Draw()) -> Case:
     mask = np.arange(num_tokens) < max(1, num_tokens - model.masked_tokens) if model.masked_tokens else None
     x, experts = generator.normal(1.0, num_tokens, sizes.d_model), _experts(model, sizes, generator)
     routing = RouterWeights(
-        # Logits of standard deviation 2: scores neither flat nor saturated.
+        # Standard deviation 2: scores neither flat nor saturated.
         generator.weight(router_layout, 2.0, sizes.d_model, sizes.num_experts),
         generator.normal(0.5, sizes.num_experts) if model.biases else None,
         generator.normal(0.1, sizes.num_experts, dtype="float32") if model.correction_bias else None,

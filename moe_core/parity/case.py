@@ -1,4 +1,4 @@
-"""A case: one MoE layer with its input, as NumPy arrays, for every parity engine."""
+"""A case: one MoE layer with its input."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
 class Case:
     """One layer and its input. Arrays are NumPy (ml_dtypes for bfloat16).
 
-    name: for reports. description: the origin of the structure. x `[T, D]`; experts, routing and shared: arguments of
-    the composed op `moe`. spec: the layer's options with its router. token_mask bool `[T]` or None: False = padding,
-    which visits no expert.
+    description: the origin of the structure. x `[T, D]`; experts, routing and shared: arguments of the composed op
+    `moe`. spec: the layer's options with its router. token_mask bool `[T]` or None: False = padding, which visits no
+    expert.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Case:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The formats of weights and activations, None for plain experts. Unregistered schemes are named after them."""
+        """The formats of weights and activations, None for plain experts."""
         if not isinstance(self.experts.gate_up, QuantizedTensor):
             return None
         weights, activations = self.experts.gate_up.format, self.spec.activations
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def router(self) -> RouterSpec:
-        """The routing rule. A case always routes from x."""
+        """A case always routes from x."""
         assert self.spec.router is not None
         return self.spec.router
 
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every size that decides the work of a run, by the letters of the documentation."""
+        """Sizes by the letters of the documentation."""
         return {"T": int(self.x.shape[0]), "E": self.num_experts, "K": self.top_k, "D": self.d_model, "F": self.d_ff}
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""A case from a Hugging Face checkpoint: one of its MoE layers, with hidden states drawn or from a file."""
+"""A case from one layer of a Hugging Face checkpoint, with hidden states drawn or from a file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from moe_core.formats import QuantizedTensor
 from moe_core.parity.case import Case, token_count
 from moe_core.specs.operands import named_fields
 
-#: The default dtype of a quantised checkpoint's hidden states and dequantised weights.
 QUANTIZED_DTYPE = "bfloat16"
-#: Tokens to draw by default: enough to visit many experts, few for an interpreter.
+#: Enough to visit many experts, few for an interpreter.
 DEFAULT_TOKENS = 16
 
 
@@ -31,9 +30,9 @@ class CheckpointInput:
 
     layer: None: the first MoE layer. hidden_states: a .npy or .safetensors file `[T, d_model]`. None: standard normal
     draws from `seed`. num_tokens: tokens to draw, or to keep of the file. dtype: of the input and plain weights. None:
-    as stored, for quantised checkpoints bfloat16. Quantised experts stay quantised and meet activations in their
-    scheme's format; dequantize: turn them into plain weights first. Quantised shared experts are always dequantised,
-    because no op takes them.
+    as stored, for quantised checkpoints bfloat16. Quantised experts meet activations in their scheme's format;
+    dequantize: turn them into plain weights first. Quantised shared experts are always dequantised, because no op takes
+    them.
     """
 
     directory: str | os.PathLike[str]
@@ -46,7 +45,6 @@ class CheckpointInput:
 
 
 def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], object] | None = None) -> Case:
-    """Read one layer into a case. Raises errors of `open_checkpoint`, `Checkpoint.layer` and `load_hidden_states`."""
     checkpoint = open_checkpoint(source.directory)
     number = source.layer
     if number is None:
@@ -81,7 +79,7 @@ def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], 
 
 
 def _as_stored(layer: MoELayer, dtype: str) -> MoELayer:
-    """A layer that computes in its scheme: quantised experts as they are, all else plain in `dtype`."""
+    """Quantised experts as they are, all else plain in `dtype`."""
     assert layer.scheme is not None
     biases = _plain_fields(layer.experts, dtype, lambda array: array.dtype.name != "float32")
     shared = layer.shared
@@ -93,7 +91,7 @@ def _as_stored(layer: MoELayer, dtype: str) -> MoELayer:
 
 
 def _cast_weights(layer: MoELayer, dtype: str) -> MoELayer:
-    """The layer with every plain weight in another dtype. The correction bias is always fp32."""
+    """Cast plain weights. The correction bias is always fp32."""
     bundles = {"experts": layer.experts, "router": layer.router, "shared": layer.shared}
     cast = {
         name: dataclasses.replace(bundle, **_plain_fields(bundle, dtype))
@@ -120,7 +118,6 @@ def _hidden_states(source: CheckpointInput, d_model: int) -> tuple[np.ndarray, s
 
 
 def print_progress(progress: ReadProgress) -> None:
-    """Show the progress of a read on one line of stderr."""
     share = progress.bytes_read / max(progress.bytes_total, 1)
     end = "\n" if progress.bytes_read >= progress.bytes_total else "\r"
     print(f"moe-parity: reading {progress.bytes_total / 2**20:.0f} MiB: {share:4.0%}", end=end, file=sys.stderr)

@@ -34,15 +34,13 @@ from moe_core.parity.run import run_case
 from moe_core.parity.summary import case_lines, closing_table
 
 AGREE, DIFFER, COULD_NOT_RUN = 0, 1, 2
-#: dtypes of the built-in cases. Quantised weights have none, and their cases take the first.
+#: Quantised cases take the first dtype.
 _CASE_DTYPES = ("bfloat16", "float32")
-#: Built-in cases with gradients by default: they cover every gradient except biases.
+#: They cover every gradient except biases.
 _BACKWARD_CASES = ("deepseek_v3",)
-#: Distributions with versions in a report.
+#: Listed in a report.
 _VERSIONED = ("numpy", "ml_dtypes", "triton", "torch", "jax")
-#: Steps that begin sooner after the last line print nothing.
 _SECONDS_BETWEEN_LINES = 5.0
-#: Errors of the user's input or of this machine: the message is enough.
 _EXPECTED = (InvalidInput, Unsupported, OSError)
 
 _HOW_TO_TEST = "unset TRITON_INTERPRET (or set it to 1) and name other engines than the reference"
@@ -94,12 +92,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, run, print the report and return the exit status."""
+    """Run the command line, print the report and return the exit status."""
     options = _parser().parse_args(arguments)
     if options.list:
         print(_listing())
         return AGREE
-    # A reader of JSON on stdout must find nothing else there.
+    # stdout must hold JSON only.
     text_file = sys.stderr if options.json == "-" else sys.stdout
     reports: list[CaseReport] = []
     seconds: list[float] = []
@@ -147,19 +145,18 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _engines(options: argparse.Namespace) -> tuple[list[Engine], list[str]]:
-    """The engines to run, and a sentence for each one whose framework is not installed."""
     prefer_interpreter()
     if options.engines is None:
         return _installed_engines()
     names = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
     if not names:
         raise InvalidInput("engines must name at least one engine, got none; for example --engines reference,torch")
-    # A lone reference is compared with itself, which the report calls not tested.
+    # A lone reference is compared with itself: not tested.
     return load_engines([name for name in names if name != REFERENCE] or [REFERENCE]), []
 
 
 def _installed_engines() -> tuple[list[Engine], list[str]]:
-    """The installed default engines. An installed engine that does not start is an error."""
+    """An installed engine that does not start is an error."""
     engines, left_out = [], []
     for name in DEFAULT_ENGINES:
         if name == REFERENCE:
@@ -177,7 +174,7 @@ def _installed_engines() -> tuple[list[Engine], list[str]]:
 
 
 def _missing_module(error: BaseException) -> str | None:
-    """The foreign module that could not be found, if that caused the error."""
+    """The foreign module that could not be found."""
     cause = error.__cause__
     if isinstance(cause, ModuleNotFoundError):
         return None if str(cause.name).startswith("moe_") else cause.name
@@ -186,8 +183,7 @@ def _missing_module(error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class _Step:
-    """One comparison. make: makes the case at its turn, because a layer can be large. None for a backward, which takes
-    the previous case."""
+    """One comparison. make: makes the case at its turn, because a layer can be large. None: the previous case."""
 
     label: str
     make: Callable[[], Case] | None
@@ -211,7 +207,6 @@ def _with_backward(options: argparse.Namespace, case: str) -> bool:
 
 
 def _steps(options: argparse.Namespace) -> list[_Step]:
-    """Everything to compare, in order."""
     steps: list[_Step] = []
 
     def add(name: str, dtype: str, make: Callable[[], Case]) -> None:
@@ -273,7 +268,7 @@ def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
 
 
 def _shares(reports: Sequence[CaseReport]) -> Iterator[str]:
-    """Each engine and its device, and the number of its cases if it did not run all."""
+    """Each engine, its device, and its number of cases if not all."""
     counts = Counter(f"{found.engine} ({found.device}" for case in reports for found in case.reports if found.tested)
     for engine, count in counts.items():
         yield f"{engine})" if count == len(reports) else f"{engine}, {count} of {len(reports)})"

@@ -5,8 +5,7 @@
     report = compare({"logits": ..., "ids": ..., "output": ...}, {"logits": ..., "ids": ..., "output": ...})
     print(report); report.first_divergent
 
-The arrays are the user's own: NumPy, torch (any device) or JAX. List the reference's stages in the order of the
-computation: the first divergent one is the place to look.
+List the reference's stages in the order of the computation: the first divergent one is the place to look.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from moe_core.parity.report import AGREE, DIFFER, MISSING, NOT_TESTED, TIE, Repo
 from moe_core.parity.tolerance import EXACT, UNIT_ROUNDOFF, Tolerance, measure, stage_tolerances
 from moe_core.specs import Activation, MoESpec, RouterSpec
 
-#: The layer of the default tolerances: d_model and d_ff, K and E of a large model.
+#: A large model's layer, for default tolerances.
 _NOMINAL: dict[str, Any] = {"d_model": 4096, "d_ff": 4096, "top_k": 8, "num_experts": 128}
 _SAME_MEMORY = "candidate and reference are the same memory: nothing was compared"
 
@@ -35,7 +34,7 @@ def as_numpy(name: str, array: Any) -> np.ndarray:
     if hasattr(array, "detach") and hasattr(array, "cpu"):
         array = array.detach().cpu()
         if dtypes.canonical(array.dtype) == "bfloat16":
-            # torch gives NumPy no bfloat16. fp32 keeps every value.
+            # torch gives NumPy no bfloat16.
             return array.float().numpy().astype(dtypes.numpy_dtype("bfloat16"))
         return array.numpy()
     result = np.asarray(array)
@@ -67,16 +66,12 @@ def ids_row(reference: np.ndarray, candidate: np.ndarray, flips: tuple[Flip, ...
 
 
 def logit_tolerance(logits: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-    """The largest allowed error of a logit for each token, `[T]`: the worst element's bound times the largest logit."""
+    """The largest allowed error of a token's logit, `[T]`."""
     with np.errstate(invalid="ignore"):
         return tolerance.worst * np.max(np.abs(logits.astype(np.float64)), axis=1, initial=0.0)
 
 
 def default_tolerance(stage: str, *arrays: np.ndarray) -> Tolerance:
-    """The table's tolerance of a stage for the coarsest dtype among the arrays, in a layer of nominal size.
-
-    Integer and boolean arrays must be equal. Unknown names count as `output`, the last stage.
-    """
     if all(array.dtype.kind in "iub" for array in arrays):
         return EXACT
     known = {dtypes.canonical(array.dtype) for array in arrays} & set(UNIT_ROUNDOFF)
@@ -84,7 +79,7 @@ def default_tolerance(stage: str, *arrays: np.ndarray) -> Tolerance:
     spec = MoESpec(Activation("silu"), RouterSpec(_NOMINAL["top_k"]))
     table = stage_tolerances(spec, coarsest, **_NOMINAL)
     chosen = table.get(stage, table["output"])
-    # The caller's layer may round a stage that is fp32 in ours. Then its own dtype's tolerance counts.
+    # The caller's layer may round a stage that is fp32 in ours.
     return table["matmul1"] if stage in ("logits", "weights") and coarsest != "float32" else chosen
 
 
@@ -100,9 +95,10 @@ def compare(
     token). The same array on both sides, and a stage without a remaining token, are `not tested` and fail.
 
     Args:
-        reference: arrays by stage name.
+        reference: arrays by stage name: NumPy, torch (any device) or JAX.
         candidate: likewise, with the same names.
-        tolerances: by stage. None: `default_tolerance` for each.
+        tolerances: by stage. None: the table's, for the coarsest dtype of the stage in a layer of nominal size.
+            Integers and booleans must be equal, unknown names count as `output`.
 
     Raises InvalidInput for an unknown tolerance or no stages.
     """
@@ -149,7 +145,7 @@ def assert_parity(
 def _flips(
     wanted: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], tolerances: Mapping[str, Tolerance] | None
 ) -> tuple[Flip, ...]:
-    """Flips between two sets of ids, measured on the reference's logits if both sides have them."""
+    """Flips, measured on the reference's logits if both sides have them."""
     ids, logits = (wanted["ids"], found["ids"]), wanted.get("logits")
     if logits is None or "logits" not in found or logits.ndim != 2 or len(logits) != len(ids[0]):
         return find_flips(*ids, None, np.zeros(len(ids[0])))
@@ -158,7 +154,7 @@ def _flips(
 
 
 def _matching_slots(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """The candidate's slot for every slot of the reference, from both ids `[T, K]`; -1 in tokens with other experts."""
+    """The candidate's slot for every slot of the reference `[T, K]`; -1 in tokens with other experts."""
     wanted, found = (np.argsort(ids, axis=1, kind="stable") for ids in (reference, candidate))
     same = np.take_along_axis(reference, wanted, axis=1) == np.take_along_axis(candidate, found, axis=1)
     slots = np.empty_like(wanted)
@@ -169,11 +165,7 @@ def _matching_slots(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
 def _row_behind_flips(
     stage: str, expected: np.ndarray, actual: np.ndarray, tolerance: Tolerance, slots: np.ndarray
 ) -> StageRow:
-    """A stage after flipped ids. slots: see `_matching_slots`. Stages of neither tokens nor slots are compared whole.
-
-    Tokens with other experts are left out. Tokens with the same experts in other slots are put in the reference's order
-    if the stage has slots; other stages only sum in another order.
-    """
+    """A stage after flipped ids, see `compare`. slots: see `_matching_slots`."""
     num_tokens, top_k = slots.shape
     rows_per_token = {num_tokens: 1, num_tokens * top_k: top_k}.get(expected.shape[0] if expected.ndim else -1)
     if rows_per_token is None or expected.shape != actual.shape or np.shares_memory(expected, actual):
@@ -183,14 +175,14 @@ def _row_behind_flips(
         note = f"all {num_tokens} tokens have other experts, so none can be compared; give both sides the same ids"
         return StageRow(stage, NOT_TESTED, note=note)
     notes = [f"without {other_experts.sum()} tokens that have other experts"] if other_experts.any() else []
-    # [T, K] says nothing by itself: an output may be K wide.
+    # [T, K] is ambiguous: an output may be K wide.
     has_slot_axis = expected.shape[:2] == slots.shape and (stage == "weights" or expected.ndim > 2)
     if rows_per_token == top_k or has_slot_axis:
         by_slot = actual.reshape(num_tokens, top_k, -1)
         actual = np.take_along_axis(by_slot, np.maximum(slots, 0)[:, :, None], axis=1).reshape(actual.shape)
         moved = (slots != np.arange(top_k)).any(axis=1) & ~other_experts
         notes += [f"slots of {moved.sum()} tokens in the reference's order"] if moved.any() else []
-    # Both sides get the same values in what is left out, so that the indices of the others stay what they are.
+    # Equal values on both sides keep the other indices.
     left_out = np.repeat(other_experts, rows_per_token).reshape(-1, *([1] * (actual.ndim - 1)))
     kept = np.where(left_out, expected.astype(np.float64), actual.astype(np.float64))
     return stage_row(stage, expected, kept, tolerance, "; ".join(notes))

@@ -1,4 +1,4 @@
-"""Descriptions of engines' devices, and the choice of the CPU engine of a parity run."""
+"""Devices of engines, and the choice of the CPU engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _VARIABLE = "TRITON_INTERPRET"
 def prefer_interpreter() -> None:
     """Without a GPU, make Triton's interpreter the CPU engine of this process, unless the user chose one.
 
-    Call it before kernels are imported, because Triton reads the variable when a kernel is defined. Without Triton, as
-    on macOS, the NumPy reference stays the engine.
+    Call it before kernels are imported, because Triton reads the variable when a kernel is defined. Without Triton, the
+    NumPy reference stays the engine.
     """
     if not cuda_available() and has_triton():
         os.environ.setdefault(_VARIABLE, "1")

@@ -1,4 +1,4 @@
-"""Parity engines: their protocol, and how they are found (entry points of the group `moebius.engines`)."""
+"""Parity engines: their protocol and entry points (`moebius.engines`)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class EngineRun:
     Args:
         stages: NumPy arrays by stage name, computed one public op at a time.
         composed: results of the composed op (`output`, `ids`, `weights`, `tokens_per_expert`), or None.
-        device: what ran, as `"triton interpreter (cpu)"` or `"cuda sm_90 NVIDIA H200"`.
-        is_reference: the NumPy reference ran, so a comparison with it would test nothing.
+        device: such as `"triton interpreter (cpu)"` or `"cuda sm_90 NVIDIA H200"`.
+        is_reference: the NumPy reference ran, so a comparison would test nothing.
         family: engines of one family must agree bitwise on one device.
         given: stages that the engine received and did not compute.
-        slot_order: the engine's order of a token's slots (`RouterSpec.slot_order`), also for the reference.
+        slot_order: of a token's slots (`RouterSpec.slot_order`), also for the reference.
         notes: remarks by stage, printed with its row.
     """
 
@@ -46,7 +46,7 @@ class EngineRun:
 
 
 class Engine(Protocol):
-    """An engine, made without arguments. Raises Unsupported or ImportError if something is not installed."""
+    """Made without arguments. Raises Unsupported or ImportError if something is not installed."""
 
     name: str
 
@@ -54,7 +54,7 @@ class Engine(Protocol):
         """The reason this case cannot run here or would mean something else, or None."""
 
     def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
-        """Run every stage of a case. progress is called with each stage's name at its start."""
+        """Run every stage. progress is called with each stage's name at its start."""
         ...
 
 
@@ -64,7 +64,7 @@ def registered_engines() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def load_engines(names: Sequence[str]) -> list[Engine]:
-    """Make the named engines. Raises InvalidInput for an unknown name, Unsupported for one that cannot start here."""
+    """Make engines. Raises InvalidInput for an unknown name, Unsupported for one that cannot start."""
     points = registered_engines()
     engines = []
     for name in names:

@@ -1,7 +1,6 @@
 """Router flips: tokens with other experts than the reference's, each with its score margin.
 
-A flip is a tie within tolerance if the reference's scores of the swapped experts are closer together than two logits
-may move within their tolerance. Otherwise the routing differs.
+A flip is a tie within tolerance if the scores of the swapped experts are closer than two logits may move.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import numpy as np
 from moe_core.ops.activation.reference import sigmoid
 from moe_core.specs.routing import RouterSpec
 
-#: The largest change of a score when every logit moves by at most 1: the largest slopes of the scoring functions.
-#: Softmax: 2 p (1 - p), over all logits together. Sigmoid: p (1 - p). The derivative of sqrt(softplus) peaks at 0.319.
+#: The largest slopes of the scoring functions, all logits moving. Softmax: 2 p (1 - p). Sigmoid: p (1 - p). The
+#: derivative of sqrt(softplus) peaks at 0.319.
 _SLOPE = {"softmax": 0.5, "sigmoid": 0.25, "sqrt_softplus": 0.32}
-#: fp32 roundings between a logit and the compared score: a few in each of exp, sum, division and bias.
+#: fp32 roundings between a logit and its score: a few in each of exp, sum, division and bias.
 _SCORE_ROUNDINGS = 8
 
 
@@ -26,9 +25,9 @@ class Flip:
     """One token with different experts. reference, candidate: its ids by slot.
 
     kind: `set` (other experts), `group` (other expert groups), `order` (the same experts, other slots). margin: how
-    much better the reference's choice scores than the candidate's, in selection scores, or None. allowed: the largest
-    margin that the logits' tolerance explains. own_choice: the routing rule's choice on the candidate's own logits, if
-    the candidate chose otherwise: then its routing is at fault, not its logits.
+    much better the reference's choice scores, in selection scores, or None. allowed: the largest margin that the
+    logits' tolerance explains. own_choice: the rule's choice on the candidate's own logits, if the candidate chose
+    otherwise.
     """
 
     token: int
@@ -59,7 +58,6 @@ class Flip:
 def topk_scores(
     logits: np.ndarray, router: RouterSpec | None = None, correction_bias: np.ndarray | None = None
 ) -> np.ndarray:
-    """The fp32 scores `[T, E]` that rank experts: the logits, or score + bias if a correction bias is given."""
     logits = np.asarray(logits, np.float32)
     if router is None or correction_bias is None:
         return logits
@@ -78,7 +76,7 @@ def topk_scores(
 
 @dataclass(frozen=True)
 class RouterScores:
-    """The reference's selection scores `[T, E]`, and how far two of them may move apart per unit of logit tolerance."""
+    """The reference's selection scores `[T, E]`, and their movement per unit of logit tolerance."""
 
     scores: np.ndarray
     slope: float = 1.0
@@ -91,7 +89,7 @@ class RouterScores:
     def of(
         cls, logits: np.ndarray, router: RouterSpec | None = None, correction_bias: np.ndarray | None = None
     ) -> RouterScores:
-        """Scores for a routing rule. router None: the logits rank the experts."""
+        """router None: the logits rank the experts."""
         scores = topk_scores(logits, router, correction_bias)
         if router is None:
             return cls(scores)
@@ -106,15 +104,15 @@ class RouterScores:
         )
 
     def allowed(self, token: int, logit_tolerance: float) -> float:
-        """The largest margin that two scores of a token can lose when each logit moves by logit_tolerance."""
+        """The largest score margin lost when each logit moves by logit_tolerance."""
         largest = float(np.max(np.abs(self.scores[token]), initial=0.0))
         rounding = self.roundings * float(np.finfo(np.float32).eps) * largest
-        # A group score with a bias adds two scores, so it moves twice as far.
+        # It adds two scores, so it moves twice as far.
         terms = 2 if self.num_groups > 1 and self.has_bias else 1
         return terms * (2 * self.slope * logit_tolerance + rounding)
 
     def group_scores(self, token: int) -> np.ndarray:
-        """Score of every group of a token: the sum of its two best with a bias, else the best."""
+        """A group's score: the sum of its two best with a bias, else the best."""
         groups = np.sort(self.scores[token].reshape(self.num_groups, -1), axis=1)
         return groups[:, -2:].sum(axis=1) if self.has_bias else groups[:, -1]
 
@@ -136,8 +134,8 @@ def blame_routing(
 ) -> tuple[Flip, ...]:
     """The flips, with `own_choice` set if the candidate's routing is at fault, not its logits.
 
-    rule_ids: the reference routing on the candidate's own logits. own: the scores of those logits. Without a correction
-    bias the order of the logits decides, ties by id, and rounding plays no role.
+    rule_ids: the reference routing on the candidate's own logits. own: their scores. Without a correction bias the
+    logits' order decides and rounding plays no role.
     """
     found = {flip.token: flip for flip in flips}
     for flip in find_flips(rule_ids, candidate_ids, own, np.zeros(len(rule_ids))):
@@ -149,7 +147,7 @@ def blame_routing(
 def _classify(
     wanted: tuple[int, ...], found: tuple[int, ...], scores: RouterScores | None, token: int, tolerance: float
 ) -> tuple[str, float | None, float]:
-    """(kind, margin, allowed) of one token. The margin is None if nothing can explain the difference."""
+    """(kind, margin, allowed) of one token. margin None: nothing can explain the difference."""
     removed, added = set(wanted) - set(found), set(found) - set(wanted)
     kind = "set" if removed or added else "order"
     if scores is None:

@@ -1,8 +1,7 @@
 """Gradients of a case: the reference's, and the comparison with every engine's.
 
 An engine takes part with a method `gradients(case, progress) -> GradientRun`. The reference's backward follows the
-engine's own routing (ids, weights and logits of its forward), so that a router flip appears only in the forward's
-report.
+engine's own routing, so that a router flip appears only in the forward's report.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _SEED = 0x60AD
 
 @dataclass(frozen=True)
 class GradientRun:
-    """Results of an engine. forward: NumPy `ids`, `weights` and `logits`. gradients: by name, `d_x` and so on. device,
-    is_reference and family: as in `EngineRun`."""
+    """forward: NumPy `ids`, `weights` and `logits`. gradients: by name, `d_x` and so on. The rest: as in
+    `EngineRun`."""
 
     engine: str
     device: str
@@ -51,7 +50,7 @@ class GradientRun:
 
 
 def differentiated(case: Case) -> dict[str, np.ndarray]:
-    """The arrays of a case with a gradient, by name: plain ones of `x`, `experts.*`, `routing.*`, `shared.*`."""
+    """The plain arrays of `x`, `experts.*`, `routing.*`, `shared.*`, by name."""
     found = {"x": case.x} | dict(named_fields(case.experts, "experts.")) | dict(named_fields(case.routing, "routing."))
     found |= {} if case.shared is None else dict(named_fields(case.shared, "shared."))
     names = gradient_names(MoEOperands(case.x, case.experts, case.routing, shared=case.shared))
@@ -61,8 +60,7 @@ def differentiated(case: Case) -> dict[str, np.ndarray]:
 def upstream(case: Case) -> dict[str, np.ndarray]:
     """Drawn gradients of the forward's results, equal for every engine.
 
-    `output` is `[T, D]` in the dtype of the output. `logits` fp32 `[T, E]`, as from losses of the router, is zero for
-    masked tokens.
+    `output` is `[T, D]` in its dtype. `logits` fp32 `[T, E]` is zero for masked tokens.
     """
     random = np.random.default_rng(_SEED)
     output = random.standard_normal(case.x.shape, dtype=np.float32)
@@ -116,7 +114,7 @@ def gradient_row(
         return StageRow(name, DIFFER, note="the engine has no such gradient")
     if found.dtype != expected.dtype and found.shape == expected.shape:
         return StageRow(name, DIFFER, note=f"dtype {found.dtype}, expected {expected.dtype}")
-    # An expert's sums grow with its number of tokens, so each expert is measured separately.
+    # Sums grow with an expert's number of tokens.
     axes = tuple(range(1 if name.startswith("d_experts.") else 0, expected.ndim))
     with np.errstate(all="ignore"):
         scale = np.sqrt(np.square(expected.astype(np.float64)).mean(axis=axes, keepdims=True))
@@ -146,8 +144,8 @@ def gradient_tolerances(case: Case) -> Callable[[str], Tolerance]:
     """The tolerance of every gradient by its name, `d_x` or `d_experts.down`, after equal ids, weights and logits.
 
     docs/user/training.md has the rounding points. z is stored in dtype on one side and in fp32 on the other: one
-    rounding of one side. An expert may have one row, where an error is not averaged, or all tokens. A last bit may
-    decide about a clamp, which no tolerance covers.
+    rounding. An expert may have one row, where an error is not averaged. A last bit may decide about a clamp, which no
+    tolerance covers.
     """
     spec, dtype, num_tokens, d_ff, top_k = case.spec, case.dtype, case.x.shape[0], case.d_ff, case.top_k
     require_choice("dtype", dtype, dtypes.MATMUL_DTYPES)
@@ -160,12 +158,12 @@ def gradient_tolerances(case: Case) -> Callable[[str], Tolerance]:
         return Tolerance(max(one.relative_frobenius for one in every), max(one.worst for one in every))
 
     z, hidden = product(tolerance.EXACT, case.d_model) + Tolerance(one_side, one_side), tolerance.activated(pre)
-    # The derivative of the activation is as steep as the activation, and z is one factor of it.
+    # The derivative of the activation is as steep as the activation.
     d_pre = tolerance.rounded(hidden + z, dtype)
     slots = tolerance.rounded(product(d_pre, spec.activation.input_width(d_ff)), dtype)
     sums = math.sqrt(top_k + 1) * tolerance.FP32
     d_x = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k + 1) * slots.worst + tolerance.DEVIATIONS * sums)
-    # d_w is a sum over F of products of either sign, and the gradient of a logit is a difference of two such sums.
+    # d_w is a sum over F of products of either sign, and a logit's gradient a difference of two such sums.
     d_weight = product(z, d_ff) + product(hidden, d_ff)
     d_logits = d_weight + d_weight
     table = {

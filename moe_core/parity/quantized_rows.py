@@ -1,4 +1,4 @@
-"""Quantised rows of a case, as stages that must be bitwise equal, and the product that follows an engine's own rows."""
+"""Quantised rows of a case, bitwise equal stages, and the product that follows them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,17 @@ from moe_core.parity.tolerance import Tolerance, quantized_matmul_tolerance
 from moe_core.specs import LayoutSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands
 
-#: x and the hidden rows, quantised: uint8 `[rows, bytes]`, each row's codes and then its scales.
+#: uint8 `[rows, bytes]`, see `row_bytes`.
 QUANTIZED_X, QUANTIZED_HIDDEN = "quantized_x", "quantized_hidden"
 
 
 def row_bytes(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """uint8 `[R, bytes]`: the codes of every row and then its scales. Scales of all rows are repeated in each row.
-
-    values `[R, *]`, scales `[R or 1, groups]`: of rows in the layout `out_in`.
-    """
+    """uint8 `[R, bytes]`: the codes of every row and then its scales, values `[R, *]` and scales `[R or 1, groups]`."""
     scales = np.ascontiguousarray(np.broadcast_to(scales, (len(values), scales.shape[1])))
     return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in (values, scales)], axis=1)
 
 
 class OwnRows:
-    """The reference's quantised rows and second product, computed from an engine's earlier stages."""
-
     def __init__(self, case: Case, stages: Mapping[str, np.ndarray]) -> None:
         assert case.spec.activations is not None
         self._case, self._stages, self._format = case, stages, case.spec.activations

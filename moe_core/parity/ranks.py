@@ -1,7 +1,7 @@
 """Compare expert-parallel runs with one device, stage by stage and bit by bit: `moe-parity --ranks`.
 
-Every front-end runs in its own processes on this CPU: ranks of gloo in torch, host devices in JAX. Both sides of a
-comparison come from the same front-end and engine, so that only the exchange can make them differ.
+Every front-end runs in its own processes on this CPU: ranks of gloo in torch, host devices in JAX. Both sides come from
+the same front-end and engine, so that only the exchange can make them differ.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from moe_core.parity.gradients import differentiated, gradient_row, gradient_tol
 from moe_core.parity.report import CaseReport, Report, StageRow
 from moe_core.parity.tolerance import EXACT
 
-#: Front-end -> the module with a `run_ranks(parts, whole)` that runs it in a new process with these variables.
+#: Front-end -> its module with `run_ranks(parts, whole)`, run in a new process with these variables.
 FRONT_ENDS = {"torch": "moe_torch.parity.ranks", "jax": "moe_jax.parity_ranks"}
 _BY_TOKEN = ("ids", "weights", "output", "d_x")
 
 
 class Part(NamedTuple):
-    """One rank's case and the gradient of its output. For one device placement is None."""
+    """One rank's case and its output gradient. For one device placement is None."""
 
     case: Case
     d_output: np.ndarray
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 class RanksRun(NamedTuple):
     """Results of one device (alone) and of every rank (ranks), by name: `ids`, `weights`, `output`,
-    `tokens_per_expert`, `received_per_expert` (ranks only) and gradients `d_...`. device: what ran."""
+    `tokens_per_expert`, `received_per_expert` (ranks only) and gradients `d_...`."""
 
     device: str
     alone: Mapping[str, np.ndarray]
@@ -60,7 +60,7 @@ def why_not_across_ranks(case: Case) -> str | None:
 
 
 def parts_of(case: Case, num_ranks: int) -> tuple[Part, list[Part]]:
-    """The case with a number of tokens that ranks share evenly, and each rank's case."""
+    """The case with an even share of tokens, and each rank's case."""
     tokens = len(case.x) // num_ranks * num_ranks
     if not tokens:
         raise InvalidInput(f"tokens must be at least one for each of {num_ranks} ranks, got {len(case.x)}; pass more")
@@ -81,7 +81,7 @@ def parts_of(case: Case, num_ranks: int) -> tuple[Part, list[Part]]:
 def run_ranks(
     case: Case, num_ranks: int, names: Sequence[str], progress: Callable[[str], object], run: Any = None
 ) -> CaseReport:
-    """Compare a case on `num_ranks` ranks with one device, in every front-end. run: replaces the run in tests."""
+    """Compare a case on `num_ranks` ranks with one device, in every front-end."""
     whole, parts = parts_of(case, num_ranks)
     reports, reason = [], why_not_across_ranks(case)
     for name in names:
@@ -107,7 +107,7 @@ def _rows(whole: Part, parts: Sequence[Part], run: RanksRun) -> Iterator[StageRo
         return np.concatenate([rank[name] for rank in run.ranks])
 
     def same(name: str, expected: np.ndarray, found: np.ndarray, note: str = "") -> StageRow:
-        # In fp32, which holds every smaller float, and NaN.
+        # fp32 holds every smaller float, and NaN.
         return stage_row(name, np.asarray(expected, np.float32), np.asarray(found, np.float32), EXACT, note)
 
     for name in ("ids", "weights"):
@@ -125,7 +125,7 @@ def _rows(whole: Part, parts: Sequence[Part], run: RanksRun) -> Iterator[StageRo
         elif name.startswith("d_experts."):
             yield same(name, alone[name], gather_experts([rank[name] for rank in run.ranks], placement))
         else:
-            # Every rank has a gradient of its own tokens. Their sum has another order than on one device.
+            # The sum over ranks has another order than on one device.
             total = np.sum([rank[name].astype(np.float32) for rank in run.ranks], axis=0)
             yield gradient_row(name, alone[name], total.astype(alone[name].dtype), tolerances)
 
@@ -135,7 +135,7 @@ def _in_new_processes(name: str, whole: Part, parts: Sequence[Part]) -> RanksRun
     variables |= {"TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "1"), "OPENBLAS_NUM_THREADS": "1"}
     if platform.machine() in ("x86_64", "AMD64"):
         # The interpreter's products are NumPy's. OpenBLAS for newer processors adds up a row in an order that depends
-        # on its position in the tile, unlike any GPU.
+        # on its position in the tile.
         variables["OPENBLAS_CORETYPE"] = "Sandybridge"
     context = multiprocessing.get_context("spawn")
     with _environment(variables), ProcessPoolExecutor(1, context) as pool:

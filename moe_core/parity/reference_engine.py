@@ -27,6 +27,6 @@ class ReferenceEngine:
 
 
 def reference_stages(case: Case, routing: TopK | None = None) -> dict[str, np.ndarray]:
-    """The reference's stages of a case. routing: ids and weights that replace the case's own routing."""
+    """The stages of a case. routing: ids and weights that replace its own."""
     arguments = (case.x, case.experts, case.routing if routing is None else routing, case.spec)
     return moe_stages(*arguments, token_mask=case.token_mask, shared=case.shared)

@@ -1,4 +1,4 @@
-"""Results of a comparison: rows per stage, flips, verdicts, as text and as JSON-ready dictionaries."""
+"""Results of a comparison, as text and as JSON-ready dictionaries."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from moe_core.parity.tolerance import EXACT, Difference, Tolerance
 
 AGREE, TIE, GIVEN = "agree", "flip (tie within tolerance)", "given"
 DIFFER, MISSING, NOT_TESTED, SKIPPED = "differ", "missing", "not tested", "skipped"
-#: Verdicts that do not fail a run. An engine that was only skipped tested nothing, so skips are counted separately.
+#: Verdicts that do not fail a run.
 PASSING = (AGREE, TIE, GIVEN, SKIPPED)
-#: Flips printed per stage. The JSON holds all of them.
 _FLIPS_SHOWN = 5
-#: Fields of a flip in the JSON.
 _FLIP = ("token", "reference", "candidate", "kind", "margin", "allowed", "verdict", "own_choice")
 _HEADER = ("stage", "verdict", "rel. error", "limit", "worst", "limit", "worst element: reference vs candidate", "")
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of one engine. difference and tolerance: None if nothing was compared."""
+    """difference and tolerance: None if nothing was compared."""
 
     stage: str
     verdict: str
@@ -62,9 +60,9 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of one candidate with the reference, stage by stage in the order of the computation.
+    """The comparison of one candidate with the reference, stage by stage.
 
-    engine, device: of the candidate. skipped: the reason the case was not run, or "". against: the other side.
+    skipped: the reason the case was not run, or "". against: the other side.
     """
 
     engine: str
@@ -80,7 +78,6 @@ class Report:
 
     @property
     def tested(self) -> bool:
-        """True if at least one stage was compared."""
         return any(row.verdict not in (GIVEN, SKIPPED, NOT_TESTED) for row in self.rows)
 
     @property
@@ -100,7 +97,7 @@ class Report:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """The report as a table, its verdict last."""
+        """A table, its verdict last."""
         title = f"{self.engine} on {self.device}" if self.device else self.engine
         if self.skipped:
             yield f"{title}: skipped: {self.skipped}"
@@ -142,7 +139,7 @@ class Report:
 
 @dataclass(frozen=True)
 class BitwiseRow:
-    """Whether two engines of one family gave the same bits. equal None: not compared, for the reason in `note`."""
+    """Whether two engines of one family gave the same bits. equal None: not compared, see `note`."""
 
     engines: tuple[str, str]
     device: str
@@ -177,7 +174,7 @@ class CaseReport:
 
     @property
     def differs(self) -> bool:
-        """True if a comparison differs. Engines that were not tested do not count."""
+        """Engines that were not tested do not count."""
         bits_differ = any(row.equal is False for row in self.bitwise)
         return bits_differ or any(report.verdict == DIFFER for report in self.reports)
 
@@ -214,7 +211,6 @@ def untested_engines(reports: Sequence[CaseReport]) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON: lists for tuples, strings for NaN and infinities."""
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

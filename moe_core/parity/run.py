@@ -1,10 +1,9 @@
 """Run cases through engines and compare every stage with the reference.
 
-A router flip changes all later stages, so the reference runs again on a flipping engine's own ids and weights.
-Remaining differences are drift or a fault. Stages without a counterpart in the reference's forward (bitmatrix, layout,
-the activation op on the engine's own rows, quantised rows) are compared with the NumPy twins on the engine's inputs. So
-is the second product of quantised hidden rows: drift may give a hidden row another code, a far larger step than any
-fault worth finding.
+A router flip changes all later stages, so the reference runs again on a flipping engine's own ids and weights. Stages
+without a counterpart in the reference's forward (bitmatrix, layout, the activation op, quantised rows) are compared
+with the NumPy twins on the engine's inputs. So is the second product of quantised hidden rows: drift may give a hidden
+row another code, a far larger step than any fault worth finding.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from moe_core.parity.tolerance import EXACT, Tolerance, activation_tolerance, st
 from moe_core.specs.operands import TopK
 from moe_core.specs.routing import LayoutSpec
 
-#: Stages of every engine, in the order of the computation. Others are optional.
+#: Stages of every engine, in order.
 REQUIRED = ("logits", "ids", "weights", "matmul1", "activation", "matmul2", "output")
 ORDER = (
     *("logits", "ids", "weights", "bitmatrix", "layout", QUANTIZED_X, "matmul1", "activation", "activation_op"),
@@ -63,7 +62,7 @@ class Yardstick:
 
 
 def run_case(case: Case, engines: Sequence[Engine], progress: Callable[[str], object]) -> CaseReport:
-    """Run every engine on a case and compare. progress is called with each start, as `"torch: matmul1"`."""
+    """Run every engine on a case and compare. progress gets `"torch: matmul1"` at each start."""
     progress("reference")
     yardstick = Yardstick(case)
     yardstick.stages(case.router.slot_order)
@@ -100,7 +99,7 @@ def compare_run(yardstick: Yardstick, run: EngineRun) -> Report:
 
 
 class _Comparison:
-    """One engine's run against the reference, which follows the engine's router flips."""
+    """The reference follows the engine's router flips."""
 
     def __init__(self, yardstick: Yardstick, run: EngineRun) -> None:
         self._yardstick, self._run = yardstick, run
@@ -127,7 +126,6 @@ class _Comparison:
         return all(self._run.stages[stage].shape == self._reference[stage].shape for stage in _ROUTING)
 
     def _rule(self) -> tuple[np.ndarray, ...]:
-        """(ids, weights) of the routing rule on the engine's own logits."""
         bias, mask = self._case.routing.correction_bias, self._case.token_mask
         return route(self._run.stages["logits"], bias, mask, spec=self._case.router)
 
@@ -181,7 +179,7 @@ class _Comparison:
         return OwnRows(self._case, self._run.stages)
 
     def _weights_row(self, expected: np.ndarray, found: np.ndarray, tolerance: Tolerance) -> StageRow:
-        """Weights with flipped tokens: ties against the rule on the engine's own logits, the others left out."""
+        """Flipped ties against the rule on the engine's own logits, other flips left out."""
         tied = [flip.token for flip in self.flips if flip.is_tie]
         wrong = [flip.token for flip in self.flips if not flip.is_tie]
         if len(wrong) == len(expected):
@@ -193,7 +191,7 @@ class _Comparison:
         return stage_row("weights", expected, found, tolerance, note)
 
     def _composed_row(self, composed: Mapping[str, Any]) -> StageRow:
-        """The composed op: routed exactly like the stages, counted right, its output within the output's tolerance."""
+        """Routed exactly like the stages, counted right, output within tolerance."""
         row = stage_row(COMPOSED_STAGE, self._behind["output"], composed["output"], self._tolerances["output"])
         ids, weights = self._run.stages["ids"], self._run.stages["weights"]
         counts = np.bincount(ids[(ids >= 0) & (ids < self._case.num_experts)], minlength=self._case.num_experts)
@@ -221,7 +219,7 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def compare_bits(runs: Sequence[Any], kind: str = "arrays") -> tuple[BitwiseRow, ...]:
-    """Compare the bits of every pair of engines of one family. kind: of the arrays, for messages."""
+    """Compare every pair of engines of one family. kind: of the arrays, for messages."""
     pairs = itertools.combinations(runs, 2)
     return tuple(_bitwise_row(*pair, kind) for pair in pairs if pair[0].family == pair[1].family is not None)
 

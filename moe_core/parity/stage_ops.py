@@ -1,7 +1,6 @@
 """Run a case through a front-end's public ops, stage by stage, and through its composed op.
 
-Both front-ends have the same functions under the same names, so one sequence serves them. A `FrontEnd` names the module
-of ops and moves arrays between NumPy and the framework.
+One sequence serves both front-ends: they have the same functions under the same names.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ COMPOSED = ("output", "ids", "weights", "tokens_per_expert")
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """ops: a module with the public ops. put, get: move NumPy arrays to the framework's device and back."""
+    """ops: a module with the public ops. put, get: move NumPy arrays to the device and back."""
 
     ops: Any
     put: Callable[[np.ndarray], Array]
@@ -35,7 +34,7 @@ class FrontEnd:
 
 
 class StageResults(NamedTuple):
-    """stages and composed as in `EngineRun`. explanation: the text of the composed plan that ran."""
+    """As in `EngineRun`. explanation: of the composed plan."""
 
     stages: dict[str, np.ndarray]
     composed: dict[str, np.ndarray]
@@ -43,7 +42,7 @@ class StageResults(NamedTuple):
 
 
 def run_stages(front_end: FrontEnd, case: Case, progress: Callable[[str], object]) -> StageResults:
-    """Run every stage of a case by public ops, then the composed op. progress is called at each start."""
+    """Run every stage, then the composed op. progress is called at each start."""
     runner = _Runner(front_end, case, progress)
     stages = runner.routing_stages() | runner.expert_stages()
     collected = {name: _collect(value, front_end.get) for name, value in stages.items()}
@@ -52,7 +51,6 @@ def run_stages(front_end: FrontEnd, case: Case, progress: Callable[[str], object
 
 
 def _collect(value: Any, get: Callable[[Array], np.ndarray]) -> np.ndarray:
-    """One NumPy array of a stage: integer parts are flattened and joined, float parts joined by columns."""
     if isinstance(value, QuantizedTensor):
         return row_bytes(get(value.values), get(value.scales))
     if not isinstance(value, tuple):
@@ -64,7 +62,7 @@ def _collect(value: Any, get: Callable[[Array], np.ndarray]) -> np.ndarray:
 
 
 class _Runner:
-    """A case's arrays on the front-end's device, and the ops in their order."""
+    """A case's arrays on the device, and the ops in order."""
 
     def __init__(self, front_end: FrontEnd, case: Case, progress: Callable[[str], object]) -> None:
         put = front_end.put
@@ -100,8 +98,8 @@ class _Runner:
         }
 
     def expert_stages(self) -> dict[str, Any]:
-        """matmul1 (before the activation), activation (fused), activation_op, matmul2 (weighted slots) and output. With
-        quantised activations also quantized_x and quantized_hidden, the inputs of the products."""
+        """matmul1 (before the activation), activation (fused), activation_op, matmul2 (weighted slots) and output.
+        Quantised activations add quantized_x and quantized_hidden."""
         ops, case, experts, weights = self._ops, self._case, self._experts, self._chosen.weights
         source, row_weight = self._x, weights.reshape(-1)
         if case.spec.apply_router_weight_on_input:
@@ -131,7 +129,7 @@ class _Runner:
         return stages
 
     def _quantized(self, stage: str, rows: Array, scale: Array | None) -> Any:
-        """Rows in the case's format of activations, or plain. scale: a static one."""
+        """Rows in the case's format. scale: a static one."""
         format = self._case.spec.activations
         if format is None:
             return rows
@@ -156,7 +154,7 @@ class _Runner:
         return dataclasses.replace(product, fast_accumulate=spec.fast_accumulate)
 
     def _shared_output(self) -> tuple[Array | None, Array | None]:
-        """The shared expert's fp32 output `[T, D]` and its gate logits fp32 `[T, 1]`, or None."""
+        """fp32 output `[T, D]` and gate logits fp32 `[T, 1]`, or None."""
         shared, spec, ops = self._shared, self._case.spec, self._ops
         if shared is None:
             return None, None

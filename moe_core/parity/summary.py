@@ -1,4 +1,4 @@
-"""The default output of a parity run: a few lines per case, whole tables of failures, and one table at the end."""
+"""A parity run's default output: lines per case, tables of failures, and one table at the end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ _BITS = {True: "equal", False: "DIFFER", None: "not compared"}
 
 
 def case_lines(case: CaseReport, number: str) -> Iterator[str]:
-    """A heading that begins with `number`, a line per engine and one per pair of engines.
-
-    An engine that does not agree gets its whole table.
-    """
+    """A heading with `number`, a line per engine and pair, and whole tables of failing engines."""
     sizes = " ".join(f"{letter}={size}" for letter, size in case.sizes.items())
     yield f"== {number} {case.case}, {case.dtype}, {sizes}"
     for report in case.reports:
@@ -32,7 +29,7 @@ def _engine_line(report: Report) -> str:
 
 
 def _share_of_limit(row: StageRow) -> float:
-    """The larger of a stage's two errors over its limit; 0 if every bit is equal."""
+    """The larger of a stage's two errors over its limit."""
     found, tolerance = row.difference, row.tolerance
     if found is None or tolerance is None:
         return 0.0
@@ -41,7 +38,7 @@ def _share_of_limit(row: StageRow) -> float:
 
 
 def closing_table(cases: Sequence[CaseReport], seconds: Sequence[float]) -> Iterator[str]:
-    """A row per case: the verdict of each engine, whether the front-ends' bits are equal, and the seconds."""
+    """A row per case: verdicts, equal bits, seconds."""
     engines = list(dict.fromkeys(report.engine for case in cases for report in case.reports))
     table = [("case", "dtype", *engines, "bits", "seconds")]
     for case, duration in zip(cases, seconds, strict=True):

@@ -1,30 +1,30 @@
 """The tolerance table: how far two right results may lie apart, from dtypes and reduction lengths alone.
 
 Both sides round at the same points (fp32 accumulator, fp32 epilogue, one cast); they differ in the order of their sums
-and in the last bits of exp. u is the unit roundoff: 2^-24 (fp32), 2^-11 (fp16), 2^-8 (bf16); u32 that of fp32.
+and in the last bits of exp. u is the unit roundoff: 2^-24 (fp32), 2^-11 (fp16), 2^-8 (bf16); u32 is fp32's.
 
-Sums. The error of a sum of n rounded terms grows like sqrt(n) u, not n u, with a probability that a few standard
-deviations make certain (N. J. Higham and T. Mary, A new approach to probabilistic rounding error analysis, SIAM J.
-Sci. Comput. 41(5), 2019). Measured against the rms of the results, one side's is about sqrt(n / 12) u32 where the terms
-are added one after the other (same authors, Sharper probabilistic backward error analysis for basic linear algebra
-kernels with random data, SIAM J. Sci. Comput. 42(5), 2020): 0.41 sqrt(n) u32 between two sides. The table takes
-sqrt(n) u32. Tensor cores (fp16 and bf16 inputs) truncate their fp32 sums instead of rounding them: a drift of u32 for
-every 16 terms (M. Fasi, N. J. Higham, M. Mikaitis and S. Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ
-Comput. Sci. 7:e330, 2021). TF32 keeps 10 bits behind the point: 2^-10 where inputs are truncated.
+Sums. The error of a sum of n rounded terms grows like sqrt(n) u, not n u, with near certainty (N. J. Higham and T.
+Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5), 2019). Measured against the
+rms of the results, one side's is about sqrt(n / 12) u32 for terms added one after the other (same authors, Sharper
+probabilistic backward error analysis for basic linear algebra kernels with random data, SIAM J. Sci. Comput. 42(5),
+2020): 0.41 sqrt(n) u32 between two sides. The table takes sqrt(n) u32. Tensor cores (fp16 and bf16 inputs) truncate
+their fp32 sums: a drift of u32 for every 16 terms (M. Fasi, N. J. Higham, M. Mikaitis and S. Pranesh, Numerical
+behavior of NVIDIA tensor cores, PeerJ Comput. Sci. 7:e330, 2021). TF32 keeps 10 bits behind the point: 2^-10 for
+truncated inputs.
 
 Casts. Two values that differ by a share f of their size, f far below u, round alike except where a rounding boundary
-lies between them: then they differ by one unit in the last place, at most 2u. That happens to a share f / 2u of the
-elements, so the Frobenius error after the cast is sqrt(2u f), never more than u on top of f; the worst element gains
-2u. This keeps the Frobenius tolerance far below u, so that one rounding too many (0.4 u) is caught.
+lies between them: then they differ by at most 2u. That happens to a share f / 2u of the elements, so the Frobenius
+error after the cast is sqrt(2u f), never more than u on top of f; the worst element gains 2u. So one rounding too many
+(0.4 u) is caught.
 
-Quantised operands. Both sides dequantise to the same bits, so that products with plain rows are as above. Codes of
-quantised rows are exact in bf16, and so is the product of two: as bf16 inputs. int8 sums are exact, what is added up in
-fp32 are the groups. Hopper adds fp8 products up with 13 bits behind the point: DeepSeek-V3 Technical Report, section
-3.3.2 (arXiv 2412.19437), and SageAttention2, section 3.3 (arXiv 2411.10958): 2^-13 for every instruction of 32 columns,
-over 128 columns or, with fast_accumulate, over all. Rows known to a share f of their size, their scale known as well,
-get another code where a rounding boundary lies between: of the share 2f / step, which makes sqrt(2f step).
+Quantised operands. Both sides dequantise to the same bits, so products with plain rows are as above. Codes of quantised
+rows and their products are exact in bf16: as bf16 inputs. int8 sums are exact, only groups are added up in fp32. Hopper
+adds fp8 products up with 13 bits behind the point (DeepSeek-V3 Technical Report, section 3.3.2, arXiv 2412.19437;
+SageAttention2, section 3.3, arXiv 2411.10958): 2^-13 for every instruction of 32 columns, over 128 columns or, with
+fast_accumulate, over all. Rows known to a share f of their size get another code where a rounding boundary lies
+between: a share 2f / step, which makes sqrt(2f step).
 
-Worst elements are allowed six standard deviations: 2e-9 for one element, nothing in arrays of millions.
+Worst elements are allowed six standard deviations: 2e-9 for one element.
 """
 
 from __future__ import annotations
@@ -47,34 +47,32 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 FP32 = UNIT_ROUNDOFF["float32"]
 _TF32_TRUNCATION = 2.0**-10
 DEVIATIONS = 6.0
-#: Roundings of bias, row weight and dequantisation scale, on both sides.
+#: Of bias, row weight and dequantisation scale, on both sides.
 _EPILOGUE_ROUNDINGS = 4
-#: Slope of an activation over the ratio of its rms to its input's. Worst: if one factor of a gated activation is near
-#: zero, the other's size multiplies the error, and products of two normal factors have such tails.
+#: Slope of an activation over the ratio of its rms to its input's. Worst: if one gated factor is near zero, the other's
+#: size multiplies the error.
 _ACTIVATION_GAIN, _ACTIVATION_WORST_GAIN = 4.0, 8.0
-#: Roundings of an activation. Worst: exp(x) loses |x| u, and |x| of 20 still counts.
+#: Worst: exp(x) loses |x| u, and |x| of 20 still counts.
 _ACTIVATION_ROUNDINGS, _ACTIVATION_WORST_ROUNDINGS = 8, 32
-#: An absolute error of a logit is a relative error of its weight. Logits of up to this many times their rms count.
+#: An absolute error of a logit is a relative error of its weight: logits up to this many times their rms.
 _LOGIT_GAIN = 16.0
-#: Columns of fp8 products before partial sums are added in fp32, and the truncation of an instruction of 32 columns.
+#: Columns of fp8 products before partial sums are added in fp32, and an instruction's truncation.
 _PROMOTED, _FP8_TRUNCATION = 128, 2.0**-13
 #: The distance of two codes over an element's scale: usually, and at worst. int8: a row's amax is 4, at worst 16 times
 #: its rms. e2m1: half of the element, or an eighth of its group's amax, at worst 8 times the rms.
 _STEPS = {"e4m3": (2.0**-3, 2.0**-3), "int8": (2.0**-5, 2.0**-3), "e2m1": (2.0**-1, 1.0)}
 #: Rows of at least this width have a reliable rms.
 _WIDE_ROW = 16
-#: This many elements of a small array may be at their worst at once.
+#: Elements of a small array that may be at their worst at once.
 _ELEMENTS_AT_WORST = 8
-#: Smaller numbers are remains of underflow and count as this large.
+#: Smaller numbers are remains of underflow.
 _SMALLEST_SCALE = 2.0**-100
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """relative_frobenius: bound of |a - e| / |e| over the array. worst: bound of every element's error over its scale.
-
-    An element's scale is the larger of its own size and the rms of its row, see `measure`.
-    """
+    """relative_frobenius: bound of |a - e| / |e| over the array. worst: bound of every element's error over its scale
+    (see `measure`)."""
 
     relative_frobenius: float
     worst: float
@@ -103,7 +101,7 @@ def rounded(before: Tolerance, dtype: str) -> Tolerance:
 
 
 def product_tolerance(source: Tolerance, in_dtype: str, length: int, allow_tf32: bool) -> Tolerance:
-    """The fp32 result of a product over `length` terms with a left operand of tolerance `source`."""
+    """A fp32 product over `length` terms with a left operand of tolerance `source`."""
     sums = (math.sqrt(length) + _EPILOGUE_ROUNDINGS) * FP32
     if in_dtype != "float32":
         sums += length / 16 * FP32
@@ -115,7 +113,7 @@ def product_tolerance(source: Tolerance, in_dtype: str, length: int, allow_tf32:
 def _quantized_product(
     source: Tolerance, dtype: str, length: int, weights: Format, spec: MatmulSpec | MoESpec, rows: Format | None
 ) -> Tolerance:
-    """`product_tolerance` for quantised weights, and for quantised rows if they have a format. dtype: of plain rows."""
+    """`product_tolerance` with quantised weights. dtype: of plain rows."""
     if rows is None:
         return product_tolerance(source, dtype, length, spec.allow_tf32)
     if rows.element == "int8":
@@ -131,14 +129,14 @@ def _quantized_product(
 
 
 def _requantized(before: Tolerance, format: Format) -> Tolerance:
-    """Rows of tolerance `before` after both sides have quantised them."""
+    """Rows after both sides have quantised them."""
     step, worst_step = _STEPS[format.element]
     flips = math.sqrt(step * min(2 * before.relative_frobenius, step))
     return Tolerance(2 * before.relative_frobenius + flips, 2 * before.worst + worst_step)
 
 
 def _carried(source: Tolerance, length: int, sums: float) -> Tolerance:
-    """Sums with a relative error `sums` of their own and left factors of tolerance `source`."""
+    """Sums with a relative error `sums` of left factors of tolerance `source`."""
     # One row of a short operand may hold more than its share of elements at their worst.
     row = source.relative_frobenius + source.worst * math.sqrt(min(1.0, _ELEMENTS_AT_WORST / max(length, 1)))
     return Tolerance(source.relative_frobenius + sums, DEVIATIONS * (row + sums))
@@ -165,7 +163,7 @@ def matmul_tolerance(
     activation: Activation | None = None,
     allow_tf32: bool = False,
 ) -> Tolerance:
-    """A matmul over reduction_length terms with its epilogue (bias, `activation` where fused, row weight, one cast)."""
+    """A matmul over reduction_length terms with its epilogue (bias, fused `activation`, row weight, one cast)."""
     _check(in_dtype, out_dtype)
     require_at_least("reduction_length", reduction_length, 0)
     before = product_tolerance(EXACT, in_dtype, reduction_length, allow_tf32)
@@ -175,7 +173,7 @@ def matmul_tolerance(
 def quantized_matmul_tolerance(
     dtype: str, reduction_length: int, weights: Format, spec: MatmulSpec, *, rows: Format | None = None
 ) -> Tolerance:
-    """A matmul with quantised weights, optionally quantised rows, and its epilogue, cast to spec.out_dtype.
+    """Like `matmul_tolerance` with quantised weights and maybe rows, cast to spec.out_dtype.
 
     dtype: of plain rows, and of the result if spec.out_dtype is None.
     """
@@ -192,7 +190,7 @@ def router_tolerance(reduction_length: int, logits_dtype: str = "float32") -> To
 
 
 def routing_weights_tolerance(num_experts: int, logits: Tolerance = EXACT) -> Tolerance:
-    """Router weights for equal ids: exp, a sum over experts, divisions. logits: the tolerance of the logits."""
+    """Router weights for equal ids: exp, a sum over experts, divisions."""
     own = (_ACTIVATION_ROUNDINGS + math.sqrt(num_experts)) * FP32
     worst = (_ACTIVATION_WORST_ROUNDINGS + math.sqrt(num_experts)) * FP32
     before = Tolerance(_LOGIT_GAIN * logits.relative_frobenius + own, _LOGIT_GAIN * logits.worst + worst)
@@ -216,11 +214,10 @@ def stage_tolerances(
     routed_from: str = "x",
     weights_format: Format | None = None,
 ) -> dict[str, Tolerance]:
-    """The tolerance of every stage of `moe_core.ops.moe.reference.forward.moe_stages`, with errors carried from stage
-    to stage.
+    """The tolerance of every stage of `moe_core.ops.moe.reference.forward.moe_stages`, with carried errors.
 
     dtype: of x. routed_from: `x`, `logits` or `ids`, the first that both sides were given. Stages after the ids are
-    comparable only for equal ids. weights_format: of quantised experts, or None.
+    comparable only for equal ids.
     """
     _check(dtype, spec.out_dtype or dtype)
     require_choice("routed_from", routed_from, ("x", "logits", "ids"))
@@ -242,7 +239,7 @@ def stage_tolerances(
     second = product(hidden, d_ff)
     slots = rounded(second + slot_weights, dtype)
     sums = math.sqrt(top_k) * FP32
-    # At worst the errors of a token's slots add up, while its slots add up like sqrt(K).
+    # A token's slots add up like sqrt(K), their errors at worst like K.
     summed = Tolerance(slots.relative_frobenius + sums, math.sqrt(top_k) * slots.worst + DEVIATIONS * sums)
     return {
         "logits": logits,
@@ -259,7 +256,7 @@ def stage_tolerances(
 
 @dataclass(frozen=True)
 class Difference:
-    """Results of `measure`. relative_frobenius, worst: the errors over finite elements. size: their number.
+    """Results of `measure`. relative_frobenius, worst: over finite elements. size: their number.
 
     where: index of the worst element (None for an empty array), with values `actual` and `expected`. mismatch: None, or
     the reason the arrays cannot be compared by element (shape, NaN or infinity in only one of them).
@@ -274,7 +271,7 @@ class Difference:
     mismatch: str | None = None
 
     def frobenius_limit(self, tolerance: Tolerance) -> float:
-        """tolerance.relative_frobenius plus the share of a few elements at their worst in an array of this size."""
+        """tolerance.relative_frobenius plus the share of a few elements at their worst."""
         few = math.sqrt(min(1.0, _ELEMENTS_AT_WORST / max(self.size, 1)))
         return tolerance.relative_frobenius + tolerance.worst * few
 
@@ -303,7 +300,7 @@ def _scale(expected: np.ndarray, dtype: Any, scale: np.ndarray | None) -> np.nda
     smallest = _SMALLEST_SCALE
     if not np.issubdtype(dtype, np.integer) and dtype != np.bool_:
         smallest = max(smallest, float(ml_dtypes.finfo(dtype).smallest_normal))
-    # A row of exact zeros keeps the scale 0 and must match exactly.
+    # A row of exact zeros must match exactly.
     return np.maximum(size, np.where(floor == 0, 0.0, np.maximum(floor, smallest)))
 
 
@@ -313,7 +310,7 @@ def measure(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray | None =
     An element's error is measured against the larger of its own size and `scale`: by default the rms of its row (the
     last axis), or of the whole array if rows have fewer than 16 elements. For an array too small for a reliable rms,
     pass the rms of its terms with random signs: `sqrt(x**2 @ w**2)` for a product. NaN equals NaN and an infinity
-    itself, without an error. The Frobenius error is relative to the norm of `expected`, or of `scale` if given.
+    itself. The Frobenius error is relative to the norm of `expected`, or of `scale` if given.
     """
     actual, expected = np.asarray(actual), np.asarray(expected)
     if actual.shape != expected.shape:
@@ -347,7 +344,7 @@ def measure(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray | None =
 def assert_close(
     actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance, label: str, scale: np.ndarray | None = None
 ) -> None:
-    """Raise AssertionError, naming `label`, the worst element, errors and tolerance, unless within tolerance."""
+    """Raise AssertionError, naming `label`, the worst element, errors and tolerance."""
     complaint = measure(actual, expected, scale).complaint(tolerance)
     if complaint is not None:
         raise AssertionError(f"{label}: {complaint}")
