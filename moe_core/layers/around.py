@@ -19,9 +19,9 @@ NORM_OF = ("sum", "experts")
 class OutputSpec:
     """Operations on the experts' results.
 
-    norm: RMS normalisation with a factor for each column, a parameter. of: `sum`, the rows of y, routed and shared
-    experts together; `experts`, each expert's result before the router's weight. scale: a constant that multiplies the
-    rows of y after the norm. bias: add a parameter `[D]` at the end.
+    norm: RMS normalisation with a factor for each column. of: `sum`, the rows of y, routed and shared experts together;
+    `experts`, each expert's result before the router's weight. scale: a constant that multiplies the rows of y after
+    the norm. bias: add a parameter `[D]` at the end.
     """
 
     norm: NormSpec | None = None
@@ -48,9 +48,9 @@ class OutputSpec:
 @plan_type
 @dataclass(frozen=True)
 class LatentSpec:
-    """Routed experts take and give rows of another width than x, with projections before and after them.
+    """Routed experts take and give rows of another width, with projections before and after them.
 
-    width: of these rows. norm: RMS normalisation of the rows that the experts take. Router and shared experts take x.
+    norm: RMS normalisation of the rows that the experts take. Router and shared experts take x.
     """
 
     width: int
@@ -63,8 +63,8 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class LayerPart:
-    """Arrays of a part around the experts. weight: a projection. norm, bias: of its columns. spec: the OutputSpec or
-    LatentSpec, None for the projection after the experts."""
+    """weight: a projection. norm, bias: of its columns. spec: the OutputSpec or LatentSpec, None for the projection
+    after the experts."""
 
     weight: Any = None
     norm: Any = None

@@ -1,7 +1,6 @@
-"""Layers from one storage to another: exact permutations, no arithmetic.
+"""Exact permutations of layers from one storage to another.
 
-`placements` maps views of the source to places of the target, for every framework, so that a framework writes straight
-into its parameters and nothing is held twice.
+`placements` maps views of the source to places of the target, so that a framework writes straight into its parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WHOLE: Place = (...,)
 
 
 class Placement(NamedTuple):
-    """`target[name][place] = array`. place WHOLE: all of it. array: a view of the source, maybe strided."""
+    """`target[name][place] = array`. array: a view of the source, maybe strided."""
 
     name: str
     place: Place
@@ -44,8 +43,8 @@ def gate_place(gate_layout: str, is_up: bool, width: int) -> slice:
 def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
     """The writes that fill arrays of `storage` with `weights`, every element exactly once.
 
-    An array with an unchanged layout is one placement. An ungated layer ignores gate_layout. Arrays of a quantised
-    matrix change their weight_layout like plain ones. Raises Unsupported for another gate_layout of a quantised one.
+    An ungated layer ignores gate_layout. Arrays of a quantised matrix change their weight_layout like plain ones.
+    Raises Unsupported for another gate_layout of a quantised one.
     """
     require_kind("storage", storage, Storage)
     source, spec = weights.storage, weights.spec
@@ -59,7 +58,7 @@ def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
             flip = field == "weight" and source.router_weight_layout != storage.router_weight_layout
         else:
             flip = transpose and not is_bias and array.ndim > 1
-        # After the flip a weight's output axis is last for in_out. A bias has only that axis.
+        # A weight's output axis is last for in_out. A bias has only that axis.
         axis = -1 if is_bias or storage.weight_layout == "in_out" else -2
         view = array.swapaxes(-1, -2) if flip else array
         if not same_gate and field.startswith(("gate_up.", "up.")):
@@ -75,7 +74,6 @@ def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
 
 
 def _regated(name: str, array: np.ndarray, axis: int, source: str, target: str) -> Iterator[Placement]:
-    """The gate and up columns of one array, from one gate layout to another. axis: of the columns, from the end."""
     prefix, _, field = name.partition(".")
     suffix = "_bias" if field.endswith("_bias") else ""
     if source == "separate":
@@ -90,15 +88,12 @@ def _regated(name: str, array: np.ndarray, axis: int, source: str, target: str) 
 
 
 def _at(axis: int, columns: slice) -> Place:
-    """An index that takes `columns` of an axis counted from the end."""
+    """Index columns of an axis counted from the end."""
     return (..., columns, *[slice(None)] * (-1 - axis))
 
 
 def convert_weights(weights: LayerWeights, storage: Storage) -> LayerWeights:
-    """The same layer stored as `storage`: bitwise the same numbers at other places, row-major.
-
-    Arrays with an unchanged layout are shared with `weights`.
-    """
+    """The same layer stored as `storage`, row-major. Arrays with an unchanged layout are shared with `weights`."""
     require_kind("storage", storage, Storage)
     spec = weights.layer_spec().stored_as(storage)
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters(storage)}

@@ -12,8 +12,8 @@ from moe_core.layers.spec import MoELayerSpec, Storage
 
 
 class LayerCost(NamedTuple):
-    """flops: of matrix products, counting a multiplication and an addition each, and of norms. bytes: the least memory
-    traffic, with every input or output array read or written once."""
+    """flops: of matrix products (multiplications and additions) and of norms. bytes: the least memory traffic, with
+    every input or output array read or written once."""
 
     flops: int
     bytes: int
@@ -30,9 +30,8 @@ def layer_cost(
     """The cost of a forward; with training, of a forward and its backward.
 
     Each token runs K experts, the router and the shared experts; a capacity limit bounds the slots. At most T * K
-    experts are read. A backward has two more products for each product: the gradient of its input and, unless the
-    experts are quantised, of its weights. A norm takes 4 operations per element, and its backward 8. `recompute`
-    repeats the experts' first product.
+    experts are read. A backward has two more products for each product (quantised experts: one). A norm takes 4
+    operations per element, and its backward 8. `recompute` repeats the experts' first product.
 
     tokens: their number, or the shape `[..., D]` of x. param_dtype: of x, y and every parameter without a dtype of its
     own. Raises InvalidInput.
@@ -57,7 +56,7 @@ def layer_cost(
     hidden = T * D * dtypes.itemsize(param_dtype)
     if not training:
         return LayerCost(routed + dense, weights + 2 * hidden)
-    # Both passes read it, and a trained parameter has a gradient to write. Each pass takes and gives a row per token.
+    # Both passes read it, and a trained parameter has a gradient to write.
     is_trained = spec.experts.scheme is None
     again = first if spec.recompute else 0
     written = weights if is_trained else others
@@ -65,7 +64,6 @@ def layer_cost(
 
 
 def _normalised(spec: MoELayerSpec, tokens: int, slots: int) -> list[tuple[int, int]]:
-    """The sizes of normalised arrays."""
     found = [(tokens, spec.d_model)] if spec.router_norm is not None else []
     if spec.latent is not None and spec.latent.norm is not None:
         found.append((tokens, spec.expert_width))
@@ -77,7 +75,7 @@ def _normalised(spec: MoELayerSpec, tokens: int, slots: int) -> list[tuple[int, 
 
 
 def count_tokens(tokens: int | Sequence[int], d_model: int) -> int:
-    """A number of tokens, given it or the shape of x. Raises InvalidInput."""
+    """A number of tokens, from it or the shape of x."""
     if not isinstance(tokens, int):
         if tuple(tokens)[-1:] != (d_model,):
             raise InvalidInput(

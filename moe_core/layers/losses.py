@@ -10,7 +10,7 @@ from moe_core.specs.routing import SCORINGS
 
 
 def check_balance(logits: Any, ids: Any, token_mask: Any, scoring: str, scale: float) -> None:
-    """Check the arguments of `load_balance_loss`, arrays of either framework. Raises InvalidInput."""
+    """Check the arguments of `load_balance_loss`. Raises InvalidInput."""
     require_choice("scoring", scoring, SCORINGS)
     finite_float("scale", scale)
     shape = tuple(logits.shape)

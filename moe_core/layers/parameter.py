@@ -56,9 +56,9 @@ def matrix(
 
 
 def quantized_parts(matrix: Parameter, spec: QuantizedSpec) -> list[Parameter]:
-    """The arrays of a quantised matrix. It starts at exact zeros, with scales of 1."""
+    """They start at exact zeros, with scales of 1."""
     shapes, element = quantized_shapes(spec, matrix.shape), spec.format.own_element
-    # Either of two codes in a byte is the zero.
+    # Both codes in a byte are the zero.
     zero = (element.zero_point or 0) * (17 if element.per_byte == 2 else 1)
     one = _E8M0_ONE if spec.format.has_e8m0_scales else 1
     found = []

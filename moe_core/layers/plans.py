@@ -1,4 +1,4 @@
-"""Plans of a layer, with explanations: the composed op or single stages, and the parts around them."""
+"""Plans of a layer, with explanations."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def layer_plans(
 
 
 def _output_plans(plans: StagePlans, x: ArraySpec, spec: MoELayerSpec) -> None:
-    """Plans after the sum of the experts."""
     output = spec.output
     if output is not None and output.norm is not None and not output.of_experts:
         plans.norm(x, output.norm)
@@ -90,10 +89,7 @@ def _routing_plans(
     moe_spec: MoESpec,
     rounding: TokenRounding | None = None,
 ) -> None:
-    """Plans before the experts of a layer in stages.
-
-    Norm and expert scales are assumed to have the dtype of the router's weight.
-    """
+    """Norm and expert scales are assumed to have the dtype of the router's weight."""
     tokens, logits_spec, target = x.shape[0], moe_spec.logits_spec(), plans.target
     logits = ArraySpec((tokens, spec.num_experts), "float32")
     ids, weights = (ArraySpec((tokens, spec.top_k), dtype) for dtype in ("int32", "float32"))
@@ -128,7 +124,7 @@ def _routing_plans(
 def explain_layer(
     operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
 ) -> str:
-    """The plans of a forward, or of a training step, as text, in order. Arguments as in `layer_plans`."""
+    """The plans of a forward or training step as text. Arguments as in `layer_plans`."""
     forward, steps = layer_plans(operands, spec, default, target, training)
     plans = steps if training else forward
     rounds = training and spec.token_rounding is not None

@@ -11,8 +11,7 @@ class MoEAux(NamedTuple):
     T counts the tokens of all leading axes.
 
     Attributes:
-        load_balance_loss: fp32 scalar without masked tokens.
-        z_loss: likewise.
+        load_balance_loss, z_loss: fp32 scalars without masked tokens.
         tokens_per_expert: int32 `[E]`, slots routed to each expert, before any capacity limit.
         ids: int32 `[T, K]`, -1 where a token is masked or a capacity limit dropped the slot.
         weights: fp32 `[T, K]`, of the router, 0 where masked.

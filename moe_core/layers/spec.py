@@ -1,4 +1,4 @@
-"""The spec of a MoE layer in any framework: sizes, routing, experts, and the parameters that follow.
+"""The spec of a MoE layer in any framework.
 
 Letters: E experts, K top-k, D d_model, F d_ff per expert (after gating), S d_ff of the shared experts together.
 """
@@ -34,9 +34,9 @@ from moe_core.specs import MoESpec, NormSpec, RouterSpec, TokenRounding, Tuning
 from moe_core.specs.matmul import GATE_LAYOUTS, Activation
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
-#: An activation has this layout if nobody stated one.
+#: If nobody stated a layout.
 _UNSTATED_GATE_LAYOUT = "halves"
-#: Capacity factors are fractions with denominators up to this.
+#: Largest denominator of a capacity factor.
 _FACTOR_DENOMINATOR = 1000
 
 
@@ -45,10 +45,9 @@ _FACTOR_DENOMINATOR = 1000
 class ExpertsSpec:
     """The experts of a layer.
 
-    activation: gated or not. bias: each expert has biases after both products. weight_layout, gate_layout: of the
-    parameters. None: the framework's default (`HUGGING_FACE` in torch, `MAXTEXT` in Flax). The activation may state a
-    gate_layout other than `halves` instead. scheme: formats of quantised matrices and activations
-    (docs/user/quantization.md). None: plain.
+    bias: each expert has biases after both products. weight_layout, gate_layout: of the parameters. None: the
+    framework's default (`HUGGING_FACE` in torch, `MAXTEXT` in Flax). The activation may state a gate_layout other than
+    `halves` instead. scheme: formats of quantised matrices and activations (docs/user/quantization.md).
     """
 
     activation: Activation = _SILU
@@ -91,8 +90,7 @@ _SILU_EXPERTS = ExpertsSpec()
 class SharedExpertsSpec:
     """Experts every token visits, stored as one of width d_ff (n shared experts of width f: d_ff = n * f).
 
-    gate: scale the output per token by the sigmoid of x · a gate vector `[D]`. activation: gated and stored as the
-    experts' activation. None: the same.
+    gate: scale the output per token by the sigmoid of x · a gate vector `[D]`. activation: None: the experts'.
     """
 
     d_ff: int
@@ -128,7 +126,6 @@ class MoELayerSpec:
 
     Args:
         router: its top_k may be left out, and is else top_k.
-        shared_experts: None: none.
         router_bias: logits have a bias `[E]`.
         correction_bias: an fp32 buffer `[E]` is added to the scores for the selection only, and updated from counts of
             tokens.
@@ -136,8 +133,6 @@ class MoELayerSpec:
             and later ones contribute nothing.
         router_norm: the router scores rows normalised in this way, with a factor for each column.
         expert_scale: an expert's weights are multiplied by its parameter last.
-        output: operations on the experts' results.
-        latent: the routed experts work in another width.
         token_table: rows of a table, token id -> top_k experts, that gives the ids (0 = the router chooses).
         sparse_mixer: SparseMixer's epsilon, for a router that chooses two experts one after the other. Each weight is
             the softmax, at the chosen one, over the remaining logits within 2 * epsilon of the largest, as in
@@ -207,7 +202,7 @@ class MoELayerSpec:
         object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
         spec = self.moe_spec(HUGGING_FACE)
         if self.shared_experts is not None and spec.shared_activation is None:
-            # One spelling of each choice, so that equal choices are equal specs.
+            # As above: equal choices are equal specs.
             object.__setattr__(self, "shared_experts", dataclasses.replace(self.shared_experts, activation=None))
         self._check_around()
         if self.sparse_mixer is not None:
@@ -221,7 +216,7 @@ class MoELayerSpec:
             self.parameters(HUGGING_FACE)
 
     def _check_training(self, scheme: Scheme) -> None:
-        """Refuse training options that do nothing for experts quantised in this scheme."""
+        """Refuse training options that do nothing in this scheme."""
         useless = ()
         if scheme.activations is not None:
             useless, reason = ("recompute", "main_grad"), "what quantises activations has no gradient"
@@ -234,7 +229,7 @@ class MoELayerSpec:
                 )
 
     def _check_around(self) -> None:
-        """Refuse options that exclude a latent width or a norm of each expert's result."""
+        """Refuse options that exclude a latent width or norm."""
         scheme = self.experts.scheme
         given = {"main_grad": self.main_grad, "apply_router_weight_on_input": self.apply_router_weight_on_input}
         if self.norm_of_experts is not None:
@@ -272,17 +267,17 @@ class MoELayerSpec:
 
     @property
     def in_stages(self) -> bool:
-        """True if the stages run one by one, with something between them (in training also token rounding)."""
+        """True if the stages run one by one (in training also with token rounding)."""
         between = self.capacity_factor, self.router_norm, self.latent, self.norm_of_experts, self.sparse_mixer
         return self.expert_scale or self.token_table > 0 or any(one is not None for one in between)
 
     def storage(self, default: Storage) -> Storage:
-        """The layouts stated by `experts`, the others from `default`. The router's is always the default's."""
+        """The layouts stated by `experts`, the others and the router's from `default`."""
         weight_layout = self.experts.weight_layout or default.weight_layout
         return Storage(weight_layout, self.experts.gate_layout or default.gate_layout, default.router_weight_layout)
 
     def stored_as(self, storage: Storage) -> MoELayerSpec:
-        """The same layer with its experts' layouts stated as in `storage`."""
+        """The same layer with its experts' layouts stated."""
         activation, gate_layout = self.experts.activation, None
         if activation.gated:
             gate_layout = storage.gate_layout
@@ -310,7 +305,7 @@ class MoELayerSpec:
     def capacity_ratio(self) -> tuple[int, int] | None:
         """(n, d): of T tokens an expert keeps ceil(capacity_factor * T * K / E) = ceil(T * n / d) slots. None: all.
 
-        The factor counts as the fraction it was written as (1.1 = 11 / 10), so that the bound is exact.
+        The factor counts as its written fraction (1.1 = 11 / 10), so that the bound is exact.
         """
         if self.capacity_factor is None:
             return None
@@ -360,7 +355,6 @@ class MoELayerSpec:
 
     @property
     def _expert_columns(self) -> tuple[str | None, int]:
-        """(axis, size) of the experts' rows."""
         return ("d_model" if self.latent is None else None, self.expert_width)
 
     def _around(self, storage: Storage) -> list[Parameter]:

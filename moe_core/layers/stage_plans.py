@@ -1,4 +1,4 @@
-"""Plans of the parts around the composed op: projections, norms, experts stage by stage, a bias."""
+"""Plans of the parts around the composed op."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moe_core.specs.routing import LayoutSpec, LogitsSpec
 
 @dataclass
 class StagePlans:
-    """Collect the plans of a forward, in order, and those of its backward, in the forward's order.
+    """Collect the plans of a forward, and of its backward in the forward's order.
 
     Norms and biases are assumed to have the dtype of the rows.
     """
@@ -37,7 +37,6 @@ class StagePlans:
     backward: list[LaunchPlan] = field(default_factory=list)
 
     def norm(self, x: ArraySpec, spec: NormSpec, dtype: str | None = None) -> ArraySpec:
-        """rms_norm of rows."""
         arguments = (x, ArraySpec((x.shape[1],), dtype or x.dtype), spec, self.target)
         self.forward.append(plan_rms_norm(*arguments))
         self.backward.append(plan_rms_norm_backward(x, *arguments, wanted=NORM_GRADIENTS))
@@ -68,7 +67,6 @@ class StagePlans:
         self.backward.append(plan_router_backward(d_logits, *rows, wanted=("d_bias",)))
 
     def projection(self, x: ArraySpec, width: int, spec: MoESpec) -> ArraySpec:
-        """Rows of another width."""
         shape = (x.shape[1], width) if spec.weight_layout == "in_out" else (width, x.shape[1])
         return self.product(MatmulOperands(x, ArraySpec(shape, x.dtype)), None, _dense(spec))
 
@@ -87,7 +85,7 @@ class StagePlans:
             self.backward.append(plan_router_backward(plan.spec("logits"), *arguments, wanted=("d_x", "d_weight")))
 
     def normalised_experts(self, x: ArraySpec, experts: ExpertWeights, spec: MoESpec, layer: MoELayerSpec) -> None:
-        """Experts with a norm between the second product and the router's weights."""
+        """A norm between the second product and the router's weights."""
         assert layer.norm_of_experts is not None
         layout = LayoutSpec(x.shape[0], layer.top_k, layer.num_experts)
         self.forward.append(plan_layout(ArraySpec((x.shape[0], layer.top_k), "int32"), layout, self.target))

@@ -36,7 +36,7 @@ def storage_of(spec: MoESpec) -> Storage:
     return Storage(spec.weight_layout, spec.activation.gate_layout or "halves", spec.router_weight_layout)
 
 
-#: Fused storage of Hugging Face models, the default of torch layers.
+#: Hugging Face's fused storage, the default of torch layers.
 HUGGING_FACE = Storage("out_in", "halves", "out_in")
-#: The storage of MaxText, the default of Flax layers: gate (wi_0) and up (wi_1) are two parameters.
+#: MaxText's, the default of Flax layers: gate (wi_0) and up (wi_1) are two parameters.
 MAXTEXT = Storage("in_out", "separate", "in_out")

@@ -1,5 +1,3 @@
-"""The arrays of a prepacked layer."""
-
 from __future__ import annotations
 
 from moe_core.errors import InvalidInput
@@ -11,7 +9,7 @@ from moe_core.ops.prepack.prepack import order_for
 def tiled_specs(spec: MoELayerSpec, storage: Storage) -> dict[str, QuantizedSpec]:
     """The specs of `experts.gate_up` and `experts.down` in a prepacked layer. storage: of the layer.
 
-    Raises InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be tiled.
+    Raises InvalidInput for experts that are not quantised `out_in`, or that cannot be tiled.
     """
     scheme = spec.experts.scheme
     if scheme is None or storage.weight_layout != "out_in":

@@ -1,7 +1,4 @@
-"""The canonical form of one layer's weights: NumPy arrays with tags that describe them.
-
-Checkpoints, torch layers and Flax layers all write and read `LayerWeights`.
-"""
+"""The canonical form of one layer's weights, which checkpoints and layers of every framework read and write."""
 
 from __future__ import annotations
 
@@ -33,11 +30,11 @@ from moe_core.specs.operands import ExpertWeights, LayerRouter, RouterWeights, S
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer's arrays. spec computes with them as they are, and its layouts are the tags.
+    """One layer's NumPy arrays. spec computes with them as they are, and its layouts are the tags.
 
-    Shapes are checked against the tags; layouts are never guessed from shapes, because square weights fit several.
-    experts and shared have one dtype, biases have it or float32, the router and shared.gate any matmul dtype, and
-    correction_bias float32. experts.layer_index is None. Raises InvalidInput.
+    Layouts are never guessed from shapes, because square weights fit several. experts and shared have one dtype, biases
+    have it or float32, the router and shared.gate any matmul dtype, and correction_bias float32. experts.layer_index is
+    None. Raises InvalidInput.
 
     The experts' matrices may be `QuantizedTensor`s in one format, shared ones are plain. A layer has no static input
     scales. before, after: the projections of a layer with a latent width. output: operations on the experts' results.
@@ -85,8 +82,7 @@ class LayerWeights:
         self._check_dtypes()
 
     def named(self) -> dict[str, Any]:
-        """name -> array, by the names of `MoELayerSpec.parameters`, in its order, with the arrays of quantised
-        matrices."""
+        """name -> array, by the names of `MoELayerSpec.parameters`, in its order."""
         bundles = {"router.": self.router, "experts.": self.experts, "shared_experts.": self.shared}
         bundles |= {f"{name}.": getattr(self, name) for name in _AROUND}
         given = [(prefix, bundle) for prefix, bundle in bundles.items() if bundle is not None]
@@ -101,15 +97,15 @@ class LayerWeights:
 
     @property
     def dtype(self) -> str:
-        """Canonical dtype of the layer's x: that of the experts' weights, or, if they are quantised, of the shared
-        expert's or else the router's."""
+        """Canonical dtype of the layer's x: the experts', or, if they are quantised, the shared expert's or else the
+        router's."""
         if not isinstance(self.experts.down, QuantizedTensor):
             return dtypes.canonical(self.experts.down.dtype)
         return dtypes.canonical((self.router.weight if self.shared is None else self.shared.down).dtype)
 
     @property
     def scheme(self) -> Scheme | None:
-        """The formats of quantised experts, as a registered scheme if there is one. None: plain experts."""
+        """The formats of quantised experts, a registered scheme if there is one."""
         if not isinstance(self.experts.down, QuantizedTensor):
             return None
         weights, activations = self.experts.down.format, self.spec.activations
@@ -151,8 +147,8 @@ class LayerWeights:
     def from_checkpoint(cls, layer: Any) -> LayerWeights:
         """The weights of a `moe_core.checkpoint.MoELayer`; no expert is copied.
 
-        A quantised layer computes in its scheme, activations included. Its shared experts are dequantised to the dtype
-        of the layer, because no op takes them quantised.
+        A quantised layer computes in its scheme, activations included. Its shared experts are dequantised, because no
+        op takes them quantised.
         """
         spec, shared = layer.spec, layer.shared
         if layer.scheme is not None:
@@ -192,7 +188,6 @@ class LayerWeights:
         return cls(spec.moe_spec(default), experts, router, shared, **layer_parts(arrays, spec))
 
     def _check_formats(self) -> None:
-        """Check that all of the experts' matrices are quantised alike, or none, and nothing else is."""
         spec, experts, down = self.spec, self.experts, self.experts.down
         format = down.format if isinstance(down, QuantizedTensor) else None
         if spec.activations is not None and format is None:
@@ -267,7 +262,6 @@ def layer_router(arrays: Mapping[str, Any], norm: NormSpec | None, sparse_mixer:
 
 
 def layer_parts(arrays: Mapping[str, Any], spec: Any) -> dict[str, LayerPart]:
-    """The bundles of arrays around the experts, by name. spec: has output and latent."""
     specs = {"before": spec.latent, "after": None, "output": spec.output}
     found = {}
     for part, means in specs.items():
@@ -278,7 +272,7 @@ def layer_parts(arrays: Mapping[str, Any], spec: Any) -> dict[str, LayerPart]:
 
 
 def _every_name() -> tuple[str, ...]:
-    """All names of layers' arrays, in the order of `MoELayerSpec.parameters`."""
+    """In the order of `MoELayerSpec.parameters`."""
     experts, shared = ExpertsSpec(bias=True, gate_layout="separate"), SharedExpertsSpec(1, gate=True)
     options = dict.fromkeys(("router_bias", "correction_bias", "expert_scale"), True)
     around = {"output": OutputSpec(NormSpec(), bias=True), "latent": LatentSpec(1, NormSpec()), "token_table": 1}
@@ -294,7 +288,6 @@ _REQUIRED = ("router.weight", "experts.gate_up", "experts.down", "shared_experts
 
 
 def _matrix_name(name: str) -> str:
-    """`experts.down` of `experts.down.scales`; names of plain arrays as they are."""
     return ".".join(name.split(".")[:2])
 
 

@@ -31,30 +31,30 @@ from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import MatmulTuning
 
-#: Groups of the contiguous layout are padded to this number of rows. Also the sides of a weight's block.
+#: Rows of padded groups, and the sides of a weight's block.
 ALIGNMENT = 128
 _E4M3 = "float8_e4m3fn"
-#: Upstream's term for the values that share a scale: rows of A, rows of B, columns of both.
+#: Upstream's term: rows of A, rows of B, columns of both that share a scale.
 RECIPE = (1, ALIGNMENT, ALIGNMENT)
 
 
 def deep_gemm_block_shape() -> list[int]:
-    """[rows, columns] of weights that share a scale. The rows of a group are padded to the first number."""
+    """[rows, columns] of weights that share a scale. Groups are padded to the first number."""
     return [ALIGNMENT, ALIGNMENT]
 
 
 def has_e8m0_mode(target: Target) -> bool:
-    """True if DeepGEMM's kernels for the target take power-of-two scales only: Blackwell, sm_100 to sm_109."""
+    """See `is_blackwell_deep_gemm_e8m0_used` in `moe_torch.modular`."""
     return target.is_sm100
 
 
 def activation_format(e8m0: bool) -> Format:
-    """The format of quantised activations: 1 x 128, with e8m0 the scales rounded up to powers of two."""
+    """The format of quantised activations: 1 x 128, with e8m0 power-of-two scales."""
     return formats.FP8_GROUP_POW2 if e8m0 else FP8_GROUP
 
 
 def why_not_deep_gemm(config: FusedMoEQuantConfig) -> str | None:
-    """The reason why DeepGEMM's experts cannot run a configuration, or None."""
+    """None: DeepGEMM's experts can run the configuration."""
     found = weight_quantization(config), activation_quantization(config)
     if found == (FP8_BLOCK, FP8_GROUP):
         return None
@@ -66,7 +66,7 @@ def why_not_deep_gemm(config: FusedMoEQuantConfig) -> str | None:
 
 
 class Pair(NamedTuple):
-    """Shapes and canonical dtype names of one side of a product: its values and their scales."""
+    """Shapes and canonical dtype names of values and their scales."""
 
     values: Sequence[Any]
     values_dtype: str
@@ -119,7 +119,7 @@ def has_scales(hidden_states: Any, a1q_scale: Any) -> bool:
 
 def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]:
     """The shape of D: `[M, N]` (masked: `[G, M, N]`). Raises InvalidInput outside the contract, and Unsupported for
-    scales packed into integers."""
+    packed scales."""
     for name, pair in (("a", a), ("b", b)):
         if pair.values_dtype != _E4M3:
             raise InvalidInput(f"{name}[0] must be {_E4M3}, got {pair.values_dtype}; quantise it with quantize_rows")
@@ -165,7 +165,7 @@ def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]
 
 @functools.lru_cache(maxsize=1024)
 def tile_for_rows(sizes: tuple[int, int, int], rows: int, out_dtype: str, target: Target) -> TileConfig | None:
-    """The tiles of products with this number of rows in each group (`expected_m`), or None. sizes: (G, N, K)."""
+    """The tiles for this number of rows in each group (`expected_m`), or None. sizes: (G, N, K)."""
     groups, n, k = sizes
     layout = LayoutSpec(groups * rows, 1, groups)
     x = quantized_specs(QuantizedSpec(FP8_GROUP), (groups * rows, k))
@@ -187,18 +187,18 @@ def plan_masked(
 
 
 def matmul_side(format: Format, values: Any, scales: Any) -> QuantizedTensor:
-    """One side of a product, from arrays that `check_products` has checked. Sizes may be symbolic."""
+    """One checked side of a product. Sizes may be symbolic."""
     return QuantizedTensor.unchecked(QuantizedSpec(format), values, scales)
 
 
 TRITON, DEEP_GEMM = "triton_expert", "deep_gemm_expert"
-#: DeepGEMM does not pay for this number of input columns of the second product, or fewer.
+#: DeepGEMM does not pay for this many input columns of the second product, or fewer.
 _LEAST_WIDTH = 512
 
 
 @dataclass(frozen=True)
 class ExpertsChoice:
-    """The chosen member of `TritonOrDeepGemmExperts`, `triton_expert` or `deep_gemm_expert`, and the reason."""
+    """The chosen member of `TritonOrDeepGemmExperts` and the reason."""
 
     member: str
     reason: str
@@ -219,8 +219,7 @@ def why_not_allowed(allow_deep_gemm: bool, use_fp8_w8a8: bool, block_shape: Sequ
 
 
 def why_not_valid_shape(M: Any, N: Any, K: Any) -> str | None:
-    """The reason why DeepGEMM is not for these sizes, or None. M may be symbolic. N: columns of w1 for memory, of w2's
-    input for the choice."""
+    """M may be symbolic. N: columns of w1 for memory, of w2's input for the choice."""
     if M < ALIGNMENT:
         return f"there are fewer than {ALIGNMENT} tokens"
     if N % ALIGNMENT or K % ALIGNMENT:
@@ -232,9 +231,8 @@ def why_not_valid_shape(M: Any, N: Any, K: Any) -> str | None:
 
 @dataclass(frozen=True)
 class DispatchCase:
-    """The facts that decide. M tokens. w2: its shape `[E, K, N]`. dtypes: canonical, of w1 and w2. strided: names of
-    arrays that are not contiguous. e8m0_used: the chip's mode of scales is in use. quantized: by `prepare`, for
-    DeepGEMM only."""
+    """The facts that decide. M tokens. w2: its shape `[E, K, N]`. dtypes: of w1 and w2. strided: names of arrays that
+    are not contiguous. e8m0_used: the chip's mode of scales is in use. quantized: by `prepare`, for DeepGEMM only."""
 
     M: Any
     w2: Sequence[int]
@@ -245,8 +243,7 @@ class DispatchCase:
 
 
 def choose_experts(not_allowed: str | None, case: DispatchCase) -> ExpertsChoice:
-    """DeepGEMM if it is allowed, and the case is valid, the hidden states are quantised or the chip's mode of scales is
-    in use."""
+    """DeepGEMM if it is allowed and the case is valid, quantised or in the chip's mode of scales."""
     if not_allowed is not None:
         return ExpertsChoice(TRITON, not_allowed)
     if case.e8m0_used:

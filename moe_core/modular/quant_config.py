@@ -13,7 +13,7 @@ from moe_core.errors import InvalidInput
 #: Values of `FusedMoEQuantConfig.scheme`, besides None.
 SCHEMES = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16", "mxfp4_w4a4", "mxfp4_w4a16")
 _MXFP4 = ("mxfp4_w4a4", "mxfp4_w4a16")
-#: Schemes of unsigned codes in groups along the input axis.
+#: Unsigned codes in groups along the input axis.
 _GROUPED = ("int8_w8a16", "int4_w4a16")
 _QUANTIZED_ACTIVATIONS = ("fp8_w8a8", "int8_w8a8", "mxfp4_w4a4")
 #: Arrays that only quantised weights have.
@@ -32,8 +32,7 @@ class FusedMoEQuantConfig:
     per_act_token_quant: activations have a scale per token and weights one per output channel. False: one per tensor.
     block_shape: (rows, columns) of weights that share a scale. None: the scheme's. w1_bias, w2_bias: fp32 `[E, N]` and
     `[E, K]`. w1_scale, w2_scale, w1_zp, w2_zp: of the weights. a1_scale, a2_scale: static scales of the activations
-    before each product. w1_precision, w2_precision: upstream's precision objects with weight_scale, also accepted as
-    scales.
+    before each product. w1_precision, w2_precision: upstream's precision objects, also accepted as scales.
     """
 
     scheme: str | None = None
@@ -49,7 +48,7 @@ class FusedMoEQuantConfig:
     w2_zp: Any = None
     a1_scale: Any = None
     a2_scale: Any = None
-    #: True if scales are in precision objects or wrappers, which `moe_torch.modular` unwraps.
+    #: Scales are in precision objects or wrappers, which `moe_torch.modular` unwraps.
     is_wrapped: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +59,7 @@ class FusedMoEQuantConfig:
             rows_columns = tuple(self.block_shape)
             if len(rows_columns) != 2:
                 raise InvalidInput(f"block_shape must be (rows, columns), got {self.block_shape}; pass two numbers")
-            # In checkpoints of grouped integers, 0 rows means "no grouping of output channels".
+            # 0 rows means "no grouping of output channels" in checkpoints.
             grouped = self.scheme in _GROUPED
             require_at_least("block_shape rows", rows_columns[0], 0 if grouped else 1)
             require_at_least("block_shape columns", rows_columns[1], 1)
@@ -133,7 +132,7 @@ class FusedMoEQuantConfig:
         return cls(chosen[0] if chosen else None, per_act_token_quant, block, **arrays)  # pyright: ignore[reportArgumentType]
 
     def with_arrays(self, **arrays: Any) -> FusedMoEQuantConfig:
-        """Add the arrays of a call. None: no array. Raises InvalidInput for an array that is set already."""
+        """Add the arrays of a call. Raises InvalidInput for an array that is set already."""
         given = {name: array for name, array in arrays.items() if array is not None}
         for name, array in given.items():
             own = getattr(self, name)

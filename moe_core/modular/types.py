@@ -15,8 +15,8 @@ from moe_core.specs.operands import RaggedLayout
 
 
 class FusedMoEActivationFormat(enum.Enum):
-    """Standard: `[M, K]`, a row per token. BatchedExperts: `[E, max_num_tokens, K]`, a block of rows per expert with
-    `expert_num_tokens[e]` used rows, the first ones."""
+    """Standard: `[M, K]`. BatchedExperts: `[E, max_num_tokens, K]`, of each expert the first `expert_num_tokens[e]`
+    rows used."""
 
     Standard = "standard"
     BatchedExperts = "batched_experts"
@@ -25,7 +25,7 @@ class FusedMoEActivationFormat(enum.Enum):
 @dataclass(frozen=True, eq=False)
 class ExpertTokensMetadata:
     """expert_num_tokens: int32 `[E]` on the device, rows of each local expert. expert_num_tokens_cpu: the same on the
-    host, if a caller has it. Nothing here waits for the device to make it."""
+    host, if a caller has it."""
 
     expert_num_tokens: Any
     expert_num_tokens_cpu: Any = None
@@ -33,8 +33,7 @@ class ExpertTokensMetadata:
 
 @dataclass(frozen=True)
 class FusedMoEParallelConfig:
-    """Sizes and ranks of parallelism. use_ep: split whole experts over ranks. Raises InvalidInput for
-    contradictions."""
+    """use_ep: split whole experts over ranks. Raises InvalidInput for contradictions."""
 
     tp_size: int = 1
     dp_size: int = 1
@@ -95,8 +94,7 @@ def moe_problem_size(
 
 @dataclass(frozen=True)
 class ScaleDesc:
-    """dtype of the scales, static (known before the call) or not, and (rows, columns) that share one, -1 for the whole
-    axis."""
+    """static: known before the call. group: (rows, columns) that share a scale, -1 for the whole axis."""
 
     dtype: str
     static: bool
@@ -105,8 +103,8 @@ class ScaleDesc:
 
 @dataclass(frozen=True)
 class QuantKey:
-    """One side of a scheme: dtype of the elements (`e4m3`, `int8`, `uint8`, `uint4`, `e2m1`), their scales, and True if
-    they are symmetric around zero (no zero points)."""
+    """One side of a scheme: dtype of the elements (`e4m3`, `int8`, `uint8`, `uint4`, `e2m1`), their scales; symmetric:
+    no zero points."""
 
     dtype: str
     scale: ScaleDesc
@@ -126,7 +124,7 @@ class SlotContext:
 
     hidden_states: `[M, K]`, input of the first product. layout: the slots by expert, for further grouped matmuls.
     row_weight: fp32 `[M * topk]`, factors in the second product (ones if the hidden states are weighted). activated:
-    `[M * topk, F]`, input of the second product. None before the activation.
+    `[M * topk, F]`, input of the second product, or None.
     """
 
     hidden_states: Any

@@ -1,4 +1,4 @@
-"""Weights of modular experts: activations by name, quantisation, and tiles for all chunks of a batch."""
+"""Weights of modular experts: activations by name, quantisation, tiles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_core.specs.tuning import Tuning
 
 #: Ends the name of an ungated activation: `silu_no_mul`.
 UNGATED_SUFFIX = "_no_mul"
-#: Order of gate and up columns in the family: gate first, but interleaved for gpt-oss.
+#: Gate first, but interleaved for gpt-oss.
 _NAMES = {
     "silu": Activation("silu"),
     "gelu": Activation("gelu"),
@@ -42,8 +42,8 @@ def activation_of(activation: str | enum.Enum | Activation) -> Activation:
 
     Gated names read a buffer of twice their width: `silu`, `gelu`, `gelu_tanh`, `relu2` with the gate columns first,
     `swiglu_oai` (or `swigluoai`; alpha 1.702, limit 7) with gate and up interleaved. `silu_no_mul`, `gelu_no_mul`,
-    `gelu_tanh_no_mul`, `relu2_no_mul` are not gated. Pass an `Activation` for other alphas, limits and gate layouts,
-    except `separate`. Raises InvalidInput for other names.
+    `gelu_tanh_no_mul`, `relu2_no_mul` are not gated. Pass an `Activation` for other options (not `separate`). Raises
+    InvalidInput for other names.
     """
     if isinstance(activation, Activation):
         if activation.gate_layout == "separate":
@@ -63,7 +63,7 @@ def activation_of(activation: str | enum.Enum | Activation) -> Activation:
 
 
 def width_after(width: int, activation: str | Activation) -> int:
-    """Columns after the activation of `width` columns: half of them if it is gated."""
+    """Half the columns if it is gated."""
     return width // 2 if activation_of(activation).gated else width
 
 
@@ -118,7 +118,7 @@ def activation_quantization(config: FusedMoEQuantConfig) -> Format | None:
 
 
 def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
-    """The reason why experts of this configuration cannot run at any size on any device, or None."""
+    """The reason why no experts can run this configuration, or None."""
     for name, precision in (("w1_precision", config.w1_precision), ("w2_precision", config.w2_precision)):
         if precision is not None and not hasattr(precision, "weight_scale"):
             return f"{name} is a precision object of another library; pass its scales as {name[:2]}_scale"
@@ -126,7 +126,7 @@ def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
 
 
 def rows_are_alone(config: FusedMoEQuantConfig) -> bool:
-    """True if each token's result depends on that token only, False if one scale is computed from all."""
+    """False if one scale is computed from all tokens."""
     format = activation_quantization(config)
     if format is None or format.group_rows is not None:
         return True
@@ -137,8 +137,8 @@ def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout:
     """Join w1 and w2 with biases, scales and zero points of the configuration for the ops.
 
     Scales and zero points have the shapes of `QuantizedTensor`, with axes of size 1 left out or added (`[E]` for `[E,
-    1, 1]`). Scales of activations become the input scales, fp32 `[1]`. Signed int8 weights of int8_w8a16 have a scale
-    per output channel. Raises InvalidInput for missing or wrong arrays, Unsupported for precision objects.
+    1, 1]`). Activation scales become input scales, fp32 `[1]`. Signed int8 weights of int8_w8a16 have a scale per
+    output channel. Raises InvalidInput for missing or wrong arrays, Unsupported for precision objects.
     """
     for name in ("w1_precision", "w2_precision"):
         if getattr(config, name) is not None:
@@ -194,8 +194,7 @@ def _quantized(name: str, values: Any, scales: Any, zero_points: Any, spec: Quan
 
 
 def _without_unit_axes(name: str, array: Any, wanted: tuple[int, ...], what: str) -> Any:
-    """Insert or drop axes of size 1, which moves no element. Raises InvalidInput for other shapes, with a hint if it is
-    transposed."""
+    """Insert or drop axes of size 1. Raises InvalidInput for other shapes, with a hint if it is transposed."""
     got = tuple(array.shape)
     if got == wanted:
         return array
@@ -221,7 +220,7 @@ def tuning_of_whole(
     """The tuning with which chunks add up like both products of the whole batch. None if theirs does, or without tiles.
 
     Tiles decide the order of a sum: here they are chosen once, for size.M tokens. x `[M, K]` and experts are
-    ArraySpecs, products the specs of both for the whole batch with their tuning, activations the format of rows.
+    ArraySpecs, products the specs of both products, activations the format of rows.
     """
     if not target.compiled:
         return None

@@ -1,4 +1,5 @@
-"""The command `moebius-doctor`: show what this machine runs, test its results, and list what cannot be trusted."""
+"""The command `moebius-doctor`: show this machine's packages and GPUs, test its results, and list what cannot be
+trusted."""
 
 from moe_core.tools.doctor.cli import main
 

@@ -132,7 +132,7 @@ class Diagnosis:
                 yield f"  {workload.name}"
                 if workload.refused:
                     yield f"    refused: {workload.refused}"
-                # Plans repeat small kernels: print each kernel once with each configuration.
+                # Plans repeat small kernels.
                 for (kernel, configuration), count in Counter(workload.launches).items():
                     times = f" ({count} times)" if count > 1 else ""
                     yield f"    {kernel}{times}{f': {configuration}' if configuration else ''}"
@@ -167,11 +167,11 @@ class Diagnosis:
 
 def diagnose(progress: Any) -> Diagnosis:
     start = time.perf_counter()
-    # JAX would otherwise take most of a GPU's memory, and torch needs some.
+    # JAX would take most of a GPU's memory, and torch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     progress("looking for packages and GPUs")
     found, devices = packages(), gpus()
-    # Triton decides at import: if it is imported already, a CPU can only run the NumPy reference.
+    # Triton decides at import: afterwards, a CPU can only run the NumPy reference.
     if "triton" not in sys.modules:
         prefer_interpreter()
     targets = list(dict.fromkeys(gpu.target for gpu in devices if gpu.target is not None)) if use_gpu() else []

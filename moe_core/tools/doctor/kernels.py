@@ -1,4 +1,4 @@
-"""Kernels of a target for typical layers, and reasons for refused configurations."""
+"""Kernels for typical layers, and reasons for refused configurations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights
 
 #: Qwen3-30B-A3B: experts, K, d_model, d_ff.
 _E, _K, _D, _F = 128, 8, 2048, 768
-#: Tokens of a decoding step, of a batch of them, and of a prompt.
+#: A decoding step, a batch of them, a prompt.
 _TOKENS = (1, 64, 4096)
 _DTYPES = ("bfloat16", "float32")
 #: Sources of the configurations that a target may refuse.
@@ -29,8 +29,8 @@ _REFERENCE_TARGETS = (Target("cuda", 80, 108), Target("cuda", 90, 132))
 
 @dataclass(frozen=True)
 class Workload:
-    """Kernels for one layer. launches: (kernel, tile sides and warps) in order. notes: the plan's decisions. refused:
-    why there is no plan, or ""."""
+    """launches: (kernel, tile sides and warps) in order. notes: the plan's decisions. refused: why there is no plan, or
+    ""."""
 
     name: str
     launches: tuple[tuple[str, str], ...] = ()
@@ -55,7 +55,7 @@ class Kernels:
 
 
 def kernels_of(target: Target) -> Kernels:
-    """Plan typical layers for a target, without running them. One layer is enough off the GPU: tiles hardly vary."""
+    """Plan typical layers without running them. Off the GPU one layer is enough: tiles hardly vary."""
     layers = itertools.product(_DTYPES, _TOKENS) if target.on_gpu else [("bfloat16", 64)]
     return Kernels(str(target), tuple(_workload(target, *layer) for layer in layers), _refused(target))
 
@@ -77,7 +77,7 @@ def _workload(target: Target, dtype: str, tokens: int) -> Workload:
 
 
 def _refused(target: Target) -> tuple[tuple[str, str], ...]:
-    """Each configuration of the reference targets that this target cannot run, with the reason."""
+    """Reference targets' configurations that this target cannot run."""
     if not target.compiled:
         return (("every Triton kernel", "the NumPy reference computes, because Triton is missing or was switched off"),)
     if target.interpreted:

@@ -35,7 +35,7 @@ TUNED_ARCH = 90
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution. version: None: not importable here. problem: why its version is unsupported, or ""."""
+    """version: None: not importable here. problem: why it is unsupported, or ""."""
 
     name: str
     version: str | None

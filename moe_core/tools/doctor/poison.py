@@ -1,4 +1,4 @@
-"""Poisoned memory: values that a kernel forgot to write, or expected to be zero, show as NaN or -1."""
+"""Poisoned memory: forgotten values show as NaN or -1."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ POISON = 0xFF
 
 @dataclass
 class Poisoned:
-    """Numbers of poisoned arrays that plans write, and of workspaces."""
-
     outputs: int = 0
     workspaces: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -30,8 +28,8 @@ class Poisoned:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[Poisoned]:
-    """Fill outputs and workspaces of every plan of any front-end with 0xFF bytes before it runs. This changes the whole
-    process, on every thread (XLA calls from its own), so run it in a separate process."""
+    """Fill outputs and workspaces of every plan with 0xFF bytes before it runs. This changes the whole process, on
+    every thread, so run it in a separate process."""
     found = Poisoned()
     runs = {kind: kind.__dict__["__call__"] for kind in (Prepared, CudaPrepared)}
 

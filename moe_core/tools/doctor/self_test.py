@@ -1,7 +1,4 @@
-"""The self-test: every public op of every front-end against the NumPy reference, on this machine.
-
-A `SelfTest` is one direction of the computation. `self_tests` lists them.
-"""
+"""The self-test: every public op of every front-end against the NumPy reference, on this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ OPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One op of one front-end in one case. device: where it really ran, or ""."""
+    """One op in one case. device: where it really ran, or ""."""
 
     direction: str
     front_end: str
@@ -53,7 +50,7 @@ class Result:
 
 @dataclass(frozen=True)
 class EqualBits:
-    """Equality of the front-ends' bits in one case. equal: None: unknown, for the reason in note."""
+    """equal: None: unknown, for the reason in note."""
 
     direction: str
     case: str
@@ -61,7 +58,7 @@ class EqualBits:
     note: str
 
 
-#: Name of an op, the rows that test it, and all rows of the report.
+#: An op, the rows that test it, and all rows.
 Judged = tuple[str, list[StageRow], tuple[StageRow, ...]]
 
 
@@ -87,10 +84,9 @@ class SelfTest(abc.ABC):
 
     @abc.abstractmethod
     def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[Judged]]:
-        """Run a case on the engine and judge each op."""
+        """Run a case and judge each op."""
 
     def bitwise(self) -> Iterator[EqualBits]:
-        """Compare results of several front-ends bit by bit."""
         for case_name, _, _ in self.CASES:
             for row in compare_bits([run for name, run in self.runs if name == case_name], self.KIND):
                 yield EqualBits(self.direction, case_name, row.equal, row.note)
@@ -115,8 +111,6 @@ class ForwardTest(SelfTest):
 
 
 class BackwardTest(SelfTest):
-    """Gradients of a small layer with biases and an interleaved gate."""
-
     direction, KIND = "backward", "gradients"
     CASES = (("gpt_oss", "bfloat16", 6),)
 
@@ -129,7 +123,7 @@ class BackwardTest(SelfTest):
 
 
 def _judge(rows: list[StageRow], every: tuple[StageRow, ...]) -> tuple[str, str]:
-    """(verdict, note) of an op from its stages. A report that stops early says nothing about later ops."""
+    """(verdict, note) of an op. A report that stops early says nothing about later ops."""
     wrong = [row for row in rows if not row.passes and row.verdict != NOT_TESTED]
     if wrong:
         return FAIL, "; ".join(f"{row.stage}: {' '.join(filter(None, row.cells()[1:]))}" for row in wrong)
@@ -143,7 +137,7 @@ def _judge(rows: list[StageRow], every: tuple[StageRow, ...]) -> tuple[str, str]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of the self-test. absent: front-end -> why it could not start."""
+    """absent: front-end -> why it could not start."""
 
     results: tuple[Result, ...]
     absent: dict[str, str]
@@ -171,7 +165,7 @@ def self_tests() -> tuple[SelfTest, ...]:
 
 
 def run_self_tests(progress: Callable[[str], object]) -> Outcome:
-    """Run every direction of every front-end that starts, on poisoned memory. An exception counts as its failure."""
+    """Run every direction of every front-end that starts. An exception counts as its failure."""
     tests, absent = self_tests(), {}
     results: list[Result] = []
     per_front_end = sum(len(test.CASES) for test in tests)
@@ -196,7 +190,7 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
                 continue
             for test in tests:
                 try:
-                    # One by one, to keep results from before an exception.
+                    # Keeps results from before an exception.
                     for result in test.run(name, engine, tell):
                         results.append(result)
                 except Exception as error:

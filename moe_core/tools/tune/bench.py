@@ -1,4 +1,4 @@
-"""Run the candidates of a product on a GPU: compile them, compare each with the heuristics' result, time them."""
+"""Compile the candidates of a product, compare each with the heuristics' result, time them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from moe_core.specs.operands import named_arrays
 from moe_core.tools.tune.device import Device
 from moe_core.tools.tune.products import Product
 
-#: Rows that are compared element by element. All rows are searched for infinities and NaN.
+#: Rows compared element by element. All are searched for infinities and NaN.
 _COMPARED_ROWS = 4096
 #: Timed rounds fill this time, within bounds.
 _ROUNDS_SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 0.4, 7, 31
-#: Candidates this many times slower than the heuristics' choice are not timed further.
+#: Candidates this many times slower are not timed further.
 _TOO_SLOW = 3.0
-#: Bits of the exponent: a number with all of them set is not finite.
+#: Set in all numbers that are not finite.
 _EXPONENT = {"bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00), "float32": (np.uint32, 0x7F800000)}
 _COUNTER_BYTES = 8
 
@@ -49,8 +49,8 @@ class GpuBench:
         self._device, self._target, self._workers = device, target, workers
 
     def measure(self, product: Product, configs: Sequence[TileConfig]) -> list[Timing]:
-        """A Timing for each configuration, in order. The first, the heuristics', must run (else RuntimeError). Its
-        result is the reference for the others."""
+        """A Timing for each configuration. The first, the heuristics', is the reference and must run (else
+        RuntimeError)."""
         plans = [plan_of(product, config, self._target) for config in configs]
         problems = self._compile(plans)
         if problems[0]:
@@ -67,7 +67,7 @@ class GpuBench:
                 for step in plan.steps:
                     if isinstance(step, KernelLaunch):
                         compile_launch(plan, step, plan.target)
-            # A failing compiler may raise anything, and the report shows it.
+            # A failing compiler may raise anything.
             except Exception as error:
                 return f"does not compile: {type(error).__name__}: {error}"
             return ""
@@ -93,7 +93,7 @@ class GpuBench:
             except RuntimeError as error:
                 if number == 0:
                     raise
-                # An error that the device does not recover from is raised again here.
+                # Raises again an error that the device does not recover from.
                 self._device.synchronize()
                 problems[number] = f"does not run: {error}"
                 continue
@@ -109,13 +109,13 @@ class GpuBench:
 
 
 def plan_of(product: Product, config: TileConfig, target: Target) -> LaunchPlan:
-    """A single product as in the plan of a whole forward: with a schedule, without filling absent rows."""
+    """A product as in a whole forward: with a schedule, without filling absent rows."""
     stage = 0 if product.layout is not None else None
     return plan_matmul_ogs(product.operands, product.layout, product.spec, target, config=config, stage=stage)
 
 
 def random_ids(layout: LayoutSpec, seed: int) -> np.ndarray:
-    """ids int32 `[T, K]`: each token's experts drawn uniformly, without repetition."""
+    """ids int32 `[T, K]`, uniform without repetition."""
     random = np.random.default_rng(seed)
     if layout.top_k == layout.num_experts:
         return np.tile(np.arange(layout.top_k, dtype=np.int32), (layout.num_tokens, 1))
@@ -144,7 +144,7 @@ class _Arrays:
         self._counters = device.allocate(_COUNTER_BYTES)
 
     def runner(self, plan: LaunchPlan, config: TileConfig) -> Callable[[], None]:
-        """Load the plan and return a function that launches it on the arrays."""
+        """Load the plan and return its launch."""
         buffers = dict(self._buffers)
         if self._product.layout is not None:
             buffers["schedule"] = self._schedule(self._product.layout, config.block_m)
@@ -153,13 +153,13 @@ class _Arrays:
         pointers = [buffers[buffer.name] for buffer in (*plan.inputs, *plan.outputs)]
         if plan.scratch_bytes:
             pointers.append(self._scratch)
-        # 0xFF bytes are NaN and show elements that a candidate does not write.
+        # NaN shows elements that a candidate does not write.
         self._device.fill(buffers["y"], self._y.nbytes, 0xFF)
         if not any(buffer.name == "tile_counters" for buffer in plan.inputs):
             return lambda: prepared(pointers)
 
         def run() -> None:
-            # Part of the timing, since a forward clears the counters too.
+            # Timed, since a forward clears the counters too.
             self._device.fill(self._counters, _COUNTER_BYTES, 0)
             prepared(pointers)
 

@@ -175,7 +175,7 @@ def _measure(products: Sequence[Product], options: argparse.Namespace, given: Se
     def report(result: Result) -> None:
         results.append(result)
         print(_row(result), flush=True)
-        # After each product, so that an interruption loses nothing.
+        # An interruption loses nothing.
         write()
 
     try:

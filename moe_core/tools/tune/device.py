@@ -1,4 +1,4 @@
-"""Device memory and timing through the CUDA driver, without a framework."""
+"""Device memory and timing through the CUDA driver."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.dtypes import numpy_dtype
 from moe_core.runtime.cuda import driver
 
-#: Written before each timed run. Several times the largest L2 cache, so that no run finds its weights there, and long
-#: enough for the host to launch the run behind it.
+#: Written before each timed run: several times the largest L2 cache, and long enough to launch the run behind it.
 _FLUSH_BYTES = 256 * 2**20
-#: Random numbers drawn on the host. Larger arrays repeat them.
+#: Larger arrays repeat random numbers.
 _PATTERN_BYTES = 16 * 2**20
 
 
 class Device:
-    """Memory, default stream and clock of one CUDA device. Leaving a `with` block frees all allocations."""
+    """Leaving a `with` block frees all allocations."""
 
     def __init__(self, index: int) -> None:
         self.index, self._driver = index, driver()
@@ -44,17 +43,16 @@ class Device:
         self._driver.make_current(self._before)
 
     def mark(self) -> int:
-        """The number of allocations, for `free`."""
         return len(self._addresses)
 
     def free(self, mark: int) -> None:
-        """Wait for the device, then free all allocations since `mark`."""
+        """Wait for the device, then free allocations since `mark`."""
         self._lib.cuCtxSynchronize()
         while len(self._addresses) > mark:
             self._lib.cuMemFree_v2(ctypes.c_uint64(self._addresses.pop()))
 
     def allocate(self, size: int) -> int:
-        """The address of `size` bytes (at least one), a multiple of 256. Raises RuntimeError without memory."""
+        """A multiple of 256. Raises RuntimeError without memory."""
         pointer = ctypes.c_uint64()
         code = self._lib.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(max(1, size)))
         self.check(code, f"allocating {size} bytes")
@@ -69,7 +67,7 @@ class Device:
         return address
 
     def random(self, spec: ArraySpec, scale: float, seed: int) -> int:
-        """The address of contiguous normal numbers times `scale`, which repeat after some megabytes."""
+        """Contiguous normal numbers times `scale`, which repeat after some megabytes."""
         dtype = numpy_dtype(spec.dtype)
         count = min(spec.size, _PATTERN_BYTES // dtype.itemsize)
         numbers = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * np.float32(scale)
@@ -94,12 +92,12 @@ class Device:
         return array
 
     def synchronize(self) -> None:
-        """Wait for all work. Raises RuntimeError if any of it failed."""
+        """Raises RuntimeError if any work failed."""
         self.check(self._lib.cuCtxSynchronize(), "waiting for the device")
 
     def time(self, runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-        """Median microseconds of each run, L2 flushed before it. Rounds of all runs alternate, so that drifts of the
-        clock affect all alike."""
+        """Median microseconds of each run, L2 flushed before it. Runs alternate, so that drifts of the clock affect all
+        alike."""
         while len(self._events) < 2 * rounds * len(runs):
             event = ctypes.c_void_p()
             self.check(self._lib.cuEventCreate(ctypes.byref(event), ctypes.c_uint(0)), "cuEventCreate")

@@ -28,7 +28,7 @@ PRESETS: Mapping[str, MoELayerSpec] = {
 
 @dataclass(frozen=True)
 class Product:
-    """One grouped matmul of a layer. name: for people. operands: a bundle of ArraySpecs. layout: None: dense."""
+    """One grouped matmul of a layer. operands: a bundle of ArraySpecs. layout: None: dense."""
 
     name: str
     num_tokens: int
@@ -50,7 +50,7 @@ class Product:
 
 
 def products_of(layer: MoELayerSpec, storage: Storage, dtype: str, num_tokens: int) -> tuple[Product, ...]:
-    """Both products of a layer's experts, then its shared experts', for weights stored as `storage`."""
+    """Both products of a layer's experts, then its shared experts'."""
     spec, (D, F, E, K) = layer.moe_spec(storage), (layer.d_model, layer.d_ff, layer.num_experts, layer.top_k)
     activation = spec.activation
     separate = activation.gate_layout == "separate"
@@ -80,7 +80,7 @@ def products_of(layer: MoELayerSpec, storage: Storage, dtype: str, num_tokens: i
 
 
 def distinct_products(products: Iterable[Product]) -> Sequence[Product]:
-    """One product for each table entry, in order: the one with most rows."""
+    """One product for each table entry: the one with most rows."""
     kept: dict[TileKey, Product] = {}
     for product in products:
         known = kept.get(product.bucket)

@@ -16,14 +16,14 @@ from moe_core.errors import InvalidInput
 from moe_core.plan.steps import sources_version
 from moe_core.runtime.cuda import driver
 
-#: Must be equal for two runs in one table.
+#: Equal for two runs in one table.
 _SAME = ("gpu", "versions", "commit")
 
 
 def provenance(
     device_index: int | None, arguments: Sequence[str], packages: Sequence[str] = ("triton",)
 ) -> dict[str, Any]:
-    """GPU, driver, versions, commit, command and date of a run. device_index: None: no GPU was measured."""
+    """GPU, driver, versions, commit, command and date. device_index: None: no GPU was measured."""
     versions = {"moebius": moe_core.__version__, "kernels": sources_version()[:12]}
     versions |= {name: importlib.metadata.version(name) for name in packages}
     versions |= {"python": platform.python_version()}
@@ -38,7 +38,7 @@ def provenance(
 
 
 def joined(known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The provenance of a table with results of two runs. Raises InvalidInput if they are not comparable."""
+    """The provenance of two runs. Raises InvalidInput if they are not comparable."""
     for field in _SAME:
         if known.get(field) != own[field]:
             raise InvalidInput(
@@ -50,7 +50,7 @@ def joined(known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """MOEBIUS_COMMIT (set in a copy without its repository), or the checkout's commit, or none."""
+    """MOEBIUS_COMMIT (in a copy without repository), or the checkout's."""
     if given := os.environ.get("MOEBIUS_COMMIT"):
         return given
     command = ["git", "-C", str(pathlib.Path(moe_core.__file__).parent), "rev-parse", "HEAD"]

@@ -18,7 +18,7 @@ from moe_core.specs.tile_table import Measurement, TileEntry
 from moe_core.tools.tune.bench import Timing
 from moe_core.tools.tune.products import Product
 
-#: A candidate must be faster than the heuristics' choice by this share. Less is noise.
+#: Less gain over the heuristics is noise.
 LEAST_GAIN = 0.02
 
 
@@ -30,8 +30,8 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one product. heuristic, best: (configuration, microseconds). invariant: microseconds under
-    `batch_invariant`, None if it did not run or was too slow to be timed. refused: candidates without a time."""
+    """heuristic, best: (configuration, microseconds). invariant: microseconds under `batch_invariant`, or None.
+    refused: candidates without a time."""
 
     product: Product
     arch: int
@@ -53,14 +53,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a search. candidates: configurations per product. seconds: no product begins later."""
+    """candidates: per product. seconds: no product begins later."""
 
     candidates: int
     seconds: float
 
 
 def candidates(problem: MatmulProblem, limit: int) -> tuple[TileConfig, ...]:
-    """At most `limit` legal configurations: the heuristics' first, then from each family in turn."""
+    """At most `limit` legal ones: the heuristics' first, then from each family in turn."""
     able = [family for family in families_for(problem) if family.why_not(problem) is None]
     legal = [
         dict.fromkeys(config for config in family.candidates(problem) if why_illegal(config, problem) is None)
@@ -91,7 +91,7 @@ def search(
 
 
 def measure_product(product: Product, target: Target, bench: Bench, limit: int) -> Result:
-    """Time a product's candidates and its configuration under `batch_invariant`, and choose."""
+    """Time a product's candidates and its `batch_invariant` configuration, and choose."""
     problem = product.problem(target)
     pinned = dataclasses.replace(problem.spec, tuning=MatmulTuning(batch_invariant=True))
     configs = candidates(problem, limit)
@@ -99,7 +99,7 @@ def measure_product(product: Product, target: Target, bench: Bench, limit: int) 
     timings = bench.measure(product, tuple(dict.fromkeys((*configs, invariant))))
     times = {timing.config: timing.microseconds for timing in timings if timing.microseconds is not None}
     own = times[configs[0]]
-    # The batch_invariant configuration competes too, being legal.
+    # Being legal, it competes too.
     config, microseconds = min(times.items(), key=lambda item: item[1])
     if microseconds > own * (1 - LEAST_GAIN):
         config, microseconds = configs[0], own
