@@ -26,7 +26,7 @@ GROUPS = (
     ("routing.kernels.layout", "routing.kernels.schedule", "routing.kernels.route_and_layout",
         "routing.kernels.bitmatrix", "moe.kernels.chained", "moe.kernels.one_token"),
     ("matmul.portable.kernel", "activation.kernels.formulas", "activation.kernels.forward", "reduction.kernels.reduce",
-        "matmul.quantized.kernel", "quantize.kernels.rows"),
+        "common.kernels.zero_rows", "matmul.quantized.kernel", "quantize.kernels.rows"),
 )  # fmt: skip
 
 

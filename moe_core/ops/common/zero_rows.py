@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moe_core.base.lazy import UnloadedFunction
+from moe_core.ops.common.kernels import zero_rows as kernels
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import declare_kernel, passed
 
-ZERO_ROWS = declare_kernel(UnloadedFunction("moe_core.ops.reduction.kernels.reduce", "zero_rows"))
+ZERO_ROWS = declare_kernel(kernels.zero_rows)
 
 
 def launch_zero_rows(builder: PlanBuilder, markers: str, y: str, tile: tuple[int, int]) -> None:

@@ -95,6 +95,8 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("range(TOP_K)", "range(TOP_K - 1)", "mixtral", "output"),
         Fault("extra *= sigmoid(", "extra += sigmoid(", "qwen2_moe", "output"),
         Fault("value * weight[:, None]", "value", "llama4", "matmul1"),
+    ),
+    "common.kernels.zero_rows": (
         Fault("zeros = tl.zeros((BLOCK_M, BLOCK_N)", "zeros = 1 + tl.zeros((BLOCK_M, BLOCK_N)", "qwen2_moe", "matmul1"),
     ),
     "matmul.quantized.kernel": (

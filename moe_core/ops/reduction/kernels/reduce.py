@@ -1,4 +1,4 @@
-"""Sum slots to tokens in a fixed order, scale rows, and zero rows."""
+"""Sum slots to tokens in a fixed order, and scale rows."""
 
 import triton
 import triton.language as tl
@@ -100,16 +100,3 @@ def scale_rows(
     weight = tl.load(weights + rows, mask=rows < num_rows, other=0.0)
     value = tl.load(x + rows[:, None] * X_STRIDE + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(y + rows[:, None] * WIDTH + columns[None, :], (value * weight[:, None]).to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def zero_rows(markers, y, num_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """y[r] = 0 where markers[r] is -1, for rows that no expert writes."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    absent = tl.load(markers + rows, mask=rows < num_rows, other=0) < 0
-    if tl.sum(absent.to(tl.int32), axis=0) > 0:
-        zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=y.dtype.element_ty)
-        for start in range(0, WIDTH, BLOCK_N):
-            columns = start + tl.arange(0, BLOCK_N)
-            mask = absent[:, None] & (columns < WIDTH)[None, :]
-            tl.store(y + rows[:, None] * WIDTH + columns[None, :], zeros, mask=mask)
