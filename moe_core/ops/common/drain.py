@@ -1,3 +1,5 @@
+"""When a product drains its step before the next."""
+
 from __future__ import annotations
 
 from moe_core.base.target import Target

@@ -1,3 +1,5 @@
+"""Plan parts and launch arguments that all products share."""
+
 from __future__ import annotations
 
 from moe_core.base.arrays import ArraySpec

@@ -1,3 +1,5 @@
+"""The interface of a kernel family."""
+
 from __future__ import annotations
 
 import abc

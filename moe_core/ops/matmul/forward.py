@@ -1,3 +1,5 @@
+"""Planning of the ragged grouped matmul."""
+
 from __future__ import annotations
 
 import functools

@@ -1,3 +1,5 @@
+"""One product for kernel families."""
+
 from __future__ import annotations
 
 import functools

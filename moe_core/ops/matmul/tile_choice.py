@@ -1,3 +1,5 @@
+"""Choice of a product's tile."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Plans a whole MoE backward from the stage plans."""
+"""Plans of a whole MoE backward."""
 
 from __future__ import annotations
 
@@ -37,15 +37,13 @@ from moe_core.specs.operands import (
 
 #: Matrices whose gradients may be accumulated.
 _MATRICES = ("gate_up", "up", "down", "weight")
-#: Outputs of the forward that the backward does not read.
+#: Outputs that the backward does not read.
 _UNREAD = ("output", "invalid_ids")
 
 
 def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
-    """Names of all gradients: `d_x`, then `d_` and each differentiated array of the bundles.
-
-    Quantised matrices are frozen: gradients go through them, but they have none.
-    """
+    """Names of all gradients: `d_x`, then `d_` and each differentiated array of the bundles. Quantised matrices
+    have none."""
     arrays = (
         *named_fields(operands.experts, "experts."),
         *named_fields(operands.routing, "routing."),
@@ -56,14 +54,12 @@ def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
 
 
 def _array_of(name: str, operands: MoEOperands) -> ArraySpec:
-    """The array of a gradient in gradient_names."""
     bundle, _, field = name.removeprefix("d_").partition(".")
     array = getattr(operands, bundle)
     return getattr(array, field) if field else array
 
 
 def _gradient_shape(name: str, operands: MoEOperands, one_layer: bool) -> tuple[int, ...]:
-    """The shape of a gradient in gradient_names."""
     array, stacked = _array_of(name, operands), operands.experts.layer_index is not None
     if name.startswith("d_shared."):
         stacked = stacked and name != "d_shared.gate" and array.rank == 3
@@ -105,7 +101,7 @@ def _validate(
 
 
 def _require_addresses(results_at: ArraySpec, operands: MoEOperands, otherwise: bool) -> None:
-    """Raise InvalidInput unless the last product makes the rows of d_x; otherwise: it does not."""
+    """otherwise: the last product does not make the rows of d_x."""
     routing = operands.routing
     if not isinstance(routing, TopK) or operands.shared is not None or otherwise:
         raise InvalidInput(
@@ -117,7 +113,7 @@ def _require_addresses(results_at: ArraySpec, operands: MoEOperands, otherwise: 
 
 
 def _forward(operands: MoEOperands, spec: MoESpec, target: Target) -> LaunchPlan:
-    """The forward that saves what a backward reads."""
+    """The forward that saves."""
     options = ForwardOptions(operands.token_mask, operands.expert_map, operands.shared, save=True)
     return plan_moe(operands.x, operands.experts, operands.routing, spec, target, options=options)
 
@@ -134,14 +130,14 @@ def plan_moe_backward(
     """One plan for the whole backward of `plan_moe`. Equations and rounding points: docs/user/training.md.
 
     gradients, operands: ArraySpecs; gradients.output `[T, D]` in any matmul dtype, others only if the forward routes.
-    An experts.layer_index outside the stack makes d_x and the gradients of weights and logits NaN and those of the
-    stack zeros (or what was accumulated); with one_layer they mean nothing. The reference raises. Experts may be
-    quantised, but not x (spec.activations): weights are dequantised to the dtype of x, tile by tile.
+    An experts.layer_index outside the stack makes d_x and the gradients of weights and logits NaN and the stack's zeros
+    (or what was accumulated); with one_layer they mean nothing. The reference raises. Experts may be quantised, but not
+    x (spec.activations): weights are dequantised to the dtype of x, tile by tile.
 
     Inputs: `gradients.*`, the forward's (without correction_bias; given ids as int32, given weights as fp32), its
     outputs tokens_per_expert, [ids], [weights], [logits] and `saved.*`, then `into.*`. With spec.recompute matmul 1
-    runs again. Outputs: wanted, in order, each like its array. Unless accumulated they hold other buffers before they
-    are written, so nothing may share their memory. Raises InvalidInput, Unsupported.
+    runs again. Outputs: wanted, in order, each like its array. Unless accumulated they serve as scratch first, so
+    nothing may share their memory. Raises InvalidInput, Unsupported.
     """
     if isinstance(operands.routing, TopK):
         ids, weights = operands.routing.ids.shape, operands.routing.weights.shape
@@ -201,8 +197,8 @@ def plan_training(
     """The plans of a training step of every array: the forward that saves, then backwards.
 
     The first backward has a gradient of the output only. If x is routed, a second one also has a gradient of the
-    logits, as from the router's losses. one_layer: as in `BackwardOptions`. spec.main_grad accumulates the gradients of
-    the experts' and the shared expert's matrices. Raises InvalidInput, Unsupported.
+    logits. one_layer: as in `BackwardOptions`. spec.main_grad accumulates the gradients of the experts' and the shared
+    expert's matrices. Raises InvalidInput, Unsupported.
     """
     forward = _forward(operands, spec, target)
     upstream = [OutputGradients(forward.spec("output"))]
@@ -217,5 +213,5 @@ def plan_training(
 
 
 def explain_training(plans: tuple[LaunchPlan, ...]) -> str:
-    """The text of `plan_training`'s forward and its largest backward."""
+    """The text of the forward and the largest backward."""
     return "\n\n".join(plan.explain() for plan in (plans[0], plans[-1]))

@@ -1,4 +1,4 @@
-"""The stages of a MoE backward on compiled targets, wired into one plan. Equations: docs/user/training.md."""
+"""The stages of a MoE backward on compiled targets. Equations: docs/user/training.md."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ from moe_core.specs.routing import LayoutSpec
 
 @dataclass
 class _Chain:
-    """Two products and the activation between them, backwards: of the experts, or (layout None) the shared expert.
+    """Two products and the activation between them, of the experts, or (layout None) the shared expert.
 
-    bundle: the weights. weighted_input: x is multiplied with the router's weight before matmul 1. overwrites: the
-    gradient of the pre-activation takes its memory.
+    weighted_input: x is multiplied with the router's weight before matmul 1. overwrites: see `BackwardOptions`.
     """
 
     builder: PlanBuilder
@@ -48,17 +47,16 @@ class _Chain:
 
     def __post_init__(self) -> None:
         self.target = self.builder.target
-        # Prefixes of weights, steps and scratch, and the gather of x and the output's gradient.
+        # Prefixes of weights, steps and scratch, and the gather.
         names = ("shared.", "shared ", "shared_", "row") if self.layout is None else ("experts.", "", "", "token")
         self.prefix, self.label, self.scratch, self.gather = names
         self.pre = f"{SAVED}{self.scratch}pre_activation"
 
     def wants(self, *names: str) -> bool:
-        """Return True if the gradient of any of these weights is an output."""
         return any(self.builder.has(f"d_{self.prefix}{name}") for name in names)
 
     def source(self) -> str:
-        """The rows that matmul 1 read: x, or x times the weight."""
+        """Rows of matmul 1: x, or x times the weight."""
         if not self.weighted_input:
             return "x"
         if not self.builder.has("weighted_x"):
@@ -68,9 +66,7 @@ class _Chain:
         return "weighted_x"
 
     def recompute(self) -> None:
-        """Run matmul 1 again if nothing was saved, to the forward's bits: with its tiles, or lower ones with equal
-        bits.
-        """
+        """Run matmul 1 again if nothing was saved, with the forward's tiles, or lower ones with equal bits."""
         builder, bundle, spec, layout = self.builder, self.bundle, self.spec, self.layout
         if builder.has(self.pre):
             return
@@ -89,14 +85,14 @@ class _Chain:
         assert tile is not None, "backwards of the reference are one call"
         plan = plan_product(problem, tile, 0)
         label = f"{self.label}matmul 1"
-        # Its own counters: later products with this number count in `tile_counters`.
+        # Later products with this number count in `tile_counters`.
         counters = f"{label}.tile_counters"
         bindings = stage_inputs(builder, plan, layout, tile.config.block_m, counters=counters)
         bindings |= {name: self.prefix + field for name, field in names.items()}
         builder.call(plan, label, bindings | {"x": source, "pre": self.pre})
 
     def pull_back(self, stage: int, d_y: str, *, addressed: bool = False) -> str:
-        """d_y . weight^T by row: of down for stage 0, of gate_up (and up) for stage 1. addressed: to `results_at`."""
+        """d_y . weight^T by row: of down for stage 0, of gate_up (and up) for stage 1."""
         name, spec = ("down", "gate_up")[stage], self.spec
         up = self.bundle.up if stage else None
         operands = MatmulOperands(self.builder.spec(d_y), getattr(self.bundle, name), up, layer_index=self.layer_index)
@@ -111,9 +107,9 @@ class _Chain:
         )
 
     def activation(self, z: str, weighting: dict[str, str], d_weight: Callable[[], str] | None) -> dict[str, str]:
-        """d_pre, weighted_hidden if it is needed, and d_weight if d_weight, which gives its buffer, is not None.
+        """d_pre, weighted_hidden if needed, and d_weight if not None (it gives its buffer).
 
-        z: the output's gradient pulled back through `down`; weighting: further operands of
+        z: the output's gradient pulled back through `down`. weighting: further operands of
         `plan_expert_activation_backward`.
         """
         builder = self.builder
@@ -142,12 +138,11 @@ class _Chain:
         return made
 
     def down_gradients(self, d_out: str, made: dict[str, str], row_weight: str | None = None) -> None:
-        """Add the gradients wanted of `down` and its bias; made: by `activation`."""
+        """made: by `activation`."""
         hidden = made.get("weighted_hidden")
         self.weight_gradient("down", Side(hidden) if hidden else None, Side(d_out, self.gather), row_weight=row_weight)
 
     def gate_up_gradients(self, made: dict[str, str]) -> None:
-        """Add the gradients wanted of matmul 1's matrices and biases; made: by `activation`."""
         for name in ("gate_up", "up"):
             if self.wants(name, f"{name}_bias"):
                 d_pre, columns = made["d_pre"], None
@@ -157,7 +152,7 @@ class _Chain:
                 self.weight_gradient(name, Side(self.source(), self.gather), Side(d_pre, columns=columns))
 
     def weight_gradient(self, name: str, x: Side | None, d_y: Side, *, row_weight: str | None = None) -> None:
-        """Add the gradients wanted of a matrix and its bias."""
+        """Add a matrix's and its bias's gradients, if wanted."""
         full, spec = self.prefix + name, self.spec
         bindings = {"d_weight": f"d_{full}", "d_bias": f"d_{full}_bias", "into": f"into.{full}"}
         bindings |= {"layer_index": "experts.layer_index"}
@@ -198,8 +193,8 @@ class BackwardPlanner:
         self.experts.recompute()
         extras = [] if self.operands.shared is None else self._shared(self.operands.shared)
         made, chain = self._activation(), self.experts
-        # An unwritten gradient lends its memory. That of gate and up comes late, because most buffers are short-lived;
-        # that of `down` comes after it if d_pre fits there.
+        # An unwritten gradient lends its memory: gate and up's comes late, because most buffers are short-lived,
+        # `down`'s after it if d_pre fits there.
         down_last = self._down_holds_d_pre(made)
         if not down_last:
             chain.down_gradients(self.d_out, made, self.row_weight)
@@ -215,14 +210,14 @@ class BackwardPlanner:
             chain.down_gradients(self.d_out, made, self.row_weight)
 
     def _down_holds_d_pre(self, made: dict[str, str]) -> bool:
-        """Return True if the unwritten gradient of the experts' `down` has room for d_pre."""
+        """True if the unwritten gradient of `down` has room for d_pre."""
         lent, chain = {"d_experts.gate_up", "d_experts.down"} <= set(self.builder.lent), self.experts
         if not lent or (chain.overwrites and chain.pre.startswith(SAVED)):
             return False
         return self.builder.spec(made["d_pre"]).nbytes <= self.builder.spec("d_experts.down").nbytes
 
     def _shared(self, shared: SharedExpert) -> list[str]:
-        """Add the shared expert's gradients. Returns the parts of d_x fp32 `[T, D]`, if that is wanted."""
+        """Returns the parts of d_x fp32 `[T, D]`, if wanted."""
         builder, target, experts = self.builder, self.target, self.operands.experts
         layer_index = experts.layer_index if shared_is_stacked(experts, shared) else None
         chain = _Chain(builder, self.x, shared, layer_index, None, self.spec.of_shared())
@@ -252,7 +247,6 @@ class BackwardPlanner:
         return parts
 
     def _activation(self) -> dict[str, str]:
-        """Add what comes between the experts' products, if anything needs it."""
         chain, made = self.experts, {}
         first = chain.wants("gate_up", "gate_up_bias", "up", "up_bias")
         if first or self.needs_rows or self.needs_weights or chain.wants("down"):
@@ -264,7 +258,7 @@ class BackwardPlanner:
         return made
 
     def _bias_product(self) -> dict[str, str]:
-        """The share of the weights' gradient from the bias of `down`, if there is one."""
+        """The share of the weights' gradient from the bias of `down`."""
         bias, layer_index = self.operands.experts.down_bias, self.operands.experts.layer_index
         if bias is None:
             return {}
@@ -284,13 +278,12 @@ class BackwardPlanner:
         return self.builder.call(plan, f"weighted input, {output}", bindings)
 
     def _weights_gradient(self) -> str:
-        """The buffer of the gradient of the routing's weights."""
         if self.builder.has("d_routing.weights"):
             return "d_routing.weights"
         return self.builder.scratch("d_weights", self.by_slot)
 
     def _router(self, d_weights: str) -> list[str]:
-        """From the weights, by slot, to the logits and the router. Returns the part of d_x, if x was routed."""
+        """Returns the part of d_x, if x was routed."""
         builder, gradients, spec, routing = self.builder, self.gradients, self.spec, self.routing
         if isinstance(routing, TopK):
             return []
@@ -326,7 +319,7 @@ class BackwardPlanner:
         return [add_router_input_gradient(builder, "router input", d_logits, "routing.weight", spec.logits_spec())]
 
     def _counts(self, num_global: int) -> str:
-        """Slots of every expert, wherever it is. The forward counted the local ones."""
+        """Slots of every expert; the forward counted local ones."""
         if self.operands.expert_map is None:
             return "tokens_per_expert"
         layout = LayoutSpec(self.layout.num_tokens, self.layout.top_k, num_global)
@@ -334,7 +327,6 @@ class BackwardPlanner:
         return self.builder.call(plan, "all experts", {})
 
     def _d_x(self, extras: list[str]) -> None:
-        """Add d_x: the sum over a token's slots and other gradients of x."""
         builder = self.builder
         while len(extras) > 1:
             plan = rowwise.plan_add(builder.spec(extras[0]), self.target)

@@ -1,4 +1,4 @@
-"""Checks of a composed MoE's weights, plain or quantised, under their callers' names."""
+"""Checks of a composed MoE's weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_core.specs.operands import ExpertWeights, LayerRouter, SharedExpert, na
 
 
 def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | None, spec: MoESpec) -> int:
-    """Check experts and shared against x `[T, D]`. Returns the number of local experts. Raises InvalidInput."""
+    """Check the weights against x `[T, D]`. Returns the number of local experts. Raises InvalidInput."""
     d_model, dtype = x.shape[1], x.dtype
     stacked = experts.layer_index is not None
     free = ("num_layers", "num_experts") if stacked else ("num_experts",)
@@ -60,7 +60,7 @@ def require_op_router(routing: Any) -> None:
 
 
 def shared_is_stacked(experts: ExpertWeights, shared: SharedExpert) -> bool:
-    """Return True if experts.layer_index picks the shared expert, too: its matrices then have a layer axis."""
+    """True if the shared expert has a layer axis, too."""
     return experts.layer_index is not None and len(shared.gate_up.shape) == 3
 
 
@@ -70,10 +70,7 @@ def quantized_experts(experts: ExpertWeights) -> dict[str, QuantizedTensor]:
 
 
 def why_no_moe_gradient(experts: ExpertWeights, spec: MoESpec, names: Iterable[str]) -> str | None:
-    """The reason why a layer has no gradients of arrays of these names (`x`, `experts.gate_up.scales`), or None.
-
-    Looks only at which experts' matrices are quantised or tiled.
-    """
+    """The reason why a layer has no gradients of arrays of these names (`x`, `experts.gate_up.scales`), or None."""
     if spec.activations is not None:
         return (
             f"moe has no gradient with activations {spec.activations}: what rounds x and the hidden rows has none; "
@@ -84,17 +81,16 @@ def why_no_moe_gradient(experts: ExpertWeights, spec: MoESpec, names: Iterable[s
 
 
 def quantized_rows(rows: ArraySpec, activations: Format) -> QuantizedTensor:
-    """The specs of rows `[R, D]` in the format spec.activations."""
+    """Specs of rows `[R, D]` in spec.activations."""
     return quantized_specs(QuantizedSpec(activations), rows.shape)
 
 
 def _axes(inside: int | str, outside: int | str, spec: MoESpec) -> tuple[int | str, int | str]:
-    """A weight's last two axes from `inside` to `outside` features."""
     return (inside, outside) if spec.weight_layout == "in_out" else (outside, inside)
 
 
 def _matrix(name: str, weight: Any, shape: tuple[int | str, ...], dtype: str, spec: MoESpec) -> ArraySpec:
-    """Check one weight. Returns the plain array that it is or stands for."""
+    """Returns the plain array that the weight is or stands for."""
     if isinstance(weight, QuantizedTensor):
         matmul.require_weight(name, weight, spec.weight_layout)
     return require_spec(name, matmul.logical_spec(weight, dtype), shape, dtype)
@@ -103,7 +99,7 @@ def _matrix(name: str, weight: Any, shape: tuple[int | str, ...], dtype: str, sp
 def _check_pair(
     name: str, bundle: ExpertWeights | SharedExpert, lead: tuple[int, ...], d_model: int, dtype: str, spec: MoESpec
 ) -> int:
-    """Check up and down against gate_up. Returns F."""
+    """Returns F."""
     activation = spec.activation
     width = bundle.gate_up.shape[-1 if spec.weight_layout == "in_out" else -2]
     if activation.gate_layout in ("halves", "interleaved"):
@@ -126,7 +122,6 @@ def _check_pair(
 
 
 def _check_activations(experts: ExpertWeights, spec: MoESpec) -> None:
-    """Check spec.activations, its static scales and fast_accumulate against the experts' formats."""
     activations = spec.activations
     per_tensor = activations is not None and activations.group_rows is None and activations.group_columns is None
     for name in ("gate_up_input_scale", "down_input_scale"):

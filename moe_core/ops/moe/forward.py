@@ -1,4 +1,4 @@
-"""Plans a whole MoE forward from the stage plans."""
+"""Plans of a whole MoE forward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from moe_core.specs.operands import MatmulOperands, RouterWeights, TopK, named_a
 from moe_core.specs.routing import LayoutSpec
 
 Routing = RouterWeights | bundles.RouterLogits | TopK
-#: Prefix of outputs that only a backward reads.
+#: Outputs that only a backward reads.
 SAVED = "saved."
 
 
@@ -59,10 +59,9 @@ def plan_moe(
 
     Bundles hold ArraySpecs. Inputs: x, `experts.*`, `routing.*`, [token_mask bool `[T]`], [expert_map int32
     `[E_global]`], `shared.*`. Outputs: output `[T, D]`, tokens_per_expert `[E]`, invalid_ids `[1]`, then ids and
-    weights `[T, K]` unless given, then logits `[T, E]` when routing from x. Raises InvalidInput, Unsupported.
-
-    Experts may be quantised, and with spec.activations x and the hidden rows, too (docs/user/quantization.md).
-    spec.activations rules out save, because its rounding has no gradient.
+    weights `[T, K]` unless given, then logits `[T, E]` when routing from x. Raises InvalidInput, Unsupported. Experts
+    may be quantised, and with spec.activations x and the hidden rows, too (docs/user/quantization.md). This rules out
+    save: its rounding has no gradient.
     """
     reason = why_no_moe_gradient(experts, spec, ()) if options.save else None
     if reason is not None:
@@ -76,13 +75,11 @@ def plan_moe(
 
 
 def launches_behind_hidden(results_at: object) -> int:
-    """Launches after product 1 and the quantisation of its rows: product 2, and the sum of slots if there is one."""
+    """Launches after product 1 and the quantisation of its rows."""
     return 2 if results_at is None else 1
 
 
 class _MoEPlanner:
-    """Wires the stage plans; one method per stage."""
-
     def __init__(
         self,
         x: ArraySpec,
@@ -102,7 +99,6 @@ class _MoEPlanner:
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """Outputs of matmul 1."""
         return ("y", "pre") if self.save and not self.spec.recompute else ("y",)
 
     def plan(self) -> LaunchPlan:
@@ -143,7 +139,7 @@ class _MoEPlanner:
             raise InvalidInput(f"{reason} must be None with results_at, where nothing is summed; leave it out")
 
     def _declare_saved(self, layout: LayoutSpec) -> None:
-        """Declare the layout's arrays and other inputs of a backward: outputs with save, else scratch."""
+        """Inputs of a backward: outputs with save, else scratch."""
         builder = self.builder
         declare, prefix = (builder.output, SAVED) if self.save else (builder.scratch, "")
         if "pre" in self._outputs:
@@ -159,7 +155,7 @@ class _MoEPlanner:
             declare(f"{prefix}shared_gate", ArraySpec((self.tokens, 1), "float32"))
 
     def _route(self, num_local: int) -> tuple[str, str]:
-        """Buffers of ids and fp32 weights. `_layout` fills them if they are not given."""
+        """Buffers of ids and fp32 weights, which `_layout` may fill."""
         builder, routing, spec = self.builder, self.routing, self.spec
         if isinstance(routing, TopK):
             if spec.router is not None:
@@ -198,12 +194,12 @@ class _MoEPlanner:
         return ids, weights
 
     def _experts(self, ids: str, weights: str, layout: LayoutSpec) -> tuple[str, str]:
-        """Add the layout and both matmuls. Returns the buffer of the weighted slots and its order, `slot` or `row`."""
+        """Returns the buffer of the weighted slots and its order, `slot` or `row`."""
         builder, spec, target, experts = self.builder, self.spec, self.target, self.experts
         width = experts.down.shape[-2 if spec.weight_layout == "in_out" else -1]
         hidden_spec = ArraySpec((layout.capacity, width), self.x.dtype)
         on_input = spec.apply_router_weight_on_input
-        # Rows of matmul 1: x, or contiguous x times the weight, or either quantised.
+        # Rows of matmul 1: x, or x times the weight, or either quantised.
         source = ArraySpec((self.tokens, self.d_model), self.x.dtype) if on_input else self.x
         rows_1: ArraySpec | QuantizedTensor = source
         rows_2: ArraySpec | QuantizedTensor = hidden_spec
@@ -277,7 +273,7 @@ class _MoEPlanner:
         return slots, products[1].problem.spec.scatter
 
     def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counters: int) -> None:
-        """Add the layout and, unless ids are given, the routing: one plan has fewer launches than two."""
+        """Add the layout and any routing, in fewer launches than two plans."""
         builder, routing = self.builder, self.routing
         bindings = {"ids": ids, "invalid_ids": "invalid_ids"} | dict(named_arrays(self.arrays))
         if isinstance(routing, TopK):
@@ -329,7 +325,7 @@ class _MoEPlanner:
         builder.call(plan, "reduce", bindings)
 
     def _shared(self) -> tuple[str | None, str | None]:
-        """Add the shared expert. Returns its output (fp32 `[T, D]`) and gate logits (fp32 `[T, 1]`)."""
+        """Returns the output (fp32 `[T, D]`) and gate logits (fp32 `[T, 1]`)."""
         shared, spec, builder = self.shared, self.spec.of_shared(), self.builder
         if shared is None:
             return None, None

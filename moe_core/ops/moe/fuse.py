@@ -1,14 +1,11 @@
-"""Shared launches for stages of few tokens' forwards: docs/notebook/launches.md.
-
-They compute the bits of separate launches: tiles are equal, and a tile's sums do not depend on other tiles.
+"""Shared launches for stages of few tokens' forwards, with the bits of separate launches: docs/notebook/launches.md.
 
 **Chained** (`moe_core.ops.moe.kernels.chained`): both products and the reduction in one launch. Blocks wait only for
 blocks with a lower number, given in the order of their beginning. So they end whatever the order in which the GPU
 begins blocks, and however many run at once.
 
-**One token** (`moe_core.ops.moe.kernels.one_token`): product 1's launch includes the routing, since its blocks choose
-the token's experts themselves. Product 2's launch includes the reduction: the last block of a tile of columns adds the
-slots. Nothing waits, and product 2 begins after product 1.
+**One token** (`moe_core.ops.moe.kernels.one_token`): product 1's blocks choose the token's experts themselves. In
+product 2's launch the last block of a tile of columns adds the slots. Nothing waits.
 """
 
 from __future__ import annotations
@@ -39,17 +36,16 @@ CHAINED = declare_kernel(chained_kernels.chained, pdl="start")
 ROUTE_AND_MULTIPLY = declare_kernel(one_token_kernels.route_and_multiply, writes_layout=True, counts_slots=True)
 MULTIPLY_AND_REDUCE = declare_kernel(one_token_kernels.multiply_and_reduce)
 
-#: Most tokens of a chain, and the least above one: with 2 to 4 it was up to 15 % slower, with 8 and more up to 8 %
-#: faster.
+#: Most tokens of a chain, and the least above one: 2 to 4 were up to 15 % slower, 8 and more up to 8 % faster.
 MOST_TOKENS, _FEWEST_TOKENS = 256, 8
 #: Rows of a block from which launch boundaries cost too little.
 _MOST_ROWS = 32
-#: Counters of a chain before those of row blocks, and the fewest of a launch: mostly one number, so that the kernels
-#: that clear them are the same.
+#: Counters before the row blocks', and the fewest: mostly one number, so that the kernels that clear them are the
+#: same.
 _COUNTERS, _FEWEST_COUNTERS = 2, 1024
-#: Up to this K the loop over slots is unrolled, as in every reduction that shares a launch.
+#: Up to this K the loop over slots is unrolled.
 _MOST_CHOICES = 16
-#: Columns of a program of the chained reduction: only latency counts, so many programs share them.
+#: Columns per program of the chained reduction, where only latency counts.
 _REDUCED_COLUMNS = 512
 #: Arguments that launches of products take over.
 _SIZES = (
@@ -64,8 +60,8 @@ def why_not_fused(
 ) -> str | None:
     """The reason why no stages of a forward share a launch, or None.
 
-    tiles: of both products, None without tiles. alone: the reduction follows product 2, adds only its slots, and
-    nothing of the products is saved.
+    tiles: of both products. alone: the reduction follows product 2, adds only its slots, and nothing of the products is
+    saved.
     """
     if not all(tiles) or num_tokens == 0:
         return "there are no tiles"
@@ -91,12 +87,12 @@ def why_not_fused(
 
 
 def fusion_counters(num_tokens: int, max_blocks: int, column_tiles: int) -> int:
-    """Number of int32 counters of shared launches, a power of two. column_tiles: of product 2."""
+    """Number of int32 counters, a power of two. column_tiles: of product 2."""
     return padded(column_tiles if num_tokens == 1 else _COUNTERS + max_blocks, _FEWEST_COUNTERS)
 
 
 def fuse_launches(plan: LaunchPlan, num_tokens: int) -> LaunchPlan:
-    """The plan with fewer launches. Its scratch `tile_counters` is cleared by the routing or the layout."""
+    """The plan with fewer launches. The routing or the layout clears its scratch `tile_counters`."""
     return _fuse_one_token(plan) if num_tokens == 1 else _chain(plan)
 
 
@@ -128,12 +124,10 @@ def _fuse_one_token(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _of(step: KernelLaunch, *names: str, prefix: str = "") -> dict[str, Argument]:
-    """Arguments of a launch; prefix: put before their names."""
     return _renamed(step, **{(prefix.upper() if name.isupper() else prefix) + name: name for name in names})
 
 
 def _renamed(step: KernelLaunch, **names: str) -> dict[str, Argument]:
-    """Arguments of a launch by other names."""
     arguments = dict(step.arguments)
     return {new: arguments[name] for new, name in names.items()}
 
@@ -171,7 +165,7 @@ def _chained(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch,
 
 
 def _route_and_multiply(routing: KernelLaunch, product: KernelLaunch) -> KernelLaunch:
-    """One token's routing by the first program, product 1 by the others."""
+    """Routing by the first program, product 1 by the others."""
     arguments = {
         **_of(routing, "logits", "correction_bias", "token_mask", "ids", "weights", "group_sizes", "group_start"),
         **_of(routing, "slot_of_row", "row_of_slot", "invalid_ids", "schedule_0", "schedule_1", "tile_counters"),
@@ -189,7 +183,6 @@ def _route_and_multiply(routing: KernelLaunch, product: KernelLaunch) -> KernelL
 
 
 def _multiply_and_reduce(product: KernelLaunch, reduction: KernelLaunch) -> KernelLaunch:
-    """One token's product 2, and the sums of its slots."""
     arguments = {
         **_of(product, "x", "weight", "bias", "row_weight", "layer_index", "group_sizes", "group_start", "slot_of_row"),
         **(_of(reduction, "row_of_slot") | _of(product, "schedule") | _renamed(product, slots="y")),
@@ -206,7 +199,7 @@ _COMMON = ("group_sizes", "group_start", "slot_of_row", "layer_index")
 
 
 def join_twins(plan: LaunchPlan) -> LaunchPlan:
-    """The reference engine's plan, with one call for two products if the second reads the first one's rows."""
+    """The reference plan, with one call for two products if the second reads the first one's rows."""
     steps: list[KernelLaunch | ReferenceCall] = []
     for step in plan.steps:
         joined = _joined(steps[-1], step) if steps else None
@@ -217,7 +210,6 @@ def join_twins(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | ReferenceCall) -> ReferenceCall | None:
-    """Both steps in one, if they are two such products of plain arrays."""
     from moe_core.ops.matmul.reference.forward import matmul_ogs_plan
     from moe_core.ops.moe.reference.experts import both_products
 

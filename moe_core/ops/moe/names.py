@@ -8,7 +8,7 @@ from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, 
 
 #: Arrays without a gradient.
 CONSTANTS = ("experts.layer_index", "routing.ids", "routing.correction_bias", "token_mask", "expert_map")
-#: Arrays only of quantised experts. A forward that reads them has no gradient.
+#: Only of quantised experts. A forward that reads them has no gradient.
 INPUT_SCALES = ("experts.gate_up_input_scale", "experts.down_input_scale")
 #: Results with a gradient: fields of OutputGradients.
 FLOWING = ("output", "weights", "logits")
@@ -18,14 +18,14 @@ BY_TOKEN = ("x", "token_mask", "routing.logits", "routing.ids", "routing.weights
 
 
 def result_names(routing: type) -> tuple[str, ...]:
-    """Results of a forward, in order. routing: the class of its bundle."""
+    """Results of a forward, in order. routing: its class."""
     names = ("output", "tokens_per_expert", "invalid_ids")
     names += () if routing is TopK else ("ids", "weights")
     return (*names, "logits") if routing is RouterWeights else names
 
 
 def saved_names(spec: MoESpec, shared: SharedExpert | None) -> tuple[str, ...]:
-    """Outputs that a forward adds for the backward, in order. shared: only which arrays exist counts."""
+    """Outputs that a forward adds for the backward, in order."""
     names = ("saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
     if not spec.recompute:
         names = ("saved.pre_activation", *names, *(() if shared is None else ("saved.shared_pre_activation",)))
@@ -33,6 +33,6 @@ def saved_names(spec: MoESpec, shared: SharedExpert | None) -> tuple[str, ...]:
 
 
 def saved_pre_activation(bundle: ExpertWeights | SharedExpert, x: ArraySpec, spec: MoESpec, rows: int) -> ArraySpec:
-    """The result of the product with gate_up (and up) for `rows` rows, in the dtype of x."""
+    """The result of matmul 1 for `rows` rows, in the dtype of x."""
     width = bundle.down.shape[-2 if spec.weight_layout == "in_out" else -1]
     return ArraySpec((rows, spec.activation.input_width(width)), x.dtype)

@@ -13,7 +13,7 @@ from moe_core.specs.operands import SharedExpert
 class ForwardOptions:
     """Options and optional operands of `plan_moe`.
 
-    token_mask bool `[T]`, expert_map int32 `[E_global]` and shared: as in `MoEOperands`.
+    token_mask, expert_map and shared: as in `MoEOperands`.
 
     save: also write the inputs of `moe_core.ops.moe.backward.plan_moe_backward`. saved.pre_activation `[T * K, 2F]`
     (ungated F) has layout order and the dtype of x, gate columns before up for gate_layout `separate`, and anything in
@@ -21,11 +21,11 @@ class ForwardOptions:
     has saved.shared_pre_activation `[T, 2S]` and saved.shared_gate fp32 `[T, 1]`. The output keeps its bits. With
     spec.recompute no pre-activation is saved.
 
-    results_at int64 `[T * K]`, an input: product 2 stores each slot's row, cast to the output's dtype, to the address
-    there, a multiple of 16. 0, or a slot of no expert: not stored. Nothing is summed, and output is `[0, D]`.
+    results_at int64 `[T * K]`, an input: product 2 stores each slot's row, cast to the output's dtype, to this address,
+    a multiple of 16. 0, or a slot of no expert: not stored. Nothing is summed, and output is `[0, D]`.
 
-    multiprocessors: the most that each product fills (`MatmulProblem`), for a plan in two parts. Product 2 and the
-    rest, the last `launches_behind_hidden` launches, may go to another stream. Bits do not depend on it.
+    multiprocessors: the most that each product fills (`MatmulProblem`), for a plan in two parts. The last
+    `launches_behind_hidden` launches may go to another stream.
     """
 
     token_mask: ArraySpec | None = None
@@ -36,7 +36,7 @@ class ForwardOptions:
     multiprocessors: tuple[int | None, int | None] | None = None
 
 
-#: Of the output only.
+#: Only the output.
 PLAIN = ForwardOptions()
 
 
@@ -45,15 +45,16 @@ PLAIN = ForwardOptions()
 class BackwardOptions:
     """Options of `plan_moe_backward`.
 
-    wanted: gradients to compute, of `gradient_names`.
-    accumulate: matrices among them whose gradient is added in fp32 to the fp32 array `into.<name>`. The fp32 output may
-    have the same memory.
-    one_layer: gradients of a stack have only the layer used, without the leading axis; otherwise other layers get
-    zeros.
-    wide: d_x stays fp32, for a caller that adds to it.
-    overwrite: on compiled targets the gradient of the pre-activation replaces `saved.pre_activation` in memory.
-    results_at int64 `[T * K]`, an input if routing is a TopK: the last product stores the row of each slot that has an
-    expert to the address there, a multiple of 16, 0 = nowhere. Nothing is summed, and d_x is `[0, D]`.
+    Attributes:
+        wanted: gradients to compute, of `gradient_names`.
+        accumulate: matrices among them whose gradient is added in fp32 to `into.<name>`, which may be the output's
+            memory.
+        one_layer: gradients of a stack have only the layer used, without the leading axis. Otherwise other layers get
+            zeros.
+        wide: d_x stays fp32, for a caller that adds to it.
+        overwrite: on compiled targets the gradient of the pre-activation replaces `saved.pre_activation`.
+        results_at: int64 `[T * K]`, an input if routing is a TopK. The last product stores rows as in `ForwardOptions`,
+            and d_x is `[0, D]`.
     """
 
     wanted: tuple[str, ...]

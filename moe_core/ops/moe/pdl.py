@@ -2,11 +2,11 @@
 
 NVIDIA GPUs from sm_90 have programmatic dependent launch. A dependent launch begins once every block of the previous
 launch has allowed it or ended, and its kernel waits (`moe_core.ops.common.kernels.pdl`) for the end of that launch.
-docs/developer/architecture.md, PDL, has the safety rules. A kernel that another thread puts between two of these is
-safe: both wait for it. Stream capture keeps the order: edges inside a plan are programmatic, others full.
+docs/developer/architecture.md, PDL, has the safety rules. Another thread's kernel between two of these is safe: both
+wait for it. Under capture edges inside a plan are programmatic, others full.
 
-It gains with few tokens and small experts, and if a product's blocks take a multiprocessor each. Elsewhere boundaries
-cost little, and waiting blocks hold resources of the previous launch (docs/notebook/launches.md).
+It gains with few tokens and small experts, and if a product's blocks take a multiprocessor each. Elsewhere waiting
+blocks hold resources of the previous launch (docs/notebook/launches.md).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import math
 
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 
-#: Plans of more tokens launch ordinarily, unless the blocks of a kernel take a multiprocessor each: later blocks then
-#: wait for room and take none away.
+#: Plans of more tokens launch ordinarily, unless blocks take a multiprocessor each: later blocks then take no room
+#: away.
 MOST_TOKENS = 64
 _MATRICES = tuple(f"experts.{matrix}{part}" for matrix in ("gate_up", "up", "down") for part in ("", ".values"))
-#: Larger experts launch ordinarily: their many blocks would lose room to waiting blocks. Measured: a gain at 9.4 MB,
-#: mostly losses from 50 MB on (docs/notebook/launches.md), nothing between.
+#: Larger experts launch ordinarily: their many blocks would lose room. Measured: a gain at 9.4 MB, mostly losses from
+#: 50 MB on (docs/notebook/launches.md), nothing between.
 MOST_EXPERT_BYTES = 16 * 10**6
 
 
@@ -42,12 +42,11 @@ def why_not_pdl(plan: LaunchPlan, num_tokens: int, batch_invariant: bool) -> str
 
 
 def _takes_whole(plan: LaunchPlan) -> bool:
-    """Return True if the blocks of one of its kernels take a multiprocessor each."""
+    """True if a kernel's blocks take a multiprocessor each."""
     return any(isinstance(step, KernelLaunch) and step.kernel.whole_multiprocessor for step in plan.steps)
 
 
 def _expert_bytes(plan: LaunchPlan) -> int:
-    """Bytes of one expert's matrices."""
     tiled = set()
     for step in plan.steps:
         if isinstance(step, KernelLaunch) and step.kernel.prepacked_weight is not None:
@@ -59,10 +58,9 @@ def _expert_bytes(plan: LaunchPlan) -> int:
 
 
 def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False, apart: int = 0) -> LaunchPlan:
-    """The plan with every capable launch dependent, except the first. On cuda its notes name them.
+    """The plan with every capable launch dependent, except the first, unless `why_not_pdl`. On cuda a note says which.
 
-    apart: last launches, which go to another stream and wait for an event: none of them is dependent.
-    Only a note is added if `why_not_pdl` has a reason, and nothing off the GPU.
+    apart: last launches, which go to another stream and wait for an event: none is dependent.
     """
     if not plan.target.on_gpu or not plan.steps:
         return plan
@@ -86,7 +84,6 @@ def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False,
 
 
 def _with_pdl(step: KernelLaunch, ahead: KernelLaunch | None) -> KernelLaunch:
-    """A launch after the launch `ahead`, unchanged if its kernel has no PDL."""
     if step.kernel.pdl is None:
         return step
     looks_first = step.kernel.pdl == "layout" and ahead is not None and not ahead.kernel.writes_layout

@@ -1,4 +1,4 @@
-"""Rows of a forward's products, quantised if the experts are, and the launch that quantises them."""
+"""Rows of a forward's products and their quantisation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,11 @@ class Product:
     tile: TileChoice | None
 
     def add(self, builder: PlanBuilder, stage: int, names: dict[str, str]) -> None:
-        """Inline the product. Its schedule exists already."""
         builder.call(plan_product(self.problem, self.tile, stage), f"matmul {stage + 1}", names)
 
 
 def with_scales(builder: PlanBuilder, product: Product, rows: ArraySpec | QuantizedTensor) -> Product:
-    """Product 1 with its work for product 2's rows: it quantises its result, finds the largest magnitudes for one
-    scale, or neither.
-    """
+    """Product 1, which may quantise its result for product 2, or find the largest magnitudes for one scale."""
     if product.tile is None or not isinstance(rows, QuantizedTensor):
         return product
     scale = builder.spec(_HIDDEN_SCALE) if builder.has(_HIDDEN_SCALE) else None
@@ -51,23 +48,20 @@ def with_scales(builder: PlanBuilder, product: Product, rows: ArraySpec | Quanti
 
 @dataclass(frozen=True)
 class RowStages:
-    """Adds the stages that quantise rows. arrays: names of the layout's buffers; product: of `with_scales`."""
+    """Adds the stages that quantise rows. arrays: the layout's buffers. product: of `with_scales`."""
 
     builder: PlanBuilder
     arrays: LayoutArrays
     product: Product
 
     def quantized_x(self, source: str, rows: ArraySpec | QuantizedTensor) -> str:
-        """The prefix of the buffers of x for product 1. source: x, or x times the weights."""
+        """The prefix of product 1's x. source: x, or x times the weights."""
         if not isinstance(rows, QuantizedTensor):
             return source
         return self._quantize("x", source, rows, "experts.gate_up_input_scale", "row_of_slot")
 
     def hidden_rows(self, names: dict[str, str], hidden: ArraySpec, rows: ArraySpec | QuantizedTensor) -> str:
-        """Add product 1 and the quantisation of its result. Returns the prefix of the buffers of product 2's rows.
-
-        hidden: the plain result; rows: as product 2 reads it.
-        """
+        """Add product 1 and the quantisation of its result. Returns the prefix of product 2's rows."""
         builder, product = self.builder, self.product
         if product.problem.out_format is not None:
             name = "quantized_hidden"
@@ -82,19 +76,18 @@ class RowStages:
         return name
 
     def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str, users: str) -> str:
-        """Quantise the rows of the buffer `source`. Returns the prefix of the arrays' buffers. scale: the input with
-        the static scale, if given. users: the layout's array of the slots that read a row.
-        """
+        """Returns the prefix of the arrays. scale: the input with the static scale. users: the layout's array of the
+        slots that read a row."""
         builder, quantized = self.builder, f"quantized_{name}"
         bindings = {"static_scale": scale} if builder.has(scale) else {}
         if users == "slot_of_row" or chooses_one_scale(rows.format, bool(bindings)):
-            # Hidden rows of no slot are unwritten. One scale must come from rows that something reads: masked tokens
-            # may hold anything.
+            # Rows of no slot are unwritten, and masked tokens may hold anything: one scale must come from rows that are
+            # read.
             bindings |= {"used_by": getattr(self.arrays, users)}
         made = {p: builder.scratch(f"{quantized}.{p}", array, Held(Role.ROWS, p)) for p, array in named_arrays(rows)}
         zeros = 0
         if self.product.problem.finds_maxima and name == "x":
-            # This launch precedes product 1, so no other is added for a few zeros.
+            # This launch precedes product 1, so none is added for a few zeros.
             zeros, made["zeros"] = MAXIMA, builder.scratch(_HIDDEN_MAXIMA, ArraySpec((MAXIMA,), "int32"))
         elif self.product.problem.finds_maxima:
             bindings |= {"maxima": _HIDDEN_MAXIMA}

@@ -1,8 +1,7 @@
 """One MoE backward in NumPy, stage by stage, with the rounding points of the kernels.
 
-It reads what a training step saves: x, the routing (logits, ids, weights) and the stored pre-activation in the dtype of
-x. Rounding points: d_output (if its dtype differs), d_pre, weighted_hidden and d_slots to the dtype of x, and every
-result to the dtype of its array. All else is fp32.
+Rounding points: d_output (if its dtype differs), d_pre, weighted_hidden and d_slots to the dtype of x, and every result
+to the dtype of its array. All else is fp32.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ _SAVED = {
 
 @dataclass(frozen=True)
 class Request:
-    """The gradients to compute. wanted: names, None means all. into: fp32 arrays by name, added to that gradient before
-    its cast, which is then to fp32. places: memory by name for the gradients of matrices. wide: d_x stays fp32.
-    by_slot: d_x has one row per slot, `[T * K, D]`."""
+    """wanted: names, None means all. into: fp32 arrays by name, added to that gradient before its cast to fp32. places:
+    memory by name for the gradients of matrices. wide: d_x stays fp32. by_slot: d_x is `[T * K, D]`."""
 
     wanted: frozenset[str] | None = None
     into: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -73,9 +71,8 @@ EVERYTHING = Request()
 
 
 class _Chain(NamedTuple):
-    """The weights and rows of the experts or the shared expert. x: the input of gate_up, d_out: the gradient of the
-    output, both by row. tokens: None, or the token of each row while x and d_out are still empty. They are then copied
-    from `source` block by block."""
+    """The weights and rows of the experts or the shared expert. x, d_out: by row. tokens: of each row while x and d_out
+    are still empty, to be copied from `source` block by block."""
 
     bundle: ExpertWeights | SharedExpert
     prefix: str
@@ -87,7 +84,7 @@ class _Chain(NamedTuple):
     tokens: np.ndarray | None = None
 
     def at_once(self) -> bool:
-        """True if one call of threads does all: nothing reads the first product's result before the others run."""
+        """True if nothing reads the first product's result before the others run."""
         arrays = vars(self.bundle)
         plain = all(isinstance(arrays[name], np.ndarray) for name in ("gate_up", "down"))
         biases = any(array is not None for name, array in arrays.items() if name.endswith("_bias"))
@@ -103,8 +100,7 @@ class _Chain(NamedTuple):
 
 
 class MoEBackward:
-    """The stages of one backward, one method per part. `results` holds the return value of `moe_backward_stages`.
-    `by_row` holds, by layout row, the arrays that are by slot there."""
+    """One method per part. `results`: see `moe_backward_stages`. `by_row`: its arrays by slot, by layout row."""
 
     def __init__(
         self,
@@ -119,7 +115,7 @@ class MoEBackward:
         self.gradients, self.spec, self.stages, self.request = gradients, spec, stages, request
         self.results: dict[str, np.ndarray] = {}
         self.d_out = round_to(gradients.output, self.x.dtype)
-        # Parts of d_x: through the experts, and all else, which is summed first as in the kernels.
+        # Through the experts, and all else, which is summed first as in the kernels.
         self.d_x = np.zeros(self.x.shape, working_dtype(self.x))
         self.d_rest: np.ndarray | None = None
         self.by_row: dict[str, np.ndarray] = {}
@@ -153,7 +149,7 @@ class MoEBackward:
         self, chain: _Chain, pre: np.ndarray | None, out_dtype: str | None, weighting: ExpertActivationOperands
     ) -> tuple[np.ndarray, ...]:
         """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x in out_dtype. Stores the chain's gradients.
-        pre None: recompute it. weighting: row_of_slot, row_weight and bias_product."""
+        pre None: recompute it."""
         bundle, d_out = chain.bundle, chain.d_out
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
@@ -209,7 +205,7 @@ class MoEBackward:
         return d_hidden, d_pre, hidden, d_weight, d_rows
 
     def through_experts(self) -> np.ndarray:
-        """Store the experts' gradients and their part of d_x. Returns the gradient of the weights, fp32 `[T, K]`."""
+        """Store the gradients. Returns the gradient of the weights, fp32 `[T, K]`."""
         experts, stages, layer_index = self.experts, self.stages, self.experts.layer_index
         ids, weights = stages["ids"], stages["weights"].reshape(-1)
         num_experts = experts.down.shape[0 if layer_index is None else 1]
@@ -238,7 +234,7 @@ class MoEBackward:
         d_hidden, d_pre, hidden, d_weight, d_rows = self._through(chain, pre, None, weighting)
         self.by_row = {"d_hidden": d_hidden, "d_pre": d_pre, "weighted_hidden": hidden, "d_slots": d_rows}
         if on_input:
-            # K = 1, so a slot is its token. The input was x times the weight, so both get gradients.
+            # K = 1, so a slot is its token. x was multiplied with the weight: both get gradients.
             tokens = np.flatnonzero(row_of_slot >= 0)
             d_source = to_float32(d_rows[row_of_slot[tokens]])
             d_weight = np.zeros(layout.num_slots, working_dtype(self.x))
@@ -250,7 +246,7 @@ class MoEBackward:
         return d_weight.reshape(ids.shape)
 
     def through_shared(self, shared: SharedExpert) -> None:
-        """The shared expert: one expert for every token, weighted by the sigmoid of its gate."""
+        """One expert for every token, weighted by the sigmoid of its gate."""
         spec, x = self.spec, self.x
         layer_index = self.experts.layer_index if shared.gate_up.ndim == 3 else None
         pre, gate = self.stages.get("shared_matmul1"), self.stages.get("shared_gate")
@@ -268,7 +264,7 @@ class MoEBackward:
             self._add(gate_gradients.x)
 
     def through_router(self, d_weights: np.ndarray) -> None:
-        """Propagate the gradients of weights, losses and logits to the logits, and to x if it produced them."""
+        """From the weights, losses and logits to the logits, and to x if it was routed."""
         gradients, spec, stages, routing = self.gradients, self.spec, self.stages, self.routing
         if isinstance(routing, TopK):
             extra = [
@@ -314,8 +310,7 @@ def moe_backward_stages(
     """Every stage of one MoE backward.
 
     stages: the result of `moe_stages` for the same arguments. Read are logits, ids, weights, matmul1 and, with a shared
-    expert, shared_matmul1 `[T, 2S]` and shared_gate fp32 `[T, 1]`. A missing matmul1 is recomputed bitwise. request:
-    the gradients wanted and the arrays added to.
+    expert, shared_matmul1 `[T, 2S]` and shared_gate fp32 `[T, 1]`. A missing matmul1 is recomputed bitwise.
 
     Keys by slot, exact zeros without an expert: d_hidden fp32 `[T * K, F]` (before the weight), d_pre `[T * K, 2F]` (or
     F), weighted_hidden `[T * K, F]`, d_slots `[T * K, D]`. Then d_weights fp32 `[T, K]` and d_logits fp32 `[T, E]`
@@ -323,8 +318,8 @@ def moe_backward_stages(
     in its shape and dtype.
 
     d_x = the fp32 sum of a token's slots in order (with apply_router_weight_on_input: times the weight), then the
-    shared expert's, its gate's and the router's part; one cast. In a stack only the layer used has a nonzero gradient.
-    Quantised matrices have none. Raises InvalidInput if ids are given and an output gradient needs the logits.
+    shared expert's, its gate's and the router's part; one cast. Other layers of a stack get zeros. Raises InvalidInput
+    if ids are given and an output gradient needs the logits.
     """
     backward = MoEBackward(gradients, operands, spec, stages, request)
     return backward.run() | {name: backward.rows_of_slots(rows) for name, rows in backward.by_row.items()}
@@ -339,10 +334,8 @@ def moe_backward_plan(
     by_slot: bool = False,
     places: tuple[np.ndarray, ...] = (),
 ) -> tuple[np.ndarray, ...]:
-    """The gradients in options.wanted, in order, from `plan_moe_backward`'s inputs by name. The pre-activation comes
-    from `saved.pre_activation` (by layout row; `saved.row_of_slot` maps slots) or is recomputed. Gradients named in
-    accumulate are fp32 and added to `into.<name>`. tensors: quantised inputs, see `quantized_from`. places: optional
-    memory for the gradients, in the order of wanted. by_slot: see `Request`."""
+    """The gradients in options.wanted, in order, from `plan_moe_backward`'s inputs by name. places: optional memory for
+    the gradients, in the order of wanted. by_slot: see `Request`."""
     wanted = options.wanted
     arrays = quantized_from(arrays, tensors)
     routing = next(bundle_of(kind, arrays, "routing.") for name, kind in _ROUTING.items() if name in arrays)

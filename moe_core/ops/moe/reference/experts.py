@@ -1,4 +1,4 @@
-"""NumPy twin of both expert products: one thread takes a block of an expert's rows through both."""
+"""NumPy twin of both expert products."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def both_products(
     outputs: tuple[str, ...],
     places: tuple[np.ndarray, ...],
 ) -> tuple[np.ndarray, ...]:
-    """Write the outputs of `matmul_ogs_plan` (`y`, `pre`), then the second product of y by row. arrays: inputs as
-    `first.x`, `first.weight`, ..., `second.weight`, and the layout's arrays. places: memory for the results. With
-    blocks for all threads, threads wake once. Bits equal those of two separate products."""
+    """Write the outputs of `matmul_ogs_plan`, then the second product of y by row. arrays: `first.x`, `first.weight`,
+    ..., `second.weight`, and the layout's. One thread takes a block of rows through both, so threads wake once. Bits
+    equal two separate products."""
     made, common = dict(zip(outputs, places, strict=False)), {"layer_index": arrays.get("layer_index")}
     y, rows = made["y"], planned_rows(layout, arrays, len(arrays["first.x"]))
     one, two = (

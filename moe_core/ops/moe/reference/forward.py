@@ -1,4 +1,4 @@
-"""One MoE forward in NumPy, stage by stage: the reference of every engine in parity runs."""
+"""One MoE forward in NumPy, stage by stage: the reference of every engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def routing_stages(
     token_mask: np.ndarray | None,
     given: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """logits (unless routing has ids), ids and weights. given: ids that replace the router's choice."""
+    """logits (unless routing has ids), ids and weights. given: replaces the router's ids."""
     if isinstance(routing, TopK):
         return {"ids": routing.ids, "weights": to_float32(routing.weights)}
     from_x = isinstance(routing, RouterWeights)
@@ -60,8 +60,8 @@ def routing_stages(
 def shared_output(
     x: np.ndarray, shared: SharedExpert, spec: MoESpec, layer_index: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The shared expert's output fp32 `[T, D]` (unrounded) and its gate logits fp32 `[T, 1]` or None."""
-    # The shared expert's matrices may be unstacked in a stack of layers.
+    """The shared expert's output fp32 `[T, D]` (unrounded) and gate logits fp32 `[T, 1]`."""
+    # The shared expert may be unstacked in a stack of layers.
     layer_index = layer_index if shared.gate_up.ndim == 3 else None
     product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
     first = dataclasses.replace(product, activation=spec.of_shared().activation)
@@ -74,7 +74,7 @@ def shared_output(
 
 
 def _quantized(rows: np.ndarray, spec: MoESpec, static_scale: np.ndarray | None, row_of_slot: np.ndarray) -> Matrix:
-    """Rows in the format spec.activations, or unchanged. A common scale is chosen from the rows that a slot has."""
+    """Rows in spec.activations, if set. A common scale comes from rows that a slot has."""
     format = spec.activations
     if format is None:
         return rows
