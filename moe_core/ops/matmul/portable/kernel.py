@@ -15,7 +15,7 @@ from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
 from moe_core.ops.routing.kernels.schedule import spread_block
 
-#: Stacked weights of D x N or, interleaved, D x 2 N elements with their biases, and the sizes of a tile.
+#: Stacked weights of D x N (interleaved: D x 2 N) elements with their biases, and the sizes of a tile.
 Matrices = aggregate_of(
     "Matrices",
     """weight up bias up_bias layer_index D N WEIGHT_N NUM_LAYERS LAYER_STRIDE EXPERT_STRIDE K_STRIDE N_STRIDE
@@ -25,8 +25,8 @@ Matrices = aggregate_of(
 
 @triton.jit
 def tile_of_program(pid, num_blocks, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Return (row block, column tile): GROUP_M row blocks share each column tile before the next, so weights stay in
-    L2."""
+    """Return (row block, column tile). GROUP_M row blocks share a column tile before the next, so weights stay
+    in L2."""
     per_group = GROUP_M * TILES_N
     first = (pid // per_group) * GROUP_M
     height = tl.minimum(num_blocks - first, GROUP_M)
@@ -35,21 +35,20 @@ def tile_of_program(pid, num_blocks, TILES_N: tl.constexpr, GROUP_M: tl.constexp
 
 @triton.jit
 def rows_of_group(group_sizes, group_start, group, num_rows, CACHE: tl.constexpr):
-    """Return (first row, rows) of a group. CACHE: the cache modifier of loads. The arrays of a layout may come from
-    anywhere, so no value in them may lead outside the buffers."""
+    """Return (first row, rows) of a group. Layouts are not trusted: no value in them may lead outside the buffers."""
     start = tl.minimum(tl.maximum(tl.load(group_start + group, cache_modifier=CACHE), 0), num_rows)
     return start, tl.minimum(tl.load(group_sizes + group, cache_modifier=CACHE), num_rows - start)
 
 
 @triton.jit
 def slot_inside(slots, num_slots):
-    """Return slots as int64, moved into [0, num_slots)."""
+    """Return slots as int64, clamped to [0, num_slots)."""
     return tl.minimum(tl.maximum(slots, 0), num_slots - 1).to(tl.int64)
 
 
 @triton.jit
 def rows_of_block(block, expert, layout, schedule, BLOCK_M: tl.constexpr, SCATTER: tl.constexpr, CACHE: tl.constexpr):
-    """Return (rows in the layout, which exist, the slot of each) of a block. CACHE: the cache modifier of loads."""
+    """Return (rows in the layout, which exist, the slot of each) of a block."""
     if schedule is None:
         rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         return rows, rows < layout.num_rows, rows
@@ -68,8 +67,8 @@ def rows_of_block(block, expert, layout, schedule, BLOCK_M: tl.constexpr, SCATTE
 
 @triton.jit
 def filled_rows(layout, schedule, rows, exists, slots):
-    """Return (which rows of a block have slots, the slots). Until then every row counts as filled. They are loaded
-    again rather than kept in registers over the main loop."""
+    """Return (which rows of a block have slots, the slots). They are loaded again to free registers in the main loop,
+    where every row counts as filled."""
     if schedule is None:
         return exists, slots
     else:
@@ -79,7 +78,7 @@ def filled_rows(layout, schedule, rows, exists, slots):
 
 @triton.jit
 def target_rows(y, rows, slots, exists, N: tl.constexpr, SCATTER: tl.constexpr):
-    """Return (pointers to the places where rows of N columns are written, which rows are)."""
+    """Return (pointers to rows of N columns to write, which rows are written)."""
     if SCATTER == "row":
         return y + rows * N, exists
     elif SCATTER == "slot":
@@ -90,7 +89,7 @@ def target_rows(y, rows, slots, exists, N: tl.constexpr, SCATTER: tl.constexpr):
 
 @triton.jit
 def source_rows(rows, slots, GATHER: tl.constexpr, TOP_K: tl.constexpr):
-    """Return the int64 rows of an array indexed by layout `row`, `slot` or `token`."""
+    """Return int64 rows of an array indexed by layout `row`, `slot` or `token`."""
     if GATHER == "row":
         return rows
     elif GATHER == "slot":
@@ -104,7 +103,7 @@ def load_weight(
     base, k, columns, D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Load one weight tile [k, columns], masked only where the sizes do not divide."""
+    """Load a weight tile [k, columns], masked only where sizes do not divide."""
     pointers = base + k[:, None] * K_STRIDE + columns[None, :] * N_STRIDE
     if EVEN_K and EVEN_N:
         return tl.load(pointers)
@@ -125,7 +124,7 @@ def store_pre(pre, tile, rows, columns, exists, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def weight_bases(weights, expert, GATE_LAYOUT: tl.constexpr):
-    """Return (pointers to an expert's weights and to its up weights, layer index, does the requested layer exist)."""
+    """Return (pointers to an expert's weights and up weights, layer index, True if the layer exists)."""
     layer_number, layer_exists = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
     layer_number = layer_number.to(tl.int64)
     weight_offset = layer_number * weights.LAYER_STRIDE + tl.cast(expert, tl.int64) * weights.EXPERT_STRIDE
@@ -182,7 +181,7 @@ def tile_sums(x_pointers, exists, first, second, tile, weights, GATE_LAYOUT: tl.
 
 @triton.jit
 def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epilogue, pre):
-    """Apply bias and activation to `tile_sums` and store the pre-activation. Return fp32 `[BLOCK_M, BLOCK_N]`."""
+    """Apply bias and activation to `tile_sums`, store the pre-activation, return fp32 `[BLOCK_M, BLOCK_N]`."""
     N: tl.constexpr = weights.N
     BLOCK_N: tl.constexpr = weights.BLOCK_N
     GATE_LAYOUT: tl.constexpr = epilogue.GATE_LAYOUT
@@ -215,7 +214,7 @@ def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epil
                 store_pre(pre, accumulator, rows, columns, exists, columns < N, 2 * N)
             result = activate_gated(accumulator, up_accumulator, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
             if pre is not None:
-                # Only now: both stores next to each other would not fit into the registers.
+                # Only now: the registers have no room for both stores at once.
                 store_pre(pre + N, up_accumulator, rows, columns, exists, columns < N, 2 * N)
         elif epilogue.ACTIVATION is not None:
             if pre is not None:
@@ -230,8 +229,8 @@ def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epil
 def multiply_tile(
     block, tile, expert, layout, schedule, x, weights, epilogue, output, JOIN: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Compute column tile `tile` of row block `block`, a block of `expert`. JOIN: wait for the launch ahead once the
-    rows are known. STAGES: of the pipeline, None: the launch's."""
+    """Compute one column tile of a row block of `expert`. JOIN: wait for the launch ahead once the rows are known.
+    STAGES: of the pipeline, None: the launch's."""
     N: tl.constexpr = weights.N
     CACHE: tl.constexpr = ".cg" if JOIN else ""
     first, second, layer_number, layer_exists = weight_bases(weights, expert, epilogue.GATE_LAYOUT)

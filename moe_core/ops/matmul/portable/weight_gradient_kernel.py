@@ -1,7 +1,6 @@
 """Gradients of weights: products per group, ragged along the reduction, with the column sums of the bias.
 
-for each (group g, tile of d_weight):
-    d_weight[g] tile = cast(into[g] + sum over g's rows of left row tile^T . right row tile)       (fp32, rows in order)
+d_weight[g] = cast(into[g] + sum over g's rows of left row^T . right row)       (fp32, rows in order)
 """
 
 import triton
@@ -14,7 +13,7 @@ from moe_core.ops.matmul.portable.kernel import rows_of_group, source_rows
 
 @triton.jit
 def rows_of_step(start, first, size, layout, row_mask, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return (rows, slots, which exist) of one step along a group of `size` rows from `start`."""
+    """Return (rows, slots, which exist) of one step along a group."""
     within = first + tl.arange(0, BLOCK_K)
     exists = within < size
     rows = start.to(tl.int64) + within
@@ -80,7 +79,7 @@ def weight_gradient(
             accumulator = tl.load(into + offsets, mask=inside, other=0.0) + accumulator
         tl.store(d_weight + offsets, accumulator.to(d_weight.dtype.element_ty), mask=inside)
 
-    # Read the rows again, only for the first tile of every column: in the loop above the sums would cost registers.
+    # Read the rows again, for the first tile of every column: sums in the loop above would cost registers.
     if BIAS_SIDE == "left":
         if tile_n == 0:
             values = Rows(left, None, LEFT_STRIDE, LEFT_GATHER, LEFT_START)
@@ -97,8 +96,8 @@ def weight_gradient(
 def column_sums(
     values, row_weight, layout, row_mask, start, size, columns, inside, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return fp32 sums of a group's rows, times row_weight by slot if given: BLOCK_K partial sums, then a tree. The
-    tree is written out, because the order of a layout differs without a product."""
+    """Return fp32 sums of a group's rows, times row_weight by slot: BLOCK_K partial sums, then a tree. The tree is
+    written out, because the order of a layout differs without a product."""
     partial = tl.zeros((BLOCK_K, columns.shape[0]), dtype=tl.float32)
     for first in range(0, size, BLOCK_K):
         rows, slots, exists = rows_of_step(start, first, size, layout, row_mask, BY_SLOT, BLOCK_K)
@@ -116,8 +115,8 @@ def column_sums(
 
 @triton.jit
 def sum_parts(parts, layer_index, into, result, num_parts, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """result[l] = cast(into[l] + sum over p = 0, 1, ... of parts[p]) of SIZE elements each, fp32, in that order.
-    layer_index: of the layers (program axis 1) only layer_index[0] has a sum."""
+    """result[l] = cast(into[l] + sum over p = 0, 1, ... of parts[p]) of SIZE elements each, fp32, in that order. With
+    layer_index only that layer (program axis 1) has a sum."""
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < SIZE
     count = num_parts

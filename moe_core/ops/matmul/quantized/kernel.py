@@ -1,9 +1,5 @@
 """Ragged grouped matmul with quantised weights, and quantised rows if asked. See `matmul_ogs` for the rest.
 
-for each (row block b, expert e) of the schedule, for each column tile:
-    rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
-    y[scatter(rows)] = cast(act(x[gather(rows)] @ dequantised(w[e]) + bias[e]) * row_weight)
-
 The weight is the left operand, [weight rows, BLOCK_K] @ [BLOCK_K, BLOCK_M], so that decoded weights stay in registers
 and few tokens cost a narrow tile. SCALING: scales are applied `into_weight` (number times scale, one cast), `per_block`
 (to partial sums of BLOCK_K columns) or `at_end` (to the sums).
@@ -33,10 +29,10 @@ from moe_core.ops.quantize.kernels.rows import magnitude_bits
 
 @triton.jit
 def matrix_rows(array, second, matrix, rows, side, MATRIX_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr):
-    """Return pointers to rows of matrix number `matrix`, for side 1 in array `second` if given."""
+    """Return pointers to rows of a matrix, for side 1 in array `second` if given."""
     pointers = array + matrix * MATRIX_STRIDE + rows * ROW_STRIDE
     if second is not None:
-        # Arrays are 16-byte aligned. Without the hint the compiler loads byte by byte.
+        # Arrays are 16-byte aligned. Without the hint the compiler loads single bytes.
         distance = tl.multiple_of(second.to(tl.int64) - array.to(tl.int64), 16)
         bytes_each: tl.constexpr = array.dtype.element_ty.primitive_bitwidth // 8
         pointers += tl.cast(side, tl.int64) * tl.multiple_of(distance // bytes_each, 16 // bytes_each)
@@ -45,7 +41,7 @@ def matrix_rows(array, second, matrix, rows, side, MATRIX_STRIDE: tl.constexpr, 
 
 @triton.jit
 def weight_row(column, side, N: tl.constexpr, GATE_LAYOUT: tl.constexpr):
-    """Return the row of a weight matrix for an output column: of the gate (side 0) or of up (side 1)."""
+    """Return the weight row of an output column: of the gate (side 0) or of up (side 1)."""
     if GATE_LAYOUT == "interleaved":
         return 2 * column + side
     elif GATE_LAYOUT == "halves":
@@ -56,7 +52,7 @@ def weight_row(column, side, N: tl.constexpr, GATE_LAYOUT: tl.constexpr):
 
 @triton.jit
 def of_block(rows, start, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr):
-    """Load scales of the group of GROUP columns (0: all) with column `start`, or with the last one. rows: pointers."""
+    """Load scales of the group of GROUP columns (0: all) with column `start`, at most the last. rows: pointers."""
     if GROUP > 0:
         rows += tl.minimum(start, D - 1) // GROUP * STRIDE
     return tl.load(rows)
@@ -67,7 +63,7 @@ def scales_at(
     rows, start, SCALING: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load scales of a block from column `start`: of all its groups if they go into the weight, else one."""
+    """Load scales of a block: of all its groups if they go into the weight, else one."""
     if SCALING == "into_weight":
         return per_group(rows, start, D, GROUP, STRIDE, BLOCK_K)
     else:
@@ -79,7 +75,7 @@ def factor_of(
     scale, scale_1, x_scale, side, QUANTIZED_X: tl.constexpr, UNIFORM: tl.constexpr, TOKENS_FIRST: tl.constexpr
 ):
     """Return the fp32 factor of a partial sum: scales of weight rows, times scales of tokens if x is quantised.
-    UNIFORM: scale is the one of all weight rows of side 0, scale_1 of side 1."""
+    UNIFORM: scale belongs to all weight rows of side 0, scale_1 to side 1."""
     factor = number_of(scale).to(tl.float32)
     if UNIFORM:
         factor = tl.where(side == 0, factor, number_of(scale_1).to(tl.float32))
@@ -92,8 +88,8 @@ def factor_of(
 
 @triton.jit
 def values_of(array, ELEMENT: tl.constexpr, DOT: tl.constexpr):
-    """Return a pointer to values as they are loaded: numbers, codes to multiply, or codes to decode, which are bytes.
-    (e4m3 arrives as bytes because sm_80 has no such type.)"""
+    """Return a pointer to values as they are loaded: numbers, codes to multiply, or codes to decode as bytes. (e4m3
+    arrives as bytes because sm_80 has no such type.)"""
     if (DOT == "e4m3") and (ELEMENT == "e4m3"):
         return array.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     elif (ELEMENT is None) or (DOT == "int8"):
@@ -105,7 +101,7 @@ def values_of(array, ELEMENT: tl.constexpr, DOT: tl.constexpr):
 @triton.jit
 def add_bias(tile, bias, up_bias, layer_number, expert, n, side, exists, WEIGHT_N: tl.constexpr,
              LAYER_STRIDE: tl.constexpr, UP_LAYER_STRIDE: tl.constexpr, SEPARATE: tl.constexpr):  # fmt: skip
-    """Add the bias of its rows to a tile [weight rows, tokens]. SEPARATE: bias is for side 0, up_bias for side 1."""
+    """Add biases to a tile [weight rows, tokens]. SEPARATE: bias is for side 0, up_bias for side 1."""
     if bias is not None:
         mine = exists
         if SEPARATE:
@@ -224,7 +220,7 @@ def matmul_quantized(
         side = place * 0
         column = tile * BLOCK_N + place
     column_exists = column < N
-    # Columns behind the last one are copies of it, never stored.
+    # Columns behind the last one repeat it and are never stored.
     n = weight_row(tl.minimum(column, N - 1), side, N, GATE_LAYOUT)
     values = values_of(weight, ELEMENT, DOT)
     weight_rows = matrix_rows(values, up, matrix, n, side, VALUE_MATRIX, VALUE_N)
@@ -247,7 +243,7 @@ def matmul_quantized(
         x_scale_rows = x_scales + tl.where(exists, x_row, 0) * X_SCALE_STRIDE
         x_scale = of_block(x_scale_rows, 0, D, X_GROUP, 1)
 
-    # Scales and zero points are read one step ahead: nothing else hides how long that takes.
+    # Read scales and zero points one step ahead: nothing else hides their latency.
     scale = scales_at(scale_rows, 0, SCALING, D, GROUP, SCALE_K, BLOCK_K)
     scale_1 = scale
     if UNIFORM and PAIRED:
@@ -328,8 +324,8 @@ def order_columns(
     D: tl.constexpr, ELEMENT: tl.constexpr, STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, GROUP: tl.constexpr,
     SCALING: tl.constexpr, ORDER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Write x as numbers, its columns in the order of decoded weights and padded with zeros to WIDTH. Many tiles of
-    weights use the result, so that none repeats this."""
+    """Write x as numbers, with columns in the order of decoded weights, padded with zeros to WIDTH. Many tiles share
+    the result."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < num_rows
     start = tl.program_id(1) * BLOCK_K

@@ -1,8 +1,4 @@
-"""Ragged grouped matmul with quantised weights transposed, for gradients.
-
-for each (row block b, expert e) of the schedule, for each column tile:
-    rows = group_start[e] + b * BLOCK_M + 0 .. BLOCK_M - 1, cut at group_size[e]
-    y[scatter(rows)] = cast(x[gather(rows)] @ dequantised(w[e])^T)
+"""Ragged grouped matmul with quantised weights transposed, for gradients. See `matmul_ogs`, with dequantised(w[e])^T.
 
 The sum goes over the rows of a weight, its outputs. A scale belongs to some addends of some columns and cannot multiply
 sums. So weights are decoded to (code - zero point) * scale in the dtype of x, with one rounding (none for e8m0 scales
@@ -27,7 +23,7 @@ from moe_core.ops.quantize.kernels.decode import (
     zero_point,
 )
 
-#: Matrices of D rows and N columns as codes. Parameters as in `matmul_quantized_transposed`.
+#: Matrices of D rows and N columns as codes. Fields as in `matmul_quantized_transposed`.
 Codes = aggregate_of(
     "Codes",
     """values scales zero_points D N ELEMENT GROUP_ROWS GROUP VALUE_MATRIX VALUE_N VALUE_K SCALE_MATRIX SCALE_N
@@ -40,12 +36,12 @@ def add_product(
     total, x_rows, exists, codes, matrix, column, DOT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return total [rows, BLOCK_N] + x [rows, D] @ the columns from `column` of a matrix. x_rows: pointers to rows."""
+    """Return total [rows, BLOCK_N] + x [rows, D] @ columns of a matrix. x_rows: pointers to rows."""
     D: tl.constexpr = codes.D
     N: tl.constexpr = codes.N
     ELEMENT: tl.constexpr = codes.ELEMENT
     GROUP: tl.constexpr = codes.GROUP
-    # Bytes: sm_80 has no e4m3, and codes of int8 are decoded from their bits.
+    # Bytes: sm_80 has no e4m3, and int8 codes are decoded from their bits.
     values = codes.values.to(tl.pointer_type(tl.uint8), bitcast=True) + matrix * codes.VALUE_MATRIX
     zero_points = None
     if codes.zero_points is not None:
@@ -62,7 +58,7 @@ def add_product(
     if zero_points is not None:
         zero = per_group(zero_points + n // POINT_ROWS * codes.POINT_N, column, N, GROUP, codes.POINT_K, BLOCK_N)
     for start in range(0, D, BLOCK_K):
-        # Scales and zero points are read one step ahead: nothing else hides how long that takes.
+        # Read scales and zero points one step ahead: nothing else hides their latency.
         n = tl.minimum(start + BLOCK_K + offsets, D - 1)
         next_scale, next_zero = scale, zero
         if codes.GROUP_ROWS > 0:
@@ -81,7 +77,7 @@ def add_product(
         numbers = codes_to_bfloat16(loaded, ELEMENT)
         w_tile = scaled(numbers, spread(number_of(scale), BLOCK_N), points, DOT, ELEMENT, "into_weight")
         if D % BLOCK_K != 0:
-            # Copies of the last row: a NaN or an infinity in them would survive a product with zero.
+            # Copies of the last row: their NaN or infinity would survive a product with zero.
             w_tile = tl.where((start + offsets < D)[:, None], w_tile, 0.0)
         x_tile = plain_tile(x_rows, start, exists, D, 1, BLOCK_K)
         total = tl.dot(x_tile, w_tile, total, input_precision=INPUT_PRECISION)

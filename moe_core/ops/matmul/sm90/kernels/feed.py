@@ -15,15 +15,15 @@ from moe_core.ops.matmul.sm90.kernels.tall_producer import take_tile as take_tal
 def producer(product):
     """Take, announce and load tiles until none is left.
 
-    The rows of x of a tall tile are listed at its place of the ring. The list that it replaces is no longer read: all
-    warps have announced a tile since. For tall tiles, the last bias tile holds the biases of the next tile.
+    The rows of x of a tall tile are listed at its slot of the ring. Nobody reads the list that they replace: all warps
+    have announced a tile since. For tall tiles, the last bias tile holds the biases of the next tile.
     """
     tiles, pipeline, weights = product.tiles, product.pipeline, product.weights
     TALL: gl.constexpr = tiles.row_lists is not None
     # Constants of the kernel: Triton 3.6 passes no function through `warp_specialize`.
     TAKE: gl.constexpr = take_tall_tile if TALL else take_tile
     LOAD: gl.constexpr = load_tall_steps if TALL else load_steps
-    # The next tile takes a chain of dependent reads: take it while the first stages of this one are being loaded.
+    # The next tile takes a chain of dependent reads: take it while the first stages of this one load.
     STAGED: gl.constexpr = pipeline.STAGES * tiles.left.shape[2]
     LEAD: gl.constexpr = STAGED if STAGED < weights.D else weights.D
     layer_number, _ = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)

@@ -1,9 +1,7 @@
 """Ragged grouped matmul of e4m3 codes with e4m3 codes for Hopper, in Gluon. Warps are specialised as in `matmul`.
 
-    y[scatter(row)] = cast(act(x[gather(row)] @ dequantised(w[expert]) + bias) * row_weight)
-
-Tiles have 128 rows x 256 accumulator columns. A stage holds 128 of the reduction, which are 128 bytes of a row. Tensor
-cores keep few bits of a sum, so each stage is its own product, and these are added in fp32:
+Tiles have 128 rows x 256 accumulator columns. A stage holds 128 of the reduction, 128 bytes of a row. Tensor cores keep
+few bits of a sum, so each stage is its own product, and these are added in fp32:
 
 consumer 0 and 1 (4 warps each), 64 rows each
     for each stage, for the first and then for the last 128 columns:
@@ -52,11 +50,11 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     skip_tile,
 )
 
-#: The part of the reduction that one stage holds, and that one product adds up.
+#: The part of the reduction in one stage and one product.
 DEPTH = gl.constexpr(128)
 
 
-#: fp32 scales of rows and of weights. See `matmul_fp8`.
+#: fp32 scales of rows and weights. See `matmul_fp8`.
 Scales = aggregate_of("Scales", "x weights up_weights X_STRIDE X_GROUP ROWS COLUMNS GROUP_ROWS GROUP FAST")
 
 
@@ -73,7 +71,7 @@ def source_of_row(slots, start, within, GATHER: gl.constexpr, TOP_K: gl.constexp
 
 @gluon.jit
 def first_weight_row(tile, PART: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.constexpr):
-    """Return the first weight row of the first or the last 128 columns of a tile."""
+    """Return the first weight row of one half of a tile's columns."""
     if GATE_LAYOUT == "halves":
         return tile * PIECE + PART * N
     elif GATE_LAYOUT == "separate":
@@ -110,7 +108,6 @@ def begin_part(rows, weights, PART: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def add_part(total, partial, factor):
-    """Return total + partial * factor. factor may be None."""
     if factor is not None:
         total += partial * factor[:, None]
     else:
@@ -120,7 +117,7 @@ def add_part(total, partial, factor):
 
 @gluon.jit
 def add_stages(product, x_offsets, first_scales, last_scales, stage, phase, WHICH: gl.constexpr, layout: gl.constexpr):
-    """Return the sums of both halves of a tile, of products of one stage each, scaled if GROUP > 0."""
+    """Return the sums of both halves of a tile, stage by stage, scaled if GROUP > 0."""
     tiles, pipeline, scales = product.tiles, product.pipeline, product.scales
     BLOCKS: gl.constexpr = (product.weights.D + DEPTH - 1) // DEPTH
     first = gl.zeros([ROWS, PIECE], gl.float32, layout)
@@ -190,11 +187,11 @@ def consumer(WHICH: gl.constexpr, product):
         tile = await_tile(pipeline, place, ring_phase)
         expert = tile.expert
         if tile.rows > FIRST:
-            # A row that does not exist takes the scale of the last existing row. Its sums are not stored.
+            # Missing rows take the scale of the last existing row. Their sums are not stored.
             exists = gl.minimum(within, tile.rows - 1)
             slots = exists
             if (epilogue.row_weight is not None) or (GATHER != "row"):
-                # The addresses of scales and row weights come from memory: ask early.
+                # Ask early: addresses of scales and row weights come from memory.
                 slots = gl.load(layout.slot_of_row + tile.start.to(gl.int64) + exists)
                 slots = gl.minimum(gl.maximum(slots, 0), layout.num_slots - 1)
             x_rows = source_of_row(slots, tile.start, exists, GATHER, layout.TOP_K)
@@ -219,7 +216,7 @@ def consumer(WHICH: gl.constexpr, product):
                     # Keeps the compiler from loading the scales of both halves at once: registers have no room.
                     barrier()
                 last = scale_sums(last, x_scale, last_scales, scales.GROUP_ROWS)
-            # Read again rather than keep it in registers over the main loop.
+            # Read again to free registers in the main loop.
             _, start, rows, column = read_facts(pipeline, place)
             tile = Tile(expert, start, rows, column)
             biases = tiles.biases.index(place) if BIASED else None
@@ -245,17 +242,15 @@ def matmul_fp8(
     TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     HIDDEN: gl.constexpr, RULE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply codes. Arguments that are not named here are as in `sm90.kernels.matmul`.
+    """Multiply codes: y[scatter(row)] = cast(act(x[gather(row)] @ dequantised(w[expert]) + bias) * row_weight).
 
-    x: codes, as bytes.
-    x_scales: fp32, X_SCALE_STRIDE between rows (0: one for all rows), one for X_GROUP columns (128, or 0: all).
-    scales, up_scales: fp32 `[.., SCALE_ROWS, SCALE_COLUMNS]` of one matrix, one for GROUP_ROWS weight rows (0: all, 1,
-        or 128) and GROUP columns (0: all, or 128). N is a multiple of 128 if GROUP_ROWS is 1, or 128 with gate_layout
-        `halves`. X_GROUP needs GROUP, and GROUP needs more than one row.
-    FAST: the tensor cores make the whole sum. GROUP is 0.
-    y_scales: None, or y is codes too, as bytes: the result in the 16-bit dtype HIDDEN, quantised by RULE.
-    given: the scale fp32 `[1]` of all results, for RULE `given`.
-    maxima: None, or int32 `[64]`, 0 or more. See `raise_maxima`.
+    Further arguments as in `sm90.kernels.matmul`. x: codes, as bytes. x_scales: fp32, X_SCALE_STRIDE between rows (0:
+    one for all rows), one for X_GROUP columns (128, or 0: all). scales, up_scales: fp32 `[.., SCALE_ROWS,
+    SCALE_COLUMNS]` of one matrix, one for GROUP_ROWS weight rows (0: all, 1, or 128) and GROUP columns (0: all, or
+    128). N is a multiple of 128 if GROUP_ROWS is 1, or 128 with gate_layout `halves`. X_GROUP needs GROUP, and GROUP
+    needs more than one row. FAST: the tensor cores make the whole sum, and GROUP is 0. y_scales: None, or y is codes
+    too, as bytes: the result in the 16-bit dtype HIDDEN, quantised by RULE. given: the scale fp32 `[1]` of all results,
+    for RULE `given`. maxima: None, or int32 `[64]`, 0 or more. See `raise_maxima`.
     """
     x_codes = x.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)

@@ -1,7 +1,7 @@
 """Ragged grouped matmul for Hopper in Gluon. Warps are specialised: one producer feeds two consumers.
 
 A block takes tiles of 128 rows x 256 accumulator columns from a counter until none is left, so that a multiprocessor
-with cheap tiles or near memory takes more of them. Results do not depend on the block that computes a tile.
+with cheap tiles or near memory takes more. Results do not depend on the block that computes a tile.
 
 producer (4 warps)
     takes and announces a tile
@@ -57,7 +57,7 @@ from moe_core.ops.matmul.sm90.kernels.quantize_epilogue import quantize_by, quan
 
 @gluon.jit
 def multiply(product, stage, phase, accumulator, WHICH: gl.constexpr, FIRST: gl.constexpr):
-    """Multiply one stage. Release the previous one when this product has begun and its product is done."""
+    """Multiply one stage. Release the previous one once this product has begun and its product is done."""
     tiles, pipeline = product.tiles, product.pipeline
     CHUNKS: gl.constexpr = tiles.left.shape[0] // pipeline.STAGES
     await_stage(pipeline, stage, phase)
@@ -83,7 +83,7 @@ def multiply_rest(product, stage, phase, accumulator, WHICH: gl.constexpr):
 
 @gluon.jit
 def halves(accumulator):
-    """Return the first and the last 128 columns. One thread has both numbers of a pair already."""
+    """Return the first and the last 128 columns, without moves between threads."""
     first, last = gl.split(gl.permute(gl.reshape(accumulator, [ROWS, 2, PIECE]), [0, 2, 1]))
     return first, last
 
@@ -97,13 +97,12 @@ def activate_pairs(half, epilogue):
 
 @gluon.jit
 def join_halves(left, right):
-    """Concatenate 64 and 64 columns."""
     return gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [ROWS, PIECE])
 
 
 @gluon.jit
 def add_bias(values, bias_row, FIRST: gl.constexpr):
-    """Add biases from column FIRST of the tile on. They are read in parts: registers have no room for all of them."""
+    """Add biases from column FIRST of the tile on, read in parts for lack of registers."""
     if bias_row is not None:
         COLUMNS: gl.constexpr = values.shape[1]
         values += bias_row.slice(FIRST, COLUMNS).load(gl.SliceLayout(0, values.type.layout))[None, :]
@@ -136,7 +135,7 @@ def store_piece(values, buffer, target, layout, tile, column, FIRST: gl.constexp
                     tma_store(target.map, [tile.start + FIRST, column + part], buffer.slice(part, BOX, dim=1))
     else:
         barrier()
-        # If slots are read: all rows at once. Else in parts of one row per thread, which share their addresses.
+        # If slots are read: all rows at once. Else in parts of one row per thread, which share addresses.
         ACROSS: gl.constexpr = COLUMNS // 8
         HEIGHT: gl.constexpr = 32 // ACROSS * gl.num_warps() if IN_ORDER else ROWS
         places: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
@@ -165,8 +164,8 @@ def store_piece(values, buffer, target, layout, tile, column, FIRST: gl.constexp
 def store_pre(product, tile, values, buffer, PART: gl.constexpr, FIRST: gl.constexpr):
     """Write the first or the last 128 columns of a tile of the pre-activation by layout row.
 
-    Up columns may be N columns behind the gate columns. The gate columns then have their own descriptor, which ends
-    with them, because a narrow last tile would overwrite up columns.
+    If up columns follow N gate columns, gate columns have their own descriptor, which ends with them. Otherwise a
+    narrow last tile would overwrite up columns.
     """
     output = product.output
     GATE_LAYOUT: gl.constexpr = product.epilogue.GATE_LAYOUT
@@ -183,7 +182,6 @@ def store_pre(product, tile, values, buffer, PART: gl.constexpr, FIRST: gl.const
 
 @gluon.jit
 def store_result(product, tile, result, buffer, column, FIRST: gl.constexpr, zero=0):
-    """Write columns of y."""
     output = product.output
     target = Target(output.y, output.y_map, output.N, output.N, output.SCATTER, output.TRUSTED)
     store_piece(result, buffer, target, product.layout, tile, column, FIRST, zero)
@@ -208,7 +206,7 @@ def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRS
         first = add_bias(first, biases, 0)
         if output.pre is not None:
             store_pre(product, tile, first, buffer, 0, FIRST)
-        # Activate between two stores, while the buffer of the first is being read.
+        # Activate between two stores, while the first one's buffer is being read.
         if output.y is not None and epilogue.GATE_LAYOUT == "interleaved":
             left = activate_pairs(first, epilogue)
             last = add_bias(last, biases, PIECE)
@@ -250,7 +248,7 @@ def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRS
 
 @gluon.jit
 def load_scale(product, slots):
-    """Return the row weights of slots. Slots may come from anywhere, and are moved into the array."""
+    """Return the row weights of slots. Slots are not trusted and moved into the array."""
     return gl.load(product.epilogue.row_weight + gl.minimum(gl.maximum(slots, 0), product.layout.num_slots - 1))
 
 
@@ -271,7 +269,7 @@ def consumer(WHICH: gl.constexpr, product):
         expert = tile.expert
         if tile.rows > FIRST:
             if WEIGHTED:
-                # The addresses of row weights come from memory: ask early.
+                # Ask early: addresses of row weights come from memory.
                 rows = product.layout.slot_of_row
                 slots = gl.load(rows + tile.start.to(gl.int64) + within, mask=within < tile.rows, other=0)
             accumulator = gl.zeros([ROWS, WIDE], gl.float32, sums)
@@ -303,14 +301,10 @@ def matmul_ogs(
 ):  # fmt: skip
     """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight). See `portable.kernel`.
 
-    schedule: row blocks of 128.
-    counters[COUNTER]: tiles taken, 0 when the kernel starts.
-    *_map: TMA descriptors. x_map only if rows are not gathered. The weights are one matrix. gate_map: the gate columns
-        of pre if up columns follow them.
-    pre: the pre-activation in layout order, or None. `separate` is stored as `halves`.
-    y: None stores pre only.
-    TRUSTED: every row of the layout has a slot. pre needs that.
-    N, WEIGHT_N: columns of the output and of one weight buffer.
+    schedule: row blocks of 128. counters[COUNTER]: tiles taken, 0 at the start. *_map: TMA descriptors. x_map only if
+    rows are not gathered. The weights are one matrix. gate_map: the gate columns of pre if up columns follow them. pre:
+    the pre-activation in layout order, or None. `separate` is stored as `halves`. y: None stores pre only. TRUSTED:
+    every row of the layout has a slot. pre needs that. N, WEIGHT_N: columns of the output and of one weight buffer.
     PDL: see `kernels.pdl`.
     """
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -14,17 +14,17 @@ tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_s
 row_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-#: Rows of one consumer, and columns that one store takes.
+#: Rows of one consumer, and columns of one store.
 ROWS = gl.constexpr(64)
 PIECE = gl.constexpr(128)
-#: Accumulator columns of a tile, and the part of the reduction that one stage holds.
+#: Accumulator columns of a tile, and the part of the reduction in one stage.
 WIDE = gl.constexpr(256)
 DEPTH = gl.constexpr(64)
-#: Tiles that the producer may announce ahead, and facts of each: expert, first row, rows, column tile.
+#: Tiles that may be announced ahead, and facts of each: expert, first row, rows, column tile.
 RING = gl.constexpr(2)
 FACTS = gl.constexpr(4)
 PRODUCER_WARPS = gl.constexpr(4)
-#: For tall row blocks: chunks of ROWS rows, columns of a panel of gate or up, places for rows of x.
+#: For tall row blocks: chunks of ROWS rows, columns of a panel of gate or up, room for rows of x.
 CHUNKS = gl.constexpr(3)
 PANEL = gl.constexpr(64)
 ROOM = gl.constexpr(256)
@@ -32,7 +32,7 @@ ROOM = gl.constexpr(256)
 
 @gluon.jit
 def advance(stage, phase, STAGES: gl.constexpr):
-    """Return the next place of a circular buffer and its parity."""
+    """Return the next index of a circular buffer and its parity."""
     following = stage + 1
     wrapped = following == STAGES
     return gl.where(wrapped, 0, following), gl.where(wrapped, phase ^ 1, phase)
@@ -40,7 +40,6 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def write_fact(pipeline, place, FACT: gl.constexpr, value):
-    """Write a fact of a tile to its place of the ring."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     pipeline.ring.index(place * FACTS + FACT).store(gl.full([1], 0, gl.int32, layout) + value)
 
@@ -65,7 +64,7 @@ def announce(pipeline, place, expert, start, rows, column):
 
 @gluon.jit
 def read_facts(pipeline, place):
-    """Return the facts of the tile at a place of the ring that is not released yet."""
+    """Return the facts of a tile that is not released yet."""
     expert, start = read_fact(pipeline, place, 0), read_fact(pipeline, place, 1)
     return expert, start, read_fact(pipeline, place, 2), read_fact(pipeline, place, 3)
 
@@ -79,14 +78,13 @@ def await_facts(pipeline, place, ring_phase):
 
 @gluon.jit
 def await_tile(pipeline, place, ring_phase):
-    """Return the next `Tile` once it is announced."""
     expert, start, rows, column = await_facts(pipeline, place, ring_phase)
     return Tile(expert, start, rows, column)
 
 
 @gluon.jit
 def release_tile(pipeline, place):
-    """Give the producer back a place of the ring that this consumer has read."""
+    """Give a slot of the ring that this consumer has read back to the producer."""
     barrier()
     mbarrier.arrive(pipeline.ring_empty.index(place), count=1)
 
@@ -95,16 +93,16 @@ def release_tile(pipeline, place):
 def locate_tile(number, layout, schedule, TILES: gl.constexpr, HEIGHT: gl.constexpr):
     """Return (left, exists, expert, first row, rows and row blocks of the expert, row block, column tile) of a tile.
 
-    left: there is a tile of this number. exists: it has rows. A tile that does not exist has the addresses of the first
-    one of an expert. HEIGHT: rows of a row block. TILES: column tiles of a row block.
+    left: there is a tile of this number. exists: it has rows. A missing tile has the addresses of an expert's first
+    one. HEIGHT: rows of a row block. TILES: column tiles of a row block.
     """
-    # An expert's row blocks follow each other in the schedule. Neighbouring tiles are the same columns of one expert:
-    # blocks that start together read the same weights from the L2 cache.
+    # An expert's row blocks are neighbours in the schedule. Neighbouring tiles are the same columns of one expert, so
+    # blocks that start together read the same weights from L2.
     within = number < schedule.num_blocks * TILES
     row = gl.where(within, number, 0) // TILES
     expert = gl.load(schedule.schedule + 2 * row.to(gl.int64) + 1)
     expert_block = gl.load(schedule.schedule + 2 * row.to(gl.int64))
-    # Idle rows end a schedule: behind the first of them there is no tile.
+    # Idle rows end a schedule: no tile follows the first one.
     left = within & (expert >= 0)
     start, size = rows_of_group(layout.group_sizes, layout.group_start, gl.maximum(expert, 0), layout.num_rows, "")
     blocks = gl.maximum((size + HEIGHT - 1) // HEIGHT, 1)
@@ -119,7 +117,6 @@ def locate_tile(number, layout, schedule, TILES: gl.constexpr, HEIGHT: gl.conste
 
 @gluon.jit
 def await_stage(pipeline, stage, phase):
-    """Wait until a stage is loaded."""
     mbarrier.wait(pipeline.full.index(stage), phase)
     if pipeline.COPIED:
         # cp.async writes through the generic proxy, and products read through the asynchronous one.
@@ -128,14 +125,13 @@ def await_stage(pipeline, stage, phase):
 
 @gluon.jit
 def release_stage(pipeline, stage):
-    """Give the producer back a stage that this consumer has read."""
+    """Give a stage that this consumer has read back to the producer."""
     barrier()
     mbarrier.arrive(pipeline.empty.index(stage), count=1)
 
 
 @gluon.jit
 def release_previous_stage(pipeline, stage):
-    """Release the stage before `stage`."""
     barrier()
     mbarrier.arrive(pipeline.empty.index(gl.where(stage == 0, pipeline.STAGES - 1, stage - 1)), count=1)
 

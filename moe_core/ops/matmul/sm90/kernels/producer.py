@@ -10,7 +10,7 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, PIECE, ROWS, WIDE, 
 
 @gluon.jit
 def bias_tile(weights, layer_number, expert, column):
-    """Return the fp32 biases of a tile's accumulator columns, zeros outside the matrix."""
+    """Return fp32 biases of a tile's accumulator columns, zeros outside the matrix."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     columns = gl.arange(0, WIDE, layout)
     split_tile: gl.constexpr = (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate")
@@ -38,7 +38,7 @@ def bias_tile(weights, layer_number, expert, column):
 
 @gluon.jit
 def load_weights(product, full, stage, group, column, k, PANEL: gl.constexpr = PIECE):
-    """Start loading one stage of weights, with panels of PANEL gate and PANEL up columns by turns.
+    """Start loading one stage of weights, in alternating panels of PANEL gate and PANEL up columns.
 
     group: the number of the matrix over layers and experts.
     """
@@ -65,9 +65,9 @@ def load_weights(product, full, stage, group, column, k, PANEL: gl.constexpr = P
 
 @gluon.jit
 def gathered_rows(product, start, rows, FIRST: gl.constexpr):
-    """Return the rows of x of a consumer. A row that does not exist repeats the last existing one.
+    """Return the rows of x of a consumer. Missing rows repeat the last existing one.
 
-    The arrays of a layout may come from anywhere: no value in them may lead outside x.
+    Layouts are not trusted: no value in them may lead outside x.
     """
     x, layout = product.x, product.layout
     numbers: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
@@ -107,7 +107,7 @@ def take_tile(product, layer_number, row_list, last_biases):
 
 @gluon.jit
 def load_steps(product, sources, tile, group, stage, phase, FROM: gl.constexpr, TO: gl.constexpr):
-    """Load the part FROM .. TO of a tile's reduction as stages become free. sources: both consumers' rows of x."""
+    """Load FROM .. TO of a tile's reduction as stages become free. sources: both consumers' rows of x."""
     upper, lower = sources
     x, tiles, pipeline = product.x, product.tiles, product.pipeline
     STEP: gl.constexpr = tiles.left.shape[2]
@@ -119,7 +119,7 @@ def load_steps(product, sources, tile, group, stage, phase, FROM: gl.constexpr, 
     columns = gl.arange(0, STEP, gl.SliceLayout(0, layout))
     upper_rows = x.values + upper.to(gl.int64)[:, None] * x.STRIDE + columns[None, :]
     lower_rows = x.values + lower.to(gl.int64)[:, None] * x.STRIDE + columns[None, :]
-    # Rows that do not exist are zeros: they cost no reads, and products with zeros cost less energy.
+    # Missing rows are zeros: they cost no reads, and products with zeros cost less energy.
     within = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     for k in range(FROM, TO, STEP):
         mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)

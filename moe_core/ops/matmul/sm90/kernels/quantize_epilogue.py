@@ -41,7 +41,7 @@ def quantize_tile(values, scales, tile, FIRST: gl.constexpr, N: gl.constexpr, RU
 
 @gluon.jit
 def quantize_by(values, given):
-    """Return fp32 numbers that fit 16 bits as e4m3 numbers of one scale fp32 `[1]`, or zeros if it is not positive."""
+    """Return fp32 numbers that fit 16 bits as e4m3 numbers of one scale fp32 `[1]`, zeros if it is not positive."""
     scale = gl.load(given)
     positive = scale > 0.0
     factor, divisor = comfortable_divisor(gl.where(positive, scale, 1.0))
@@ -51,15 +51,13 @@ def quantize_by(values, given):
 
 @gluon.jit
 def raise_maxima(values, maxima, rows, column, FIRST: gl.constexpr, N: gl.constexpr, zero=0):
-    """Raise maxima to the bits of the largest magnitude of each row of 128 columns from `column` on, of 16 bits.
-
-    maxima int32 `[64]`: a place for each row of a consumer. zero: see `store_piece`.
-    """
+    """Raise maxima int32 `[64]`, one per row of a consumer, to the bits of the largest magnitude of each row of 128
+    columns from `column` on, of 16 bits. zero: see `store_piece`."""
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
     bits = magnitude_bits(values.to(gl.float32))
     if N % WIDTH != 0:
-        # The compiler sees that the columns of most registers exist, and then compares nothing.
+        # The compiler sees that columns of most registers exist, and compares nothing for them.
         always = gl.arange(0, WIDTH, gl.SliceLayout(0, values.type.layout)) < N % WIDTH
         bits = gl.where((always | (column + WIDTH <= N))[None, :], bits, 0)
     bits = gl.max(bits, axis=1)

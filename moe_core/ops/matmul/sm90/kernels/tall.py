@@ -1,7 +1,7 @@
-"""The Hopper matmul with row blocks of up to 192 rows, in Gluon. Results equal those of `matmul` bit for bit.
+"""The Hopper matmul with row blocks of up to 192 rows, in Gluon. Results equal `matmul` bit for bit.
 
-An expert of 129 to 192 rows reads its weights once, and with blocks of 128 rows twice. For each 64 of the reduction, a
-full block reads 56 KB. Blocks of 128 read 72 KB for the same rows.
+An expert of 129 to 192 rows reads its weights once instead of twice. For each 64 of the reduction, a full block reads
+56 KB, and blocks of 128 read 72 KB for the same rows.
 
 producer (4 warps)
     as in `matmul`, but a stage has room for three chunks of 64 rows, and existing chunks are loaded
@@ -57,7 +57,7 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
 
 @gluon.jit
 def multiply_tall(product, stage, phase, accumulator, third, WHICH: gl.constexpr, FIRST: gl.constexpr):
-    """Multiply one stage of this consumer's 64 rows and of half of the columns of the third 64. See `multiply`."""
+    """Multiply one stage of 64 rows and of half of the third chunk's columns. See `multiply`."""
     tiles, pipeline = product.tiles, product.pipeline
     await_stage(pipeline, stage, phase)
     weights = tiles.right.index(stage)
@@ -78,7 +78,7 @@ def multiply_tall(product, stage, phase, accumulator, third, WHICH: gl.constexpr
 
 @gluon.jit
 def panel_halves(values):
-    """Return the gate and the up columns of alternating panels of 64. One thread has both numbers of a pair already."""
+    """Return gate and up columns of alternating panels of 64, without moves between threads."""
     COLUMNS: gl.constexpr = values.shape[1]
     panels = gl.reshape(values, [ROWS, COLUMNS // (2 * PANEL), 2, PANEL])
     gate, up = gl.split(gl.reshape(gl.permute(panels, [0, 1, 3, 2]), [ROWS, COLUMNS // 2, 2]))
@@ -87,7 +87,7 @@ def panel_halves(values):
 
 @gluon.jit
 def finish_third(product, tile, third, biases, scale, layer_exists, buffer, WHICH: gl.constexpr):
-    """Do what `finish` does with this consumer's half of the third chunk."""
+    """Do what `finish` does, with this consumer's half of the third chunk."""
     epilogue = product.epilogue
     if epilogue.GATE_LAYOUT is None:
         column = tile.column * WIDE + WHICH * PIECE
@@ -111,7 +111,7 @@ def finish_third(product, tile, third, biases, scale, layer_exists, buffer, WHIC
 
 @gluon.jit
 def consumer(WHICH: gl.constexpr, product):
-    """Multiply, finish and store 64 of the rows of each tile, and half of the columns of its third 64 rows."""
+    """Multiply, finish and store 64 rows of each tile, and half of the columns of its third 64 rows."""
     tiles, pipeline, weights = product.tiles, product.pipeline, product.weights
     FIRST: gl.constexpr = WHICH * ROWS
     WEIGHTED: gl.constexpr = product.epilogue.row_weight is not None
@@ -129,7 +129,7 @@ def consumer(WHICH: gl.constexpr, product):
         if tile.rows > FIRST:
             scale, third_scale = None, None
             if WEIGHTED:
-                # The addresses of row weights come from memory: ask early.
+                # Ask early: addresses of row weights come from memory.
                 slots = product.layout.slot_of_row + tile.start.to(gl.int64)
                 third_slots = gl.load(slots + third_within, mask=third_within < tile.rows, other=0)
                 slots = gl.load(slots + within, mask=within < tile.rows, other=0)
@@ -182,7 +182,7 @@ def matmul_ogs(
 
     Boxes of weight_map and up_map have PANEL columns if gate and up are apart. Boxes of y_map do if y is gated.
     """
-    # 384 threads start with 168 registers each, which is 504 over three groups. Gathering takes addresses.
+    # 384 threads start with 168 registers each, 504 over three groups. Gathering takes addresses.
     PRODUCER_REGISTERS: gl.constexpr = 24 if GATHER == "row" else 40
     CONSUMER_REGISTERS: gl.constexpr = (504 - PRODUCER_REGISTERS) // 2
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

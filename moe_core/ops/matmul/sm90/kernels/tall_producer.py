@@ -25,7 +25,8 @@ from moe_core.ops.routing.kernels.schedule import even_block
 
 @gluon.jit
 def row_of_place(place):
-    """Return the row of a block at a place of its list. Rows 16 apart are neighbours, because one thread loads them."""
+    """Return the row of a block at an index of its list. Rows 16 apart are neighbours, because one thread loads
+    them."""
     return place // ROWS * ROWS + place % 4 * 16 + place % ROWS // 4
 
 
@@ -39,9 +40,9 @@ def read_rows(places, layout: gl.constexpr):
 
 @gluon.jit
 def take_tile(product, layer_number, row_list, last_biases):
-    """Return the tile as `producer.take_tile` does, and zeros. Rows of x and biases go to shared memory.
+    """Return the tile as `producer.take_tile` does, and zeros. Shared memory gets the rows of x and the biases.
 
-    row_list int32 `[ROOM]` gets the rows of x, and -1 behind the last one. last_biases fp32 `[WIDE]` gets the biases.
+    row_list int32 `[ROOM]`: rows of x, -1 behind the last one. last_biases fp32 `[WIDE]`.
     """
     x, weights, layout = product.x, product.weights, product.layout
     left, exists, expert, start, size, blocks, block, column = next_tile(product, CHUNKS * ROWS)
@@ -54,7 +55,7 @@ def take_tile(product, layer_number, row_list, last_biases):
         places = gl.arange(0, ROOM, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         within = row_of_place(places)
         slots = gl.load(layout.slot_of_row + start.to(gl.int64) + within, mask=within < rows, other=0)
-        # The arrays of a layout may come from anywhere: no value in them may lead outside x.
+        # Layouts are not trusted: no value in them may lead outside x.
         slots = gl.minimum(gl.maximum(slots, 0), layout.num_slots - 1)
         numbers = slots // layout.TOP_K if x.GATHER == "token" else slots
         row_list.store(gl.where(within < rows, numbers, -1))
@@ -66,9 +67,9 @@ def take_tile(product, layer_number, row_list, last_biases):
 
 @gluon.jit
 def load_steps(product, row_list, tile, group, stage, phase, FROM: gl.constexpr, TO: gl.constexpr):
-    """Load the part FROM .. TO of a tile's reduction as stages become free."""
+    """Load FROM .. TO of a tile's reduction as stages become free."""
     x, tiles, pipeline = product.x, product.tiles, product.pipeline
-    # FROM, but unknown to the compiler, which would hold addresses for it in registers that consumers need.
+    # FROM, hidden from the compiler, which would hold addresses for it in registers that consumers need.
     first = FROM + 8 * gl.minimum(tile.rows, 0) if FROM > 0 else 0
     BYTES: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -91,7 +92,7 @@ def load_steps(product, row_list, tile, group, stage, phase, FROM: gl.constexpr,
             if x.GATHER == "row":
                 tma_load(x.map, [tile.start + chunk * ROWS, k], ready, buffer, pred=exists)
             elif exists:
-                # Rows that do not exist are zeros: they cost no reads, and products with zeros cost less energy.
+                # Missing rows are zeros: they cost no reads, and products with zeros cost less energy.
                 numbers = read_rows(row_list.slice(chunk * ROWS, ROWS), gl.SliceLayout(1, layout))
                 pointers = x.values + k + gl.maximum(numbers, 0).to(gl.int64)[:, None] * x.STRIDE + columns[None, :]
                 row_load(buffer, pointers, mask=(numbers >= 0)[:, None])

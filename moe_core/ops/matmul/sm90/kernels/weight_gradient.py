@@ -64,14 +64,13 @@ def copy_rows(side, buffer, rows, slots, exists, first, end, TOP_K: gl.constexpr
 
 @gluon.jit
 def bounds(start, size, num_rows):
-    """Return (first row, rows) of a group. Layouts come from anywhere: no value in them may lead outside buffers."""
+    """Return (first row, rows) of a group. Layouts are not trusted: no value in them may lead outside buffers."""
     start = gl.minimum(gl.maximum(start, 0), num_rows)
     return start, gl.minimum(gl.maximum(size, 0), num_rows - start)
 
 
 @gluon.jit
 def first_slots(layout, start, size, within):
-    """Return the slots of the first rows of a group."""
     start, size = bounds(start, size, layout.num_rows)
     return gl.load(layout.slot_of_row + start + within, mask=within < size, other=-1)
 
@@ -96,7 +95,7 @@ def load_tile(tiles, pipeline, left, right, layout, gradients, part, stage, phas
         rows, slots = start + first + within, next_slots
         exists = first + within < size
         if BY_SLOT:
-            # The addresses of rows come from memory: read them one step ahead.
+            # Addresses of rows come from memory: read them one step ahead.
             if first + DEPTH < size:
                 following = first + DEPTH + within
                 next_slots = gl.load(layout.slot_of_row + start + following, mask=following < size, other=-1)
@@ -168,7 +167,7 @@ def producer(tiles, pipeline, left, right, layout, counters, gradients, GROUP_M:
 
 @gluon.jit
 def multiply(accumulator, tiles, pipeline, stage, phase, WHICH: gl.constexpr, FIRST: gl.constexpr):
-    """Multiply one stage. Release the previous one when this product has begun and its product is done."""
+    """Multiply one stage. Release the previous one once this product has begun and its product is done."""
     await_stage(pipeline, stage, phase)
     rows = tiles.left.index(2 * stage + WHICH).permute([1, 0])
     accumulator = warpgroup_mma(rows, tiles.right.index(stage), accumulator, use_acc=not FIRST, is_async=True)
@@ -194,7 +193,6 @@ def store_sums(accumulator, d_bias, column, N: gl.constexpr):
 
 @gluon.jit
 def consumer(WHICH: gl.constexpr, tiles, pipeline, gradients):
-    """Multiply and store 64 of the rows of each part."""
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     buffer = tiles.results.index(WHICH)
     stage, phase, place, ring_phase, steps = 0, 0, 0, 0, 1
@@ -209,7 +207,7 @@ def consumer(WHICH: gl.constexpr, tiles, pipeline, gradients):
                 accumulator, stage, phase = multiply(accumulator, tiles, pipeline, stage, phase, WHICH, False)
             accumulator = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
             release_previous_stage(pipeline, stage)
-            # M is a multiple of 64, so all rows of this consumer exist or none. TMA clips columns.
+            # M is a multiple of 64: all rows of this consumer exist or none. TMA clips columns.
             if m + WHICH * ROWS < gradients.M:
                 first, last = halves(accumulator)
                 for part in gl.static_range(2):
@@ -235,9 +233,8 @@ def weight_gradient(
     """d_weight[g] `[M, N]` = cast(sum over rows of g of left row^T . right row). See `portable.weight_gradient_kernel`.
 
     *_map: TMA descriptors of left and right, if in layout order, and of d_weight as one matrix `[groups * M, N]`.
-    counters[0]: tiles taken, 0 when the kernel starts.
-    d_bias: the sums of right's rows `[groups, N]`, or None. Needs a gathered left side, and an M that is no multiple of
-        128, so that consumer 1 has no rows in a last tile.
+    counters[0]: tiles taken, 0 at the start. d_bias: the sums of right's rows `[groups, N]`, or None. Needs a gathered
+    left side, and an M that is no multiple of 128, so that consumer 1 has no rows in a last tile.
     """
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = d_weight_map.dtype

@@ -17,16 +17,16 @@ from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import (
 from moe_core.ops.matmul.sm90_packed.kernels.decode_integers import integer_operand, read_factors
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import activated
 
-#: Shared memory of all stages: rows of x, codes, scales, zero points. Of all places of the ring: row weights and slots
-#: of a tile. Then results to store. PAIRS: row blocks of a tile, of both consumers. DEEP: column blocks of a stage.
+#: Shared memory: of all stages rows of x, codes, scales, zero points, of all slots of the ring row weights and slots of
+#: a tile, and results to store. PAIRS: row blocks of a tile, of both consumers. DEEP: column blocks of a stage.
 Stages = aggregate_of("Stages", "x codes scales zeros row_weights slots results PAIRS DEEP")
 
 #: Tiled codes in STEPS x BLOCKS blocks of COLUMNS columns and 64 rows. GROUPS: scales of a row in a block. REPEAT:
 #: steps that share them.
 Codes = aggregate_of("Codes", "scales zero_points STEPS BLOCKS ELEMENT COLUMNS GROUPS REPEAT")
 
-#: The part of consumer WHICH of a tile: its first block of weight rows, the first row of x, the start of its biases, if
-#: the requested layer exists, the tile's place of the ring, and the weights of its rows.
+#: The part of a tile of consumer WHICH: first block of weight rows, first row of x, start of its biases, if the layer
+#: exists, the tile's slot of the ring, and weights of its rows.
 Part = aggregate_of("Part", "block start base layer_exists place row_weights WHICH")
 
 
@@ -76,7 +76,7 @@ def finish(accumulator, biases, product, part, block, slots, buffer, FROM: gl.co
         slot = slots.slice(FROM + piece * TOKENS, TOKENS).load(gl.SliceLayout(1, layout))
         mask = (slot >= 0)[:, None] & (columns < N)[None, :]
         if output.SCATTER == "row":
-            # The part of all threads apart: places of every part would be held over the whole tile.
+            # Offsets from a scalar start: pointers of every part would be held over the whole tile.
             within = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))[:, None] * N + columns[None, :]
             pointers = output.y + (part.start.to(gl.int64) + (FROM + piece * TOKENS)) * N + within
         elif output.SCATTER == "slot":
@@ -90,7 +90,7 @@ def finish(accumulator, biases, product, part, block, slots, buffer, FROM: gl.co
 
 @gluon.jit
 def read_block(product, stage, deep, block):
-    """Read a row block of one of the DEEP column blocks of a stage, for `operand_of`."""
+    """Read a row block of one of a stage's DEEP column blocks, for `operand_of`."""
     stages, codes = product.tiles, product.scales
     lines = stages.codes.index(stage * stages.PAIRS + block).slice(deep * LINES, LINES, dim=0)
     scales = stages.scales.index(stage * stages.DEEP + deep).slice(block, 1, dim=0)

@@ -1,7 +1,7 @@
 """From tiled codes to the left operand of Hopper's tensor cores: PTX that keeps every step in registers.
 
 A thread has 16 bytes of a weight row for 128 columns (`moe_core.formats.tiling`): word q is its share of columns 32 q
-.. 32 q + 31. The lower half holds columns 32 q + 8 i + 2 t, i = 0 .. 3, t being the thread's place among four, and the
+.. 32 q + 31. The lower half holds columns 32 q + 8 i + 2 t, i = 0 .. 3, t being the thread's index among four, and the
 upper half the columns after them: a pair for the tensor cores is 16 bits apart.
 """
 
@@ -10,16 +10,15 @@ from triton.experimental.gluon import language as gl
 
 from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH
 
-#: A block of tiled codes: its weight rows, which are the accumulator rows of one product, half of them, and its lines
-#: of 128 bytes.
+#: A block of tiled codes: its weight rows (accumulator rows of one product), half of them, and its lines of 128 bytes.
 HEIGHT = gl.constexpr(64)
 UNIT = gl.constexpr(32)
 LINES = gl.constexpr(32)
 
 
-#: An e2m1 code's sign and three other bits where bfloat16 has its sign, lowest exponent bits and first mantissa bit.
+#: An e2m1 code's sign and three other bits where bfloat16 has sign, lowest exponent bits and first mantissa bit.
 _IN_PLACE = 0x81C081C0
-#: Of the last code of a half, in the bits that the others leave: after a shift, and three shifts at once.
+#: For the last code of a half, in the bits that the others leave: after a shift, and three shifts at once.
 _REST, _REST_SHIFT, _REST_FACTOR = 0x00D800D8, 7, 1 + (1 << 5) + (1 << 11)
 
 
@@ -41,7 +40,7 @@ def _numbers(words: int, scale: str) -> list[str]:
 
 def _two_words(words: int, scales: str, first: int, outs: list[str]) -> str:
     """Scale two words with the scales `first` and the next, of four. outs: results, the pairs of both."""
-    # 2^(byte - 1), of two bytes: its exponent field is byte + 126.
+    # 2^(byte - 1), of two bytes: the exponent field is byte + 126.
     lines = [f"prmt.b32 c, {scales}, 0, 0x4{first + 1}4{first}; mad.lo.u32 c, c, 128, 0x3f003f00;\n"]
     lines += [*_numbers(words, "c"), *(f"mov.b32 {out}, x{i};" for i, out in enumerate(outs))]
     return "".join(lines)
@@ -93,16 +92,16 @@ _E2M1_ROWS_REGISTERS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 16))
 
 @gluon.jit
 def decode_e2m1(words, scales, HALF: gl.constexpr):
-    """Multiply words of eight e2m1 codes, two of a row in a thread, with two of the row's four e8m0 scale bytes. HALF:
-    which two. Returns eight tensors of bfloat16, one for each of every 8 columns. The factor 2^126 that the exponent
-    lacks and the scale are one exact product if both scales are at most 1, else two."""
+    """Multiply words of eight e2m1 codes, two of a row in a thread, with two of the row's four e8m0 scale bytes (half
+    HALF). Return eight bfloat16 tensors, one for each of every 8 columns. The missing exponent factor 2^126 and the
+    scale are one exact product if both scales are at most 1, else two."""
     text: gl.constexpr = _E2M1_LOW if HALF == 0 else _E2M1_HIGH
     return gl.inline_asm_elementwise(text, _E2M1_REGISTERS, [words, scales], (gl.bfloat16,) * 8, True, 2)
 
 
 @gluon.jit
 def decode_rows(words, scales):
-    """`decode_e2m1` of a thread's whole part of a block, four words of two rows each. Returns four tensors of the first
+    """`decode_e2m1` of a thread's whole part of a block, four words of two rows each. Return four tensors of the first
     64 columns and four of the last."""
     return gl.inline_asm_elementwise(_E2M1_ROWS, _E2M1_ROWS_REGISTERS, [words, scales], (gl.bfloat16,) * 8, True, 8)
 
@@ -112,20 +111,18 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
     def seen_as(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Shared memory as elements of another dtype."""
         return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
 
 else:
 
     @gluon.jit
     def seen_as(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Shared memory as elements of another dtype."""
         return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
 
 
 @gluon.jit
 def load_lines(codes):
-    """Load codes of a block from shared memory as 32-bit words, [32 lines, 32]."""
+    """Load a block's codes from shared memory as 32-bit words, [32 lines, 32]."""
     lines: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     packed: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     return seen_as(codes, gl.int32, [LINES, 32], packed).load(lines)
@@ -133,8 +130,7 @@ def load_lines(codes):
 
 @gluon.jit
 def load_words(codes, scales):
-    """Load codes of a block from shared memory: words of the first 64 columns and of the last, [32, 16], and their
-    scales."""
+    """Load a block's codes from shared memory, words of the first 64 columns and of the last, [32, 16], and scales."""
     parts: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 2, 4], [gl.num_warps(), 1, 1], [2, 1, 0])
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     words = load_lines(codes)
@@ -158,7 +154,7 @@ def left_operand(words, scale, HALF: gl.constexpr, PRODUCT: gl.constexpr):
     low = gl.join(gl.join(k0, k1), gl.join(k2, k3))
     high = gl.join(gl.join(k4, k5), gl.join(k6, k7))
     # Lines: side, warp, half of a row's number. Words: its other half, lane of four, half of a pair. Then bits of the
-    # column among 64.
+    # column.
     both = gl.reshape(gl.join(low, high), [2, gl.num_warps(), 4, 2, 4, 2, 2, 2, 2])
     both = gl.permute(both, [1, 0, 2, 3, 8, 7, 6, 4, 5])
     operand: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
@@ -167,7 +163,7 @@ def left_operand(words, scale, HALF: gl.constexpr, PRODUCT: gl.constexpr):
 
 @gluon.jit
 def left_half(numbers, WHICH: gl.constexpr, PRODUCT: gl.constexpr):
-    """`left_operand` of the results of `decode_rows`: four of its tensors, of the first 64 columns or of the others."""
+    """`left_operand` of four tensors of `decode_rows`, of the first 64 columns or of the others."""
     k0, k1, k2, k3 = numbers[4 * WHICH], numbers[4 * WHICH + 1], numbers[4 * WHICH + 2], numbers[4 * WHICH + 3]
     both = gl.join(gl.join(k0, k1), gl.join(k2, k3))
     # Words: half of the row's number, lane of four, unit of 32 columns, half of a pair. Then bits of the column.

@@ -1,12 +1,12 @@
 """From tiled integer codes to the left operand of Hopper's tensor cores: (q - z) s, rounded to fp32, then to bfloat16.
 
 A thread has 16 bytes of a weight row (`moe_core.formats.tiling`), with scale s and zero point z for each of the four
-words. A code is put into the low mantissa bits of a number with a last bit worth 1, which is subtracted with the zero
+words. A code goes into the low mantissa bits of a number with a last bit worth 1, which is subtracted with the zero
 point, exactly. Four bits: a pair is 128 + q in bfloat16, scaled by the dtype of scales:
 
-bfloat16   one product of pairs: (q - z) s is exact in fp32, so it rounds once
-float16    s = a + b, of 8 and 3 bits: (q - z) b is exact in bfloat16, and added to (q - z) a with that one rounding
-float32    a product of fp32 numbers for each code, and one rounding of two of them to a pair
+    bfloat16: one product of pairs. (q - z) s is exact in fp32, so it rounds once
+    float16: s = a + b, of 8 and 3 bits. (q - z) b is exact in bfloat16, and added to (q - z) a with that one rounding
+    float32: a product of fp32 numbers for each code, and one rounding of two of them to a pair
 
 Eight bits: 2^23 + q in fp32, then as four bits with scales of float32, with other scales widened.
 """
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, left_half, seen_as
 
-#: Pairs of 128 and of code masks, and 2^23: in their last bits a code's bits are put.
+#: Pairs of 128 and of code masks, and 2^23. A code's bits go into their last bits.
 _PAIR, _PAIR_MASK, _WORD = 0x43004300, 0x000F000F, 0x4B000000
 #: Zero points of formats that store none.
 _ZERO = {"uint4": 8, "uint8": 128}
@@ -29,8 +29,8 @@ def _half(operand: int, word: int, name: str) -> str:
 
 
 def _uint4_half(scale_dtype: str, half: int) -> str:
-    """Turn two of the words $16 .. $19, and of $20 .. $23 of another row, into 16 pairs. Zero points upon 128 and
-    scales follow the words."""
+    """Turn two of the words $16 .. $19, and of $20 .. $23 of another row, into 16 pairs. Zero points plus 128 and
+    scales follow."""
     lines = [f"{{ .reg .b32 t, l, h, s, r, z, m; .reg .b16 lower, upper; mov.b32 m, {_PAIR:#x};"]
     for word in (2 * half, 2 * half + 1, 4 + 2 * half, 5 + 2 * half):
         row, q = divmod(word, 4)
@@ -56,7 +56,7 @@ def _uint4_half(scale_dtype: str, half: int) -> str:
 
 
 def _uint8_rows() -> str:
-    """Turn the words $16 .. $23, four of each of two rows, into 16 pairs. Zero points upon 2^23 and scales follow."""
+    """Turn the words $16 .. $23, four of each of two rows, into 16 pairs. Zero points plus 2^23 and scales follow."""
     lines = ["{ .reg .f32 l, h; .reg .b32 t, c;", f"mov.b32 c, {_WORD:#x};"]
     for word in range(8):
         row, q = divmod(word, 4)
@@ -85,15 +85,15 @@ _PAIR_BITS, _WORD_BITS = gl.constexpr(_PAIR & 0xFFFF), gl.constexpr(_WORD)
 
 @gluon.constexpr_function
 def _factor_layout(groups, num_warps):
-    """Return the layout of scales [32 lines, 2, groups] with the scales of a thread's words in that thread."""
+    """Return the layout of scales [32 lines, 2, groups] that keeps the scales of a thread's words in that thread."""
     words = gl.BlockedLayout([1, 1, 1, groups, 4 // groups], [4, 2, 4, 1, 1], [num_warps, 1, 1, 1, 1], [4, 3, 2, 1, 0])
     return gl.SliceLayout(2, gl.SliceLayout(4, words))
 
 
 @gluon.jit
 def load_factors(scales, zero_points, step, STEPS: gl.constexpr, GROUPS: gl.constexpr, REPEAT: gl.constexpr):
-    """Load scales of a step's rows, [32 lines, 2, GROUPS], and stored zero points. Zeros behind the last step. scales,
-    zero_points: of a block of rows. REPEAT: steps that share them."""
+    """Load scales of a step's rows, [32 lines, 2, GROUPS], and stored zero points, of a block of rows. Zeros behind the
+    last step. REPEAT: steps that share them."""
     layout: gl.constexpr = _factor_layout(GROUPS, gl.num_warps())
     line = gl.arange(0, LINES, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -109,7 +109,7 @@ def load_factors(scales, zero_points, step, STEPS: gl.constexpr, GROUPS: gl.cons
 
 @gluon.jit
 def read_factors(scales, zero_points, GROUPS: gl.constexpr):
-    """`load_factors` of a step's rows in shared memory."""
+    """`load_factors` from shared memory."""
     layout: gl.constexpr = _factor_layout(GROUPS, gl.num_warps())
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     factors = (seen_as(scales, scales.dtype, [LINES, 2, GROUPS], table).load(layout),)
@@ -128,8 +128,8 @@ def of_groups(values, words):
 
 @gluon.jit
 def decode_uint4(words, factors, HALF: gl.constexpr):
-    """Decode half of a thread's part of a block, four words of two rows each, to four bfloat16 tensors of 64 columns.
-    As `decode_e2m1.decode_rows`, for the first or the last columns. factors: of `load_factors`."""
+    """Decode half of a thread's part of a block, four words of two rows each, to four bfloat16 tensors of 64 columns,
+    the first or the last, as `decode_e2m1.decode_rows` does. factors: of `load_factors`."""
     scales = factors[0]
     if len(factors) == 2:
         zero = of_groups((factors[1].to(gl.int16) | _PAIR_BITS).to(gl.bfloat16, bitcast=True), words)
@@ -145,7 +145,7 @@ def decode_uint4(words, factors, HALF: gl.constexpr):
         wide = scales.to(gl.float32)
         upper = wide.to(gl.bfloat16)
         rest = wide - upper.to(gl.float32)
-        # Of an infinity there is no rest.
+        # An infinity has no rest.
         rest = gl.where(rest == rest, rest, 0.0).to(gl.bfloat16)
         return gl.inline_asm_elementwise(
             text, _FLOAT16_REGISTERS, [words, zero, of_groups(upper, words), of_groups(rest, words)],
@@ -171,8 +171,8 @@ def decode_uint8(words, factors):
 
 @gluon.jit
 def integer_operand(words, factors, HALF: gl.constexpr, ELEMENT: gl.constexpr, PRODUCT: gl.constexpr):
-    """Return numbers [64, 64] of a block as the tensor cores take them. Of four bits, the first or the last 64 columns,
-    of eight bits, all."""
+    """Return numbers [64, 64] of a block as the tensor cores take them: one half of four-bit columns, all of
+    eight bits."""
     if ELEMENT == "uint4":
         numbers = decode_uint4(words, factors, HALF)
     else:

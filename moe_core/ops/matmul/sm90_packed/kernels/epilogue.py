@@ -15,7 +15,7 @@ from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, UNIT
 
 @gluon.jit
 def matrix_rows(block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return (rows of the published matrix for the 64 accumulator rows of a block, which of them exist)."""
+    """Return (rows of the published matrix for a block's 64 accumulator rows, which of them exist)."""
     place = gl.arange(0, HEIGHT, LAYOUT)
     side = place // 8 % 2
     within = place // 16 * 8 + place % 8
@@ -30,14 +30,14 @@ def matrix_rows(block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit
 def bias_of(weights, base, block, LAYOUT: gl.constexpr):
-    """Load fp32 biases of 64 accumulator rows, 8 of one side of the block and 8 of the other in turn."""
+    """Load fp32 biases of 64 accumulator rows, in their order."""
     row, exists = matrix_rows(block, weights.N, weights.GATE_LAYOUT, LAYOUT)
     return gl.load(weights.bias + base + row, mask=exists, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def activated(accumulator, epilogue):
-    """Return output columns in order, after the activation, of [64 accumulator rows, tokens]: 32 of a gated product."""
+    """Activate [64 accumulator rows, tokens] and return output columns in order, 32 of a gated product."""
     TOKENS: gl.constexpr = accumulator.shape[1]
     values = gl.reshape(accumulator, [4, 2, 8, TOKENS])
     if epilogue.GATE_LAYOUT is not None:
@@ -60,7 +60,7 @@ def store_tile(accumulator, tile, expert, first, start, size, weights, layout, e
     PRODUCT: gl.constexpr = accumulator.type.layout
     BLOCK_M: gl.constexpr = accumulator.shape[1]
     WIDTH: gl.constexpr = UNIT if epilogue.GATE_LAYOUT is not None else HEIGHT
-    # Looked up again rather than kept in registers over the loop.
+    # Looked up again to free registers in the loop.
     layer_number, layer_exists = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
     if weights.bias is not None:
         base = layer_number.to(gl.int64) * weights.BIAS_LAYER_STRIDE + expert.to(gl.int64) * weights.WEIGHT_N

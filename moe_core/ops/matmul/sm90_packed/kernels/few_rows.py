@@ -1,9 +1,9 @@
 """Ragged grouped matmul for few rows per expert on Hopper: weights stream from memory into registers. In Gluon.
 
-An expert with a handful of rows needs nothing but the rate at which its weights come. Every thread loads the 16 bytes
-of a weight row that it multiplies, a few steps ahead, without shared memory on the way to the tensor cores (mma.sync,
-weights on the left). Warps share rows of x through shared memory, a chunk of several steps ahead, with one barrier per
-chunk. A block of the grid has 64 weight rows (gated: 32 of gate and 32 of up) and up to 8 rows of one expert.
+With a handful of rows only the rate of reading weights counts. Every thread loads the 16 bytes of a weight row that it
+multiplies, a few steps ahead, without shared memory on the way to the tensor cores (mma.sync, weights on the left).
+Warps share rows of x through shared memory, a chunk of several steps ahead, with one barrier per chunk. A block of the
+grid has 64 weight rows (gated: 32 of gate and 32 of up) and up to 8 rows of one expert.
 """
 
 from triton.experimental import gluon
@@ -28,7 +28,7 @@ def load_codes(words, step, STEPS: gl.constexpr):
     line = gl.arange(0, LINES, gl.SliceLayout(1, lines))[:, None]
     word = gl.arange(0, 32, gl.SliceLayout(0, lines))[None, :]
     inside = gl.full([LINES, 32], step, gl.int32, lines) < STEPS
-    # Named, so that loads of weights can be told from others: they may come before the launch ahead has ended.
+    # Named, to tell loads of weights from others: they may come before the launch ahead has ended.
     return gl.load(words + step * (LINES * 32) + line * 32 + word, mask=inside, other=0, cache_modifier=".ca")
 
 
@@ -45,8 +45,8 @@ def load_words(scales, step, STEPS: gl.constexpr):
 
 @gluon.jit
 def fence():
-    """Keep earlier loads from being moved behind it: ptxas delays loads as far as it can, to spare registers. The
-    decoder of mxfp4 has a branch with the same effect."""
+    """Keep earlier loads ahead: ptxas delays loads as far as it can, to spare registers. The decoder of mxfp4 has a
+    branch with the same effect."""
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
 
 
@@ -173,7 +173,7 @@ def matmul_few_rows(
     async_copy.wait_group(0)
 
     if ELEMENT != "e2m1":
-        # Looked up again rather than kept in registers over the loop.
+        # Looked up again to free registers in the loop.
         program = program_again()
         block, tile = program // BLOCKS, program % BLOCKS
         expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)

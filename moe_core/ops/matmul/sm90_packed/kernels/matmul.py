@@ -3,10 +3,14 @@
 The weight is the left operand, which tensor cores take from registers, and rows of x stay in shared memory. Few rows
 make a narrow tile, and only the weights' bytes move.
 
-producer (1 or 4 warps): take a tile, announce it. For each stage, one or two blocks along the reduction: wait until it
-    is free, load codes by TMA, scales and zero points by cp.async, rows by TMA (in layout order) or cp.async (gathered)
-consumer 0, 1 (4 warps each): 64 or 128 weight rows each. For each stage, 64 rows and 64 columns: decode, then one
-    asynchronous product, which runs while the next codes are decoded. Then the epilogue. Tall tiles: `wide`
+producer (1 or 4 warps)
+    takes and announces a tile
+    for each stage, one or two blocks along the reduction: waits until it is free, loads codes by TMA, scales and zero
+        points by cp.async, rows by TMA (in layout order) or cp.async (gathered)
+consumer 0 and 1 (4 warps each), 64 or 128 weight rows each
+    for each stage, 64 rows and 64 columns: decodes, then one asynchronous product, which runs while the next codes are
+        decoded
+    then the epilogue. Tall tiles: `wide`
 
 The 32 bytes that a thread needs of a tiled block (`moe_core.formats.tiling`), 64 weight rows and 128 columns of four
 bits or 64 of eight, are together, and so are the rows' scales.
@@ -35,7 +39,7 @@ from moe_core.ops.matmul.sm90_packed.kernels.epilogue import bias_of
 from moe_core.ops.matmul.sm90_packed.kernels.producer import producer
 from moe_core.ops.matmul.sm90_packed.kernels.wide import compute_wide
 
-#: Tokens of the largest tile of `compute_tile`, and those that larger tiles with so few rows multiply.
+#: Tokens of the largest tile of `compute_tile`, and tokens that its tiles with few rows multiply.
 LARGE = gl.constexpr(128)
 NARROW = gl.constexpr(32)
 #: Numbers of rows that tiles of up to 256 rows multiply, each a power of two or the sum of two. Experts with about as
@@ -45,8 +49,7 @@ WIDTHS = gl.constexpr(((32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (256, 0)
 
 @gluon.jit
 def multiply(left, right, accumulator, PLACE: gl.constexpr, OF: gl.constexpr):
-    """Add product PLACE of the OF of a stage. At most two are under way: more would need registers for their
-    operands."""
+    """Add product PLACE of the OF of a stage. At most two are under way, for lack of registers for operands."""
     accumulator = warpgroup_mma(left, right, accumulator, is_async=True)
     if (PLACE > 0) and (PLACE < OF - 1):
         accumulator = warpgroup_mma_wait(num_outstanding=1, deps=[accumulator])
@@ -81,7 +84,7 @@ def compute_tile(product, part, stage, phase, TOKENS: gl.constexpr):
                         second = multiply(
                             left, columns[half], second, (DEEP + deep) * HALVES + half, MINE * DEEP * HALVES
                         )
-        # ptxas takes products one by one, each waited for, where one is under way when the loop turns.
+        # ptxas serialises products, each waited for, if one is under way when the loop turns.
         if MINE == 2:
             first, second = warpgroup_mma_wait(num_outstanding=0, deps=[first, second])
         else:
@@ -143,9 +146,8 @@ def matmul_mixed_input(
 
     weight_map: tiled codes of ELEMENT (`e2m1`, `uint4`, `uint8`) as lines of 128 bytes. scales, zero_points: tiled.
     BLOCKS, STEPS: blocks of a matrix of 64 rows, and of COLUMNS columns. GROUPS, REPEAT: see `Codes`. N: output
-    columns. WEIGHT_N: rows of a matrix before tiling. PAIRS, DEEP: see `Stages`. COUNTER: the counter that tiles are
-    taken from, None: programs take turns. REGISTERS: of a thread at launch, for two blocks on a multiprocessor, None:
-    for one.
+    columns. WEIGHT_N: rows of a matrix before tiling. PAIRS, DEEP: see `Stages`. COUNTER: of tiles taken, None:
+    programs take turns. REGISTERS: of a thread at launch, for two blocks on a multiprocessor, None: for one.
     """
     if PDL is not None:
         join()
@@ -155,7 +157,7 @@ def matmul_mixed_input(
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     by_eight: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
-    # Tokens that one part of the epilogue stores: of the tallest tiles fewer, since little memory is left.
+    # Tokens of one part of the epilogue: fewer of the tallest tiles, which leave little memory.
     PART: gl.constexpr = 32 if BLOCK_M <= LARGE else 1024 // WIDTH
     TOKENS: gl.constexpr = PART if BLOCK_M > PART else BLOCK_M
     x_tiles = gl.allocate_shared_memory(
@@ -163,7 +165,7 @@ def matmul_mixed_input(
     )
     w_tiles = gl.allocate_shared_memory(weight_map.dtype, [STAGES * PAIRS, DEEP * LINES, 128], lines)
     out_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, TOKENS, WIDTH], by_eight)
-    # Scales of mxfp4 are words of four, other scales are numbers.
+    # Scales of mxfp4 are words of four, others are numbers.
     SCALE: gl.constexpr = gl.int32 if ELEMENT == "e2m1" else scales.dtype.element_ty
     EACH: gl.constexpr = 1 if ELEMENT == "e2m1" else GROUPS
     scale_tiles = gl.allocate_shared_memory(SCALE, [STAGES * DEEP, PAIRS, HEIGHT * EACH], table)
@@ -173,8 +175,8 @@ def matmul_mixed_input(
     weight_ring = gl.allocate_shared_memory(gl.float32, [RING, BLOCK_M], plain)
     slot_ring = gl.allocate_shared_memory(gl.int32, [RING, BLOCK_M], plain)
     pipeline = allocate_pipeline(STAGES, PRODUCER_WARPS, GATHER != "row")
-    # Registers of a thread. A producer that gathers rows has their addresses, and of tall tiles looks them up. Which
-    # split compiles without spills is found by trying: values of all parts lie in registers of each.
+    # Registers of a thread. A producer that gathers rows holds or, for tall tiles, looks up their addresses. The splits
+    # that compile without spills were found by trying: values of all parts take registers of each.
     if REGISTERS is not None:
         CONSUMER_AND_PRODUCER: gl.constexpr = (104, 32) if GATHER == "row" else (96, 48)
     else:

@@ -1,4 +1,4 @@
-"""The producer of `sm90_packed.kernels.matmul` takes tiles, announces them, and loads codes, scales and rows ahead."""
+"""The producer of `sm90_packed.kernels.matmul`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,8 +38,8 @@ def word_pointers(
         block = matrix.to(gl.int64) * BLOCKS + gl.minimum(tile * PAIRS + pair, BLOCKS - 1)
         return words + block * (RECORDS * WORDS) + word
     else:
-        # The part of all threads apart: integers, with more arrays to point to, lack registers for it, and so do
-        # consumers of tall tiles, which hold what the producer has of the same for every tile.
+        # Offsets from a scalar start: integers, with more arrays, lack registers for pointers, and so do consumers of
+        # tall tiles, which hold what the producer has of the same for every tile.
         first = (matrix.to(gl.int64) * BLOCKS + tile * PAIRS) * (RECORDS * WORDS)
         pair = gl.minimum(pair, BLOCKS - 1 - tile * PAIRS)
         return words + first + (pair * (RECORDS * WORDS) + word)
@@ -47,8 +47,8 @@ def word_pointers(
 
 @gluon.jit
 def load_words(tiles, place, pointers, step, codes):
-    """Ask for the words of a step's record for place `place` of tiles. Behind the last step they are zeros, because no
-    code there may become an infinity."""
+    """Load the words of a step's record. Behind the last step they are zeros, because no code there may become an
+    infinity."""
     PAIRS: gl.constexpr = pointers.shape[0]
     WORDS: gl.constexpr = pointers.shape[1]
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -83,7 +83,7 @@ def load_tile(product, row_slots, tile, matrix, stage, phase):
     within = gl.arange(0, CHUNK, gl.SliceLayout(1, loads))
     columns = gl.arange(0, DEPTH, gl.SliceLayout(0, loads))
     if (GATHER != "row") and (CHUNKS == 1):
-        # The arrays of a layout may come from anywhere: no value in them may lead outside x.
+        # Layouts are not trusted: no value in them may lead outside x.
         slots = gl.load(layout.slot_of_row + tile.start.to(gl.int64) + within, mask=within < tile.rows, other=0)
         slots = gl.minimum(gl.maximum(slots, 0), layout.num_slots - 1)
         x_row = slots // layout.TOP_K if GATHER == "token" else slots
@@ -116,7 +116,7 @@ def load_tile(product, row_slots, tile, matrix, stage, phase):
         else:
             mbarrier.expect(ready, CODES)
         for pair in gl.static_range(PAIRS):
-            # Behind the last step of a block is the next block. Its codes meet zeros of x.
+            # The next block follows a block's last step. Its codes meet zeros of x.
             line = ((block + pair) * STEPS + step) * LINES
             tma_load(weights.map, [line, 0], ready, stages.codes.index(stage * PAIRS + pair))
         for deep in gl.static_range(DEEP):
@@ -131,7 +131,7 @@ def load_tile(product, row_slots, tile, matrix, stage, phase):
         elif GATHER != "row":
             for chunk in gl.static_range(CHUNKS):
                 if tile.rows > chunk * CHUNK:
-                    # Looked up again for every stage, because the addresses would not fit into registers.
+                    # Looked up for every stage, because addresses would not fit into registers.
                     slots = row_slots.slice(chunk * CHUNK, CHUNK).load(gl.SliceLayout(1, loads))
                     known = gl.maximum(slots, 0)
                     x_row = known // layout.TOP_K if GATHER == "token" else known

@@ -4,9 +4,9 @@ It has 64 weight rows, so that every code is decoded once for all rows of x. ptx
 way when the loop turns. So the operand of the next stage's first product is decoded while the last product runs, before
 the wait that ends a stage:
 
-product of columns 0 .. 63    decode columns 64 .. 127
-product of columns 64 .. 127  wait for the next stage, decode its columns 0 .. 63
-wait for both products, release the stage
+    product of columns 0 .. 63    decode columns 64 .. 127
+    product of columns 64 .. 127  wait for the next stage, decode its columns 0 .. 63
+    wait for both products, release the stage
 """
 
 from triton.experimental import gluon
@@ -49,8 +49,7 @@ def wait_for(sums, LEFT: gl.constexpr, REST: gl.constexpr):
 def multiply_stage(
     sums, left, product, stage, phase, FIRST: gl.constexpr, TOKENS: gl.constexpr, REST: gl.constexpr, LAST: gl.constexpr
 ):
-    """Multiply one stage, with its first 64 columns decoded already: `left`. Return the next stage's, if this is not
-    the LAST."""
+    """Multiply one stage. left: its first 64 columns, decoded. Return the next stage's, unless this is the LAST."""
     ELEMENT: gl.constexpr = product.scales.ELEMENT
     HALVES: gl.constexpr = product.scales.COLUMNS // DEPTH
     PARTS: gl.constexpr = HALVES * product.tiles.DEEP
@@ -76,8 +75,8 @@ def multiply_stage(
 
 @gluon.jit
 def compute_wide(product, part, stage, phase, TOKENS: gl.constexpr, REST: gl.constexpr):
-    """Compute a consumer's part of a tile of at most TOKENS + REST rows. TOKENS and REST have separate products, since
-    each must be a power of two. REST may be 0."""
+    """Compute a consumer's part of a tile of at most TOKENS + REST rows. Both have separate products, since each must
+    be a power of two. REST may be 0."""
     stages, weights = product.tiles, product.weights
     FIRST: gl.constexpr = part.WHICH * (stages.PAIRS // 2)
     slots, buffer = stages.slots.index(part.place), stages.results.index(part.WHICH)
