@@ -14,7 +14,7 @@ from moe_core.parallel.spec import ExchangeSpec
 
 #: More are not measured.
 _MOST = 4
-#: The least gain of chunks, as share of a forward: the error of predictions, tests/parallel/test_choices.py.
+#: The least gain of chunks as share of a forward: the predictions' error, tests/parallel/test_choices.py.
 _LEAST_GAIN = 0.05
 
 
@@ -56,8 +56,8 @@ def choose_ranks(
 ) -> tuple[int, str]:
     """Choose how many of these ranks share the experts, if any number of them could hold all.
 
-    It is the fewest with a forward hardly slower than the fastest: for few tokens, one rank may read the experts in
-    less time than an exchange takes.
+    It is the fewest with a forward hardly slower than the fastest, since reading few tokens' experts may be faster than
+    an exchange.
 
     Args:
         layer: sizes of the layer.

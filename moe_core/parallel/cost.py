@@ -2,13 +2,12 @@
 
 Rows travel over NVLink within a domain and over the network to others, both at once. The busiest rank decides. Ids,
 weights and counts, below 2 % of the rows of real models, are left out, except one latency if the host reads counts.
-Products take the longer of two times: their operations at `Machine.tflops`, and a rank's weights at `Machine.memory`.
-`Machine.products` replaces both by measured times.
+Products take the longer of their operations at `Machine.tflops` and a rank's weights at `Machine.memory`, or measured
+times of `Machine.products`.
 
 Stages follow one another, with two exceptions. With mode `peer` the last product stores its rows at their homes, so the
-way back counts only where it takes longer than this product. With chunks, only one chunk's messages do not overlap with
-products. Product 2 of a chunk and product 1 of the next slow each other down, and each further chunk reads the weights
-again.
+way back counts only beyond this product. With chunks, only one chunk's messages do not overlap with products; product 2
+of a chunk and product 1 of the next slow each other down, and each further chunk reads the weights again.
 """
 
 from __future__ import annotations
@@ -214,7 +213,6 @@ def traffic_of(ids: np.ndarray, placement: Placement) -> Traffic:
     load = np.bincount(ids[ids >= 0], minlength=placement.num_experts) / max(int((ids >= 0).sum()), 1)
     part = np.where(held < 0, 0.0, (load / np.diff(start))[np.maximum(held, 0)])
     slots = part.reshape(ranks, -1).sum(axis=1)
-    # A token visits a rank once.
     owners = owners_of(physical_ids(ids, placement).places, placement.per_rank)
     tokens, k = np.nonzero(owners >= 0)
     visited = np.unique(tokens.astype(np.int64) * ranks + owners[tokens, k]) % ranks
@@ -245,7 +243,6 @@ def _price(
         raise InvalidInput(
             f"tensor must be at most the machine's domain of {machine.domain}, got {tensor}; split experts within it"
         )
-    # Ranks of the axis of experts in a domain.
     machine = dataclasses.replace(machine, domain=machine.domain // tensor)
     if machine.network is None and ranks > machine.domain:
         raise InvalidInput(
@@ -274,7 +271,7 @@ def _price(
     if spec.mode == "all_to_all" and ranks > 1:
         far = machine.network if machine.network is not None and ranks > machine.domain else near
         stages.insert(0, ("counts", far.latency_us))
-    # The last product's rows are not sent again. The rest of their way overlaps with nothing.
+    # The last product already sent its rows; the rest of their way does not overlap.
     stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
     others = sum(us for _, us in stages) - stored
     weights = _read_bytes(layer, _most_slots(layer, tokens, traffic), per_rank, tensor) / machine.memory / 1e3
@@ -302,8 +299,8 @@ def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool
 
 
 def _exposed_in_lanes(share: float, others: float, stored: float, hidden: float, chunks: int, weights: float) -> float:
-    """How much longer than its products a forward in lanes takes. others, stored: us of rows sent before and by product
-    2, which hides `hidden`."""
+    """Time of a forward in lanes beyond its products. others, stored: us of rows sent before and by product 2, which
+    hides `hidden`."""
     # The first chunk's arrival and the last product 2 do not overlap.
     ends = (others + stored - hidden) / chunks
     again = _SHARING * share + _READ_AGAIN * weights * (chunks - 1)
@@ -350,7 +347,7 @@ def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float
 
 
 def _work(layer: MoELayerSpec) -> tuple[float, float, float, float]:
-    """Operations of a slot, and of a token without slots; bytes of an expert, and of other parameters."""
+    """Operations of a slot and of a token without slots; bytes of an expert and of other parameters."""
     D, gates = layer.d_model, 3 if layer.gated else 2
     shared = layer.shared_experts
     dense = 2 * D * layer.num_experts + (0 if shared is None else 2 * D * (shared.d_ff * gates + shared.gate))
@@ -374,7 +371,6 @@ def _alone_us(layer: MoELayerSpec, tokens: int, machine: Machine) -> float:
 def _share_us(
     layer: MoELayerSpec, tokens: int, machine: Machine, traffic: Traffic, per_rank: int, tensor: int
 ) -> float:
-    """Time of the rank with most slots."""
     slot, token, _, others = _work(layer)
     slots = _most_slots(layer, tokens, traffic)
     size = _read_bytes(layer, slots, per_rank, tensor) + others
@@ -386,5 +382,4 @@ def _most_slots(layer: MoELayerSpec, tokens: int, traffic: Traffic) -> float:
 
 
 def _read_bytes(layer: MoELayerSpec, slots: float, per_rank: int, tensor: int) -> float:
-    """Bytes of the experts of these slots on a rank."""
     return min(per_rank, slots * tensor) * _work(layer)[2] / tensor

@@ -2,12 +2,10 @@
 
 Letters: W ranks, L places per rank, T tokens of a rank, K top-k, slot s = t * K + k. A *home* has tokens, an *owner*
 has experts. Rows are slots or tokens. A home sends *groups* of rows: one per place for slots (G = W * L), one per owner
-for tokens (G = W). Groups make a ragged layout, of the places or of `first_owners`, so rows go out by (group, slot).
-Ranks tell each other the group sizes.
+for tokens (G = W). Groups make a ragged layout of the places or of `first_owners`, so rows go out by (group, slot).
 
-Example, W = 2, L = 2, K = 2, T = 2 on rank 0, places [[2, 3], [0, 2]]. Slots: the layout over 4 places has group_sizes
-[1, 0, 2, 1] and sends slots 2 | 0, 3, 1. Tokens: first_owners [[1, -1], [0, 1]] has group_sizes [1, 2] and sends tokens
-1 | 0, 1.
+Example, W = 2, L = 2, K = 2, T = 2 on rank 0, places [[2, 3], [0, 2]]. Slots: group_sizes [1, 0, 2, 1], sends slots 2 |
+0, 3, 1. Tokens: first_owners [[1, -1], [0, 1]], group_sizes [1, 2], sends tokens 1 | 0, 1.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from moe_core.parallel.placement import Placement
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 
-#: Orders of received rows, see `run_starts`.
 ORDERS = ("expert", "source", "padded")
 
 
@@ -79,10 +76,10 @@ def run_starts(counts: np.ndarray, order: str, block: int = 0) -> np.ndarray:
     """Return where the rows of every (home, group) begin at the owner, int32 `[W, G]`. counts int32 `[W, G]`.
 
     order: `expert`: by (group, home), as matmuls read. `source`: by (home, group), as an all-to-all delivers. `padded`:
-    home h has `block` rows from h * block on, by group.
+    `block` rows per home, by group.
 
-    Example, W = 2, L = 1, counts [[2, 1], [3, 0]]: expert [[0, 0], [2, 1]], source the same; padded, block 4: [[0, 0],
-    [4, 4]].
+    Example, W = 2, L = 1, counts [[2, 1], [3, 0]]: expert and source [[0, 0], [2, 1]]; padded, block 4: [[0, 0], [4,
+    4]].
     """
     require_choice("order", order, ORDERS)
     num_ranks, num_groups = counts.shape

@@ -102,7 +102,7 @@ def compare_headers(headers: np.ndarray, where: str = "the exchange", *, equal_t
     """Return the tokens of all ranks together, from their headers int32 `[W, 8]`.
 
     where: mode, layer and collective, for messages. equal_tokens: tokens must be equal, also with exact counts. Raises
-    PeerFailed if a rank failed, and InvalidInput with both headers if ranks differ from most of them, or from rank 0.
+    PeerFailed if a rank failed, and InvalidInput with both headers if one differs from most, or from rank 0.
     """
     rows = np.asarray(headers).tolist()
     if all(row == rows[0] for row in rows) and tuple(rows[0]) != FAILED:

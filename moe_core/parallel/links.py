@@ -67,8 +67,8 @@ class LinkTiming:
 def fit_link(timings: Sequence[LinkTiming]) -> Link:
     """Fit a link to timings, by squares of relative errors, so that all sizes count equally.
 
-    If all have one size, the latency is 0. Example: 1000 bytes in 11 us and 1000000 bytes in 20 us fit a latency of
-    10.99 us and 111 GB/s. Raises InvalidInput without a timing.
+    One size gives a latency of 0. Example: 1000 bytes in 11 us and 1000000 bytes in 20 us fit a latency of 10.99 us and
+    111 GB/s. Raises InvalidInput without a timing.
     """
     if not timings:
         raise InvalidInput("timings must hold at least one message, got none; measure some")

@@ -21,7 +21,7 @@ from moe_core.specs.tile_table import PROVENANCE_FIELDS
 #: The environment variable for a file of `moebius-tune --links`.
 VARIABLE = "MOEBIUS_MACHINE"
 FORMAT_VERSION = 1
-#: The most tokens of all ranks that every rank may see without loss, unmeasured.
+#: The most tokens of all ranks for mode `all_gather`, unmeasured.
 FEW_TOKENS = 256
 #: 4096 numbers of bf16.
 _ROW_BYTES = 8192

@@ -27,8 +27,8 @@ def experts_digest(
 ) -> int:
     """Return a digest, not 0, of what a rank's experts compute: F, the activation, and the rounding of products.
 
-    experts, shared: arrays with shapes and dtypes. spec_of: makes the ArraySpec of (name, array). Raises InvalidInput
-    if the arrays do not fit each other, before other ranks wait.
+    experts, shared: arrays with shapes and dtypes. spec_of: makes an array's ArraySpec from (name, array). Raises
+    InvalidInput if arrays do not fit each other, before other ranks wait.
     """
     bundles = experts, *(() if shared is None else (shared,))
     formats = tuple(getattr(value, "spec", None) for bundle in bundles for _, value in named_fields(bundle))

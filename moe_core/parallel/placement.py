@@ -45,12 +45,12 @@ class PlacementTables(NamedTuple):
 @plan_type
 @dataclass(frozen=True)
 class Placement:
-    """The experts of each rank.
+    """The experts of each rank. The constructor and all methods raise InvalidInput for wrong arguments.
 
     Ranks have equally many places. An expert is on at least one rank, at most once on each (replicas).
 
     owners: logical ids of each rank in local order, -1: an empty place. version: number of changes, which ranks
-    compare. Raises InvalidInput.
+    compare.
     """
 
     num_experts: int
@@ -123,7 +123,7 @@ class Placement:
         return tables
 
     def places_of(self, expert: int) -> tuple[int, ...]:
-        """Return the physical ids of an expert, ascending. Raises InvalidInput."""
+        """Return the physical ids of an expert, ascending."""
         expert = as_integer("expert", expert, 0, self.num_experts)
         _, places, start = self.tables
         return tuple(places[start[expert] : start[expert + 1]].tolist())
@@ -142,7 +142,7 @@ class Placement:
 
     @staticmethod
     def linear(num_experts: int, num_ranks: int) -> Placement:
-        """Put consecutive experts on a rank, ceil(E / W) each, empty places last. Raises InvalidInput."""
+        """Put consecutive experts on a rank, ceil(E / W) each, empty places last."""
         experts, ranks = _sizes(num_experts, num_ranks)
         each = -(-experts // ranks)
         ids = [expert if expert < experts else HOLE for expert in range(each * ranks)]
@@ -150,7 +150,7 @@ class Placement:
 
     @staticmethod
     def round_robin(num_experts: int, num_ranks: int) -> Placement:
-        """Put expert e on rank e mod W. Last ranks may have an empty place. Raises InvalidInput."""
+        """Put expert e on rank e mod W. Last ranks may have an empty place."""
         experts, ranks = _sizes(num_experts, num_ranks)
         ids = [expert if expert < experts else HOLE for expert in range(-(-experts // ranks) * ranks)]
         return Placement(experts, tuple(tuple(ids[rank::ranks]) for rank in range(ranks)))
@@ -172,9 +172,6 @@ class Placement:
             per_rank: L.
             nodes: of consecutive ranks. An expert's replicas stay on one node.
             max_replicas: the most places of an expert. None: one on each rank of a node. Training needs 1.
-
-        Raises:
-            InvalidInput: wrong sizes.
         """
         loads = _loads(load)
         experts, ranks = _sizes(loads.size, num_ranks)
@@ -194,8 +191,7 @@ class Placement:
         return Placement(experts, tuple(owners))
 
     def balancedness(self, load: Sequence[float] | np.ndarray) -> float:
-        """Return the mean over the maximum of the ranks' work, in (0, 1], 1 without work. load: as for `balanced`.
-        Raises InvalidInput."""
+        """Return the mean over the maximum of the ranks' work, in (0, 1], 1 without work. load: as for `balanced`."""
         loads = _loads(load)
         if len(loads) != self.num_experts:
             raise InvalidInput(f"load must be of the {self.num_experts} experts, got {len(loads)} numbers; pass all")
@@ -208,8 +204,7 @@ class Placement:
         """Return the next version: these groups of experts, on ranks and places that need few moves from `previous`.
 
         Ranks of a node take, in turn, the group they already have most of. Experts that stay keep their place.
-        previous: has as many experts and ranks, and at most as many places; returned if nothing moves. Raises
-        InvalidInput.
+        previous: has as many experts and ranks, and at most as many places; returned if nothing moves.
         """
         sizes = [(one.num_experts, one.num_ranks) for one in (self, previous)]
         if sizes[0] != sizes[1] or previous.per_rank > self.per_rank:
@@ -247,10 +242,9 @@ class Placement:
         return Placement(self.num_experts, tuple(owners), previous.version + 1)
 
     def moved(self, other: Placement) -> tuple[Move, ...]:
-        """Return the copies that turn this placement into `other`, by target.
+        """Return the copies that turn this placement into `other`, of equal sizes, by target.
 
-        The source is on the target's rank if possible, else one of the expert's places, in turn. Raises InvalidInput
-        unless sizes are equal.
+        The source is on the target's rank if possible, else one of the expert's places, in turn.
         """
         sizes = [(placement.num_experts, placement.num_ranks, placement.per_rank) for placement in (self, other)]
         if sizes[0] != sizes[1]:
@@ -325,7 +319,6 @@ class _Node:
         self.held: list[list[int]] = [[] for _ in range(ranks)]
         self.total, self.per_rank = [0.0] * ranks, per_rank
         self.lightest = [(0.0, rank) for rank in range(ranks)]
-        # Heaviest first, with all its replicas.
         for expert in sorted(copies, key=lambda expert: (-self.part[expert], expert)):
             for _ in range(copies[expert]):
                 self._place(expert)

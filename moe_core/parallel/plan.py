@@ -221,8 +221,6 @@ def _over_tensor(plan: ExchangePlan) -> TensorMessages:
 
 
 class _Planner:
-    """Sizes of one exchange, or of one chunk."""
-
     def __init__(self, plan: ExchangePlan) -> None:
         self.plan, self.spec, self.bounds = plan, plan.spec, plan.bounds
         self.tokens = tokens_at_once(plan.brought, plan.spec)
@@ -232,7 +230,6 @@ class _Planner:
 
     @property
     def sent(self) -> int:
-        """The most rows of x that a rank sends."""
         if self.spec.mode == "all_gather":
             return self.tokens
         if self.bounds.block is not None:
@@ -241,7 +238,7 @@ class _Planner:
 
     @property
     def returned(self) -> int:
-        """The most results that come home."""
+        """The most results at home."""
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
         return self.tokens * self.top_k
@@ -261,7 +258,7 @@ class _Planner:
 
     @property
     def given(self) -> int:
-        """The most results that an owner returns."""
+        """The most results at an owner."""
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
         if self.plan.direct:
@@ -340,7 +337,6 @@ class _Planner:
             if self.spec.format is not None or self.plan.training:
                 buffers.append(ExchangeBuffer("rows by slot", received * self.row_bytes, False))
         elif symmetric:
-            # Weights, origins, rows of slots' tokens, and gradients of weights.
             numbers = 3 + (self.spec.rows == "tokens") + self.plan.training
             buffers.append(ExchangeBuffer("received weights and origins", given * numbers * 4, True))
             by_slot |= self.plan.training or self.spec.format is not None
@@ -353,7 +349,6 @@ class _Planner:
             # Rows kept for a backward must not be overwritten.
             buffers.append(ExchangeBuffer("rows by slot", given * self.row_bytes, False))
         if not symmetric:
-            # With mode `peer` the op stores them at their homes.
             buffers.append(ExchangeBuffer("results", given * self.row_bytes, False))
         buffers.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
         symmetric_sets = sets_of_buffers(self.spec)

@@ -114,7 +114,6 @@ def _coming_back(
     lost = (places >= 0) & (kept < 0)
     arrived = np.where(kept < 0, -1, places)
     owners = owners_of(arrived, placement.per_rank)
-    # Slots come back by (place, slot), or for rows of tokens by (owner, slot).
     groups = arrived if by_slot else owners
     sent = sends(groups, placement.num_places if by_slot else num_ranks)
     found = returned_rows(sent, groups, num_ranks, bounds.back)

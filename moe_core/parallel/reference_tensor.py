@@ -1,6 +1,6 @@
 """Ranks of both axes, experts and tensor, in one process, in NumPy; part of the twin.
 
-Each rank of the tensor axis exchanges the tokens of the whole axis. Parts are added at home in the order of ranks.
+Each rank of the tensor axis exchanges the whole axis's tokens. Homes add parts in the order of ranks.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def _rows_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
 
 
 class Places(NamedTuple):
-    """places int32 `[T, K]`: physical ids, -1: no expert. invalid_ids int32 `[1]`: ids outside [-1, E)."""
+    """See `moe_core.parallel.exchange.Places`."""
 
     places: torch.Tensor
     invalid_ids: torch.Tensor
@@ -57,7 +57,6 @@ def physical_ids(
     first_token: the number of the first token in the group. tables: `placement_tables` that may change before a replay.
     None: the placement's.
     """
-    # Captured graphs must work for later placements.
     has_replicas, num_experts = tables is not None or placement.has_replicas, placement.num_experts
     places, start = placement_tables(placement, ids.device) if tables is None else tables
     known = ids if token_mask is None else torch.where(token_mask[:, None], ids, -1)

@@ -150,16 +150,16 @@ def moe(
 ) -> ParallelOutput:
     """Run `moe_torch.moe` over ranks that share the experts. All of them call it, in the same order.
 
-    Output and gradients are bitwise those of `moe_torch.moe` on one device with all experts and the tokens of all
-    ranks, in the order of ranks (`moe_core.parallel.plan_exchange` names exceptions). Gradients of a router are of this
-    rank's tokens: add them over ranks, as data parallelism does. With modes `all_to_all` and `peer`, ranks may have
-    different numbers of tokens. The router's tiles, and with `peer` on a GPU also the experts', are then those of W
-    times this rank's tokens, unless `spec.tuning` has the expected_tokens of all ranks.
+    Output and gradients are bitwise those of `moe_torch.moe` on one device with all experts and all ranks' tokens, in
+    the order of ranks (`moe_core.parallel.plan_exchange` names exceptions). Gradients of a router are of this rank's
+    tokens: add them over ranks, as data parallelism does. With modes `all_to_all` and `peer`, ranks may have different
+    numbers of tokens. The router's tiles, and with `peer` on a GPU also the experts', are then chosen for W times this
+    rank's tokens, unless `spec.tuning` has the expected_tokens of all ranks.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank.
-        experts: the experts of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. Empty places are not
-            read, and may be left out at the end. With `parallel.tensor`, the rank's slices of
+        experts: of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. Empty places are not read, and may
+            be left out at the end. With `parallel.tensor`, the rank's slices of
             `moe_core.parallel.tensor.split_experts`; down_bias is whole.
         routing: over all E experts, of this rank's tokens.
         spec: as for `moe_torch.moe`.
@@ -173,7 +173,7 @@ def moe(
             `exchange.on_overflow="drop"`.
 
     Raises:
-        InvalidInput: ranks that disagree about sizes, options or the placement, or wrong arguments.
+        InvalidInput: wrong arguments, or ranks that disagree about sizes, options or the placement.
         PeerFailed: another rank raised before the exchange. On a GPU, the host never waits with `all_gather`, `padded`
             and `peer`: there the output is NaN if ranks disagree, and if a rank raised, the others wait for their
             group's timeout.
@@ -329,7 +329,6 @@ def _asks_gradients(arrays: Iterable[Any]) -> bool:
 
 
 def _shared(arguments: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return a function with the results of `shared_output`, computed now or later."""
     if later:
         return lambda: shared_output(*arguments)
     found = shared_output(*arguments)

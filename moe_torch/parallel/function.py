@@ -1,7 +1,7 @@
-"""Dispatch and combine as autograd functions, each with the other's way as its backward; gradients in a fixed order.
+"""Dispatch and combine as autograd functions, each with the other's way as its backward.
 
 Forward: rows of tokens go out, rows of slots come home and are added in the order k = 0..K-1. Backward: the gradient of
-the output goes out, the gradients of slots come home and are added in the same order, in fp32.
+the output goes out, the gradients of slots come home and are added likewise, in fp32.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Combine(torch.autograd.Function):
 
 
 class _Awaited(torch.autograd.Function):
-    """`(rows, overlap) -> rows`, whose backward waits for the gradient to arrive."""
+    """`(rows, overlap) -> rows`. The backward waits for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, overlap: Overlap) -> torch.Tensor:

@@ -104,7 +104,6 @@ class Ranks:
                 ) from error
 
         work = checked(start)
-        # On a GPU the stream waits, not the host.
         limit = () if self.timeout is None else (datetime.timedelta(seconds=self.timeout),)
 
         def wait() -> torch.Tensor:

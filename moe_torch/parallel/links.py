@@ -23,13 +23,11 @@ from moe_torch.parallel import peer_ops
 from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.peer.symmetric import Part, Symmetric, symmetric
 
-#: Batches of calls, with one median.
 _BATCHES, _MOST_CALLS = 5, 50
 #: Rows of square matrices to multiply, and bytes to add.
 _PRODUCT, _SUM = {"cuda": 8192, "cpu": 768}, {"cuda": 2**30, "cpu": 2**25}
 _TIMEOUT = 120.0
 _ALIGNMENT = 16
-#: The most bytes of rows stored at peers.
 _ROW_BYTES = 8192
 
 
@@ -104,7 +102,6 @@ def _serve(rank: int, setting: Setting, ranks: int, folder: str) -> None:
 
 @contextlib.contextmanager
 def _joined(setting: Setting, local_rank: int, domain: int, where: dict[str, Any]) -> Iterator[_Bench]:
-    """Join a new group. where: of `init_process_group`."""
     device = torch.device("cpu")
     if setting.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -137,7 +134,6 @@ class _Bench:
         }
 
     def run(self) -> Found:
-        """Measure messages from small to large, then this device."""
         timings: list[LinkTiming] = []
         missing: dict[str, str] = {}
         # Other hosts' memory cannot be stored to.
@@ -242,7 +238,7 @@ def _between_gpus(make: Callable[[Ranks, int, torch.device], tuple[Callable[[], 
 
 def peer_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
     """Return a call that stores rows of this rank's number + 1 at its peers and waits for theirs; the rows stored here,
-    bf16 `[W, R, columns]` by rank; and the bytes that a rank sends."""
+    bf16 `[W, R, columns]` by rank; and the bytes sent."""
     memory, places = _rows_of_peers(ranks, size, device)
     here, addresses = memory.regions[0]
     world, count, columns = here.shape
@@ -256,8 +252,8 @@ def peer_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[
 
 
 def pull_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
-    """Return a call that waits for its peers, and returns rows loaded from them in turn, bf16 `[(W - 1) * R, columns]`;
-    the rows that others load here, bf16 `[W, R, columns]` by rank; and the bytes that a rank loads."""
+    """Return a call that waits for its peers and returns rows loaded from them in turn, bf16 `[(W - 1) * R, columns]`;
+    the rows that others load here, bf16 `[W, R, columns]`; and the bytes that a rank loads."""
     memory, places = _rows_of_peers(ranks, size, device)
     here, addresses = memory.regions[0]
     world, count, columns = here.shape
@@ -284,7 +280,6 @@ def _rows_of_peers(ranks: Ranks, size: int, device: torch.device) -> tuple[Symme
 
 
 def _aligned(size: int, peers: int) -> int:
-    """Bytes for each peer."""
     return max(1, -(-size // peers // _ALIGNMENT)) * _ALIGNMENT
 
 

@@ -1,7 +1,7 @@
 """Stores and loads at the addresses of other ranks, the ops of mode `peer`.
 
-A table `*_at` is int64 `[W]`: the address of one array at every rank, in the symmetric allocation; on a CPU in shared
-memory. The caller makes barriers, between stores and reads and between reads and later stores. No call waits for the
+A table `*_at` is int64 `[W]`: the address of one array at every rank, in the symmetric allocation (on a CPU shared
+memory). The caller makes barriers, between stores and reads and between reads and later stores. No call waits for the
 host or has a gradient.
 
 Common arguments. places: of `peer_places`. rank: this one. num_rows: R. programs: the most blocks of a launch, so that
@@ -64,7 +64,6 @@ def peer_places(
         ids: int32 `[T, K]`, places, -1: none. Place p is of rank `p // L`.
         layout: `make_layout(ids, P)`.
         counts: int32 `[W, P]`, `layout.group_sizes` of every rank.
-        rank: this rank.
         receive: R. Rows beyond are only counted.
 
     Returns:
@@ -149,7 +148,7 @@ def take_rows(
 
     Args:
         x: bf16, fp16 or fp32 `[N, D]`, or codes of e4m3.
-        rows: int32 `[R, 1]`, the row of x for every row, outside [0, N): zeros.
+        rows: int32 `[R, 1]`, rows of x, outside [0, N): zeros.
         group_start: int32 `[L + 1]`. Its last entry is the number of rows to write.
         scales: fp32 `[N, ceil(D / 128)]`, of codes.
         dtype: of the result, for codes. None: that of x.
@@ -174,7 +173,7 @@ def combine_pull(
     """Load the rows of a token's slots and add them in fp32, k = 0..K-1, with one cast, as `reduce(order="row")`.
 
     Args:
-        places: of `peer_places`. A slot without a row is skipped.
+        places: slots without a row are skipped.
         results_at: the arrays `[num_rows, width]` of bf16, fp16 or fp32.
         shared: bf16, fp16 or fp32 `[T, D]`, added last. Rows may be strided.
         shared_gate: fp32 `[T, 1]`. Its sigmoid multiplies shared.
@@ -270,10 +269,9 @@ def push_tokens_once(
     """Store a rank's tokens, ids and weights in row `rank * most + t` of every array.
 
     Args:
-        tokens: of this rank. Rows go where a token has an expert, and only with `at.rows`. Ids and weights go to all.
+        tokens: rows go where a token has an expert, and only with `at.rows`. Ids and weights go to all.
         header: int32 `[8]`. It goes to all ranks with T behind it, to one of two rows in turn.
         at: the tables.
-        rank: this rank.
         placement: gives the numbers of experts and places.
         visits: return owners and rows, too.
 

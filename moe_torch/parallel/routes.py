@@ -141,8 +141,8 @@ def plan_routes(
 def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> torch.Tensor | None:
     """Send the first messages. Returns all ranks' tokens int32 `[W]` if replicas need them."""
     if device.type == "cpu":
-        # Waiting costs nothing here, so the host compares before messages whose sizes may differ. On a GPU headers
-        # travel with the counts or the routing; if the host does not read them and they differ, the output is NaN.
+        # Waiting costs nothing here, so the host compares before messages of different sizes. On a GPU headers travel
+        # with the counts or the routing. If they differ and the host does not read them, the output is NaN.
         check_headers(ranks, plan.header, device)
     if plan.spec.mode in STATIC_MODES or not plan.placement.has_replicas:
         return None
@@ -267,7 +267,7 @@ class _Planner:
 
 
 def _layout(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor) -> RaggedLayout:
-    """A layout of one group for `reduce`, of rows in any order."""
+    """One group for `reduce`, rows in any order."""
     # The batched form may have more rows than slots.
     sizes: Any = {"rows": capacity} if capacity <= tokens * top_k else {"max_rows": capacity}
     return RaggedLayout(LayoutSpec(tokens, top_k, 1, **sizes), None, None, None, row_of_slot, None)

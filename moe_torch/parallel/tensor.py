@@ -1,7 +1,7 @@
 """The tensor axis around the exchange: each rank has a slice of every expert.
 
 Tokens are gathered over the axis before the exchange, and parts of results are added behind it. The backward gathers
-the gradient of results, and adds parts of d_x and of the weights' gradients. Parts are fp32 and added in the order of
+the gradient of results, and adds parts of d_x and of the weights' gradients. Parts are fp32, added in the order of
 ranks, so bits are equal in every run and on every rank.
 """
 
@@ -64,7 +64,6 @@ class TensorRanks:
             compare_headers(told, self.ranks.where, equal_tokens=True)
         ids, gathered = brought.ids, None
         if apart:
-            # A masked token has no expert on any rank.
             ids = ids if brought.token_mask is None else torch.where(brought.token_mask[:, None], ids, -1)
             table = torch.cat([ids, brought.weights.detach().contiguous().view(torch.int32)], dim=1)
             sent = torch.cat([sent, table.view(-1)])

@@ -29,7 +29,6 @@ from moe_torch.parallel.peer.streams import GradientOverlap, Streams
 from moe_torch.parallel.routes import check_headers
 from moe_torch.parallel.tensor import Brought
 
-#: Rows of the shared expert and logits of its gate.
 Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
 #: Of each chunk: x, wide, and arrays for its routes.
 Chunks = Sequence[Sequence[Any]]
@@ -47,7 +46,7 @@ class _Part(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How the routes of chunks are made.
+    """Makes the routes of chunks.
 
     make: takes arrays of a chunk's tokens, number and programs. arrays: of all tokens. counts: tokens_per_expert `[E]`
     and invalid_ids `[1]`, None if the routes have them.
@@ -85,7 +84,6 @@ def run_peer(
         routes = make(*routing)
         rows, row_weights = dispatch(routes, rows, wide, routing[1], stored=True)
         results = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
-        # Without training, rows that come home can use this memory.
         del rows
         output = combine(routes, results.output, (None, None), dtype, stored=True)
         parts = [_Part(results.tokens_per_expert, routes)]
@@ -102,7 +100,7 @@ def _beside_shared(
     """The output and its part, with gradients. On a GPU the shared expert overlaps with rows that travel.
 
     Its backward overlaps with gradients of results: autograd runs a backward on its forward's stream, last call first.
-    So the shared expert is called behind the experts, on a stream that does not wait for their rows.
+    So the shared expert is called after the experts, on a stream that does not wait for their rows.
     """
     x, wide, *routing = chunk
     streams = Streams(x.device)
@@ -151,7 +149,6 @@ def _direct(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingPl
 
 @functools.lru_cache(maxsize=256)
 def _places_of_experts(placement: Placement) -> tuple[int, ...]:
-    """Without replicas."""
     _, places, start = placement.tables
     return tuple(places[start[:-1]].tolist())
 
@@ -213,7 +210,6 @@ def _cut(arrays: tuple[Any, ...], bounds: list[int]) -> list[Any]:
 
 
 def _limits(number: int, count: int, owner: Owner, device: torch.device) -> Multiprocessors:
-    """The first product 1 and the last product 2 have all."""
     if device.type != "cuda":
         return None, None
     most = torch.cuda.get_device_properties(device).multi_processor_count
@@ -232,8 +228,8 @@ def _in_chunks(
     """The output and all parts, without gradients.
 
     On a GPU, copies of later rows and of chunk n - 1's results run beside the products of chunk n, and in lanes product
-    2 of chunk n - 1 beside product 1 of chunk n. Streams wait for each other when the call begins and ends. In between,
-    one stream's memory that another used is released once the first was told to wait.
+    2 of chunk n - 1 beside product 1 of chunk n. Streams wait for each other at both ends of the call. In between,
+    memory that another stream used is released once its stream was told to wait.
     """
     source, bounds = chunks[0][0], [*itertools.accumulate((len(x) for x, *_ in chunks), initial=0)]
     sets, in_lanes = sets_of_buffers(plan.spec), runs_in_lanes(plan.spec)

@@ -4,8 +4,8 @@
     dispatch   rows of tokens, and the routing of slots, go to their owners; barrier
     combine    results go to their own row at the homes of their tokens; barrier; homes add them
 
-One set of buffers is enough: a rank has read its buffers before the barrier behind the counts, or before the one that
-begins a backward.
+One set of buffers is enough: a rank has read its buffers before the barrier behind the counts, or before a backward's
+first barrier.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CountedRoutes:
 
     Making them stores everything but rows. places int32 and weights fp32 `[T, K]`: of slots. number: of the set of
     buffers. programs: the most blocks of copies. sent, back: rows at owners, of what travels, by (token, owner) or
-    slot, and of the results that come back, by slot.
+    slot, and of results, by slot.
     """
 
     def __init__(
@@ -114,7 +114,6 @@ class CountedRoutes:
         self.sizes, self.memory = Sizes.of(plan), memory_of(call.ranks, plan, weights.device, number)
         self.ids, self.weights = cast(Any, None), cast(Any, None)
         self._rows: torch.Tensor | None = None
-        #: For rows of tokens, the rank of every slot.
         self.owners = exchange.owners_of(places, plan.placement.per_rank) if self.by_token else None
         self._count(places)
         self._push_routing(weights.detach())
@@ -157,7 +156,6 @@ class CountedRoutes:
         if plan.spec.receive == 0:
             received = torch.zeros_like(received)
         self._local, self._received = ops.layout_of_runs(received, self.sizes.computed)
-        #: Tokens with a place and no result are NaN.
         self._wanted = None if plan.spec.on_overflow == "drop" else places
 
     def _told_by_all(self, counts: torch.Tensor, region: Region, what: str) -> torch.Tensor:
@@ -219,7 +217,6 @@ class CountedRoutes:
         if self.by_token:
             self._rows = kept(memory.tokens.own)
         elif training or self.plan.spec.format is not None:
-            # The op keeps its input; quantised rows are dequantised.
             self._rows = self._received.slot_of_row.view(-1, 1)
 
     def results_at(self) -> torch.Tensor:

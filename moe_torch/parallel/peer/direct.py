@@ -4,8 +4,8 @@
     combine    results go to their own row at the homes of their tokens; barrier; homes add them
 
 Row `home * max_tokens + t` of an owner is of token t. The owner's op groups rows by their ids: by (expert, home, slot),
-the order of one device. No unread memory is overwritten: rows have been read before the barrier behind the results of
-the previous call, and results before the barrier behind the rows of this one.
+the order of one device. No unread memory is overwritten: rows are read before the barrier behind the previous call's
+results, and results before the barrier behind this call's rows.
 
 In training a forward and its backward both begin with a barrier, since a backward may stop early. Arrived rows of
 tokens are copied for the backward. Rows of the output's gradient are read in the buffer.
@@ -73,7 +73,7 @@ class _Constants(NamedTuple):
     """Constant arrays of a memory.
 
     results_at int64 `[W * M * K]`: where the results of all ranks' slots go. int32: rows `[W * M, 1]`, their numbers;
-    start `[2]`, the first and the end of them; slots `[M, K]`, the numbers of this rank's slots among all ranks'.
+    start `[2]`, their first and end; slots `[M, K]`, this rank's slots' numbers among all ranks'.
     """
 
     results_at: torch.Tensor

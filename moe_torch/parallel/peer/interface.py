@@ -71,7 +71,7 @@ def summed(returned: torch.Tensor, places: torch.Tensor, checks: peer_ops.Checks
     out = options.get("out")
     if out is None or out.data_ptr() % ALIGNMENT == 0:
         return peer_ops.sum_results(returned, places, checks=checks, **options)
-    # Rows of fewer than 16 bytes, of fp32 tokens for example.
+    # Rows of fewer than 16 bytes, such as of fp32 tokens.
     options |= {"out": None, "out_dtype": out.dtype}
     return out.copy_(peer_ops.sum_results(returned, places, checks=checks, **options))
 

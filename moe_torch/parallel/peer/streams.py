@@ -12,13 +12,11 @@ import torch
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Copies rows ahead of products."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 @functools.cache
 def _store_stream(device: torch.device) -> torch.cuda.Stream:
-    """Runs products 2, which store rows, while `copies` waits."""
     return torch.cuda.Stream(device)
 
 

@@ -120,7 +120,6 @@ def _told(ranks: Ranks, value: Any) -> list[Any]:
 
 
 def _require_none(ranks: Ranks, problem: str | None) -> None:
-    """Raise Unsupported on every rank if one has a problem."""
     wrong = {rank: why for rank, why in enumerate(_told(ranks, problem)) if why}
     if wrong:
         rank, why = next(iter(wrong.items()))
