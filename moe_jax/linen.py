@@ -5,9 +5,9 @@
     y = layer.apply(variables, x)
     y, aux = layer.apply(variables, x, return_aux=True)
 
-Parameters are in the collection `params`, boxed with logical axes, MaxText's by default (`nn.meta.unbox` removes the
-boxes). The correction bias is in `router_state`, without a gradient. With `mutable=["intermediates"]` every call also
-sows its MoEAux as `moe_aux`.
+Parameters are in the collection `params`, boxed with logical axes (`nn.meta.unbox` removes the boxes). The correction
+bias is in `router_state`, without a gradient. With `mutable=["intermediates"]` every call also sows its MoEAux as
+`moe_aux`.
 
 Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's, `layer =
 MoE.from_spec(weights.layer_spec())` and `layer.load_weights(weights)`. Their collection is `quantized`:
@@ -64,7 +64,6 @@ __all__ += description.__all__
 
 STATE = "router_state"
 QUANTIZED = "quantized"
-#: (the rest of a leaf's path, the leaf)
 _Places = tuple[tuple[tuple[str, ...], Leaf], ...]
 
 
@@ -145,8 +144,7 @@ class MoE(nn.Module):
         input_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """y `[..., D]`, or (y, MoEAux) with return_aux. Arguments: see `moe_jax.layers.forward` and
-        `moe_jax.layers.RoutedBy`."""
+        """y `[..., D]`, or (y, MoEAux). Arguments: see `moe_jax.layers.forward` and `moe_jax.layers.RoutedBy`."""
         spec = self.spec
         rule = layers.current_rule()
         if rule is not None and spec.experts.scheme is None and layers.scheme_of_rule(rule) is not None:
@@ -175,14 +173,14 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> str:
-        """Explain the plan of a forward, or of a training step; see `moe_jax.layers.explain`. variables: arrays or
-        ShapeDtypeStructs with the dtypes. None: those of `init`."""
+        """See `moe_jax.layers.explain`. variables: arrays or ShapeDtypeStructs with the dtypes. None: those of
+        `init`."""
         return layers.explain(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
         """Floating-point operations and bytes of a forward for a number of tokens or a shape of x, see
-        `moe_core.layers.layer_cost`. training: with the backward. XLA's `cost_analysis` does not count them."""
+        `moe_core.layers.layer_cost`. XLA's `cost_analysis` does not count them."""
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     @nn.nowrap
@@ -210,8 +208,8 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def prepack_weights(self, variables: Any) -> dict[str, Any]:
-        """Variables (unboxed) of `moe_jax.layers.prepack_weights`: `quantized/wi/tiled_values` and so on, also in
-        checkpoints. Drops other modules' collections. Raises InvalidInput."""
+        """Variables (unboxed) of `moe_jax.layers.prepack_weights`: `quantized/wi/tiled_values` and so on. Drops other
+        modules' collections."""
         return self._variables(layers.prepack_weights(self._parameters(variables), self.spec, self.num_layers))
 
     @nn.nowrap
@@ -228,12 +226,11 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def export_weights(self, variables: Any) -> layers.LayerWeights | list[layers.LayerWeights]:
-        """The weights (for a stack, of each layer) in `variables` as NumPy arrays in the canonical form."""
+        """The weights (for a stack, of each layer) in `variables` in the canonical form."""
         return layers.export_weights(self._parameters(variables), self.spec, self.num_layers)
 
     @nn.nowrap
     def _parameters(self, variables: Any) -> dict[str, Any]:
-        """The arrays in `variables` as nested dicts."""
         variables = nn.meta.unbox(variables)
         every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(variables.get(QUANTIZED, {})))
         held = [(leaf.path, variables.get(_collection(leaf), {})) for leaf in every]
@@ -241,7 +238,7 @@ class MoE(nn.Module):
 
 
 class ParameterGroup(nn.Module):
-    """Arrays below one name: `gate`, `shared_experts`, `shared_experts/wi_0`, the quantised `wi_0`."""
+    """Arrays below one name, such as `gate` or the quantised `wi_0`."""
 
     places: _Places
     param_dtype: Any
@@ -256,7 +253,7 @@ class ParameterGroup(nn.Module):
 def _declare(
     module: nn.Module, places: _Places, param_dtype: Any, kernel_init: Initializer, axes: layers.LogicalAxes
 ) -> dict[str, Any]:
-    """Arrays of a module and the groups below it as nested dicts. Missing ones are made."""
+    """Arrays of a module as nested dicts. Missing ones are made."""
     arrays: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path, _ in places):
         below = tuple((path[1:], leaf) for path, leaf in places if path[0] == name)

@@ -7,7 +7,7 @@
 Compile with `jax.jit`, or `nnx.jit(graph_updates=False)`: plain `nnx.jit` copies every parameter in each call.
 
 For a scan over layers, make one MoE with num_layers=L and pass each call its layer. Weights in the compute dtype are
-then read in place:
+then read in place. Layers that are scanned as usual have axis 0, the stack None:
 
     stack = MoE(512, 1024, 8, 2, num_layers=24, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
@@ -16,8 +16,6 @@ then read in place:
         return x + stack(x, layer_index=index)
 
     y = step(stack, x, jnp.arange(24))
-
-Layers that are scanned as usual have axis 0, the stack None.
 
 Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's,
 `MoE.from_weights(LayerWeights.from_checkpoint(layer))`. Their arrays are `QuantizedArray`s, no nnx.Params.
@@ -70,8 +68,8 @@ _MAXTEXT_AXES = layers.LogicalAxes()
 class CorrectionBias(nnx.Variable):
     """The router's correction bias fp32 `[E]`, state without a gradient.
 
-    After a step, with `bias = layer.gate.correction_bias` and the whole batch's tokens per expert:
-    `bias.set_value(update_correction_bias(bias.get_value(), tokens_per_expert, rate))`.
+    After a step, with `bias = layer.gate.correction_bias`: `bias.set_value(update_correction_bias(bias.get_value(),
+    tokens_per_expert, rate))`.
     """
 
 
@@ -80,11 +78,11 @@ class TokenTable(nnx.Variable):
 
 
 class QuantizedArray(nnx.Variable):
-    """One array of a quantised matrix in the format's storage, without a gradient."""
+    """One array of a quantised matrix, without a gradient."""
 
 
 class ParameterGroup(nnx.Module):
-    """Parameters below one name: `gate`, `shared_experts`, and the quantised `wi_0`, `wi_1`, `wo`."""
+    """Parameters below one name, such as `gate` or the quantised `wi_0`."""
 
     kernel: nnx.Param
     bias: nnx.Param
@@ -108,21 +106,21 @@ class ParameterGroup(nnx.Module):
 class MoE(nnx.Module):
     """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring.
 
-    The other keywords are those of `MoELayerSpec` (router_bias, correction_bias, capacity_factor, ...). `model.eval()`
-    leaves out token_rounding, which is for training. Raises InvalidInput, also for rules without these names.
+    The other keywords are those of `MoELayerSpec`. `model.eval()` leaves out token_rounding, which is for training.
+    Raises InvalidInput, also for rules without these names.
 
     Args:
         dtype: of the computation and of y. None: the promotion of x and the parameters.
         param_dtype: of new parameters.
         kernel_init: draws one matrix `[inputs, outputs]` at a time.
         num_layers: None, or L for a stack `[L, ...]`.
-        logical_axes: names of the parameters' axes (`out_sharding`), by default MaxText's. Under a mesh with
-            `nnx.logical_axis_rules` for them, parameters are made sharded.
+        logical_axes: names of the parameters' axes (`out_sharding`). Under a mesh with `nnx.logical_axis_rules` for
+            them, parameters are made sharded.
         expert_axis: the mesh axis that splits the experts, see `moe_jax.layers.forward`.
     """
 
     gate: ParameterGroup
-    # nnx.Param, or ParameterGroup of quantised experts. A union would burden readers of plain layers.
+    # nnx.Param, or ParameterGroup of quantised experts.
     wi: Any
     wi_0: Any
     wi_1: Any
@@ -211,8 +209,7 @@ class MoE(nnx.Module):
         input_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """y `[..., D]`, or (y, MoEAux) with return_aux. Arguments: see `moe_jax.layers.forward` and
-        `moe_jax.layers.RoutedBy`."""
+        """y `[..., D]`, or (y, MoEAux). Arguments: see `moe_jax.layers.forward` and `moe_jax.layers.RoutedBy`."""
         rule = layers.current_rule()
         scheme = None if rule is None or self.spec.experts.scheme is not None else layers.scheme_of_rule(rule)
         if scheme is not None:
@@ -228,16 +225,16 @@ class MoE(nnx.Module):
         return layers.nested((leaf.path, self._variable_of(leaf).get_value()) for leaf in self._leaves())
 
     def explain(self, tokens: int | tuple[int, ...], *, training: bool = False) -> str:
-        """Explain the plan of a forward, or of a training step, see `moe_jax.layers.explain`."""
+        """See `moe_jax.layers.explain`."""
         return layers.explain(self.spec, tokens, **self._planned_for(), training=training)
 
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
         """Floating-point operations and bytes of a forward for a number of tokens or a shape of x, see
-        `moe_core.layers.layer_cost`. training: with the backward. XLA's `cost_analysis` does not count them."""
+        `moe_core.layers.layer_cost`. XLA's `cost_analysis` does not count them."""
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
-        """Compile and load ahead of the first call, see `moe_jax.layers.warmup`."""
+        """See `moe_jax.layers.warmup`."""
         return layers.warmup(self.spec, tokens, **self._planned_for(), training=training)
 
     def _planned_for(self) -> dict[str, Any]:
@@ -271,15 +268,15 @@ class MoE(nnx.Module):
             variable.set_value(placed)
 
     def export_weights(self) -> layers.LayerWeights | list[layers.LayerWeights]:
-        """The weights (for a stack, of each layer) as NumPy arrays in the canonical form, in this storage, as published
-        if prepacked."""
+        """The weights (for a stack, of each layer) in the canonical form and this storage, as published if
+        prepacked."""
         return layers.export_weights(self.parameters(), self.spec, self.num_layers)
 
     def quantize_experts(self, scheme: Scheme) -> None:
-        """Quantise the experts in place: `wi_0`, `wi_1`, `wo` become `QuantizedArray`s of `scheme.weights`.
+        """Quantise the experts in place: `wi_0`, `wi_1`, `wo` become `QuantizedArray`s. See
+        `moe_jax.layers.quantize_experts`.
 
-        `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to layers that a rule names. See
-        `moe_jax.layers.quantize_experts` and `scheme_of_rule`.
+        `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to layers that a rule names.
         """
         parameters, spec = layers.quantize_experts(self.parameters(), self.spec, scheme, self.num_layers)
         for leaf in self._leaves():
@@ -290,13 +287,13 @@ class MoE(nnx.Module):
 
     @property
     def is_prepacked(self) -> bool:
-        """True after `prepack_weights`. Raises InvalidInput for both layouts at once."""
+        """True after `prepack_weights`."""
         groups = [(name, getattr(self, name, None)) for name in ("wi", "wo")]
         return layers.is_prepacked({name: vars(group) for name, group in groups if isinstance(group, ParameterGroup)})
 
     def prepack_weights(self) -> None:
         """Run `moe_jax.layers.prepack_weights` in place on loaded weights: `wi.values` becomes `wi.tiled_values`,
-        scales and zero points likewise, also in states and checkpoints. Raises InvalidInput."""
+        scales and zero points likewise, also in states and checkpoints."""
         self._hold(layers.prepack_weights(self.parameters(), self.spec, self.num_layers), self._leaves())
 
     def restore_weights(self) -> None:
@@ -304,8 +301,7 @@ class MoE(nnx.Module):
         self._hold(layers.restore_weights(self.parameters(), self.spec, self.num_layers), self._leaves())
 
     def parallelize(self, mesh: Mesh, expert_axis: str | ExpertAxis | None = "ep") -> None:
-        """Split the experts over an axis of the mesh, in place. All else goes whole to its devices. Raises
-        InvalidInput.
+        """Split the experts over an axis of the mesh, in place. All else goes whole to its devices.
 
         A layer made by `nnx.eval_shape` gets the shardings for `load_weights`. See `moe_jax.layers.expert_sharding`.
         """
@@ -324,7 +320,7 @@ class MoE(nnx.Module):
         self.expert_axis = axis
 
     def _hold(self, parameters: dict[str, Any], before: Sequence[Leaf]) -> None:
-        """Take quantised matrices of parameters, with array names that may differ from those before."""
+        """Take quantised matrices, with other array names than before."""
         after = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
         for leaf in filter(lambda leaf: leaf.is_quantized, before):
             delattr(self._group_of(leaf), leaf.path[-1])
@@ -343,7 +339,7 @@ class MoE(nnx.Module):
 
 
 def _sharding_of(value: Any) -> Any:
-    """The sharding of an array, or of an abstract one on the current mesh. None: JAX's choice."""
+    """None: JAX's choice."""
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh):
         return sharding

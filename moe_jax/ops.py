@@ -8,7 +8,7 @@ program holds one custom call per op, and vmap runs one per element, in order.
   device, which raises Unsupported if visible (eager arrays, explicit mesh axes), but not with automatic axes.
 - Reverse-mode gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
   `activation`, `reduce` (docs/user/training.md). Other ops and second derivatives raise Unsupported, `jax.jvp`
-      TypeError.
+  TypeError.
 - Outputs are new arrays. Donate arguments in the `jax.jit` around the op.
 - Errors: InvalidInput for wrong types, shapes and dtypes, arrays of several devices, and contradictory options,
   Unsupported for platforms without kernels.
@@ -99,7 +99,7 @@ def router(
         weight: bf16, fp16 or fp32 `[D, E]`, or `[E, D]` if `spec.weight_layout` is `out_in`.
         bias: bf16, fp16 or fp32 `[E]`.
         spec: weight layout and precision. fp32 products are IEEE unless `spec.allow_tf32`.
-        wide: `x.astype(float32)`, which gets the unrounded gradient instead of x; see `gather_rows`.
+        wide: `x.astype(float32)`; see `gather_rows`.
     """
     call = OpCall("router")
     require_type("spec", spec, LogitsSpec)
@@ -123,8 +123,8 @@ def route(
         spec: the rules of the choice.
         correction_bias: fp32 `[E]`, added to the scores for the selection only.
         token_mask: bool `[T]`. False tokens get ids -1 and weights 0.
-        ids: int32 `[T, K]`, experts chosen elsewhere, distinct within a token. The weights are for them, in this order,
-            and their logits get the gradient. A token with an id outside [0, E) gets ids -1 and weights 0.
+        ids: int32 `[T, K]`, distinct experts chosen elsewhere. The weights follow this order, and their logits get the
+            gradient. A token with an id outside [0, E) gets ids -1 and weights 0.
 
     Returns:
         ids int32 `[T, K]` and weights fp32 `[T, K]`.
@@ -182,14 +182,12 @@ def make_layout(
 def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> jax.Array:
     """Pack ids into one bit per token and expert. Returns a bitmatrix uint32 `[T, ceil(E / 32)]`.
 
-    Expert e sets bit `e % 32` of word `e // 32`. -1 and ids outside [0, E) set nothing. A repeated id sets its bit
-    once.
+    Expert e sets bit `e % 32` of word `e // 32`. -1 and ids outside [0, E) set nothing.
 
     Args:
         ids: int32 `[T, K]`.
         num_experts: E.
-        checked: raise InvalidInput for a repeated id, or one outside [-1, E). Waits, so a traced or captured program
-            raises Unsupported.
+        checked: raise InvalidInput for a repeated id, or one outside [-1, E). Waits, as in `make_layout`.
     """
     call = OpCall("pack_bitmatrix")
     require_flag("checked", checked)
@@ -310,9 +308,9 @@ def moe(
     activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
 
     First-order gradients in reverse mode: x, weights and biases of experts, router and shared, and passed logits or
-    weights, from output and from weights and logits computed here. Only requested gradients and their needs are
-    computed and saved (docs/user/training.md). They go through quantised matrices, which are frozen. With
-    `spec.activations` there are none.
+    weights, from output and from weights and logits computed here. Only requested gradients are computed
+    (docs/user/training.md). They go through quantised matrices, which are frozen. With `spec.activations` there are
+    none.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
@@ -324,8 +322,7 @@ def moe(
             them.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         shared: a dense expert that every token visits.
-        checked: raise InvalidInput for an id outside [-1, E_global). Waits, so a traced or captured program raises
-            Unsupported.
+        checked: raise InvalidInput for an id outside [-1, E_global). Waits, as in `make_layout`.
 
     Returns:
         a MoEOutput: output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert, count of invalid ids.
@@ -352,8 +349,8 @@ def explain_moe(
 ) -> str:
     """Describe what `moe` would run for these arguments: every buffer, kernel, decision and summation order.
 
-    Runs nothing. Takes the arguments of `moe`, or `jax.ShapeDtypeStruct`s for the default device. Inside
-    `moe_jax.export_target(...)` it explains that target's plan.
+    Runs nothing. Takes the arguments of `moe`, or `jax.ShapeDtypeStruct`s for the default device, or the target of
+    `moe_jax.export_target(...)`.
 
     Args:
         training: explain the forward of a training step, then its backward with every gradient.

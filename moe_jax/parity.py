@@ -15,23 +15,22 @@ from moe_core.parity.gradients import GradientRun, arguments_of, differentiated,
 from moe_core.parity.stage_ops import FrontEnd, run_stages
 from moe_jax import ops
 
-#: Engines of this family run the same plans, so they agree bitwise on one device.
+#: Engines of this family agree bitwise on one device.
 FAMILY = "moebius"
 
 
 def _choose_device() -> Any:
-    """JAX's first GPU, else its first CPU device."""
     if use_gpu():
         try:
             return jax.devices("cuda")[0]
         except RuntimeError:
-            # No CUDA plugin. The report names the CPU engine that ran.
+            # No CUDA plugin.
             pass
     return jax.devices("cpu")[0]
 
 
 class JaxEngine:
-    """`moe_jax.ops` on the first GPU, or on the CPU if there is none or the interpreter was requested."""
+    """`moe_jax.ops` on the first GPU, else on the CPU."""
 
     name = "jax"
 
@@ -42,7 +41,6 @@ class JaxEngine:
         return None
 
     def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
-        """Run every stage of a case, and the composed op."""
         front_end = FrontEnd(ops, lambda array: jax.device_put(array, self._device), np.asarray)
         with jax.default_device(self._device):
             results = run_stages(front_end, case, progress)
@@ -54,8 +52,6 @@ class JaxEngine:
         return describe(("cuda", self._device.local_hardware_id) if on_gpu else ("cpu", 0), explanation)
 
     def gradients(self, case: Case, progress: Callable[[str], object]) -> GradientRun:
-        """Run the composed op with its gradients."""
-
         def put(array: np.ndarray) -> jax.Array:
             return jax.device_put(array, self._device)
 

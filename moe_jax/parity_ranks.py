@@ -26,7 +26,7 @@ def _results(found: Any, gradients: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _alone(part: Part) -> tuple[str, dict[str, np.ndarray]]:
-    """Run on one device. Returns its name and the results."""
+    """Run on one device."""
     put = jax.numpy.asarray
 
     @jax.jit
@@ -46,7 +46,6 @@ def _alone(part: Part) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def run_ranks(whole: Part, parts: Sequence[Part]) -> RanksRun:
-    """Run all ranks at once, then one device."""
     mesh = jax.make_mesh((len(parts),), ("ep",), axis_types=(AxisType.Auto,))
     placement, ranks = parts[0].placement, P("ep")
     assert placement is not None

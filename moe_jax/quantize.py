@@ -36,8 +36,8 @@ def quantize_rows(
         format: e4m3, e2m1 or int8, with one scale per row, per group of columns in a row, or for all of x (`FP8_TOKEN`,
             `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
         scales: fp32 `[1]`, a static scale, for formats with one per tensor. None: computed from x.
-        used_by: int32 `[R * n]`. Rows with only negative entries are not read and become zeros. Pass a layout's
-            row_of_slot for tokens, slot_of_row for its rows.
+        used_by: int32 `[R * n]`, a layout's row_of_slot for tokens, slot_of_row for its rows. Rows with only negative
+            entries become zeros.
 
     Returns:
         the rows, `out_in`, bitwise equal to `moe_core.ops.quantize.reference.quantize_rows`, without a gradient.
@@ -59,8 +59,7 @@ def quantize_rows(
 def quantize(weight: Array, format: Format, *, layout: str = "out_in") -> QuantizedTensor:
     """Quantise a weight `[..., N, D]` (layout `out_in`) or `[..., D, N]` (`in_out`) to a format, on its device.
 
-    NumPy computes on the host, exactly as `moe_core.ops.quantize.reference.quantize`. Raises InvalidInput, and
-    Unsupported while tracing.
+    NumPy computes on the host, exactly as `moe_core.ops.quantize.reference.quantize`. Raises Unsupported while tracing.
     """
     require_type("format", format, Format)
     to_device, array = _on_host("quantize", "weight", weight)
@@ -70,8 +69,7 @@ def quantize(weight: Array, format: Format, *, layout: str = "out_in") -> Quanti
 def dequantize(tensor: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
     """The numbers of a quantised tensor in its layout: code x scale in fp32, cast to dtype (bf16, fp16 or fp32).
 
-    NumPy computes on the host, as `moe_core.ops.quantize.reference.dequantize`. Raises InvalidInput, and Unsupported
-    while tracing.
+    Computes as `quantize` does.
     """
     require_type("tensor", tensor, QuantizedTensor)
     to_device, _ = _on_host("dequantize", "tensor.values", tensor.values)
@@ -80,7 +78,7 @@ def dequantize(tensor: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def _on_host(op: str, name: str, array: Any) -> tuple[Any, np.ndarray]:
-    """(a function that puts a NumPy array where `array` is, `array` in NumPy)."""
+    """(a function that puts a NumPy array on its device, `array` in NumPy)."""
     if isinstance(array, Tracer):
         raise Unsupported(
             f"{op} computes on the host, got {name} inside jit or another transformation; call it outside and pass the "
@@ -102,9 +100,8 @@ def _on_host(op: str, name: str, array: Any) -> tuple[Any, np.ndarray]:
 def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
     """Put quantised weights into the order in which Hopper's kernels for bf16 rows read and decode them.
 
-    Do this once, when weights are loaded, eagerly or in any program. No number changes, and `restore_weights` is the
-    inverse. Prepacked weights come back as they are, and work wherever published ones do, except in gradients
-    (docs/user/quantization.md).
+    Do this once, when weights are loaded, eagerly or in any program. `restore_weights` is the exact inverse. Prepacked
+    weights come back as they are, and work wherever published ones do, except in gradients (docs/user/quantization.md).
 
     Args:
         weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of them (one layer or a stack), in mxfp4,
@@ -114,8 +111,7 @@ def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layou
         gate_layout: with a tensor, `interleaved` or `halves` if its rows are gate and up, else None.
 
     Returns:
-        the weights, `out_in`, for the same `MoESpec.weight_layout`. Biases, plain matrices and the logical shape are
-            unchanged.
+        the weights, `out_in`, for the same `MoESpec.weight_layout`. Biases and plain matrices are unchanged.
 
     Raises:
         InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks
@@ -125,10 +121,7 @@ def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layou
 
 
 def restore_weights(weights: Weights) -> Weights:
-    """Put prepacked weights back into the published layout, `out_in`: the exact inverse of `prepack_weights`.
-
-    Weights that are not prepacked come back as they are. Raises InvalidInput.
-    """
+    """Put prepacked weights back into the published layout, `out_in`. Others come back as they are."""
     return core.restore_weights(weights, untile)
 
 
@@ -143,7 +136,7 @@ def untile(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _of_jax(op: str, tensor: QuantizedTensor) -> QuantizedTensor:
-    """Check the tensor and convert its NumPy arrays. Raises InvalidInput, also for shapes without numbers."""
+    """Check the tensor and convert its NumPy arrays."""
     call = OpCall(op)
     for name, array in named_arrays(tensor, "weights."):
         call.array(name, array)

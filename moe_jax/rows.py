@@ -17,8 +17,8 @@ def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -
     """Group rows by expert that arrived as runs: source 0 for expert 0, 1, ..., then source 1, as all-to-all brings
     them.
 
-    Needs no sort and no wait. An expert's rows keep the order of sources and of arrival, which is slot order if sources
-    are in rank order.
+    Needs no sort and no wait. An expert's rows keep the order of arrival, which is slot order if sources are in rank
+    order.
 
     Args:
         counts: int32 `[W, L]`, the rows that source w sent for local expert e.
@@ -46,8 +46,8 @@ def gather_rows(x: Array, layout: RaggedLayout, *, wide: Array | None = None) ->
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
         layout: the rows.
-        wide: `x.astype(float32)`, which gets the unrounded fp32 gradient instead of x. With the same `wide` in `router`
-            both gradients are added before the one cast, as in `moe`.
+        wide: `x.astype(float32)`, which gets the unrounded gradient instead of x. With the same `wide` in `router` both
+            gradients are added before the one cast, as in `moe`.
 
     Returns:
         y `[capacity, D]` in the dtype of x.

@@ -1,7 +1,7 @@
 """Record which experts every token visits, and play it back, in any JAX function with MoE layers on Moebius.
 
-Both transform a function, also under `jit`. They see every whole MoE forward (the layers of `moe_jax.nnx`,
-`moe_jax.linen` and `moe_jax.layers`, and `moe_jax.ops.moe`) in call order:
+Both transform a function, also under `jit`. They see every whole MoE forward (of layers, and `moe_jax.ops.moe`) in call
+order:
 
     y, layers = jax.jit(capture(model))(x)                  # one LayerRouting per layer, arrays of JAX
     RoutingTrace(layers).save("routing.safetensors")
@@ -109,7 +109,7 @@ def watched(replayable: Callable[..., MoEOutput]) -> Callable[[Callable[..., MoE
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call of the op `moe`. function: the op, or its replayable form."""
+    """One call of `moe`. function: the op, or its replayable form."""
 
     function: Callable[..., MoEOutput]
     replayable: Callable[..., MoEOutput]
@@ -125,7 +125,7 @@ class _Call:
         return sizes_of(self.experts, self.routing, self.spec, self.options.get("expert_map"))
 
     def run(self) -> MoEOutput:
-        """Run the call. The innermost watch sees it first, and outer ones see the resulting call."""
+        """The innermost watch sees the call first."""
         watch = _current.get()
         if watch is None:
             return self.function(self.x, self.experts, self.routing, self.spec, **self.options)
@@ -134,7 +134,6 @@ class _Call:
             return watch.visit(self)
 
     def run_with(self, ids: jax.Array, weights: jax.Array) -> MoEOutput:
-        """Run the call with these ids and weights as its routing."""
         options = self.options | {"replayed": Routing(ids, weights)}
         return dataclasses.replace(self, function=self.replayable, options=options).run()
 
@@ -156,7 +155,7 @@ class _Watch:
 
 
 _current: contextvars.ContextVar[_Watch | None] = contextvars.ContextVar("moe_jax_watch", default=None)
-# Part of every jit cache's key: a function jitted before is traced again, so that it is seen and refused.
+# Part of every jit cache's key: a function jitted before is traced again, and refused.
 _is_watched = jax.make_user_context(None)
 
 

@@ -25,8 +25,6 @@ Shaped = Array | jax.ShapeDtypeStruct
 
 
 class OptionalArguments(TypedDict, total=False):
-    """Arguments of `moe` that are optional."""
-
     token_mask: Shaped | None
     expert_map: Shaped | None
     shared: SharedExpert | None
@@ -50,7 +48,7 @@ def warmup(
     Args:
         x, experts, routing, spec: as for `moe`, or `jax.ShapeDtypeStruct`s for the default device.
         tokens: numbers of tokens, which replace the first axis of x and of every other array by token. A few from small
-            to large find every kernel, because the number is no constant of a kernel.
+            to large find every kernel.
         training: also compile forward and backward of training steps with a gradient for every array.
         optional: token_mask, expert_map and shared, as for `moe`.
 
@@ -79,7 +77,7 @@ def warmup(
 
 
 def make_ready(plans: Iterable[LaunchPlan]) -> WarmupReport:
-    """Compile the kernels of plans for one target, load them, and let the callback find them."""
+    """Compile and load the kernels of plans for one target, and let the callback find them."""
     plans = tuple(plans)
     target = plans[0].target
     platform = target.device_kind

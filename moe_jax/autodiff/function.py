@@ -1,8 +1,7 @@
 """One `jax.custom_vjp` that differentiates ops by a rule for each call.
 
-An undifferentiated call is only its custom call. In reverse mode the rule's forward saves what the backward reads, and
-its backward computes the requested gradients, usually with one custom call. Second derivatives are refused
-(`moe_jax.bridge.calls`).
+An undifferentiated call is only its custom call. In reverse mode the forward saves what the backward reads, and the
+backward is usually one custom call. Second derivatives are refused (`moe_jax.bridge.calls`).
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from moe_jax.bridge import placement
 
 @dataclass(frozen=True)
 class Rule:
-    """The static part of a call, and how to differentiate it. names: of arrays, in passing order. flowing: results
-    through which gradients flow back."""
+    """The static part of a call, and its derivative. names: of arrays, in passing order. flowing: differentiable
+    results."""
 
     names: tuple[str, ...]
     results: tuple[str, ...]
     flowing: tuple[str, ...]
 
     def differentiable(self) -> tuple[str, ...]:
-        """Arrays that may request a gradient. The others are constants."""
+        """Arrays that may request a gradient."""
         raise NotImplementedError
 
     def refuse(self, asked: list[str]) -> None:
@@ -46,7 +45,7 @@ class Rule:
     def gradients(
         self, arrays: dict[str, Any], saved: dict[str, Any], upstream: dict[str, Any], asked: tuple[str, ...]
     ) -> dict[str, Any]:
-        """At least the requested gradients, by name. upstream: gradients of the flowing results that have one."""
+        """At least the requested gradients, by name. upstream: gradients of flowing results that have one."""
         raise NotImplementedError
 
 
@@ -54,7 +53,7 @@ class Rule:
 class Saved:
     """Residuals of a forward. JAX may run one forward rule for several sets of differentiated arguments and read all
     residuals with the latest structure. So the structure is constant, and the shape of an array without elements
-    encodes the requested gradients, which survives scan, vmap, remat and shard_map."""
+    encodes the requested gradients, which survives transformations."""
 
     arrays: dict[str, Any]
     outputs: dict[str, Any]
@@ -108,8 +107,8 @@ def differentiated(rule: Rule, arrays: Iterable[Any]) -> dict[str, Any]:
 
 
 def varying_alike(arrays: Iterable[Any]) -> list[Any]:
-    """Make arrays vary over the mesh axes of the results. Under shard_map a gradient varies like its array, so here all
-    vary, and JAX sums the gradients of arrays that did not."""
+    """Make arrays vary over the mesh axes of the results, as gradients under shard_map vary like their arrays. JAX sums
+    the gradients of arrays that did not."""
     arrays = list(arrays)
     axes = [jax.typeof(array).manual_axis_type.varying for array in arrays]
     every = frozenset().union(*axes)

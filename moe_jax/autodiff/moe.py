@@ -1,8 +1,7 @@
 """The gradient of the composed op `moe`: one custom call forward, one backward.
 
-x, weights and biases of experts, shared expert and router have gradients, and passed logits or weights, from those of
-the output and the returned weights and logits. They go through quantised experts, which are frozen. Reasons for
-refusals: `moe_core.ops.moe.checks.why_no_moe_gradient`.
+Gradients go through quantised experts, which are frozen. Reasons for refusals:
+`moe_core.ops.moe.checks.why_no_moe_gradient`.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ from moe_jax.bridge import platforms
 from moe_jax.bridge.calls import OpCall, Request, moe_request, on_host, undifferentiable
 
 #: Checkpoint names for `jax.checkpoint` policies: the experts' pre-activations (large), and the routing with its layout
-#: (small). With both saved, a backward runs no forward. Otherwise it runs the whole forward again.
+#: (small). With both saved, a backward runs no forward.
 SAVED_NAMES = ("moebius_pre_activation", "moebius_routing")
-#: MaxText's names of both products before the activation, one array here. A policy that saves or offloads any of them
-#: keeps everything that a backward reads, because without the small routing it would run the whole forward again.
+#: MaxText's names of both products before the activation, one array here. A policy that keeps any of them keeps
+#: everything that a backward reads, because without the small routing it would run the whole forward again.
 _MAXTEXT_NAMES = ("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
 
-#: Plan input of a trace's ids and weights -> array name of the call.
 _REPLAYED = {"routing.ids": "replayed.ids", "routing.weights": "replayed.weights"}
 
 
@@ -68,7 +66,6 @@ class MoERule(Rule):
             raise Unsupported(reason)
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
-        """Every output by name of the plan, and of the router if it runs separately."""
         operands, routing, spec = self.operands, self.operands.routing, self.spec
         arrays = self._as_used(arrays)
         if self.replayed is not None:
@@ -122,20 +119,20 @@ class MoERule(Rule):
     def execute(
         self, arrays: Mapping[str, Any], planner: Callable[..., LaunchPlan], *arguments: Any, **options: Any
     ) -> dict[str, Any]:
-        """Run the plan for these arguments. Returns its outputs by name."""
+        """Run the plan. Returns its outputs by name."""
         request = Request("moe", planner, arguments, tuple(options.items()), tuple(arrays), self.targets)
         outputs = request.plan(dict(self.targets).get(platforms.default_platform(), self.targets[0][1])).outputs
         values = undifferentiable(request, *arrays.values())
         return {buffer.name: value for buffer, value in zip(outputs, values, strict=True)}
 
     def _as_used(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays by plan input name, with a trace's ids and weights as the routing's."""
+        """The arrays by plan input name."""
         used = {name: array for name, array in arrays.items() if name not in _REPLAYED.values()}
         return used | {name: arrays[alias] for name, alias in _REPLAYED.items() if alias in arrays}
 
     def _in_stack(self, name: str, gradient: jax.Array, arrays: Mapping[str, Any]) -> jax.Array:
-        """The gradient in its array's dtype, for one layer of a stack with zeros for the others. XLA adds this form to
-        other layers' gradients (in the backward of a scan) in place, without creating the zeros."""
+        """The gradient in its array's dtype, for a stack with zeros for other layers. XLA adds this form to other
+        layers' gradients in place, without creating the zeros."""
         shape = attrgetter(name)(self.operands).shape
         if gradient.shape == shape:
             return gradient.astype(arrays[name].dtype)

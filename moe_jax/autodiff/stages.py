@@ -1,6 +1,5 @@
-"""Gradients of stage ops. Each saves its arguments (`route` its ids too) and runs one custom call for the requested
-gradients. `reduce` copies rows with JAX operations. Reasons for missing gradients: `refuse` and
-`moe_core.ops.matmul.backward.why_no_gradient`."""
+"""Gradients of stage ops. Each saves its arguments and runs one custom call. `reduce` copies rows with JAX
+operations."""
 
 from __future__ import annotations
 
@@ -174,7 +173,6 @@ _RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
 
 
 def run_stage(call: OpCall, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
-    """Run a stage op, differentiably. Returns its results in order."""
     request = call.request(planner, *arguments, **keywords)
     rule, results, flowing, asking = _RULES[request.op]
     stage = rule(request.names, results, flowing, request, asking)

@@ -1,8 +1,7 @@
 """The one path from an op's arrays to a planned, jitted custom call.
 
-An op names its arrays once (`OpCall.array`, `OpCall.bundle`), which checks them and returns their specs. `OpCall.run`
-plans and calls. Everything static (planner, options, specs, targets) is one hashable `Request`, so an eager op is a
-cached `jax.jit` call, and planning errors are raised unchanged, while tracing.
+An op names its arrays once (`OpCall.array`, `OpCall.bundle`). `OpCall.run` plans and calls. Everything static is one
+hashable `Request`, so an eager op is a cached `jax.jit` call, and planning errors are raised unchanged, while tracing.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from moe_core.specs import operands as bundles
 from moe_jax.bridge import ffi, placement, platforms
 
 T = TypeVar("T")
-#: Arrays that ops accept. They return jax.Array.
 Array = jax.Array | np.ndarray
 
 DIFFERENTIABLE_OPS = ("moe", "router", "rms_norm", "route", "route_rounded", "matmul_ogs")
@@ -41,7 +39,7 @@ DIFFERENTIABLE_OPS += ("gather_rows", "activation", "reduce")
 @dataclass(frozen=True)
 class Request:
     """The static part of a call: `planner(*arguments, target, **keywords)` for each JAX platform's target. names: the
-    plan's inputs, in array order. everywhere: every device of a program for several may run all of it."""
+    plan's inputs, in array order. everywhere: every device of a program may run all of it."""
 
     op: str
     planner: Callable[..., LaunchPlan]
@@ -63,8 +61,7 @@ class OpCall:
         self._arrays: dict[str, Any] = {}
 
     def array(self, name: str, value: Any, argument: str | None = None) -> ArraySpec:
-        """Check and record an array and return its spec. argument: its name in messages, by default the plan's. Raises
-        InvalidInput unless it is an array of a known dtype."""
+        """Check and record an array and return its spec. argument: its name in messages, by default the plan's."""
         argument = argument or name
         require_array(argument, value)
         if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
@@ -92,8 +89,8 @@ class OpCall:
         return dataclasses.replace(value, **specs)  # type: ignore[type-var]
 
     def _quantized(self, name: str, tensor: QuantizedTensor) -> QuantizedTensor:
-        """Record a quantised tensor's arrays (`name.values`, ...) and return the tensor of their specs. Raises
-        InvalidInput for arrays that differ from its format: pytree libraries may build it around anything."""
+        """Record a quantised tensor's arrays and return the tensor of their specs. Checks the format, since pytree
+        libraries may build tensors around anything."""
         specs = {field: self.array(f"{name}.{field}", array) for field, array in bundles.named_fields(tensor)}
         for field in ("values", "scales"):
             if field not in specs:
@@ -104,16 +101,15 @@ class OpCall:
             raise InvalidInput(f"{name}: {error}") from error
 
     def run(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> tuple[jax.Array, ...]:
-        """Plan and call. Returns the plan's outputs in order."""
         return execute(self.request(planner, *arguments, **keywords), *self.placed().values())
 
     def placed(self) -> dict[str, Any]:
-        """The arrays by plan input name. Raises InvalidInput or Unsupported if they are on several devices."""
+        """The arrays by plan input name, checked to be on one device."""
         placement.check(self._op, self._arrays)
         return dict(self._arrays)
 
     def plan(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> LaunchPlan:
-        """The plan that `run` would use on the arrays' device, for shapes on the default device."""
+        """The plan that `run` would use."""
         return self.request(planner, *arguments, **keywords).plan(self.target())
 
     def target(self) -> Target:
@@ -148,7 +144,7 @@ def require_array(name: str, value: object) -> None:
 
 
 def require_type(name: str, value: object, *kinds: type) -> None:
-    """Raise InvalidInput unless value has one of these types of moe_jax; see `is_derived`."""
+    """Raise InvalidInput unless value has one of these types; see `is_derived`."""
     if type(value) not in kinds and not is_derived(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         got = repr(value) if value is None or isinstance(value, (str, int, float)) else type(value).__name__
@@ -190,7 +186,7 @@ def _spec(name: str, shape: tuple[int, ...], dtype: Any) -> ArraySpec:
 
 def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Plan for every platform of the process, and stage out the lowered platform's call. Raises Unsupported if the
-    default platform has no kernel. A program lowered for another one raises then."""
+    default platform has no kernel, and when a program is lowered for another without one."""
     by_name = dict(zip(request.names, arrays, strict=True))
     require_one_precision((name, canonical(array.dtype)) for name, array in by_name.items())
     if not request.everywhere:
@@ -246,7 +242,6 @@ def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> A
     )
 
 
-# Inlined into an outer trace, so that programs contain only the custom call.
 execute = jax.jit(undifferentiable, static_argnums=0, inline=True)
 
 
@@ -260,8 +255,8 @@ def moe_request(
     expert_map: Any = None,
     shared: Any = None,
 ) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
-    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments and keywords. Raises InvalidInput
-    for wrong types, Unsupported for spec.main_grad."""
+    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments and keywords. Raises Unsupported
+    for spec.main_grad."""
     require_type("experts", experts, bundles.ExpertWeights)
     require_type("routing", routing, bundles.RouterWeights, bundles.RouterLogits, bundles.TopK)
     require_type("spec", spec, MoESpec)
@@ -289,6 +284,5 @@ def moe_request(
 
 
 def training_plans(call: OpCall, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[LaunchPlan, ...]:
-    """The plans of a training step for `moe_request`'s result."""
     x, experts, routing, spec = arguments
     return plan_training(bundles.MoEOperands(x, experts, routing, **keywords), spec, call.target(), one_layer=True)

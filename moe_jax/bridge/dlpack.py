@@ -14,12 +14,12 @@ _FIX = "pass a dense, row-major, writable array of a dtype that both sides have,
 def from_dlpack(exporter: Any) -> jax.Array:
     """A JAX array on the memory of any DLPack exporter (a torch tensor, a NumPy array, ...), never a copy.
 
-    Neither side may write to the memory afterwards, because JAX arrays are immutable. Finish writing on the exporter's
-    current stream: JAX's stream waits for it. The other library's `from_dlpack(jax_array)` goes back in the same way.
+    Neither side may write to the memory afterwards. Finish writing on the exporter's current stream: JAX's stream waits
+    for it. The other library's `from_dlpack(jax_array)` goes back in the same way.
 
-    Raises InvalidInput for a 64-bit dtype while `jax_enable_x64` is off (JAX would convert it), dtypes that either side
-    lacks, strided or transposed arrays, tensors that require gradients, CPU memory not aligned to 64 bytes, and
-    Unsupported for a platform that JAX does not have here.
+    Raises InvalidInput for a 64-bit dtype while `jax_enable_x64` is off, dtypes that either side lacks, strided or
+    transposed arrays, tensors that require gradients, CPU memory not aligned to 64 bytes, and Unsupported for a
+    platform that JAX does not have here.
     """
     kind = f"{type(exporter).__module__}.{type(exporter).__qualname__}"
     if not hasattr(exporter, "__dlpack__") or not hasattr(exporter, "__dlpack_device__"):
@@ -27,7 +27,7 @@ def from_dlpack(exporter: Any) -> jax.Array:
     if getattr(exporter, "requires_grad", False):
         raise InvalidInput(f"exporter must not require gradients, got {kind} that does; pass exporter.detach()")
     try:
-        # With 64-bit types allowed JAX converts nothing, and the check below sees the dtype.
+        # JAX then converts nothing, and the check below sees the dtype.
         with jax.enable_x64(True):
             array = jax.dlpack.from_dlpack(exporter, copy=False)
     except jax.errors.JaxRuntimeError as error:

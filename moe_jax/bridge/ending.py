@@ -1,8 +1,7 @@
 """Wait at exit for programs with callbacks that XLA's threads would otherwise run without an interpreter.
 
 On a CPU a call may return before its program ends. A callback that begins without Python ends the process: before
-Python 3.14, its thread is unwound through XLA's frames, and `std::terminate` reports "terminate called without an
-active exception". JAX waits only for programs with its own callbacks.
+Python 3.14, unwinding its thread through XLA's frames calls `std::terminate`. JAX waits only for its own callbacks.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ _process: int | None = None
 
 
 def wait_at_exit() -> None:
-    """Let this process wait at exit for the work of its CPU devices. Call it before they get any."""
+    """Register the wait. Call it before this process gets CPU devices."""
     global _process
-    # A forked child has none of XLA's threads, so it has nothing to wait for.
+    # A forked child has none of XLA's threads.
     if _process is None:
         _process = os.getpid()
         # After JAX's import, so that this runs before JAX gives up its devices.
@@ -32,7 +31,6 @@ def wait_at_exit() -> None:
 def _wait() -> None:
     if os.getpid() != _process:
         return
-    # Results of all threads' programs, if anybody holds them.
     for array in jax.live_arrays("cpu"):
         with contextlib.suppress(Exception):  # of the program
             array.block_until_ready()

@@ -42,16 +42,15 @@ except ModuleNotFoundError as error:
 
 #: The custom call's name in every program, and for `jax.export.DisabledSafetyCheck.custom_call`.
 TARGET_NAME = "moebius_plan"
-#: The target of programs from earlier versions, with keys of one attribute.
+#: Programs from earlier versions, with keys of one attribute.
 _FORMER_TARGET_NAME = "moebius"
-#: Longer string attributes are used after they are freed.
 _ATTRIBUTE_LENGTH = 7
 _ATTRIBUTES = tuple(f"plan_{part}" for part in range(KEY_LENGTH // _ATTRIBUTE_LENGTH))
 
 
 @dataclass
 class _Runnable:
-    """A plan that the callback runs, with sizes and dtypes of its arrays. called: a call's dtypes were compared."""
+    """A plan to run, with sizes and dtypes of its arrays. called: a call's dtypes were compared."""
 
     prepared: Prepared
     sizes: list[int]
@@ -70,27 +69,26 @@ class _Runnable:
             )
 
 
-# (plan key, "cpu" or "cuda", device index) -> ready to run. Filled while tracing, read by the callback.
+# (plan key, "cpu" or "cuda", device index) -> ready to run.
 _runnable: Recent[_Runnable] = Recent()
-# Keys that were prepared once, so that preparing again compiles nothing.
+# Keys that were prepared once.
 _published: Recent[bool] = Recent(plans.TEXTS_KEPT)
 _count_lock = process_lock()
 _count = 0
 
 
 def callback_count() -> int:
-    """Number of calls from XLA into Python in this process. It is constant while XLA replays captured launches."""
+    """Number of calls from XLA into Python, constant while XLA replays captured launches."""
     return _count
 
 
 def attributes_of(key: str) -> dict[str, str]:
-    """A key as attributes of a custom call."""
     starts = range(0, KEY_LENGTH, _ATTRIBUTE_LENGTH)
     return {name: key[start : start + _ATTRIBUTE_LENGTH] for name, start in zip(_ATTRIBUTES, starts, strict=True)}
 
 
 def publish(plan: LaunchPlan, platform: str, device_indices: Iterable[int]) -> None:
-    """Register a plan and prepare it on devices, so that the callback has it compiled and loaded."""
+    """Register a plan and prepare it on devices."""
     key = plans.register(plan)
     for index in device_indices:
         if _runnable.find((key, platform, index)) is None:
@@ -116,11 +114,11 @@ def _make_runnable(plan: LaunchPlan, platform: str, index: int) -> _Runnable:
 
 
 def call(plan: LaunchPlan, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Stage out a plan's custom call; `arrays` by input name. Returns the plan's outputs in order."""
+    """Stage out a plan's custom call. Returns the plan's outputs in order."""
     operands = [arrays[buffer.name] for buffer in plan.inputs]
     results = [(buffer.spec.shape, dtypes.numpy_dtype(buffer.spec.dtype)) for buffer in plan.outputs]
     if plan.scratch_bytes:
-        # A result that nobody reads: XLA plans this arena with its other temporaries.
+        # XLA plans this arena with its other temporaries.
         results.append(((plan.scratch_bytes,), np.dtype(np.uint8)))
     varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
     options: dict[str, Any] = {}
@@ -142,7 +140,7 @@ def _callback(first: str, second: str, third: str, stream: int, *tensors: Any) -
     runnable = _runnable.get(identity) or _runnable.find(identity)
     if runnable is None:
         runnable = _prepare_late(*identity)
-    # Reading a dtype takes half a microsecond, which matters for GPU launches. Sizes are almost free.
+    # Reading a dtype takes half a microsecond. Sizes are almost free.
     is_new = device.type == "cpu" or not runnable.called
     if is_new or [tensor.numel() for tensor in tensors] != runnable.sizes:
         runnable.refuse(tensors)
@@ -152,7 +150,7 @@ def _callback(first: str, second: str, third: str, stream: int, *tensors: Any) -
 
 
 def _prepare_late(key: str, platform: str, index: int) -> _Runnable:
-    """Prepare plans that were forgotten since, and plans of programs exported by another process."""
+    """Prepare forgotten plans, and plans of programs exported by another process."""
     try:
         plan = plans.lookup(key)
     except InvalidInput as error:

@@ -1,7 +1,7 @@
 """Decide the devices of a call: one at a time, or if requested all of it on every one.
 
-XLA cannot split a custom call. In a program for several devices it gathers every operand on each, and each runs the
-whole call. Visible splits are refused in the call, and XLA's own when the program is lowered.
+XLA cannot split a custom call: it gathers every operand on each device, and each runs the whole call. Visible splits
+are refused in the call, and XLA's own when the program is lowered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 
 from moe_core.errors import InvalidInput, Unsupported
 
-#: True if calls traced now may run on several devices. Part of every jit cache's key.
+#: Part of every jit cache's key.
 everywhere = jax.make_user_context(False)
 
 
@@ -27,8 +27,7 @@ def replicated() -> Iterator[None]:
     """Let ops and layers run outside `jax.shard_map` in programs for several devices, each running all of it.
 
     `with moe_jax.replicated(): y = jax.jit(layer)(x)`. XLA gathers every operand on every device, and the results are
-    replicated. Otherwise lowering such a program raises Unsupported. Calls in the block may be differentiated anywhere.
-    jitted functions trace again in it.
+    replicated. Otherwise lowering such a program raises Unsupported. jitted functions trace again in the block.
     """
     with everywhere(True):
         yield
@@ -68,12 +67,12 @@ def _list(devices: Any) -> str:
 
 def may_run_everywhere(arrays: Iterable[Any]) -> bool:
     """True if a call of checked arrays may run on several devices: inside `replicated`, or if every array is whole on
-    each of its devices, so that XLA gathers nothing."""
+    each of its devices."""
     return everywhere.value or all(_is_whole(array) for array in arrays)
 
 
 def _is_whole(array: Any) -> bool:
-    """True if `check` saw all of an array's sharding: no tracer, or tracers show every axis of the mesh."""
+    """True if `check` saw all of an array's sharding."""
     if not isinstance(array, Tracer):
         return True
     meshes = [mesh for mesh in (jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()) if not mesh.empty]
@@ -84,7 +83,7 @@ def _is_whole(array: Any) -> bool:
     )
 
 
-# The identity, which refuses lowering for several devices. Run eagerly, it sees its array.
+# The identity, which refuses lowering for several devices.
 _on_one_device = Primitive("moebius_on_one_device")
 _on_one_device.def_abstract_eval(lambda operand, *, op, name: operand)
 batching.primitive_batchers[_on_one_device] = lambda operands, axes, **static: (
@@ -99,8 +98,8 @@ def _check_one(operand: jax.Array, *, op: str, name: str) -> jax.Array:
 
 
 def on_one_device(op: str, arrays: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a call for one device outside shard_map. Raises as `check`. If only XLA can tell, lowering them
-    raises Unsupported."""
+    """The arrays of a call for one device outside shard_map. Raises as `check`, or when lowered if only XLA can
+    tell."""
     check(op, arrays)
     if may_run_everywhere(arrays.values()):
         return arrays

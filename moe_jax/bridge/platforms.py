@@ -30,7 +30,7 @@ def export_target(cuda: Target) -> Iterator[None]:
     """Trace for an explicit CUDA target, to export for a GPU on a machine without one.
 
     `with export_target(Target("cuda", 90, 132)): jax.export.export(jax.jit(f), platforms=["cuda"], ...)(*arguments)`.
-    Compiles nothing here. Raises InvalidInput unless `cuda` is a Target of kind cuda.
+    Compiles nothing here. Raises InvalidInput for other targets.
     """
     if not isinstance(cuda, Target) or cuda.vendor != "nvidia":
         raise InvalidInput(
@@ -52,7 +52,7 @@ def cpu_engine(kind: str) -> Iterator[None]:
 
 @functools.cache
 def cuda_devices() -> tuple[int, ...]:
-    """The CUDA ordinals of this process's devices. Empty without a CUDA backend."""
+    """The CUDA ordinals of this process's devices."""
     try:
         return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
     except RuntimeError:  # no such platform
@@ -60,7 +60,7 @@ def cuda_devices() -> tuple[int, ...]:
 
 
 def cuda_target() -> Target | None:
-    """The CUDA target: `export_target`'s, else the local devices', else None."""
+    """`export_target`'s, else the local devices'."""
     explicit = _export_target.value
     return _local_cuda_target(cuda_devices()) if explicit is None else explicit
 
@@ -78,7 +78,7 @@ def _local_cuda_target(indices: tuple[int, ...]) -> Target | None:
 
 
 def targets() -> tuple[tuple[str, Target], ...]:
-    """(JAX platform, target) pairs to plan for. Raises Unsupported unless the default backend is CPU or CUDA."""
+    """(JAX platform, target) pairs. Raises Unsupported unless the default backend is CPU or CUDA."""
     cuda = cuda_target()
     platform = jax.default_backend()
     if platform != "cpu" and not (platform == "gpu" and cuda_devices()):
@@ -100,7 +100,6 @@ def default_platform() -> str:
 
 
 def platform_of(arrays: Iterable[Any]) -> str:
-    """`cpu` or `cuda`, for a call with these arrays (`cuda` in `export_target`)."""
     if _export_target.value is not None:
         return "cuda"
     for value in arrays:
@@ -110,7 +109,7 @@ def platform_of(arrays: Iterable[Any]) -> str:
 
 
 def devices_to_prepare(platform: str, chosen: Target) -> tuple[int, ...]:
-    """Indices of this process's devices of a platform that can run a plan for `chosen`."""
+    """This process's devices that can run a plan for `chosen`."""
     if platform == "cpu":
         return (0,)
     local = _local_cuda_target(cuda_devices())
@@ -120,8 +119,7 @@ def devices_to_prepare(platform: str, chosen: Target) -> tuple[int, ...]:
 def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
     """Register the plans of a file from `export_plans`, compile them for the local devices, return their keys.
 
-    Call it before running a program that another process exported. Raises InvalidInput for a file from another version
-    of the kernels.
+    Call it before running a program that another process exported. Raises InvalidInput for another version's kernels.
     """
     keys = plans.load_plans(path)
     for key in keys:
@@ -131,7 +129,7 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
     return keys
 
 
-# The identity, which no platform may lower. Programs contain it for platforms without a plan.
+# The identity, which no platform may lower.
 _refused = Primitive("moebius_unplanned_platform")
 _refused.def_abstract_eval(lambda operand, *, reason: operand)
 batching.primitive_batchers[_refused] = lambda operands, axes, *, reason: (

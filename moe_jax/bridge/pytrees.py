@@ -20,7 +20,6 @@ from moe_core.specs.operands import (
 
 
 def _keyed(tensor: QuantizedTensor) -> list[tuple[Any, Any]]:
-    """The leaves of a quantised tensor in order. Its spec is static."""
     return [(jax.tree_util.GetAttrKey(name), getattr(tensor, name)) for name, _ in array_fields(QuantizedTensor)]
 
 
@@ -30,7 +29,7 @@ for _bundle in (ExpertWeights, MatmulOperands, RaggedLayout, RouterLogits, Route
 jax.tree_util.register_pytree_with_keys(
     QuantizedTensor,
     lambda tensor: (_keyed(tensor), tensor.spec),
-    # Transformations replace arrays with axis numbers, tangents or stacked shapes. Ops check their tensors.
+    # Transformations replace arrays with axis numbers, tangents or stacked shapes.
     lambda spec, leaves: QuantizedTensor.unchecked(spec, *leaves),
     lambda tensor: (tuple(leaf for _, leaf in _keyed(tensor)), tensor.spec),
 )

@@ -1,7 +1,7 @@
 """Import tvm_ffi without torch, unless torch is imported already.
 
-tvm_ffi imports an installed torch, which takes seconds and 200 MB, for functions that nothing here calls. It gets a
-stand-in without instances instead. When torch is imported later, it replaces the stand-in, and tvm_ffi sets up torch.
+tvm_ffi imports an installed torch, which takes seconds and 200 MB. It gets a stand-in without instances instead. When
+torch is imported later, it replaces the stand-in, and tvm_ffi sets up torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Later(type):
-    """The metaclass of stand-ins for torch's attributes: classes without instances or attributes."""
+    """The metaclass of stand-ins: classes without instances or attributes."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -24,8 +24,6 @@ class _Later(type):
 
 
 class _Torch(ModuleType):
-    """The stand-in that tvm_ffi takes for torch."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -33,7 +31,7 @@ class _Torch(ModuleType):
 
 
 class _AfterTorch:
-    """A module finder that sees torch being imported and replaces the stand-in."""
+    """A module finder that replaces the stand-in when torch is imported."""
 
     def __init__(self, stand_in: _Torch) -> None:
         self._stand_in = stand_in
@@ -72,7 +70,7 @@ class _AfterTorch:
 
 
 def import_tvm_ffi() -> ModuleType:
-    """Import tvm_ffi. Raises ModuleNotFoundError if it is not installed."""
+    """Raises ModuleNotFoundError if tvm_ffi is not installed."""
     if {"torch", "tvm_ffi"} & set(sys.modules):
         return importlib.import_module("tvm_ffi")
     stand_in = _Torch("torch")

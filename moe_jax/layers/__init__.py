@@ -1,4 +1,4 @@
-"""One MoE layer as functions: parameters, initialiser, forward. The Flax layers use them. Flax is not needed here.
+"""One MoE layer as functions: parameters, initialiser, forward. The Flax layers use them.
 
 Parameters are nested dicts of arrays with MaxText's names, in the storage `MAXTEXT` unless the spec has another:
 `gate/kernel` `[D, E]`, `wi_0` (gate), `wi_1` (up) `[E, D, F]` and `wo` `[E, F, D]`. gate_layout `halves` or
@@ -7,9 +7,9 @@ Parameters are nested dicts of arrays with MaxText's names, in the storage `MAXT
 `shared_experts/gate/kernel`. A stack of L layers has a leading axis `[L, ...]` on every array.
 
 With `ExpertsSpec(scheme=...)`, `wi_0`, `wi_1` and `wo` hold `values`, `scales` and, if the format has them,
-`zero_points`, as in `QuantizedTensor` (sub-byte values packed in uint8). They start as zeros, are never cast, and have
-no gradient. Other gradients flow through them, unless the scheme also quantises activations. `prepack_weights` re-lays
-loaded mxfp4, int4 and int8 experts for Hopper's kernels, as `tiled_values`, `tiled_scales` and `tiled_zero_points`.
+`zero_points`, as in `QuantizedTensor`. They start as zeros, are never cast, and have no gradient. Other gradients flow
+through them, unless the scheme also quantises activations. `prepack_weights` re-lays loaded mxfp4, int4 and int8
+experts for Hopper's kernels, as `tiled_values`, `tiled_scales` and `tiled_zero_points`.
 
 x, matrices of experts and shared experts, and biases other than fp32 are cast to the compute dtype. Every call copies
 matrices it casts, so store them in the compute dtype (param_dtype). Gates and fp32 biases stay fp32, because one bit of

@@ -33,7 +33,7 @@ class LogicalAxes:
     """Logical axis names of each group of arrays. None leaves an axis whole. Defaults are MaxText's (0.2.5).
 
     Each tuple follows the axes in MaxText's layout, and other storages permute it. Router biases, the fused `wi`,
-    quantised arrays and the gate of shared experts use the same fields. Raises InvalidInput.
+    quantised arrays and the gate of shared experts use the same fields.
 
     MaxText's blocks without shared experts have `router=("embed", None)`, its older rules also `wi=("exp",
     "embed_no_exp", "mlp"), wo=("exp", "mlp", "embed_no_exp")`. With `shard_exp_on_fsdp` it has `wi=("embed_moe", None,
@@ -72,16 +72,14 @@ class LogicalAxes:
             raise InvalidInput(f"stack must be one name or None, got {self.stack!r}; pass 'layers'")
 
     def of(self, leaf: Leaf) -> Names:
-        """The names of an array's axes, in its storage."""
         names: dict[str | None, str | None] = dict(zip(_ROLES[_field(leaf)], getattr(self, _field(leaf)), strict=True))
         axes = tuple(names.get(axis) for axis in leaf.parameter.axes)
         return axes if len(axes) == len(leaf.shape) else (self.stack, *axes)
 
 
 def require_rules(leaf: Leaf, axes: LogicalAxes, rules: Sequence[Any]) -> None:
-    """Raise InvalidInput if rules for logical axes would silently lose the sharding of a matrix: no rule for d_model,
-    or for an axis that the rules split under another name. Other axes without a rule stay whole, as in Flax and
-    MaxText."""
+    """Raise InvalidInput if rules would silently lose the sharding of a matrix: no rule for d_model, or for an axis
+    that the rules split under another name. Other axes stay whole, as in Flax and MaxText."""
     if not rules or leaf.parameter.role not in ("weight", "quantized"):
         return
     known, split = {name for name, _ in rules}, {name for name, on_mesh in rules if on_mesh}

@@ -32,7 +32,7 @@ from moe_jax.ops import Array, ExpertWeights, RouterWeights, SharedExpert
 from moe_jax.parallel.axis import ExpertAxis
 from moe_jax.warmup import make_ready
 
-#: Names for MaxText's remat policies: the output of a layer. `moe_jax.autodiff.moe` names `mlpwi_0` and `mlpwi_1`.
+#: For MaxText's remat policies: the output of a layer.
 CHECKPOINT_NAMES = ("mlpwo", "moe_mlpwo")
 
 
@@ -67,9 +67,9 @@ def forward(
             compute dtype are copied. A known index outside the stack raises. A traced one gives NaN, or raises on the
             CPU reference without copies.
         routed_by: other inputs or ids for the router.
-        expert_axis: the mesh axis that splits the experts. Inside a `jax.shard_map` over it, x and parameters are local
-            parts, and so is MoEAux, except that the losses' mean over ranks is the loss of all tokens. Outside, the
-            layer opens a shard_map over the current mesh if that has the axis.
+        expert_axis: the mesh axis that splits the experts. Inside a `jax.shard_map` over it, x, parameters and MoEAux
+            are local parts, except that the losses' mean over ranks is the loss of all tokens. Outside, the layer opens
+            a shard_map over the current mesh if that has the axis.
     """
     axis = ExpertAxis.of(expert_axis)
     if axis is not None and not axis.is_manual:
@@ -112,8 +112,8 @@ def explain(
     """Explain the plan of `forward` for x of shape `tokens` (`[..., D]`, or a number of tokens) on the default device.
 
     training: forward, then backward with the gradients of x and every parameter. parameters: arrays or
-    ShapeDtypeStructs with the dtypes. None: param_dtype, as from `initialize`. x has `dtype`, else that of the experts
-    (param_dtype if quantised). Computes nothing. Raises InvalidInput, Unsupported.
+    ShapeDtypeStructs with the dtypes. None: param_dtype. x has `dtype`, else that of the experts (param_dtype if
+    quantised). Computes nothing. Raises InvalidInput, Unsupported.
     """
     shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
     operands, target = _planned_for(spec, shape, dtype, param_dtype, num_layers, parameters)
@@ -132,9 +132,8 @@ def warmup(
 ) -> WarmupReport:
     """Compile and load the kernels of `forward` for numbers of tokens, without computing.
 
-    tokens: the expected numbers, or a few from small to large. training: also steps with gradients of x and every
-    parameter. Other arguments: see `explain`. Returns the kernels with the seconds each took, none on a CPU. Raises
-    InvalidInput, Unsupported.
+    tokens: the expected numbers, or a few from small to large. Other arguments: see `explain`. Returns the kernels with
+    the seconds each took, none on a CPU. Raises InvalidInput, Unsupported.
     """
     plans: list[LaunchPlan] = []
     for count in token_counts(tokens):
@@ -152,8 +151,6 @@ def _planned_for(
     num_layers: int | None,
     parameters: Parameters | None,
 ) -> tuple[MoEOperands, Target]:
-    """Specs of a forward's operands for x of a shape, and the target."""
-
     def dtype_of(leaf: Leaf) -> Any:
         if parameters is not None:
             return find(parameters, leaf.path).dtype
@@ -181,11 +178,10 @@ def _planned_for(
 
 
 def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
-    """The correction bias fp32 `[E]` after a step: raised below the mean of tokens per expert, lowered above.
+    """The correction bias fp32 `[E]` after a step: bias + rate * sign(mean - count).
 
-    DeepSeek-V3's balancing without a loss (technical report, section 2.1.2): bias + rate * sign(mean - count).
-    tokens_per_expert: int32 `[E]`, of the whole batch, summed over devices. For stacks both are `[L, E]`. rate: 0.001
-    in DeepSeek-V3.
+    Source: DeepSeek-V3 technical report, section 2.1.2. tokens_per_expert: int32 `[E]`, of the whole batch, summed over
+    devices. For stacks both are `[L, E]`. rate: 0.001 in DeepSeek-V3.
     """
     counts = tokens_per_expert
     if counts.shape != correction_bias.shape or not jnp.issubdtype(counts.dtype, jnp.integer):
@@ -193,7 +189,7 @@ def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Ar
             f"tokens_per_expert must be int32{list(correction_bias.shape)} like correction_bias, got "
             f"{counts.dtype}{list(counts.shape)}; pass MoEAux.tokens_per_expert"
         )
-    # Integers: an expert at the mean gets exactly no step.
+    # Integers: an expert at the mean gets no step.
     total, num_experts = counts.sum(axis=-1, keepdims=True), counts.shape[-1]
     floor, is_whole = total // num_experts, total % num_experts == 0
     step = jnp.where(counts > floor, -1.0, jnp.where((counts == floor) & is_whole, 0.0, 1.0))
@@ -203,8 +199,7 @@ def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Ar
 def _prepare(
     parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer_index: Any
 ) -> tuple[MoEOperands, dict[str, LayerPart], jax.Array | None]:
-    """Check, flatten and cast. Returns the composed op's operands, the parts around it, and if only the device can
-    tell, whether the layer exists."""
+    """Check, flatten and cast. Returns operands, the parts around them, and a traced check that the layer exists."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise InvalidInput(f"x must be a jax.Array, got {type(x).__name__}; convert it with jax.numpy.asarray")
     if x.ndim < 1 or x.shape[-1] != spec.d_model:
@@ -244,7 +239,7 @@ def _prepare(
 
 
 def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepacked: bool) -> dict[str, Any]:
-    """Put quantised matrices together: `experts.down` from `experts.down.values` and so on."""
+    """`experts.down` from `experts.down.values` and so on."""
     if spec.experts.scheme is None:
         return arrays
     whole: dict[str, Any] = {name: array for name, array in arrays.items() if not is_quantized(name)}
@@ -266,9 +261,8 @@ def _used_dtype(name: str, array: Any, dtype: Any) -> Any:
 def _one_layer(
     arrays: dict[str, Any], dtype: Any, layer_index: Array | int | None, axes: int
 ) -> tuple[dict[str, Any], jax.Array | None, jax.Array | None]:
-    """(arrays of one layer of a stack, the index of stacked ones or None, whether a traced layer that was cut out
-    exists or None). axes: of one layer's down. Small gates are always cut out, matrices only to be cast. Quantised ones
-    never are, so plain shared experts may be cut out next to them."""
+    """(arrays of one layer, the index of stacked ones or None, a traced check that the layer exists or None). axes: of
+    one layer's down. Small gates are always cut out, matrices only to be cast, quantised ones never."""
     down = arrays["experts.down" if "experts.down" in arrays else "experts.down.values"]
     if down.ndim == axes and layer_index is None:
         return arrays, None, None
@@ -305,5 +299,4 @@ def _one_layer(
     }
     if in_place:
         return arrays | cut, index, None
-    # Cutting clamps the index to another layer.
     return arrays | cut, None, (layer >= 0) & (layer < num_layers) if is_traced else None

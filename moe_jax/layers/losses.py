@@ -23,8 +23,7 @@ def router_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """(load-balancing loss, z-loss), fp32 scalars, see `moe_core.ops.routing.reference_backward.router_losses`.
 
-    They cover local tokens. over: mesh axes of a shard_map. The mean over their ranks is then the loss of all tokens,
-    and gradients need no message.
+    over: mesh axes of a shard_map. The mean over their ranks is then the loss of all tokens.
     """
     num_experts = logits.shape[1]
     kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
@@ -88,7 +87,7 @@ def _log_sqrt_softplus(logits: jax.Array) -> jax.Array:
     return 0.5 * jnp.where(logits < edge, logits, jnp.log(jax.nn.softplus(jnp.maximum(logits, edge))))
 
 
-#: Logarithms of scores, up to a constant of the token. Scores may underflow, and their sum then has no gradient.
+#: Logarithms of scores, up to a constant of the token. Underflowing scores have no gradient otherwise.
 _LOG_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": lambda logits: logits,
     "sigmoid": jax.nn.log_sigmoid,

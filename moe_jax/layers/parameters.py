@@ -17,9 +17,8 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, quantized_shapes
 from moe_core.layers import MAXTEXT, MoELayerSpec, Parameter, first_table, tiled_specs
 
-#: Nested dicts with arrays as leaves: {"gate": {"kernel": ...}, "wi_0": ..., ...}.
 Parameters = Mapping[str, Any]
-#: (key, shape, dtype) -> array, as in jax.nn.initializers, for one matrix [inputs, outputs].
+#: (key, shape, dtype) -> one matrix [inputs, outputs], as in jax.nn.initializers.
 Initializer = Callable[..., jax.Array]
 Path = tuple[str, ...]
 
@@ -59,12 +58,11 @@ class Leaf:
 
     @property
     def is_state(self) -> bool:
-        """True for a correction bias and a table of ids, which have no gradient."""
+        """True for a correction bias and a table of ids."""
         return self.parameter.role in ("buffer", "table")
 
     @property
     def is_quantized(self) -> bool:
-        """True for arrays of a quantised matrix, which are never trained or cast."""
         return self.parameter.role == "quantized"
 
     def initial(self, key: jax.Array | None, dtype: Any, kernel_init: Initializer) -> jax.Array:
@@ -90,8 +88,7 @@ class Leaf:
 
 @functools.lru_cache(maxsize=1024)
 def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = False) -> tuple[Leaf, ...]:
-    """Every array of a layer, or of a stack of num_layers, in a fixed order. prepacked: with tiled matrices. Raises
-    InvalidInput."""
+    """Every array of a layer, or of a stack of num_layers, in a fixed order. prepacked: with tiled matrices."""
     if num_layers is not None:
         require_at_least("num_layers", num_layers, 1)
     storage = spec.storage(MAXTEXT)
@@ -119,7 +116,7 @@ def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Paramete
 
 
 def is_prepacked(parameters: Parameters) -> bool:
-    """True for parameters from `prepack_weights`. Raises InvalidInput for both layouts at once."""
+    """Raises InvalidInput for both layouts at once."""
     matrices = {name: parameters.get(name) for name in ("wi", "wo")} if isinstance(parameters, Mapping) else {}
     held = {name: set(matrix) for name, matrix in matrices.items() if isinstance(matrix, Mapping)}
     for name, parts in held.items():
@@ -160,7 +157,7 @@ def initialize(
 
 
 def is_gate(name: str) -> bool:
-    """True for parameters that score tokens, and norms and biases of rows, which are not rounded."""
+    """True for parameters that are not rounded: of the router, and norms and biases of rows."""
     return name.startswith(("router.", "output.")) or name in ("shared_experts.gate", "before.norm")
 
 
@@ -170,7 +167,7 @@ def is_quantized(name: str) -> bool:
 
 
 def find(parameters: Parameters, path: Path) -> Any:
-    """The array at a path of nested parameters. Raises InvalidInput with the missing name."""
+    """Raises InvalidInput with the missing name."""
     node: Any = parameters
     for depth, key in enumerate(path):
         if not isinstance(node, Mapping) or key not in node:

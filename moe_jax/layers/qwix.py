@@ -1,7 +1,6 @@
 """Translate Qwix's rules to schemes of a layer's experts. Qwix need not be installed.
 
-Qwix quantises operands of JAX's products, not the experts' matrices. So a layer requests the rule of the product `gmm`
-where it is called, as other custom kernels do.
+Qwix quantises operands of JAX's products, not the experts' matrices. So a layer requests the rule of the product `gmm`.
 """
 
 from __future__ import annotations

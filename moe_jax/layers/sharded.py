@@ -21,7 +21,7 @@ def expert_specs(
 ) -> dict[str, Any]:
     """PartitionSpecs of a layer's parameters, for example for `in_specs` of `jax.shard_map`.
 
-    Experts are split over the mesh axis, all else is whole. num_layers: of a stack. prepacked: by `prepack_weights`.
+    Experts are split over the mesh axis, all else is whole. num_layers: of a stack.
     """
     every = leaves(spec, num_layers, prepacked)
     return nested((leaf.path, P(*(axis if split else None for split in _split(leaf)))) for leaf in every)
@@ -44,14 +44,13 @@ def expert_sharding(
 
 
 def local_leaf(leaf: Leaf, axis: ExpertAxis) -> Leaf:
-    """A rank's part of a layer's array, inside a shard_map over the axis."""
+    """A rank's part of an array, inside a shard_map."""
     ranks = jax.lax.axis_size(axis.name)
     sizes = zip(leaf.shape, _split(leaf), strict=True)
     return dataclasses.replace(leaf, shape=tuple(size // ranks if split else size for size, split in sizes))
 
 
 def _split(leaf: Leaf) -> list[bool]:
-    """True for the axes of an array that are split (experts)."""
     axes = (*(None,) * (len(leaf.shape) - len(leaf.parameter.axes)), *leaf.parameter.axes)
     return [axis == "experts" and leaf.parameter.name.startswith("experts.") for axis in axes]
 
@@ -66,7 +65,7 @@ def over_mesh(
     return_aux: bool,
 ) -> Any:
     """Call `forward(parameters, layer_index, by_token)` on local parts, in a shard_map over every axis of the mesh.
-    whole: parameters and layer_index. by_token: arrays with the batch as first axis. Results cover the whole batch."""
+    whole: parameters and layer_index. by_token: arrays with the batch as first axis."""
     axis = axis if axis.tokens is not None else dataclasses.replace(axis, tokens=tuple(mesh.shape))
     ranks, rows = 1, by_token["x"].shape[0] if by_token["x"].ndim > 1 else 0
     for name in axis.over:

@@ -28,8 +28,8 @@ class RoutedBy:
 
     Args:
         gate_inputs: like x. The router scores it instead of x.
-        expert_ids: int32 `[..., K]`, distinct experts of each token, still weighted by the router, without correction
-            bias. A token with an id outside [0, E) counts as masked.
+        expert_ids: int32 `[..., K]`, distinct experts of each token, weighted by the router without correction bias. A
+            token with an id outside [0, E) counts as masked.
         input_ids: integers `[...]`, token ids for a layer with a table of ids, used without expert_ids.
     """
 
@@ -39,7 +39,7 @@ class RoutedBy:
 
 
 def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> RoutedBy:
-    """Check and flatten like x. gate_inputs get the dtype of x."""
+    """Check and flatten like x."""
     _require_table(by, spec)
     rows, ids = by.gate_inputs, by.expert_ids
     if rows is not None:
@@ -62,7 +62,7 @@ def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> Rou
 
 
 def _by_table(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> jax.Array | None:
-    """ids int32 `[T, K]` from the table for input_ids. None: the router chooses."""
+    """ids int32 `[T, K]` from the table. None: the router chooses."""
     if by.input_ids is None:
         return None
     tokens, table = jnp.asarray(by.input_ids), given.routing.table
@@ -73,7 +73,7 @@ def _by_table(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> j
         )
     flat = tokens.reshape(-1)
     inside = (flat >= 0) & (flat < len(table))
-    # A token outside of the table has no expert, and counts as an invalid id.
+    # A token outside of the table counts as an invalid id.
     return jnp.where(inside[:, None], table[jnp.where(inside, flat, 0)], spec.num_experts)
 
 
@@ -103,7 +103,7 @@ class _Experts:
             )
 
     def spec(self, spec: MoELayerSpec, tokens: int) -> MoESpec:
-        """Options of the layer's ops, with tiles for all ranks' tokens."""
+        """With tiles for all ranks' tokens."""
         local = spec.moe_spec(MAXTEXT)
         return local if self.group is None else self.group.whole(local, tokens)
 
@@ -148,7 +148,7 @@ def _run_stages(
     x, router, mask = operands.x, operands.routing, operands.token_mask
     moe_spec = of_layer.spec(spec, x.shape[0])
     scored = x if by.gate_inputs is None else by.gate_inputs
-    # The router's backward multiplies every row by its gradient, 0 for masked tokens: rows may hold NaN.
+    # The router's backward multiplies rows by 0 for masked tokens: rows may hold NaN.
     rows = scored if mask is None else jnp.where(mask[:, None], scored, 0)
     if spec.router_norm is not None:
         rows = ops.rms_norm(rows, router.norm, spec.router_norm)
@@ -202,13 +202,12 @@ def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing
 def _around_experts(
     operands: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, routing: TopK, of_layer: _Experts
 ) -> MoEOutput | ParallelOutput:
-    """The sum of experts with a latent width or a norm of each result, plus shared experts."""
     x, experts = operands.x, operands.experts
     moe_spec = of_layer.spec(spec, x.shape[0])
     product = MatmulSpec(moe_spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=moe_spec.matmul_tuning())
     rows = x
     if spec.latent is not None:
-        # The projection's backward multiplies every row by its gradient, 0 without an expert.
+        # The projection's backward multiplies rows without an expert by 0.
         rows = jnp.where((routing.ids >= 0).any(axis=1, keepdims=True), x, 0)
         rows = ops.matmul_ogs(MatmulOperands(rows, around["before"].weight), None, product)
         if spec.latent.norm is not None:
@@ -229,7 +228,7 @@ def _around_experts(
 
 
 def _normalised(x: Any, experts: Any, routing: TopK, spec: MoESpec, norm: tuple[Any, NormSpec]) -> jax.Array:
-    """Experts stage by stage, with a norm between the second product and the router's weights."""
+    """The norm runs between the second product and the router's weights."""
     index = experts.layer_index
     layout = ops.make_layout(routing.ids, experts.down.shape[0 if index is None else 1])
 
@@ -263,7 +262,6 @@ def _shared(x: Any, shared: Any, spec: MoESpec, product: MatmulSpec, layer_index
 
 
 def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSpec) -> jax.Array:
-    """Apply the parts after the sum of the experts."""
     output = spec.output
     if output is None:
         return rows
@@ -276,8 +274,7 @@ def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSp
 
 
 def _added(rows: jax.Array, bias: Any) -> jax.Array:
-    """Add bias `[D]` to rows `[T, D]` in fp32, with one cast. It is the bias of a product with zeros, so that its
-    gradient is summed in the order of the router's backward."""
+    """Add bias `[D]` to rows `[T, D]` in fp32, with one cast. Its gradient has the router's order of sums."""
     return (at_least_float32(rows) + _rows_of(bias, len(rows))).astype(rows.dtype)
 
 
@@ -293,7 +290,6 @@ def _rows_of(values: Any, count: int) -> jax.Array:
 
 
 def _scaled(routing: Routing, scale: Any) -> jax.Array:
-    """Multiply weights `[T, K]` by the scales `[E]` of their experts. Masked ones stay 0. Scales are the bias of a
-    product with zeros, like `_added`."""
+    """Multiply weights `[T, K]` by the scales `[E]` of their experts. Masked ones stay 0."""
     rows = _rows_of(scale, len(routing.ids))
     return routing.weights * jnp.take_along_axis(rows, jnp.maximum(routing.ids, 0), axis=1)

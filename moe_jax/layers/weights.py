@@ -26,11 +26,10 @@ def load_weights(
 ) -> dict[str, Any]:
     """Nested NumPy parameters with these weights, in the storage of `spec`.
 
-    num_layers: weights are an iterable of that many layers. Each is copied into the stack before the next is read, to
-    hold one layer at a time. Arrays in the right layout and dtype are not copied. Experts' matrices get param_dtype,
-    gates and biases the wider of it and their dtype, and quantised ones stay. Raises InvalidInput for another kind or
-    number of layers and if param_dtype would round a matrix, and Unsupported if quantised gate and up would have to
-    move.
+    num_layers: weights are an iterable of that many layers, read one at a time. Arrays in the right layout and dtype
+    are not copied. Experts' matrices get param_dtype, gates and biases the wider of it and their dtype, and quantised
+    ones stay. Raises InvalidInput for another kind or number of layers and if param_dtype would round a matrix, and
+    Unsupported if quantised gate and up would have to move.
     """
     every = leaves(spec, num_layers)
     if num_layers is None:
@@ -90,7 +89,7 @@ def _stack(weights: Any, spec: MoELayerSpec, every: tuple[Leaf, ...], param_dtyp
 
 
 def _arrays(weights: LayerWeights, spec: MoELayerSpec, every: tuple[Leaf, ...], param_dtype: Any) -> Any:
-    """(leaf, array) of one layer, in the layouts of spec and the stored dtypes."""
+    """(leaf, array) of one layer, in the layouts and dtypes to store."""
     _require_same_kind(weights, spec)
     arrays: dict[str, np.ndarray] = {}
     by_name = {leaf.parameter.name: leaf for leaf in every}
@@ -124,7 +123,7 @@ def _stored_dtype(leaf: Leaf, array: np.ndarray, param_dtype: str) -> np.dtype:
 
 
 def _require_same_kind(weights: LayerWeights, spec: MoELayerSpec) -> None:
-    """Raise InvalidInput unless the weights make a layer like `spec`, except layouts and free fields."""
+    """Raise InvalidInput unless the weights make a layer like `spec`."""
     if not isinstance(weights, LayerWeights):
         raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; make one of your arrays")
     storage = spec.storage(MAXTEXT)
@@ -142,9 +141,9 @@ def _require_same_kind(weights: LayerWeights, spec: MoELayerSpec) -> None:
 def prepack_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None) -> dict[str, Any]:
     """Parameters with the experts' quantised matrices in the order of Hopper's kernels.
 
-    `wi/values` and `wi/scales` become `wi/tiled_values` and `wi/tiled_scales`, names that functions and checkpoints
-    read. Results stay, without gradients. Works inside jit. Prepacked parameters come back as they are. Raises
-    InvalidInput for experts that are not quantised, not stored `out_in`, or that cannot be tiled.
+    `wi/values` and `wi/scales` become `wi/tiled_values` and `wi/tiled_scales`, also in checkpoints. Results stay,
+    without gradients. Works inside jit. Prepacked parameters come back as they are. Raises InvalidInput for experts
+    that are not quantised, not stored `out_in`, or that cannot be tiled.
     """
     specs = tiled_specs(spec, spec.storage(MAXTEXT))
 
@@ -157,7 +156,7 @@ def prepack_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int 
 
 
 def restore_weights(parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None) -> dict[str, Any]:
-    """Undo `prepack_weights`. Other parameters stay as they are. Raises InvalidInput."""
+    """Undo `prepack_weights`. Other parameters stay as they are."""
     return _changed(parameters, spec, num_layers, True, lambda _, tensor: untile(tensor))
 
 
@@ -166,8 +165,8 @@ def quantize_experts(
 ) -> tuple[dict[str, Any], MoELayerSpec]:
     """(parameters, spec) of a layer, or stack of num_layers, with its experts quantised to a scheme.
 
-    Matrices become arrays of `scheme.weights` on their devices, computed on the host. Raises InvalidInput for quantised
-    experts and impossible sizes, and Unsupported inside jit.
+    Computed on the host, stored on the matrices' devices. Raises InvalidInput for quantised experts and impossible
+    sizes, and Unsupported inside jit.
     """
     if spec.experts.scheme is not None:
         raise InvalidInput(f"experts must be plain to be quantised, got {spec.experts.scheme}; quantise them once")
@@ -199,7 +198,7 @@ def _changed(
     is_tiled: bool,
     change: Callable[[str, QuantizedTensor], QuantizedTensor],
 ) -> dict[str, Any]:
-    """The parameters after `change` of every quantised matrix. is_tiled: of tiled ones."""
+    """The parameters after `change` of every quantised matrix."""
     before = is_prepacked(parameters)
     every = leaves(spec, num_layers, before)
     arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in every}

@@ -17,7 +17,7 @@ from moe_jax.parallel.forward import Group
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """The `expert_axis` of layers. Raises InvalidInput.
+    """The `expert_axis` of layers.
 
     Args:
         name: the mesh axis.
@@ -41,7 +41,6 @@ class ExpertAxis:
 
     @staticmethod
     def of(value: Any) -> ExpertAxis | None:
-        """The ExpertAxis of a name, an ExpertAxis or None. Raises InvalidInput."""
         if value is None or isinstance(value, ExpertAxis):
             return value
         if not isinstance(value, str):
@@ -70,7 +69,7 @@ class ExpertAxis:
         return mesh if self.name in mesh.shape else None
 
     def group(self, num_experts: int) -> Group:
-        """The ranks, with equal numbers of consecutive experts. Raises InvalidInput."""
+        """The ranks, with equal numbers of consecutive experts."""
         ranks = jax.lax.axis_size(self.name)
         require_divisible(num_experts, ranks, self.name)
         return Group(self.name, Placement.linear(num_experts, ranks), self.exchange)

@@ -22,8 +22,7 @@ _GATE = "saved.shared_gate"
 
 
 class _Dense(MoERule):
-    """Rows and the gate's logits. The gradient of rows arrives multiplied by the gate, so that rounding is the same as
-    on one device."""
+    """Rows and the gate's logits. The gradient of rows arrives multiplied by the gate, to round as on one device."""
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
         shared = self.operands.shared
@@ -42,7 +41,7 @@ def shared_output(
     x: jax.Array, wide: jax.Array, experts: ExpertWeights, shared: SharedExpert, spec: MoESpec
 ) -> tuple[jax.Array, jax.Array | None]:
     """The shared expert's rows fp32 `[T, D]` and gate logits fp32 `[T, 1]`, for `reduce`. wide: x in fp32, which gets
-    the unrounded gradient. experts: for the layer_index."""
+    the unrounded gradient."""
     tokens = x.shape[0]
     nowhere = TopK(jnp.full((tokens, 1), -1, jnp.int32), jnp.zeros((tokens, 1), jnp.float32))
     spec = dataclasses.replace(spec, router=None, out_dtype="float32")

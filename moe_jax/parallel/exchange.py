@@ -15,7 +15,7 @@ from moe_jax.ops import RaggedLayout
 
 
 class Places(NamedTuple):
-    """places int32 `[T, K]`: physical ids, -1: no expert. invalid_ids int32 `[1]`: ids outside [-1, E)."""
+    """places int32 `[T, K]`: physical ids or -1. invalid_ids int32 `[1]`: ids outside [-1, E)."""
 
     places: jax.Array
     invalid_ids: jax.Array
@@ -38,7 +38,6 @@ def physical_ids(
 
 
 def owners_of(places: jax.Array, per_rank: int) -> jax.Array:
-    """int32 rank of every place. -1 stays."""
     return jnp.where(places < 0, -1, places // per_rank)
 
 
@@ -68,8 +67,8 @@ def pair_counts(group_sizes: jax.Array, num_ranks: int) -> jax.Array:
 
 
 def rows_in_runs(sent: RaggedLayout, groups: jax.Array, num_ranks: int) -> jax.Array:
-    """int32 `[T, K]`: the number of each row among the home's rows for its owner, -1: no row. Plus the start of these
-    rows at the owner it is `destinations`, plus the start of the owner's rows at home `returned_rows`."""
+    """int32 `[T, K]`: the number of each row among the home's rows for its owner, -1: no row. Plus their start at the
+    owner it is `destinations`, plus the owner's start at home `returned_rows`."""
     each = sent.group_sizes.shape[0] // num_ranks
     begins = sent.group_start[:-1:each]
     numbers = sent.row_of_slot.reshape(groups.shape) - begins[jnp.maximum(groups, 0) // each]
@@ -77,7 +76,7 @@ def rows_in_runs(sent: RaggedLayout, groups: jax.Array, num_ranks: int) -> jax.A
 
 
 class Splits(NamedTuple):
-    """Arguments of a rank's ragged all-to-all, int32 `[W]` by peer, as in `moe_core.parallel.exchange.Splits`."""
+    """Arguments of a rank's ragged all-to-all, int32 `[W]` by peer."""
 
     sent: jax.Array
     received: jax.Array
@@ -94,7 +93,7 @@ def splits(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) 
 
 
 def returning(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) -> Splits:
-    """The splits of the way back, with rows in the same order."""
+    """The splits of the way back."""
     start = jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
     kept = pairs if receive is None else jnp.clip(receive - start, 0, pairs)
     at_home = jnp.cumsum(pairs, axis=1, dtype=jnp.int32) - pairs
@@ -102,8 +101,7 @@ def returning(pairs: jax.Array, rank: jax.Array | int, receive: int | None = Non
 
 
 def rows_of_blocks(sent: RaggedLayout, num_ranks: int, block: int, fits: int) -> jax.Array:
-    """int32 `[W * block]`: slots of rows in equal blocks, at most `fits` used, -1: unused. sent: a home's layout, by
-    (group, slot)."""
+    """int32 `[W * block]`: slots of rows in equal blocks, at most `fits` used, -1: unused. sent: a home's layout."""
     each = sent.group_sizes.shape[0] // num_ranks
     number = jnp.arange(block, dtype=jnp.int32)
     row = sent.group_start[:-1:each, None] + number

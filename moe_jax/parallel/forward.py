@@ -60,8 +60,8 @@ def moe(
             `receive`. `all_gather` sends every token to every rank.
         token_mask: bool `[T]`, as for `moe_jax.moe`.
         tensor_axis: a second mesh axis. Its ranks have separate tokens and slices of the experts from
-            `moe_core.parallel.tensor.split_experts`, but the whole down_bias, which does not vary over the axis.
-            Results are sums over it in rank order, not bitwise equal to one device.
+            `moe_core.parallel.tensor.split_experts`, but the whole down_bias. Results are sums over it in rank order,
+            not bitwise equal to one device.
 
     Returns:
         a ParallelOutput. Its `overflow` counts rows beyond a bound. The output of their tokens is NaN, or lacks them
@@ -86,14 +86,12 @@ class Group:
     tensor_axis: str | None = None
 
     def whole(self, spec: MoESpec, tokens: int) -> MoESpec:
-        """Options with tiles for this number of tokens on each rank, and all experts."""
         tuning = Tuning() if spec.tuning is None else spec.tuning
         expected: dict[str, Any] = {"expected_tokens": max(1, self.placement.num_ranks * tokens)}
         expected["expected_experts"] = self.placement.num_experts
         return dataclasses.replace(spec, tuning=dataclasses.replace(tuning, **expected))
 
     def owner(self, spec: MoESpec, slots: int) -> MoESpec:
-        """Options of the experts, with this number of slots on each rank."""
         plain = dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None)
         return self.whole(plain, slots)
 
@@ -117,7 +115,6 @@ def run(
     tensor, size = group.tensor_axis, size_of(group.tensor_axis)
     x, rank = varying_over(x, axis_name), jax.lax.axis_index(axis_name)
     x = x if tensor is None else varying_over(x, tensor)
-    # Tokens of all ranks of a tensor axis.
     tokens = x.shape[0] * size
     # The gradient of x adds other parts before the slots.
     scored = isinstance(routing, RouterWeights)
@@ -169,7 +166,7 @@ def _route(
         raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
     if isinstance(routing, RouterWeights):
         if token_mask is not None:
-            # The router's backward multiplies every row by its gradient, 0 for masked tokens: rows may hold NaN.
+            # The router's backward multiplies rows by 0 for masked tokens: rows may hold NaN.
             x, wide = (jnp.where(token_mask[:, None], rows, 0) for rows in (x, wide))
         scores = ops.router(x, routing.weight, bias=routing.bias, spec=spec.logits_spec(), wide=wide)
         for_routing, logits = used(scores, 2, jnp.float32)
@@ -209,7 +206,6 @@ def require_ranks(group: Group, spec: MoESpec | None = None) -> None:
 
 
 def require_x(x: Any) -> jax.Array:
-    """x as an array. Raises InvalidInput unless it is tokens `[T, D]`."""
     require_array("x", x)
     if x.ndim != 2 or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise InvalidInput(

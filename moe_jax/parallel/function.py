@@ -1,7 +1,7 @@
 """Dispatch and combine, each the other's backward, with gradients in a fixed order.
 
-Forward: rows of tokens go out, and rows of slots come home, added in the order k = 0..K-1. Backward: the output's
-gradient goes out, and gradients of slots come home, added in the same order in fp32.
+Rows of tokens (backward: the output's gradient) go out, and rows of slots come home, added in the order k = 0..K-1,
+gradients in fp32.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from moe_jax.parallel.routes import Routes, Sizes, at_home, pull, push
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(sizes: Sizes, routes: Routes, x: jax.Array, wide: jax.Array, weights: jax.Array) -> Any:
-    """(rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`). x `[T, D]` travels. wide: x in fp32, which
-    gets its unrounded gradient. weights fp32 `[T, K]` get theirs."""
+    """(rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`). wide: x in fp32, which gets the unrounded
+    gradient of x `[T, D]`. weights: fp32 `[T, K]`."""
     return push(sizes, routes, x), routes.weights
 
 
@@ -44,7 +44,7 @@ def combine(
     sizes: Sizes, out_dtype: str, routes: Routes, rows: jax.Array, shared: jax.Array | None, gate: jax.Array | None
 ) -> jax.Array:
     """y `[T, D]`: the sum of each token's slots, from rows `[R, D]` at their owners, then shared fp32 `[T, D]`, if any,
-    times the sigmoid of gate fp32 `[T, 1]`. NaN if a slot did not fit. Gradients of shared and gate: `dense.py`."""
+    times the sigmoid of gate fp32 `[T, 1]`. NaN if a slot did not fit."""
     options = {"order": "row", "shared": shared, "shared_gate": gate, "out_dtype": out_dtype}
     y = ops.reduce(pull(sizes, routes, rows), at_home(sizes, routes), **options)
     return jnp.where(routes.lost[:, None], jnp.nan, y) if sizes.spec.on_overflow == "error" else y
@@ -88,7 +88,7 @@ _used.defvjp(_used_forward, _used_backward)
 
 @jax.custom_vjp
 def untrained(array: jax.Array) -> jax.Array:
-    """An array of experts with replicas. Requesting its gradient raises Unsupported."""
+    """An array of experts with replicas. Its gradient raises Unsupported."""
     return array
 
 

@@ -62,7 +62,7 @@ class Sizes:
 
     @functools.cached_property
     def most_back(self) -> int:
-        """Slots of a block on the way back, else of an owner from all homes."""
+        """As `most_out`, slots on the way back."""
         back = bounds_of(self.spec, self.tokens, self.top_k, self.placement).back
         return self.most_out * (self.nearest if self.spec.rows == "tokens" else 1) if back is None else back
 
@@ -84,9 +84,9 @@ class Sizes:
 class Routes(NamedTuple):
     """The routes of one rank. send int32 `[S]`: the slot of each outgoing row (a slot's or its token's), -1: none.
     None: every token. slots int32 `[R]`: the received row * K + k of every owner's row, -1: none. None: received rows
-    are slots. out, home: splits of both ways for exact counts. ids int32 and weights fp32 `[R, 1]`: of the owner's op.
-    row_of_slot int32 `[T * K]`: the row of a slot's result at home, -1: none. lost bool `[T]`: a slot of the token did
-    not fit. overflow int32 `[1]`: rows of all ranks that did not fit."""
+    are slots. out, home: splits of both ways. ids int32 and weights fp32 `[R, 1]`: of the owner's op. row_of_slot int32
+    `[T * K]`: the row of a slot's result at home, -1: none. lost bool `[T]`: a slot of the token did not fit. overflow
+    int32 `[1]`: rows of all ranks that did not fit."""
 
     send: jax.Array | None
     slots: jax.Array | None
@@ -120,8 +120,7 @@ def at_home(sizes: Sizes, routes: Routes) -> RaggedLayout:
 
 
 def make_routes(sizes: Sizes, places: jax.Array, weights: jax.Array) -> Routes:
-    """The routes of this rank's slots, places int32 and weights fp32 `[T, K]`. Bounds for distinct ids may lose
-    repeated ones."""
+    """The routes of this rank's slots, places int32 and weights fp32 `[T, K]`. Bounds assume distinct ids."""
     owners = exchange.owners_of(places, sizes.placement.per_rank)
     if sizes.is_exact:
         owners = jnp.where(exchange.nearest_slots(owners, sizes.nearest), owners, -1)

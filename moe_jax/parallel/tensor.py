@@ -1,7 +1,4 @@
-"""The tensor axis around the exchange: each rank has a slice of every expert.
-
-As in `moe_torch.parallel.tensor`, tokens are gathered, and fp32 parts of results and gradients added in rank order.
-"""
+"""The tensor axis around the exchange: each rank has a slice of every expert. See `moe_torch.parallel.tensor`."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from moe_jax import ops
 
 
 class Brought(NamedTuple):
-    """Inputs of an exchange: x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32 and weights fp32 `[T,
-    K]`, token_mask bool `[T]` or None."""
+    """x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32 and weights fp32 `[T, K]`, token_mask bool
+    `[T]` or None."""
 
     x: jax.Array
     wide: jax.Array
@@ -89,7 +86,7 @@ def total(
     axis: str, dtype: str, out_dtype: str, parts: jax.Array, shared: jax.Array | None, gate: jax.Array | None
 ) -> jax.Array:
     """y `[T, D]`: the sum of all ranks' parts fp32 `[S, D]`, then shared `[T, D]` times the sigmoid of gate fp32 `[T,
-    1]`, as in `combine`. The gradient travels in dtype."""
+    1]`. The gradient travels in dtype."""
     return _added(axis, parts, shared=shared, shared_gate=gate, out_dtype=out_dtype)
 
 
