@@ -12,7 +12,6 @@ Bundle = TypeVar("Bundle")
 
 
 def bundle_of(kind: type[Bundle], arrays: Mapping[str, Any], prefix: str = "") -> Bundle:
-    """The bundle of the arrays named by the prefix and its fields."""
     names = {field.name: prefix + field.name for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
     return kind(**{field: arrays[name] for field, name in names.items() if name in arrays})
 

@@ -1,4 +1,4 @@
-"""When a product drains its step before the next."""
+"""Products that drain a step before the next."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ _COMPUTED_LEFT = ("split_a", "widen_tf32")
 
 
 def must_drain(product: str, target: Target) -> bool:
-    """True if kernels with this PRODUCT of `multiply` drain a step before the next, see `kernels.dot.drained`."""
+    """True for this PRODUCT of `multiply`, see `kernels.dot.drained`."""
     return target.is_sm90 and product in _COMPUTED_LEFT

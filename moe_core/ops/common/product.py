@@ -15,8 +15,8 @@ from moe_core.ops.common.rounding import to_float32
 #: Most multiplications that OpenBLAS does without packing (float32, AVX-512). With few rows, parts are then faster.
 _SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
 _MOST_PRODUCTS, _FEW_ROWS = 1_000_000, 48
-#: Another small kernel takes transposed matrices, up to 1200 results: its least depth and columns of a part. On AMD all
-#: its rows gain; on Intel 128 rows take 1.4 times as long as packed.
+#: For transposed matrices, up to 1200 results: least depth and columns of a part. On Intel 128 rows would take 1.4
+#: times as long as packed.
 _LEAST_DEPTH, _NARROW, _FEW_ROWS_OF_AMD = 32, 4, 300
 #: Columns, or rows of a gradient, of other parts.
 _PARTS = (256, 128, 64, 32, 16)
@@ -70,7 +70,7 @@ def inner_operands(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> tupl
 
 
 def narrow_columns(rows: Any, weight: Any, weight_layout: str) -> bool:
-    """True if any split of the product into columns gives the same bits. weight: a matrix or a stack."""
+    """True if any split into columns gives the same bits. weight: a matrix or a stack."""
     plain = isinstance(rows, np.ndarray) and isinstance(weight, np.ndarray) and weight.dtype == rows.dtype
     return plain and weight_layout == "out_in" and _part(rows, weight.shape[-2], True) > 0
 

@@ -21,7 +21,7 @@ def to_float32(array: np.ndarray) -> np.ndarray:
 
 
 def result_dtype(dtype: str, array: Any) -> np.dtype:
-    """The NumPy dtype of results named `dtype` that are computed from `array`."""
+    """The NumPy dtype of results named `dtype`, computed from `array`."""
     return working_dtype(array) if dtype == "float32" else dtypes.numpy_dtype(dtype)
 
 

@@ -26,7 +26,6 @@ def zero_counters(builder: PlanBuilder, name: str = "tile_counters") -> str:
 
 
 def fill_absent(builder: PlanBuilder, layout: LayoutSpec, spec: MatmulSpec) -> None:
-    """Zero the rows of y that no expert writes."""
     markers = "slot_of_row"
     if spec.scatter == "slot":
         markers = builder.input("row_of_slot", ArraySpec((layout.num_slots,), "int32"))
@@ -41,7 +40,7 @@ def row_counts(problem: MatmulProblem, config: TileConfig) -> dict[str, Argument
 
 
 def result(builder: PlanBuilder, name: str = "y") -> Pointer | Constant:
-    """The kernel's y: the buffer of that name, or the addresses of rows."""
+    """The buffer y, or the addresses of rows."""
     return builder.optional("results_at" if builder.has("results_at") else name)
 
 

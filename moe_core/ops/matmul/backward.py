@@ -134,7 +134,6 @@ def _plan_d_row_weight(
     rows = builder.call(plan_matmul_ogs(plain, layout, unrounded, builder.target), "product", {})
     plan = plan_weighted_input(builder.spec(rows), builder.spec(gradient), builder.target, outputs=("d_weight",))
     bindings = {"d_rows": rows, "x": gradient, "d_weight": "d_row_weight"}
-    # Multiply rows of y with their gradients.
     builder.call(plan, "row weight's gradient", bindings, {"d_rows": Role.ROWS, "x": Role.D_ROWS})
 
 
@@ -183,11 +182,10 @@ def add_input_gradient(
     stage: int | None = None,
     addressed: bool = False,
 ) -> str:
-    """Add d_x `[*, D]` = cast(d_y . weight^T). operands: x is d_y `[*, N]`; weight `[E, D, N]` (`in_out`) or `[E, N,
+    """Add d_x `[*, D]` = cast(d_y . weight^T). operands: x is d_y `[*, N]`. Weight `[E, D, N]` (`in_out`) or `[E, N,
     D]`, up and layer_index are the forward's. With `up` d_y is `[*, 2N]`, gate columns first, with one fp32 sum. spec:
-    the forward's weight_layout; gather indexes d_y, scatter d_x. bindings: of x, weight, up, and of y if its buffer
-    exists. addressed: see `plan_product`, with `results_at` in builder. Returns the result's buffer, an addend if
-    spec.out_dtype is set."""
+    the forward's weight_layout; gather indexes d_y, scatter d_x. bindings: of x, weight, up, and of any buffer of y.
+    addressed: see `plan_product`. Returns the result's buffer, an addend if spec.out_dtype is set."""
     target = builder.target
     if quantized_operands(operands):
         tile = choose_transposed_tile(operands, layout, spec, target)

@@ -18,7 +18,7 @@ class Family(abc.ABC):
         weights: PLAIN, QUANTISED or PREPACKED of `moe_core.ops.matmul.problem`.
         counts_tiles: blocks take tiles from the counters `tile_counters`, int32 `[2]`, initially zero.
         stores_rows: stores whole tiles to neighbouring rows, so a forward's last product scatters by row.
-        finds_maxima: see `MatmulProblem.finds_maxima`.
+        finds_maxima: see `plan_product`.
         shares_launches: see `moe_core.ops.moe.fuse`.
     """
 
@@ -43,7 +43,7 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
-        """The reason why a configuration is illegal for a product that the family can run, or None."""
+        """The reason why a tile is illegal for a product that the family can run, or None."""
 
     @abc.abstractmethod
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
@@ -54,9 +54,9 @@ class Family(abc.ABC):
         return config
 
     def why_not_out_format(self, problem: MatmulProblem) -> str | None:
-        """The reason why its launch cannot quantise y, or None."""
+        """The reason why it cannot quantise y, or None."""
         return "only the sm90 family's fp8 kernel quantises what it stores"
 
     def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
-        """Configurations for `moebius-tune` to time, most promising first. Some may be illegal."""
+        """Tiles for `moebius-tune` to time, most promising first. Some may be illegal."""
         return (self.tile(problem),)

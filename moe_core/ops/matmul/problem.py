@@ -20,7 +20,6 @@ from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import MatmulTuning
 
-#: Kinds of weights, each with its own families.
 PLAIN, QUANTISED, PREPACKED = "plain", "quantised", "prepacked"
 #: Partial maxima: one for each row of the sm90 family's consumers.
 MAXIMA = 64
@@ -118,7 +117,6 @@ class MatmulProblem:
 
     @property
     def rows(self) -> int:
-        """Rows to choose a tile for."""
         if self.expected_rows is not None:
             return self.expected_rows
         tokens, layout = self.tuning.expected_tokens, self.layout
@@ -130,7 +128,6 @@ class MatmulProblem:
 
     @property
     def groups(self) -> int:
-        """Experts, or 1 for a dense product."""
         return 1 if self.layout is None else self.layout.num_experts
 
     @property

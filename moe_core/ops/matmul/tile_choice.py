@@ -17,8 +17,6 @@ from moe_core.specs.tuning import MatmulTuning
 
 
 class TileSource(enum.Enum):
-    """The origin of a configuration, for `explain`."""
-
     GIVEN = "given for this call"
     BATCH_INVARIANT = "batch invariant: the same for every number of rows"
     MEASURED = "measured"
@@ -71,7 +69,7 @@ def _dividing(choice: TileChoice, problem: MatmulProblem) -> TileChoice:
 
 
 def heuristic_tile(problem: MatmulProblem) -> TileChoice:
-    """The tile without an override or table entry. Raises Unsupported if no family can run the product."""
+    """Raises Unsupported if no family can run the product."""
     family = next(family for family in _able(problem) if family.why_not_chosen(problem) is None)
     config = _require_legal(family.tile(problem), problem, "config", "choose another")
     choice = TileChoice(family, config, TileSource.HEURISTICS, _arithmetic(problem, config))
@@ -81,7 +79,7 @@ def heuristic_tile(problem: MatmulProblem) -> TileChoice:
 
 
 def given_tile(problem: MatmulProblem, config: TileConfig, name: str = "config") -> TileChoice | None:
-    """The caller's legal configuration, None on a target without tiles. Raises InvalidInput with the reason."""
+    """The caller's legal configuration, None without tiles. Raises InvalidInput with the reason."""
     if not problem.target.compiled and problem.weights != PLAIN:
         return None
     _able(problem)
@@ -100,7 +98,6 @@ def _able(problem: MatmulProblem) -> list[Family]:
     reasons = {family: family.why_not(problem) for family in families_for(problem)}
     able = [family for family, reason in reasons.items() if reason is None]
     if not able:
-        # The most general family's.
         reason = list(reasons.values())[-1]
         raise Unsupported(f"quantised operands need a kernel for {problem.target}, and there is none: {reason}")
     return able

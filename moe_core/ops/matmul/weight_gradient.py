@@ -35,7 +35,7 @@ _STEPS_PER_PART = 8
 _WARPS_PER_SM = 16
 #: For column sums only: many small blocks in flight.
 _BIAS_TILE = TileConfig(64, 64, 64, num_warps=2, num_stages=4)
-#: Mean rows per expert from which sm90 is used.
+#: Mean rows per expert for sm90.
 _SM90_ROWS = 64
 _SUM_BLOCK = {"gpu": 1024, "interpreter": 65536}
 

@@ -42,8 +42,7 @@ _UNREAD = ("output", "invalid_ids")
 
 
 def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
-    """Names of all gradients: `d_x`, then `d_` and each differentiated array of the bundles. Quantised matrices
-    have none."""
+    """`d_x`, then `d_` and each differentiated array of the bundles. Quantised matrices have none."""
     arrays = (
         *named_fields(operands.experts, "experts."),
         *named_fields(operands.routing, "routing."),
@@ -113,7 +112,6 @@ def _require_addresses(results_at: ArraySpec, operands: MoEOperands, otherwise: 
 
 
 def _forward(operands: MoEOperands, spec: MoESpec, target: Target) -> LaunchPlan:
-    """The forward that saves."""
     options = ForwardOptions(operands.token_mask, operands.expert_map, operands.shared, save=True)
     return plan_moe(operands.x, operands.experts, operands.routing, spec, target, options=options)
 
@@ -213,5 +211,4 @@ def plan_training(
 
 
 def explain_training(plans: tuple[LaunchPlan, ...]) -> str:
-    """The text of the forward and the largest backward."""
     return "\n\n".join(plan.explain() for plan in (plans[0], plans[-1]))

@@ -107,11 +107,8 @@ class _Chain:
         )
 
     def activation(self, z: str, weighting: dict[str, str], d_weight: Callable[[], str] | None) -> dict[str, str]:
-        """d_pre, weighted_hidden if needed, and d_weight if not None (it gives its buffer).
-
-        z: the output's gradient pulled back through `down`. weighting: further operands of
-        `plan_expert_activation_backward`.
-        """
+        """d_pre, weighted_hidden if needed, and d_weight if not None (it gives its buffer). z: the output's gradient
+        pulled back through `down`. weighting: operands of `plan_expert_activation_backward`."""
         builder = self.builder
         names = {"d_hidden": z, "pre": self.pre} | weighting
         operands = bundles.ExpertActivationOperands(**{name: builder.spec(buffer) for name, buffer in names.items()})
@@ -163,7 +160,7 @@ class _Chain:
 
 
 class BackwardPlanner:
-    """One method per stage. builder: has every input and wanted output; stages add scratch."""
+    """One method per stage. builder: has every input and wanted output."""
 
     def __init__(
         self,
@@ -319,7 +316,7 @@ class BackwardPlanner:
         return [add_router_input_gradient(builder, "router input", d_logits, "routing.weight", spec.logits_spec())]
 
     def _counts(self, num_global: int) -> str:
-        """Slots of every expert; the forward counted local ones."""
+        """Slots of every expert, as the forward counted local ones."""
         if self.operands.expert_map is None:
             return "tokens_per_expert"
         layout = LayoutSpec(self.layout.num_tokens, self.layout.top_k, num_global)

@@ -65,7 +65,6 @@ def shared_is_stacked(experts: ExpertWeights, shared: SharedExpert) -> bool:
 
 
 def quantized_experts(experts: ExpertWeights) -> dict[str, QuantizedTensor]:
-    """The quantised matrices by name."""
     return {name: value for name, value in named_fields(experts, "experts.") if isinstance(value, QuantizedTensor)}
 
 

@@ -40,14 +40,12 @@ MULTIPLY_AND_REDUCE = declare_kernel(one_token_kernels.multiply_and_reduce)
 MOST_TOKENS, _FEWEST_TOKENS = 256, 8
 #: Rows of a block from which launch boundaries cost too little.
 _MOST_ROWS = 32
-#: Counters before the row blocks', and the fewest: mostly one number, so that the kernels that clear them are the
-#: same.
+#: Counters before the row blocks', and the fewest: mostly one number, so that clearing kernels are the same.
 _COUNTERS, _FEWEST_COUNTERS = 2, 1024
 #: Up to this K the loop over slots is unrolled.
 _MOST_CHOICES = 16
 #: Columns per program of the chained reduction, where only latency counts.
 _REDUCED_COLUMNS = 512
-#: Arguments that launches of products take over.
 _SIZES = (
     "D", "N", "WEIGHT_N", "NUM_LAYERS", "X_STRIDE", "LAYER_STRIDE", "EXPERT_STRIDE", "K_STRIDE", "N_STRIDE",
     "BIAS_LAYER_STRIDE",
@@ -60,8 +58,7 @@ def why_not_fused(
 ) -> str | None:
     """The reason why no stages of a forward share a launch, or None.
 
-    tiles: of both products. alone: the reduction follows product 2, adds only its slots, and nothing of the products is
-    saved.
+    alone: the reduction follows product 2, adds only its slots, and nothing of the products is saved.
     """
     if not all(tiles) or num_tokens == 0:
         return "there are no tiles"
@@ -194,7 +191,6 @@ def _multiply_and_reduce(product: KernelLaunch, reduction: KernelLaunch) -> Kern
     return KernelLaunch(MULTIPLY_AND_REDUCE, product.grid, arguments, product.num_warps, product.num_stages)
 
 
-#: Inputs of both products of a layout.
 _COMMON = ("group_sizes", "group_start", "slot_of_row", "layer_index")
 
 

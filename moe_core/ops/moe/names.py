@@ -13,7 +13,6 @@ INPUT_SCALES = ("experts.gate_up_input_scale", "experts.down_input_scale")
 #: Results with a gradient: fields of OutputGradients.
 FLOWING = ("output", "weights", "logits")
 
-#: Arrays with a row for each token.
 BY_TOKEN = ("x", "token_mask", "routing.logits", "routing.ids", "routing.weights")
 
 

@@ -76,13 +76,11 @@ class RowStages:
         return name
 
     def _quantize(self, name: str, source: str, rows: QuantizedTensor, scale: str, users: str) -> str:
-        """Returns the prefix of the arrays. scale: the input with the static scale. users: the layout's array of the
-        slots that read a row."""
+        """Returns the prefix of the arrays. users: the layout's array of the slots that read a row."""
         builder, quantized = self.builder, f"quantized_{name}"
         bindings = {"static_scale": scale} if builder.has(scale) else {}
         if users == "slot_of_row" or chooses_one_scale(rows.format, bool(bindings)):
-            # Rows of no slot are unwritten, and masked tokens may hold anything: one scale must come from rows that are
-            # read.
+            # Rows of no slot are unwritten, and masked tokens may hold anything: a common scale must ignore both.
             bindings |= {"used_by": getattr(self.arrays, users)}
         made = {p: builder.scratch(f"{quantized}.{p}", array, Held(Role.ROWS, p)) for p, array in named_arrays(rows)}
         zeros = 0

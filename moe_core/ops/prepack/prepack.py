@@ -17,7 +17,7 @@ from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
 
 #: Converts a signed 8-bit code to one with zero point 128, and back.
 _SIGN = -128
-#: Positions of `[block, side, row]` in the axis of rows, slow to fast, by order.
+#: `[block, side, row]` in the axis of rows, slow to fast, by order.
 _ROW_AXES = {"rows": (0, 1, 2), "interleaved": (0, 2, 1), "halves": (1, 0, 2)}
 
 
@@ -49,9 +49,8 @@ def order_for(gate_layout: str | None, name: str) -> str:
 
 
 def tile(tensor: QuantizedTensor, order: str, functions: ArrayFunctions = NUMPY) -> QuantizedTensor:
-    """A quantised weight `[..., N, D]` with the arrays of `Tiling(N, D, order)`. An `in_out` one is transposed first,
-    and a tiled one returned unchanged. Raises InvalidInput for formats and sizes that cannot be tiled, and for another
-    order."""
+    """A quantised weight `[..., N, D]` with the arrays of `Tiling(N, D, order)`. An `in_out` one is transposed first, a
+    tiled one unchanged. Raises InvalidInput for formats and sizes that cannot be tiled, and for another order."""
     if tensor.spec.tiling is not None:
         if tensor.spec.tiling.order != order:
             raise InvalidInput(f"weights to tile in order {order!r} must not be tiled yet, got {tensor}; restore them")
@@ -170,7 +169,6 @@ def _to_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: Ar
 def _from_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
     """The inverse, with padding: `[..., blocks * 64, steps * width]`."""
     lead = array.shape[:-5]
-    # Axes of block, side and row in the array.
     places = dict(zip(_ROW_AXES[tiling.order], (len(lead), len(lead) + 2, len(lead) + 3), strict=True))
     rows = (places[axis] for axis in range(3))
     array = functions.permute(array, (*range(len(lead)), *rows, len(lead) + 1, len(lead) + 4))

@@ -72,7 +72,7 @@ class _Portable(Family):
         return None
 
     def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
-        """Tiles for this and other numbers of rows, then neighbours of the first, at most twice the problem's sides."""
+        """Tiles for this and other numbers of rows, then neighbours, at most twice the problem's sides."""
         start = self.tile(problem)
         seeds = [self.tile(dataclasses.replace(problem, expected_rows=rows)) for rows in _ROWS]
         for config in (start, *seeds, *_around(start)):
@@ -89,8 +89,7 @@ PORTABLE = _Portable()
 
 
 def _fixed(problem: MatmulProblem) -> TileConfig:
-    """A tile for any number of rows: 64 rows, the minimum of Hopper's wgmma. Few rows waste arithmetic but no weight
-    bytes."""
+    """64 rows, the minimum of Hopper's wgmma: few rows waste arithmetic but no weight bytes."""
     if not problem.target.on_gpu:
         return TileConfig(32, 64, 64, 4, 1)
     if problem.dtype == "float32":
@@ -149,7 +148,6 @@ def _arguments(builder: PlanBuilder, problem: MatmulProblem, config: TileConfig)
     weight: ArraySpec = operands.weight
     k_axis, n_axis = (-2, -1) if spec.weight_layout == "in_out" else (-1, -2)
     stacked, ragged = operands.layer_index is not None, problem.layout is not None
-    # A second weight without an activation.
     joined = passed(GATE_LAYOUT="joined") if problem.joined else {}
     tf32 = spec.allow_tf32 and operands.x.dtype == "float32"
     layer_stride, expert_stride = weight.stride[0] if stacked else 0, weight.stride[-3] if ragged else 0

@@ -47,7 +47,7 @@ def plan_matmul_quantized_transposed(
     operands: the forward's weight, up and layer_index as ArraySpecs. x is the gradient of its result, `[*, N]` in any
     matmul dtype, and y is `[*, D]`. With `up` x is `[*, 2N]`, gate columns first, with one fp32 sum. The weight is
     (code - zero point) * scale in fp32, cast to the dtype of x. spec: the weight's weight_layout, this product's gather
-    and scatter, tuning with batch_invariant or a config of the family `quantized`.
+    and scatter, tuning with batch_invariant or a config of the family `quantized`. tile None: `choose_transposed_tile`.
 
     Inputs: x, the weights' arrays, [layer_index], group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`.
     composed: also `schedule` for the tile's block_m, and rows without an expert are unwritten. Otherwise they become

@@ -1,4 +1,4 @@
-"""NumPy twins of the grouped matmul's backward: fp32 sums of stored inputs, one cast to the stored dtype."""
+"""NumPy twins of the grouped matmul's backward: fp32 sums, one cast."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def bias_gradient(
 
 
 def bias_product(d_y: np.ndarray, bias: np.ndarray, rows: Rows, *, gather: str = "row") -> np.ndarray:
-    """The bias's share of the row weight's gradient, fp32 `[T * K]` by slot: <d_y row, bias[expert]>, 0 without an
-    expert. gather indexes d_y `[*, N]`."""
+    """The bias's share of d_row_weight, fp32 `[T * K]` by slot: <d_y `[*, N]` row, bias[expert]>, 0 without an
+    expert."""
     assert rows.layout is not None
     products = np.zeros(rows.layout.num_slots, working_dtype(d_y))
     with np.errstate(all="ignore"):
@@ -246,7 +246,7 @@ def matmul_ogs_backward_plan(
 
 
 def _rows_product(rows: np.ndarray, g: np.ndarray, row_of_slot: np.ndarray) -> np.ndarray:
-    """fp32 by slot: the dot product of both rows; 0 without a row."""
+    """fp32 by slot: the dot product of both rows, 0 without a row."""
     products = np.zeros(len(row_of_slot), working_dtype(g))
     slots = np.flatnonzero(row_of_slot >= 0)
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""NumPy twin of the ragged grouped matmul: BLAS products of blocks of each expert's rows."""
+"""NumPy twin of the ragged grouped matmul."""
 
 from __future__ import annotations
 
@@ -186,7 +186,6 @@ class Product:
             y[destination] = round_to(result, y.dtype)
 
     def _calls(self, piece: Piece, block: slice) -> tuple[np.ndarray, list[Callable[[], Any]]]:
-        """Memory for a piece's sums, and the calls that compute them."""
         num_rows, calls = block.stop - block.start, []
         sums = np.empty((num_rows, self.shape[1]), self.dtype) if self.sums is None else self.sums[block]
         rows = block if isinstance(self.of, slice) else self.of[block]
@@ -205,7 +204,7 @@ class Product:
         return sums, calls
 
     def chain(self, piece: Piece) -> Callable[[], slice]:
-        """A call that computes a piece's rows and returns them. Small Python work is done ahead, because of the GIL."""
+        """A call that computes a piece's rows and returns them. Python work is done ahead, because of the GIL."""
         block = slice(piece[0][1].start, piece[-1][1].stop)
         small = self.rows.count * max(self.x.shape[1], self.shape[1]) <= _AHEAD_ELEMENTS
         ahead = self._calls(piece, block) if self.direct and small else None

@@ -4,8 +4,7 @@ Plain x: weights become (code - zero point) * scale in fp32, cast to the dtype o
 range, so codes, exact in every dtype, are multiplied group by group, and each partial sum is scaled.
 
 Quantised x: partial sums of codes are multiplied by (scale of x * scale of the weight) as they enter the accumulator.
-int8 partial sums are exact. If both sides are microscaled (e8m0) the product is the one of both in bf16, which is exact
-for them.
+int8 partial sums are exact. If both sides are microscaled (e8m0) both are multiplied in bf16, which is exact for them.
 """
 
 from __future__ import annotations

@@ -133,8 +133,7 @@ def _why_not_scales(x: Format, weights: Format) -> str | None:
 def _arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None
 ) -> dict[str, Argument]:
-    """A stage trusts its layout: without padding inside a group, whole tiles and codes (`y.values`, `y.scales`) may be
-    stored."""
+    """A stage trusts its layout: without padding inside groups, whole tiles and codes (`y.values`) may be stored."""
     operands, spec, sizes, layout = problem.operands, problem.spec, problem.sizes, problem.layout
     codes, gate_layout = problem.out_format, problem.gate_layout
     assert layout is not None and (stage is not None or codes is None), "codes are stored by whole tiles"

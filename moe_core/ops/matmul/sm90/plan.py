@@ -42,9 +42,7 @@ _LEAST_ROWS = 48
 #: Mean rows where tall blocks win. Measured at means of 128 and 160: 3 to 14 % faster; at 64, 96, 192, 256 and 512
 #: mostly 1 to 4 % slower.
 _TALL_ROWS = (120, 180)
-#: 16-bit elements in the 16 bytes that TMA and cp.async move.
 _VECTOR = 8
-#: Values worth measuring, in order.
 CHOICES: Mapping[str, tuple[int, ...]] = {"num_stages": (3, 4, 2), "group_m": (4, 8, 2), "block_m": (128, 192)}
 
 
@@ -148,7 +146,7 @@ SM90 = _Sm90()
 def sm90_arguments(
     builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None
 ) -> dict[str, Argument]:
-    """Every kernel parameter in order. A stage trusts its layout: whole tiles are stored."""
+    """A stage trusts its layout: whole tiles are stored."""
     operands, spec, sizes, layout = problem.operands, problem.spec, problem.sizes, problem.layout
     assert layout is not None and (stage is not None or not builder.has("pre")), "pre is stored by whole tiles"
     x, weight, in_out = operands.x, operands.weight, spec.weight_layout == "in_out"

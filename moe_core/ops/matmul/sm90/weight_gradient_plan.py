@@ -20,7 +20,6 @@ SM90_WEIGHT_GRADIENT = declare_kernel(kernels.weight_gradient)
 _VECTOR = 8
 #: Result rows per consumer, columns per store, row tiles that share columns.
 _CONSUMER_ROWS, _PIECE, _GROUP_M = 64, 128, 8
-#: Result rows and columns of a block.
 SM90_GRADIENT_TILE = (2 * _CONSUMER_ROWS, SM90_WIDTH)
 
 

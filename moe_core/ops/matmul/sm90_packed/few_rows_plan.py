@@ -17,10 +17,9 @@ from moe_core.specs.tile import TileConfig
 MATMUL_FEW_ROWS = declare_kernel(kernels.matmul_few_rows, pdl="layout", prepacked_weight="weight")
 
 FEW_ROWS_NAME = "few_rows"
-#: Most mean rows per expert: up to 1.1 times as fast as the mixed-input family with mxfp4. At 8 that is 1.26 times as
-#: fast, because experts with more than 8 rows stream twice.
+#: Most mean rows per expert: up to 1.1 times as fast as mixed-input with mxfp4. At 8 that is 1.26 times as fast:
+#: experts with more than 8 rows stream twice.
 _MOST_ROWS = 4
-#: Rows of an instruction and of a block.
 _HEIGHT = 8
 #: Blocks in flight along the reduction, limited by registers.
 _CHUNKS = (4, 3, 2)

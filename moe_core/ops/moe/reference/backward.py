@@ -71,8 +71,8 @@ EVERYTHING = Request()
 
 
 class _Chain(NamedTuple):
-    """The weights and rows of the experts or the shared expert. x, d_out: by row. tokens: of each row while x and d_out
-    are still empty, to be copied from `source` block by block."""
+    """Weights and rows of the experts or the shared expert. x, d_out: by row. tokens: of each row, to copy x and d_out
+    from `source` block by block."""
 
     bundle: ExpertWeights | SharedExpert
     prefix: str
@@ -100,7 +100,7 @@ class _Chain(NamedTuple):
 
 
 class MoEBackward:
-    """One method per part. `results`: see `moe_backward_stages`. `by_row`: its arrays by slot, by layout row."""
+    """One method per part. `results`: see `moe_backward_stages`. `by_row`: the same arrays by layout row."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class MoEBackward:
     def _through(
         self, chain: _Chain, pre: np.ndarray | None, out_dtype: str | None, weighting: ExpertActivationOperands
     ) -> tuple[np.ndarray, ...]:
-        """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x in out_dtype. Stores the chain's gradients.
-        pre None: recompute it."""
+        """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x. Stores the gradients. pre None:
+        recompute it."""
         bundle, d_out = chain.bundle, chain.d_out
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
