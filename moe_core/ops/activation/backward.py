@@ -1,4 +1,4 @@
-"""Plans the activation's backward: an op, and the one between the experts' two matmuls."""
+"""Plans the activation's backward, as an op and between the experts' two matmuls."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from moe_core.specs.operands import ExpertActivationOperands, named_arrays
 ACTIVATION_BACKWARD = declare_kernel(kernels.activation_backward)
 EXPERT_ACTIVATION_BACKWARD = declare_kernel(kernels.expert_activation_backward)
 
-#: Possible results of the backward between the matmuls.
 EXPERT_GRADIENTS = ("d_pre", "weighted_hidden", "d_weight")
-#: Elements of a tile of whole rows (8 per thread; more registers would leave fewer loads in flight), and its possible
-#: columns, wide first.
+#: Elements of a tile of whole rows (8 per thread; more registers leave fewer loads in flight), and its columns, wide
+#: first.
 _ELEMENTS = {"gpu": 1024, "interpreter": 65536}
 _COLUMNS = {"gpu": (512, 256, 128), "interpreter": (1024, 32)}
 
@@ -39,7 +38,7 @@ def plan_activation_backward(
     """d_x (and d_up) of y `[R, F]` = activation(x, up): fp32, one cast to the dtype of x.
 
     d_y `[R, F]`, x `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate of `up` `[R, F]`): bf16, fp16 or
-    fp32, d_y of any of them; rows may be strided. Inputs: d_y, x, [up]; outputs, dense: d_x, [d_up]. Formulas:
+    fp32; rows may be strided. Inputs: d_y, x, [up]; outputs, dense: d_x, [d_up]. Formulas:
     `moe_core.ops.activation.reference`. Raises InvalidInput.
     """
     width = check_input(x, up, activation)
@@ -65,16 +64,12 @@ def plan_activation_backward(
 
 
 def _row_tile(width: int, target: Target) -> tuple[int, int]:
-    """(rows, columns) of a tile along whole rows of `width`: the widest that pads at most an eighth, or else the
-    least.
-    """
     padding = {columns: -(-width // columns) * columns - width for columns in _COLUMNS[target.engine]}
     columns = next((one for one in padding if 8 * padding[one] <= width), min(padding, key=lambda one: padding[one]))
     return _ELEMENTS[target.engine] // columns, columns
 
 
 def _validate(operands: ExpertActivationOperands, activation: Activation, order: str) -> tuple[int, int]:
-    """(F, slots)."""
     pre, row_of_slot = operands.pre, operands.row_of_slot
     require_choice("order", order, ("row", "slot"))
     require_spec("d_hidden", operands.d_hidden, ("num_rows", "d_ff"), dtypes.MATMUL_DTYPES)
@@ -111,16 +106,14 @@ def plan_expert_activation_backward(
 ) -> LaunchPlan:
     """d_pre = act'(pre) (w z), weighted_hidden = w act(pre), d_weight = <z, act(pre)> + bias_product; z = d_hidden.
 
-    operands: dense ArraySpecs. Gate layout `separate` is stored like `halves`, gate columns first.
-    order: the row of a slot is row_of_slot[slot] (`row`) or the slot (`slot`). Without row_of_slot each row is the slot
-    of its number.
-    outputs: of d_pre `[R, 2F]` and weighted_hidden `[R, F]` in the dtype of pre and d_weight fp32 `[T * K]`; d_pre
-    always. A slot without a row (-1) has d_weight 0 and is not read.
-    slot_of_row int32 `[R]` (order `row`): programs walk along rows instead of slots, since an owner among ranks has
-    few. zeros: rows of no slot then become exact zeros; otherwise they stay unwritten (the reference engine always
-    writes zeros).
+    operands: dense ArraySpecs. Gate layout `separate` is stored like `halves`. order: the row of a slot is
+    row_of_slot[slot] (`row`) or the slot (`slot`, and without row_of_slot). outputs: of d_pre `[R, 2F]` and
+    weighted_hidden `[R, F]` in the dtype of pre and d_weight fp32 `[T * K]`; d_pre always. A slot without a row (-1)
+    has d_weight 0 and is not read. slot_of_row int32 `[R]` (order `row`): programs walk along rows instead of slots,
+    since an owner among ranks has few. zeros: rows of no slot then become exact zeros; otherwise they stay unwritten
+    (the reference engine always writes zeros).
 
-    Inputs: the operands given, [slot_of_row]. Formulas: `moe_core.ops.activation.reference`. Raises InvalidInput.
+    Inputs: operands, [slot_of_row]. Formulas: `moe_core.ops.activation.reference`. Raises InvalidInput.
     """
     width, slots = _validate(operands, activation, order)
     if "d_pre" not in outputs or not set(outputs) <= set(EXPERT_GRADIENTS) or len(set(outputs)) != len(outputs):

@@ -1,5 +1,3 @@
-"""Plans the activation op."""
-
 from __future__ import annotations
 
 import functools
@@ -20,7 +18,7 @@ ACTIVATION = declare_kernel(kernels.activation)
 
 
 def check_input(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> int:
-    """Check x `[R, 2F]` or `[R, F]` and up `[R, F]`, with strided rows, against the gate layout. Returns F."""
+    """Check x `[R, 2F]` or `[R, F]` and up `[R, F]` against the gate layout. Returns F."""
     require_spec("x", x, ("num_rows", "width"), dtypes.MATMUL_DTYPES, contiguous=False)
     row_stride("x", x)
     rows, width = x.shape
@@ -36,13 +34,13 @@ def check_input(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> i
 
 
 def input_constants(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> dict[str, Argument]:
-    """Constants of the activation and its input, in the kernels' order."""
+    """Constants of the activation's input, in the kernels' order."""
     strides = passed(X_STRIDE=row_stride("x", x), UP_STRIDE=0 if up is None else row_stride("up", up))
     return strides | passed(GATE_LAYOUT=activation.gate_layout) | function_constants(activation)
 
 
 def function_constants(activation: Activation) -> dict[str, Argument]:
-    """Constants of the activation's formula, in the kernels' order."""
+    """Constants of the formula, in the kernels' order."""
     return passed(NAME=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit)
 
 

@@ -1,7 +1,6 @@
 """NumPy twins of the activation op and its backward: fp32 throughout, NaN passes every clamp, one cast at the end.
 
-The backward uses the stored pre-activation. As in torch relu2 has derivative 0 at 0, and a clamp passes the gradient
-where the value equals the limit.
+As in torch relu2 has derivative 0 at 0, and a clamp passes the gradient where the value equals the limit.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from moe_core.ops.common.rounding import round_to, to_float32, working_dtype
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertActivationOperands
 
-#: Beyond this argument erfc times any x that leads here is below the smallest fp32 number.
+#: erfc beyond this argument times x is below the smallest fp32 number.
 _ERFC_LARGEST = 10.5
 _ERFC_LOWEST = 1 / (1 + _ERFC_LARGEST / 2)
-#: Terms in `_erfc_polynomial`: relative error near 1e-12, far below fp32's 6e-8.
+#: Relative error near 1e-12, far below fp32's 6e-8.
 _ERFC_TERMS = 17
-#: For larger |x| the fp32 derivative is constant. It is taken at this bound, so no infinity meets a zero.
+#: Beyond this |x| the fp32 derivative is constant and taken here, so no infinity meets a zero.
 _SATURATED = {"silu": 128.0, "gelu": 16.0, "gelu_tanh": 16.0}
 _NORMAL_DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-x)) without overflow, as exp(min(x, 0)) / (1 + exp(-|x|)). NaN stays NaN."""
+    """1 / (1 + exp(-x)), as exp(min(x, 0)) / (1 + exp(-|x|)) against overflow."""
     with np.errstate(all="ignore"):
         share, total = np.minimum(x, 0), -np.abs(x)
         np.exp(share, out=share)
@@ -42,8 +41,8 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 @functools.cache
 def _erfc_polynomial() -> np.ndarray:
     """Coefficients (highest power first, in s) of P in erfc(z) = t exp(-z^2 + P(s)), z >= 0, t = 1 / (1 + z / 2). s in
-    [-1, 1] maps to t in [1 / (1 + _ERFC_LARGEST / 2), 1]. Form: W. H. Press et al., Numerical Recipes, section 6.2.2.
-    Coefficients: interpolated at Chebyshev points from `math.erfc`."""
+    [-1, 1] maps to t in [1 / (1 + _ERFC_LARGEST / 2), 1]. W. H. Press et al., Numerical Recipes, section 6.2.2;
+    interpolated at Chebyshev points."""
     points = np.polynomial.chebyshev.chebpts1(_ERFC_TERMS)
     t = _ERFC_LOWEST + (1 - _ERFC_LOWEST) * (points + 1) / 2
     z = 2 * (1 - t) / t
@@ -68,20 +67,19 @@ def normal_cdf(x: np.ndarray) -> np.ndarray:
 
 
 def softcap(x: np.ndarray, limit: float | None) -> np.ndarray:
-    """limit * tanh(x / limit) in fp32. softcapped_silu always has a limit."""
+    """limit * tanh(x / limit) in fp32."""
     assert limit is not None
     return limit * np.tanh(x / limit)
 
 
 def softcap_derivative(x: np.ndarray, limit: float | None) -> np.ndarray:
-    """1 - tanh(x / limit)^2 in fp32, as 4 e / (1 + e)^2 with e = exp(-2 |x / limit|) to avoid cancellation."""
+    """1 - tanh(x / limit)^2 in fp32, as 4 e / (1 + e)^2 with e = exp(-2 |x / limit|) against cancellation."""
     assert limit is not None
     power = np.exp(np.abs(x) * (-2 / limit))
     return 4 * power / np.square(1 + power)
 
 
 def _silu(x: np.ndarray) -> np.ndarray:
-    """x / (1 + exp(-x)), in one new array."""
     divisor = np.negative(x)
     np.exp(divisor, out=divisor)
     divisor += 1
@@ -89,7 +87,7 @@ def _silu(x: np.ndarray) -> np.ndarray:
 
 
 def _silu_and_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(x s, s (1 + x s(-x))) with s the sigmoid of x. s(-x) = exp(-x) s avoids cancellation for large x."""
+    """(x s, s (1 + x s(-x))), s the sigmoid. s(-x) = exp(-x) s avoids cancellation."""
     slope = np.negative(x)
     np.exp(slope, out=slope)
     share = slope + 1
@@ -104,7 +102,7 @@ def _silu_and_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(values: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray | None]:
-    """The gate and up columns `[R, F]` of `[R, 2F]` (halves or interleaved), or (values, None) if ungated."""
+    """The gate and up columns `[R, F]` of `[R, 2F]`, or (values, None) if ungated."""
     if not activation.gated:
         return values, None
     if activation.gate_layout == "interleaved":
@@ -114,7 +112,7 @@ def split(values: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.nd
 
 
 def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation, out: np.ndarray | None = None) -> np.ndarray:
-    """The formula of `activation` on fp32 `[R, F]`, possibly in the memory `out`. up is None if ungated."""
+    """`activation` of fp32 `[R, F]`, possibly in the memory `out`. up is None if ungated."""
     with np.errstate(all="ignore"):
         if activation.name == "softcapped_silu":
             assert up is not None
@@ -158,8 +156,8 @@ def activation(
 def activation_derivative(x: np.ndarray, name: str) -> np.ndarray:
     """d act(x) / dx in fp32 of `silu`, `gelu`, `gelu_tanh` or `relu2`. NaN stays NaN.
 
-    silu: s(x) (1 + x s(-x)), s the sigmoid. gelu: Phi(x) + x phi(x). gelu_tanh = x s(v), v = 2 sqrt(2/pi) (x + 0.044715
-    x^3): s(v) (1 + x s(-v) dv/dx). relu2: 2 max(x, 0). 1 - s(x) would cancel for large x.
+    silu: s(x) (1 + x s(-x)), s the sigmoid; 1 - s(x) would cancel. gelu: Phi(x) + x phi(x). gelu_tanh = x s(v), v = 2
+    sqrt(2/pi) (x + 0.044715 x^3): s(v) (1 + x s(-v) dv/dx). relu2: 2 max(x, 0).
     """
     with np.errstate(all="ignore"):
         if name == "relu2":
@@ -185,8 +183,8 @@ def apply_backward(
 
     Ungated: d_gate = d_y * act'(gate). Gated: d_gate = (d_y * up) * act'(gate), d_up = d_y * act(gate), with clamped
     gate and up, and exactly 0 where a clamp holds. swiglu_oai, a = alpha: act(g) = g s(a g), act'(g) = s(a g) (1 + a g
-    s(-a g)) and up + 1 for up. softcapped_silu, c(x) = limit tanh(x / limit), c'(x) = 1 - tanh(x / limit)^2: act'(g) =
-    c'(g) s(g) + c(g) s(g) s(-g), and d_up is times c'(up).
+    s(-a g)) and up + 1 for up. softcapped_silu, c(x) = limit tanh(x / limit): act'(g) = c'(g) s(g) + c(g) s(g) s(-g),
+    and d_up is times c'(up).
     """
     return _value_and_gradients(d_y, gate, up, activation)[1:]
 
@@ -198,7 +196,6 @@ def _value_and_gradients(
     activation: Activation,
     places: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """`apply` and `apply_backward`. The gradients may use the memory `places`."""
     with np.errstate(all="ignore"):
         if up is None:
             value, slope = _value_and_slope(gate, activation.name)
@@ -243,7 +240,7 @@ def _value_and_slope(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def join(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.ndarray:
-    """The inverse of `split`. `separate` joins like `halves`: gate columns, then up."""
+    """The inverse of `split`. `separate` joins like `halves`."""
     if up is None:
         return gate
     if activation.gate_layout == "interleaved":
@@ -254,7 +251,7 @@ def join(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.
 def activation_backward(
     d_y: np.ndarray, x: np.ndarray, up: np.ndarray | None = None, *, activation: Activation
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-    """The results of `plan_activation_backward`: d_x, or with `up` d_x and d_up."""
+    """The results of `plan_activation_backward`."""
     gate_values, up_values = _split_wide(x, up, activation)
     d_gate, d_up = apply_backward(to_float32(d_y), gate_values, up_values, activation)
     if up is None:
@@ -279,17 +276,16 @@ def expert_activation_backward(
         d_pre = activation'(pre) (w z)        weighted_hidden = w h        d_weight[slot] = <z, h> + bias_product
 
     bias_product fp32 `[T * K]` is <d_out[token], b_down[expert]>, so that <z, h> + bias_product = <d_out, y> without
-    the expert output y. h is recomputed from pre in fp32 without rounding. d_pre and weighted_hidden are rounded once,
-    to the dtype of pre. <z, h> is summed in fp32. For arrays, order and outputs see `plan_expert_activation_backward`.
-    A slot without a row has d_weight 0, and its row_weight is not read. Rows without a slot are not read and become
-    exact zeros. fill: writes d_hidden, and calls its argument (unless None) with each slice of rows it has written.
+    the expert output y. h is recomputed from pre in fp32, <z, h> summed in fp32, d_pre and weighted_hidden rounded
+    once. For arrays, order and outputs see `plan_expert_activation_backward`. A slot without a row does not read its
+    row_weight. Rows without a slot become exact zeros. fill: writes d_hidden, and calls its argument (unless None) with
+    each slice of rows it has written.
     """
     d_hidden, pre, row_of_slot = operands.d_hidden, operands.pre, operands.row_of_slot
     row_weight, bias_product = operands.row_weight, operands.bias_product
     places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
     slots = np.flatnonzero(places >= 0)
     rows = places[slots] if order == "row" else slots
-    # Without gaps, rows are read and written in place.
     dense = len(rows) == len(pre)
     if row_of_slot is not None and order == "row":
         if dense:

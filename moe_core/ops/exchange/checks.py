@@ -1,4 +1,4 @@
-"""Checks of exchanges at peers' addresses, and tiles of their copies."""
+"""Checks of exchanges at peers' addresses, and tiles of copies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ from moe_core.base.sizes import INT32_LIMIT, elementwise_tile, padded
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 
-#: The most slots of a token that are looked up together.
 _MOST_AT_ONCE = 8
-#: Columns of a tile, preferred first.
 _COLUMNS = (2048, 1024)
-#: Threads of a warp, and bytes of one instruction of a thread.
+#: Threads of a warp, bytes of one instruction of a thread.
 _WARP, _VECTOR = 32, 16
-#: Warps of a program with a limited number of programs, and without.
 _LIMITED_WARPS, _WARPS = 16, 4
-#: Programs of 4 warps on a multiprocessor.
 _RESIDENT = 16
 #: Integers of a program that copies them one by one.
 _BLOCK = {"gpu": 1024, "interpreter": 64}
 
 
 def require_addresses(addresses: Sequence[int], name: str = "addresses") -> None:
-    """Raise InvalidInput unless these are addresses of an array at every peer, multiples of 16."""
+    """Raise InvalidInput unless these are addresses at every peer, multiples of 16."""
     if len(addresses) < 1:
         raise InvalidInput(f"{name} must have one entry for each rank, got none; pass those of all peers")
     for rank, address in enumerate(addresses):
@@ -38,7 +34,7 @@ def require_addresses(addresses: Sequence[int], name: str = "addresses") -> None
 
 
 def require_table(name: str, table: ArraySpec, num_ranks: int | None = None) -> int:
-    """Return the number of ranks of a table of addresses int64 `[W]`."""
+    """Return the ranks of a table of addresses int64 `[W]`."""
     require_spec(name, table, ("num_ranks" if num_ranks is None else num_ranks,), "int64")
     require_at_least(f"num_ranks of {name}", table.shape[0], 1)
     return table.shape[0]
@@ -55,7 +51,7 @@ def require_places(owners: ArraySpec, rows: ArraySpec, tokens: int | str = "num_
 
 
 def require_width(name: str, width: int, dtype: str) -> None:
-    """Raise InvalidInput unless rows of this width move in pieces of 16 bytes."""
+    """Raise InvalidInput unless rows move in pieces of 16 bytes."""
     size = width * dtypes.itemsize(dtype)
     if width < 1 or size % _VECTOR:
         each = _VECTOR // dtypes.itemsize(dtype)
@@ -66,13 +62,12 @@ def require_width(name: str, width: int, dtype: str) -> None:
 
 
 def require_programs(programs: int | None) -> None:
-    """Raise InvalidInput for a limit below 1."""
     if programs is not None:
         require_at_least("programs", programs, 1)
 
 
 def at_once(top_k: int) -> int:
-    """Slots of a token that are looked up together: K, or a part of it."""
+    """Slots of a token that are looked up together."""
     return -(-top_k // -(-top_k // _MOST_AT_ONCE))
 
 
@@ -82,10 +77,8 @@ def copy_tile(
     """Return (rows, columns, warps) of a copy's tile. A thread moves 64 bytes.
 
     A link needs 680 KB on their way: 340 GB/s times the 2 us of a load from a peer. So a limited number of programs
-    have 16
-    warps and 32 KB each. Few rows are spread over many programs, since only latency counts. each: elements that a
-    thread
-    holds for one that it stores.
+    have 16 warps and 32 KB each. Few rows are spread over many programs, since only latency counts. each: elements that
+    a thread holds for one that it stores.
     """
     if target.interpreted:
         return *elementwise_tile(width, target), 4
@@ -99,16 +92,14 @@ def copy_tile(
 
 
 def copy_grid(rows: int, blocks: int, block_rows: int, programs: int | None) -> tuple[int]:
-    """One program for each tile, at most `programs`."""
     tiles = -(-rows // block_rows) * blocks
     return (tiles if programs is None else min(tiles, programs),)
 
 
 def most_programs(programs: int | None, target: Target) -> int:
-    """`programs`, or as many as a device holds, for rows that are counted there, mostly far fewer than possible."""
+    """`programs`, or all that a device holds, for rows counted there, mostly far fewer than possible."""
     return _RESIDENT * max(1, target.num_sms) if programs is None else programs
 
 
 def slots_block(target: Target) -> int:
-    """Slots of a program."""
     return _BLOCK[target.engine]

@@ -1,7 +1,6 @@
 """Planning of the exchange without counts: all stores of a home in one launch, and its sums.
 
-Every home has rows of its own at every owner, so nobody needs counts: row `home * most + t` is of token t. Owners lay
-out rows by the ids that arrive with them.
+Every home has rows of its own at every owner, row `home * most + t` for token t, so nobody needs counts.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 PUSH_TOKENS_ONCE = declare_kernel(kernels.push_tokens_once, counts_slots=True)
 SUM_RESULTS = declare_kernel(kernels.sum_results)
 
-#: Numbers that a rank tells: its header, its tokens, and zeros up to 16 bytes.
+#: A rank's header, its tokens, and zeros up to 16 bytes.
 TOLD = HEADER + 4
-#: Warps of a program, at least.
 _WARPS = 4
-#: Slots of one step of counting: the first number that holds them all, else the last.
+#: Slots per step of counting: the first number that holds all, else the last.
 _COUNTED = {"gpu": (256, 1024), "interpreter": (16, 64)}
 #: Tokens of a program if rows are sent apart.
 _TOKENS = {"gpu": 32, "interpreter": 4}
-#: Ids of no token: how many one step of a program fills, and how many a program fills in all.
+#: Ids of no token that a program fills in one step, and in all.
 _FILL, _FILLED = {"gpu": 512, "interpreter": 16}, 8192
 _NO_CHECKS = Checks()
 
@@ -54,18 +52,14 @@ def plan_push_tokens_once(
     """Store this rank's tokens, with their ids and weights, at every owner of one of their experts.
 
     Token t of rank h has row h * M + t, M = sizes.most. Rows go to the ranks that a token visits. Ids and weights go to
-    all
-    ranks: an id is a place's number at the owner, -1: none there, also behind a rank's last token. Row h of the
-    headers, and
-    in every other turn row W + h, is header int32 `[8]` of rank h, its tokens, and zeros. The last row begins with the
-    rank's turns, at first equal on all ranks. programs: the most of the launch.
+    all ranks: an id is a place's number at the owner, -1: none there, also behind a rank's last token. Row h of the
+    headers, and in every other turn row W + h, is header int32 `[8]` of rank h, its tokens, and zeros. The last row
+    begins with the rank's turns, at first equal on all ranks. programs: the most of the launch.
 
     Inputs: [x], ids, weights, header, [places_of_experts], [given], [token_mask], [rows_at], ids_at, weights_at,
-    headers_at.
-    Outputs, int32: places `[T, K]`, -1: none; tokens_per_expert `[E]`; invalid_ids `[1]`, ids outside [-1, E); overflow
-    `[1]`, 0; with visits owners and rows `[T, W]`: the ranks that a token visits and its rows there. Raises
-    InvalidInput,
-    Unsupported.
+    headers_at. Outputs, int32: places `[T, K]`, -1: none; tokens_per_expert `[E]`; invalid_ids `[1]`, ids outside [-1,
+    E); overflow `[1]`, 0; with visits owners and rows `[T, W]`: the ranks that a token visits and its rows there.
+    Raises InvalidInput, Unsupported.
     """
     x, ids, weights, token_mask, places_of_experts, given = operands
     rank, per_rank, num_experts, most = sizes
@@ -117,7 +111,6 @@ def plan_push_tokens_once(
     else:
         block_t, block_n, warps = copy_tile(tokens, width, dtypes.itemsize(dtype), programs, target)
     if warps < _WARPS:
-        # The program that counts has as many warps as the others.
         block_n, warps = block_n * _WARPS // warps, _WARPS
     arguments = builder.pointers(*arrays, *addresses, "places", "tokens_per_expert", "invalid_ids", "overflow")
     arguments |= builder.pointers("owners", "rows") | passed(

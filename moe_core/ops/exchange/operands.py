@@ -1,4 +1,4 @@
-"""Records of the arrays of an exchange's ops: specs in planners, tensors in a front-end."""
+"""Records of the arrays of an exchange's ops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ Record = TypeVar("Record", bound=tuple)
 
 
 def record_of(kind: type[Record], arrays: Mapping[str, Any]) -> Record:
-    """Return a record of the arrays with its fields' names."""
     fields: Any = kind
     return kind(**{name: arrays[name] for name in fields._fields if name in arrays})
 
@@ -45,9 +44,8 @@ class HomeTokens(NamedTuple):
     """The tokens of a rank.
 
     x `[T, D]`: bf16, fp16 or fp32, rows may be strided. None: rows are sent apart. ids int32, weights fp32 `[T, K]`: of
-    experts, -1: none. token_mask bool `[T]`: False tokens have no experts. places_of_experts int32 `[E]`. None: an
-    expert's
-    place has its number. given int32 `[T, K]`: places of slots, if an expert has several.
+    experts, -1: none. token_mask bool `[T]`: False tokens have no experts. places_of_experts int32 `[E]`; None: an
+    expert's place has its number. given int32 `[T, K]`: places of slots, if an expert has several.
     """
 
     x: Any
@@ -62,7 +60,7 @@ class TokenTables(NamedTuple):
     """Addresses int64 `[W]` of arrays for M tokens of every rank.
 
     ids_at, weights_at: of int32 and fp32 `[W * M, K]`. headers_at: of int32 `[2 * W + 1, 12]`. rows_at: of the dtype of
-    x `[W * M, D]`. None: rows are sent apart.
+    x `[W * M, D]`; None: rows are sent apart.
     """
 
     ids_at: Any
@@ -84,8 +82,7 @@ class Checks(NamedTuple):
     """Arrays that make sums NaN. None: no such check.
 
     headers int32 `[2 * W + 1, 12]`: all tokens, if ranks' first eight numbers of the last turn differ. agree bool
-    `[1]`: all
-    tokens, if False. wanted int32 `[T, K]`: tokens with a slot that is not -1 here and has no row.
+    `[1]`: all tokens, if False. wanted int32 `[T, K]`: tokens with a slot that is not -1 here and has no row.
     """
 
     headers: Any = None
@@ -97,13 +94,10 @@ class SendOperands(NamedTuple):
     """Arrays of a rank that has tokens.
 
     ids int32, weights fp32 `[T, K]`. places_of_experts int32 `[W * L]`, start int32 `[E + 1]`: a placement's tables.
-    header
-    int32 `[8]`. token_mask bool `[T]`: False tokens have no slots. tokens int32 `[W]`: of all ranks, if experts have
-    replicas. Slot (t, k) of an expert with n places goes to number (t + k) mod n, t counting the tokens of all ranks.
-    limits
-    int32 `[2, W]`, with `all_to_all` only: the rows that each owner takes of this rank, and for rows of tokens where
-    its
-    results begin at home.
+    header int32 `[8]`. token_mask bool `[T]`: False tokens have no slots. tokens int32 `[W]`: of all ranks, if experts
+    have replicas. Slot (t, k) of an expert with n places goes to number (t + k) mod n, t counting the tokens of all
+    ranks. limits int32 `[2, W]`, with `all_to_all` only: the rows that each owner takes of this rank, and for rows of
+    tokens where its results begin at home.
     """
 
     ids: Any
@@ -119,9 +113,9 @@ class SendOperands(NamedTuple):
 class ReceiveOperands(NamedTuple):
     """Arrays of a rank that has experts.
 
-    came int32: with `all_to_all` `[R, width]`, for each row of tokens; else `[W, 8 + rows * width]`, the message of
-    each rank. header int32 `[8]`: this rank's, except with `all_to_all`. lost bool `[T]`: tokens of this rank that are
-    spoilt already.
+    came int32: with `all_to_all` `[R, width]`, for each row of tokens; else `[W, 8 + rows * width]`, each rank's
+    message. header int32 `[8]`: this rank's, except with `all_to_all`. lost bool `[T]`: tokens of this rank already
+    spoilt.
     """
 
     came: Any

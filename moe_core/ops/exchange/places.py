@@ -1,4 +1,4 @@
-"""Planning of the places of slots' rows, from the counts of all ranks."""
+"""Planning of the places of slots' rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 RUN_STARTS = declare_kernel(kernels.run_starts)
 SLOT_PLACES = declare_kernel(kernels.slot_places)
 
-#: Counts of one owner in a program.
 MAX_COUNTS = 8192
 
 
@@ -33,7 +32,7 @@ def plan_peer_places(
     rank: int,
     receive: int,
 ) -> LaunchPlan:
-    """Find the row of every slot at its owner, which has rows by (expert, home, slot).
+    """Find the row of every slot at its owner, which has rows by (expert, home, slot), from the counts of all ranks.
 
     W ranks with L places each, P = W * L; place p is of rank p // L. ids int32 `[T, K]`: places, -1: none. group_start
     int32 `[P + 1]`, row_of_slot int32 `[T * K]`: of the layout of ids. counts int32 `[W, P]`: group sizes of every

@@ -1,4 +1,4 @@
-"""Planning of loads from peers: rows of results, added at home, and gradients of weights."""
+"""Planning of loads from peers: results, and gradients of weights."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ def plan_combine_pull(
 ) -> LaunchPlan:
     """out `[T, D]` = sum over k of row rows[t, k] of the array `[num_rows, D]` of peer owners[t, k].
 
-    In fp32, in the order k = 0..K-1 and with one cast: the bits of `plan_reduce` of order `row` on the same rows.
-    shared, shared_gate, out_dtype: as for `plan_reduce`. programs: the most of the launch. None: one for each tile. No
-    bit depends on it.
+    In fp32, in the order k = 0..K-1 and with one cast: the bits of `plan_reduce` of order `row`. shared, shared_gate,
+    out_dtype: as there. programs: the most of the launch; no bit depends on it.
 
     Inputs: owners, rows, results_at, [shared], [shared_gate]. Raises InvalidInput.
     """

@@ -1,4 +1,4 @@
-"""Planning of stores to peers: rows of tokens, routing of slots, and results."""
+"""Planning of stores to peers."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ def plan_dispatch_push(
     """Store row t of x `[T, D]` to row rows[t, k] of an array `[num_rows, D]` of peer owners[t, k], for all k.
 
     x: bf16, fp16 or fp32, rows may be strided. rows_at int64 `[W]`: addresses of the arrays, multiples of 16. format:
-    of
-    e4m3 with groups of one row; codes go to rows_at, fp32 scales to the arrays `[num_rows, groups]` at scales_at, with
-    the
-    bits of `plan_quantize_rows`. programs: the most of the launch, None: one for each tile. No bit depends on it.
+    of e4m3 with groups of one row; codes go to rows_at, fp32 scales to the arrays `[num_rows, groups]` at scales_at,
+    with the bits of `plan_quantize_rows`. programs: the most of the launch, None: one for each tile. No bit depends on
+    it.
 
     Inputs: x, owners, rows, rows_at, [scales_at]; no outputs. Raises InvalidInput, and Unsupported for other formats.
     """
@@ -135,7 +134,7 @@ def plan_push_slots(
     """Store the weights of slots at their rows, and where their results go.
 
     weights fp32 `[T, K]`. weights_at int64 `[W]`: addresses of fp32 `[num_rows]`. sources_at int64 `[W]`: addresses of
-    int32 `[num_rows, 2]`, (rank, slot t * K + k) of the home. rank: this one.
+    int32 `[num_rows, 2]`, (rank, slot t * K + k) of the home.
 
     Inputs: weights, owners, rows, [weights_at], [sources_at]; no outputs. Raises InvalidInput.
     """
@@ -201,8 +200,7 @@ def plan_combine_push(
 ) -> LaunchPlan:
     """Store row r of y `[R, D]` to row slot of an array `[num_slots, D]` of peer home, (home, slot) = sources[r].
 
-    sources int32 `[R, 2]`: of `plan_push_slots`. group_start int32 `[L + 1]`: its last entry is the number of rows with
-    a source. slots_at int64 `[W]`: addresses of the peers' arrays. programs: as for `plan_dispatch_push`.
+    sources, group_start, slots_at: as for `plan_result_addresses`. programs: as for `plan_dispatch_push`.
 
     Inputs: y, sources, group_start, slots_at; no outputs. Raises InvalidInput.
     """

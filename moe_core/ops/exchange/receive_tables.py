@@ -1,4 +1,4 @@
-"""Planning of the tables of a rank with experts: the slots of arrived rows."""
+"""Planning of the tables of a rank with experts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ RECEIVE_SLOTS = declare_kernel(kernels.receive_slots)
 COUNT_RECEIVED = declare_kernel(kernels.count_received, writes_layout=True)
 PLACE_RECEIVED = declare_kernel(kernels.place_received, writes_layout=True)
 
-#: Rows of slots per program, and tokens and rows of one step of filling.
+#: Rows of slots per program, and per step of filling.
 _BLOCK = {"gpu": 512, "interpreter": 32}
-#: Lanes for the slots of rows of tokens.
 _LANES = {"gpu": 8 * LANES, "interpreter": 2 * LANES}
 
 
@@ -110,7 +109,7 @@ def plan_receive_tables(
 
 
 def receive_shapes(num_rows: int, num_tokens: int, spec: TableSpec) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return (name, shape, dtype) of every output of `plan_receive_tables`."""
+    """(name, shape, dtype) of every output of `plan_receive_tables`."""
     shapes: list[tuple[str, tuple[int, ...], str]] = [
         ("ids", (num_rows, 1), "int32"),
         ("weights", (num_rows, 1), "float32"),

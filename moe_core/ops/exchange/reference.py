@@ -1,4 +1,4 @@
-"""NumPy twins of stores and loads between ranks, on host memory, named like their planners unless they name another."""
+"""NumPy twins of stores and loads between ranks, on host memory, named like their planners."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ def push_rows(
     num_rows: int,
     format: Format | None = None,
 ) -> tuple[()]:
-    """The stores of `plan_dispatch_push`."""
     arrays = [(rows_at, x)]
     if format is not None:
         assert scales_at is not None
@@ -105,7 +104,6 @@ def push_counts(counts: np.ndarray, counts_at: np.ndarray, *, rank: int) -> tupl
 def push_results(
     y: np.ndarray, sources: np.ndarray, group_start: np.ndarray, slots_at: np.ndarray, *, num_slots: int
 ) -> tuple[()]:
-    """The stores of `plan_combine_push`."""
     homes, slots = sources[: max(0, group_start[-1])].T
     peers = _peers(slots_at, (num_slots, y.shape[1]), y.dtype.name)
     for home, row, slot in _slots_by_owner(homes, slots, len(peers), num_slots):
@@ -124,7 +122,7 @@ def result_addresses(
 
 
 def push_to_addresses(y: np.ndarray, row_of_slot: np.ndarray, results_at: np.ndarray) -> tuple[()]:
-    """Store row y[s] of every slot s with a row to its address (0: nowhere), as the matmul kernel does."""
+    """Store row y[s] of every slot s with a row to its address (0: nowhere)."""
     spec = ArraySpec(y.shape[1:], y.dtype.name)
     for slot in np.flatnonzero((row_of_slot >= 0) & (results_at != 0)):
         host_array(int(results_at[slot]), spec)[...] = y[slot]
@@ -139,7 +137,7 @@ def take_rows(
     *,
     places: tuple[np.ndarray, ...],
 ) -> np.ndarray:
-    """The result of `plan_take_rows`, in places[0]. Other rows there are unchanged."""
+    """`plan_take_rows`, in places[0]. Other rows there are unchanged."""
     (y,) = places
     source = rows[: max(0, group_start[-1]), 0]
     present = (source >= 0) & (source < len(x))
@@ -164,7 +162,6 @@ def _pulled(owners: np.ndarray, rows: np.ndarray, peers: list[np.ndarray]) -> tu
 
 
 def pull_rows(arrays: Mapping[str, np.ndarray], *, num_rows: int, width: int, dtype: str, out_dtype: str) -> np.ndarray:
-    """The result of `plan_combine_pull`."""
     owners, rows, results_at = arrays["owners"], arrays["rows"], arrays["results_at"]
     shared, shared_gate = arrays.get("shared"), arrays.get("shared_gate")
     values, order = _pulled(owners, rows, _peers(results_at, (num_rows, width), dtype))
@@ -172,5 +169,4 @@ def pull_rows(arrays: Mapping[str, np.ndarray], *, num_rows: int, width: int, dt
 
 
 def pull_weights(owners: np.ndarray, rows: np.ndarray, weights_at: np.ndarray, *, num_rows: int) -> np.ndarray:
-    """The result of `plan_combine_pull_weights`."""
     return _pulled(owners, rows, _peers(weights_at, (num_rows, 1), "float32"))[0].reshape(rows.shape)

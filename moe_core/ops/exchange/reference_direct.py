@@ -1,4 +1,4 @@
-"""NumPy twins of the exchange with destinations from token numbers. Addresses are host memory."""
+"""NumPy twins of the exchange without counts. Addresses are host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def push_tokens_once(
     most: int,
     visits: bool,
 ) -> tuple[np.ndarray, ...]:
-    """The stores and results of `plan_push_tokens_once`."""
     x, ids, weights, token_mask, places_of_experts, given_places = record_of(HomeTokens, {"x": None, **arrays})
     ids_at, weights_at, headers_at, rows_at = record_of(TokenTables, arrays)
     header, num_ranks, (tokens, top_k) = arrays["header"], len(ids_at), ids.shape
@@ -58,7 +57,7 @@ def push_tokens_once(
 
 
 def last_told(headers: Any) -> Any:
-    """The headers `[W, 12]` of the last turn, out of all headers `[2 * W + 1, 12]` (NumPy or torch)."""
+    """The headers `[W, 12]` of the last turn, of all `[2 * W + 1, 12]` (NumPy or torch)."""
     first = (int(headers[-1, 0]) - 1 & 1) * (len(headers) // 2)
     return headers[first : first + len(headers) // 2]
 

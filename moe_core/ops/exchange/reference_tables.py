@@ -11,7 +11,7 @@ from moe_core.specs.exchange import TableSpec
 
 
 def send_tables(arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int) -> tuple[np.ndarray, ...]:
-    """The results of `plan_send_tables`. Unused rows of `table` are 0."""
+    """`plan_send_tables`. Unused rows of `table` are 0."""
     ids, weights, places_of_experts, start, header, token_mask, tokens, limits = record_of(SendOperands, arrays)
     num_tokens, top_k = ids.shape
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
@@ -25,7 +25,6 @@ def send_tables(arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int)
     places = np.where(invalid | (known < 0), -1, places_of_experts[start[expert] + replica]).astype(np.int32)
     per_expert = np.bincount(known[places >= 0], minlength=spec.num_experts).astype(np.int32)
     owner = np.where(places < 0, -1, places // spec.per_rank)
-    # Number each slot's row, and its result, within one owner.
     groups = places if spec.by_slot else _first_owners(owner)
     number, sizes = _numbers(groups, owner, spec.num_ranks)
     result, by_owner = number, sizes
@@ -63,7 +62,6 @@ def send_tables(arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int)
     if spec.mode == "all_gather":
         message = np.concatenate([header, np.concatenate([places, bits], axis=1).reshape(-1)])
         return (*results, message.astype(np.int32))
-    # The message holds one row of `payload` per row, ordered by owner and number.
     payload = np.concatenate([places, bits], axis=1)
     if spec.by_slot:
         payload = np.stack([places.reshape(-1), bits.reshape(-1)], axis=1)
@@ -99,7 +97,7 @@ def _first_owners(owner: np.ndarray) -> np.ndarray:
 
 
 def _numbers(groups: np.ndarray, owner: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(number of each slot within its owner, ordered by (group, slot); slots per owner). Group -1 means no slot."""
+    """(number of each slot within its owner, by (group, slot); slots per owner). Group -1: no slot."""
     slots = np.flatnonzero(groups >= 0)
     slots = slots[np.argsort(groups.reshape(-1)[slots], kind="stable")]
     of_slot = owner.reshape(-1)[slots]

@@ -1,4 +1,4 @@
-"""Planning of the addresses of an owner's results, which a product stores itself."""
+"""Planning of the addresses that a product stores results to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning of the tables of a rank with tokens: rows that go, and results that come home."""
+"""Planning of the tables of a rank with tokens."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ PLACE_SENDS = declare_kernel(kernels.place_sends, writes_layout=True, counts_slo
 HEADER = 8
 #: Slots of a program at once, padding included; ranking compares every pair.
 LANES = 128
-#: Blocks of tokens in the interpreter; a GPU has one per multiprocessor.
 _INTERPRETER_BLOCKS = 3
 #: Elements of a tile of counts, and of a step of filling.
 _COUNTS, _FILL = {"gpu": 4096, "interpreter": 256}, {"gpu": 512, "interpreter": 32}
 
 
 def blocks_of(rows: int, step: int, target: Target) -> tuple[int, int]:
-    """Return (rows per program, programs), with `step` rows at once."""
+    """(rows per program, programs), with `step` rows at once."""
     most = _INTERPRETER_BLOCKS if target.interpreted else target.num_sms
     each = -(-max(rows, 1) // (most * step)) * step
     return each, -(-max(rows, 1) // each)
 
 
 def columns_of(top_k: int) -> int:
-    """Lanes for the slots of a token. Raises Unsupported."""
+    """Lanes for a token's slots. Raises Unsupported."""
     if top_k > LANES:
         raise Unsupported(
             f"the kernels hold the slots of a token at once and take at most {LANES}, got top_k = {top_k}; use the "
@@ -53,12 +52,11 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
     """Make the tables of a rank's slots before rows travel: what goes where, and what comes home.
 
     A row goes for each slot, by (place, slot), or once for each (owner, token), in that order. Results come back by
-    slot,
-    owner after owner. Inputs in the order of `SendOperands`. Outputs, int32 unless said:
+    slot, owner after owner. Inputs in the order of `SendOperands`. Outputs, int32 unless said:
 
     - places `[T, K]`: physical ids, -1: none. invalid_ids `[1]`: ids outside [-1, E). tokens_per_expert `[E]`.
-    - row_of_slot `[T * K]`: among the rows that come home, -1: none. lost bool `[T]`: a slot of the token has a place
-      and no such row.
+    - row_of_slot `[T * K]`: among the rows that come home, -1: none. lost bool `[T]`: a slot has a place and no such
+      row.
     - counted `[W]`, by owner: with `all_to_all` the slots that arrive there, else rows and results without room.
     - message: header, then with `all_to_all` `[8 + counts]` the counts of `TableSpec`; with `all_gather` `[8 + T * 2K]`
       the places and weights of each token; with `padded` `[W, 8 + block_rows * width]` those of each row, -1: none.
@@ -133,7 +131,7 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
 
 
 def send_shapes(num_tokens: int, top_k: int, spec: TableSpec) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return (name, shape, dtype) of every output of `plan_send_tables`."""
+    """(name, shape, dtype) of every output of `plan_send_tables`."""
     width, most = spec.width(top_k), num_tokens * (top_k if spec.by_slot else min(top_k, spec.num_ranks))
     message: tuple[int, ...] = (HEADER + spec.counts,)
     if spec.mode == "all_gather":

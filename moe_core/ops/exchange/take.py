@@ -1,4 +1,4 @@
-"""Planning of the copy of arrived rows of tokens to rows of slots."""
+"""Planning of the copy of arrived tokens to rows of slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
 
 TAKE_ROWS = declare_kernel(kernels.take_rows)
 
-#: Columns of a scale.
 _GROUP = BLOCK
 
 
@@ -35,9 +34,9 @@ def plan_take_rows(
 ) -> LaunchPlan:
     """y `[R, D]`: row r is row rows[r] of x `[N, D]`, for r below the end of group_start; others are not written.
 
-    x: bf16, fp16 or fp32, or codes of e4m3 with scales fp32 `[N, ceil(D / 128)]`: y is code times scale in fp32, with
-    one cast to dtype, the bits of `dequantize`. rows int32 `[R, 1]`: outside [0, N) the row is zeros. group_start int32
-    `[L + 1]`. dtype: of y, by default that of x. programs: as for `plan_dispatch_push`.
+    x: bf16, fp16 or fp32, or codes of e4m3 with scales fp32 `[N, ceil(D / 128)]`: then y has the bits of `dequantize`,
+    one cast to dtype. rows int32 `[R, 1]`: outside [0, N) the row is zeros. group_start int32 `[L + 1]`. dtype: of y,
+    by default that of x. programs: as for `plan_dispatch_push`.
 
     Inputs: x, [scales], rows, group_start. Raises InvalidInput.
     """

@@ -1,5 +1,3 @@
-"""Plans the normalisation of rows."""
-
 from __future__ import annotations
 
 import functools
@@ -16,7 +14,6 @@ from moe_core.specs.norm import NormSpec
 
 RMS_NORM = declare_kernel(kernels.rms_norm)
 
-#: Rows and columns of a program at once.
 _TILE = {"gpu": (1, 2048), "interpreter": (16, 256)}
 
 
@@ -26,7 +23,7 @@ def check_norm(x: ArraySpec, weight: ArraySpec) -> None:
 
 
 def norm_launch(x: ArraySpec, spec: NormSpec, target: Target) -> tuple[tuple[int, ...], dict[str, Argument], int]:
-    """(grid, arguments after the pointers, warps) of this op's kernels."""
+    """(grid, arguments after the pointers, warps) of the kernels."""
     rows, width = x.shape
     block_m, columns = _TILE[target.engine]
     block_n = min(columns, padded(width))
@@ -37,7 +34,6 @@ def norm_launch(x: ArraySpec, spec: NormSpec, target: Target) -> tuple[tuple[int
 
 
 def order_of_sums(x: ArraySpec, target: Target) -> str:
-    """The order of the sums in a row's mean."""
     columns = min(_TILE[target.engine][1], padded(x.shape[1]))
     return f"means over d_model: {columns} partial sums in order, then a tree over them, fp32"
 

@@ -1,5 +1,3 @@
-"""NumPy twins of row normalisation and its backward."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -9,7 +7,7 @@ from moe_core.specs.norm import NormSpec
 
 
 def _factors(x: np.ndarray, spec: NormSpec) -> np.ndarray:
-    """(mean(x ** 2) + epsilon) ** -0.5 of every row, `[R, 1]`."""
+    """(mean(x ** 2) + epsilon) ** -0.5 of rows, `[R, 1]`."""
     kind = x.dtype.type
     return kind(1) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + kind(spec.epsilon))
 
@@ -20,7 +18,7 @@ def _weights(weight: np.ndarray, spec: NormSpec) -> np.ndarray:
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, *, spec: NormSpec) -> np.ndarray:
-    """y `[R, D]` from x `[R, D]` and weight `[D]` by the formula of `NormSpec`, in fp32, one cast to the dtype of x."""
+    """y `[R, D]` of x `[R, D]` and weight `[D]`: `NormSpec` in fp32, one cast to the dtype of x."""
     rows, factors = to_float32(x), _weights(weight, spec)
     with np.errstate(all="ignore"):
         if spec.weight_first:
