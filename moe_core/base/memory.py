@@ -1,3 +1,5 @@
+"""Huge pages for large host memory."""
+
 from __future__ import annotations
 
 import contextlib

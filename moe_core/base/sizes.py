@@ -1,3 +1,5 @@
+"""Sizes of tiles, in powers of two."""
+
 from __future__ import annotations
 
 from moe_core.base.target import Target

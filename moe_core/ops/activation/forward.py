@@ -1,3 +1,5 @@
+"""Plans the activation op."""
+
 from __future__ import annotations
 
 import functools

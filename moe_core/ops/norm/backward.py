@@ -1,3 +1,5 @@
+"""Plans the backward of the normalisation of rows."""
+
 from __future__ import annotations
 
 import functools

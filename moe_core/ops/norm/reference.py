@@ -1,3 +1,5 @@
+"""NumPy twins of row normalisation and its backward."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -2,7 +2,7 @@
 
 Arithmetic is fp32, rounded half to even, one operation at a time, so a kernel can match the bits: amax of the group,
 scale, q = x / scale (true division), clamp, round. A group with a NaN or infinity gets scale NaN and zero codes in
-every format, so its bits do not depend on the NaN's origin.
+every format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_core.specs.operands import named_arrays
 
 #: Lower bound of amax for a scale, so that zeros divide.
 SMALLEST_AMAX = np.float32(1e-10)
-#: Magnitudes of e2m1 codes 0..7; bit 3 of a code is the sign.
+#: Magnitudes of codes 0..7; bit 3 is the sign.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _MANTISSA_BITS = 23
 _MANTISSA_MASK = np.uint32(2**_MANTISSA_BITS - 1)
@@ -45,7 +45,7 @@ def pack_nibbles(codes: np.ndarray, axis: int = -1) -> np.ndarray:
 
 
 def unpack_nibbles(packed: np.ndarray, axis: int = -1, length: int | None = None) -> np.ndarray:
-    """The inverse of `pack_nibbles`. length: number of codes along `axis`, None means two per byte."""
+    """The inverse of `pack_nibbles`. length: number of codes along `axis`, None: two per byte."""
     packed = np.asarray(packed)
     if packed.dtype != np.uint8:
         raise InvalidInput(f"packed must be uint8, got {packed.dtype}; view it as bytes")
@@ -68,14 +68,14 @@ def float32_to_e2m1(values: np.ndarray) -> np.ndarray:
     """e2m1 codes of fp32 values without NaN: half to even, saturating at 6, the sign of zero kept."""
     magnitude = np.minimum(np.abs(values), _E2M1[-1])
     # Codes are spaced 1/2 up to 2 (code 4), 1 up to 4 (code 6), then 2. Ties go to the even code. Offsets are added
-    # after the rounding, because the addition itself would round.
+    # last, because the addition would round.
     upper = np.where(magnitude < 4, np.rint(magnitude) + np.float32(2), np.rint(magnitude / 2) + np.float32(4))
     codes = np.where(magnitude < 2, np.rint(magnitude * 2), upper).astype(np.uint8)
     return codes | (np.signbit(values).astype(np.uint8) << np.uint8(3))
 
 
 def e8m0_to_float32(scales: np.ndarray) -> np.ndarray:
-    """fp32 2^(b - 127) of uint8 b. 0 is 2^-127 (a denormal), 255 is NaN (OCP MX 1.0, section 5.4.1)."""
+    """fp32 2^(b - 127) of uint8 b. 255 is NaN (OCP MX 1.0, section 5.4.1)."""
     bits = scales.astype(np.uint32) << np.uint32(_MANTISSA_BITS)
     bits[scales == 0] = 1 << (_MANTISSA_BITS - 1)
     values = bits.view(np.float32)
@@ -88,7 +88,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def _up_to_power_of_two(values: np.ndarray) -> np.ndarray:
-    """fp32 bits of positive normal values rounded up to a power of two, by the exponent field only."""
+    """fp32 bits of positive normal values rounded up to a power of two."""
     return (_bits(values) + _MANTISSA_MASK) & ~_MANTISSA_MASK
 
 
@@ -106,7 +106,7 @@ def _choose_scales(amax: np.ndarray, format: Format) -> np.ndarray:
         assert top_exponent is not None
         exponent = (_bits(amax) >> np.uint32(_MANTISSA_BITS)).astype(np.int32) - top_exponent
     else:
-        # If amax / largest is a denormal the bits give 2^-126, the smallest exponent of normal fp32 numbers.
+        # If amax / largest is a denormal the bits give 2^-126, the smallest normal exponent.
         exponent = (_up_to_power_of_two(amax / largest) >> np.uint32(_MANTISSA_BITS)).astype(np.int32)
     scales = np.maximum(exponent, 0).astype(np.uint8)
     scales[amax == 0] = _E8M0_ONE
@@ -115,7 +115,6 @@ def _choose_scales(amax: np.ndarray, format: Format) -> np.ndarray:
 
 
 def _encode(quotients: np.ndarray, zero_points: np.ndarray | None, format: Format) -> np.ndarray:
-    """Unpacked codes of x / scale. zero_points: codes that broadcast, None means the element's default."""
     element = format.own_element
     largest = np.float32(element.largest)
     if element.name == "e4m3":
@@ -139,7 +138,7 @@ def _decode(codes: np.ndarray, zero_points: np.ndarray | None, format: Format) -
 
 
 class _Grid(NamedTuple):
-    """The groups of a matrix of rows x columns. counts: groups along either axis."""
+    """The groups of a matrix. counts: groups along either axis."""
 
     shape: tuple[int, int]
     counts: tuple[int, int]
@@ -147,14 +146,13 @@ class _Grid(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], format: Format) -> _Grid:
-        """The grid of a format. A whole axis is one group even if empty."""
         extents = (format.group_rows, format.group_columns)
         group = [max(size, 1) if extent is None else extent for size, extent in zip(shape, extents, strict=True)]
         counts = [1 if extent is None else -(-size // extent) for size, extent in zip(shape, extents, strict=True)]
         return cls((shape[0], shape[1]), (counts[0], counts[1]), (group[0], group[1]))
 
     def split(self, matrix: np.ndarray) -> np.ndarray:
-        """`[row groups, group rows, column groups, group columns]`, partial groups padded with zeros."""
+        """`[row groups, group rows, column groups, group columns]`, padded with zeros."""
         padded = self.counts[0] * self.group[0], self.counts[1] * self.group[1]
         if padded != matrix.shape:
             whole = np.zeros(padded, matrix.dtype)
@@ -168,17 +166,17 @@ class _Grid(NamedTuple):
 
 
 def _spread(per_group: np.ndarray) -> np.ndarray:
-    """An array `[row groups, column groups]` that broadcasts against `_Grid.split`."""
+    """`[row groups, column groups]` to broadcast against `_Grid.split`."""
     return per_group[:, None, :, None]
 
 
 def _group_zero_points(groups: np.ndarray, usable: np.ndarray, format: Format) -> tuple[np.ndarray, np.ndarray]:
-    """(scales fp32, zero points uint8) per group: low <= 0 <= high map onto the codes 0 and max_code."""
+    """(scales fp32, zero points uint8): low <= 0 <= high map onto the codes 0 and max_code."""
     max_code = format.own_element.max_code
     assert max_code is not None
     high = np.where(usable, groups.max(axis=(1, 3), initial=0), 0).astype(np.float64)
     low = np.where(usable, groups.min(axis=(1, 3), initial=0), 0).astype(np.float64)
-    # high - low cannot overflow in float64. One rounding to fp32.
+    # high - low cannot overflow in float64. One rounding.
     scales = (np.maximum(high - low, np.float64(SMALLEST_AMAX)) / max_code).astype(np.float32)
     zero_points = np.clip(np.rint(-low.astype(np.float32) / scales), 0, max_code).astype(np.uint8)
     return np.where(usable, scales, np.float32(np.nan)), zero_points
@@ -187,7 +185,7 @@ def _group_zero_points(groups: np.ndarray, usable: np.ndarray, format: Format) -
 def _quantize_matrix(
     matrix: np.ndarray, format: Format, given: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """(codes, scales, zero points) of fp32 `[rows, columns]`, not packed. given: static scales."""
+    """(codes, scales, zero points), not packed. given: static scales."""
     grid = _Grid.of(matrix.shape, format)
     groups = grid.split(matrix)
     zero_points = None
@@ -207,8 +205,7 @@ def _quantize_matrix(
 
 
 def _pieces(tensor: QuantizedTensor, logical: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """(logical, values, scales[, zero points]) views `[rows, columns]` of whole row groups that fit a
-    processor's cache."""
+    """(logical, values, scales[, zero points]) views of whole row groups that fit a cache."""
     group, per_byte = tensor.format.group_rows, tensor.format.own_element.per_byte
     arrays, unit = [array for _, array in named_arrays(tensor)], math.lcm(group or 1, per_byte)
     for index in np.ndindex(logical.shape[:-2]):
@@ -227,9 +224,11 @@ def quantize(
     x: np.ndarray, format: Format, *, layout: str = "out_in", scales: np.ndarray | None = None
 ) -> QuantizedTensor:
     """`x` in a format: weights `[..., N, D]` (`out_in`) or `[..., D, N]` (`in_out`), activations `[T, D]` (`out_in`).
-    x: fp32, bf16 or fp16; leading axes are separate matrices. scales: static scales instead of chosen ones; zero or NaN
-    gives zero codes. Raises InvalidInput for shapes that the format's padding rule refuses, static scales of a wrong
-    shape, and static scales in a format with zero points."""
+
+    x: fp32, bf16 or fp16; leading axes are separate matrices. scales: static scales; zero or NaN gives zero codes.
+    Raises InvalidInput for shapes that the format's padding rule refuses, static scales of a wrong shape, and static
+    scales in a format with zero points.
+    """
     x = np.asarray(x)
     require_choice("x's dtype", dtypes.canonical(x.dtype), dtypes.MATMUL_DTYPES)
     spec = QuantizedSpec(format, layout)
@@ -261,8 +260,10 @@ def quantize(
 
 
 def dequantize(tensor: QuantizedTensor, dtype: str = "float32") -> np.ndarray:
-    """The logical tensor in the same layout: code x scale, or (code - zero point) x scale, in fp32, cast to `dtype`.
-    tensor: of NumPy arrays. dtype: `float32`, `bfloat16` or `float16`. A NaN scale gives NaN."""
+    """The logical tensor in the same layout: (code - zero point) x scale in fp32, cast to `dtype`.
+
+    tensor: of NumPy arrays. dtype: `float32`, `bfloat16` or `float16`. A NaN scale gives NaN.
+    """
     require_choice("dtype", dtype, dtypes.MATMUL_DTYPES)
     format = tensor.format
     if not all(isinstance(array, np.ndarray) for _, array in named_arrays(tensor)):
@@ -285,8 +286,10 @@ def dequantize(tensor: QuantizedTensor, dtype: str = "float32") -> np.ndarray:
 
 
 def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
-    """(codes `[rows, columns]`, scales `[rows or 1, column groups]`) of a matrix without zero points, in fp32. Rows are
-    outputs or tokens in either layout. A scale of several rows is repeated for each."""
+    """(codes `[rows, columns]`, scales `[rows or 1, column groups]`) of a matrix without zero points, in fp32.
+
+    Rows are outputs or tokens in either layout. A scale of several rows is repeated for each.
+    """
     tensor = untile(tensor)
     values, scales = tensor.values, tensor.scales
     if tensor.layout == "in_out":
@@ -302,9 +305,11 @@ def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
 def quantize_rows(
     x: np.ndarray, static_scale: np.ndarray | None = None, used_by: np.ndarray | None = None, *, format: Format
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The results of `plan_quantize_rows` for activations x: values, scales. With a static scale elements are
-    independent. NaN stays NaN in e4m3 and becomes 0 elsewhere, infinity becomes the largest number, and a scale of zero
-    or NaN gives zero codes."""
+    """The results of `plan_quantize_rows`: values, scales.
+
+    With a static scale elements are independent: NaN stays NaN in e4m3 and becomes 0 elsewhere, infinity becomes the
+    largest number, and a scale of zero or NaN gives zero codes.
+    """
     if used_by is not None:
         used = np.any(used_by.reshape(len(x), len(used_by) // max(1, len(x))) >= 0, axis=1)
         x = np.where(used[:, None], x, np.zeros((), x.dtype))
@@ -313,20 +318,19 @@ def quantize_rows(
         return tensor.values, tensor.scales
     with np.errstate(all="ignore"):
         quotients = np.where(static_scale > 0, to_float32(x) / static_scale, np.float32(0))
-        # Use one NaN, because a computed NaN's sign depends on its origin.
+        # Use one NaN: a computed NaN's sign depends on its origin.
         unknown = np.float32(np.nan if format.element == "e4m3" else 0)
         codes = _encode(np.where(np.isnan(quotients), unknown, quotients), None, format)
     return pack_nibbles(codes) if format.own_element.per_byte == 2 else codes, static_scale.reshape(1, 1).copy()
 
 
 class ErrorSum:
-    """The relative Frobenius error |restored - original| / |original| over several pairs of arrays."""
+    """The relative Frobenius error |restored - original| / |original| over pairs of arrays, in float64."""
 
     def __init__(self) -> None:
         self._difference = self._original = 0.0
 
     def add(self, original: np.ndarray, restored: np.ndarray) -> None:
-        """Add two arrays of one shape, in float64."""
         if original.shape != restored.shape:
             raise InvalidInput(f"restored must be {original.shape} like original, got {restored.shape}; pass a pair")
         before, after = np.asarray(original, np.float64), np.asarray(restored, np.float64)
@@ -335,7 +339,7 @@ class ErrorSum:
 
     @property
     def relative_frobenius(self) -> float:
-        """The error: 0 without any difference, infinite if only the restored arrays are nonzero, NaN stays NaN."""
+        """The error: 0 without any difference, infinite if only restored arrays are nonzero, NaN stays NaN."""
         if self._original == 0:
             return 0.0 if self._difference == 0 else float("inf")
         return float(np.sqrt(self._difference / self._original))

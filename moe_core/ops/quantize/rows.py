@@ -1,4 +1,4 @@
-"""Plans the quantisation of activations, row by row or as a whole (`kernels.quantize_rows`)."""
+"""Plans the quantisation of activations, row by row or as a whole."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ QUANTIZE_GROUPS = declare_kernel(kernels.quantize_groups, pdl="start")
 PARTIAL_MAXIMA = declare_kernel(kernels.partial_maxima, pdl="start")
 QUANTIZE_WHOLE_ROWS = declare_kernel(kernels.quantize_whole_rows, pdl="start")
 
-#: Elements for activations.
 _ELEMENTS = ("e4m3", "e2m1", "int8")
-#: Programs that find the largest magnitude of an array: a power of two, since the next launch reads all.
+#: Programs that find an array's largest magnitude: a power of two, since the next launch reads all.
 _MAXIMA = 512
 #: Elements of a tile, 16 per thread of 4 warps.
 _TILE = 2048
-#: Rows from which several whole rows are quantised at a time, and their tile: elements, most columns, warps. The bits
-#: are equal. From 16384 rows on it takes up to half the time, up to 256 rows up to twice the time
-#: (docs/notebook/quantised.md). Nothing between was measured.
+#: Rows from which several whole rows are quantised at a time, and their tile: elements, most columns, warps. From 16384
+#: rows on it takes up to half the time, up to 256 rows up to twice the time (docs/notebook/quantised.md).
 _MANY_ROWS = 4096
 _MANY, _MANY_COLUMNS, _MANY_WARPS = 4096, 1024, 8
-#: Columns of the widest group, which is one tile.
+#: Columns of the widest group: one tile.
 _WIDEST_GROUP = 16384
 
 
@@ -51,16 +49,14 @@ def plan_quantize_rows(
     """values and scales of x `[R, D]` in a format, laid out as a `QuantizedTensor` `[R, D]` of layout `out_in`.
 
     x: bf16, fp16 or fp32; rows may be strided. format: of e4m3, e2m1 or int8, with scales of a row, of groups of its
-    columns, or of all. scales: fp32 `[1]`, a static scale, for formats with one scale per tensor; None to choose from
-    x. used_by: int32 `[R * n]`: a row with n negative entries is not read and becomes zeros (row_of_slot of a layout
-    for tokens, slot_of_row for its rows); None: every row counts.
-    maxima, in composed plans on compiled targets, of whole rows: int32 `[n]`, n a power of two, the bits of the largest
-    magnitudes of rows that count, found by the writer of x (`MatmulProblem.finds_maxima`). zeros: number of int32 zeros
-    to write too, a power of two.
+    columns, or of all. scales: fp32 `[1]`, a static scale, for formats with one scale per tensor. used_by: int32 `[R *
+    n]`: a row with n negative entries is not read and becomes zeros (row_of_slot of a layout for tokens, slot_of_row
+    for its rows); None: every row counts. maxima, in composed plans on compiled targets, of whole rows: int32 `[n]`, n
+    a power of two, the bits of the largest magnitudes of rows that count, found by the writer of x
+    (`MatmulProblem.finds_maxima`). zeros: number of int32 zeros to write too, a power of two.
 
-    Inputs: x, [static_scale], [used_by], [maxima]; outputs: values, scales, [zeros]. Bits equal
-    `moe_core.ops.quantize.reference.quantize_rows`. Raises InvalidInput, and Unsupported for other formats and, on
-    compiled targets, groups of more than 16384 columns.
+    Inputs: x, [static_scale], [used_by], [maxima]; outputs: values, scales, [zeros]. Bits: of the reference. Raises
+    InvalidInput, and Unsupported for other formats and, on compiled targets, groups of more than 16384 columns.
     """
     require_kind("format", format, Format)
     require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False)
@@ -102,7 +98,7 @@ def plan_quantize_rows(
 
 
 def chooses_one_scale(format: Format, static: bool) -> bool:
-    """Return True if rows in this format share a scale that is found from them; static: a scale is given."""
+    """Return True if all rows share a scale that is found from them."""
     return format.group_rows is None and not static
 
 
@@ -117,12 +113,11 @@ def _require_users(used_by: ArraySpec, x: ArraySpec) -> None:
 
 
 def _users(builder: PlanBuilder) -> int:
-    """Entries of used_by for a row of x."""
     return builder.spec("used_by").shape[0] // max(builder.spec("x").shape[0], 1) if builder.has("used_by") else 0
 
 
 def rule_of(format: Format, target: Target) -> dict[str, Argument]:
-    """The kernels' constants for codes and scales."""
+    """The kernels' constants of a format."""
     element = format.own_element
     converts = target.has_fp8 and element.name == "e4m3" and not format.has_e8m0_scales
     rule = passed(ELEMENT=element.name, CONVERTS=converts, RULE=format.scale_rule, LARGEST=element.largest)
@@ -130,15 +125,13 @@ def rule_of(format: Format, target: Target) -> dict[str, Argument]:
 
 
 def _rows_of_tile(columns: int, rows: int, target: Target, elements: int = _TILE) -> int:
-    """Rows of a tile with this many columns."""
     if target.interpreted:
         return min(padded(rows), max(1, BLOCK_ELEMENTS["interpreter"] // columns))
-    # On devices one kernel serves every batch.
     return max(1, elements // columns)
 
 
 def _whole_rows_tile(width: int, rows: int, target: Target) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile of rows of that width, for few rows and for many."""
+    """(rows, columns, warps) of a tile of whole rows."""
     many = rows >= _MANY_ROWS and not target.interpreted
     elements, columns, num_warps = (_MANY, _MANY_COLUMNS, _MANY_WARPS) if many else (_TILE, _TILE, 4)
     block_k = min(padded(width), columns)

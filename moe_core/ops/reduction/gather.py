@@ -1,4 +1,4 @@
-"""Planning of the gather from tokens to layout rows. Its backward is `plan_reduce` with order `row`."""
+"""Planning of the gather from tokens to layout rows."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def plan_gather_rows(
     *,
     wide: ArraySpec | None = None,
 ) -> LaunchPlan:
-    """y `[capacity, D]`: each layout row's token of x `[T, D]`, zeros for rows without a slot. row_of_slot int32 `[T *
-    K]` and wide fp32 `[T, D]` are for the backward and only checked. Inputs: x, slot_of_row int32 `[capacity]`. Raises
-    InvalidInput."""
+    """y `[capacity, D]`: each layout row's token of x `[T, D]`, zeros for rows without a slot.
+
+    row_of_slot int32 `[T * K]` and wide fp32 `[T, D]` are for the backward, `plan_reduce` of order `row`, and only
+    checked. Inputs: x, slot_of_row int32 `[capacity]`. Raises InvalidInput.
+    """
     row_stride("x", require_spec("x", x, (layout.num_tokens, "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))
     require_spec("layout.slot_of_row", slot_of_row, (layout.capacity,), "int32")
     require_spec("layout.row_of_slot", row_of_slot, (layout.num_slots,), "int32")
@@ -51,6 +53,6 @@ def plan_gather_rows(
 
 
 def require_wide(wide: ArraySpec | None, x: ArraySpec) -> None:
-    """Raise InvalidInput unless wide is None or fits the fp32 gradient of x."""
+    """Raise InvalidInput unless wide fits the fp32 gradient of x."""
     if wide is not None:
         require_spec("wide", wide, x.shape, "float32", contiguous=False)

@@ -1,4 +1,4 @@
-"""Planning of the reduction from slots to tokens, and of row scaling."""
+"""Planning of the sum of a token's slots, and of row scaling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_core.specs.routing import LayoutSpec
 REDUCE = declare_kernel(kernels.reduce, pdl="layout")
 SCALE_ROWS = declare_kernel(kernels.scale_rows, pdl="start")
 
-#: Up to this K the loop over slots is unrolled, so that all loads are in flight at once.
+#: Up to this K the loop is unrolled: all loads are in flight at once.
 _UNROLL_LIMIT = 16
 #: Columns per program for few and for many tokens, preferred first. A thread has 8: 16 bytes of a 16-bit row.
 _FEW_COLUMNS, _MANY_COLUMNS, _COLUMNS_PER_WARP = 256, (2048, 1024), 256
@@ -30,10 +30,12 @@ def unrolled(top_k: int) -> bool:
 
 
 def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, int]:
-    """(tokens, columns, warps) per program of the reduction, which is memory bound. Many tokens: a whole row, or the
-    tile with the least padding. With K = 8 the 12 programs of 4 warps on an H100 or H200 multiprocessor then have 196
-    KB in flight, and 40 KB cover its share of bandwidth times latency. Traffic is (K + 1) * T * D * 2 bytes: 604 MB for
-    T = 16384, K = 8, D = 2048, or 134 us at 4.5 TB/s. Few tokens: more, smaller programs, since only latency counts."""
+    """(tokens, columns, warps) per program of the reduction, which is memory bound.
+
+    Many tokens: a whole row, or the tile with the least padding. With K = 8 the 12 programs on an H100 or H200
+    multiprocessor have 196 KB in flight; bandwidth times latency is 40 KB. Few tokens: more, smaller programs, since
+    only latency counts.
+    """
     if target.interpreted:
         return *elementwise_tile(width, target), 4
     columns = min(_MANY_COLUMNS, key=lambda size: -(-width // size) * size)
@@ -44,7 +46,7 @@ def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, 
 
 
 def require_beside(shared: ArraySpec | None, shared_gate: ArraySpec | None, shape: tuple[int, int]) -> None:
-    """Raise InvalidInput if a shared expert's rows or gate logits do not fit sums of this shape."""
+    """Raise InvalidInput if a shared expert's rows or gate logits do not fit."""
     if shared is not None:
         row_stride("shared", require_spec("shared", shared, shape, dtypes.MATMUL_DTYPES, contiguous=False))
     if shared_gate is not None:
@@ -65,10 +67,12 @@ def plan_reduce(
     shared_gate: ArraySpec | None = None,
     out_dtype: str | None = None,
 ) -> LaunchPlan:
-    """out `[T, D]`: the fp32 sum of the rows of y of a token's slots, in the order k = 0..K-1. y: `[T * K, D]` by slot
-    (order `slot`) or `[capacity, D]` by layout row (order `row`). row_of_slot int32 `[T * K]`: -1 adds nothing. shared
-    `[T, D]` is added in fp32, times the sigmoid of shared_gate (fp32 `[T, 1]`) unless None. One cast to out_dtype
-    (None: the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate]."""
+    """out `[T, D]`: the fp32 sum of the rows of y of a token's slots, in the order k = 0..K-1.
+
+    y: `[T * K, D]` by slot (order `slot`) or `[capacity, D]` by layout row (order `row`). row_of_slot int32 `[T * K]`:
+    -1 adds nothing. shared `[T, D]` is added in fp32, times the sigmoid of shared_gate (fp32 `[T, 1]`) unless None. One
+    cast to out_dtype (None: the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate].
+    """
     require_choice("order", order, ("slot", "row"))
     require_spec("layout.row_of_slot", row_of_slot, (layout.num_slots,), "int32")
     rows = layout.num_slots if order == "slot" else layout.capacity

@@ -1,4 +1,4 @@
-"""NumPy twins of the top-k reduction and of row scaling."""
+"""NumPy twins of the reductions and of row scaling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reduce(
     out_dtype: str | None = None,
     places: tuple[np.ndarray, ...] = (),
 ) -> np.ndarray:
-    """The result of `plan_reduce`. Slots with -1 are not read. places: memory for it (empty: a new array)."""
+    """`plan_reduce`. Slots with -1 are not read. places: memory for the result (empty: a new array)."""
     rows = row_of_slot.reshape(-1, top_k)
     complete = row_of_slot.min(initial=0) >= 0
     sources = rows if order == "row" else np.arange(rows.size).reshape(rows.shape)
@@ -53,7 +53,7 @@ def reduce(
 
 
 def gather_rows(x: np.ndarray, slot_of_row: np.ndarray, *, top_k: int) -> np.ndarray:
-    """y `[capacity, D]`: each row's token of x `[T, D]`, zeros for rows without a slot."""
+    """`plan_gather_rows`."""
     y, rows = np.zeros((len(slot_of_row), x.shape[1]), x.dtype), np.flatnonzero(slot_of_row >= 0)
     y[rows] = x[slot_of_row[rows] // top_k]
     return y

@@ -1,4 +1,4 @@
-"""Plans the backward's row-wise kernels on compiled targets, for `moe_core.ops.moe.backward`."""
+"""Plans the backward's row-wise kernels on compiled targets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ ADD = declare_kernel(kernels.add)
 CAST_ROWS = declare_kernel(kernels.cast_rows)
 WEIGHTED_INPUT = declare_kernel(kernels.weighted_input)
 
-#: Elements of one program of an elementwise kernel.
 _ELEMENTS = {"gpu": 1024, "interpreter": 65536}
-#: Rows, and columns at a time, of a program along rows, and experts that it compares at once.
+#: Rows, and columns at a time, of a program along rows.
 _ROWS = {"gpu": (4, 512), "interpreter": (64, 1024)}
 _EXPERTS_AT_ONCE = 128
 
@@ -62,7 +61,7 @@ def plan_bias_product(
 
 @functools.lru_cache(PLANS_KEPT)
 def _plan_elementwise(kernel: Kernel, inputs: tuple[str, ...], output: str, shape: tuple[int, ...], target: Target):
-    """output fp32 = a kernel of fp32 arrays of one size."""
+    """An fp32 output of fp32 arrays of one size."""
     builder = PlanBuilder(kernel.function, target)
     array = ArraySpec(shape, "float32")
     names = [builder.input(name, array) for name in inputs] + [builder.output(output, array)]
@@ -73,23 +72,23 @@ def _plan_elementwise(kernel: Kernel, inputs: tuple[str, ...], output: str, shap
 
 
 def plan_gate_weight(gate: ArraySpec, target: Target) -> LaunchPlan:
-    """weight = sigmoid(gate), fp32. Input: gate; output: weight."""
+    """weight = sigmoid(gate), fp32."""
     return _plan_elementwise(GATE_WEIGHT, ("gate",), "weight", gate.shape, target)
 
 
 def plan_gate_gradient(gate: ArraySpec, target: Target) -> LaunchPlan:
-    """d_gate = d_weight s(gate) s(-gate), s the sigmoid, fp32. Inputs: d_weight, gate; output: d_gate."""
+    """d_gate = d_weight s(gate) s(-gate), s the sigmoid, fp32. Inputs: d_weight, gate."""
     return _plan_elementwise(GATE_GRADIENT, ("d_weight", "gate"), "d_gate", gate.shape, target)
 
 
 def plan_add(array: ArraySpec, target: Target) -> LaunchPlan:
-    """total = first + second, fp32. Inputs: first, second; output: total."""
+    """total = first + second, fp32."""
     return _plan_elementwise(ADD, ("first", "second"), "total", array.shape, target)
 
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_cast_rows(x: ArraySpec, dtype: str, target: Target) -> LaunchPlan:
-    """y `[R, D]` = x `[R, D]` in another dtype, one cast. Input: x; output: y."""
+    """y `[R, D]` = x `[R, D]` in another dtype."""
     rows, width = x.shape
     builder = PlanBuilder("cast_rows", target)
     builder.input("x", x)
@@ -101,7 +100,7 @@ def plan_cast_rows(x: ArraySpec, dtype: str, target: Target) -> LaunchPlan:
 
 
 def cast_gradient(builder: PlanBuilder, label: str, rows: str, dtype: str) -> str:
-    """A buffer with rows of gradients in this dtype: rows, or a cast, which is added."""
+    """A buffer with gradients in this dtype: rows, or an added cast."""
     if builder.spec(rows).dtype == dtype:
         return rows
     plan = plan_cast_rows(builder.spec(rows), dtype, builder.target)
@@ -113,7 +112,7 @@ def plan_weighted_input(
     d_rows: ArraySpec, x: ArraySpec, target: Target, *, outputs: tuple[str, ...], with_extra: bool = False
 ) -> LaunchPlan:
     """The backward of x[t] * w[t] with one slot per token: d_x `[T, D]` = cast(w d_row + extra) in the dtype of x and
-    d_weight fp32 `[T, 1]` = <d_row, x>, those in outputs.
+    d_weight fp32 `[T, 1]` = <d_row, x>, if in outputs.
 
     d_rows `[capacity, D]` by layout row; a token without one gives no product. Inputs: d_rows, x, row_of_slot `[T]`,
     weights fp32 `[T, 1]`, [extra fp32 `[T, D]`].

@@ -1,4 +1,4 @@
-"""Plans the router product's backward, alone and in the backward of a whole MoE."""
+"""Plans the router product's backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.routing import LogitsSpec
 
-#: All gradients.
 ROUTER_GRADIENTS = ("d_x", "d_wide", "d_weight", "d_bias")
 
 
@@ -34,12 +33,10 @@ def plan_router_backward(
 ) -> LaunchPlan:
     """The backward of `plan_router` from d_logits fp32 `[T, E]`. Formulas: docs/user/training.md.
 
-    wanted: of ROUTER_GRADIENTS. bias: gives the dtype of d_bias, None without a bias. Inputs: d_logits, x, weight;
-    outputs: wanted, in order, each like its array: IEEE fp32 sums, one cast. d_wide is d_x in fp32, without the cast.
-    Raises InvalidInput, Unsupported.
+    wanted: of ROUTER_GRADIENTS. bias: gives the dtype of d_bias. Inputs: d_logits, x, weight; outputs: wanted, each
+    like its array: IEEE fp32 sums, one cast. d_wide is d_x in fp32, without the cast. Raises InvalidInput, Unsupported.
     """
     require_wanted(wanted, ROUTER_GRADIENTS[: 4 if bias is not None else 3])
-    # Check what the forward checks.
     logits = plan_router(x, weight, bias, spec, target).spec("logits")
     require_spec("d_logits", d_logits, logits.shape, "float32")
     builder = PlanBuilder("router_backward", target)
@@ -78,9 +75,8 @@ def add_router_input_gradient(
     *,
     d_x: str | None = None,
 ) -> str:
-    """Add fp32 `[T, D]` = d_logits . weight^T. Returns its buffer. d_logits, weight: buffers; spec: the forward's;
-    role: of the result; d_x: its buffer, if there is one.
-    """
+    """Add fp32 `[T, D]` = d_logits . weight^T. Returns its buffer. spec: the forward's; role: of the result; d_x: its
+    buffer, if there is one."""
     options = LogitsSpec(TRANSPOSED[spec.weight_layout], expected_tokens=spec.expected_tokens)
     plan = plan_router(builder.spec(d_logits), builder.spec(weight), None, options, builder.target, split=True)
     bindings = {"x": d_logits, "weight": weight}

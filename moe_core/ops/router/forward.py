@@ -20,8 +20,8 @@ from moe_core.specs.tile import TileConfig
 
 ROUTER = declare_kernel(kernels.router, pdl="start")
 
-#: Tiles of the router product, largest first, by kind of dot: sides, warps, stages. Steps along d are long in small
-#: tiles, because few loads are in flight. Two warps for 32 x 32: with four, ptxas aims at too few registers and spills.
+#: Tiles, largest first, by kind of dot: sides, warps, stages. Steps along d are long in small tiles, because few loads
+#: are in flight. Two warps for 32 x 32: with four, ptxas spills.
 _ROUTER_TILES = {
     "16-bit": (
         *((128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (64, 32, 128, 4, 4)),
@@ -31,14 +31,15 @@ _ROUTER_TILES = {
     "ieee": ((64, 64, 32, 8, 3), (32, 32, 32, 4, 3), (16, 16, 64, 4, 4)),
     "split": ((64, 128, 64, 4, 2), (64, 64, 32, 4, 2), (32, 32, 32, 4, 3), (16, 16, 64, 4, 4)),
 }
-#: Rows of the one tile for every number of tokens, that of a middling batch.
+#: Rows of the one tile for every number of tokens.
 _INVARIANT_ROWS = 32
 _LARGEST_TILE = 128
 
 
 def router_tile(num_tokens: int | None, num_experts: int, d: int, kind: str, target: Target) -> TileConfig:
-    """The largest tile whose grid gives three quarters of the SMs a program, else the smallest, so that few tokens
-    spread along the experts. num_tokens None: the one tile for every number of tokens.
+    """The largest tile that gives three quarters of the SMs a program, else the smallest.
+
+    num_tokens None: the one tile for every number of tokens.
     """
     if target.interpreted:
         block_m = _INVARIANT_ROWS if num_tokens is None else min(128, padded(num_tokens))

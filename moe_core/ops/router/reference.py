@@ -1,4 +1,4 @@
-"""NumPy twins of the router product and its backward."""
+"""NumPy twins of the router product."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moe_core.specs.routing import LogitsSpec
 
 
 def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *, spec: LogitsSpec) -> np.ndarray:
-    """Logits fp32 `[T, E]` = x `[T, D]` . weight (+ bias `[E]`), accumulated in fp32, rounded to spec.logits_dtype. As
-    in the kernel, both storages of the weight give the same bits."""
+    """`plan_router`, accumulated in fp32, rounded to spec.logits_dtype. Both storages of the weight give the
+    same bits."""
     matrix = to_float32(np.ascontiguousarray(weight if spec.weight_layout == "in_out" else weight.T))
     logits = np.empty((len(x), matrix.shape[1]), matrix.dtype)
 
     def multiply(block: slice) -> None:
         with np.errstate(all="ignore"):
-            # Few rows are not split into parts: the number of rows must not change BLAS's order of additions.
+            # Few rows are not split: the number of rows must not change BLAS's order of additions.
             rows = product(x[block], matrix, "in_out", True) if spec.batch_invariant else to_float32(x[block]) @ matrix
             logits[block] = round_to(rows if bias is None else rows + to_float32(bias), spec.logits_dtype)
 
@@ -29,7 +29,7 @@ def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *,
 
 
 class RouterGradients(NamedTuple):
-    """x fp32 `[T, D]` (unrounded: other gradients of x are added first), weight and bias in their dtypes."""
+    """x fp32 `[T, D]`, unrounded, so that other gradients can be added; weight and bias in their dtypes."""
 
     x: np.ndarray
     weight: np.ndarray
@@ -48,16 +48,15 @@ def router_backward(
 ) -> RouterGradients:
     """Gradients of the router product from d_logits fp32 `[T, E]`.
 
-    d_x = d_logits . weight^T, d_weight = x^T . d_logits, d_bias = column sums, all in IEEE fp32 with one cast. The
-    gradient passes the rounding to spec.logits_dtype unchanged. token_mask bool `[T]`: x and d_logits of masked tokens
-    are not read, and their d_x is exactly 0. into: an fp32 array that d_weight is added to, which is then fp32. Both
-    storages of the weight give the same bits.
+    d_x = d_logits . weight^T, d_weight = x^T . d_logits, d_bias = column sums, in IEEE fp32 with one cast. The gradient
+    passes the rounding to spec.logits_dtype unchanged. token_mask bool `[T]`: masked tokens are not read, and their d_x
+    is exactly 0. into: an fp32 array that d_weight is added to, which is then fp32.
     """
     tokens = slice(None) if token_mask is None else np.flatnonzero(token_mask)
     d_logits, matrix, source = d_logits[tokens], to_float32(weight), to_float32(x[tokens])
     d_x = np.empty(x.shape, working_dtype(x)) if token_mask is None else np.zeros(x.shape, working_dtype(x))
     with np.errstate(all="ignore"):
-        # Use one BLAS call for both storages: the order of additions depends on which matrices are transposed.
+        # One BLAS call for both storages: the order of additions depends on transposition.
         rows = np.ascontiguousarray(matrix.T if spec.weight_layout == "in_out" else matrix)
         d_x[tokens], d_weight = d_logits @ rows, source.T @ d_logits
         d_weight = d_weight if spec.weight_layout == "in_out" else np.ascontiguousarray(d_weight.T)
@@ -75,7 +74,6 @@ def router_backward_plan(
     wanted: tuple[str, ...],
     bias_dtype: str | None,
 ) -> tuple[np.ndarray, ...]:
-    """The wanted gradients of the router product, in order, each rounded once."""
     bias = None if bias_dtype is None else np.zeros(0, result_dtype(bias_dtype, d_logits))
     gradients = router_backward(d_logits, x, weight, bias, spec=spec)
     made = {

@@ -1,4 +1,4 @@
-"""Plans the routing's backward: gradients of the logits from weights and losses."""
+"""Plans the routing's backward."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from moe_core.specs.routing import LayoutSpec, RouterSpec
 COUNT_TOKENS = declare_kernel(kernels.count_tokens)
 ROUTING_BACKWARD = declare_kernel(kernels.routing_backward)
 
-#: Most one-warp programs of an SM (CUDA: 32 blocks per SM). More tokens are looped over.
+#: CUDA: 32 blocks per SM. More tokens are looped over.
 _PROGRAMS_PER_SM = 32
-#: Logits of a warp (8 per thread of several arrays at once).
+#: Logits of a warp (8 per thread).
 _COLUMNS_PER_WARP = 256
-#: Tokens per step of counting the unmasked ones.
 _COUNTED = {"gpu": 4096, "interpreter": 64}
 
 
 def gradient_shapes(num_tokens: int, num_experts: int | str, top_k: int | str) -> dict[str, tuple[int | str, ...]]:
-    """Shapes of the gradients of a routing, all fp32. Sizes may be names, for messages."""
+    """Shapes of the fp32 gradients. Sizes may be names, for messages."""
     return {"weights": (num_tokens, top_k), "logits": (num_tokens, num_experts), "load_balance": (1,), "z": (1,)}
 
 
@@ -38,7 +37,7 @@ def _validate(
 ) -> None:
     require_spec("logits", logits, ("num_tokens", "num_experts"), "float32")
     num_tokens, num_experts = logits.shape
-    # The gradient does not depend on a correction bias. Groups of one are legal without it, so nothing is refused here.
+    # Groups of one are legal without a correction bias, which the gradient does not depend on.
     spec.validate_experts(num_experts, has_bias=False)
     top_k = spec.require_top_k()
     LayoutSpec(num_tokens, top_k, num_experts)  # Slots are numbered in int32.
@@ -76,12 +75,12 @@ def plan_routing_backward(
     *,
     token_mask: ArraySpec | None = None,
 ) -> LaunchPlan:
-    """d_logits fp32 `[T, E]` of the gradients given, from logits fp32 `[T, E]` and the chosen ids int32 `[T, K]`.
+    """d_logits fp32 `[T, E]` of gradients, from logits fp32 `[T, E]` and the chosen ids int32 `[T, K]`.
 
     gradients: ArraySpecs. ids: None without gradients.weights; distinct within a token, -1 for a masked token.
     token_mask bool `[T]`: masked tokens get exact zeros and count nowhere. The correction bias and the groups have no
-    gradient. Inputs: logits, [ids], `gradients.*` as given, [token_mask]; output: d_logits. Formulas:
-    `moe_core.ops.routing.reference`. Raises InvalidInput, Unsupported.
+    gradient. Inputs: logits, [ids], `gradients.*`, [token_mask]; output: d_logits. Formulas:
+    `moe_core.ops.routing.reference_backward`. Raises InvalidInput, Unsupported.
     """
     _validate(gradients, logits, ids, spec, token_mask)
     num_tokens, num_experts = logits.shape

@@ -19,21 +19,21 @@ PACK = declare_kernel(kernels.pack)
 SUM_COUNTS = declare_kernel(kernels.sum_counts)
 UNPACK = declare_kernel(kernels.unpack)
 
-#: Elements, and most tokens, of a bitmatrix kernel's tile.
 _ELEMENTS, _MOST_TOKENS = {"gpu": 2048, "interpreter": BLOCK_ELEMENTS["interpreter"]}, 128
 
 
 def _block_tokens(num_tokens: int, width: int, target: Target) -> int:
-    """Tokens per program, a power of two, for rows of `width` elements."""
     return min(_MOST_TOKENS, padded(num_tokens, 1), max(1, _ELEMENTS[target.engine] // width))
 
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> LaunchPlan:
     """bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 means that e was chosen.
-    -1 sets no bit. duplicates int32 `[1]` counts slots that repeat an expert of the token, invalid_ids int32 `[1]`
-    counts ids outside [-1, E). Neither sets a bit. Input: ids. Outputs: bitmatrix, duplicates, invalid_ids. Raises
-    InvalidInput, Unsupported."""
+
+    -1 sets no bit. duplicates int32 `[1]` counts slots that repeat an expert of the token, invalid_ids int32 `[1]` ids
+    outside [-1, E). Neither sets a bit. Input: ids. Outputs: bitmatrix, duplicates, invalid_ids. Raises InvalidInput,
+    Unsupported.
+    """
     require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
     num_experts = as_integer("num_experts", num_experts, 1)
     num_tokens, top_k = ids.shape
@@ -68,7 +68,10 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
 @functools.lru_cache(PLANS_KEPT)
 def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, target: Target) -> LaunchPlan:
     """ids int32 `[T, K]` of a bitmatrix uint32 `[T, ceil(E / 32)]`: the lowest K of the bits below E, ascending, then
-    -1. Input: bitmatrix. Output: ids. Raises InvalidInput, Unsupported."""
+    -1.
+
+    Input: bitmatrix. Output: ids. Raises InvalidInput, Unsupported.
+    """
     num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
     require_spec("bitmatrix", bitmatrix, ("num_tokens", -(-num_experts // 32)), "uint32")
     num_tokens = bitmatrix.shape[0]

@@ -6,7 +6,6 @@ from moe_core.errors import InvalidInput
 
 
 def require_known_ids(invalid_ids: int, num_ids: int) -> None:
-    """Raise InvalidInput unless the count of ids outside [-1, num_ids) is 0."""
     if invalid_ids:
         raise InvalidInput(
             f"ids must be in [-1, {num_ids}), got {invalid_ids} outside; correct them, or leave checked out to treat "
@@ -15,7 +14,6 @@ def require_known_ids(invalid_ids: int, num_ids: int) -> None:
 
 
 def require_distinct_ids(repeated: int) -> None:
-    """Raise InvalidInput unless the count of repeated ids within a token is 0."""
     if repeated:
         raise InvalidInput(
             f"ids must not repeat within a token, which a bitmatrix cannot hold, got {repeated} repeated ids; "

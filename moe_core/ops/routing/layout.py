@@ -26,34 +26,31 @@ PLACE_BLOCKS = declare_kernel(layout_kernels.place_blocks, pdl="start", writes_l
 SCHEDULE = declare_kernel(schedule_kernels.schedule, writes_layout=True)
 ZERO_COUNTERS = declare_kernel(schedule_kernels.zero, writes_layout=True)
 
-#: Outputs of every layout.
 _OUTPUTS = (*LAYOUT_INPUTS, "row_of_slot", "invalid_ids")
-#: Further buffers of kernels that place given slots.
 _PLACING = ("overflow", "given_weights", "row_weight")
-#: Experts of a row that one program can hold, far above any model.
+#: Experts of a row that one program can hold.
 MAX_EXPERTS = 4096
-#: Elements of a program's tile. The interpreter's cost does not depend on it.
+#: Elements of a tile, which the interpreter's cost does not depend on.
 BLOCK_ELEMENTS = {"gpu": 4096, "interpreter": 65536}
-#: Most slots of a layout in one launch (each program counts every slot); above, two launches.
+#: Most slots of one launch, where every program counts every slot.
 SLOTS_AT_ONCE = {"gpu": 4096, "interpreter": 256}
-#: Slots per program of one launch. Ranking within a block compares every pair.
+#: Slots per program of one launch, which compares every pair.
 _BLOCK_SLOTS = {"gpu": 128, "interpreter": 64}
 #: Slots per step of counting: the first size that holds all, else the last.
 _CHUNK_SLOTS = {"gpu": (256, 1024), "interpreter": (64, 128)}
-#: Slots per step of placing a block: the first size that holds a block, else the last. The interpreter's sizes are
-#: small, so that its tests take every loop.
+#: Slots per step of placing a block, chosen likewise. The interpreter's sizes are small, so that tests take every loop.
 _PLACED_SLOTS = {"gpu": (64, 256), "interpreter": (16, 64)}
-#: Warps of a placing program with small blocks of slots and at most this many experts, since fewer warps wait less for
-#: each other; and of other programs, for the registers.
+#: Warps of a placing program with small blocks and at most this many experts, since fewer warps wait less for each
+#: other; and of other programs, for the registers.
 _FEW_WARPS, _FEW_EXPERTS, _MANY_WARPS = 4, 512, 8
-#: Blocks whose counts a placing program adds at once: the first size that holds all, else the last, or as many as give
+#: Blocks that a placing program sums at once: the first size that holds all, else the last, or as many as give
 #: a warp this many counts (128 per thread).
 _SUMMED_BLOCKS, _SUMMED_COUNTS = {"gpu": (32, 128), "interpreter": (2, 4)}, 4096
-#: The least programs that write what no slot decides while others place slots.
+#: The least programs that write the rest while others place slots.
 _LEAST_SHARING = 4
-#: Blocks of slots that the interpreter counts apart. A GPU gets one per multiprocessor, since every program reads all.
+#: Blocks that the interpreter counts apart. A GPU gets one per multiprocessor.
 _INTERPRETER_BLOCKS = 6
-#: Schedules that a layout kernel writes. Others are separate launches.
+#: Schedules that a layout kernel writes.
 _FUSED_SCHEDULES = 2
 
 
@@ -67,13 +64,13 @@ def require_experts(num_experts: int) -> None:
 
 
 def _expert_warps(experts: int, least: int) -> int:
-    """Warps of a program with several padded rows of experts: 4 elements of each per thread, up to 2048."""
+    """Warps for several padded rows of experts: 4 elements of each per thread."""
     return min(16, max(least, experts // 128))
 
 
 def _schedule_spec(layout: LayoutSpec, block_m: int) -> ArraySpec:
     blocks = layout.max_blocks(block_m)
-    # False sizes may claim this many blocks; kernels add them in 32 bits.
+    # False sizes may claim this many blocks; kernels add in 32 bits.
     if layout.num_experts * blocks >= INT32_LIMIT:
         raise Unsupported(
             f"a schedule must have fewer than 2**31 blocks times experts, got {blocks} x {layout.num_experts}; "
@@ -96,11 +93,10 @@ def plan_layout(
 ) -> LaunchPlan:
     """Group the slots of ids int32 or int64 `[T, K]` by expert, stably: an expert's rows are in slot order.
 
-    expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here".
-    token_mask bool `[T]`: a masked token's ids act as -1 and count nowhere. Ids outside [-1, E_global), and slots past
-    layout.limit, act as -1 and count in invalid_ids.
-    given_weights bf16, fp16 or fp32 `[T, K]`: written as fp32.
-    block_ms: heights of schedules. tile_counters: counters of products to clear, a power of two.
+    expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here". token_mask bool `[T]`: a
+    masked token's ids act as -1 and count nowhere. Ids outside [-1, E_global), and slots past layout.limit, act as -1
+    and count in invalid_ids. given_weights bf16, fp16 or fp32 `[T, K]`: written as fp32. block_ms: heights of
+    schedules. tile_counters: counters of products to clear, a power of two.
 
     Inputs: ids, [expert_map], [token_mask], [given_weights]. Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`,
     slot_of_row `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, with layout.rows overflow `[1]` (slots that it
@@ -148,13 +144,13 @@ def plan_layout(
 
 
 def most_blocks(target: Target) -> int:
-    """Most blocks of tokens or slots that are counted apart. Every placing program reads each."""
+    """Most blocks of slots that are counted apart. Every placing program reads each."""
     return _INTERPRETER_BLOCKS if target.interpreted else target.num_sms
 
 
 @dataclass
 class LayoutLauncher:
-    """Chooses and adds the launches of a layout. read: the pointers ids, expert_map and token_mask, None if absent."""
+    """Adds the launches of a layout. read: the pointers ids, expert_map and token_mask."""
 
     builder: PlanBuilder
     layout: LayoutSpec
@@ -168,7 +164,7 @@ class LayoutLauncher:
         self.sizes = passed(NUM_GLOBAL=self.num_global, NUM_EXPERTS=self.layout.num_experts, TOP_K=self.layout.top_k)
 
     def launch(self) -> None:
-        """From ids: one launch for few slots, two for many."""
+        """One launch for few slots, two for many."""
         slots = self.layout.num_slots
         if slots <= SLOTS_AT_ONCE[self.target.engine]:
             self.builder.note(f"{slots} slots: one launch, every program counts all slots")
@@ -182,20 +178,16 @@ class LayoutLauncher:
         self.further_schedules()
 
     def further_schedules(self) -> None:
-        """Add the schedules that the layout's own kernels do not write."""
         for block_m in self.block_ms[_FUSED_SCHEDULES:]:
             _launch_schedule(self.builder, self.layout, block_m, f"schedule_{block_m}")
 
     def _sharing(self) -> int:
-        """Programs that share the rows without a slot."""
         if self.target.interpreted:
             return 1
         return max(1, min(-(-self.layout.capacity // BLOCK_ELEMENTS["gpu"]), self.target.num_sms))
 
     def outputs(self, *more: str, **counts: int) -> dict[str, Argument]:
-        """Outputs and counts of kernels that call `write_groups`: the given ones, then lengths of schedules and
-        max_rows.
-        """
+        """The last pointers and counts of kernels that call `write_groups`."""
         names = [f"schedule_{block_m}" for block_m in self.block_ms[:_FUSED_SCHEDULES]]
         lengths = [self.layout.max_blocks(block_m) for block_m in self.block_ms[:_FUSED_SCHEDULES]]
         absent = _FUSED_SCHEDULES - len(names)
@@ -206,7 +198,7 @@ class LayoutLauncher:
         return arguments | passed(max_rows=self.layout.max_rows)
 
     def tail(self, num_warps: int, **block_sizes: int) -> dict[str, Argument]:
-        """The last constants of every kernel that calls `write_groups`, with this many warps."""
+        """Their last constants, with this many warps."""
         layout, heights = self.layout, [*self.block_ms, *[1] * _FUSED_SCHEDULES][:_FUSED_SCHEDULES]
         pad = max(1, min(BLOCK_ELEMENTS[self.target.engine], 512 * num_warps) // self.experts)
         return {
@@ -226,7 +218,7 @@ class LayoutLauncher:
         self.builder.launch(LAYOUT_AT_ONCE, (programs,), arguments, num_warps)
 
     def block_counts(self, block_slots: int) -> int:
-        """Declare scratch for the slots of every expert in each block. Returns the number of blocks."""
+        """Declare scratch for each block's counts. Returns the number of blocks."""
         blocks = -(-self.layout.num_slots // block_slots)
         self.builder.scratch("block_counts", ArraySpec((blocks, self.layout.num_experts), "int32"))
         return blocks
@@ -240,7 +232,7 @@ class LayoutLauncher:
         self.builder.launch(COUNT_BLOCKS, (blocks,), arguments, _expert_warps(self.experts, 4))
 
     def _placing_sizes(self, blocks: int, block_slots: int) -> tuple[int, int, int]:
-        """Warps of `place_blocks`, slots placed at once, blocks whose counts are added at once."""
+        """Warps, slots placed at once, blocks added at once."""
         sizes = _PLACED_SLOTS[self.target.engine]
         small = block_slots <= sizes[0] and self.experts <= _FEW_EXPERTS
         num_warps = _FEW_WARPS if small else _MANY_WARPS
@@ -248,7 +240,7 @@ class LayoutLauncher:
         return num_warps, first_holding(sizes, block_slots), min(summed, _SUMMED_COUNTS * num_warps // self.experts)
 
     def place_blocks(self, block_slots: int, block_invalid: str | None) -> None:
-        """Place the slots by the counts in scratch `block_counts`."""
+        """Place the slots by scratch `block_counts`."""
         slots, capacity = self.layout.num_slots, self.layout.capacity
         blocks = -(-slots // block_slots)
         num_warps, placed, summed = self._placing_sizes(blocks, block_slots)
@@ -273,7 +265,7 @@ def _launch_schedule(builder: PlanBuilder, layout: LayoutSpec, block_m: int, out
 def add_schedule(
     builder: PlanBuilder, layout: LayoutSpec, block_m: int, *, given: bool = False, name: str = "schedule"
 ) -> None:
-    """Declare the schedule of a block height: an input if it is given, else scratch made of group_sizes."""
+    """Declare a schedule: an input if given, else scratch made of group_sizes."""
     declare = builder.input if given else builder.scratch
     declare(name, _schedule_spec(layout, block_m), Held(Role.SCHEDULE, str(block_m)))
     if not given:
@@ -283,7 +275,7 @@ def add_schedule(
 @functools.lru_cache(PLANS_KEPT)
 def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPlan:
     """schedule int32 `[max_blocks, 2]` of group_sizes int32 `[E]`: (row block within the expert, expert), both
-    ascending, then idle rows (-1, -1). Kernels stop at the first idle row.
+    ascending, then (-1, -1). Kernels stop at the first of these.
 
     Example, group_sizes [3, 0, 2], block_m 2: (0, 0), (1, 0), (0, 2). Input: group_sizes; output: schedule. Raises
     InvalidInput, Unsupported.

@@ -1,4 +1,4 @@
-"""NumPy twins of the routing ops: top-k, ragged layout, schedules."""
+"""NumPy twins of the routing ops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEW_EXPERTS = 16
 
 
 def topk_keys(scores: np.ndarray) -> np.ndarray:
-    """uint32 keys of scores. Smaller keys rank higher. Equal scores (-0.0 and +0.0 too) have equal keys."""
+    """uint32 keys of scores: smaller ranks higher. Equal scores (-0.0 and +0.0 too) have equal keys."""
     if scores.dtype == np.float64:
         ranks = np.unique(-scores, return_inverse=True)[1].reshape(scores.shape)
         return np.where(np.isnan(scores), _NAN_KEY, ranks.astype(np.uint32))
@@ -29,7 +29,6 @@ def topk_keys(scores: np.ndarray) -> np.ndarray:
 
 
 def _best(keys: np.ndarray, count: int) -> np.ndarray:
-    """Indices `[..., count]` of the smallest keys along the last axis, in order, ties to the lower index."""
     width = keys.shape[-1]
     packed = keys.astype(np.uint64) << np.uint64(32) | np.arange(width, dtype=np.uint64)
     if count < width:
@@ -38,7 +37,7 @@ def _best(keys: np.ndarray, count: int) -> np.ndarray:
 
 
 def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, pairs: bool) -> np.ndarray:
-    """The keys, with the masked key for experts outside the spec.topk_group best groups."""
+    """The keys, masked for experts outside the best groups."""
     num_tokens, num_experts = keys.shape
     grouped = keys.reshape(num_tokens, spec.num_groups, num_experts // spec.num_groups)
     if pairs:
@@ -53,14 +52,13 @@ def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, pairs: 
 
 
 def softmax_and_log_sum(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """fp32 softmax and logsumexp `[.., 1]` along the last axis. A NaN or +inf makes its whole row NaN."""
+    """fp32 softmax and logsumexp `[.., 1]` along the last axis. A NaN or +inf makes its row NaN."""
     shares, highest, total = _softmax_parts(logits)
     with np.errstate(all="ignore"):
         return shares, highest + np.log(total)
 
 
 def _softmax_parts(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Softmax, the highest logit and the sum of exponentials relative to it, along the last axis."""
     with np.errstate(all="ignore"):
         highest = logits.max(axis=-1, keepdims=True)
         exponentials = logits - highest
@@ -70,7 +68,7 @@ def _softmax_parts(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
-    """fp32 scores `[T, E]`: softmax over experts, sigmoid, or sqrt(log(1 + exp(x))) without overflow."""
+    """fp32 scores `[T, E]`; sqrt(log(1 + exp(x))) without overflow."""
     if scoring == "softmax":
         return _softmax_parts(logits)[0]
     if scoring == "sigmoid":
@@ -80,7 +78,7 @@ def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
 
 
 def shares_of(values: np.ndarray, epsilon: float = 0.0) -> np.ndarray:
-    """fp32 values / (their sum along the last axis + epsilon). As in the forward a zero divisor gives zeros."""
+    """fp32 values / (their sum + epsilon) along the last axis. A zero divisor gives zeros."""
     total = values.sum(axis=-1, keepdims=True)
     if epsilon:
         total += values.dtype.type(epsilon)
@@ -94,7 +92,7 @@ def _selected(
     correction_bias: np.ndarray | None,
     spec: RouterSpec,
 ) -> np.ndarray:
-    """ids int64 `[T, K]`, best first. scored: `bounded` logits. A cap may make different logits equal."""
+    """ids int64 `[T, K]`, best first. scored: `bounded` logits; a cap may make different logits equal."""
     pairs = correction_bias is not None if spec.group_score is None else spec.group_score == "pair"
     with np.errstate(all="ignore"):
         if correction_bias is not None:
@@ -102,7 +100,6 @@ def _selected(
         else:
             ranked = scores if pairs and spec.num_groups > 1 else logits
     if spec.num_groups == 1 and ranked.shape[-1] <= _FEW_EXPERTS:
-        # NumPy also sorts NaN last and keeps the order of equal scores.
         return np.argsort(-ranked, axis=-1, kind="stable")[:, : spec.require_top_k()]
     keys = topk_keys(ranked)
     if spec.num_groups > 1:
@@ -119,7 +116,7 @@ def route(
     spec: RouterSpec,
     with_bitmatrix: bool = False,
 ) -> tuple[np.ndarray, ...]:
-    """The results of `plan_routing`, by its rules: ids, weights (and bitmatrix)."""
+    """The results of `plan_routing`."""
     softmax_last = spec.order == "topk_then_softmax"
     scored = bounded(logits, spec)
     scores = scored if softmax_last else scores_of(scored, spec.scoring)
@@ -178,8 +175,10 @@ def layout(
     block_ms: tuple[int, ...] = (),
 ) -> tuple[np.ndarray, ...]:
     """The results of `plan_layout`: group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, with layout.rows
-    overflow, then a schedule per block_ms, with given_weights row_weight. Starts are multiples of layout.alignment,
-    group_start[E] the end of the last padded group."""
+    overflow, then schedules, with given_weights row_weight.
+
+    Starts are multiples of layout.alignment, group_start[E] the end of the last padded group.
+    """
     local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
     # Slots without an expert come last.
     placed = local if local.min(initial=0) >= 0 else np.where(local < 0, layout.num_experts, local)

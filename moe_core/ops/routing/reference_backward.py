@@ -1,7 +1,6 @@
 """NumPy twins of the backward of routing, and of the router's losses and their backward.
 
-Selection is not differentiated: ids and the correction bias are constants. The backward recomputes everything in fp32
-from the fp32 logits, by the forward's formulas.
+Ids and the correction bias are constants. The backward recomputes everything in fp32 from the logits.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ _TINY = {"float32": 17.0, "float64": 37.0}
 
 
 def log_score_derivative(logits: np.ndarray, scoring: str) -> np.ndarray:
-    """d log(score) / d logit of elementwise scores, fp32. sigmoid: s(-x). sqrt_softplus: s(x) / (2 softplus(x)), which
-    is 1/2 in fp32 below -17. d score = score * derivative then keeps its relative accuracy, however small either
-    factor."""
+    """d log(score) / d logit of elementwise scores, fp32. sigmoid: s(-x). sqrt_softplus: s(x) / (2 softplus(x)), 1/2 in
+    fp32 below -17.
+
+    d score = score * derivative then keeps its relative accuracy, however small either factor.
+    """
     with np.errstate(all="ignore"):
         if scoring == "sigmoid":
             return sigmoid(-logits)
@@ -36,7 +37,7 @@ def log_score_derivative(logits: np.ndarray, scoring: str) -> np.ndarray:
 
 
 def _centred(shares: np.ndarray, gradient: np.ndarray) -> np.ndarray:
-    """shares * (gradient - <gradient, shares>): the derivative of a normalised score by the log of the score."""
+    """shares * (gradient - <gradient, shares>)."""
     return shares * (gradient - (shares * gradient).sum(axis=-1, keepdims=True))
 
 
@@ -51,8 +52,7 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
     - sigmoid, sqrt_softplus, with q = c / (sum(c) + epsilon): d_logit[id_k] = l_k q_k (d_k - <d, q>) renormalised, else
       l_k c_k d_k.
 
-    A token with an id outside [0, E) is masked: its d_weights and logits are not read, its row is exactly 0. The ids of
-    a token are distinct. A NaN stays in its token's row.
+    A token with an id outside [0, E) is masked: not read, its row exactly 0. The ids of a token are distinct.
     """
     d_logits, raw = np.zeros(logits.shape, logits.dtype), logits
     tokens = np.flatnonzero(((ids >= 0) & (ids < logits.shape[1])).all(axis=-1))
@@ -81,13 +81,11 @@ def route_backward(d_weights: np.ndarray, logits: np.ndarray, ids: np.ndarray, *
 
 
 def _loss_shares(logits: np.ndarray, scoring: str) -> np.ndarray:
-    """P of `router_losses`, fp32 `[T, E]`, as the softmax of log scores: no sum underflows. 0 if all logits are
-    -inf."""
+    """P of `router_losses` as the softmax of log scores: no sum underflows. 0 if all logits are -inf."""
     if scoring == "sigmoid":
         logits = np.minimum(logits, 0) - np.log1p(np.exp(-np.abs(logits)))
     elif scoring == "sqrt_softplus":
         softplus = np.maximum(logits, 0) + np.log1p(np.exp(-np.abs(logits)))
-        # softplus(x) is exp(x) in fp32 below -17.
         logits = 0.5 * np.where(logits < -_TINY[logits.dtype.name], logits, np.log(softplus))
     return np.where(np.isneginf(logits).all(axis=-1, keepdims=True), 0.0, scores_of(logits, "softmax"))
 
@@ -124,8 +122,7 @@ def router_losses_backward(
     *,
     spec: RouterSpec,
 ) -> np.ndarray:
-    """d_logits fp32 `[T, E]` of `router_losses`. d_load_balance and d_z are scalars, or None for no gradient.
-    tokens_per_expert is read for load balance only.
+    """d_logits fp32 `[T, E]` of `router_losses`. d_load_balance and d_z: scalars or None.
 
     P = a token's scores over their sum, N = unmasked tokens, f_i = tokens_per_expert[i] / (N K), a constant, v_i =
     d_load_balance E f_i / N:
@@ -165,8 +162,7 @@ def routing_backward(
     *,
     spec: RouterSpec,
 ) -> np.ndarray:
-    """All gradients of the logits, fp32 `[T, E]`: of the weights, the losses and gradients.logits. ids may be None
-    without gradients.weights. Masked tokens (token_mask bool `[T]`, False) get exact zeros."""
+    """All gradients of the logits, fp32 `[T, E]`: see `plan_routing_backward`."""
     total = np.zeros(logits.shape, logits.dtype)
     kept = slice(None) if token_mask is None else token_mask
     with np.errstate(all="ignore"):

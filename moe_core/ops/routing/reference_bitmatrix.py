@@ -1,4 +1,4 @@
-"""NumPy twins of bitmatrices: the experts of a token as bits of words."""
+"""NumPy twins of bitmatrices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 
 
 def pack_bitmatrix(ids: np.ndarray, *, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The results of `plan_pack_bitmatrix`: bitmatrix, duplicates, invalid_ids."""
     num_tokens, top_k = ids.shape
     valid = (ids >= 0) & (ids < num_experts)
     tokens = np.repeat(np.arange(num_tokens), top_k).reshape(ids.shape)

@@ -1,4 +1,4 @@
-"""NumPy twins of the logits' scale and softcap, and of their backward."""
+"""NumPy twins of the logits' scale and softcap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def bounded(logits: np.ndarray, spec: RouterSpec) -> np.ndarray:
 
 
 def through_bounds(d_bounded: np.ndarray, logits: np.ndarray, spec: RouterSpec) -> np.ndarray:
-    """The gradient of the logits from the gradient of `bounded` logits."""
     if spec.softcap is None and spec.logit_scale == 1:
         return d_bounded
     # Logits of a token without a gradient are undefined.

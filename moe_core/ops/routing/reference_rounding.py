@@ -9,8 +9,10 @@ from moe_core.specs.routing import RouterSpec, TokenRounding
 
 
 def rounded_rows(chosen: np.ndarray, candidates: np.ndarray, rounding: TokenRounding) -> np.ndarray:
-    """Rows `[E]` per expert, from the tokens that chose it and its candidates, including the chosen. Example, tile 128:
-    192 -> nearest 256 (a half goes to the even multiple: 320 -> 256), up 256, down 128; 10 -> 0."""
+    """Rows `[E]` per expert, from the tokens that chose it and its candidates, including the chosen.
+
+    Tile 128: 192 -> nearest 256 (a half goes to the even multiple: 320 -> 256), up 256, down 128; 10 -> 0.
+    """
     tile = rounding.tile
     whole, rest = np.divmod(chosen, tile)
     if rounding.mode == "up":
@@ -31,7 +33,6 @@ def route_candidates(
     spec: RouterSpec,
     wide: RouterSpec,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The results of `plan_candidates`: ids, weights. wide: `TokenRounding.wide`."""
     ids, weights = route(logits, correction_bias, token_mask, spec=wide)
     top_k = spec.require_top_k()
     weights[:, :top_k] = route(logits, None, token_mask, ids[:, :top_k], spec=spec)[1]
@@ -41,7 +42,6 @@ def route_candidates(
 def keep_candidates(
     candidates: np.ndarray, candidate_weights: np.ndarray, *, top_k: int, rounding: TokenRounding, num_experts: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The results of `plan_keep_candidates`: ids, weights, tokens_per_expert."""
     shape, values = candidates.shape, candidate_weights.reshape(-1)
     expert, slots = candidates.reshape(-1), np.arange(candidates.size)
     present = expert >= 0
@@ -49,7 +49,7 @@ def keep_candidates(
     chosen = np.bincount(expert[present & ~extra], minlength=num_experts)
     available = np.bincount(expert[present], minlength=num_experts)
     rows = rounded_rows(chosen, available, rounding)
-    # Sort by expert, then chosen first, then by weight, then by token. This gives each slot's rank within its expert.
+    # By expert, then chosen first, then by weight, then by token: each slot's rank within its expert.
     order = np.lexsort((slots, topk_keys(values), extra, np.where(present, expert, num_experts)))[: present.sum()]
     rank = np.arange(len(order)) - (np.cumsum(available) - available)[expert[order]]
     kept = np.zeros(candidates.size, bool)
@@ -61,7 +61,7 @@ def keep_candidates(
 def split_gradients(
     d_weights: np.ndarray, ids: np.ndarray, candidates: np.ndarray, *, top_k: int
 ) -> tuple[np.ndarray, ...]:
-    """Candidates and the gradients of their weights, 0 for slots not kept: of the chosen, then of any extra ones."""
+    """Candidates and their weights' gradients, 0 for slots not kept: of the chosen, then of any extra ones."""
     gradient = np.where(ids >= 0, d_weights, 0.0).astype(d_weights.dtype)
     parts = [candidates[:, :top_k], gradient[:, :top_k]]
     if candidates.shape[1] > top_k:

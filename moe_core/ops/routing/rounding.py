@@ -1,10 +1,8 @@
 """Planning of token rounding (`moe_core.specs.routing.TokenRounding`) and of its backward.
 
-    candidates, their weights = the W best experts of each token, of which the first K are the chosen  [T, W]
-    layout                    = candidates by expert
-    ids, weights              = those that their experts keep, the others -1 and 0
-
-The table stays `[T, W]`, so that layouts and products take it as they take ids of which some are -1.
+candidates, their weights = the W best experts of each token, the first K chosen  [T, W]
+layout                    = candidates by expert
+ids, weights              = the candidates that their experts keep, the others -1 and 0
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from moe_core.specs.routing import LayoutSpec, RouterSpec, TokenRounding
 KEEP_CANDIDATES = declare_kernel(kernels.keep_candidates, counts_slots=True)
 SPLIT_GRADIENTS = declare_kernel(kernels.split_gradients)
 
-#: Candidates of an expert's program at once, and its warps.
+#: Candidates of an expert's program at once, and warps.
 _BLOCK, _WARPS = {"gpu": 1024, "interpreter": 64}, 8
 
 
@@ -78,10 +76,9 @@ def plan_keep_candidates(
     """ids int32 and weights fp32 `[T, W]` of the candidates int32 `[T, W]` that their experts keep, else -1 and 0.
 
     A token's candidates are distinct experts, best first, -1 in all columns of a masked token. The first top_k are the
-    chosen. An expert that n tokens chose keeps as many candidates as `TokenRounding` says: chosen ones by weight, then
-    others by weight; ties go to the lower token, NaN comes last. masked=False: no candidate is -1. Further input:
-    candidate_weights fp32 `[T, W]`. Further output: tokens_per_expert int32 `[E]`, the n. Raises InvalidInput,
-    Unsupported.
+    chosen. Each expert keeps chosen ones by weight, then others by weight; ties go to the lower token, NaN comes last.
+    masked=False: no candidate is -1. Further input: candidate_weights fp32 `[T, W]`. Further output: tokens_per_expert
+    int32 `[E]`, the tokens that chose each. Raises InvalidInput, Unsupported.
     """
     num_tokens, width = require_spec("candidates", candidates, ("num_tokens", "width"), "int32").shape
     builder = PlanBuilder("keep_candidates", target)
@@ -116,7 +113,7 @@ _KEPT = (("ids", "int32"), ("weights", "float32"))
 
 
 def _check(logits: ArraySpec, spec: RouterSpec, rounding: TokenRounding, has_bias: bool) -> RouterSpec:
-    """Check logits and rules. Returns the rule of the candidates."""
+    """Returns the rule of the candidates."""
     require_kind("rounding", rounding, TokenRounding)
     num_tokens, num_experts = require_spec("logits", logits, ("num_tokens", "num_experts"), "float32").shape
     wide = rounding.wide(spec, num_experts, has_bias)
@@ -142,8 +139,7 @@ def plan_route_rounded(
 
     Inputs: of `plan_routing`. Outputs: ids int32 and weights fp32 `[T, W]`, tokens_per_expert int32 `[E]` before
     rounding, candidates int32 `[T, W]` for the backward. A chosen expert has the weight of `plan_routing`, whatever is
-    dropped. Another expert has its score (softmax: among all experts) times scale, not renormalised. Raises
-    InvalidInput, Unsupported.
+    dropped; for others see `plan_candidates`. Raises InvalidInput, Unsupported.
     """
     routing = plan_candidates(logits, spec, rounding, target, correction_bias=correction_bias, token_mask=token_mask)
     builder = PlanBuilder("route_rounded", target)
@@ -173,10 +169,9 @@ def plan_route_rounded_backward(
 ) -> LaunchPlan:
     """d_logits fp32 `[T, E]` of d_weights fp32 `[T, W]`, with logits, ids and candidates of `plan_route_rounded`.
 
-    The choice of kept candidates has no gradient. Weights of dropped slots are constants, and their experts still take
-    part in the sum that renormalises the others. Output: d_logits. Raises InvalidInput, Unsupported.
+    The choice of candidates has no gradient. Dropped slots' weights are constants, but their experts still count in the
+    sum that renormalises. Raises InvalidInput, Unsupported.
     """
-    # The gradient does not depend on a correction bias and groups.
     plain = dataclasses.replace(spec, num_groups=1, topk_group=1, group_score=None)
     wide = _check(logits, plain, rounding, False)
     (num_tokens, num_experts), top_k, width = logits.shape, spec.require_top_k(), wide.require_top_k()

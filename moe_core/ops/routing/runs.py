@@ -1,4 +1,4 @@
-"""Planning of the layout of rows from other ranks: runs by source, then by local expert."""
+"""Planning of the layout of rows from other ranks."""
 
 from __future__ import annotations
 

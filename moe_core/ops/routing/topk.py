@@ -1,8 +1,7 @@
 """Planning of routing: logits to ids and weights, with or without their layout.
 
-Up to `FEW_TOKENS` tokens, if one program can hold their logits and slots, `route_and_layout` does everything in one
-launch. Otherwise `topk.route` routes and counts the slots of its block of tokens, and `layout.place_blocks` places
-them. The arithmetic: docs/notebook/launches.md.
+Few tokens take one launch, `route_and_layout`. Otherwise `topk.route` routes and counts the slots of its block of
+tokens, and `layout.place_blocks` places them. The arithmetic: docs/notebook/launches.md.
 """
 
 from __future__ import annotations
@@ -29,26 +28,25 @@ ROUTE_AND_LAYOUT = declare_kernel(
 )
 
 _ROUTED = ("logits", "correction_bias", "token_mask", "expert_map")
-#: Up to this many tokens one launch routes and lays out.
 FEW_TOKENS = {"gpu": 64, "interpreter": 32}
-#: Token capacities of that kernel. The first that suffices is used, so that few kernels are compiled.
+#: Token capacities of that kernel: few, so that few kernels are compiled.
 _FEW_SIZES = {"gpu": (1, 4, 16, 64), "interpreter": (32,)}
-#: Its most slots. On an H200 it is 9 us slower than two launches with 512 (64 tokens, K = 8), up to 2 us slower with
-#: 256 (64 tokens, K = 4), where it saves a launch, and as fast with fewer.
+#: Its most slots. On an H200 it is 9 us slower than two launches with 512 slots and up to 2 us slower with 256, where
+#: it saves a launch.
 _FEW_SLOTS = {"gpu": 256, "interpreter": 4096}
 #: Its most logits, and logits and slots per step.
 _FEW_LOGITS, _STEP_LOGITS, _STEP_SLOTS = 32768, 8192, 256
-#: Tokens per program where routing also counts: the first number with which all tokens run at once.
+#: Tokens per program where routing also counts: the first number with which all run at once.
 _COUNTED_TOKENS = {"gpu": (8, 16, 32), "interpreter": (4,)}
-#: One-warp programs per SM at most (CUDA: 32 blocks per SM). More tokens are looped over.
+#: CUDA: 32 blocks per SM. More tokens are looped over.
 _PROGRAMS_PER_SM = 32
-#: Logits per warp (32 per thread), and per load of one row by a warp (16 bytes per thread).
+#: Logits per warp (32 per thread), and per load of a row (16 bytes per thread).
 _LOGITS_PER_WARP, _LOGITS_PER_LOAD = 1024, 128
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """How a kernel chooses `width` experts: padded columns and slots, and constants of `topk.choose_experts`."""
+    """Padded columns and slots, and constants of `topk.choose_experts`."""
 
     spec: RouterSpec
     num_experts: int
@@ -74,7 +72,6 @@ class _Selection:
         return min(16, max(least, block_t * self.columns // _LOGITS_PER_WARP))
 
     def constants(self, block_t: int, target: Target) -> dict[str, Argument]:
-        """NUM_EXPERTS to BLOCK_T in the kernels' order."""
         spec, span = self.spec, _LOGITS_PER_LOAD * max(1, self.columns // _LOGITS_PER_WARP)
         return {
             **passed(NUM_EXPERTS=self.num_experts, TOP_K=spec.top_k, SCORING=spec.scoring),
@@ -88,7 +85,7 @@ class _Selection:
         }
 
     def describe(self, builder: PlanBuilder, has_bias: bool) -> None:
-        """Note the selection key and the order of the sums, which are the same in every kernel."""
+        """Note the selection key and the order of the sums."""
         describe_selection(builder, self.spec, has_bias)
         builder.sums(
             f"softmax over experts: a tree over {self.columns} columns, over slots and renormalisation: a tree over "
@@ -165,7 +162,7 @@ def plan_routing(
 
 
 def launch_routing(builder: PlanBuilder, spec: RouterSpec, width: int) -> LaunchPlan:
-    """Add the launch that chooses the `width` best experts, with the inputs and outputs of `plan_routing`."""
+    """Add the launch that chooses the `width` best experts."""
     target, (num_tokens, num_experts) = builder.target, builder.spec("logits").shape
     require_experts(num_experts)
     selection = _Selection(spec, num_experts, width)
@@ -205,9 +202,11 @@ def plan_route_and_layout(
     tile_counters: int = 0,
 ) -> LaunchPlan:
     """`plan_routing` and `plan_layout` of its ids: the same results in one launch for few tokens, two for many.
+
     expert_map int32 `[E]`: local id of each expert or -1. Without it layout.num_experts is E. Inputs: logits,
-    [correction_bias], [token_mask], [expert_map]. Outputs: ids and weights `[T, K]`, then those of `plan_layout`, with
-    a schedule per height in block_ms and [tile_counters]. Raises InvalidInput, Unsupported."""
+    [correction_bias], [token_mask], [expert_map]. Outputs: ids and weights `[T, K]`, then the outputs of `plan_layout`.
+    Raises InvalidInput, Unsupported.
+    """
     logits, correction_bias = routing.logits, routing.correction_bias
     require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape
@@ -254,7 +253,7 @@ def plan_route_and_layout(
 
 
 def _few_tokens(selection: _Selection, launcher: LayoutLauncher) -> int | str:
-    """The token capacity of the one-launch kernel, or the reason why there is none."""
+    """The token capacity of the one-launch kernel, or why there is none."""
     engine, num_tokens = launcher.target.engine, launcher.layout.num_tokens
     if launcher.layout.rows is not None:
         return "rows are bounded"
