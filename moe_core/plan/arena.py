@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-#: Alignment of the arena's buffers, in bytes.
 SCRATCH_ALIGNMENT = 256
 
 
 def aligned(size: int) -> int:
-    """Bytes of a buffer of `size` bytes, with its alignment."""
+    """`size` with the alignment of buffers."""
     return -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
 
 
@@ -17,10 +16,10 @@ def place_buffers(sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[s
     """Return the byte offset of each buffer. Buffers that no step needs at the same time share memory.
 
     sizes: (name, bytes). steps: the buffers that each step names, in order. A buffer is needed from the first to the
-    last step that names it and takes the lowest offset that is free all that time. Placing the largest first and the
-    earliest first, the smaller arena wins. Sharing is safe because a step writes nothing before all earlier steps have
-    ended (`moe_core.ops.moe.pdl`).
-    Example: sizes (("a", 512), ("b", 256), ("c", 256)) and steps (("a", "b"), ("b", "c")) give (0, 512, 0).
+    last step that names it and takes the lowest free offset. Of two orders, largest first and earliest first, the
+    smaller arena wins. Sharing is safe because a step writes nothing before all earlier steps have ended
+    (`moe_core.ops.moe.pdl`). Example: sizes (("a", 512), ("b", 256), ("c", 256)) and steps (("a", "b"), ("b", "c"))
+    give (0, 512, 0).
     """
     lifetimes = _lifetimes(steps)
     buffers = [(aligned(size), *lifetimes.get(name, (0, 0))) for name, size in sizes]
@@ -36,9 +35,9 @@ def lend_memory(
 ) -> dict[str, tuple[str, int]]:
     """Return (output, byte offset) of each buffer that fits into an output. The other buffers need the arena.
 
-    sizes, steps: as in `place_buffers`. lenders: (name, bytes) of outputs, free until the first step that names them. A
-    buffer that no step names is left out. The largest buffer is placed first.
-    Example: a buffer of 512 bytes that steps 0 and 1 name fits into an output of 1024 that step 2 names first.
+    sizes, steps: as in `place_buffers`. lenders: (name, bytes) of outputs, free until the first step that names them.
+    The largest buffer is placed first. Example: a buffer of 512 bytes that steps 0 and 1 name fits into an output of
+    1024 that step 2 names first.
     """
     lifetimes = _lifetimes(steps)
     taken: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name, _ in lenders}
@@ -66,7 +65,7 @@ def _lifetimes(steps: Sequence[Collection[str]]) -> dict[str, tuple[int, int]]:
 
 
 def _lowest(size: int, first: int, last: int, placed: Sequence[tuple[int, int, int, int]]) -> int:
-    """The lowest offset that is free from the first to the last step. placed: (start, end, first step, last step)."""
+    """The lowest offset free in these steps. placed: (start, end, first step, last step)."""
     offset = 0
     for start, end, begun, ended in sorted(placed):
         if begun > last or first > ended:
@@ -78,7 +77,6 @@ def _lowest(size: int, first: int, last: int, placed: Sequence[tuple[int, int, i
 
 
 def _placed_in_order(buffers: Sequence[tuple[int, int, int]], order: Sequence[int]) -> tuple[int, ...]:
-    """Offsets of (bytes, first step, last step), each the lowest free one."""
     offsets = [0] * len(buffers)
     placed: list[tuple[int, int, int, int]] = []
     for index in order:

@@ -25,12 +25,11 @@ from moe_core.plan.steps import (
 from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays
 from moe_core.specs.routing import LayoutSpec
 
-#: CUDA's grids are below these sizes.
 GRID_LIMITS = (2**31, 2**16, 2**16)
 
 
 class PlanBuilder:
-    """Collects buffers and steps. `call` inlines another plan."""
+    """Collects buffers and steps."""
 
     def __init__(self, name: str, target: Target) -> None:
         self.name, self.target = name, target
@@ -58,12 +57,12 @@ class PlanBuilder:
         return self._add(into, buffer)
 
     def input(self, name: str, spec: ArraySpec, role: Held | Role | None = None) -> str:
-        """Declare an input. role: None for that of its name."""
+        """Declare an input. role: None: by its name."""
         self._filled.add(name)
         return self._declare(self._inputs, name, spec, role)
 
     def inputs(self, arrays: Mapping[str, ArraySpec | None]) -> dict[str, str]:
-        """Declare the arrays that are not None. Returns name -> name, as `reference` takes them."""
+        """Declare the arrays that are not None. Returns name -> name for `reference`."""
         return {name: self.input(name, array) for name, array in arrays.items() if array is not None}
 
     def output(self, name: str, spec: ArraySpec, role: Held | Role | None = None) -> str:
@@ -73,20 +72,16 @@ class PlanBuilder:
         return self._declare(self._scratch, name, spec, role)
 
     def lend(self, *outputs: str) -> None:
-        """Let scratch buffers take the memory of these outputs until a step writes them. Nothing may share their
-        memory.
-        """
+        """Let scratch take the memory of outputs until a step writes them. Nothing may share their memory."""
         self.lent += outputs
 
     def scratch_over(self, name: str, over: str, role: Held | Role | None = None) -> str:
-        """Declare a scratch buffer in the memory of a filled one. The step that writes an element reads the old one
-        first.
-        """
+        """Declare scratch in the memory of a filled buffer. The step that writes an element reads the old one first."""
         self._over[self.scratch(name, self.spec(over), role)] = over
         return name
 
     def layout_inputs(self, layout: LayoutSpec | None, names: Sequence[str] = LAYOUT_INPUTS) -> dict[str, str]:
-        """Declare these arrays of a layout, if there is one, as inputs."""
+        """Declare arrays of a layout as inputs."""
         if layout is None:
             return {}
         specs = LayoutArrays.specs(layout)
@@ -96,15 +91,13 @@ class PlanBuilder:
         return self._buffers[name].spec
 
     def spec_of(self, name: str | None) -> ArraySpec | None:
-        """The spec of a buffer that may be absent."""
         return self.spec(name) if name is not None and self.has(name) else None
 
     def has(self, name: str) -> bool:
-        """Return True if a buffer of this name was declared."""
         return name in self._buffers
 
     def optional(self, name: str) -> Pointer | Constant:
-        """The kernel argument of a buffer that may be absent."""
+        """The kernel argument of a buffer or None."""
         return Pointer(name) if self.has(name) else Constant(None)
 
     def pointers(self, *names: str) -> dict[str, Argument]:
@@ -140,7 +133,7 @@ class PlanBuilder:
         constants: Mapping[str, Any],
         outputs: Sequence[str],
     ) -> LaunchPlan:
-        """Add a call of a NumPy twin and return the plan with it."""
+        """Add a call of a NumPy twin and return the plan."""
         arguments = tuple(inputs.items()), tuple(constants.items())
         self.add_reference(ReferenceCall(function_name(function), *arguments, tuple(outputs)))
         return self.build()
@@ -160,11 +153,10 @@ class PlanBuilder:
     ) -> str:
         """Inline `plan`. Returns the buffer of its first output, "" if it has none.
 
-        bindings: the plan's inputs and outputs -> buffers here; a quantised operand is named without its part, and
-        operands that both sides lack are ignored. An input without a binding is the one filled buffer of its role, an
-        output without one becomes scratch. A buffer must have the role wanted; inputs must be filled, outputs must not
-        be.
-        roles: of inputs and outputs that hold something else in this call than their names say.
+        bindings: the plan's inputs and outputs -> buffers here; a quantised operand is named without its part. An input
+        without a binding is the one filled buffer of its role, an output without one becomes scratch. A buffer must
+        have the role wanted; inputs must be filled, outputs must not be. roles: of inputs and outputs that hold
+        something else in this call than their names say.
         """
         assert plan.target == self.target
         names = self._bind(plan, prefix, bindings, roles or {})
@@ -225,12 +217,11 @@ class PlanBuilder:
 
 
 def _role(name: str, role: Held | Role | None) -> Held | None:
-    """The role of a buffer: that of its name if `role` is None."""
     return role_of(name) if role is None else Held(role) if isinstance(role, Role) else role
 
 
 def _same_memory(array: ArraySpec, other: ArraySpec) -> bool:
-    """Return True for equal arrays, and for dense ones of one dtype with the same number of elements."""
+    """True for equal arrays, and dense ones of one dtype and size."""
     dense = array.is_contiguous and other.is_contiguous
     return array == other or (dense and (array.size, array.dtype) == (other.size, other.dtype))
 

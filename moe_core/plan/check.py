@@ -1,4 +1,4 @@
-"""Checks of plans that were read from a file: types, buffers, and functions.
+"""Checks of plans that were read from a file.
 
 A plan that passes can run. It need not be trustworthy: a kernel's numbers are not checked.
 """
@@ -21,14 +21,14 @@ from moe_core.errors import InvalidInput
 from moe_core.plan.builder import GRID_LIMITS
 from moe_core.plan.steps import KernelLaunch, LaunchPlan, Pointer, ReferenceCall, TensorMap, declared_kernels
 
-#: Bytes of a buffer, beyond any machine: sums of many stay far below 64 bits.
+#: Bytes of a buffer: sums of many stay far below 64 bits.
 _MOST_BYTES = 2**48
 _OPS = pathlib.Path(__file__).parent.parent / "ops"
 _REPAIR = "export the plan again"
 
 
 def check_plan(plan: Any) -> LaunchPlan:
-    """Return the plan. Raises InvalidInput if it is not a plan that a planner makes."""
+    """Return the plan. Raises InvalidInput for others than planners make."""
     _require_type("plan", plan, LaunchPlan)
     buffers = (*plan.inputs, *plan.outputs, *plan.scratch)
     names = {buffer.name for buffer in buffers}
@@ -50,7 +50,6 @@ def check_plan(plan: Any) -> LaunchPlan:
 
 
 def _check_places(plan: LaunchPlan) -> None:
-    """Check which buffers share memory."""
     outputs, inside = ({buffer.name for buffer in buffers} for buffers in (plan.outputs, (*plan.inputs, *plan.scratch)))
     if not outputs.issuperset(plan.lent):
         raise _wrong("lent memory", "outputs alone", plan.lent)
@@ -81,7 +80,7 @@ def _require_names(
 
 
 def _check_launch(step: KernelLaunch, plan: LaunchPlan) -> set[str]:
-    """Check a launch. Returns its buffers."""
+    """Returns the launch's buffers."""
     if not plan.target.compiled:
         raise _wrong(f"step {step.kernel.name}", "a NumPy twin, as its target is the reference", "a kernel")
     name = step.kernel.name
@@ -114,7 +113,7 @@ def _check_map(step: KernelLaunch, value: TensorMap, plan: LaunchPlan) -> None:
 
 @functools.cache
 def _parameters(name: str) -> tuple[str, ...]:
-    """The parameters of a kernel, read from its source because importing it would need Triton."""
+    """The parameters of a kernel, from its source: importing it would need Triton."""
     module, _, function = name.partition(":")
     text = _OPS.joinpath(*module.split(".")).with_suffix(".py").read_text()
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function]
@@ -122,11 +121,11 @@ def _parameters(name: str) -> tuple[str, ...]:
 
 
 def _check_reference(step: ReferenceCall, plan: LaunchPlan) -> set[str]:
-    """Check a call of a NumPy twin. Returns its buffers."""
+    """Returns the buffers of a call."""
     if plan.target.compiled:
         raise _wrong(f"step {step.function}", f"a kernel, as its target is {plan.target}", "a NumPy twin")
     parameters = inspect.signature(_reference(step.function)).parameters
-    # A twin that takes its inputs as a mapping checks their names itself.
+    # A twin with a mapping checks its names itself.
     inputs = () if "arrays" in parameters else step.inputs
     named = [one for one in parameters.values() if one.name not in ("arrays", "places")]
     needed = [one.name for one in named if one.default is inspect.Parameter.empty]
@@ -147,7 +146,6 @@ def _reference(name: str) -> types.FunctionType:
 
 
 def _require_type(subject: str, value: Any, hint: Any) -> None:
-    """Raise InvalidInput unless a value, and each field of it, has its declared type."""
     if not _matches(value, hint):
         raise _wrong(subject, f"the type {hint}", repr(value))
     if dataclasses.is_dataclass(value):
@@ -172,5 +170,5 @@ def _matches(value: Any, hint: Any) -> bool:
             pairs = zip(value, arguments, strict=False) if isinstance(value, tuple) else ()
             return isinstance(value, tuple) and len(value) == len(arguments) and all(_matches(*pair) for pair in pairs)
         return isinstance(value, tuple) and all(_matches(item, arguments[0]) for item in value)
-    # To Python True is an int, but it is no size.
+    # True is an int, but no size.
     return type(value) is hint or (hint is float and type(value) is int)

@@ -21,7 +21,7 @@ _FLOATS = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn")
 
 
 def require_one_precision(dtypes: Iterable[tuple[str, str]]) -> None:
-    """Raise InvalidInput if only some of the float arrays are float64. dtypes: (name, dtype) of each array."""
+    """Raise InvalidInput if only some float arrays are float64. dtypes: (name, dtype)."""
     floats = [(name, dtype) for name, dtype in dtypes if dtype in _FLOATS]
     wide = next((name for name, dtype in floats if dtype == "float64"), None)
     if wide is None:
@@ -32,7 +32,7 @@ def require_one_precision(dtypes: Iterable[tuple[str, str]]) -> None:
 
 
 def any_precision(planner: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a planner of one plan, or of tuples of plans, take float64 arrays on the reference engine.
+    """Let a planner of plans take float64 arrays on the reference engine.
 
     One of its arguments is the Target. Raises Unsupported for float64 elsewhere, InvalidInput for out_dtype float32
     with float64 arrays.
@@ -61,7 +61,6 @@ def any_precision(planner: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _narrow(value: Any, wide: list[ArraySpec]) -> Any:
-    """`value` with float32 instead of float64. Adds each float64 spec to `found`."""
     if isinstance(value, ArraySpec):
         if value.dtype != "float64":
             return value
@@ -79,7 +78,6 @@ def _narrow(value: Any, wide: list[ArraySpec]) -> Any:
 
 
 def _widen(planned: Any) -> Any:
-    """Plans, their buffers and specs with float64 instead of float32."""
     if isinstance(planned, tuple):
         return tuple(map(_widen, planned))
     if isinstance(planned, LaunchPlan):

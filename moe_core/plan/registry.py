@@ -1,4 +1,4 @@
-"""Plans by their keys: registered in this process, exported to files, loaded from them."""
+"""Plans by their keys: registered, exported and loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.check import check_plan
 from moe_core.plan.steps import FORMAT_VERSION, LaunchPlan, sources_version
 
-#: Plans kept at least as text, a kilobyte or two each: far more than the programs that fit into memory.
+#: A kilobyte or two each: far more than the programs that fit into memory.
 TEXTS_KEPT = 32_768
 _plans: Recent[LaunchPlan] = Recent()
 _texts: Recent[bytes] = Recent(TEXTS_KEPT)
@@ -25,7 +25,7 @@ _registry_lock = process_lock()
 def register(plan: LaunchPlan) -> str:
     """Register a plan and return its key. Another plan under the same key raises RuntimeError.
 
-    Keeps the last `PLANS_KEPT` plans in use, and the compressed text of the last `TEXTS_KEPT`.
+    Keeps the last `PLANS_KEPT` plans in use, and compressed texts of the last `TEXTS_KEPT`.
     """
     key = plan.key
     if _plans.get(key) is plan:
@@ -62,12 +62,11 @@ def lookup(key: str) -> LaunchPlan:
 
 
 def registered_keys() -> tuple[str, ...]:
-    """The keys of all known plans."""
     return _texts.keys()
 
 
 def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) -> tuple[str, ...]:
-    """Write registered plans (all, or those of `keys`) to a JSON file for another process. Returns their keys."""
+    """Write registered plans (all, or of `keys`) to a JSON file for another process. Returns their keys."""
     chosen = registered_keys() if keys is None else tuple(keys)
     text = codec.dumps((FORMAT_VERSION, sources_version(), tuple((key, lookup(key)) for key in chosen)))
     with whole_file(path) as partial:
@@ -78,8 +77,8 @@ def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) ->
 def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
     """Register the plans of a file written by `export_plans`. Returns their keys.
 
-    Load only files that you would also run as code: a plan says which kernels run on which memory. Raises InvalidInput
-    for other files, changed ones, and those of another version of the kernels, and then registers nothing.
+    Load only files that you would also run as code: a plan says which kernels run on which memory. For other or changed
+    files, and another version of the kernels, it raises InvalidInput and registers nothing.
     """
     content = pathlib.Path(path).read_bytes()
     try:
@@ -88,7 +87,7 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
         raise InvalidInput(
             f"path must be a file written by export_plans, got {str(path)!r} ({error}); export the plans again"
         ) from error
-    # Another version's plans may hold unknown types and fields, so decode nothing before this check.
+    # Decode nothing of another version: it may have unknown types and fields.
     if (version, sources) != (FORMAT_VERSION, sources_version()):
         raise InvalidInput(
             f"path must hold plans of this version of the kernels ({sources_version()[:12]}), got "
@@ -107,7 +106,7 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
 
 
 def decode_plan(value: Any) -> LaunchPlan:
-    """The plan of parsed JSON. Raises InvalidInput or Unsupported for anything that `export_plans` does not write."""
+    """The plan of parsed JSON. Raises InvalidInput or Unsupported for anything else."""
     try:
         plan = check_plan(codec.decode(value))
         same = codec.dumps(plan) == json.dumps(value, sort_keys=True, separators=(",", ":"))

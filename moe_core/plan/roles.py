@@ -1,4 +1,4 @@
-"""Roles of buffers: composed plans bind a stage's buffer only to one of its role, so no two can be swapped."""
+"""Roles of buffers: composed plans bind a buffer only to one of its role, so no two can be swapped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Role(enum.Enum):
-    """What an array of a plan holds; the values are names of buffers, without their bundle's, that hold it."""
+    """What an array holds. Values: names of buffers, without their bundle's."""
 
     ROWS = "x y out output left right"
     PRE = "pre pre_activation shared_pre_activation"
@@ -33,10 +33,8 @@ class Role(enum.Enum):
     SCHEDULE = "schedule"
     TILE_COUNTERS = "tile_counters"
     MAXIMA = "maxima"
-    #: Rows by token that a sum adds.
     ADDEND = "shared extra first second total"
     BIAS_PRODUCT = "bias_product products"
-    #: An array that a gradient of weights is added to.
     INTO = "into"
     D_ROWS = "d_x d_wide d_y d_rows d_hidden d_pre d_output"
     D_WEIGHT = "d_weight d_gate_up d_up d_down d_shared.gate"
@@ -51,7 +49,7 @@ _ROLES = {name: role for role in Role for name in role.value.split()}
 
 
 class Held(NamedTuple):
-    """A role; part: of a quantised array (`values`, `scales`, `zero_points`), or the block height of a schedule."""
+    """A role. part: of a quantised array (`values`, `scales`, `zero_points`), or a schedule's block height."""
 
     role: Role
     part: str = ""
@@ -61,11 +59,10 @@ class Held(NamedTuple):
 
 
 def role_of(name: str) -> Held | None:
-    """The role of a buffer with this name, None if it has none.
+    """The role of a buffer with this name, or None.
 
-    `group_sizes`, `tokens_per_expert`: GROUP_SIZES. `saved.slot_of_row`: SLOT_OF_ROW. `d_experts.down`, `d_weight`:
-    D_WEIGHT. `gradients.weights`: D_ROW_WEIGHT. `experts.down.scales`: WEIGHT, part `scales`. `schedule_64`: SCHEDULE,
-    part `64`.
+    `group_sizes`, `tokens_per_expert`: GROUP_SIZES. `saved.slot_of_row`: SLOT_OF_ROW. `d_experts.down`: D_WEIGHT.
+    `gradients.weights`: D_ROW_WEIGHT. `experts.down.scales`: WEIGHT, part `scales`. `schedule_64`: SCHEDULE, part `64`.
     """
     array, _, part = name.rpartition(".")
     if part not in ("values", "scales", "zero_points"):

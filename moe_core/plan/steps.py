@@ -1,9 +1,8 @@
 """Plans: steps and buffers, decided in pure Python over specs before any array exists.
 
-A `LaunchPlan` is frozen and printable. It names its inputs, outputs and scratch buffers and the steps in order. A step
-is a Triton launch or, on the CPU reference engine, a call of a NumPy twin. The plan's key is the truncated SHA-256 of
-the whole plan and of the sources that decide results. Equal keys mean equal plans and, on one device with one version
-of Triton, equal results.
+A step is a Triton launch or, on the CPU reference engine, a call of a NumPy twin. A plan's key is the truncated SHA-256
+of the whole plan and of the sources that decide results. Equal keys mean equal plans and, on one device with one
+version of Triton, equal results.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from moe_core.plan.roles import Held
 
 _INT32_LIMIT = 2**31
 _OPS = pathlib.Path(__file__).parent.parent / "ops"
-#: Raised with each change of the meaning of plan data.
+#: Raised when the meaning of plan data changes.
 FORMAT_VERSION = 5
 
 
@@ -37,8 +36,7 @@ FORMAT_VERSION = 5
 class Buffer:
     """A named array of a plan.
 
-    role: None if it cannot be bound. Roles serve composing only: neither a plan's text nor its key has them, and loaded
-    plans have none.
+    role: None if it cannot be bound. Roles serve composing only: a plan's text, key and file lack them.
     """
 
     name: str
@@ -57,7 +55,7 @@ class Pointer:
 @plan_type
 @dataclass(frozen=True)
 class Scalar:
-    """A kernel argument passed at run time, not compiled in. dtype: int32, int64 or float32."""
+    """A run-time kernel argument. dtype: int32, int64 or float32."""
 
     value: int | float
     dtype: str = "int32"
@@ -73,7 +71,7 @@ class TensorMap:
     """A kernel argument: the TMA descriptor of a buffer as a matrix of 8- or 16-bit elements with contiguous rows.
 
     shape: (rows, columns); pitch: elements between rows; box: (rows, columns) of one copy, with columns in panels of
-    128 bytes, as tensor cores read them. Shape and pitch are not compiled in.
+    128 bytes. Shape and pitch are not compiled in.
     """
 
     buffer: str
@@ -85,7 +83,7 @@ class TensorMap:
 @plan_type
 @dataclass(frozen=True)
 class Constant:
-    """A kernel argument compiled in (`tl.constexpr`). None is an absent pointer."""
+    """A kernel argument compiled in. None is an absent pointer."""
 
     value: int | float | bool | str | None
 
@@ -94,9 +92,7 @@ Argument = Pointer | Scalar | TensorMap | Constant
 
 
 def passed(**values: Argument | int | float | str | bool | None) -> dict[str, Argument]:
-    """Kernel arguments by name. CAPITALS: a constant. Otherwise a string is a buffer, a number a scalar, None no
-    pointer.
-    """
+    """Kernel arguments by name. CAPITALS: a constant. Else a string is a buffer, a number a scalar, None no pointer."""
     return {name: _argument(name, value) for name, value in values.items()}
 
 
@@ -113,14 +109,12 @@ def _argument(name: str, value: Argument | int | float | str | bool | None) -> A
 class Kernel:
     """A Triton kernel, with the facts that planning and compiling need; made by `declare_kernel`.
 
-    name: `"module:function"` under `moe_core.ops`.
-    pdl: when the kernel waits for the previous launch under PDL (`moe_core.ops.moe.pdl`). `"start"`: before it reads or
-    writes anything. `"layout"`: after looking up its layout and schedule, or at its start if the previous launch writes
-    them. None: no PDL, and no constant `PDL`.
-    writes_layout: it writes a layout, a schedule, or counts of one.
-    whole_multiprocessor: each block takes a whole multiprocessor; PDL gains for any number of tokens.
-    counts_slots: it counts in histograms, and `moe_core.runtime.compiler` checks that each element counts once.
-    prepacked_weight: the argument that is a prepacked weight, with three axes of blocks per matrix.
+    name: `"module:function"` under `moe_core.ops`. pdl: when the kernel waits for the previous launch under PDL
+    (`moe_core.ops.moe.pdl`). `"start"`: before it reads or writes anything. `"layout"`: after looking up its layout and
+    schedule, or at its start if the previous launch writes them. None: no PDL, and no constant `PDL`. writes_layout: it
+    writes a layout, a schedule, or counts of one. whole_multiprocessor: each block takes one; PDL gains for any number
+    of tokens. counts_slots: it counts in histograms, and `moe_core.runtime.compiler` checks that each element counts
+    once. prepacked_weight: the argument that is a prepacked weight, with three axes of blocks per matrix.
 
     Raises InvalidInput for any other name or `pdl`.
     """
@@ -140,16 +134,13 @@ class Kernel:
 
     @property
     def function(self) -> str:
-        """The name without the module."""
         return self.name.partition(":")[2]
 
 
-#: Declared kernels by name.
 _declared: dict[str, Kernel] = {}
 
 
 def function_name(function: Any) -> str:
-    """`"module:function"` under `moe_core.ops` of a function, a loaded kernel or an `UnloadedFunction`."""
     function = getattr(function, "fn", function)
     return f"{function.__module__.removeprefix('moe_core.ops.')}:{function.__name__}"
 
@@ -163,7 +154,7 @@ def declare_kernel(
     counts_slots: bool = False,
     prepacked_weight: str | None = None,
 ) -> Kernel:
-    """Declare a function of a kernel module, loaded or not, as a kernel. `Kernel` explains the facts."""
+    """Declare a function, loaded or not, as a kernel. See `Kernel`."""
     name = function_name(function)
     kernel = Kernel(name, pdl, writes_layout, whole_multiprocessor, counts_slots, prepacked_weight)
     assert _declared.setdefault(name, kernel) == kernel, f"{name} is declared twice"
@@ -184,7 +175,7 @@ def declared_kernels() -> Mapping[str, Kernel]:
 class KernelLaunch:
     """One Triton launch, arguments in the kernel's order.
 
-    dependent: it may begin before the previous launch has ended, and its kernel waits (`moe_core.ops.moe.pdl`).
+    dependent: it may begin before the previous launch has ended, and its kernel waits.
     """
 
     kernel: Kernel
@@ -211,13 +202,13 @@ class KernelLaunch:
 
     @property
     def pipeline_stages(self) -> int:
-        """The constant STAGES of a kernel with its own pipeline, otherwise the compiler's option num_stages."""
+        """The constant STAGES, else the compiler's option num_stages."""
         stages = dict(self.arguments).get("STAGES")
         return stages.value if isinstance(stages, Constant) and isinstance(stages.value, int) else self.num_stages
 
     @property
     def tile(self) -> str:
-        """Sides of the tile, warps and stages, as reports show them."""
+        """Sides of the tile, warps and stages, for reports."""
         blocks = [(name, value) for name, value in self.arguments if name.startswith("BLOCK")]
         sides = [f"{name}={value.value}" for name, value in blocks if isinstance(value, Constant)]
         return ", ".join([*sides, f"{self.num_warps} warps, {self.pipeline_stages} stages"])
@@ -228,8 +219,8 @@ class KernelLaunch:
 class ReferenceCall:
     """One call of a NumPy twin. function: `"module:function"` under `moe_core.ops`.
 
-    inputs: (keyword, buffer) pairs, one mapping for a twin with the parameter `arrays`; constants: (keyword, option)
-    pairs; outputs: buffers of the results, in order.
+    inputs: (keyword, buffer), one mapping for a twin with the parameter `arrays`; constants: (keyword, option);
+    outputs: buffers of the results, in order.
     """
 
     function: str
@@ -238,13 +229,13 @@ class ReferenceCall:
     outputs: tuple[str, ...]
 
 
-#: Sources below moe_core that decide results or sizes: ops, compiling and launching kernels, the arena.
+#: Sources below moe_core that decide results or sizes.
 _SOURCES = ("ops/**/*.py", "runtime/compiler.py", "runtime/cuda.py", "plan/arena.py")
 
 
 @functools.cache
 def sources_version() -> str:
-    """SHA-256 over the paths and texts of `_SOURCES`. Raises RuntimeError if a pattern matches no file."""
+    """SHA-256 over the paths and texts of `_SOURCES`."""
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parent.parent
     for pattern in _SOURCES:
@@ -278,7 +269,7 @@ class LaunchPlan:
 
     def __post_init__(self) -> None:
         first = self.steps[0] if self.steps else None
-        # Kernels do not know what ran before the plan, so the first launch waits for all of it.
+        # The first launch waits for all that ran before the plan.
         assert not (isinstance(first, KernelLaunch) and first.dependent), "a plan's first launch must not be dependent"
 
     def __eq__(self, other: object) -> bool:
@@ -289,7 +280,6 @@ class LaunchPlan:
 
     @property
     def canonical(self) -> str:
-        """The text that the key is made from."""
         return codec.dumps((FORMAT_VERSION, sources_version(), self))
 
     @functools.cached_property
@@ -300,8 +290,10 @@ class LaunchPlan:
 
     @functools.cached_property
     def scratch_places(self) -> tuple[tuple[int, int], ...]:
-        """(home, byte offset) of each scratch buffer. The home is the index among inputs and outputs, or their number
-        for the arena. Buffers needed at different times may share memory.
+        """(home, byte offset) of each scratch buffer.
+
+        The home is the index among inputs and outputs, or their number for the arena. Buffers needed at different times
+        may share memory.
         """
         index = {buffer.name: number for number, buffer in enumerate((*self.inputs, *self.outputs))}
         over = dict(self.over)
@@ -325,7 +317,7 @@ class LaunchPlan:
 
     @property
     def memory_note(self) -> str:
-        """Text that front-ends add to their framework's out-of-memory error."""
+        """Text for a framework's out-of-memory error."""
         outputs = sum(buffer.spec.nbytes for buffer in self.outputs)
         return (
             f"{self.name} asked for {outputs} bytes for its outputs and {self.scratch_bytes} bytes of scratch memory; "
@@ -340,7 +332,7 @@ class LaunchPlan:
         raise KeyError(name)
 
     def explain(self) -> str:
-        """Every buffer, step, decision and summation order as text."""
+        """Buffers, steps, decisions and summation orders as text."""
         lines = [f"{self.name} on {self.target}, key {self.key}, scratch {self.scratch_bytes} bytes"]
         for title, buffers in (("input", self.inputs), ("output", self.outputs)):
             lines += [f"  {title:7} {buffer.name}: {buffer.spec}" for buffer in buffers]
@@ -369,5 +361,5 @@ def _buffers(step: KernelLaunch | ReferenceCall) -> set[str]:
     return {value.buffer for _, value in step.arguments if isinstance(value, Pointer | TensorMap)}
 
 
-#: Characters of a key, 6 bits each: too many for a collision by chance or by trying.
+#: 6 bits each: too many for a collision by chance or by trying.
 KEY_LENGTH = 21

@@ -1,4 +1,4 @@
-"""Compiles the launches of plans. Needs Triton, but no GPU and no framework."""
+"""Compiles launches of plans. Needs Triton, but no GPU and no framework."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from moe_core.plan.steps import Constant, Kernel, KernelLaunch, LaunchPlan, Poin
 
 _SCALAR_TYPES = {"int32": "i32", "int64": "i64", "float32": "fp32"}
 _POINTER_ATTRIBUTES = [["tt.divisibility", 16]]
-#: Layout of a TMA copy's box: rows in panels of 128 bytes, swizzled over 8 rows.
 _SWIZZLED = (
     "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2, transposed=False, fp4_padded=False, "
     "cga_layout=[])"
 )
-#: Element types of boxes that differ from the pointers': only sm_90 has TMA, and it has fp8.
+#: Element types of boxes unlike the pointers': only sm_90 has TMA, and it has fp8.
 _BOX_TYPES = {"float8_e4m3fn": "fp8e4nv"}
 
 
 def load_kernel(name: str) -> Any:
-    """The function `"module:function"` of `moe_core.ops`. Raises Unsupported for a kernel without Triton."""
+    """A function of `moe_core.ops` by name. Raises Unsupported without Triton."""
     module, function = name.split(":")
     try:
         return getattr(importlib.import_module(f"moe_core.ops.{module}"), function)
@@ -40,7 +39,7 @@ def load_kernel(name: str) -> Any:
 
 
 def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str, str], ...]:
-    """(parameter, Triton type) of each argument, as `("x", "*bf16")`, `("num_rows", "i32")`, `("D", "constexpr")`."""
+    """(parameter, Triton type): `("x", "*bf16")`, `("num_rows", "i32")`, `("D", "constexpr")`."""
     signature = []
     for name, value in launch.arguments:
         if isinstance(value, Pointer):
@@ -58,9 +57,11 @@ def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str,
 
 
 def compile_launch(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Any:
-    """Triton's compiled kernel (`.asm["cubin"]` or `["hsaco"]`, `.metadata`) of a launch, cached in the process. Types
-    come from the plan's specs, every pointer is 16-byte aligned, and no run-time value is specialised, so both
-    frameworks get the same kernel."""
+    """Triton's compiled kernel (`.asm["cubin"]` or `["hsaco"]`, `.metadata`) of a launch, cached in the process.
+
+    Types come from specs, pointers are 16-byte aligned, and no run-time value is specialised, so both frameworks get
+    the same kernel.
+    """
     constants = tuple((name, value.value) for name, value in launch.arguments if isinstance(value, Constant))
     return _compile(
         launch.kernel, launch_signature(plan, launch), constants, launch.num_warps, launch.num_stages,
@@ -94,11 +95,11 @@ def _compile(
     if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(function, dict(signature), dict(constants), attributes)
-    # Stated because Triton's default for floating-point fusion changes between versions.
+    # Triton's default for floating-point fusion changes between versions.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     registers = dict(constants).get("REGISTERS")
     if registers is not None:
-        # Per thread, so that several blocks share a multiprocessor.
+        # Per thread: several blocks share a multiprocessor.
         options["maxnreg"] = registers
     gpu = GPUTarget(target.kind, target.arch if target.kind == "cuda" else target.architecture, target.warp_threads)
     compiled = triton.compile(source, target=gpu, options=options)
@@ -117,8 +118,7 @@ def _compile(
 
 def require_counted_once(kernel: Kernel, ttgir: str) -> None:
     """Raise RuntimeError if one thread's registers repeat an element that a histogram counts, which Triton's lowering
-    does not allow for, or if a kernel with histograms does not declare counts_slots: without TTGIR it would go
-    unchecked."""
+    does not allow for, or if a kernel with histograms does not declare counts_slots."""
     layouts = dict(re.findall(r"^(#\w+) = (.+)$", ttgir, re.MULTILINE))
     histograms = ttgir.count("tt.histogram ")
     if histograms and not kernel.counts_slots:
@@ -137,7 +137,6 @@ def require_counted_once(kernel: Kernel, ttgir: str) -> None:
 
 
 def _repeats_registers(layout: str, size: int) -> bool:
-    """True if a vector's layout is unknown or gives a thread one element in several registers."""
     if layout.startswith("#ttg.slice<"):
         return False  # By definition it drops only registers that differ along the sliced axis.
     if blocked := re.match(r"#ttg\.blocked<\{sizePerThread = \[(\d+)\]", layout):

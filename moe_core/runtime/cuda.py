@@ -1,7 +1,6 @@
 """NVIDIA GPUs through the CUDA driver API and ctypes: devices, contexts, modules, TMA descriptors, launches of plans.
 
-Needs no framework and no C compiler, and keeps no process-wide state. Both frameworks use each device's primary context
-too, so handles are shared.
+Needs no framework and no C compiler. Both frameworks use each device's primary context too, so handles are shared.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ _FUNCTION_MAX_DYNAMIC_SHARED = 8
 _STATIC_SHARED_LIMIT = 48 * 1024
 _SCALARS = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 _POINTER_BYTES = 8
-#: CUDA_ERROR_INVALID_IMAGE, _INVALID_PTX and _INVALID_SOURCE: damaged machine code.
+#: CUDA_ERROR_INVALID_IMAGE, _INVALID_PTX and _INVALID_SOURCE.
 _DAMAGED = (200, 218, 300)
 Result = TypeVar("Result")
 
 
 class LaunchConfig(ctypes.Structure):
-    """`CUlaunchConfig` of cuda.h."""
-
     _fields_ = (
         *((f"{kind}_{axis}", ctypes.c_uint) for kind in ("grid", "block") for axis in "xyz"),
         ("shared_bytes", ctypes.c_uint),
@@ -47,7 +44,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class LaunchAttribute(ctypes.Structure):
-    """`CUlaunchAttribute` of cuda.h with an int value. The union has 64 bytes at a multiple of 8."""
+    """`CUlaunchAttribute` with an int value. The union has 64 bytes at a multiple of 8."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -57,19 +54,18 @@ class LaunchAttribute(ctypes.Structure):
     )
 
 
-#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the launch may begin before the previous one has ended.
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
 DEPENDENT_LAUNCH = LaunchAttribute(id=6, value=1)
 
-#: Bytes and alignment of a `CUtensorMap` of cuda.h.
+#: Of a `CUtensorMap` of cuda.h.
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
 _TENSOR_MAP_TYPES = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0, "int8": 0, "uint8": 0}
 _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 3, 3
-#: Bytes of a panel's row, the swizzle's maximum.
 _PANEL_BYTES = 128
 
 
 class Driver:
-    """libcuda, initialised. `lib`: the ctypes library. `check(code, what)` raises on an error code."""
+    """libcuda, initialised."""
 
     def __init__(self) -> None:
         try:
@@ -79,7 +75,7 @@ class Driver:
         self.check(self.lib.cuInit(0), "cuInit")
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
-        # No argtypes: their conversions take half the time of a call. Every argument must be a ctypes object.
+        # No argtypes: their conversions take half a call's time. Pass ctypes objects only.
         self.launch = self.lib.cuLaunchKernelEx
         # It never waits, so it keeps the interpreter's lock.
         self.get_context = ctypes.PyDLL("libcuda.so.1").cuCtxGetCurrent
@@ -100,7 +96,6 @@ class Driver:
         return self.number(self.lib.cuDeviceGetAttribute, action, attribute, device_index)
 
     def number(self, function: Any, action: str, *arguments: int) -> int:
-        """The int that a driver function returns through its first argument."""
         value = ctypes.c_int()
         self.check(function(ctypes.byref(value), *arguments), action)
         return value.value
@@ -111,7 +106,7 @@ class Driver:
         return text.value.decode()
 
     def context(self, device_index: int) -> ctypes.c_void_p:
-        """A device's primary context, retained for the life of the process."""
+        """A device's primary context, retained forever."""
         with self._lock:
             if device_index not in self._contexts:
                 if not 0 <= device_index < self.device_count:
@@ -126,7 +121,7 @@ class Driver:
             return self._contexts[device_index]
 
     def current_context(self) -> ctypes.c_void_p:
-        """This thread's current context; its value is None if there is none."""
+        """This thread's context; its value may be None."""
         current = ctypes.c_void_p()
         self.check(self.lib.cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
         return current
@@ -135,8 +130,10 @@ class Driver:
         self.check(self.lib.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
     def within(self, device_index: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function with a device's primary context current on this thread, then restore the thread's context. No
-        context manager: Ctrl-C between a `with` statement and its manager would leave ours current."""
+        """Call a function with a device's primary context current, then restore the thread's context.
+
+        No context manager: Ctrl-C between a `with` statement and its manager would leave ours current.
+        """
         context, before = self.context(device_index), self.current_context()
         if before.value == context.value:
             return function(*arguments)
@@ -153,9 +150,11 @@ class Driver:
     def encode_tensor_map(
         self, into: int, address: int, dtype: str, shape: tuple[int, int], pitch: int, panel: tuple[int, int]
     ) -> None:
-        """Write the `CUtensorMap` (TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT) of a matrix of 8- or 16-bit elements to
-        `into`. shape: (rows, columns). pitch: elements between rows. panel: (rows, columns) of one copy, 128 bytes
-        wide. Elements outside the matrix read as zeros and are not written."""
+        """Write the `CUtensorMap` of a matrix of 8- or 16-bit elements to `into`.
+
+        shape: (rows, columns). pitch: elements between rows. panel: (rows, columns) of one copy, 128 bytes wide.
+        Elements outside the matrix read as zeros and are not written.
+        """
         sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
         pitches = (ctypes.c_uint64 * 1)(dtypes.itemsize(dtype) * pitch)
         box, steps = (ctypes.c_uint32 * 2)(panel[1], panel[0]), (ctypes.c_uint32 * 2)(1, 1)
@@ -166,7 +165,7 @@ class Driver:
         self.check(code, f"describing a matrix {shape} with {pitch} elements per row for TMA")
 
     def fill(self, address: int, size: int, byte: int, stream: int = 0) -> None:
-        """Set each byte of device memory of the current context, in stream order."""
+        """Set bytes of device memory of the current context, in stream order."""
         code = self.lib.cuMemsetD8Async(
             ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(size), ctypes.c_void_p(stream)
         )
@@ -195,17 +194,16 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """The process's CUDA driver. Raises Unsupported if there is none."""
+    """The process's driver. Raises Unsupported if there is none."""
     return Driver()
 
 
 @functools.cache
 def why_no_gpu() -> str:
-    """The reason why there is no GPU, "" if there is one."""
+    """The reason why there is no GPU, or ""."""
     try:
         count = driver().device_count
     except (Unsupported, RuntimeError) as error:
-        # Drop the message's advice about arrays.
         return str(error).partition("; ")[0]
     return "" if count > 0 else f"the CUDA driver shows {count} devices"
 
@@ -216,7 +214,7 @@ def cuda_available() -> bool:
 
 @functools.cache
 def cuda_target(device_index: int) -> Target:
-    """The plan target of a CUDA device. Raises Unsupported below sm_80."""
+    """The target of a CUDA device. Raises Unsupported below sm_80."""
     cuda = driver()
     cuda.context(device_index)
     major = cuda.attribute(device_index, _ATTRIBUTE_CAPABILITY_MAJOR)
@@ -227,9 +225,11 @@ def cuda_target(device_index: int) -> Target:
 
 
 class HostTensorMap:
-    """One descriptor, encoded again only if its buffer moves. entries: addresses of the kernel parameters that Triton
-    makes of it: the descriptor by value, then shape (int32) and strides (int64) of both axes. index: of the buffer
-    among a plan's addresses."""
+    """One descriptor, encoded again only if its buffer moves. index: of the buffer among a plan's addresses.
+
+    entries: addresses of the kernel parameters that Triton makes of it: the descriptor by value, then shape (int32) and
+    strides (int64) of both axes.
+    """
 
     def __init__(self, request: TensorMap, dtype: str, index: int) -> None:
         self.request, self.dtype, self.index = request, dtype, index
@@ -250,9 +250,11 @@ class HostTensorMap:
 
 
 class _ParameterBlocks:
-    """One thread's launch data: an address array and, per step, the arguments of its driver call. addresses: of inputs,
-    outputs and scratch buffers, where parameter lists point. Scratch addresses and the stream stay written between
-    calls, since they mostly repeat."""
+    """One thread's launch data: an address array and, per step, the arguments of its driver call.
+
+    addresses: of inputs, outputs and scratch buffers, where parameter lists point. Scratch addresses and the stream
+    stay written between calls, since they mostly repeat.
+    """
 
     def __init__(
         self, plan: LaunchPlan, steps: Sequence[KernelLaunch], kernels: Sequence[Any], index: Mapping[str, int]
@@ -260,9 +262,7 @@ class _ParameterBlocks:
         self.addresses = (ctypes.c_uint64 * (1 + max(index.values(), default=0)))()
         count = len(plan.inputs) + len(plan.outputs)
         content = memoryview(self.addresses).cast("B")
-        #: Bytes of the addresses that a run gets: inputs, outputs, and the arena if there is one.
         self.address_bytes = content[: _POINTER_BYTES * (count + bool(plan.scratch_bytes))]
-        #: Bytes of the scratch buffers' addresses.
         self.scratch = content[_POINTER_BYTES * (count + 1) :]
         self.current = ctypes.c_void_p()
         self.current_reference = ctypes.byref(self.current)
@@ -286,7 +286,7 @@ class _ParameterBlocks:
                     holder = _SCALARS[value.dtype](value.value)
                     self._keep.append(holder)
                     entries.append(ctypes.addressof(holder))
-            # Triton appends two scratch pointers to every kernel. Our kernels use neither.
+            # Two scratch pointers of Triton, which our kernels do not use.
             null = ctypes.c_void_p()
             entries += [ctypes.addressof(null)] * 2
             parameters = (ctypes.c_void_p * len(entries))(*entries)
@@ -298,7 +298,7 @@ class _ParameterBlocks:
             self.launches.append((ctypes.byref(config), function, ctypes.byref(parameters), None))
 
     def use_stream(self, stream: int) -> None:
-        """Launch on this stream from now on. After an interrupt the next call writes it again."""
+        """Launch on this stream. After an interrupt the next call writes it again."""
         self.stream = None
         for config in self.configs:
             config.stream = stream
@@ -319,14 +319,14 @@ class CudaPrepared(Prepared):
         self._steps = [step for step in plan.steps if isinstance(step, KernelLaunch)]
         self._kernels = [_load(compile_launch(plan, step, plan.target), device_index) for step in self._steps]
         self._local = threading.local()
-        # One call packs faster than assignments to a ctypes array, which convert item by item.
+        # Faster than assignments to a ctypes array, which convert item by item.
         num_addresses = self._count + bool(self._scratch_bytes)
         self._pack = struct.Struct(f"{num_addresses}Q").pack_into
         self._low_bits = _in_lanes([ALIGNMENT - 1] * num_addresses)
-        # The address that holds scratch, or a tuple of addresses.
+        # The addresses that hold scratch: one, or a tuple.
         homes = sorted({home for home, _ in self._places if home < num_addresses})
         self._homes = operator.itemgetter(*homes) if homes else None
-        # Scratch addresses are one number: the offsets plus each home's address times ones at its buffers.
+        # As one number: the offsets plus each home's address times ones at its buffers.
         self._offsets = _in_lanes([offset for _, offset in self._places])
         self._ones = [(home, _in_lanes([int(home == other) for other, _ in self._places])) for home in homes]
 
@@ -348,7 +348,7 @@ class CudaPrepared(Prepared):
         if 0 in pointers:
             self._refuse_missing(pointers)
         if self._homes is not None and (homes := self._homes(pointers)) != blocks.homes:
-            # Reset first: after an interrupt the next call writes the addresses again.
+            # Reset first: after an interrupt the next call writes the addresses.
             blocks.homes = None
             scratch = self._offsets
             for home, ones in self._ones:
@@ -376,8 +376,8 @@ def _in_lanes(values: Sequence[int]) -> int:
 
 @functools.cache
 def _load(compiled: Any, device_index: int) -> Any:
-    """(function, shared bytes, warps) of a compiled kernel (hashed by identity) on a device, loaded once."""
+    """(function, shared bytes, warps) of a compiled kernel (hashed by identity)."""
     metadata = compiled.metadata
     function = driver().load(compiled.asm["cubin"], metadata.name, metadata.shared, device_index)
-    # Specialised kernels run more warps than requested.
+    # Specialised kernels run more warps.
     return function, metadata.shared, metadata.num_warps

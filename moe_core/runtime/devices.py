@@ -1,4 +1,4 @@
-"""The driver for each kind of device: a module like `moe_core.runtime.cuda` and an entry in `BACKENDS`."""
+"""The driver of each kind of device: a module like `moe_core.runtime.cuda` and an entry in `BACKENDS`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_core.runtime.prepared import HostPrepared, Prepared
 
 
 class Backend(NamedTuple):
-    """A driver module's parts. target: the plan target of a device index. prepared: the class of its plans."""
+    """target: the plan target of a device index. prepared: the class of its plans."""
 
     target: Callable[[int], Target]
     prepared: type[Prepared]
@@ -22,7 +22,7 @@ BACKENDS = {"cpu": Backend(lambda _: cpu_target(), HostPrepared), "cuda": Backen
 
 
 def target_of(device: tuple[str, int]) -> Target:
-    """The target for arrays on a device: `("cpu", 0)` or `("cuda", index)`. Other kinds raise Unsupported."""
+    """The target of a device, `("cpu", 0)` or `("cuda", index)`. Other kinds raise Unsupported."""
     kind, index = device
     if kind not in BACKENDS:
         raise Unsupported(f"arrays must be on a CPU or a CUDA device, got {kind!r}; move them there")
@@ -30,7 +30,7 @@ def target_of(device: tuple[str, int]) -> Target:
 
 
 def prepared_class(target: Target) -> type[Prepared]:
-    """The class that prepares plans for a target. Raises Unsupported for GPUs without a driver."""
+    """The class of prepared plans. Raises Unsupported for GPUs without a driver."""
     if target.device_kind not in BACKENDS:
         raise Unsupported(
             f"plans for {target} can be made and compiled, but no driver runs them; run on one of {', '.join(BACKENDS)}"

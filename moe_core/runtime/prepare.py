@@ -1,7 +1,7 @@
 """Runs plans on borrowed buffers: compiled kernels on a GPU's stream, interpreted kernels or NumPy twins on a CPU.
 
-Nothing here allocates device memory, copies, synchronises or keeps an array alive. Parameter blocks are built once per
-plan, device and thread, so a run costs one address write per buffer and one driver call per kernel.
+Nothing here allocates device memory, copies, synchronises or keeps an array alive. A run costs one address write per
+buffer and one driver call per kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _prepared_lock = process_lock()
 
 
 def prepare(plan: LaunchPlan, device_index: int = 0) -> Prepared:
-    """Compile and load a plan on a device. Cached: later calls cost one look-up."""
+    """Compile and load a plan on a device. Cached."""
     prepared = _prepared.get((plan, device_index))
     if prepared is None:
         with _prepared_lock:
@@ -33,10 +33,10 @@ def prepare(plan: LaunchPlan, device_index: int = 0) -> Prepared:
 
 
 def run(plan: LaunchPlan, views: Mapping[str, TensorView], stream: int = 0) -> None:
-    """Run a plan on views, with checks: the core's public entrance.
+    """Run a plan on views, with checks.
 
     views: one per input and output by name, and `scratch` (uint8 `[plan.scratch_bytes]`) if the plan needs any. Raises
-    InvalidInput for missing, unknown or misaligned views and for other specs or devices than the plan's.
+    InvalidInput for missing, unknown, misaligned or overlapping views and for other specs or devices than the plan's.
     """
     names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)] + (["scratch"] if plan.scratch_bytes else [])
     unknown, missing = sorted(set(views) - set(names)), [name for name in names if name not in views]
@@ -65,7 +65,7 @@ def run(plan: LaunchPlan, views: Mapping[str, TensorView], stream: int = 0) -> N
 
 
 def _refuse_overlap(views: Mapping[str, TensorView], inputs: Sequence[str], names: Sequence[str]) -> None:
-    """Raise InvalidInput if an output or the scratch shares memory with another view. Inputs may share theirs."""
+    """Raise InvalidInput if an output or the scratch shares memory. Inputs may."""
     end, owner, owner_written = 0, "", False
     for name in sorted(names, key=lambda name: views[name].pointer):
         view, written = views[name], name not in inputs

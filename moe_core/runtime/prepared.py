@@ -1,4 +1,4 @@
-"""The base class of plans that are ready to run, and the class for CPUs."""
+"""Plans that are ready to run, and those for CPUs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moe_core.runtime.compiler import load_kernel
 
 
 class Prepared:
-    """A plan ready to run on one device: call it with addresses. steps: a slice of the plan's steps, None for all.
+    """A plan ready to run on one device. steps: a slice of the plan's steps, None for all.
 
     `prepared(pointers, stream)`: addresses of inputs and outputs in plan order, then of the scratch arena if
-    `plan.scratch_bytes` is not 0. Every address must be a multiple of 16 (InvalidInput names the buffer).
+    `plan.scratch_bytes` is not 0, each a multiple of 16 (InvalidInput names the buffer).
     """
 
     def __init__(self, plan: LaunchPlan, device_index: int) -> None:
@@ -30,7 +30,6 @@ class Prepared:
         self._names = [buffer.name for buffer in (*plan.inputs, *plan.outputs)]
         self._count = len(self._names)
         self._places, self._scratch_bytes = plan.scratch_places, plan.scratch_bytes
-        #: Indices of buffers among a run's addresses: the given ones, the arena, then scratch buffers.
         self._index = {name: index for index, name in enumerate(self._names)}
         self._index |= {buffer.name: index for index, buffer in enumerate(plan.scratch, self._count + 1)}
 
@@ -65,7 +64,7 @@ class Prepared:
 
 
 class HostPrepared(Prepared):
-    """Interpreted kernels and NumPy twins on host memory. Host work is in order, so the stream is ignored."""
+    """Interpreted kernels and NumPy twins. Host work is in order, so the stream is ignored."""
 
     def __init__(self, plan: LaunchPlan, device_index: int) -> None:
         super().__init__(plan, device_index)
@@ -116,7 +115,7 @@ class HostPrepared(Prepared):
         addresses = [*addressed, *self._scratch_addresses(addressed)]
         for index, size in self._large:
             prefer_huge_pages(pointers[index], size)
-        # In its own context, which holds NumPy's error state: an interrupt may leave that changed.
+        # NumPy's error state belongs to the context, and an interrupt may leave it changed.
         try:
             contextvars.copy_context().run(self._compute, addresses, steps)
         except MemoryError as error:

@@ -18,7 +18,6 @@ from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.runtime.compiler import compile_launch, launch_signature, load_kernel
 from moe_core.runtime.prepare import prepare
 
-#: Compilations at the same time: they mostly run outside Python's lock, in LLVM and ptxas.
 _WORKERS = min(8, os.cpu_count() or 1)
 
 
@@ -55,7 +54,7 @@ class WarmupReport:
 
     @property
     def compiled(self) -> tuple[KernelReport, ...]:
-        """The kernels that were compiled."""
+        """Kernels that did not exist before."""
         return tuple(kernel for kernel in self.kernels if not kernel.cached)
 
     def __str__(self) -> str:
@@ -72,13 +71,13 @@ class WarmupReport:
 
 
 def kernel_identity(plan: LaunchPlan, launch: KernelLaunch) -> Hashable:
-    """Equal for launches of one compiled kernel, whatever their grids, run-time values and beginnings."""
+    """Equal for launches of one compiled kernel."""
     constants = tuple((name, value) for name, value in launch.arguments if isinstance(value, Constant))
     return launch_signature(plan, launch), launch.kernel, constants, launch.num_warps, launch.num_stages
 
 
 def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, KernelLaunch]]:
-    """One launch, with a plan of it, for each kernel that the plans need."""
+    """One launch, with a plan, for each kernel needed."""
     launches: dict[Hashable, tuple[LaunchPlan, KernelLaunch]] = {}
     for plan in plans:
         for launch in plan.steps:
@@ -90,14 +89,11 @@ def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, Kern
 def compile_kernels(
     kernels: Sequence[tuple[LaunchPlan, KernelLaunch]], workers: int = _WORKERS
 ) -> tuple[KernelReport, ...]:
-    """Compile launches of cuda plans, several at a time.
+    """Compile launches of cuda plans, several at a time, and return a report for each, in order.
 
     Args:
-        kernels: launches, each with its plan, as `distinct_kernels` returns them.
+        kernels: launches, each with its plan, of `distinct_kernels`.
         workers: number of compilations at the same time.
-
-    Returns:
-        A report for each kernel, in order.
 
     Raises:
         InvalidInput: workers below 1. A kernel that is refused raises its compiler's error.
@@ -105,7 +101,7 @@ def compile_kernels(
     require_at_least("workers", workers, 1)
     if not kernels:
         return ()
-    # In this thread: modules that import each other, like Triton's, cannot be imported first by several threads.
+    # In this thread: modules that import each other cannot be imported first by several threads.
     for name in dict.fromkeys(launch.kernel.name for _, launch in kernels):
         load_kernel(name)
     with ThreadPoolExecutor(min(workers, len(kernels)), "moebius-compile") as pool:
@@ -118,12 +114,9 @@ def warmup(
     """Compile every kernel of the plans and load them on the devices. Running a plan afterwards compiles nothing.
 
     Args:
-        plans: of one target, each counted once. Plans for a CPU are made ready without compiling.
+        plans: of one target. Plans for a CPU are made ready without compiling.
         device_indices: CUDA devices. Empty: compile only, which needs no GPU.
         workers: number of compilations at the same time.
-
-    Returns:
-        The kernels, with seconds and whether each existed.
 
     Raises:
         InvalidInput: plans of several targets, and the errors of `runtime.prepare`.
@@ -143,11 +136,8 @@ def warmup(
 
 
 def token_counts(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of tokens to warm up for, each once.
-
-    Raises:
-        InvalidInput: `tokens` is no sequence of integers, or empty.
-    """
+    """Numbers of tokens to warm up for, each once. Raises InvalidInput unless `tokens` is a sequence of integers, not
+    empty."""
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence) or not tokens:
         raise InvalidInput(f"tokens must be a sequence of numbers of tokens, got {tokens!r}; pass [1, 64, 4096]")
     for count in tokens:
@@ -156,10 +146,10 @@ def token_counts(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _compile(plan: LaunchPlan, launch: KernelLaunch) -> KernelReport:
-    # File systems round times to milliseconds; a compilation takes longer.
+    # File systems round to milliseconds; a compilation takes longer.
     began, start = time.time(), time.perf_counter()
     compiled = compile_launch(plan, launch, plan.target)
     seconds = time.perf_counter() - start
-    # Triton writes a kernel's description into its cache only after compiling it.
+    # Triton writes this into its cache only after compiling.
     paths = [pathlib.Path(path) for path in compiled.metadata_group.values() if path.endswith(".json")]
     return KernelReport(launch.kernel.name, launch.tile, seconds, all(path.stat().st_mtime < began for path in paths))

@@ -1,8 +1,7 @@
 """Corrections of Triton's interpreter on a CPU, and launches on borrowed host memory.
 
-Under TRITON_INTERPRET=1 Triton runs kernels in NumPy. Triton 3.6 to 3.9 have faults there (bfloat16 computes on raw
-bits, conversions truncate, ...). `install` replaces the interpreter's builder, reductions and language scope. The
-interpreter's state is global to the process, so launches take turns. No framework is imported.
+Triton 3.6 to 3.9 have faults there (bfloat16 computes on raw bits, conversions truncate, ...). `install` replaces the
+interpreter's builder, reductions and language scope. Its state is global to the process, so launches take turns.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from moe_core.base.recent import process_lock
 from moe_core.errors import Unsupported
 from moe_core.plan.steps import Scalar
 
-#: Supported Triton versions: at least the first, below the second.
 VERSIONS = ((3, 6), (3, 10))
 _lock = process_lock()
 _language: Any = None
@@ -29,7 +27,7 @@ _language: Any = None
 
 @dataclass(frozen=True)
 class HostPointer:
-    """A pointer argument: address and canonical dtype name of borrowed host memory. Booleans are uint8 in kernels."""
+    """A pointer argument: address and canonical dtype. Booleans are uint8 in kernels."""
 
     address: int
     dtype: str
@@ -61,7 +59,7 @@ def require_interpreter() -> None:
 
 
 def install() -> None:
-    """Correct this process's interpreter, once. Raises like `require_interpreter`."""
+    """Correct this process's interpreter, once. See `require_interpreter`."""
     global _language
     if _language is not None:
         return
@@ -74,9 +72,11 @@ def install() -> None:
 
 
 def launch(kernel: Any, grid: Sequence[int], arguments: Sequence[tuple[str, Any]]) -> None:
-    """Run every program of one launch, in order, on host memory in place. kernel: a `@triton.jit` function imported
-    under TRITON_INTERPRET=1. arguments: (parameter, value). A HostPointer becomes a pointer, a plan `Scalar` a run-time
-    number, anything else a constant. A note on the kernel's exception names the program."""
+    """Run every program of one launch, in order, on host memory in place.
+
+    kernel: imported under TRITON_INTERPRET=1. arguments: (parameter, value): a HostPointer, a plan's `Scalar`, or a
+    constant. A note on the kernel's exception names the program.
+    """
     install()
     from moe_core.runtime.interpreter import patches
 
@@ -94,7 +94,7 @@ def launch(kernel: Any, grid: Sequence[int], arguments: Sequence[tuple[str, Any]
     values = {name: argument(value) for name, value in arguments}
     x, y, z = (*grid, 1, 1)[:3]
     full = (x, y, z)
-    # Overflow, division by zero and NaN are ordinary numbers on a GPU.
+    # These are ordinary numbers on a GPU.
     turn = _language.turn()
     try:
         next(turn)

@@ -1,7 +1,6 @@
 """The interpreter's builder with correct numbers: the NumPy meaning of every Triton operation. Imports Triton.
 
-bfloat16 and fp8 tensors hold ml_dtypes arrays, so NumPy computes, compares and rounds them. Triton's own builder
-computes on raw bits.
+bfloat16 and fp8 tensors hold ml_dtypes arrays, where Triton's own builder computes on raw bits.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def numpy_dtype(kind: Any) -> np.dtype:
 
 
 def convert(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Round to nearest even. fp8 saturates at its largest finite number like `cvt.rn.satfinite`; NaN stays NaN."""
+    """Round to nearest even. fp8 saturates like `cvt.rn.satfinite`; NaN stays NaN."""
     limit = _FP8_LIMITS.get(dtype)
     if limit is not None and data.dtype != dtype:
         data = np.clip(data.astype(np.float32), -limit, limit)
@@ -52,29 +51,31 @@ def convert(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _round_to_tf32(data: np.ndarray) -> np.ndarray:
-    """float32 with 10 mantissa bits, to nearest, ties away (like `cvt.rna.tf32`). inf and NaN are unchanged."""
+    """10 mantissa bits, to nearest, ties away (like `cvt.rna.tf32`)."""
     bits = data.view(np.uint32)
     rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
     return np.where(np.isfinite(data), rounded, data)
 
 
 def _fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """x * y + z of float32 with one rounding. The product is exact in float64. The sum is rounded to odd there (Boldo
-    and Melquiond, "Emulation of FMA and correctly rounded sums", 2008), so that only the second rounding, to float32,
-    counts."""
+    """x * y + z of float32 with one rounding.
+
+    The product is exact in float64. The sum is rounded to odd there (Boldo and Melquiond, "Emulation of FMA and
+    correctly rounded sums", 2008), so that only the rounding to float32 counts.
+    """
     product, addend = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
     total = product + addend
     part = total - product
     error = (product - (total - part)) + (addend - part)
     bits = np.ascontiguousarray(total).view(np.int64)
     inexact = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
-    # Round towards the error: the magnitude grows if error and total have the same sign.
+    # The magnitude grows if error and total have the same sign.
     step = np.where((error > 0) == (total > 0), 1, -1)
     return np.where(inexact, bits + step, bits).view(np.float64).astype(np.float32)
 
 
 class _Memory:
-    """Host memory from address `lowest` to the element at `highest`, for `np.asarray`."""
+    """Host memory from `lowest` to the element at `highest`, for `np.asarray`."""
 
     def __init__(self, lowest: int, highest: int, dtype: np.dtype) -> None:
         self.__array_interface__ = {
@@ -86,11 +87,11 @@ class _Memory:
 
 
 class Builder(InterpreterBuilder):
-    """Corrects the operations that Triton 3.6 to 3.9 get wrong, in the same way for all versions."""
+    """Corrects the operations that Triton 3.6 to 3.9 get wrong."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Overflow checks only feed device asserts, which are off, and triple the cost of integer arithmetic.
+        # They only feed device asserts, which are off, and triple the cost of integers.
         self.options = dataclasses.replace(self.options, sanitize_overflow=False)
 
     def get_all_ones_value(self, type: Any) -> TensorHandle:
@@ -112,7 +113,7 @@ class Builder(InterpreterBuilder):
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., np.ndarray]) -> TensorHandle:
         left, right, kind = lhs.data, rhs.data, lhs.dtype.scalar
         if left.dtype == np.bool_ and right.dtype == np.bool_:
-            # int1 wraps around like every integer. NumPy's booleans saturate.
+            # int1 wraps around; NumPy's booleans saturate.
             return TensorHandle(op(left.astype(np.int8), right.astype(np.int8)) & 1 == 1, kind)
         output = op(left, right)
         wanted = numpy_dtype(kind)
@@ -126,7 +127,7 @@ class Builder(InterpreterBuilder):
         return TensorHandle(np.right_shift(left, rhs.data.astype(left.dtype)), lhs.dtype.scalar)
 
     def create_umulhi(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
-        # Python's integers are wide enough for a product.
+        # Python's integers hold a product.
         unsigned, bits = _UNSIGNED[lhs.data.itemsize], 8 * lhs.data.itemsize
         product = lhs.data.view(unsigned).astype(object) * rhs.data.view(unsigned).astype(object) >> bits
         return TensorHandle(product.astype(unsigned).view(lhs.data.dtype), lhs.dtype.scalar)
@@ -168,7 +169,7 @@ class Builder(InterpreterBuilder):
     def _scaled(
         self, value: TensorHandle, scale: TensorHandle | None, format: Any, packed_axis: int, axis: int
     ) -> np.ndarray:
-        """A microscaled operand in float32. scale: e8m0 bytes `[rows, K / group]` for either side."""
+        """A microscaled operand in float32. scale: e8m0 `[rows, K / group]` for either side."""
         data = value.data
         if format == ir.ScaleDotElemTypeTY.E2M1:
             nibbles = np.stack([data & 15, data >> 4], axis=packed_axis % data.ndim + 1)
@@ -184,7 +185,7 @@ class Builder(InterpreterBuilder):
         return data * (factor if axis == -1 else np.swapaxes(factor, -1, -2))
 
     def create_histogram(self, data: TensorHandle, bins: int, mask: TensorHandle | None) -> TensorHandle:
-        # Out-of-range values are dropped as on a GPU. np.histogram counts values equal to `bins`.
+        # A GPU drops these; np.histogram counts values equal to `bins`.
         kept = (data.data >= 0) & (data.data < bins)
         if mask is not None:
             kept &= mask.data
@@ -212,7 +213,7 @@ class Builder(InterpreterBuilder):
         if mask is None:
             return TensorHandle(self._read(ptrs.data, dtype), kind)
         if other is None:
-            # A masked lane without `other` is undefined. 0xFF bytes (NaN, -1) expose kernels that use it.
+            # A masked lane without `other` is undefined: 0xFF bytes (NaN, -1) expose its use.
             output = np.full(ptrs.data.shape, -1, np.dtype(f"int{8 * dtype.itemsize}")).view(dtype)
         else:
             output = np.array(other.data, dtype)
@@ -238,7 +239,7 @@ class Builder(InterpreterBuilder):
         memory, index = _elements(addresses, dtype)
         return memory[index].view(dtype)
 
-    # Triton's atomics support 32- and 64-bit integers and sums of float32 and float64. Here lanes take turns.
+    # Triton's atomics lack types. Here lanes take turns.
 
     def create_atomic_rmw(
         self, operation: Any, ptr: TensorHandle, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
@@ -257,7 +258,7 @@ class Builder(InterpreterBuilder):
     def create_atomic_cas(
         self, ptr: TensorHandle, compare: TensorHandle, value: TensorHandle, sem: Any, scope: Any
     ) -> TensorHandle:
-        # Compare bits like the hardware: -0.0 is not 0.0, and NaN may equal NaN.
+        # Compare bits: -0.0 is not 0.0, and NaN may equal NaN.
         unsigned = _UNSIGNED[compare.data.itemsize]
         old, new = compare.data.view(unsigned), value.data.view(unsigned)
         before = np.zeros_like(old)
@@ -277,14 +278,14 @@ class Builder(InterpreterBuilder):
 
 
 def _cells(addresses: np.ndarray, dtype: np.dtype) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """(lane, one-element array at its address) in the order of lanes."""
+    """(lane, one-element array), in the order of lanes."""
     for lane in np.ndindex(addresses.shape):
         address = int(addresses[lane])
         yield lane, np.asarray(_Memory(address, address, _UNSIGNED[dtype.itemsize])).view(dtype)
 
 
 def _elements(addresses: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The memory between the lowest and highest address as unsigned integers, and the index of every address in it."""
+    """The memory from lowest to highest address as unsigned integers, and each address's index in it."""
     lowest, highest = int(addresses.min()), int(addresses.max())
     memory = np.asarray(_Memory(lowest, highest, _UNSIGNED[dtype.itemsize]))
     return memory, (addresses - np.uint64(lowest)) // np.uint64(dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Installs the corrected builder, reductions and language into `triton.runtime.interpreter`. Imports Triton."""
+"""Installs the corrections into `triton.runtime.interpreter`. Imports Triton."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from moe_core.runtime.interpreter.semantic import Semantic, block_type_init, ten
 
 
 class PatchedLanguage:
-    """`triton.language`, replaced by NumPy implementations during a turn. Turns may nest. Threads take turns, because
-    the language and the running program's number are global to the process. Replacements are looked up once, not for
-    every launch and helper call as in Triton."""
+    """`triton.language`, replaced by NumPy implementations during a turn.
+
+    Turns may nest. Threads take turns, because language and running program are global to the process. Replacements are
+    looked up once, not per launch as in Triton.
+    """
 
     def __init__(self, replace: Callable[[Any], Any], semantic: TritonSemantic) -> None:
         scope = replace(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
@@ -42,9 +44,11 @@ class PatchedLanguage:
             os.register_at_fork(after_in_child=self._start_again)
 
     def turn(self) -> Generator[None]:
-        """A generator that replaces the language when started and restores it when closed. No context manager: an
-        interrupt could end its `__enter__` or `__exit__` half way. A dropped generator closes itself, and interrupts
-        cannot hit `close`, the `with` of a lock, or between a change of `_depth` and its block."""
+        """A generator that replaces the language when started and restores it when closed.
+
+        No context manager: an interrupt could end its `__enter__` or `__exit__` half way. A dropped generator closes
+        itself, and interrupts cannot hit `close`, the `with` of a lock, or between a change of `_depth` and its block.
+        """
         with self._lock:
             self._depth += 1
             try:
@@ -67,13 +71,12 @@ class PatchedLanguage:
             raise
 
     def _start_again(self) -> None:
-        """Reset in a child process: it has no threads of its parent, so their turns never end there."""
+        """Reset in a child process, where the turns of its parent's threads never end."""
         self._depth, self._lock = 0, threading.RLock()
         _set(self._originals)
 
 
 def _set(attributes: Sequence[tuple[Any, str, Any]]) -> None:
-    """Set (owner, name, value), also after an interrupted earlier call."""
     for owner, name, value in attributes:
         if value is not interpreter._MISSING:
             setattr(owner, name, value)
@@ -82,7 +85,7 @@ def _set(attributes: Sequence[tuple[Any, str, Any]]) -> None:
 
 
 def _rebind(replacement: Any, semantic: TritonSemantic) -> Any:
-    """Triton's replacement of a builtin without two layers of calls. Other replacements are unchanged."""
+    """Triton's replacement of a builtin without two layers of calls."""
     builtin = (getattr(replacement, "__kwdefaults__", None) or {}).get("member")
     if builtin is None:
         return replacement
@@ -96,7 +99,7 @@ def _rebind(replacement: Any, semantic: TritonSemantic) -> Any:
 
 
 def _refuse_libdevice(name: str, function: Any) -> Any:
-    """libdevice's functions are stubs here that return None."""
+    """libdevice's stubs would return None."""
 
     @functools.wraps(function)
     def refuse(*arguments: Any, **keywords: Any) -> Any:
@@ -110,9 +113,9 @@ _patch_language = interpreter._patch_lang
 
 
 def install() -> PatchedLanguage:
-    """Patch the interpreter and return the language scope. Called once per process, under the interpreter's lock."""
+    """Patch the interpreter, once, under its lock, and return the language scope."""
     interpreter.interpreter_builder = Builder()
-    # Kernels that ran before refer to this object, so change it in place.
+    # Earlier kernels refer to this object: change it in place.
     interpreter.interpreter_semantic.__class__ = Semantic
     interpreter.interpreter_semantic.builder = interpreter.interpreter_builder
     interpreter._get_np_dtype = numpy_dtype
@@ -131,7 +134,7 @@ def install() -> PatchedLanguage:
 
     language = PatchedLanguage(replace, interpreter.interpreter_semantic)
     interpreter._patch_lang = language.scope
-    # For kernels that call another `@triton.jit` function: the language is already replaced.
+    # A call of another `@triton.jit` function: the language is already replaced.
     interpreter.InterpretedFunction.__call__ = lambda self, *given, **keywords: self.rewrite()(*given, **keywords)
     for name, function in inspect.getmembers(libdevice, inspect.isfunction):
         setattr(libdevice, name, _refuse_libdevice(name, function))
@@ -143,7 +146,7 @@ def is_interpreted(kernel: Any) -> bool:
 
 
 def begin(kernel: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., Any], Callable[[int, int, int], None]]:
-    """The function to call per program, and the one that sets the running program."""
+    """The function to call per program, and the setter of the running program."""
     builder = interpreter.interpreter_builder
     builder.set_grid_dim(*grid)
     return kernel.rewrite(), builder.set_grid_idx
@@ -155,7 +158,7 @@ def scalar(value: int | float, dtype: str) -> Any:
 
 
 def pointer(address: int, dtype: str) -> Any:
-    """A pointer to `dtype` (a canonical name) as a tensor of the language. fp8 works on any machine."""
+    """A pointer to a canonical dtype as a tensor of the language."""
     name = "fp8e4nv" if dtype == "float8_e4m3fn" else dtypes.triton_name(dtype)
     kind: Any = tl.str_to_ty("*" + name, None)
     return tl.tensor(interpreter.TensorHandle(np.array([address], dtype=np.uint64), kind), kind)

@@ -13,14 +13,14 @@ from moe_core.runtime.interpreter.builder import numpy_dtype
 
 
 def _tensor(data: np.ndarray, dtype: Any) -> Any:
-    """A tensor of the language. Without axes it is a scalar, which the interpreter keeps as one element."""
+    """A tensor of the language; without axes a scalar, kept as one element."""
     if data.ndim == 0:
         return tl.core.tensor(TensorHandle(data.reshape(1), dtype.scalar), dtype.scalar)
     return tl.core.tensor(TensorHandle(data, dtype.scalar), tl.block_type(dtype.scalar, list(data.shape)))
 
 
 def _combine(function: Any, left: list[Any], right: list[Any], like: tuple[Any, ...]) -> list[np.ndarray]:
-    """`function(*left, *right)` on whole slices. Results have the dtype of `like` and the shape of `left`."""
+    """`function(*left, *right)` on whole slices, in the dtype of `like`."""
     kinds = [tensor.dtype for tensor in like]
     tensors = [_tensor(data, kind) for data, kind in zip([*left, *right], kinds * 2, strict=True)]
     results = function(*tensors)
@@ -33,7 +33,7 @@ def _combine(function: Any, left: list[Any], right: list[Any], like: tuple[Any, 
 
 
 def _accumulator(data: np.ndarray) -> np.dtype | None:
-    """float32 for floats of at most 16 bits, rounded once at the end. None means NumPy's choice."""
+    """float32 for floats of at most 16 bits, rounded once. None: NumPy's choice."""
     return np.dtype(np.float32) if data.dtype.itemsize <= 2 and data.dtype.kind not in "iub" else None
 
 
@@ -46,7 +46,7 @@ def _replace_nan(data: np.ndarray, value: float) -> np.ndarray:
 
 
 class Reduction(ReduceOps):
-    """`tl.reduce`: sums and extrema by NumPy, other combine functions in a binary tree over whole slices."""
+    """`tl.reduce`: NumPy's sums and extrema, else a binary tree over slices."""
 
     def apply_impl(self, input: tuple[Any, ...]) -> Any:
         function, data, kind = self.combine_fn, input[0].handle.data, input[0].dtype
@@ -69,7 +69,7 @@ class Reduction(ReduceOps):
         return self._tree(input)
 
     def _tree(self, input: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Combine neighbours repeatedly: keeps the order in log2(size) calls (sizes are powers of two)."""
+        """Combine neighbours repeatedly: keeps the order in log2(size) calls."""
         arrays = [tensor.handle.data for tensor in input]
         slices = [data.reshape(-1) if self.axis is None else np.moveaxis(data, self.axis, 0) for data in arrays]
         while len(slices[0]) > 1:
@@ -83,7 +83,7 @@ class Reduction(ReduceOps):
 
 
 class Scan(ScanOps):
-    """`tl.associative_scan`: sums and products by NumPy, others by doubling over whole slices."""
+    """`tl.associative_scan`: NumPy's sums and products, else doubling over slices."""
 
     def apply_impl(self, input: tuple[Any, ...]) -> list[Any]:
         arrays = [np.flip(tensor.handle.data, self.axis) if self.reverse else tensor.handle.data for tensor in input]
@@ -98,7 +98,7 @@ class Scan(ScanOps):
         return [_pack(np.ascontiguousarray(data), tensor.dtype) for data, tensor in zip(outputs, input, strict=True)]
 
     def _double(self, input: tuple[Any, ...], arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Hillis and Steele's scan: after step s every element holds the combination of the 2 ** s before it."""
+        """Hillis and Steele's scan: after step s an element combines the 2 ** s before it."""
         slices = [np.moveaxis(data, self.axis, 0) for data in arrays]
         size, distance = len(slices[0]), 1
         while distance < size:

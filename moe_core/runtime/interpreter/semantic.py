@@ -14,7 +14,7 @@ _block_types: dict[tuple[Any, ...], Any] = {}
 _pairs: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 # Taken on import, so that `install` can run again after an interrupt.
 _build_block_type = tl.block_type.__init__
-#: Most kinds of operands that are cached. Every constant of a kernel adds kinds.
+#: Every constant of a kernel adds kinds of operands.
 _MOST = 4096
 
 
@@ -40,7 +40,7 @@ def _block_type(element_type: Any, sizes: tuple[int, ...]) -> Any:
 
 
 def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
-    """`tl.block_type(element_ty, shape)`, built once per element type and shape."""
+    """`tl.block_type`, built once per element type and shape."""
     values = shape.values if isinstance(shape, tl.tuple) else shape
     sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in values])
     self.__dict__.update(_block_type(element_ty, sizes).__dict__)
@@ -51,7 +51,7 @@ def with_element_type(self: Any, scalar_ty: Any) -> Any:
 
 
 def tensor_init(self: Any, handle: Any, type: Any) -> None:
-    """`tl.tensor(handle, type)` with its type's shape instead of a new one."""
+    """`tl.tensor` with its type's shape."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     block = type.is_block()
     self.shape = type.tensor_shape if block else _NO_AXES
@@ -64,7 +64,6 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(_MOST)
 def _common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The sizes after broadcasting, or None if they do not fit."""
     if left and right and len(left) != len(right):
         return None
     pairs = list(zip(left or right, right or left, strict=True))
@@ -73,13 +72,13 @@ def _common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, .
 
 
 def _kind(operand: Any) -> Any:
-    """The key of an operation's type: a tensor's element type, or a Python number (-0.0 is not 0.0)."""
+    """The key of an operation's type: an element type or a Python number (-0.0 is not 0.0)."""
     kind = type(operand)
     return operand.dtype.name if kind is tl.tensor else (kind, operand if kind is int else repr(operand))
 
 
 class Semantic(TritonSemantic):
-    """Triton's semantics with fast conversion and broadcasting of operands, the main cost of small operations."""
+    """Fast conversion and broadcasting of operands, the main cost of small operations."""
 
     def binary_op_type_checking_impl(
         self,
@@ -90,8 +89,7 @@ class Semantic(TritonSemantic):
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> Any:
-        """Operands of one element type by Triton's rules, broadcast later by NumPy. The first has the result's
-        sizes."""
+        """Operands of one element type by Triton's rules, broadcast later. The first has the result's sizes."""
         rules = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
         key = (_kind(lhs), _kind(rhs), rules)
         pair = _pairs.get(key)
@@ -129,7 +127,7 @@ class Semantic(TritonSemantic):
     def dot_scaled(
         self, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, rhs_format: Any, *rest: Any
     ) -> Any:
-        # Triton 3.6 needs the formats as constants, which a kernel run as Python cannot pass.
+        # Triton 3.6 needs constants, which a kernel run as Python cannot pass.
         formats = _Text(getattr(lhs_format, "value", lhs_format)), _Text(getattr(rhs_format, "value", rhs_format))
         return super().dot_scaled(lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *rest)
 
