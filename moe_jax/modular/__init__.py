@@ -3,9 +3,8 @@
     prepared = prepare(hidden_states, topk_weights, topk_ids)
     output = fused_experts(prepared.a1q, w1, w2, topk_weights, topk_ids)
 
-Any function with the same arguments can replace one of these, for LoRA or a collective inside `jax.shard_map`.
-Gradients, jit, scan, vmap and shard_map work as for the ops. Public functions keep the published parameters except
-`inplace`: donate buffers in `jax.jit` instead.
+Any function with the same arguments can replace one of these, for LoRA or a collective inside `jax.shard_map`. Public
+functions keep the published parameters except `inplace`: donate buffers in `jax.jit` instead.
 """
 
 from moe_core.modular.deep_gemm import deep_gemm_block_shape

@@ -1,4 +1,4 @@
-"""DeepGEMM's grouped products, experts on them, and the choice between these and fused experts."""
+"""DeepGEMM's grouped products, and experts on them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def m_grouped_fp8_gemm_nt_masked(
     """Return d `[G, M, N]` with `d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g].T` for every group: the masked layout.
 
     a: e4m3 `[G, M, K]` and scales fp32 `[G, M, K / 128]`. masked_m: int32 `[G]`. Rows past it are not read, and are
-    zeros in d. expected_m: static, about how many rows of a group are used, to choose tiles. All else is as in
+    zeros in d. expected_m: static, about how many rows of a group are used, to choose tiles. The rest is as in
     `m_grouped_fp8_gemm_nt_contiguous`.
     """
     name = _out_dtype(out_dtype)
@@ -71,8 +71,7 @@ def m_grouped_fp8_gemm_nt_masked(
 
 
 def is_blackwell_deep_gemm_e8m0_used() -> bool:
-    """True if programs are traced for a chip where DeepGEMM takes power-of-two scales only: Blackwell, sm_100 to
-    sm_109."""
+    """True if programs are traced for Blackwell (sm_100 to sm_109), where DeepGEMM takes power-of-two scales only."""
     target = platforms.cuda_target()
     return target is not None and contract.has_e8m0_mode(target)
 
@@ -107,10 +106,9 @@ def deep_gemm_experts(
 ) -> jax.Array:
     """Return output `[M, K]`, weighted and reduced, of prepared hidden_states `[M, K]` by contiguous products.
 
-    Rounded like `moe_torch.modular.DeepGemmExperts`: `unfused_experts` with rows padded to 128 by expert. quant_config:
-    fp8_w8a8 with block_shape [128, 128] and the scales of w1 `[E, N, K]` and w2 `[E, K, F]`. N, K and F are multiples
-    of 128. hidden_states: bf16, fp16 or fp32, or e4m3 with a1q_scale fp32 `[M, K / 128]` and output in bf16. e8m0:
-    activations get power-of-two scales.
+    Rounded like `moe_torch.modular.DeepGemmExperts`. quant_config: fp8_w8a8 with block_shape [128, 128] and the scales
+    of w1 `[E, N, K]` and w2 `[E, K, F]`. N, K and F are multiples of 128. hidden_states: bf16, fp16 or fp32, or e4m3
+    with a1q_scale fp32 `[M, K / 128]` and output in bf16. e8m0: activations get power-of-two scales.
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, "out_in")
@@ -135,7 +133,7 @@ def batched_deep_gemm_experts(
 ) -> jax.Array:
     """Return blocks `[E, max_num_tokens, K]` of prepared blocks, neither weighted nor reduced, by masked products.
 
-    Rows past expert_num_tokens int32 `[E]` come out as zeros. All else is as in `deep_gemm_experts`.
+    Rows past expert_num_tokens int32 `[E]` come out as zeros. The rest is as in `deep_gemm_experts`.
     """
     size = blocks_size(hidden_states, w1, w2, "out_in")
     layout = blocks_layout(size.E, size.M, jnp.clip(expert_num_tokens, 0, size.M))
@@ -163,7 +161,7 @@ def triton_or_deep_gemm_experts(
 ) -> jax.Array:
     """Run `deep_gemm_experts` if it is allowed and the sizes are valid, else `fused_experts` with `out_in`.
 
-    The rule is that of `moe_torch.modular.TritonOrDeepGemmExperts`. `explain_triton_or_deep_gemm` gives the reason.
+    The rule: `moe_torch.modular.TritonOrDeepGemmExperts`.
     """
     tokens = (hidden_states, w1, w2, topk_weights, topk_ids)
     arguments = (*tokens, activation, global_num_experts, expert_map, apply_router_weight_on_input)
@@ -187,8 +185,7 @@ def explain_triton_or_deep_gemm(
     allow_deep_gemm: bool = False,
     e8m0: bool = False,
 ) -> str:
-    """Name the experts that `triton_or_deep_gemm_experts` runs for these arrays or shapes, and the reason, in
-    one line."""
+    """Name the experts that `triton_or_deep_gemm_experts` runs for these arrays or shapes, and the reason."""
     return contract.explain_choice(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))
 
 
@@ -208,7 +205,7 @@ def _case(
 
 
 class _Rows(NamedTuple):
-    """Rows of both products: (gather, scatter) of each, and the weights by slot of the second's results."""
+    """(gather, scatter) of both products, and weights by slot."""
 
     layout: RaggedLayout
     first: tuple[str, str]
@@ -225,8 +222,8 @@ def _slots(
     e8m0: bool,
     tuning: Tuning | None,
 ) -> jax.Array:
-    """Both products of experts (w1, w2, quant_config), from hidden states `[.., K]`, quantised here if they are not
-    yet. Raises InvalidInput outside the contract."""
+    """Both products of hidden states `[.., K]`, quantised here if they are not yet. Refuses what is outside the
+    contract."""
     reason = contract.why_not_deep_gemm(experts[2])
     if reason is not None:
         raise Unsupported(reason)

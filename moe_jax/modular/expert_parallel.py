@@ -29,8 +29,7 @@ class SentTokens:
     """The result of `prepare_expert_parallel`, a pytree.
 
     a1q: `[R, K]`, rows of one slot each. topk_weights, topk_ids: fp32 and int32 `[R, 1]`, of this rank's experts, -1 =
-    an unused row. tuning: gives the experts the summation order of one device. routes, sizes: for
-    `finalize_expert_parallel`.
+    an unused row. tuning: gives the experts the summation order of one device.
     """
 
     a1q: jax.Array
@@ -63,10 +62,10 @@ def prepare_expert_parallel(
 ) -> SentTokens:
     """Collect the slots of all ranks' tokens for this rank's experts, inside a `shard_map` over axis_name.
 
-    a1: bf16, fp16 or fp32 `[M, K]`, this rank's tokens, equally many on every rank. topk_weights, topk_ids: `[M,
-    topk]`, with ids of all experts. exchange: mode `all_to_all`, `all_gather` or `padded`, see `moe_jax.parallel.moe`.
-    placement: this rank's experts are its places, `[placement.per_rank, ...]`. Raises InvalidInput, and Unsupported for
-    replicas, since their gradients would be partial.
+    a1: bf16, fp16 or fp32 `[M, K]`, equally many tokens on every rank. topk_weights, topk_ids: `[M, topk]`, with ids of
+    all experts. exchange: mode `all_to_all`, `all_gather` or `padded`, see `moe_jax.parallel.moe`. placement: this
+    rank's experts are its places, `[placement.per_rank, ...]`. Raises InvalidInput, and Unsupported for replicas, since
+    their gradients would be partial.
     """
     require_type("placement", placement, Placement)
     require_type("exchange", exchange, ExchangeSpec)
@@ -93,8 +92,8 @@ def finalize_expert_parallel(
     """Return output `[M, K]` of this rank's tokens: their slots' rows, added in fp32 in the order k = 0..topk-1.
 
     fused_expert_output: `[R, K]`, weighted, as experts of this package return it, or `[R, 1, K]`, weighted here unless
-    the input was. Rows beyond a bound of the exchange are counted in `prepared.overflow`. Their tokens' output is NaN,
-    or lacks them with `on_overflow="drop"`.
+    the input was. Tokens with rows beyond a bound of the exchange (`prepared.overflow`) get NaN, or lack them with
+    `on_overflow="drop"`.
     """
     require_type("prepared", prepared, SentTokens)
     require_array("fused_expert_output", fused_expert_output)

@@ -1,4 +1,4 @@
-"""Experts as pure functions: fused into one call, open between the stages, and on batched tokens."""
+"""Experts as pure functions: fused, open between the stages, and batched."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def require_experts(num_local: int, global_num_experts: int, expert_map: jax.Arr
 
 
 def blocks_size(hidden_states: jax.Array, w1: jax.Array, w2: jax.Array, weight_layout: str) -> ProblemSize:
-    """The sizes of a problem in the batched format. Raises InvalidInput for another format."""
     require_array("hidden_states", hidden_states)
     if hidden_states.ndim != 3:
         raise InvalidInput(
@@ -94,11 +93,10 @@ def fused_experts(
 def _product(
     operands: MatmulOperands, layout: RaggedLayout, spec: MatmulSpec, quant_config: FusedMoEQuantConfig, scale: Any
 ) -> jax.Array:
-    """`matmul_ogs`, with x quantised first if the configuration says so. scale: fp32 `[1]`, or None."""
     format = activation_quantization(quant_config)
     if format is not None:
         spec = dataclasses.replace(spec, out_dtype=operands.x.dtype.name)
-        # Rows without a slot are unwritten. One scale is computed from rows that a slot reads.
+        # Rows without a slot are unwritten and must not enter one common scale.
         used_by = layout.slot_of_row if spec.gather == "row" else None
         if used_by is None and chooses_one_scale(format, scale is not None):
             used_by = layout.row_of_slot
@@ -137,8 +135,8 @@ def unfused_experts(
 ) -> jax.Array:
     """Run `fused_experts` stage by stage, with w1 `[E, K, N]` and w2 `[E, F, K]`. LoRA goes into the two functions.
 
-    Both get a `SlotContext`, for further grouped matmuls. Stages round to the dtype of the hidden states. Slots without
-    an expert are zeros after both products.
+    Both get a `SlotContext`. Stages round to the dtype of the hidden states. Slots without an expert are zeros after
+    both products.
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
     experts = weights_of(w1, w2, quant_config, weight_layout)

@@ -1,4 +1,4 @@
-"""The steps before and after the experts: the format of the tokens, and the router's weight on either side."""
+"""The steps before and after the experts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
 @dataclass(frozen=True)
 class PreparedTokens:
-    """A pytree. a1q: tokens `[M, K]`, or batched `[E, max_num_tokens, K]` with expert_num_tokens int32 `[E]` and the
-    layout for `finalize_batched`."""
+    """A pytree. a1q: tokens `[M, K]`, or batched `[E, max_num_tokens, K]` with expert_num_tokens int32 `[E]` and
+    a layout."""
 
     a1q: jax.Array
     expert_num_tokens: jax.Array | None = None
@@ -34,7 +34,7 @@ jax.tree_util.register_dataclass(PreparedTokens, data_fields=["a1q", "expert_num
 
 
 def as_routing(topk_weights: Any, topk_ids: Any) -> tuple[jax.Array, jax.Array]:
-    """weights fp32 and ids int32 `[M, topk]`. Raises InvalidInput for other ranks and kinds."""
+    """weights fp32 and ids int32 `[M, topk]`. Raises InvalidInput."""
     require_array("topk_weights", topk_weights)
     require_array("topk_ids", topk_ids)
     if topk_ids.ndim != 2 or topk_ids.dtype.name not in _INTEGERS:
@@ -48,7 +48,7 @@ def as_routing(topk_weights: Any, topk_ids: Any) -> tuple[jax.Array, jax.Array]:
             f"{topk_weights.shape}; pass the weights of the same top-k"
         )
     if topk_ids.dtype.name == "int64":
-        # Numbers beyond int32 stay out of range. JAX may cut the type first, so NumPy clips NumPy's arrays.
+        # Numbers beyond int32 stay out of range. JAX may cut NumPy's type first.
         clip = np.clip if isinstance(topk_ids, np.ndarray) else jnp.clip
         topk_ids = clip(topk_ids, -2, 2**31 - 1)
     return jnp.asarray(topk_weights, jnp.float32), jnp.asarray(topk_ids, jnp.int32)
@@ -61,13 +61,13 @@ def _require_rank(name: str, array: Any, wanted: str) -> None:
 
 
 def left_routing(topk_weights: Any, topk_ids: Any, is_applied: bool) -> tuple[jax.Array, jax.Array]:
-    """`as_routing` with the weights that are left to apply: ones if the input is weighted."""
+    """`as_routing`, with ones for weights if the input is weighted."""
     weights, ids = as_routing(topk_weights, topk_ids)
     return jnp.ones_like(weights) if is_applied else weights, ids
 
 
 def weighted_rows(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast to the dtype of rows."""
+    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast once."""
     return (rows.astype(jnp.float32) * weights).astype(rows.dtype)
 
 
@@ -104,7 +104,7 @@ def prepare_batched(
     """Prepare tokens in the batched format: blocks `[num_local_experts, max_num_tokens, K]`, unused rows zero.
 
     The local experts are num_local_experts ids from rank * num_local_experts on, unless expert_map int32 `[E_global]`
-    is given. M is at most max_num_tokens, and a token has at most one row per expert, so that no row is ever dropped.
+    is given. M is at most max_num_tokens, and a token has at most one row per expert.
     """
     require_at_least("rank", rank, 0)
     require_at_least("max_num_tokens", max_num_tokens, 1)
@@ -128,7 +128,7 @@ def prepare_batched(
             )
         known = (ids >= 0) & (ids < expert_map.shape[0])
         ids = jnp.where(known, expert_map[jnp.clip(ids, 0, expert_map.shape[0] - 1)], -1).astype(jnp.int32)
-    # All slots of a token that name the same expert point to one row.
+    # A token's slots of the same expert point to one row.
     first = (ids[:, :, None] == ids[:, None, :]).argmax(-1)
     own = first == jnp.arange(ids.shape[1])
     layout = ops.make_layout(jnp.where(own, ids, -1), num_local_experts, max_rows=max_num_tokens)
@@ -144,14 +144,14 @@ def prepare_batched(
 
 
 def rows_by_slot(row_of_slot: jax.Array, top_k: int) -> RaggedLayout:
-    """A layout for `ops.reduce` of rows by slot: int32 `[M * topk]`, -1 = adds nothing."""
+    """For `ops.reduce` of rows by slot int32 `[M * topk]`, -1 = adds nothing."""
     spec = LayoutSpec(row_of_slot.shape[0] // top_k, top_k, 1)
     nothing = jnp.zeros(1, jnp.int32)
     return RaggedLayout(spec, nothing, nothing, row_of_slot, row_of_slot, nothing)
 
 
 def blocks_layout(groups: int, rows: int, sizes: jax.Array) -> RaggedLayout:
-    """The layout of `[groups, rows, D]` with sizes int32 `[groups]` used rows. Every row is its own slot."""
+    """The layout of `[groups, rows, D]` with sizes int32 `[groups]` used rows."""
     total = groups * rows
     places = jnp.arange(total, dtype=jnp.int32)
     starts = jnp.arange(groups + 1, dtype=jnp.int32) * rows
@@ -192,8 +192,7 @@ def finalize_batched(
     prepared: PreparedTokens,
     apply_router_weight_on_input: bool = False,
 ) -> jax.Array:
-    """Weight and reduce blocks `[E, max_num_tokens, K]` of `prepare_batched` to output `[M, K]`, rounded as in
-    `finalize`."""
+    """Weight and reduce blocks of `prepare_batched` to output `[M, K]`, rounded as in `finalize`."""
     require_type("prepared", prepared, PreparedTokens)
     require_array("topk_weights", topk_weights)
     layout = prepared.layout

@@ -27,7 +27,7 @@ def _put(array: np.ndarray) -> torch.Tensor:
 
 
 def _compute(part: Part) -> tuple[str, dict[str, np.ndarray]]:
-    """Return a description of what ran (empty on a rank) and the results."""
+    """A description (empty on a rank) and the results."""
     leaves = {name: tensor.requires_grad_() for name, tensor in leaves_of(part.case, _put).items()}
     arguments, options = arguments_of(part.case, leaves, _put)
     device = ""
@@ -44,7 +44,7 @@ def _compute(part: Part) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def _rank(rank: int, parts: Sequence[Part], folder: str) -> None:
-    """Run as one rank, which writes its results to a file."""
+    """One rank, which writes its results to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(parts))
     torch.save(_compute(parts[rank])[1], f"{folder}/{rank}")
@@ -55,7 +55,7 @@ def run_ranks(whole: Part, parts: Sequence[Part]) -> RanksRun:
     """All ranks, then one device."""
     multiprocessing: Any = torch.multiprocessing
     with tempfile.TemporaryDirectory() as folder:
-        # Forks of a process that has imported everything and run nothing.
+        # Forks of a process that has run nothing.
         multiprocessing.start_processes(_rank, (parts, folder), len(parts), start_method="fork")
         ranks = [torch.load(os.path.join(folder, str(rank)), weights_only=False) for rank in range(len(parts))]
     return RanksRun(*_compute(whole), ranks)

@@ -1,4 +1,4 @@
-"""The torch front-end as a parity engine: its public ops stage by stage, and its composed op."""
+"""The torch front-end as a parity engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from moe_core.parity.stage_ops import FrontEnd, run_stages
 from moe_torch import ops
 from moe_torch.layers.weights import from_numpy, to_numpy
 
-#: Engines of this family run the same plans, so they agree bitwise on one device.
+#: This family runs the same plans, bitwise equal on one device.
 FAMILY = "moebius"
 
 
 def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy a NumPy array to a tensor on a device, including bfloat16 and fp8, which torch cannot read from NumPy."""
+    """Copy a NumPy array to a tensor, including bfloat16 and fp8, which torch cannot read from NumPy."""
     return from_numpy(np.ascontiguousarray(array)).to(device, copy=True)
 
 
 class TorchEngine:
-    """`moe_torch.ops` on the first GPU, or on the CPU without a GPU or if the interpreter was asked for."""
+    """`moe_torch.ops` on the first GPU, else or with the interpreter on the CPU."""
 
     name = "torch"
 
@@ -33,11 +33,9 @@ class TorchEngine:
         self._device = torch.device("cuda", 0) if use_gpu() and torch.cuda.is_available() else torch.device("cpu")
 
     def why_unsupported(self, case: Case) -> str | None:
-        """Every case is supported."""
         return None
 
     def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
-        """Every stage of a case, and the composed op."""
         front_end = FrontEnd(ops, lambda array: to_torch(array, self._device), to_numpy)
         with torch.no_grad():
             results = run_stages(front_end, case, progress)

@@ -2,8 +2,7 @@
 
 It uses `routing` and `matmul_ogs` of the 3.5 releases, and needs a GPU. Upstream orders a token's experts by ascending
 id and has no router product, so it gets the reference's logits. Its one fused activation is the clamped swiglu on
-interleaved weights. For silu it gets the reference's activations, so that routing and both products are compared. Of
-quantised weights it takes mxfp4, in layouts that it chooses for the GPU.
+interleaved weights; for silu it gets the reference's activations. Of quantised weights it takes mxfp4.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _INSTALL = (
 )
 
 
-#: Warps of upstream's kernels of mxfp4 weights on Hopper, which its layout of scales is made for.
+#: Warps that upstream's layout of mxfp4 scales on Hopper is made for.
 _SCALE_LAYOUT_WARPS = 8
 
 
 class _Upstream:
-    """The functions of upstream that the engine uses. Raises Unsupported if they cannot be imported."""
+    """Raises Unsupported if upstream cannot be imported."""
 
     def __init__(self) -> None:
         try:
@@ -54,11 +53,10 @@ class _Upstream:
             raise Unsupported(f"upstream triton_kernels cannot be used ({error}); {_INSTALL}") from error
 
     def swiglu(self, alpha: float, limit: float | None) -> Any:
-        """The fused activation argument of matmul_ogs: two columns become one."""
         return self._fused(self._specs("swiglu", self._swiglu, ("alpha", "limit")), (alpha, limit), 2)
 
     def mxfp4(self, values: torch.Tensor, scales: torch.Tensor) -> tuple[Any, Any]:
-        """(weight, its scales) in upstream's layouts for this GPU, from uint8 `[E, K / 2, N]` and `[E, K / 32, N]`."""
+        """(weight, scales) in upstream's layouts, from uint8 `[E, K / 2, N]` and `[E, K / 32, N]`."""
         tensor, layout = self._tensor, self._layout
         chosen, options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
         weight = tensor.convert_layout(tensor.wrap_torch_tensor(values, dtype=tensor.FP4), chosen, **options)
@@ -107,7 +105,7 @@ class TritonKernelsEngine:
         return activation.name == "swiglu_oai" and activation.gate_layout == "interleaved"
 
     def run(self, case: Case, progress: Callable[[str], object]) -> EngineRun:
-        """ids, weights, matmul1, activation (fused or the reference's), matmul2 and output in ascending id order."""
+        """All stages in ascending id order."""
         progress("all stages")
         logits = router(case.x, case.routing.weight, case.routing.bias, spec=case.logits_spec)
         forward = _Forward(self._upstream, case, self._device, logits)
@@ -124,8 +122,6 @@ class TritonKernelsEngine:
 
 
 class _Forward:
-    """One forward of upstream, with its rows brought back from expert order to slot order."""
-
     def __init__(self, upstream: _Upstream, case: Case, device: torch.device, logits: np.ndarray) -> None:
         self._upstream, self._case, self._device = upstream, case, device
         rule = case.router
@@ -147,7 +143,7 @@ class _Forward:
         return slots
 
     def _weight(self, weight: Any) -> tuple[Any, Any]:
-        """`[E, inputs, outputs]`, as upstream takes weights, and the PrecisionConfig with its scales, if it has any."""
+        """`[E, inputs, outputs]`, as upstream takes weights, and the PrecisionConfig with their scales."""
         in_out = self._case.spec.weight_layout == "in_out"
         if not isinstance(weight, QuantizedTensor):
             return to_torch(weight if in_out else weight.swapaxes(1, 2), self._device), self._upstream.precision()
@@ -182,7 +178,7 @@ class _Forward:
         return np.concatenate([gate, self._first(experts.up, experts.up_bias)], axis=1)
 
     def activation(self) -> np.ndarray:
-        """`[T * K, F]` through the fused activation."""
+        """`[T * K, F]`."""
         experts, activation = self._case.experts, self._case.spec.activation
         assert activation.alpha is not None
         fused = self._upstream.swiglu(activation.alpha, activation.limit)

@@ -4,16 +4,16 @@
     model = AutoModelForCausalLM.from_pretrained(name)
     print(moe_torch.transformers.use(model))
 
-The experts' two products, activation and weighted sum run as one operator on the model's own weights, without
-conversion. All else, such as router and attention, stays transformers'. `use` raises if the experts of a model cannot
-run. Works in `generate`, under `torch.compile` and in training, with gradients of the router.
+The experts' two products, activation and weighted sum run as one operator on the model's own weights. The rest, such as
+router and attention, stays transformers'. Works in `generate`, under `torch.compile` and in training, with gradients of
+the router.
 
 transformers' own argument works too: `register()`, then `from_pretrained(name, experts_implementation="moebius")`. But
 transformers ignores any registered name, without an error, if a model's experts bypass its experts interface.
 
 Rounding: products, biases, activation and router weights are computed in float32, and cast to the weights' dtype after
-each product. Eager experts round more often. Float32 models agree closely, others within their dtype. Under
-`torch.autocast`, x and the experts' weights are cast to autocast's dtype, as in `torch.nn.Linear`.
+each product. Eager experts round more often. Under `torch.autocast`, x and the experts' weights are cast to autocast's
+dtype, as in `torch.nn.Linear`.
 """
 
 from moe_torch.transformers.experts import NAME, ExpertsOptions, align_weights, experts_forward, register

@@ -15,7 +15,7 @@ from moe_torch.bridge.options import constant_result
 #: The value of `experts_implementation`.
 NAME = "moebius"
 
-#: Modules and functions of models' `act_fn` -> the activation.
+#: `act_fn` of models -> the activation.
 _ACTIVATIONS = {
     activations.SiLUActivation: "silu",
     torch.nn.SiLU: "silu",
@@ -32,7 +32,7 @@ _FP8_GATE = ("transformers.integrations.finegrained_fp8", "FP8Experts._apply_gat
 
 
 def _swiglu_oai(alpha: str, limit: str, layout: str = "halves") -> tuple[str, Callable[[Any], Activation]]:
-    """(gate layout, the activation of experts that hold its constants in these attributes)."""
+    """(gate layout, the activation with the constants in these attributes)."""
     return layout, lambda experts: Activation(
         "swiglu_oai", gate_layout=layout, alpha=getattr(experts, alpha), limit=getattr(experts, limit)
     )
@@ -67,7 +67,7 @@ def _of_fp8(experts: Any) -> Activation:
 
 
 def activation_of(experts: Any) -> Activation:
-    """The activation between the experts' products. Raises Unsupported if Moebius lacks it."""
+    """The activation between the experts' products. Raises Unsupported."""
     if not experts.has_gate:
         return Activation(_name(experts), gated=False)
     module, gate = _gate(type(experts))

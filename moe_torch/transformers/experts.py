@@ -39,7 +39,7 @@ OPTIONS = "moebius_options"
 
 @dataclass(frozen=True)
 class ExpertsOptions:
-    """Fields of `moe_torch.MoESpec` with these names. batch_invariant: of the tuning."""
+    """Fields of `moe_torch.MoESpec`. batch_invariant: of the tuning."""
 
     recompute: bool = False
     tuning: Tuning | None = None
@@ -60,8 +60,7 @@ _WEIGHT_DTYPES = tuple(TORCH_DTYPES[name] for name in ROUTER_WEIGHT_DTYPES)
 
 
 def register() -> None:
-    """Make `experts_implementation="moebius"` and `DistributedConfig(ep_implementation="moebius")` known to
-    transformers.
+    """Register `experts_implementation="moebius"` and `DistributedConfig(ep_implementation="moebius")` in transformers.
 
     Calling it again changes nothing. transformers accepts the name for every model, even if its experts never read it:
     `use` raises there. Experts that cannot run on Moebius raise Unsupported when they are called.
@@ -81,8 +80,8 @@ def has_interface(module: torch.nn.Module) -> bool:
 def align_weights(model: torch.nn.Module) -> int:
     """Copy expert weights to addresses that are multiples of 16 bytes, and return the number of copies.
 
-    transformers leaves stacked weights in the mapped file on a CPU, at addresses that kernels do not take. The first
-    eager forward and `use` copy them. Call this before a compiled first forward. Parameters stay the same objects.
+    transformers leaves stacked weights in the mapped file on a CPU, at other addresses. The first eager forward and
+    `use` copy them. Call this before a compiled first forward. Parameters stay the same objects.
     """
     return sum(_align(module) for module in model.modules() if has_interface(module))
 
@@ -103,10 +102,10 @@ def experts_forward(
     hidden_states: `[T, D]`, cast to the weights' dtype. top_k_index: `[T, K]` integers. Numbers outside [0, E) are no
     expert (transformers' mark of another process's experts). top_k_weights: `[T, K]`.
 
-    Under `torch.autocast` hidden_states, weights and output have autocast's dtype, as in `torch.nn.Linear`, and
-    gradients the weights' own. fp8 weights (`FP8Experts`) run in fp8. Hidden states are quantised as the model says,
-    unless these or top_k_weights need a gradient. Experts with `has_post_expert_norm` run as several operators around
-    the norm, which traces of `moe_torch.trace` do not show.
+    Under `torch.autocast` hidden_states, weights and output have autocast's dtype, and gradients the weights' own. fp8
+    weights (`FP8Experts`) run in fp8. Hidden states are quantised as the model says, unless these or top_k_weights need
+    a gradient. Experts with `has_post_expert_norm` run as several operators, which traces of `moe_torch.trace` do not
+    show.
 
     Raises Unsupported for weights in another format and for unknown activations.
     """
@@ -138,29 +137,29 @@ def operands_of(
     else:
         weights = _weights(experts, dtype, options.main_grad)
         dtype = weights.down.dtype
-    # The same object as in the last call is recognised at once.
+    # The last call's object is recognised at once.
     make = _new_spec if torch.compiler.is_compiling() else _known_spec
     spec = make(activation_of(experts), experts.is_transposed, options, activations)
     return _dense(hidden_states, dtype), weights, given_routing(top_k_index, top_k_weights), spec
 
 
 def given_routing(top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> TopK:
-    """A router's results as kernels read them, mostly unchanged."""
+    """A router's results as kernels read them."""
     return TopK(_dense(top_k_index, *_ID_DTYPES), _dense(top_k_weights, *_WEIGHT_DTYPES))
 
 
 def _dense(array: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
-    """The contiguous array in its dtype if that is listed, else in the first one."""
+    """Contiguous, in its dtype if that is listed, else in the first one."""
     return (array if array.dtype in dtypes else array.to(dtypes[0])).contiguous()
 
 
 def _cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`array.to(dtype)`, faster on the host if nothing changes."""
+    """Faster on the host if nothing changes."""
     return array if array.dtype == dtype else array.to(dtype)
 
 
 def why_unsupported(experts: torch.nn.Module, options: ExpertsOptions = _DEFAULTS) -> str | None:
-    """The reason why the forward would raise Unsupported for these experts, or None."""
+    """The reason why the forward would raise Unsupported, or None."""
     try:
         is_fp8 = _is_fp8(experts)
         _require_options(experts, options, is_fp8)
@@ -234,7 +233,7 @@ def _whole(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK,
 
 
 def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
-    """Run stage by stage, with the model's norm between the second product and the router weight."""
+    """Stage by stage, with the model's norm before the router weight."""
     layout = ops.make_layout(routing.ids, weights.down.shape[0])
     into = MatmulSpec(spec.weight_layout, "token", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(1))
     first = MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias)
@@ -242,7 +241,7 @@ def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing:
     second = MatmulOperands(hidden, weights.down, bias=weights.down_bias)
     out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
     slots = ops.matmul_ogs(second, layout, out)
-    # A slot without a row adds to no gradient, whatever its weight is.
+    # A slot without a row adds to no gradient.
     factors = routing.weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
     weighted = experts.post_expert_norm(slots).float() * factors
     return ops.reduce(weighted, layout, out_dtype=x.dtype)

@@ -22,12 +22,12 @@ from moe_core.formats import (
 from moe_core.specs.operands import ExpertWeights
 from moe_torch.transformers.activations import unsupported
 
-#: (rows, columns) of a block -> (format of the weights, of the hidden states).
+#: Block (rows, columns) -> (format of the weights, of the hidden states).
 _BLOCKS = {(128, 128): (FP8_BLOCK, FP8_GROUP), (1, 32): (MXFP8, MXFP8)}
 
 
 def fp8_weights(experts: Any) -> tuple[ExpertWeights, Format | None]:
-    """(the weights, format of the quantised hidden states before each product or None).
+    """(weights, format of the quantised hidden states or None).
 
     Only scales that are stored shorter than ours are copied. No gradient reaches weights or scales. Raises Unsupported
     for static activation scales, blocks other than 128 x 128 and 1 x 32, and blocks with rows of both gate and up.
@@ -59,7 +59,7 @@ def _matrix(experts: Any, name: str, format: Format) -> QuantizedTensor:
     shape = (num_experts, rows, columns * format.own_element.per_byte)
     wanted = quantized_shapes(spec, shape).scales
     if format is FP8_CHANNEL:
-        # One scale, or one for gate and one for up: here each row of the matrix has its own.
+        # Each row of the matrix gets its own scale.
         scales = scales.float().repeat_interleave(rows // scales.shape[1], dim=1)
     elif format.has_e8m0_scales:
         if scales.dtype.itemsize != 1:

@@ -23,7 +23,7 @@ class Mxfp4Experts(torch.nn.Module):
     Gradients reach hidden states and router.
     """
 
-    #: transformers' block then routes itself and passes ids and weights.
+    #: transformers' block then passes ids and weights.
     _is_hooked = True
 
     def __init__(self, experts: Any) -> None:
@@ -65,7 +65,7 @@ class Mxfp4Experts(torch.nn.Module):
 
 
 def _rows(tensor: Any) -> torch.Tensor:
-    """The bytes of a triton_kernels tensor as in the checkpoint: rows of outputs. As in transformers' saving: layouts
-    that pad (Hopper's, Blackwell's) trim while they unswizzle."""
+    """The bytes of a triton_kernels tensor as in the checkpoint. Layouts that pad (Hopper's, Blackwell's) trim while
+    they unswizzle."""
     storage = tensor.storage
     return storage.layout.unswizzle_data(storage.data).transpose(-1, -2).contiguous()

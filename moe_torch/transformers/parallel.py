@@ -28,9 +28,8 @@ class MoebiusEP(EPImplementation):
     """`DistributedConfig(ep_implementation="moebius")`: the experts run on Moebius, with the bits of one process.
 
     Ranks of one tensor-parallel group have the same batch. Each sends its part of the tokens to the experts, and all
-    get all results. The experts run on Moebius whatever `experts_implementation` is.
-
-    exchange: how rows travel. For another exchange, register a subclass under its own name.
+    get all results. `experts_implementation` has no effect. exchange: how rows travel; register a subclass for another
+    one.
 
     Raises Unsupported, when the model is loaded, for experts that Moebius cannot run, or not across ranks.
     """
@@ -61,7 +60,7 @@ class MoebiusEP(EPImplementation):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Output `[T, D]` of this rank's tokens, in the dtype of hidden_states."""
+        """Output `[T, D]` of this rank's tokens."""
         if options_of(self.experts).main_grad:
             raise Unsupported("main_grad cannot be had across ranks; leave it out of use(model)")
         tokens, dtype = hidden_states.shape[0], hidden_states.dtype
@@ -78,7 +77,7 @@ class MoebiusEP(EPImplementation):
         return parts.full_tensor()
 
     def _own(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's part of rows that the whole tensor-parallel group has."""
+        """This rank's part of rows."""
         if self.tp_mesh.size() == 1:
             return rows
         same = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
@@ -91,7 +90,7 @@ EPImplementationInterface.register(NAME, MoebiusEP)
 def expert_parallel(config: Any, ranks: int) -> DistributedConfig:
     """Make the `distributed_config` of `from_pretrained` that shares experts out among ranks, and nothing else.
 
-    config: of a causal language model. All else is whole on every rank, and every rank gets the same batch, so logits
+    config: of a causal language model. The rest is whole on every rank, and every rank gets the same batch, so logits
     have the bits of one process. transformers' own plans split attention too: `DistributedConfig(tp_size=ranks,
     ep_size=ranks, ep_implementation="moebius")`, with other bits.
 

@@ -24,14 +24,13 @@ from moe_torch.transformers.experts import (
 )
 from moe_torch.transformers.mxfp4 import Mxfp4Experts
 
-#: Classes that compute routed experts, if none of their modules uses the experts interface.
+#: Classes of routed experts that bypass the experts interface.
 _EXPERTS = re.compile(r"(?<!Shared)(Experts|MoE|Moe)$")
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `use`. modules: paths of the experts modules. copied: number of weights copied to aligned memory.
-    options: of the experts."""
+    """modules: paths of the experts modules. copied: number of weights copied to aligned memory."""
 
     modules: tuple[str, ...]
     copied: int
@@ -100,14 +99,14 @@ def use(
 
 
 def _restore_forward(block: torch.nn.Module) -> None:
-    """Remove transformers' forward (before 5.23) of the block of mxfp4 experts, which routes by its own kernels."""
+    """Before 5.23, transformers' forward of mxfp4 blocks routes by its own kernels."""
     own = getattr(mxfp4, "mlp_forward", None)
     if own is not None and getattr(block.__dict__.get("forward"), "__func__", None) is own:
         del block.forward
 
 
 def _why_outside(module: torch.nn.Module) -> str | None:
-    """The reason why experts without the interface do not run, None for other modules."""
+    """None: modules that are no experts."""
     if not _EXPERTS.search(type(module).__name__) or isinstance(module, Mxfp4Experts):
         return None
     if any(has_interface(part) or isinstance(part, (Mxfp4GptOssExperts, Mxfp4Experts)) for part in module.modules()):

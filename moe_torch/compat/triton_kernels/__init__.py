@@ -4,8 +4,7 @@
     from moe_torch.compat.triton_kernels.routing import routing
     from moe_torch.compat.triton_kernels.swiglu import swiglu_fn
 
-Paths, names, parameters and their order are kept. Options that we cannot honour raise Unsupported. Only `to_upstream`
-imports the other library.
+Paths, names, parameters and their order are kept. Options that we cannot honour raise Unsupported.
 """
 
 from moe_torch.compat.triton_kernels.interop import from_upstream, to_upstream

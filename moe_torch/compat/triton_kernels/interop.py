@@ -1,7 +1,7 @@
 """Convert objects of triton_kernels to ours and back.
 
-Classes are recognised by module and name and converted field by field, so several releases work. Only swizzled memory
-is copied. Tuples, lists and mappings are converted element by element, other values are kept.
+Classes are recognised by module and name and converted field by field, so several releases work. Tuples, lists and
+mappings are converted element by element, other values are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INSTALL = (
     "put python/triton_kernels of the Triton repository (github.com/triton-lang/triton, tag v3.5.1) on PYTHONPATH; the "
     "distribution named triton-kernels on the package index is an unrelated project"
 )
-#: Upstream modules, our modules, and the classes in them.
+#: Upstream modules, our modules, their classes.
 _MODULES = {
     "routing": (routing, "RoutingData GatherIndx ScatterIndx ExptData"),
     "matmul_ogs": (matmul_ogs, "FnSpecs FusedActivation Epilogue FlexCtx PrecisionConfig"),
@@ -40,8 +40,8 @@ _Convert = Callable[[Any], Any]
 def from_upstream(value: Any) -> Any:
     """Convert an object of triton_kernels: `from_upstream(routing(logits, 4))` returns our three objects.
 
-    Swizzled memory becomes plain memory, K contiguous. Raises InvalidInput for an unknown class, and Unsupported for a
-    fused function that our kernels lack.
+    Swizzled memory is copied to plain memory, K contiguous. Raises InvalidInput for an unknown class, and Unsupported
+    for a fused function that our kernels lack.
     """
     if isinstance(value, _PLAIN):
         return value
@@ -67,7 +67,7 @@ def to_upstream(value: Any, package: str = "triton_kernels") -> Any:
     """Convert our object to one of triton_kernels, or of a similar package.
 
     A RoutingData gets the tiles that kernels there read. Raises InvalidInput for objects that are not ours, and
-    Unsupported if the package cannot be imported or cannot hold a value.
+    Unsupported if the package is missing or cannot hold a value.
     """
 
     def convert(value: Any) -> Any:
@@ -105,7 +105,7 @@ def _elements(value: Any, convert: _Convert) -> Any:
 
 
 def _rebuilt(value: Any, target: type, convert: _Convert) -> Any:
-    """A target with the fields of value. Fields that the target lacks must be at their defaults."""
+    """Fields that the target lacks must be at their defaults."""
     names, known = _fields(type(value)), _fields(target)
     for name, default in names.items():
         held = getattr(value, name)
@@ -132,7 +132,7 @@ def _our_function(fn: Any) -> Any:
 
 
 def _plain_memory(storage: Any) -> torch.Tensor:
-    """The memory of a storage, copied without padding if it is swizzled."""
+    """Swizzled memory is copied without padding."""
     layout = storage.layout
     if layout is None or getattr(layout, "name", None) is None:
         return storage.data

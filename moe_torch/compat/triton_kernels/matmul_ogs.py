@@ -3,7 +3,7 @@
     y[rows of e] = gammas * activation(out_alpha * (x[gather(rows of e)] @ w[e] + betas * bias[e]))
     with scatter: y[token] = sum of the rows of its slots, in fp32, in the order of the slots
 
-All is fp32 until a row is cast. gammas never precede the activation, unlike the original with scatter.
+A row is cast once. gammas never precede the activation, unlike the original with scatter.
 """
 
 from __future__ import annotations
@@ -151,7 +151,6 @@ def _rows(
 
 
 def _gathered(values: Any, src_indx: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Gather rows of x for one matrix. Its kernel reads rows in order."""
     if isinstance(values, QuantizedTensor):
         raise InvalidInput(
             "gather_indx must be None for a quantised x without routing_data, got indices; index x and its scales"
@@ -178,7 +177,7 @@ def _factors(name: str, given: torch.Tensor | None, count: int, batch: int | Non
 
 
 def _bias(bias: torch.Tensor | None, weight: Weight, values: Any, rows: Rows) -> torch.Tensor | None:
-    """`[E, N]`, or `[N]` of one matrix, in fp32 unless it has the dtype of x."""
+    """`[E, N]` or `[N]`, in fp32 unless it has the dtype of x."""
     if bias is None:
         return None
     plain = None if isinstance(values, QuantizedTensor) else values.dtype
@@ -200,11 +199,11 @@ def _product(
     factors: tuple[torch.Tensor | None, torch.Tensor | None, float | None],
     scatter: ScatterIndx | None,
 ) -> tuple[torch.Tensor, str]:
-    """(`[rows, N]`, their order) for betas, gammas and alpha, in one op unless betas or alpha precede the activation or
-    gammas need a gradient, which our op has only without an activation and for rows by slot."""
+    """(`[rows, N]`, their order), in one op unless betas or alpha precede the activation, or gammas need a gradient
+    that our op lacks (with an activation or other rows than slots)."""
     (betas, gammas, alpha), bias = factors, operands.bias
     one_op = (betas is None or bias is None) and alpha in (None, 1.0)
-    # Rows are written by slot if the scatter belongs to the layout. Then weights have gradients too.
+    # Weights have gradients only for rows by slot of this layout.
     order = "slot" if scatter is not None and rows.leads_back(scatter) else "row"
     differentiated = gammas is not None and gammas.requires_grad and torch.is_grad_enabled()
     if one_op and not (differentiated and (order == "row" or spec.activation is not None)):

@@ -23,7 +23,7 @@ from moe_torch.modular.routing_data import (
 
 
 def compute_expt_data(expt_hist: torch.Tensor | None, n_expts_tot: int, n_gates: int) -> ExptData:
-    """The ExptData of a histogram int32 `[n_expts_tot]` whose sum is at most n_gates, or None for None."""
+    """The ExptData of a histogram int32 `[n_expts_tot]` whose sum is at most n_gates."""
     if expt_hist is None:
         return ExptData(None, None, None, None)
     return expert_data(expt_hist, starts(expt_hist), n_gates)
@@ -41,8 +41,8 @@ def routing(
 
     sm_first: softmax over all experts, then the choice. False: over the chosen ones. expt_indx: `[T, n_expts_act]`,
     chosen ids, kept in their order. simulated_ep: keep only the first `E / simulated_ep` experts, with their weights
-    among all. n_rows: an integer, or a tensor of one. Later tokens go nowhere. Logits count as fp32 and gate_scal is
-    fp32. Rows without an expert come last with gate_scal 0.
+    among all. n_rows: an integer, or a tensor of one. Later tokens go nowhere. gate_scal is fp32. Rows without an
+    expert come last with gate_scal 0.
     """
     require_flag("sm_first", sm_first)
     require_at_least("simulated_ep", simulated_ep, 1)
@@ -80,7 +80,7 @@ def routing_from_bitmatrix(
 
 
 def filled(routing_data: RoutingData) -> RoutingData:
-    """Add the ExptData, made of the histogram, if it is missing. Raises InvalidInput if that is impossible."""
+    """Add a missing ExptData from the histogram. Raises InvalidInput without one."""
     if routing_data.expt_data is not None or routing_data.expt_hist is None:
         return routing_data
     if routing_data.gate_scal is None:

@@ -26,7 +26,7 @@ PLAIN_FLEX = FlexCtx()
 
 @dataclass(frozen=True, eq=False)
 class PrecisionConfig:
-    """limit: upper bound of g, and bound of u on both sides. None: no clamp."""
+    """limit: upper bound of g, and bound of u on both sides."""
 
     limit: float | None
     flex_ctx: FlexCtx = PLAIN_FLEX
@@ -44,7 +44,7 @@ def swiglu_fn(input: torch.Tensor, alpha: float, limit: float | None) -> torch.T
 def swiglu(
     a: torch.Tensor, alpha: float, precision_config: PrecisionConfig, routing_data: RoutingData | None = None
 ) -> torch.Tensor:
-    """`[..., F]` of a `[..., 2F]`, in its dtype, for all rows, whatever routing_data says.
+    """`[..., F]` of a `[..., 2F]`, in its dtype, for all rows.
 
     Raises InvalidInput, and Unsupported for flex data, which concerns fp8.
     """

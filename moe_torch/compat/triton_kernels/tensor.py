@@ -1,4 +1,4 @@
-"""Tensors with a layout and element types that torch lacks, and matrices of bits. Mutable, as ported code needs."""
+"""Tensors with element types that torch lacks, and matrices of bits. Mutable, as ported code needs."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def bitwidth(type: ElementType) -> int:
 class Tensor:
     """A torch tensor, or a Storage, with its element type and its logical shape.
 
-    dtype: None: that of the memory. shape: integers, or integer tensors of one element for sizes on the device. None:
-    the memory's, for elements of whole bytes. shape_max: upper bounds. None: the shape.
+    shape: integers, or integer tensors of one element for sizes on the device. dtype and shape None: the memory's.
+    shape_max: upper bounds. None: the shape.
     """
 
     storage: Any
@@ -126,7 +126,7 @@ class Tensor:
 class Bitmatrix(Tensor):
     """Memory uint32 `[T, ceil(E / 32)]`: bit `e % 32` of word `e // 32` is set if the row chose e.
 
-    shape: rows, and 32 times the words. scratchpad: for another library's kernel, unused here.
+    shape: rows, and 32 times the words. scratchpad: unused here.
     """
 
     def __init__(self, storage: Any, shape: Any, shape_max: Any = None, scratchpad: torch.Tensor | None = None) -> None:
@@ -138,9 +138,9 @@ class Bitmatrix(Tensor):
         self.scratchpad = scratchpad
 
     def holds(self, columns: torch.Tensor) -> torch.Tensor:
-        """bool `[T, K]`: True if the bit of the column int32 `[T, K]`, in `[0, 32 * words)`, is set."""
+        """bool `[T, K]`: the bits of columns int32 `[T, K]`, in `[0, 32 * words)`."""
         words = self.data.view(torch.int32).gather(1, (columns // _WORD_BITS).long())
-        # Shifts of torch's integers keep the sign, but only the lowest bit is read.
+        # Shifts keep the sign, but only the lowest bit is read.
         return ((words >> (columns % _WORD_BITS)) & 1).bool()
 
     def sum(self, partials_block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

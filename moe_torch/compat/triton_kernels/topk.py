@@ -1,4 +1,4 @@
-"""The K largest columns of every row, in ascending order of index."""
+"""The K largest columns of every row, in ascending order."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def topk(
 def choose(
     logits: torch.Tensor, k: int, softmax: str, given: torch.Tensor | None, n_rows: int | torch.Tensor | None
 ) -> Choice:
-    """Choose k columns of logits `[T, E]`, unless ids are given. softmax: over a token's `chosen` logits, `all`, or
-    `none`."""
+    """Choose k columns of logits `[T, E]`, or take ids. softmax: over a token's `chosen` logits, `all`, or `none`."""
     if logits.ndim != 2:
         raise InvalidInput(f"logits must be [T, E], got {list(logits.shape)}; flatten the leading axes first")
     logits = logits.to(torch.float32).contiguous()

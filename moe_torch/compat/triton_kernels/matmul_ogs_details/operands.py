@@ -1,6 +1,6 @@
 """Turn x, w, their scales and a routing into operands of our ops.
 
-Bytes of w are mxfp4 codes, two along the reduction. fp8 has one scale for each tensor (or expert), or mxfp8 scales.
+Bytes of w are mxfp4 codes, two along the reduction. fp8 has scales per tensor or expert, or of mxfp8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FP8 = torch.float8_e4m3fn
 
 
 class Weight(NamedTuple):
-    """w, perhaps as a QuantizedTensor, stored as weight_layout. shape: logical, `[(E,) K, N]`."""
+    """w, perhaps quantised, stored as weight_layout. shape: logical, `[(E,) K, N]`."""
 
     array: Any
     weight_layout: str
@@ -34,7 +34,7 @@ class Weight(NamedTuple):
 
 
 def memory_of(name: str, array: Any) -> torch.Tensor:
-    """The tensor behind a Tensor, or the tensor. Raises InvalidInput, and Unsupported for foreign layouts."""
+    """The tensor behind a Tensor. Refuses foreign layouts."""
     if isinstance(array, Tensor):
         layout = array.storage.layout
         if layout is None or layout.name is not None:
@@ -68,7 +68,7 @@ def memory_of(name: str, array: Any) -> torch.Tensor:
 
 
 def _is_pairs(array: Tensor) -> bool:
-    """True if one axis of the tensor has twice the size of its memory, and the others have equal sizes."""
+    """True if only one axis has twice the size of its memory."""
     if any(isinstance(size, torch.Tensor) for size in array.shape) or len(array.shape) != array.data.ndim:
         return False
     ratios = [(size, held) for size, held in zip(array.shape, array.data.shape, strict=True) if size != held]
@@ -76,13 +76,12 @@ def _is_pairs(array: Tensor) -> bool:
 
 
 def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
-    """w `[(E,) K, N]` with its scales, `out_in` if it is column-major. Raises InvalidInput, and Unsupported without a
-    kernel."""
+    """w `[(E,) K, N]` with its scales, `out_in` if it is column-major."""
     flex = precision.flex_ctx.rhs_data
     data = flex.reinterpret(memory_of("w", w))
     if data.ndim not in (2, 3):
         raise InvalidInput(f"w must be [K, N] or [E, K, N], got {list(data.shape)}; reshape it")
-    # One row of codes (two of K) may have both strides 1.
+    # A row of codes (K = 2) may have both strides 1.
     columns_first = data.stride(-2) == 1 and (data.stride(-1) != 1 or data.shape[-2] == 1)
     layout = "out_in" if columns_first else "in_out"
     held = data.mT if columns_first else data
@@ -101,7 +100,7 @@ def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
 
 
 def rows_of(x: Any, precision: PrecisionConfig) -> torch.Tensor | QuantizedTensor:
-    """x `[M, K]` with its scales. Raises InvalidInput, and Unsupported without a kernel."""
+    """x `[M, K]` with its scales."""
     flex, scale = precision.flex_ctx.lhs_data, precision.act_scale
     data = flex.reinterpret(memory_of("x", x))
     if scale is None and data.dtype != _FP8:
@@ -123,7 +122,7 @@ def rows_of(x: Any, precision: PrecisionConfig) -> torch.Tensor | QuantizedTenso
 
 
 def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, layout: str) -> QuantizedTensor:
-    """held, with a scale for every 32 elements along the reduction. data: the same, K before the last axis."""
+    """A scale for every 32 elements along the reduction. data: K before the last axis."""
     format = {torch.uint8: MXFP4, _FP8: MXFP8}.get(data.dtype)
     if format is None:
         raise Unsupported(f"{name} must be mxfp4 (bytes) or fp8 e4m3 where it has microscales, got {data.dtype}")
@@ -144,8 +143,8 @@ def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, 
 
 
 def fitting(operands: MatmulOperands, weight: Weight, shape: Sequence[int]) -> MatmulOperands:
-    """Pad w and x, of a logical shape, to the same K in memory and no empty axis. Our ops take neither partial groups
-    nor empty axes: zeros fill K up, and N = 0 gets two columns, to be cut off."""
+    """Pad w and x to the same K in memory and no empty axis, which our ops refuse: K gets zeros, N = 0 two columns, to
+    be cut off."""
     x, w, layout = operands.x, operands.weight, weight.weight_layout
     *_, k, n = weight.shape
     held = (x.shape[-1], w.shape[-1 if layout == "out_in" else -2])
@@ -186,7 +185,7 @@ def indexed(array: Any, index: int | None) -> Any:
 
 
 def with_scales_of_rows(precision: PrecisionConfig, shape: Sequence[int]) -> PrecisionConfig:
-    """Reshape act_scale of x `[B, M, K]` to `[B * M, K / 32]`."""
+    """Reshape scales of x `[B, M, K]` to `[B * M, K / 32]`."""
     if precision.act_scale is None:
         return precision
     scales, (batch, rows, columns) = memory_of("act_scale", precision.act_scale), shape
@@ -227,7 +226,7 @@ def _require_dense(name: str, held: torch.Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """layout: the rows by expert. None: of one matrix. gather: `token` or `row`. count: number of rows."""
+    """layout: None: of one matrix. gather: `token` or `row`. count: number of rows."""
 
     layout: RaggedLayout | None
     gather: str
@@ -238,13 +237,13 @@ class Rows:
         return self.layout is not None and scatter.src_indx is self.layout.row_of_slot
 
     def by_slot(self, factors: torch.Tensor) -> torch.Tensor:
-        """fp32 factors of rows `[count]` by slot. A slot without a row is never multiplied and gets any factor."""
+        """fp32 factors of rows `[count]` by slot. A slot without a row gets any factor."""
         if self.layout is None or self.layout.slot_of_row is self.layout.row_of_slot:
             return factors
         return factors[self.layout.row_of_slot]
 
     def expert_of_row(self) -> torch.Tensor | None:
-        """int32 `[count]`, the last expert for rows without one. None for one matrix."""
+        """int32 `[count]`, the last expert for rows without one."""
         if self.layout is None:
             return None
         ends = self.layout.group_start[1:]
@@ -276,7 +275,7 @@ def batched_rows(batch: int, rows: int, device: torch.device) -> Rows:
 def ragged_rows(
     routing_data: RoutingData, gather: GatherIndx | None, scatter: ScatterIndx | None, num_rows: int
 ) -> Rows:
-    """The rows of a routing. num_rows: of x, used if nothing else gives the number."""
+    """The rows of a routing. num_rows: of x, the last resort."""
     top_k = 1
     if gather is not None:
         slot_of_row, row_of_slot, top_k = gather.src_indx, gather.dst_indx, routing_data.n_expts_act
@@ -305,7 +304,7 @@ def scattered(scatter: ScatterIndx, top_k: int) -> RaggedLayout:
 def require_indices(
     routing_data: RoutingData | None, gather: GatherIndx | None, scatter: ScatterIndx | None
 ) -> RoutingData:
-    """Check the kinds of the three. Returns the routing, or one for a single matrix."""
+    """Check the kinds of the three. Returns the routing."""
     for name, value, kind in (
         ("routing_data", routing_data, RoutingData),
         ("gather_indx", gather, GatherIndx),

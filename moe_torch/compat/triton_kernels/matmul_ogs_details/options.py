@@ -23,7 +23,7 @@ _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class FnSpecs:
     """A function to fuse, its name and the names of its arguments. fn: None, or `swiglu.swiglu_fn`.
 
-    fn_arg_do_not_specialize concerns compilation in the original and changes no result.
+    fn_arg_do_not_specialize changes no result.
     """
 
     name: str
@@ -50,7 +50,7 @@ class FusedActivation:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """A function on results before they are stored. Only the default, no function, is supported."""
+    """Only the default, no function, is supported."""
 
     specs: FnSpecs = NO_FUNCTION
     fn_arg_values_matmul: tuple[Any, ...] = ()
@@ -81,9 +81,9 @@ PLAIN_FLEX = FlexCtx()
 class PrecisionConfig:
     """Mutable, as ported code needs.
 
-    allow_tf32: fp32 products may use TF32, the default here. flex_ctx: None: no scales. act_scale, weight_scale: e8m0
-    bytes, one for 32 elements along the reduction. out_dtype: None: that of x. enforce_bitwise_invariance: one
-    summation order for any number of rows. max_num_imprecise_acc: no effect, since our sums are at least as precise.
+    allow_tf32: fp32 products may use TF32, the default here. act_scale, weight_scale: e8m0 bytes, one for 32 elements
+    along the reduction. out_dtype: None: x's. enforce_bitwise_invariance: one summation order for any number of rows.
+    max_num_imprecise_acc: no effect, since our sums are at least as precise.
     """
 
     max_num_imprecise_acc: int | None = None
@@ -99,7 +99,7 @@ class PrecisionConfig:
     enforce_bitwise_invariance: bool = False
 
     def __post_init__(self) -> None:
-        # A field's default could not be made while a program is compiled.
+        # The default could not be made while a program is compiled.
         if self.flex_ctx is None:
             self.flex_ctx = PLAIN_FLEX
 
@@ -108,7 +108,7 @@ _DEFAULT = PrecisionConfig()
 
 
 def checked_precision(precision: PrecisionConfig | None) -> PrecisionConfig:
-    """The options, or the defaults. Raises Unsupported for an option that we cannot honour."""
+    """The options, or the defaults. Raises Unsupported."""
     if precision is None:
         return _DEFAULT
     require_instance("precision_config", precision, PrecisionConfig)
@@ -130,7 +130,7 @@ def checked_precision(precision: PrecisionConfig | None) -> PrecisionConfig:
 
 
 def activation_of(fused: FusedActivation | None) -> Activation | None:
-    """A fused activation for our kernels. Raises InvalidInput, and Unsupported for other functions."""
+    """A fused activation for our kernels."""
     if fused is None:
         return None
     require_instance("fused_activation", fused, FusedActivation)

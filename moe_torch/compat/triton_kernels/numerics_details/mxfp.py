@@ -22,8 +22,8 @@ _MANTISSA_BITS, _ONE, _NAN = 23, 127, 255
 
 
 class DequantScaleRoundingMode(Enum):
-    """ROUND_UP: the smallest power of two without saturation. ROUND_DOWN: the largest one with which the largest number
-    of a group fills its type, and may saturate."""
+    """ROUND_UP: the smallest power of two without saturation. ROUND_DOWN: the largest one with which a group's largest
+    number fills its type, and may saturate."""
 
     ROUND_UP = 0
     ROUND_DOWN = 1
@@ -38,8 +38,8 @@ def downcast_to_mxfp(
     """Quantise src_tensor (bf16, fp16 or fp32) to (values, scales uint8), both contiguous along axis.
 
     out_quant_type: torch.uint8 (mxfp4, an even axis, halved), torch.float8_e4m3fn or float8_e5m2. An axis of K has
-    `ceil(K / 32)` groups, the last perhaps partial. Ties go to the even code, too large numbers saturate, and a group
-    of zeros has the scale 1. Raises InvalidInput, and Unsupported for other types.
+    `ceil(K / 32)` groups. Ties go to the even code, too large numbers saturate, and a group of zeros has the scale 1.
+    Raises InvalidInput, and Unsupported for other types.
     """
     mode = DEQUANT_SCALE_ROUNDING_MODE
     if not isinstance(mode, DequantScaleRoundingMode):
@@ -104,22 +104,22 @@ def upcast_from_mxfp(tensor: torch.Tensor, scale: torch.Tensor, target_dtype: to
 def _scaled(
     numbers: torch.Tensor, kind: torch.dtype, mode: DequantScaleRoundingMode
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, scales) of whole groups along the last axis, for formats that `quantize` lacks."""
+    """(values, scales) for formats that `quantize` lacks."""
     groups = numbers.float().unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
     finite, largest = amax.isfinite(), _LARGEST[kind]
-    # Divided by a tensor: a GPU multiplies with the reciprocal of a number.
+    # A tensor, because a GPU multiplies with the reciprocal of a number.
     bits = (torch.where(finite, amax, 0.0) / amax.new_full((), largest)).view(torch.int32)
     if mode is DequantScaleRoundingMode.ROUND_UP:
         bits = bits + (2**_MANTISSA_BITS - 1)
     exponent = bits >> _MANTISSA_BITS
-    # If rounded down, the smallest groups have no normal scale and become zeros.
+    # The smallest groups, rounded down, have no normal scale and become zeros.
     quotients = groups / (exponent.clamp(min=1) << _MANTISSA_BITS).view(torch.float32)
     quotients = torch.where(exponent > 0, quotients, 0.0).clamp(-largest, largest).flatten(-2)
     scales = torch.where(finite, torch.where(amax == 0, _ONE, exponent), _NAN).to(torch.uint8).squeeze(-1)
     if kind == torch.float8_e5m2:
         return quotients.to(kind), scales
-    # Each group's largest number is now the type's largest, so its scale is 1.
+    # Each group's largest number is the type's, so its scale is 1.
     return quantize(quotients, MXFP4_CEIL if kind == torch.uint8 else MXFP8_CEIL).values, scales
 
 

@@ -1,4 +1,4 @@
-"""Layouts by name. Defaults are plain strided memory, which our kernels read on every device."""
+"""Layouts by name. Defaults are plain strided memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StridedLayout(Layout):
 
 
 class _SwizzledLayout(Layout):
-    """A layout of other kernels: it can be named and compared, not made."""
+    """It can be named and compared, not made."""
 
     def __init__(self, shape: Sequence[int], **options: Any) -> NoReturn:
         raise Unsupported(
@@ -64,10 +64,10 @@ class CDNA4MXScaleLayout(_SwizzledLayout):
 
 
 def make_default_matmul_mxfp4_w_layout(mx_axis: int) -> tuple[type[Layout], dict[str, Any]]:
-    """(layout, options) of packed mxfp4 weights on any device. mx_axis: the packed axis, without effect."""
+    """(layout, options) of packed mxfp4 weights. mx_axis: without effect."""
     return StridedLayout, {}
 
 
 def make_default_matmul_mxfp4_w_scale_layout(mx_axis: int, num_warps: int = 8) -> tuple[type[Layout], dict[str, Any]]:
-    """(layout, options) of mxfp4 scales on any device. Neither argument has an effect."""
+    """(layout, options) of mxfp4 scales. Arguments have no effect."""
     return StridedLayout, {}
