@@ -1,7 +1,7 @@
 """Routing traces: the experts that every token visited, layer by layer, for any framework.
 
-`moe_torch.trace` and `moe_jax.trace` record and replay them, also each other's, to compare two implementations of one
-model although rounding differences would send tokens to other experts. Letters: L layers, T tokens, K top-k, E experts.
+`moe_torch.trace` and `moe_jax.trace` record and replay them, also each other's, to compare implementations of a model
+without differences of routing. Letters: L layers, T tokens, K top-k, E experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ARRAYS = ("ids", "weights")
 class LayerRouting:
     """The routing of one layer: ids int32 `[T, K]` (-1 = no expert), weights fp32 `[T, K]`, of any framework.
 
-    num_experts: E, all experts, even if the layer holds only some. A scan over layers stacks arrays to `[L, T, K]`.
+    num_experts: E, even if the layer holds only some. A scan over layers stacks arrays to `[L, T, K]`.
     """
 
     ids: Any
@@ -37,7 +37,7 @@ class LayerRouting:
     num_experts: int
 
     def require_fits(self, layer: int, num_tokens: int, top_k: int, num_experts: int) -> None:
-        """Raise InvalidInput unless this routing, number `layer` of a trace, is for a call of these sizes."""
+        """Raise InvalidInput unless this is for a call of these sizes."""
         wanted, shape = (num_tokens, top_k), tuple(self.ids.shape)
         if shape != wanted or tuple(self.weights.shape) != wanted:
             raise InvalidInput(
@@ -55,8 +55,8 @@ class LayerRouting:
 class RoutingTrace:
     """The routing of every MoE layer that ran, in order, as its own NumPy arrays.
 
-    layers: LayerRouting with arrays NumPy can read. A layer that ran several times, as in text generation, has several
-    entries. Raises InvalidInput for other shapes or dtypes, ids outside [-1, num_experts), and for no layers.
+    layers: LayerRouting with arrays NumPy can read. A layer that ran several times has several entries. Raises
+    InvalidInput for other shapes or dtypes, ids outside [-1, num_experts), and for no layers.
     """
 
     layers: tuple[LayerRouting, ...]
@@ -148,7 +148,7 @@ class RoutingTrace:
 def sizes_of(
     experts: ExpertWeights, routing: RouterWeights | RouterLogits | TopK, spec: MoESpec, expert_map: Any
 ) -> tuple[int, int]:
-    """(K, E) of a whole MoE forward. E counts all experts, even if the process holds only some."""
+    """(K, E) of a whole MoE forward, E even if the process holds only some."""
     if isinstance(routing, TopK):
         if expert_map is not None:
             return routing.ids.shape[1], expert_map.shape[0]
@@ -161,13 +161,13 @@ def sizes_of(
 
 
 class Playback:
-    """Hand out a trace's layers one by one. Make one object per replay."""
+    """Hand out a trace's layers once, one by one."""
 
     def __init__(self, layers: Sequence[LayerRouting]) -> None:
         self._layers, self._next = layers, 0
 
     def next(self, num_tokens: int, top_k: int, num_experts: int) -> LayerRouting:
-        """The routing for the next layer that runs. Raises InvalidInput if there is none or it does not fit."""
+        """The next layer's routing. Raises InvalidInput if there is none or it does not fit."""
         number = self._next
         if number >= len(self._layers):
             raise InvalidInput(
@@ -179,7 +179,6 @@ class Playback:
         return self._layers[number]
 
     def finish(self) -> None:
-        """Raise InvalidInput unless every layer was handed out."""
         if self._next != len(self._layers):
             raise InvalidInput(
                 f"all {len(self._layers)} layers of the trace must be used, got {self._next} MoE layers that ran; "
@@ -188,7 +187,7 @@ class Playback:
 
 
 def layers_of(trace: Any) -> tuple[LayerRouting, ...]:
-    """The layers of a RoutingTrace, or of a LayerRouting or a sequence of them. Raises InvalidInput."""
+    """The layers of a RoutingTrace, LayerRouting or a sequence. Raises InvalidInput."""
     if isinstance(trace, RoutingTrace):
         return trace.layers
     layers = tuple(trace) if isinstance(trace, (tuple, list)) else (trace,)

@@ -1,4 +1,4 @@
-"""Sizes of the tables of an exchange between ranks."""
+"""Sizes of an exchange's tables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from moe_core.errors import InvalidInput
 @plan_type
 @dataclass(frozen=True)
 class TableSpec:
-    """The kind and sizes of an exchange.
+    """The kind and sizes of an exchange between ranks.
 
-    mode: `all_to_all`, `padded` or `all_gather`. rows: `tokens` or `slots`, the rows that travel. num_ranks, per_rank,
-    num_experts: W, L and E. block, back: the most rows that a rank sends to another rank, and the most results that
-    return. They are None with `all_to_all`, which sends the exact number. `all_gather` sends all tokens and ignores
-    block.
+    Args:
+        mode: `all_to_all`, `padded` or `all_gather`.
+        rows: `tokens` or `slots`, the rows that travel.
+        num_ranks: W.
+        per_rank: L, places of a rank.
+        num_experts: E.
+        block: the most rows that a rank sends to another. None with `all_to_all`, ignored with `all_gather`, which
+            sends all tokens.
+        back: the most results that return. None with `all_to_all`.
 
     Raises InvalidInput.
     """
@@ -50,32 +55,29 @@ class TableSpec:
 
     @property
     def by_slot(self) -> bool:
-        """True if rows of slots travel."""
         return self.rows == "slots"
 
     @property
     def num_places(self) -> int:
-        """W * L."""
         return self.num_ranks * self.per_rank
 
     @property
     def block_rows(self) -> int:
-        """Rows of a block's memory, at least one, so that no array is empty."""
+        """Rows of a block's memory, at least one: no array is empty."""
         return max(1, self.block or 0)
 
     @property
     def back_rows(self) -> int:
-        """Rows of memory for the results of one rank."""
+        """Likewise for the results of a rank."""
         return max(1, self.back or 0)
 
     def width(self, top_k: int) -> int:
-        """Numbers that travel with a row: places, and weights as their bits. Only weights where counts imply the
-        places."""
+        """Numbers that travel with a row: places, unless counts imply them, and weights as bits."""
         if not self.by_slot:
             return 2 * top_k
         return 1 if self.mode == "all_to_all" else 2
 
     @property
     def counts(self) -> int:
-        """Counts after the header of mode `all_to_all`: slots by place, or tokens and then their slots by rank."""
+        """Counts after the header of `all_to_all`: slots by place, or tokens and then slots by rank."""
         return self.num_places if self.by_slot else 2 * self.num_ranks

@@ -32,7 +32,7 @@ class WeightGradientSpec:
         right_columns: likewise.
         out_dtype: the dtype of d_weight, or None if it is not wanted.
         bias_side: `left` or `right`: its column sums are d_bias, in bias_dtype. None: no d_bias.
-        num_layers: layers of the result, where a layer index is given.
+        num_layers: layers of the result, with a layer index.
         family: kernels to use, `portable` or `sm90`. None: the faster one that can run.
         expected_tokens: number that chooses the family. None: the call's.
         expected_experts: likewise.
@@ -63,7 +63,7 @@ class WeightGradientSpec:
         set_matmul_dtype(self, "bias_dtype", optional=True)
 
 
-#: Names of activations -> the default of (alpha, limit). alpha None: the activation has none.
+#: The default of (alpha, limit). alpha None: the activation has none.
 _CONSTANTS: dict[str, tuple[float | None, float | None]] = {
     "silu": (None, None),
     "gelu": (None, None),
@@ -74,10 +74,9 @@ _CONSTANTS: dict[str, tuple[float | None, float | None]] = {
     "softcapped_silu": (4.0, 25.0),
 }
 ACTIVATIONS = tuple(_CONSTANTS)
-#: Activations without an ungated form.
 ALWAYS_GATED = ("swiglu_oai", "clamped_silu", "softcapped_silu")
 GATE_LAYOUTS = ("halves", "interleaved", "separate")
-#: Stands for a constant that the caller has not stated, where None is a value. torch.compile traces a string.
+#: A constant that the caller has not stated. torch.compile traces a string.
 _DEFAULT: Any = "default"
 
 
@@ -87,7 +86,7 @@ class Activation:
     """An activation in fp32. gated: `act(gate) * up`, input 2F wide; else `act(x)`, input F wide.
 
     gate_layout: `halves` (gate columns first), `interleaved` (gate even columns, up odd) or `separate` (two buffers).
-    An ungated activation has none and ignores the default.
+    Ignored if ungated.
 
     limit bounds both factors of a gated activation; None: no bound. Its default is 7.0 for swiglu_oai and clamped_silu,
     25.0 for softcapped_silu and None for the others. With `u = clamp(up, -limit, limit)`:
@@ -122,7 +121,6 @@ class Activation:
             raise InvalidInput(f"gate_layout must be None where gated=False, got {self.gate_layout!r}; leave it out")
 
     def _set_constants(self) -> None:
-        """Set the defaults of alpha and limit, and check stated values."""
         for field, default in zip(("alpha", "limit"), _CONSTANTS[self.name], strict=True):
             value = getattr(self, field)
             if isinstance(value, str) and value == _DEFAULT:
@@ -143,7 +141,7 @@ class Activation:
             object.__setattr__(self, field, value)
 
     def input_width(self, width: int) -> int:
-        """Columns of the matmul output that `width` activated columns need."""
+        """Columns of the input for `width` activated columns."""
         return 2 * width if self.gated else width
 
 

@@ -28,7 +28,7 @@ class MoESpec:
         apply_router_weight_on_input: weight x (in fp32, cast back) before matmul 1 instead of the slots after matmul 2.
             K must be 1.
         out_dtype: None: the dtype of x.
-        logits_dtype: rounds the logits, which stay fp32 arrays, to reproduce checkpoints that round them.
+        logits_dtype: rounds the logits, which stay fp32 arrays, as checkpoints do.
         tuning: the choice of tiles. None: the defaults.
         shared_activation: of the shared expert, gated and laid out as `activation`. None: the same.
         activations: the format that x and the hidden rows are quantised to before each product, or None
@@ -40,8 +40,8 @@ class MoESpec:
             their attribute `main_grad` and returns none for them.
         rows_in_order: each token has one expert, given by ascending ids with -1 after them, as `layout_of_runs` gives.
             The output is product 2's rows without a copy, and rows without an expert hold anything.
-        row_limit: a limit of the rows of given ids with many -1, as `route_rounded` makes them. Memory and tiles follow
-            it. Slots past it contribute zeros and count in invalid_ids.
+        row_limit: bounds the rows of given ids with many -1, as `route_rounded` makes them. See `RowLimit`; slots past
+            it contribute zeros.
     """
 
     activation: Activation
@@ -104,17 +104,17 @@ class MoESpec:
 
     @property
     def batch_invariant(self) -> bool:
-        """True if every sum has one order for every number of tokens."""
+        """True if every sum has one order for any number of tokens."""
         return self.tuning is not None and self.tuning.batch_invariant
 
     def of_shared(self) -> MoESpec:
-        """The same options with the shared expert's activation as the activation."""
+        """The options with the shared expert's activation."""
         if self.shared_activation is None:
             return self
         return dataclasses.replace(self, activation=self.shared_activation, shared_activation=None)
 
     def with_gate_layout(self, gate_layout: str) -> MoESpec:
-        """The same options for gated experts stored in another gate_layout."""
+        """The options with another gate_layout."""
         activation, shared = self.activation, self.shared_activation
         return dataclasses.replace(
             self,
@@ -123,14 +123,13 @@ class MoESpec:
         )
 
     def logits_spec(self) -> LogitsSpec:
-        """Options of the router product."""
         tokens = None if self.tuning is None else self.tuning.expected_tokens
         return LogitsSpec(self.router_weight_layout, self.logits_dtype, self.allow_tf32, self.batch_invariant, tokens)
 
     def shared_gate_spec(self) -> LogitsSpec:
-        """Options of the product with the shared expert's gate."""
+        """Of the product with the shared expert's gate."""
         return dataclasses.replace(self.logits_spec(), weight_layout=self.weight_layout, logits_dtype="float32")
 
     def matmul_tuning(self, number: int | None = None) -> MatmulTuning | None:
-        """The tuning of the experts' product 1 or 2, or (None) of the shared expert's products."""
+        """Of the experts' product 1 or 2, or (None) the shared expert's."""
         return None if self.tuning is None else self.tuning.of_product(number)

@@ -12,10 +12,10 @@ from moe_core.errors import InvalidInput
 @plan_type
 @dataclass(frozen=True)
 class NormSpec:
-    """RMS normalisation: y = x * (mean(x ** 2) + epsilon) ** -0.5 * factor * scale, in fp32, one cast.
+    """RMS normalisation of rows: y = x * (mean(x ** 2) + epsilon) ** -0.5 * factor * scale, in fp32, one cast.
 
-    The mean is over the columns of a row. factor is weight, one parameter per column, or 1 + weight if centred.
-    weight_first: multiply x by factor before the normalisation instead of y after it.
+    factor is weight, one parameter per column, or 1 + weight if centred. weight_first: multiply x by factor before the
+    normalisation instead of y after it.
     """
 
     epsilon: float = 1e-6

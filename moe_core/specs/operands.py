@@ -1,6 +1,6 @@
 """Named bundles of a framework's arrays, shared by both front-ends (any array type with shape and dtype).
 
-Weights, and the rows of a matmul, may be `QuantizedTensor`s, which are bundles inside the bundle.
+Weights and rows may be `QuantizedTensor`s, which are bundles inside the bundle.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from moe_core.formats.tensor import QuantizedTensor
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.routing import LayoutSpec
 
-#: Fields of bundles that hold no array.
 _OPTIONS = ("spec", "sparse_mixer")
 
 
 def named_fields(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
-    """(name, value) of every array field that is not None, in field order. A quantised tensor is one value."""
+    """(name, value) of every array field that is not None. A quantised tensor is one value."""
     return tuple(
         (prefix + field.name, getattr(bundle, field.name))
         for field in dataclasses.fields(bundle)
@@ -40,13 +39,13 @@ def named_arrays(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
 
 
 def array_fields(kind: type) -> tuple[tuple[str, bool], ...]:
-    """(name, required) of every array field of a bundle's class, in field order."""
+    """(name, required) of every array field of a bundle's class."""
     fields = (field for field in dataclasses.fields(kind) if field.name not in _OPTIONS)
     return tuple((field.name, field.default is dataclasses.MISSING) for field in fields)
 
 
 def map_arrays(bundle: Any, function: Any) -> Any:
-    """The same bundle with `function` applied to every array, including the arrays of quantised tensors."""
+    """The same bundle with `function` applied to every array."""
     changed = {
         name: map_arrays(value, function) if isinstance(value, QuantizedTensor) else function(value)
         for name, value in named_fields(bundle)
@@ -119,7 +118,7 @@ class RouterWeights:
 
 @dataclass(frozen=True)
 class LayerRouter(RouterWeights):
-    """The router of a layer, with more than the op's.
+    """The router of a layer.
 
     norm `[D]`: factors of x, which the router scores normalised as `spec` says. table int32 `[V, K]`: the experts of
     each token id. expert_scale `[E]`: multiplies an expert's weights last. sparse_mixer: see `MoELayerSpec`.
@@ -145,7 +144,7 @@ class TopK:
     """Routing already decided.
 
     ids: int32 or int64 `[T, K]`, -1 = no expert. Other ids outside the experts count as invalid. weights: fp32, bf16 or
-    fp16 `[T, K]`, multiplied in fp32. Their gradients are cast to the dtype of the weights.
+    fp16 `[T, K]`, multiplied in fp32; gradients have their dtype.
     """
 
     ids: Any
@@ -156,8 +155,8 @@ class TopK:
 class SharedExpert:
     """A dense expert every token visits. gate_up `[D, 2F]`, down `[F, D]` (up `[D, F]` for `separate`), as `in_out`.
 
-    gate: None, or `[D, 1]` (`in_out`) / `[1, D]` (`out_in`): its sigmoid scales the shared output per token. With
-    experts that have a layer index, gate_up, up and down may have the same leading layer axis: `[L, D, 2F]`, ...
+    gate: None, or `[D, 1]` (`in_out`) / `[1, D]` (`out_in`): its sigmoid scales the shared output per token. If the
+    experts have a layer index, gate_up, up and down may have its leading axis.
     """
 
     gate_up: Any
@@ -168,7 +167,7 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class MoEOperands:
-    """The arrays of one MoE: the arguments of `moe_core.ops.moe.forward.plan_moe`, without its options.
+    """The arrays of one MoE, for `moe_core.ops.moe.forward.plan_moe`.
 
     x `[T, D]`; routing: RouterWeights, RouterLogits or TopK; token_mask bool `[T]`; expert_map int32 `[E_global]`.
     """
@@ -185,9 +184,8 @@ class MoEOperands:
 class OutputGradients:
     """Gradients of the results of one MoE. None: no gradient.
 
-    output `[T, D]` in bf16, fp16 or fp32. The others are fp32: weights `[T, K]` and logits `[T, E]`, added to the
-    gradients that come through the experts, load_balance `[1]` and z `[1]` of
-    `moe_core.ops.routing.reference_backward.router_losses`.
+    output `[T, D]` in bf16, fp16 or fp32. Others fp32: weights `[T, K]` and logits `[T, E]`, added to the gradients
+    through the experts, load_balance `[1]` and z `[1]` of `moe_core.ops.routing.reference_backward.router_losses`.
     """
 
     output: Any
@@ -199,7 +197,7 @@ class OutputGradients:
 
 @dataclass(frozen=True)
 class RoutingGradients:
-    """Gradients of the results of one routing. At least one is given.
+    """Gradients of the results of one routing, at least one.
 
     fp32: weights `[T, K]`, logits `[T, E]`, added as they are, load_balance `[1]` and z `[1]` of the router losses.
     load_balance needs tokens_per_expert int32 `[E]`, the slots of every expert from the unmasked tokens.
@@ -229,8 +227,6 @@ class ExpertActivationOperands:
 
 
 class Routing(NamedTuple):
-    """ids int32 `[T, K]`, weights fp32 `[T, K]`."""
-
     ids: Any
     weights: Any
 
@@ -238,7 +234,7 @@ class Routing(NamedTuple):
 class RoundedRouting(NamedTuple):
     """ids int32 `[T, W]` and weights fp32 `[T, W]`, -1 and 0 where token rounding leaves the candidate out.
 
-    tokens_per_expert int32 `[E]`: the tokens that chose each expert, before rounding.
+    tokens_per_expert int32 `[E]`: before rounding.
     """
 
     ids: Any
@@ -252,7 +248,7 @@ class RaggedLayout:
 
     group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]` (-1 = padding), row_of_slot `[T * K]` (-1 =
     dropped or not local), invalid_ids `[1]` (ids outside [-1, E)) or None without ids, overflow `[1]` with spec.rows:
-    slots that have no row because there are too few. Worked example, T = 2, K = 2, E = 3, ids [[2, 0], [0, -1]]:
+    slots without a row because there are too few. Worked example, T = 2, K = 2, E = 3, ids [[2, 0], [0, -1]]:
     group_sizes [2, 0, 1], group_start [0, 2, 2, 3], slot_of_row [1, 2, 0, -1], row_of_slot [2, 0, 1, -1].
     """
 
@@ -267,7 +263,7 @@ class RaggedLayout:
 
 @dataclass(frozen=True)
 class LayoutArrays:
-    """The arrays of a `RaggedLayout` that other ops read, or their specs, or the names of their buffers in a plan."""
+    """The arrays of a `RaggedLayout` that other ops read, or their specs, or names of buffers."""
 
     group_sizes: Any = None
     group_start: Any = None
@@ -276,7 +272,6 @@ class LayoutArrays:
 
     @classmethod
     def specs(cls, layout: LayoutSpec) -> LayoutArrays:
-        """Of the arrays of this layout."""
         sizes = (layout.num_experts, layout.num_experts + 1, layout.capacity, layout.num_slots)
         return cls(*(ArraySpec((size,), "int32") for size in sizes))
 
@@ -284,14 +279,14 @@ class LayoutArrays:
 def require_layout(layout: LayoutSpec, arrays: LayoutArrays) -> None:
     """Raise InvalidInput unless these ArraySpecs are of this layout.
 
-    The arrays of a layout that was put together by hand, or made under a transformation, can differ from its spec.
+    Arrays that were put together by hand, or under a transformation, can differ from the spec.
     """
     own = LayoutArrays.specs(layout)
     for name, array in named_fields(arrays):
         require_spec(f"layout.{name}", array, getattr(own, name).shape, "int32")
 
 
-#: The arrays of a layout that a matmul reads, in plan order.
+#: A layout's arrays for a matmul, in plan order.
 LAYOUT_INPUTS = ("group_sizes", "group_start", "slot_of_row")
 
 

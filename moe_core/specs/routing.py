@@ -1,4 +1,4 @@
-"""Options of the router, of routing, and the sizes of a ragged layout."""
+"""Options of the router and of routing, and sizes of a ragged layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
 ORDERS = ("softmax_then_topk", "topk_then_softmax")
 SLOT_ORDERS = ("score", "expert")
 ROUNDING_MODES = ("nearest", "up", "down")
-#: Tiles of every product's kernels have a multiple of this many rows.
+#: Every tile has a multiple of this many rows.
 _ROWS_OF_TILES = 16
 
 
@@ -31,8 +31,7 @@ class LogitsSpec:
     """Options of the router product `x [T, D] @ weight -> logits fp32 [T, E]`.
 
     weight_layout: `in_out` `[D, E]` or `out_in` `[E, D]`. logits_dtype: rounds the logits, which stay fp32 arrays.
-    batch_invariant: one summation order for every T. expected_tokens: use the order of a batch of this size, for parts
-    of a batch, as `Tuning.expected_tokens`.
+    batch_invariant: one summation order for every T. expected_tokens: see `Tuning`.
     """
 
     weight_layout: str = "in_out"
@@ -57,7 +56,7 @@ class RouterSpec:
     Args:
         top_k: K. None: the layer's. Ops need the number.
         scoring: `softmax`, `sigmoid` or `sqrt_softplus` (sqrt(log(1 + exp(x)))).
-        order: for softmax, `softmax_then_topk` (the default) or `topk_then_softmax`. The others take None.
+        order: for softmax, `softmax_then_topk` (the default) or `topk_then_softmax`.
         renormalize: divide by the sum of the chosen weights (a zero sum gives zeros).
         scale: multiplies the weights last.
         num_groups: equal groups of experts for grouped top-k. 1: off.
@@ -109,7 +108,6 @@ class RouterSpec:
             )
 
     def _check_arithmetic(self) -> None:
-        """Check epsilon, logit_scale, softcap, bias_on and group_score."""
         for name in ("epsilon", "logit_scale", *(() if self.softcap is None else ("softcap",))):
             object.__setattr__(self, name, finite_float(name, getattr(self, name)))
         if self.epsilon < 0 or (self.epsilon and (not self.renormalize or self.scoring == "softmax")):
@@ -125,7 +123,7 @@ class RouterSpec:
             require_choice("group_score", self.group_score, ("best", "pair"))
 
     def require_top_k(self) -> int:
-        """Return K. Raises InvalidInput if it was left to a layer."""
+        """Return K. Raises InvalidInput if a layer's."""
         if self.top_k is None:
             raise InvalidInput(
                 "top_k must be an integer of at least 1, got None (a layer's own); pass RouterSpec(top_k=...)"
@@ -133,7 +131,7 @@ class RouterSpec:
         return self.top_k
 
     def validate_experts(self, num_experts: int, has_bias: bool) -> None:
-        """Check against E: K <= E, groups divide E and leave K experts, no groups of one with a correction bias."""
+        """Check K <= E, that groups divide E and leave K experts, and no groups of one with a correction bias."""
         top_k = self.require_top_k()
         if top_k > num_experts:
             raise InvalidInput(f"top_k must be at most num_experts = {num_experts}, got {top_k}; lower top_k")
@@ -163,9 +161,8 @@ class RouterSpec:
 class RowLimit:
     """A bound on the experts in ids with many -1: at most per_token * T + per_expert * E, with T tokens and E experts.
 
-    Memory and the choice of tiles follow it. Slots past it have no row and count as invalid ids. per_token: also the
-    mean that tiles are chosen for. multiple: each expert has a multiple of this many rows, as after token rounding, and
-    tiles that divide it are preferred.
+    Memory and tiles follow it. Slots past it have no row and count as invalid ids. per_token: also the mean that tiles
+    are chosen for. multiple: each expert has a multiple of this many rows, and tiles that divide it are preferred.
     """
 
     per_token: int
@@ -188,8 +185,8 @@ class TokenRounding:
 
     Args:
         tile: a multiple of 16.
-        candidates: an expert adds only tokens that rank it among their `candidates` best experts. This is also the
-            number of columns of the ids. None: 2 K, at most E (for `down` K).
+        candidates: an expert adds only tokens that rank it among their `candidates` best experts, the columns of the
+            ids. None: 2 K, at most E (for `down` K).
 
     With candidates = E it is the token rounding of SonicMoE (Guo et al. 2025, arXiv 2512.14080). For training:
     validation and inference take plain top-K.
@@ -216,7 +213,7 @@ class TokenRounding:
                 )
 
     def width(self, top_k: int, num_experts: int) -> int:
-        """W, the columns of the ids: experts that may add a token, including its K chosen ones."""
+        """W, the columns of the ids."""
         if self.candidates is None:
             return top_k if self.mode == "down" else min(2 * top_k, num_experts)
         if not top_k <= self.candidates <= num_experts:
@@ -227,15 +224,12 @@ class TokenRounding:
         return self.candidates
 
     def row_limit(self, top_k: int) -> RowLimit:
-        """The most rows that all experts have together."""
+        """The most rows of all experts."""
         more = {"down": 0, "nearest": self.tile // 2, "up": self.tile - 1}[self.mode]
         return RowLimit(top_k, more, self.tile)
 
     def wide(self, spec: RouterSpec, num_experts: int, has_bias: bool) -> RouterSpec:
-        """The rule of the candidates: the best W experts, in order, and their scores without renormalising.
-
-        Raises InvalidInput and Unsupported for rules that cannot be rounded.
-        """
+        """The rule of the W candidates. Raises InvalidInput and Unsupported for rules that cannot be rounded."""
         spec.validate_experts(num_experts, has_bias)
         width = self.width(spec.require_top_k(), num_experts)
         if spec.scale <= 0:
@@ -266,8 +260,8 @@ class LayoutSpec:
         num_experts: local groups.
         alignment: every expert's rows start at a multiple of it (1 = contiguous).
         max_rows: rows of every expert (`[E, max_rows, D]`, the batched form), or None. Rows past it are dropped.
-        rows: the most rows of all experts together, for ids with many -1, or None. Scratch memory follows it. Slots
-            past it, in the order of rows, have no row, and the layout's `overflow` counts them.
+        rows: the most rows of all experts together, for ids with many -1, or None. Slots past it, in the order of rows,
+            have no row, and the layout's `overflow` counts them.
         limit: the limit that made rows, or None.
     """
 
@@ -320,7 +314,7 @@ class LayoutSpec:
 
     @property
     def capacity(self) -> int:
-        """Rows of the layout: an upper bound for every routing."""
+        """Rows of the layout, an upper bound."""
         if self.max_rows is not None:
             return self.num_experts * self.max_rows
         if self.rows is not None:

@@ -1,7 +1,4 @@
-"""Tile configurations of the grouped matmul.
-
-The families decide which are legal and which is chosen (`moe_core.ops.matmul.families`).
-"""
+"""Tile configurations of the grouped matmul. `moe_core.ops.matmul.families` chooses."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from dataclasses import dataclass
 from moe_core.base.checks import require_kind, set_integer
 from moe_core.base.codec import plan_type
 
-#: Shared memory a block may use, by compute capability (CUDA programming guide, table of technical specifications).
+#: By compute capability (CUDA programming guide, technical specifications).
 _SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 88: 99 * 1024, 89: 99 * 1024}
 _SHARED_BYTES |= dict.fromkeys((120, 121), 99 * 1024)
-#: The same of AMD's architectures (CDNA instruction set guides, local data share).
+#: AMD (CDNA instruction set guides, local data share).
 _SHARED_BYTES |= {942: 64 * 1024, 950: 160 * 1024}
 _SHARED_BYTES_DEFAULT = 227 * 1024
 
@@ -21,12 +18,14 @@ _SHARED_BYTES_DEFAULT = 227 * 1024
 @plan_type
 @dataclass(frozen=True)
 class TileConfig:
-    """One configuration: tile sides in elements (block_n counts output columns), warps, pipeline stages, and the number
-    of row blocks that share a column tile before the next (group_m).
+    """One configuration.
+
+    block_m, block_n, block_k: tile sides in elements; block_n counts output columns. group_m: row blocks that share a
+    column tile before the next.
 
     family: `portable` runs everywhere; `sm90` is warp-specialised with TMA for sm_90: block_m 128 or 192, block_k 64,
     block_n 256 accumulator columns (128 of a gated product), num_warps per consumer. For quantised weights, `quantized`
-    replaces `portable`, and `mixed_input` and `few_rows` (few rows) take tiled weights on sm_90.
+    replaces `portable`, and `mixed_input` and `few_rows` take tiled weights on sm_90.
     """
 
     block_m: int
@@ -44,5 +43,5 @@ class TileConfig:
 
 
 def shared_limit(arch: int) -> int:
-    """Bytes of shared memory one block may use on an architecture."""
+    """Bytes of shared memory of a block."""
     return _SHARED_BYTES.get(arch, _SHARED_BYTES_DEFAULT)

@@ -1,7 +1,7 @@
 """Measured tile configurations: `moebius-tune` writes them, and plans look them up before the heuristics.
 
-A file is JSON for people: provenance, and one record per product and number of rows with its timings. A `TileTable` has
-the configurations without figures, as part of a spec.
+A file is JSON: provenance, and one record per product and number of rows with its timings. A `TileTable` has no
+timings.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from moe_core.specs.tile import TileConfig
 #: Increased when the meaning of a file changes.
 FORMAT_VERSION = 1
 _SHIPPED = pathlib.Path(__file__).parent / "tables"
-#: Replaces one product's reason not to run in the sm90 family.
+#: Replaces a product's reason.
 _NOT_SM90 = "the product that was measured cannot run in it"
-#: Required fields of a file's provenance.
 PROVENANCE_FIELDS = ("gpu", "driver", "versions", "commit", "command", "date")
 
 _SCALARS: Mapping[str, type] = {"int": int, "str": str, "bool": bool}
@@ -35,7 +34,7 @@ T = TypeVar("T")
 
 
 def rows_bucket(rows: int) -> int:
-    """The next power of two at or above a number of rows; 0 for 0. Example: 100 and 128 rows are bucket 128."""
+    """The next power of two; 0 for 0. Example: 100 and 128 rows are bucket 128."""
     return 1 << (rows - 1).bit_length() if rows > 0 else 0
 
 
@@ -59,7 +58,7 @@ class TileKey:
 
 
 def entry_key(key: TileKey) -> TileKey:
-    """The key of an entry for a product: the bucket of its rows, and one common text instead of its not_sm90."""
+    """The key of a product's entry: the bucket of its rows, and one common text for not_sm90."""
     return dataclasses.replace(key, not_sm90=_NOT_SM90 if key.not_sm90 else "", rows=rows_bucket(key.rows))
 
 
@@ -82,8 +81,8 @@ class TileEntry:
 class TileTable:
     """Configurations by architecture and problem. Make one with `TileTable.of` or `TileTable.load`.
 
-    text: the entries as canonical JSON, because specs are hashed, compared and sent as text on every call. Raises
-    InvalidInput for any other text.
+    text: the entries as canonical JSON, because specs are hashed, compared and sent as text. Raises InvalidInput for
+    any other text.
     """
 
     text: str
@@ -93,7 +92,7 @@ class TileTable:
 
     @classmethod
     def of(cls, entries: Iterable[TileEntry]) -> TileTable:
-        """A table of these entries, in any order. Raises InvalidInput for two of one problem and for rows that are no
+        """A table of entries in any order. Raises InvalidInput for two of one problem and for rows that are no
         bucket."""
         ordered = sorted(entries, key=codec.dumps)
         found: set[tuple[int, TileKey]] = set()
@@ -111,20 +110,18 @@ class TileTable:
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> TileTable:
-        """The table of a file that `moebius-tune` wrote. Raises InvalidInput for any other file."""
+        """The table of a file of `moebius-tune`. Raises InvalidInput for any other file."""
         return cls.of(measurement.entry for measurement in read_measurements(path)[1])
 
     @property
     def entries(self) -> tuple[TileEntry, ...]:
-        """Every entry, in canonical order."""
         return _entries(self.text)
 
     def find(self, key: TileKey, arch: int) -> TileConfig | None:
         """The configuration measured for the product's bucket of rows on the architecture, or None.
 
-        Two entries may differ only in not_sm90. The product's own kind goes first, but the other one counts too,
-        because the sizes are equal: a layer with gelu uses measurements with silu. The result never names the sm90
-        family for a product that it cannot run.
+        The product's own not_sm90 goes first, but the other one counts too, because the sizes are equal: a layer with
+        gelu uses measurements with silu. The result never names the sm90 family for a product that it cannot run.
         """
         own, index = entry_key(key), _index(self.text)
         other = dataclasses.replace(own, not_sm90="" if own.not_sm90 else _NOT_SM90)
@@ -150,14 +147,14 @@ def _index(text: str) -> Mapping[tuple[int, TileKey], TileConfig]:
 
 @functools.cache
 def shipped_table(arch: int) -> TileTable:
-    """The table that comes with the package for an architecture, without entries where nothing was measured."""
+    """The package's table for an architecture, maybe without entries."""
     path = _SHIPPED / f"sm_{arch}.json"
     return TileTable.load(path) if path.is_file() else TileTable.of(())
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """An entry and its microseconds, with the microseconds of the heuristics' configuration in the same run."""
+    """An entry and its microseconds, and the heuristics' in the same run."""
 
     entry: TileEntry
     microseconds: float
@@ -167,12 +164,12 @@ class Measurement:
 def write_measurements(
     path: str | pathlib.Path, provenance: Mapping[str, Any], measurements: Sequence[Measurement]
 ) -> None:
-    """Write a table's file. provenance: PROVENANCE_FIELDS and more. Raises InvalidInput if one is missing, or if
-    entries contradict each other."""
+    """Write a table's file. provenance: PROVENANCE_FIELDS and more. Raises InvalidInput if one is missing, or entries
+    contradict each other."""
     _require_provenance(provenance, "provenance")
     TileTable.of(measurement.entry for measurement in measurements)
     ordered = sorted(measurements, key=lambda measurement: _reading_order(measurement.entry))
-    # One line per entry: a changed figure is a changed line.
+    # One line per entry, for diffs.
     lines = ",\n".join(f"    {json.dumps(_record(measurement))}" for measurement in ordered)
     head = json.dumps({"format": FORMAT_VERSION, "provenance": dict(provenance)}, indent=2).removesuffix("\n}")
     body = f"[\n{lines}\n  ]" if lines else "[]"
@@ -181,7 +178,7 @@ def write_measurements(
 
 
 def read_measurements(path: str | pathlib.Path) -> tuple[Mapping[str, Any], tuple[Measurement, ...]]:
-    """(provenance, measurements) of a table's file. Raises InvalidInput for any other file."""
+    """(provenance, measurements) of a table's file. Raises InvalidInput for others."""
     try:
         content = load_json(path)
     except InvalidInput as error:
@@ -233,7 +230,7 @@ def _measurement(record: Any, name: str) -> Measurement:
 
 
 def _from_fields(kind: type[T], fields: Any, name: str) -> T:
-    """A dataclass of JSON fields. Missing fields get their defaults; unknown fields raise an error."""
+    """A dataclass of JSON fields. Unknown fields raise an error."""
     declared = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     required = {key for key, field in declared.items() if field.default is dataclasses.MISSING}
     if not isinstance(fields, dict) or not required <= set(fields) <= set(declared):

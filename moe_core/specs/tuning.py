@@ -1,4 +1,4 @@
-"""Requests about tiles: a configuration, a table, one order for every batch."""
+"""Requests about tiles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MatmulTuning:
         config: use this one. None: choose.
         table: looked up before the shipped table and the heuristics.
         batch_invariant: choose without the number of rows, so that a row's result does not depend on the others.
-        expected_tokens: choose as for this number, whatever the call has. See `Tuning`.
+        expected_tokens: see `Tuning`.
         expected_experts: likewise.
     """
 
@@ -53,7 +53,7 @@ class MatmulTuning:
         _require_tunable(self)
 
     def of_gradient(self) -> MatmulTuning:
-        """The tuning of the gradients of a product with this one."""
+        """The tuning of this product's gradients."""
         return MatmulTuning(expected_tokens=self.expected_tokens, expected_experts=self.expected_experts)
 
 
@@ -69,8 +69,7 @@ class Tuning:
         batch_invariant: one summation order for every number of tokens. A token's result is then bitwise the same in
             any batch, at a cost of speed (docs/developer/tuning.md).
         expected_tokens: choose every tile of forward and backward as for a batch of this size. None: the call's. For
-            parts of a batch, such as the rows that a rank of expert parallelism receives: all parts then sum in the
-            order of the whole.
+            parts of a batch, as of a rank of expert parallelism, which then sum in the order of the whole.
         expected_experts: likewise, the experts of the whole.
     """
 
@@ -87,11 +86,10 @@ class Tuning:
         _require_tunable(self)
 
     def of_product(self, number: int | None = None) -> MatmulTuning:
-        """The tuning of the experts' product 1 or 2. None: of the shared expert's products."""
+        """Of the experts' product 1 or 2. None: of the shared expert's."""
         config = {1: self.matmul_1, 2: self.matmul_2, None: None}[number]
         return MatmulTuning(config, self.table, self.batch_invariant, self.expected_tokens, self.expected_experts)
 
 
 def tunings_of(tuning: Tuning | None) -> tuple[MatmulTuning | None, MatmulTuning | None]:
-    """The tunings of products 1 and 2."""
     return (None, None) if tuning is None else (tuning.of_product(1), tuning.of_product(2))
