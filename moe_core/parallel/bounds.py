@@ -33,8 +33,7 @@ def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement)
 
 
 def is_direct(spec: ExchangeSpec) -> bool:
-    """Return True if each token has its own row at every owner and ranks need no counts: mode `peer`, rows of tokens,
-    no bound."""
+    """Return True if tokens have a row at every owner, without counts: mode `peer`, rows of tokens, no bound."""
     return (spec.mode, spec.rows, spec.receive) == ("peer", "tokens", None)
 
 
@@ -50,8 +49,8 @@ def sets_of_buffers(spec: ExchangeSpec) -> int:
 
 
 def second_multiprocessors(most: int, activation: Activation) -> int:
-    """Multiprocessors of product 2 beside product 1, for equal times. Product 2 uses one matrix of three, or of two
-    without gates."""
+    """Multiprocessors of product 2 beside product 1, for equal times: it uses one of three matrices, or of two without
+    gates."""
     return max(1, most // (1 + activation.input_width(1)))
 
 
@@ -61,7 +60,6 @@ def tokens_at_once(tokens: int, spec: ExchangeSpec) -> int:
 
 
 def rows_received(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement) -> int:
-    """The most rows that an owner receives, for `tokens` on each rank."""
     bounds = bounds_of(spec, tokens, top_k, placement)
     nearest = min(top_k, placement.per_rank) if spec.rows == "slots" else 1
     worst = placement.num_ranks * tokens * nearest
@@ -69,5 +67,4 @@ def rows_received(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placem
 
 
 def slots_received(spec: ExchangeSpec, received: int, top_k: int, placement: Placement) -> int:
-    """The most results of slots that an owner has of received rows."""
     return received * (min(top_k, placement.per_rank) if spec.rows == "tokens" else 1)

@@ -44,7 +44,7 @@ _SHARING, _READ_AGAIN = 0.06, 0.68
 
 @dataclass(frozen=True)
 class Zipf:
-    """A law of routing: expert r is drawn with probability proportional to r^-exponent, a token's experts distinct. The
+    """A law of routing: expert r has a probability proportional to r^-exponent, a token's experts are distinct. The
     seed draws the order of experts."""
 
     exponent: float
@@ -271,7 +271,7 @@ def _price(
     if spec.mode == "all_to_all" and ranks > 1:
         far = machine.network if machine.network is not None and ranks > machine.domain else near
         stages.insert(0, ("counts", far.latency_us))
-    # The last product already sent its rows; the rest of their way does not overlap.
+    # The last product already sent its rows. The rest of their way does not overlap.
     stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
     others = sum(us for _, us in stages) - stored
     weights = _read_bytes(layer, _most_slots(layer, tokens, traffic), per_rank, tensor) / machine.memory / 1e3

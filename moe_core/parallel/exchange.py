@@ -51,12 +51,11 @@ def physical_ids(
 
 
 def owners_of(places: np.ndarray, per_rank: int) -> np.ndarray:
-    """Return ranks of places, int32, and -1 for -1."""
     return np.where(places < 0, -1, places // per_rank).astype(np.int32)
 
 
 def first_owners(places: np.ndarray, per_rank: int) -> np.ndarray:
-    """Return the rank of every place, int32 `[T, K]`; -1 if an earlier slot of the token has the same rank."""
+    """Return the rank of every place, int32 `[T, K]`, -1 if an earlier slot of the token has it."""
     owners = owners_of(places, per_rank)
     for k in range(1, owners.shape[1]):
         again = (owners[:, :k] == owners_of(places[:, k], per_rank)[:, None]).any(axis=1)
@@ -149,8 +148,8 @@ def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
 
 
 def received_ids(runs: np.ndarray, order: str) -> np.ndarray:
-    """Return the local expert of every received slot, int32 `[R]`, in the order `expert` or `source`. runs int32 `[W,
-    L]`: rows from every home for every place."""
+    """Return the local expert of every received slot, int32 `[R]`. runs int32 `[W, L]`: rows from every home for every
+    place. order: `expert` or `source`."""
     require_choice("order", order, ORDERS[:2])
     local = np.broadcast_to(np.arange(runs.shape[1], dtype=np.int32), runs.shape)
     if order == "expert":
@@ -159,16 +158,16 @@ def received_ids(runs: np.ndarray, order: str) -> np.ndarray:
 
 
 def token_ids(places: np.ndarray, tokens: np.ndarray, owner: int, per_rank: int) -> np.ndarray:
-    """Return the K local ids of rows of tokens for one owner, int32 `[R, K]`; -1: another rank has the expert."""
+    """Return the K local ids of rows of tokens for one owner, int32 `[R, K]`, -1: another rank has the expert."""
     local = places[tokens] - owner * per_rank
     return np.where((local >= 0) & (local < per_rank), local, -1).astype(np.int32)
 
 
 def returned_rows(sent: RaggedLayout, groups: np.ndarray, num_ranks: int, block: int | None = None) -> Destinations:
-    """Return the row at home of the result of each sent row, int32 `[T, K]`, -1: none.
+    """Return the row at home of each sent row's result, int32 `[T, K]`, -1: none.
 
     Results return in the order of rows. sent: the layout of groups int32 `[T, K]`. block: rows of each owner's block.
-    None: owner after owner, without gaps.
+    None: without gaps.
     """
     start = sent.group_start[:-1].astype(np.int64)
     if block is None:

@@ -40,7 +40,6 @@ class Header(NamedTuple):
         return MODES[self.options & 3]
 
     def describe(self) -> str:
-        """Return the numbers for errors."""
         bits = self.options >> 2
         dtype = MATMUL_DTYPES[bits & 3]
         rows = "slots" if bits & 4 else "tokens"
@@ -55,12 +54,11 @@ class Header(NamedTuple):
         )
 
     def of_experts(self, digest: int) -> Header:
-        """Return the header with an `experts_digest`, 0: anything."""
         return self._replace(options=self.options ^ (digest & _DIGEST) << 14)
 
     def on_tensor_axis(self, tokens: int, rank: int) -> Header:
-        """Return the header that ranks of the tensor axis compare, with their tokens and their common `rank` on the
-        axis of experts."""
+        """Return the header that ranks of the tensor axis compare, with their tokens and their rank on the other
+        axis."""
         others = self.tensor & ~(0x1FFF << 14)
         return self._replace(tokens=tokens, tensor=others | (rank & 0x1FFF) << 14)
 

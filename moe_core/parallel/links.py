@@ -89,7 +89,6 @@ def fit_link(timings: Sequence[LinkTiming]) -> Link:
 
 
 def set_positive(options: object, name: str) -> None:
-    """Make a field a finite number above 0, or raise InvalidInput."""
     value = finite_float(name, getattr(options, name))
     if value <= 0:
         raise InvalidInput(f"{name} must be above 0, got {value}; measure it, or take it from a data sheet")

@@ -23,7 +23,6 @@ VARIABLE = "MOEBIUS_MACHINE"
 FORMAT_VERSION = 1
 #: The most tokens of all ranks for mode `all_gather`, unmeasured.
 FEW_TOKENS = 256
-#: 4096 numbers of bf16.
 _ROW_BYTES = 8192
 _KIND_OF_MODE = {"padded": "all_to_all"}
 _NUMBERS = ("domain", "tflops", "memory")
@@ -106,8 +105,7 @@ class MachineRecord:
         memory: float,
         not_measured: Sequence[tuple[str, str]] = (),
     ) -> MachineRecord:
-        """Fit a machine to timings. nvlink is fitted to all_to_all within the domain. Raises InvalidInput without such
-        timings."""
+        """Fit a machine to timings, nvlink to all_to_all within the domain. Raises InvalidInput without these."""
         by_kind: dict[tuple[str, str], list[LinkTiming]] = {}
         for timing in timings:
             by_kind.setdefault((timing.where, timing.kind), []).append(timing)
@@ -159,8 +157,8 @@ class MachineRecord:
 
 
 def machine_of(machine: Machine | str | Path | None) -> Machine:
-    """Return the machine, the record's at a path, or for None the record's that MOEBIUS_MACHINE names. Raises
-    InvalidInput without any, and for other files."""
+    """Return the machine, a path's record, or for None MOEBIUS_MACHINE's record. Raises InvalidInput without any, and
+    for other files."""
     if machine is None:
         named = os.environ.get(VARIABLE)
         if not named:

@@ -41,7 +41,7 @@ class ExchangeBuffer:
 
 
 class TensorMessages(NamedTuple):
-    """Messages between the ranks that split each expert. header: its number of int32."""
+    """Messages between the ranks that split each expert, around the exchange's. header: its number of int32."""
 
     split: TensorSplit
     tokens: int
@@ -67,7 +67,6 @@ class TensorMessages(NamedTuple):
         return Collective(kind, what, "float32", self._brought, self._brought * width * 4, "tensor")
 
     def forward(self, exchange: tuple[Collective, ...]) -> tuple[Collective, ...]:
-        """All messages of a forward, around the exchange's."""
         header, routing = self.header * 4, self.tokens * 2 * self.top_k * 4
         if self.split.tokens == "replicated":
             first = [self._gather("header", "int32", 1, header)]
@@ -82,7 +81,6 @@ class TensorMessages(NamedTuple):
         return (*first, *exchange, self._parts("parts", self.d_model))
 
     def backward(self, exchange: tuple[Collective, ...]) -> tuple[Collective, ...]:
-        """All messages of a backward, around the exchange's."""
         first = [self._gather("d_output", self.dtype, self.tokens, self.tokens * self._row_bytes)]
         last = self._parts("d_x", self.d_model), self._parts("d_weights", self.top_k)
         return (*first[: self.split.tokens == "split"], *exchange, *last)

@@ -39,7 +39,6 @@ def experts_digest(
 
         def dense(array: Any) -> ArraySpec:
             own = spec_of("experts", array)
-            # The op checks strides.
             return ArraySpec(own.shape, own.dtype)
 
         given, beside = map_arrays(experts, dense), None if shared is None else map_arrays(shared, dense)

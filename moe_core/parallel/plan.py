@@ -87,7 +87,7 @@ class ExchangePlan:
         return header.of_experts(self.experts)
 
     def tensor_header(self, rank: int) -> Header:
-        """The header that ranks of the tensor axis compare. rank: this one's on the axis of experts."""
+        """The header that ranks of the tensor axis compare. rank: on the axis of experts."""
         return self.header.on_tensor_axis(self.tokens, rank)
 
     @functools.cached_property
@@ -121,7 +121,7 @@ class ExchangePlan:
         return self._by_digest[digest]
 
     def buffers_of(self, received: int, returned: int) -> tuple[ExchangeBuffer, ...]:
-        """Return a chunk's buffers for known counts of rows received, and of results returned as an owner."""
+        """Return a chunk's buffers for counts of rows received, and of results returned as an owner."""
         return _Planner(self).buffers(received, returned)
 
     def peak(self, received: int | None = None, returned: int | None = None, *, scratch: int = 0) -> int:
@@ -270,7 +270,7 @@ class _Planner:
         mode, header = self.spec.mode, len(Header._fields)
         if mode == "peer":
             return tuple(self._between_barriers()) * self.spec.chunks
-        # Ids travel with the bits of weights; for counted rows of slots, weights travel without ids.
+        # Ids travel with the bits of weights. For counted rows of slots, weights travel without ids.
         width, what = (2 * self.width, "ids and weights") if self.width_of_ids else (self.width, "weights")
         routing = self._table(self._rows_kind, what, "int32", self.sent, width)
         if mode == "all_to_all":
@@ -370,7 +370,7 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
         scratch *= 1 + runs_in_lanes(plan.spec)
         behind = parts or output
         if plan.spec.chunks > 1:
-            # The output is allocated first; each chunk writes to it.
+            # The output is allocated first, since each chunk writes to it.
             gathered, behind = gathered + behind, 0
         held = gathered + max(returned, results + returned + scratch, results + kept + behind)
         return symmetric + max(held, ends)

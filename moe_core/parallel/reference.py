@@ -82,7 +82,7 @@ def moe(
         routing = routing_stages(rank.x, rank.routing, spec, rank.token_mask)
         found = physical_ids(routing["ids"], placement, first_token=first_token, token_mask=rank.token_mask)
         first_token += len(rank.x)
-        # The weight is applied before rows travel; the owner's is 1.
+        # The weight is applied before rows travel, so the owner's is 1.
         on_input = spec.apply_router_weight_on_input
         sources.append(scale_rows(rank.x, routing["weights"]) if on_input else rank.x)
         weights.append(np.ones_like(routing["weights"]) if on_input else routing["weights"])

@@ -1,4 +1,4 @@
-"""Routes of rows between all ranks, in every mode; part of the twin."""
+"""Routes of rows between all ranks, in every mode (part of the twin)."""
 
 from __future__ import annotations
 
@@ -137,12 +137,10 @@ class Routes:
 
     @property
     def lost(self) -> tuple[np.ndarray, ...]:
-        """See `Home.lost`."""
         return tuple(home.lost for home in self.homes)
 
     @property
     def overflow(self) -> np.ndarray:
-        """int32 `[1]`: rows of all homes."""
         return np.array([sum(home.overflow for home in self.homes)], np.int32)
 
     def push(self, owner: int, values: Sequence[np.ndarray]) -> np.ndarray:
@@ -177,7 +175,6 @@ class Routes:
         return ids
 
     def push_weights(self, owner: int, weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Weights fp32 of received rows, shaped as their ids."""
         received = np.full(self.ids[owner].shape, np.nan, np.float32)
         for home, of_home in zip(self.homes, weights, strict=True):
             row, token, slot = home.arrivals.to(owner)

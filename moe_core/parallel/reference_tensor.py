@@ -25,7 +25,6 @@ from moe_core.parallel.tensor import TensorSplit
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, MoEOutput, OutputGradients, TopK
 
-#: Indexed by rank on the axis of experts, then on the tensor axis.
 Grid = Sequence[Sequence[MoEOperands]]
 
 
@@ -90,7 +89,6 @@ def moe(
 
 
 def bias_once(experts: ExpertWeights, index: int) -> ExpertWeights:
-    """Keep down_bias only on the first rank of the axis."""
     if experts.down_bias is None or index == 0:
         return experts
     return dataclasses.replace(experts, down_bias=np.zeros_like(experts.down_bias))

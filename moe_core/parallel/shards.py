@@ -11,7 +11,6 @@ from moe_core.formats import QuantizedTensor
 from moe_core.parallel.placement import HOLE, Placement
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
 
-#: Fields without an axis of experts.
 _WHOLE = ("layer_index", "gate_up_input_scale", "down_input_scale")
 
 

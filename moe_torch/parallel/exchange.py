@@ -38,8 +38,6 @@ def _rows_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
 
 
 class Places(NamedTuple):
-    """See `moe_core.parallel.exchange.Places`."""
-
     places: torch.Tensor
     invalid_ids: torch.Tensor
 
@@ -73,5 +71,4 @@ def physical_ids(
 
 
 def owners_of(places: torch.Tensor, per_rank: int) -> torch.Tensor:
-    """Return ranks of places, int32, and -1 for -1."""
     return torch.where(places < 0, -1, places // per_rank)

@@ -105,7 +105,7 @@ class ExpertParallel:
 
     @property
     def gradient_divisor(self) -> int:
-        """The divisor of experts' gradients, if other gradients are averaged over ranks with their own tokens.
+        """The divisor of experts' gradients if other gradients are averaged over ranks with their own tokens.
 
         Experts' gradients are sums over all ranks' tokens. It is W, times the ranks of tensor with `split` tokens.
         """

@@ -99,7 +99,6 @@ class _Awaited(torch.autograd.Function):
 
 
 def awaited(rows: torch.Tensor, overlap: Overlap) -> torch.Tensor:
-    """The same rows, between the experts and `combine`."""
     if torch.is_grad_enabled() and rows.requires_grad:
         result: Any = _Awaited.apply(rows, overlap)
         return result
@@ -114,7 +113,6 @@ def dispatch(
     *,
     stored: bool = False,
 ) -> tuple[Any, Any]:
-    """`Dispatch` if a gradient is needed, else only its results."""
     if torch.is_grad_enabled() and (wide is not None or weights.requires_grad):
         result: Any = Dispatch.apply(routes, x.detach() if isinstance(x, torch.Tensor) else x, wide, weights, stored)
         return result

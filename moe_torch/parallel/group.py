@@ -23,8 +23,8 @@ def buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a process group. timeout: seconds of a message on a CPU; None: the group's. On a GPU its watchdog
-    counts. where: mode and layer, for errors."""
+    """The ranks of a process group; `start_*` return a function that waits. timeout: seconds of a message on a CPU;
+    None: the group's. On a GPU its watchdog counts. where: mode and layer, for errors."""
 
     group: Any
     timeout: float | None = None
@@ -43,7 +43,6 @@ class Ranks:
         return self.start_all_gather(values, what)()
 
     def start_all_gather(self, values: torch.Tensor, what: str) -> Arriving:
-        """Start `all_gather`; the result waits."""
         gathered = buffer((self.size, *values.shape), values.dtype, values.device)
         into, sent = _moved(gathered).flatten(0, 1), _moved(values.contiguous())
         return self._start("all_gather", what, gathered, lambda: _all_gather(into, sent, self.group, async_op=True))
@@ -71,7 +70,6 @@ class Ranks:
         received: Sequence[int] | None = None,
         memory: int | None = None,
     ) -> Arriving:
-        """Start `all_to_all`; the result waits."""
         count, going = len(rows), rows.contiguous()
         splits = None, None
         if sent is not None and received is not None:
@@ -123,13 +121,11 @@ def _moved(values: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """The memory as rows of bytes."""
     return values.view(len(values), values[:1].numel() if len(values) else 0).view(torch.uint8)
 
 
 def ranks_of(mesh: Any, timeout: float | None, where: str, name: str = "mesh", axis: str = "ep") -> Ranks:
-    """Return the ranks of a DeviceMesh of one axis, or of a process group. name, axis: the argument and its
-    usual axis."""
+    """Return the ranks of a DeviceMesh of one axis or a process group. name, axis: the argument and its usual axis."""
     if hasattr(mesh, "get_group"):
         if mesh.ndim != 1:
             raise InvalidInput(

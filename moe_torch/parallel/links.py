@@ -34,7 +34,7 @@ _ROW_BYTES = 8192
 @dataclass(frozen=True)
 class Setting:
     """What to measure. ranks: of this host; torchrun sets it. None: its GPUs, or 2 on a CPU. sizes: bytes that a rank
-    sends to others. seconds: for all messages. Raises InvalidInput."""
+    sends. seconds: for all messages. Raises InvalidInput."""
 
     backend: str
     ranks: int | None

@@ -15,7 +15,6 @@ from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.parallel import peer_ops
 
-#: The most for product 1 and product 2. None: all.
 Multiprocessors = tuple[int | None, int | None]
 
 

@@ -193,7 +193,7 @@ def combine_pull(
 def combine_pull_weights(
     places: PeerPlaces, weights_at: torch.Tensor, *, num_rows: int, memory: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Load one number of every slot, such as its weight's gradient, from its owner's array fp32 `[num_rows]`: fp32 `[T,
+    """Load a number of every slot, such as its weight's gradient, from its owner's array fp32 `[num_rows]`: fp32 `[T,
     K]`, 0 without a row."""
     return operators.COMBINE_PULL_WEIGHTS.call(
         owners=places.owners, rows=places.rows, weights_at=weights_at, memory=memory, num_rows=_rows(num_rows)
@@ -324,8 +324,7 @@ def sum_results(
 def result_addresses(
     sources: torch.Tensor, group_start: torch.Tensor, slots_at: torch.Tensor, *, num_slots: int, width: int, dtype: Any
 ) -> torch.Tensor:
-    """Return the addresses of an owner's results, for `experts_push`: int64 `[R]`, each row's slot at its home, 0:
-    none.
+    """Return where an owner's results go, for `experts_push`: int64 `[R]`, each row's slot at its home, 0: none.
 
     Arguments as for `combine_push`. width, dtype: D and the arrays' dtype.
     """

@@ -50,8 +50,8 @@ class CollectiveRoutes:
 
     send int32: slots of rows that go out, -1: none. None: every token goes to every rank. slots int32 `[R]`: the slots
     of received rows, K each, of the owner's rows. None: received rows are slots. at_home: how rows that come home are
-    added. spoilt bool `[T]`: tokens that become NaN, because a slot did not fit or ranks disagree, or None.
-    tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of this rank's tokens.
+    added. spoilt bool `[T]` or None: tokens that become NaN, because a slot did not fit or ranks disagree.
+    tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of this rank.
     """
 
     ranks: Ranks
@@ -95,7 +95,6 @@ class CollectiveRoutes:
         return total
 
     def spoil(self, y: torch.Tensor) -> torch.Tensor:
-        """Set spoilt tokens of y `[T, D]` to NaN, in place."""
         return y if self.spoilt is None else y.masked_fill_(self.spoilt[:, None], torch.nan)
 
     def gradients(
@@ -131,8 +130,7 @@ def plan_routes(
 ) -> Counted | Blocks:
     """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`. `start` sends the first message.
 
-    token_mask bool `[T]`: False tokens have no slots. moving: placement at a replay, or None. Raises InvalidInput,
-    Unsupported.
+    token_mask bool `[T]`: False tokens have no slots. moving: placement at a replay. Raises InvalidInput, Unsupported.
     """
     kind = Counted if plan.spec.mode == "all_to_all" else Blocks
     return kind(ranks, plan, ids, weights, token_mask, moving)
@@ -277,10 +275,8 @@ class Counted(_Planner):
     """Routes of exact counts, which ranks exchange and the host reads."""
 
     def start(self) -> Callable[[], CollectiveRoutes]:
-        """Send the counts. The result waits for others' and returns the routes. A collective.
-
-        Raises PeerFailed and InvalidInput as `compare_headers`.
-        """
+        """Send the counts. The result waits for others' and returns the routes. A collective. Raises as
+        `compare_headers`."""
         tables = self.first_tables()
         arriving = self.ranks.start_all_gather(tables.message, "header and counts")
         return lambda: self.counted(tables, arriving())
@@ -322,7 +318,6 @@ class Counted(_Planner):
         else:
             home = Way(slots[:, self.rank].tolist(), slots[self.rank].tolist())
             if received < len(came):
-                # Memory behind the last row is for no expert.
                 came[received:] = -1
             owner = self.received(came, rounded(sum(home.sent or ())))
         counted = torch.full((1,), overflow, dtype=torch.int32, device=device)

@@ -40,8 +40,8 @@ class Brought(NamedTuple):
 
 @dataclasses.dataclass
 class TensorRanks:
-    """One call's messages over the axis. told: the first has been sent. agree: bool `[1]`, ranks have the same sizes,
-    if the host has not waited to know."""
+    """One call's messages over the axis. told: the first has been sent. agree: bool `[1]`, ranks have the same sizes.
+    None: the host compared."""
 
     ranks: Ranks
     split: TensorSplit
@@ -80,12 +80,10 @@ class TensorRanks:
         return Brought(x, wide, ids, weights, None if apart else brought.token_mask)
 
     def tell_failure(self, device: torch.device) -> None:
-        """Send a header of zeros."""
         self.told = True
         self.ranks.all_gather(torch.zeros(len(FAILED), dtype=torch.int32, device=device), "header")
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part of values by gathered token."""
         return self.by_rank(values)[self.split.index] if self.split.tokens == "split" else values
 
     def by_rank(self, values: torch.Tensor) -> torch.Tensor:
@@ -93,7 +91,6 @@ class TensorRanks:
         return values.view(self.split.size, len(values) // self.split.size, *values.shape[1:])
 
     def push(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Rows of all ranks' tokens."""
         return self.ranks.all_gather(values, what).flatten(0, 1) if self.split.tokens == "split" else values
 
     def pull(self, parts: torch.Tensor, what: str) -> torch.Tensor:
@@ -123,7 +120,6 @@ class TensorRanks:
 
 
 def require_apart(ranks: Ranks, tensor: Ranks) -> None:
-    """Raise InvalidInput unless the axes share only this rank."""
     members = [dist.get_process_group_ranks(one.group) for one in (ranks, tensor)]
     common = sorted(set(members[0]) & set(members[1]))
     if len(common) != 1:
@@ -199,7 +195,6 @@ class OnFirst(torch.autograd.Function):
 
 
 def bias_once(experts: ExpertWeights, split: TensorSplit) -> ExpertWeights:
-    """Keep down_bias only on the first rank of the axis."""
     if experts.down_bias is None:
         return experts
     bias: Any = OnFirst.apply(experts.down_bias, split.index == 0)

@@ -182,7 +182,7 @@ def _places(
 
 def _check_headers(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor) -> None:
     if not ids.is_cuda:
-        # Waiting costs nothing here. On a GPU headers travel with the first message; if they differ, the output is NaN.
+        # Waiting costs nothing here. On a GPU headers travel with the first message. If they differ, the output is NaN.
         check_headers(ranks, plan.header, ids.device)
 
 

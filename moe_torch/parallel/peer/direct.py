@@ -48,7 +48,6 @@ class Memory(NamedTuple):
 
 
 def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
-    """Buffers of a plan, allocated by the first call. number: of the set."""
     most, top_k, spec = _most(plan), plan.top_k, plan.spec
     rows, dtype, scales = ranks.size * most, TORCH_DTYPES[plan.dtype], scales_of(spec.format, plan.d_model)
     parts = (
@@ -105,8 +104,8 @@ def _constants_of(memory: Memory, rank: int) -> _Constants:
 class DirectRoutes:
     """The routes of one rank for one chunk, see `interface.PeerRoutes`. ids and weights are of all slots of each row.
 
-    ids, weights, token_mask, places, places_of_experts: see `peer_ops.HomeTokens`. number: of the set of buffers.
-    programs: the most blocks of copies. `send` stores everything and sets `pushed`.
+    ids to places_of_experts: see `peer_ops.HomeTokens`. number: of the set of buffers. programs: the most blocks of
+    copies. `send` stores everything and sets `pushed`.
     """
 
     pushed: peer_ops.PushedTokens
@@ -172,7 +171,7 @@ class DirectRoutes:
         return peer_ops.take_rows(rows, constants.rows, constants.start, scales=scales, dtype=dtype)
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
-        # Later values are the output's gradient; its rows stay in the buffer until the next call.
+        # Later values are the output's gradient. Its rows stay in the buffer until the next call.
         again = self._was_sent
         if self.plan.training:
             self.arrive(f"arrival before {what}")

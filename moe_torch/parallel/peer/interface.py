@@ -25,7 +25,6 @@ class PeerCall(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Ranks, plan: ExchangePlan, tokens: torch.Tensor, header: torch.Tensor | None = None) -> PeerCall:
-        """tokens: an array with a row for each. header: None: the plan's."""
         if header is None:
             (header,) = exchange.constants((tuple(plan.header),), tokens.device)
         return cls(ranks, plan, len(tokens), header)
@@ -77,7 +76,6 @@ def summed(returned: torch.Tensor, places: torch.Tensor, checks: peer_ops.Checks
 
 
 def scales_of(format: Format | None, d_model: int) -> int:
-    """Scales of a row, 0 without a format."""
     return 0 if format is None else quantized_shapes(QuantizedSpec(format), (1, d_model)).scales[1]
 
 

@@ -36,7 +36,6 @@ class Streams:
 
     @staticmethod
     def marked(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """Record an event that another stream can wait for."""
         if stream is None:
             return None
         event = torch.cuda.Event()

@@ -40,15 +40,14 @@ class Part(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Up to the begin of the next part."""
         return -(-self.size * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 class Symmetric:
     """One allocation of every rank of a group, made by `symmetric`.
 
-    peers: the bytes of every rank as memory of this process, uint8 `[bytes]` each. regions: consecutive arrays in it,
-    the same at every rank.
+    peers: every rank's bytes as memory of this process, uint8 `[bytes]` each. regions: consecutive arrays in it, the
+    same at every rank.
     """
 
     def __init__(self, peers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, handle: Any) -> None:
@@ -62,8 +61,8 @@ class Symmetric:
         self.regions = tuple(regions)
 
     def barrier(self, ranks: Ranks, what: str) -> None:
-        """Wait until earlier stores of all ranks can be loaded, and memory that they loaded may be overwritten. On a
-        GPU the stream waits, not the host."""
+        """Wait (on a GPU the stream) until all ranks' earlier stores can be loaded, and memory that they loaded
+        overwritten."""
         if self._handle is not None:
             self._handle.barrier(0, _milliseconds(ranks, self.device))
         else:
