@@ -15,8 +15,7 @@ from moe_core.ops.common.rounding import to_float32
 #: Most multiplications that OpenBLAS does without packing (float32, AVX-512). With few rows, parts are then faster.
 _SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
 _MOST_PRODUCTS, _FEW_ROWS = 1_000_000, 48
-#: For transposed matrices, up to 1200 results: least depth and columns of a part. On Intel 128 rows would take 1.4
-#: times as long as packed.
+#: For transposed matrices, up to 1200 results: least depth and columns of a part. On Intel 128 rows would be slower.
 _LEAST_DEPTH, _NARROW, _FEW_ROWS_OF_AMD = 32, 4, 300
 #: Columns, or rows of a gradient, of other parts.
 _PARTS = (256, 128, 64, 32, 16)

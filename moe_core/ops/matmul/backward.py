@@ -86,9 +86,8 @@ def plan_matmul_ogs_backward(
     d_y: the gradient of y in any matmul dtype. c = cast(d_y) to the dtype of x, g = c, or with row_weight
     cast(row_weight * c). d_x = cast(g . weight^T), and for gather `token` the fp32 sum of a token's rows of it, cast
     again. d_weight = cast(sum over an expert's rows of x^T g). d_bias = cast(sum of g). d_row_weight = <c, x . weight +
-    bias> in fp32. Rows, slots and experts without a counterpart get exact zeros. operands, layout and spec are the
-    forward's, but of its tuning only expected sizes count. A quantised weight is dequantised to the dtype of x and has
-    no gradient.
+    bias> in fp32. Rows, slots and experts without a counterpart get exact zeros. operands, layout, spec: the forward's,
+    but of its tuning only expected sizes count. A quantised weight has no gradient. It is dequantised to x's dtype.
 
     Inputs: d_y, the operands, then a layout's group_sizes, group_start, slot_of_row, row_of_slot. Outputs: wanted, each
     like its operand. Raises InvalidInput, and Unsupported with the reason of `why_no_gradient`.

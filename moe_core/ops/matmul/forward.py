@@ -62,13 +62,13 @@ def plan_matmul_ogs(
 def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | None = None) -> LaunchPlan:
     """`plan_matmul_ogs` of a problem with its chosen tile (None: no tiles), in a composed plan also with:
 
-    out_format (first product): y is quantised bitwise like `plan_quantize_rows`. Input [static_scale]. Outputs
-        y.values e4m3 `[capacity, N]` and y.scales fp32 `[capacity, ceil(N / 128)]` (static: `[1]`), unwritten
-        without an expert.
-    finds_maxima (first, compiled): input maxima int32 `[64]`, zeros, is raised to the fp32 bits of the largest
-        magnitudes of written rows of y.
-    addressed (last, compiled): no output. Input results_at int64 `[T * K]` holds the address of each slot's row, a
-        multiple of 16 (0: not stored).
+    - out_format (first product): y is quantised bitwise like `plan_quantize_rows`. Input [static_scale]. Outputs
+      y.values e4m3 `[capacity, N]`, y.scales fp32 `[capacity, ceil(N / 128)]` (static: `[1]`), unwritten without an
+      expert.
+    - finds_maxima (first, compiled): input maxima int32 `[64]`, zeros, is raised to the fp32 bits of the largest
+      magnitudes of written rows of y.
+    - addressed (last, compiled): no output. Input results_at int64 `[T * K]` holds the address of each slot's row, a
+      multiple of 16 (0: not stored).
     """
     operands, layout, spec = problem.operands, problem.layout, problem.spec
     builder = PlanBuilder("matmul_ogs", problem.target)

@@ -123,8 +123,7 @@ def plan_weight_gradient(
 
     layout None: dense, d_weight `[M, N]`, in fp32 partial sums over the rows if one sum would leave most of the device
     idle. With operands.layer_index every result has a leading layer axis, zeros (or into) in other layers. Experts
-    without rows are exact zeros. trusted: the layout has no padding inside a group. Otherwise rows without a slot are
-    skipped.
+    without rows are exact zeros. trusted: the layout has no padding inside a group. Otherwise padding is skipped.
 
     Inputs: the operands, group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`. Outputs: d_weight (unless
     out_dtype is None), d_bias (with bias_side). Compiled targets only. Raises InvalidInput, Unsupported.

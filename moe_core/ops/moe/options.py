@@ -47,14 +47,11 @@ class BackwardOptions:
 
     Attributes:
         wanted: gradients to compute, of `gradient_names`.
-        accumulate: matrices among them whose gradient is added in fp32 to `into.<name>`, which may be the output's
-            memory.
-        one_layer: gradients of a stack have only the layer used, without the leading axis. Otherwise other layers get
-            zeros.
+        accumulate: matrices in wanted with a gradient added in fp32 to `into.<name>`, which may be the output's memory.
+        one_layer: gradients of a stack have only the layer used, without the leading axis (else zeros in other layers).
         wide: d_x stays fp32, for a caller that adds to it.
         overwrite: on compiled targets the gradient of the pre-activation replaces `saved.pre_activation`.
-        results_at: int64 `[T * K]`, an input if routing is a TopK. The last product stores rows as in `ForwardOptions`,
-            and d_x is `[0, D]`.
+        results_at: int64 `[T * K]`, for a TopK: the last product stores as in `ForwardOptions`, and d_x is `[0, D]`.
     """
 
     wanted: tuple[str, ...]

@@ -40,8 +40,8 @@ _PROMOTED = 128
 
 @dataclass(frozen=True)
 class ProductMethod:
-    """DOT and SCALING, least_k, the shortest reduction of one instruction, and group, the columns that a block must not
-    cross (0: no limit)."""
+    """DOT, SCALING, least_k, the shortest reduction of one instruction, and group, columns that no block crosses
+    (or 0)."""
 
     dot: str
     scaling: str

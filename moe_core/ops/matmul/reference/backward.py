@@ -153,8 +153,7 @@ def bias_gradient(
 
 
 def bias_product(d_y: np.ndarray, bias: np.ndarray, rows: Rows, *, gather: str = "row") -> np.ndarray:
-    """The bias's share of d_row_weight, fp32 `[T * K]` by slot: <d_y `[*, N]` row, bias[expert]>, 0 without an
-    expert."""
+    """The bias's share of d_row_weight, fp32 `[T * K]` by slot: <d_y `[*, N]` row, bias[expert]>, or 0."""
     assert rows.layout is not None
     products = np.zeros(rows.layout.num_slots, working_dtype(d_y))
     with np.errstate(all="ignore"):

@@ -71,8 +71,7 @@ EVERYTHING = Request()
 
 
 class _Chain(NamedTuple):
-    """Weights and rows of the experts or the shared expert. x, d_out: by row. tokens: of each row, to copy x and d_out
-    from `source` block by block."""
+    """Weights and rows of the experts or the shared expert. tokens: of each row, to copy x and d_out from `source`."""
 
     bundle: ExpertWeights | SharedExpert
     prefix: str
@@ -148,8 +147,7 @@ class MoEBackward:
     def _through(
         self, chain: _Chain, pre: np.ndarray | None, out_dtype: str | None, weighting: ExpertActivationOperands
     ) -> tuple[np.ndarray, ...]:
-        """d_hidden, d_pre, weighted_hidden, d_weight and the rows of d_x. Stores the gradients. pre None:
-        recompute it."""
+        """d_hidden, d_pre, weighted_hidden, d_weight and rows of d_x. Stores the gradients. pre None: recompute."""
         bundle, d_out = chain.bundle, chain.d_out
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
@@ -314,11 +312,10 @@ def moe_backward_stages(
 
     Keys by slot, exact zeros without an expert: d_hidden fp32 `[T * K, F]` (before the weight), d_pre `[T * K, 2F]` (or
     F), weighted_hidden `[T * K, F]`, d_slots `[T * K, D]`. Then d_weights fp32 `[T, K]` and d_logits fp32 `[T, E]`
-    (unless ids are given). Results: d_x, `d_experts.*`, `d_shared.*` and `d_routing.*` for every differentiable array,
-    in its shape and dtype.
+    (unless ids are given). Results: d_x, `d_experts.*`, `d_shared.*` and `d_routing.*`, each like its array.
 
     d_x = the fp32 sum of a token's slots in order (with apply_router_weight_on_input: times the weight), then the
-    shared expert's, its gate's and the router's part; one cast. Other layers of a stack get zeros. Raises InvalidInput
+    shared expert's, its gate's and the router's part, one cast. Other layers of a stack get zeros. Raises InvalidInput
     if ids are given and an output gradient needs the logits.
     """
     backward = MoEBackward(gradients, operands, spec, stages, request)

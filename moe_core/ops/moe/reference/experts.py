@@ -26,9 +26,8 @@ def both_products(
     outputs: tuple[str, ...],
     places: tuple[np.ndarray, ...],
 ) -> tuple[np.ndarray, ...]:
-    """Write the outputs of `matmul_ogs_plan`, then the second product of y by row. arrays: `first.x`, `first.weight`,
-    ..., `second.weight`, and the layout's. One thread takes a block of rows through both, so threads wake once. Bits
-    equal two separate products."""
+    """Write the outputs of `matmul_ogs_plan`, then the second product of y by row, with the bits of separate products.
+    arrays: `first.x`, `first.weight`, ..., `second.weight`, and the layout's. Threads take blocks through both."""
     made, common = dict(zip(outputs, places, strict=False)), {"layer_index": arrays.get("layer_index")}
     y, rows = made["y"], planned_rows(layout, arrays, len(arrays["first.x"]))
     one, two = (

@@ -101,8 +101,7 @@ def moe_stages(
     only: the activation uses the fp32 accumulator. gate_layout `separate` has gate columns, then up. A shared expert
     also processes masked tokens. With quantised experts (docs/user/quantization.md) the stage activation is quantised.
 
-    Raises InvalidInput for apply_router_weight_on_input with K > 1, a missing spec.router, or experts.layer_index
-    outside the stack.
+    Raises InvalidInput for apply_router_weight_on_input with K > 1, no spec.router, or a layer_index outside the stack.
     """
     stages = routing_stages(x, routing, spec, token_mask)
     num_tokens, top_k = stages["ids"].shape
