@@ -1,4 +1,4 @@
-"""Backward of activations in fp32: as an op, and between matmuls with the gradient of the row weight."""
+"""Backward of activations, and between matmuls also of the row weight, in fp32."""
 
 import triton
 import triton.language as tl
@@ -29,7 +29,6 @@ def load_gate_up(
 
 @triton.jit
 def store_gate_up(d_gate, d_up, d_x, d_second, base, first, inside, WIDTH: tl.constexpr, GATE_LAYOUT: tl.constexpr):
-    """Store both gradients in the layout of `load_gate_up`. Rows of d_second have WIDTH columns."""
     BLOCK_N: tl.constexpr = d_gate.shape[1]
     columns = first + tl.arange(0, BLOCK_N)[None, :]
     mask = inside[:, None] & (columns < WIDTH)
@@ -52,7 +51,7 @@ def activation_backward(
     GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_x (and d_up) of y = activation(x, up) for a tile of rows and columns. GATE_LAYOUT None: ungated."""
+    """d_x and d_up of y = activation(x, up). GATE_LAYOUT None: ungated."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)[None, :]
@@ -78,13 +77,13 @@ def expert_activation_backward(
     WIDTH: tl.constexpr, BY_ROW: tl.constexpr, GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write d_pre, weighted_hidden and d_weight of BLOCK_M slots (rows, with slot_of_row), all columns in order.
+    """Write outputs of BLOCK_M slots (rows, with slot_of_row), all columns in order.
 
         d_pre = act'(pre) (w z), with z = d_hidden
         weighted_hidden = w act(pre)
         d_weight = <z, act(pre)> + bias_product
 
-    A slot without a row reads nothing, has d_weight 0, and writes zeros unless BY_ROW, where it has no row.
+    A slot without a row reads nothing and has d_weight 0 (and zeros, unless BY_ROW).
     """
     slots = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     written = slots < num_slots

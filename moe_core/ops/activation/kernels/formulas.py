@@ -11,7 +11,7 @@ def sigmoid(x):
 
 @triton.jit
 def activate(x, NAME: tl.constexpr):
-    """act(x) of the ungated form. Comparisons with NaN are false, so `where` keeps NaN."""
+    """act(x), ungated. Comparisons with NaN are false, so `where` keeps NaN."""
     if NAME == "silu":
         return x * sigmoid(x)
     elif NAME == "gelu":
@@ -46,7 +46,6 @@ def activate_gated(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
 
 @triton.jit
 def clamp(x, LIMIT: tl.constexpr):
-    """x within [-LIMIT, LIMIT]. NaN stays NaN."""
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
@@ -96,7 +95,7 @@ def value_and_slope(x, NAME: tl.constexpr):
 
 @triton.jit
 def gated_backward(d_y, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """(y, d_gate, d_up) of `activate_gated`, with exact zeros where a factor is clamped."""
+    """(y, d_gate, d_up) of `activate_gated`, exact zeros where a factor is clamped."""
     if NAME == "softcapped_silu":
         share = sigmoid(gate)
         capped, second = softcap(gate, ALPHA), softcap(up, LIMIT)

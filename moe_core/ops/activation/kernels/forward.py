@@ -12,7 +12,7 @@ def activation(
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[r, n] = act(x[r, ...]) for a tile of rows and columns. GATE_LAYOUT None: ungated."""
+    """y = activation(x, up). GATE_LAYOUT None: ungated."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]

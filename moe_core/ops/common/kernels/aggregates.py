@@ -20,7 +20,7 @@ def aggregate(cls):
     Triton 3.6 makes no constructor and its aggregates cannot hold None. The interpreter gets a plain class.
     """
     interpreted = triton.knobs.runtime.interpret
-    # Constants, because Triton's key of a compiled kernel includes constants that its functions use.
+    # Constants: Triton's key of a kernel includes constants that its functions use.
     fields = constexpr(tuple(cls.__annotations__))
     defaults = constexpr(tuple((name, vars(cls)[name]) for name in fields.value if name in vars(cls)))
 
@@ -40,7 +40,6 @@ def aggregate(cls):
 
 
 def aggregate_of(name, fields, **defaults):
-    """Return an aggregate of the fields listed in a text."""
     kinds = {field: Constant if field.isupper() else object for field in fields.split()}
     return aggregate(type(name, (), {"__annotations__": kinds, **defaults}))
 
@@ -57,7 +56,7 @@ Weights = aggregate_of(
     BIAS_LAYER_STRIDE UP_BIAS_LAYER_STRIDE GATE_LAYOUT IN_OUT""",
 )
 
-#: Rows of every expert, and the slot of every row. TOP_K slots share a token.
+#: TOP_K slots share a token.
 Layout = aggregate_of("Layout", "group_sizes group_start slot_of_row num_rows num_slots TOP_K")
 
 #: Row blocks of a product, and the counter of tiles taken. GROUP_M: row blocks that share a column tile before the
@@ -68,8 +67,8 @@ Schedule = aggregate_of("Schedule", "schedule counters num_blocks COUNTER GROUP_
 #: producer and no tile for a consumer, -2 is no tile for a producer.
 Tile = aggregate_of("Tile", "expert start rows column")
 
-#: Shared memory: operands of all stages, biases of all slots of the ring, results to store. row_lists: rows of x of
-#: tall row blocks, for all slots of the ring.
+#: Shared memory: operands of all stages. For all slots of the ring: biases, results to store, and row_lists, rows of x
+#: of tall row blocks.
 Tiles = aggregate_of("Tiles", "left right biases results row_lists", row_lists=None)
 
 #: Barriers of a producer and two consumers, and the ring that announces tiles. COPIED: the producer's threads copy rows
@@ -95,5 +94,5 @@ Output = aggregate_of(
 #: An array to store pieces of tiles to. WIDTH: columns of a row. END: the column to stop at, as in map.
 Target = aggregate_of("Target", "array map WIDTH END SCATTER TRUSTED")
 
-#: Everything that producer and consumers share. scales: of quantised rows and weights.
+#: scales: of quantised rows and weights.
 Product = aggregate_of("Product", "x weights layout schedule tiles pipeline epilogue output scales", scales=None)

@@ -33,17 +33,17 @@ def multiply(a, b, accumulator, PRODUCT: tl.constexpr, DRAINED: tl.constexpr):
 
 @triton.jit
 def drained(accumulator):
-    """Return the same sums, after the products that make them.
+    """Return the same sums, after their products.
 
     wgmma reads a computed left operand from registers, some time later. Triton 3.6 lets up to seven products wait while
-    the next step of a loop writes these registers. Using the sums makes a step wait for its products.
+    the next step writes these registers. Using the sums makes a step wait for its products.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [accumulator], tl.float32, False, 1)
 
 
 @triton.jit
 def split(values):
-    """Split an fp32 number into three bf16 numbers, largest first."""
+    """Split fp32 into three bf16 numbers, largest first."""
     high = values.to(tl.bfloat16)
     rest = values - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)

@@ -6,8 +6,8 @@ The constant PDL says when a kernel waits for the launch ahead:
     "start": before it reads or writes anything
     "layout": after it has read the schedule and the layout, which were written before the launch ahead began
 
-Before waiting, a kernel may read inputs of the plan and results of launches before the one ahead: that launch let this
-kernel begin after its own wait, when all earlier launches had ended.
+Before waiting, a kernel may read inputs of the plan and results of launches before the one ahead. They had ended when
+the launch ahead let this kernel begin, after its own wait.
 """
 
 import triton

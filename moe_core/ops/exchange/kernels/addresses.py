@@ -28,7 +28,7 @@ def pointer_to(addresses, DTYPE: tl.constexpr):
 
 @triton.jit
 def place_of(owners, rows, slots, inside, num_ranks, num_rows):
-    """Return (owner, row as int64, True if there is one) of slots."""
+    """Return (owner, int64 row, True if there is one) of slots."""
     owner = tl.load(owners + slots, mask=inside, other=-1)
     row = tl.load(rows + slots, mask=inside, other=-1).to(tl.int64)
     return owner, row, inside & (owner >= 0) & (owner < num_ranks) & (row >= 0) & (row < num_rows)

@@ -1,4 +1,4 @@
-"""Push rows of tokens to places that follow from a token's number, with all facts that owners need, and sum at home."""
+"""Push rows of tokens to places that follow from a token's number, and sum at home."""
 
 import triton
 import triton.language as tl
@@ -88,7 +88,6 @@ def push_tokens_once(
 
 @triton.jit
 def _places(ids, places_of_experts, given, token_mask, tokens, slots, known, num_places, NUM_EXPERTS: tl.constexpr):
-    """Return the place of each slot, -1: none."""
     if given is not None:
         place = tl.load(given + slots, mask=known, other=-1)
     else:
@@ -109,7 +108,6 @@ def _count(
     ids, token_mask, tokens_per_expert, invalid_ids, num_slots,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """tokens_per_expert[e] = slots of expert e, invalid_ids = the number of invalid ids."""
     counts = tl.zeros((EXPERTS,), dtype=tl.int32)
     wrong = tl.zeros((CHUNK,), dtype=tl.int32)
     for first in range(0, num_slots, CHUNK):
@@ -128,8 +126,8 @@ def sum_results(
     TOP_K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHARED_STRIDE: tl.constexpr, UNROLL: tl.constexpr,
     HEADER: tl.constexpr, RANKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`reduce` results by slot. NaN where ranks disagree, and in tokens with a wanted slot that has no row. headers:
-    see `push_tokens_once`, compared for the last turn. agree: nonzero if ranks agreed."""
+    """`reduce` results by slot. NaN where ranks disagree, and in tokens with a wanted slot without a row. headers: see
+    `push_tokens_once`, compared for the last turn. agree: nonzero if ranks agreed."""
     if headers is not None:
         # Load both turns of headers before the rows.
         ranks, numbers = tl.arange(0, RANKS)[:, None], tl.arange(0, HEADER)[None, :]

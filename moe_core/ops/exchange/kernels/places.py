@@ -36,7 +36,7 @@ def slot_places(
     ids, group_start, row_of_slot, starts, excess, owners, rows, overflow, num_slots, num_ranks, receive,
     PER_RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """rows[s] = starts[ids[s]] + the number of s in its run, owners[s] = the rank of ids[s], -1 where no row goes."""
+    """rows[s] = starts[ids[s]] + the number of s in its run, owners[s] = rank of ids[s], -1 without a row."""
     slots = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slots < num_slots
     place = tl.load(ids + slots, mask=inside, other=-1)

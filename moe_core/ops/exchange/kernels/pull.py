@@ -1,5 +1,3 @@
-"""Load rows of results from peers, added in a fixed order, and gradients of weights."""
-
 import triton
 import triton.language as tl
 
@@ -44,7 +42,7 @@ def pull_rows(
 
 @triton.jit
 def pull_weights(owners, rows, weights_at, out, num_slots, num_ranks, num_rows, BLOCK: tl.constexpr):
-    """out[s] = weights_at[owners[s]][rows[s]], 0 where there is none."""
+    """out[s] = weights_at[owners[s]][rows[s]], or 0."""
     slots = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slots < num_slots
     owner, row, present = place_of(owners, rows, slots, inside, num_ranks, num_rows)

@@ -1,4 +1,4 @@
-"""Store rows of tokens at the ranks of their experts, and results at the ranks of the tokens."""
+"""Store rows of tokens at the ranks of their experts, and results at home."""
 
 import triton
 import triton.language as tl

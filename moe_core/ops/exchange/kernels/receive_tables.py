@@ -8,7 +8,7 @@ from moe_core.ops.routing.kernels.schedule import fill
 
 @triton.jit
 def _local(came, source, row, inside, rank, columns, HEADER, LENGTH, WIDTH: tl.constexpr, PER_RANK: tl.constexpr):
-    """Return local ids (-1: not here) and weights (0 there) of columns of rows that came."""
+    """Return local ids (-1: not here) and weights (0 there)."""
     pointers = came + source.to(tl.int64) * LENGTH + HEADER + row * (2 * WIDTH) + columns
     place = tl.load(pointers, mask=inside, other=-1)
     ids = place - rank * PER_RANK

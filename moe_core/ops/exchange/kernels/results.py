@@ -1,5 +1,3 @@
-"""Addresses of an owner's results."""
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
-"""Tables of a rank that has tokens: where slots go, data that travels with rows, where results come home.
-
-A counting sort without atomics: blocks of tokens are counted separately, then each places its slots.
-"""
+"""Tables of a rank that has tokens. A counting sort without atomics: blocks of tokens are counted separately, then each
+places its slots."""
 
 import triton
 import triton.language as tl
@@ -78,7 +76,7 @@ def count_sends(
 
 @triton.jit
 def _sum_blocks(counts, block, num_blocks, count, stride, SIZE: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Return `count` counts added up over all blocks, and over the blocks ahead, int32 `[SIZE]` each."""
+    """Return counts added up over all blocks, and over the blocks ahead, int32 `[SIZE]` each."""
     columns = tl.arange(0, SIZE)[None, :]
     total = tl.zeros((SIZE,), dtype=tl.int32)
     before = tl.zeros((SIZE,), dtype=tl.int32)
@@ -281,7 +279,6 @@ def _write_heads(
 def _fill_blocks(
     slot_of_row, message, went, num_ranks, block_rows, HEADER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write -1 to unfilled rows of every block, and to their messages."""
     ranks = tl.arange(0, went.shape[0])
     length = HEADER + block_rows.to(tl.int64) * WIDTH
     first = tl.program_id(0).to(tl.int64) * BLOCK

@@ -1,5 +1,3 @@
-"""Copy rows that arrived once to every row that wants one."""
-
 import triton
 import triton.language as tl
 

@@ -42,13 +42,12 @@ def rows_of_group(group_sizes, group_start, group, num_rows, CACHE: tl.constexpr
 
 @triton.jit
 def slot_inside(slots, num_slots):
-    """Return slots as int64, clamped to [0, num_slots)."""
     return tl.minimum(tl.maximum(slots, 0), num_slots - 1).to(tl.int64)
 
 
 @triton.jit
 def rows_of_block(block, expert, layout, schedule, BLOCK_M: tl.constexpr, SCATTER: tl.constexpr, CACHE: tl.constexpr):
-    """Return (rows in the layout, which exist, the slot of each) of a block."""
+    """Return (rows in the layout, which exist, their slots) of a block."""
     if schedule is None:
         rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         return rows, rows < layout.num_rows, rows
@@ -67,8 +66,8 @@ def rows_of_block(block, expert, layout, schedule, BLOCK_M: tl.constexpr, SCATTE
 
 @triton.jit
 def filled_rows(layout, schedule, rows, exists, slots):
-    """Return (which rows of a block have slots, the slots). They are loaded again to free registers in the main loop,
-    where every row counts as filled."""
+    """Return (which rows have slots, the slots), loaded again to free registers in the main loop, where all rows
+    count."""
     if schedule is None:
         return exists, slots
     else:
@@ -78,7 +77,7 @@ def filled_rows(layout, schedule, rows, exists, slots):
 
 @triton.jit
 def target_rows(y, rows, slots, exists, N: tl.constexpr, SCATTER: tl.constexpr):
-    """Return (pointers to rows of N columns to write, which rows are written)."""
+    """Return (pointers to rows of y, which rows are written)."""
     if SCATTER == "row":
         return y + rows * N, exists
     elif SCATTER == "slot":
@@ -103,7 +102,6 @@ def load_weight(
     base, k, columns, D: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Load a weight tile [k, columns], masked only where sizes do not divide."""
     pointers = base + k[:, None] * K_STRIDE + columns[None, :] * N_STRIDE
     if EVEN_K and EVEN_N:
         return tl.load(pointers)
@@ -117,7 +115,6 @@ def load_weight(
 
 @triton.jit
 def store_pre(pre, tile, rows, columns, exists, inside, WIDTH: tl.constexpr):
-    """Store a tile of the pre-activation, cast once, to rows of WIDTH columns."""
     pointers = pre + rows[:, None] * WIDTH + columns[None, :]
     tl.store(pointers, tile.to(pre.dtype.element_ty), mask=exists[:, None] & inside[None, :])
 
@@ -229,8 +226,8 @@ def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epil
 def multiply_tile(
     block, tile, expert, layout, schedule, x, weights, epilogue, output, JOIN: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Compute one column tile of a row block of `expert`. JOIN: wait for the launch ahead once the rows are known.
-    STAGES: of the pipeline, None: the launch's."""
+    """Compute a column tile of a row block. JOIN: wait for the launch ahead once the rows are known. STAGES: of the
+    pipeline, None: the launch's."""
     N: tl.constexpr = weights.N
     CACHE: tl.constexpr = ".cg" if JOIN else ""
     first, second, layer_number, layer_exists = weight_bases(weights, expert, epilogue.GATE_LAYOUT)

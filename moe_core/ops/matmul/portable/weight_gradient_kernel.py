@@ -13,7 +13,6 @@ from moe_core.ops.matmul.portable.kernel import rows_of_group, source_rows
 
 @triton.jit
 def rows_of_step(start, first, size, layout, row_mask, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return (rows, slots, which exist) of one step along a group."""
     within = first + tl.arange(0, BLOCK_K)
     exists = within < size
     rows = start.to(tl.int64) + within

@@ -29,7 +29,6 @@ from moe_core.ops.quantize.kernels.rows import magnitude_bits
 
 @triton.jit
 def matrix_rows(array, second, matrix, rows, side, MATRIX_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr):
-    """Return pointers to rows of a matrix, for side 1 in array `second` if given."""
     pointers = array + matrix * MATRIX_STRIDE + rows * ROW_STRIDE
     if second is not None:
         # Arrays are 16-byte aligned. Without the hint the compiler loads single bytes.
@@ -41,7 +40,7 @@ def matrix_rows(array, second, matrix, rows, side, MATRIX_STRIDE: tl.constexpr, 
 
 @triton.jit
 def weight_row(column, side, N: tl.constexpr, GATE_LAYOUT: tl.constexpr):
-    """Return the weight row of an output column: of the gate (side 0) or of up (side 1)."""
+    """Return the weight row of an output column of the gate (side 0) or of up (side 1)."""
     if GATE_LAYOUT == "interleaved":
         return 2 * column + side
     elif GATE_LAYOUT == "halves":
@@ -52,7 +51,7 @@ def weight_row(column, side, N: tl.constexpr, GATE_LAYOUT: tl.constexpr):
 
 @triton.jit
 def of_block(rows, start, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr):
-    """Load scales of the group of GROUP columns (0: all) with column `start`, at most the last. rows: pointers."""
+    """Load scales of the group (0: all columns) with column `start`, at most the last."""
     if GROUP > 0:
         rows += tl.minimum(start, D - 1) // GROUP * STRIDE
     return tl.load(rows)
@@ -63,7 +62,6 @@ def scales_at(
     rows, start, SCALING: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load scales of a block: of all its groups if they go into the weight, else one."""
     if SCALING == "into_weight":
         return per_group(rows, start, D, GROUP, STRIDE, BLOCK_K)
     else:
@@ -101,7 +99,6 @@ def values_of(array, ELEMENT: tl.constexpr, DOT: tl.constexpr):
 @triton.jit
 def add_bias(tile, bias, up_bias, layer_number, expert, n, side, exists, WEIGHT_N: tl.constexpr,
              LAYER_STRIDE: tl.constexpr, UP_LAYER_STRIDE: tl.constexpr, SEPARATE: tl.constexpr):  # fmt: skip
-    """Add biases to a tile [weight rows, tokens]. SEPARATE: bias is for side 0, up_bias for side 1."""
     if bias is not None:
         mine = exists
         if SEPARATE:
@@ -119,7 +116,8 @@ def scale_pointers(
     scales, up_scales, matrix, n, side, first_column, SCALE_MATRIX: tl.constexpr, SCALE_N: tl.constexpr,
     N: tl.constexpr, GROUP_ROWS: tl.constexpr, GATE_LAYOUT: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the scales of a tile's weight rows, twice. UNIFORM: of side 0, and of side 1."""
+    """Return pointers to the scales of a tile's weight rows: of side 0 and of side 1 if UNIFORM, else twice the
+    same."""
     if UNIFORM:
         group_n = group_of_row(weight_row(first_column, 0, N, GATE_LAYOUT), GROUP_ROWS)
         first = matrix_rows(scales, up_scales, matrix, group_n, 0, SCALE_MATRIX, SCALE_N)
@@ -324,8 +322,7 @@ def order_columns(
     D: tl.constexpr, ELEMENT: tl.constexpr, STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, GROUP: tl.constexpr,
     SCALING: tl.constexpr, ORDER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Write x as numbers, with columns in the order of decoded weights, padded with zeros to WIDTH. Many tiles share
-    the result."""
+    """Write x as numbers, with columns in the order of decoded weights, padded with zeros to WIDTH."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < num_rows
     start = tl.program_id(1) * BLOCK_K

@@ -36,7 +36,6 @@ def add_product(
     total, x_rows, exists, codes, matrix, column, DOT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return total [rows, BLOCK_N] + x [rows, D] @ columns of a matrix. x_rows: pointers to rows."""
     D: tl.constexpr = codes.D
     N: tl.constexpr = codes.N
     ELEMENT: tl.constexpr = codes.ELEMENT

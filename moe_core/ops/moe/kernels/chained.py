@@ -21,7 +21,6 @@ BLOCKS = tl.constexpr(2)
 
 @triton.jit
 def announce(place):
-    """Count one more. Programs that `wait` for the count see all earlier writes of this program."""
     tl.debug_barrier()
     tl.atomic_add(place, 1, sem="release")
 
@@ -49,9 +48,8 @@ def chained(
     SECOND_STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the three stages. Parameters as in `matmul_ogs` and `reduce`. hidden: results of product 1, F
-    columns, in layout order. slots: results of product 2, by slot. progress: int32 zeros, BLOCKS plus one per row
-    block."""
+    """Compute one tile. Parameters as in `matmul_ogs` and `reduce`. hidden: results of product 1, F columns, in layout
+    order. slots: results of product 2, by slot. progress: int32 zeros, BLOCKS plus one per row block."""
     if PDL is not None:
         join()
     TILES: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N

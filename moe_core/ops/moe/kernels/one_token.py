@@ -19,8 +19,7 @@ from moe_core.ops.routing.kernels.topk import Router, choose_experts
 
 @triton.jit
 def nth_expert(chosen, place):
-    """Return one of the chosen experts (different ids, -1: none) in ascending order, as in the layout, -1 behind the
-    last. Example, chosen [5, -1, 2, 9]: 2, 5, 9, -1."""
+    """Return one of the chosen experts in ascending order, -1 behind the last. Example, [5, -1, 2, 9]: 2, 5, 9, -1."""
     others = tl.expand_dims(chosen, 0)
     lower = (others >= 0) & (others < tl.expand_dims(chosen, 1))
     places = tl.sum(lower.to(tl.int32), axis=1)
@@ -44,8 +43,8 @@ def route_and_multiply(
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 runs `route_tokens` for one token, the others a tile of product 1 each, as `matmul_ogs` does.
-    Parameters as there. num_blocks: row blocks of the schedule, one for each expert of the token."""
+    """Program 0 runs `route_tokens`, the others a tile of product 1 each, as `matmul_ogs`. num_blocks: row blocks of
+    the schedule, one for each expert of the token."""
     router = Router(
         logits, correction_bias, token_mask, None, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
         NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,
@@ -85,8 +84,8 @@ def multiply_and_reduce(
     BIAS_LAYER_STRIDE: tl.constexpr, TOP_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """A tile of product 2. The last program of a tile of columns sums the token's columns. tile_counters: int32 zeros,
-    one for each tile of columns. Other parameters as in `matmul_ogs` and `reduce`."""
+    """A tile of product 2, then the sum. tile_counters: int32 zeros, one for each tile of columns. Other parameters as
+    in `matmul_ogs` and `reduce`."""
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = tl.load(schedule + 2 * block + 1)
     if expert >= 0:

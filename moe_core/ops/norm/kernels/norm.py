@@ -1,5 +1,3 @@
-"""RMS normalisation of rows, and its backward."""
-
 import triton
 import triton.language as tl
 

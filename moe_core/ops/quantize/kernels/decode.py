@@ -10,7 +10,6 @@ import triton.language as tl
 
 @triton.jit
 def bfloat16_of_bits(bits):
-    """Reinterpret the low 16 bits of integers as bfloat16."""
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
@@ -46,7 +45,6 @@ def unsigned_to_bfloat16(codes):
 
 @triton.jit
 def codes_to_bfloat16(codes, ELEMENT: tl.constexpr):
-    """Numbers of unpacked uint8 codes, before zero point and scale."""
     if ELEMENT == "e2m1":
         return e2m1_to_bfloat16(codes)
     elif ELEMENT == "e4m3":
@@ -69,8 +67,8 @@ def unpack_nibbles(packed):
 
 @triton.jit
 def word_pair(words, SHIFT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return nibbles SHIFT / 4 and SHIFT / 4 + 4 of uint32 words, [R, W], as numbers [R, W, 2]. SHIFT: 0, 4, 8 or 12.
-    They are 16 bits apart, two bfloat16 in one register, so the same instructions move both."""
+    """Return nibbles SHIFT / 4 and SHIFT / 4 + 4 (SHIFT: 0, 4, 8 or 12) of uint32 words, [R, W], as numbers [R, W, 2].
+    They are 16 bits apart, so the same instructions move both."""
     if ELEMENT == "e2m1":
         # A product with two powers of two is two shifts: one places the sign, one the other three bits.
         if SHIFT >= 8:
@@ -126,7 +124,6 @@ def per_group(pointers, start, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.
 
 @triton.jit
 def number_of(scale):
-    """Return e8m0 bytes as bfloat16, exactly, and other scales as fp32."""
     if scale.dtype == tl.uint8:
         return e8m0_to_bfloat16(scale)
     else:
@@ -135,7 +132,7 @@ def number_of(scale):
 
 @triton.jit
 def spread(values, WIDTH: tl.constexpr):
-    """Spread [rows, groups] to [rows, WIDTH], each value to WIDTH / groups neighbours. One group stays one column."""
+    """Spread [rows, groups] to [rows, WIDTH]. One group stays one column."""
     if (values.shape[1] == 1) or (values.shape[1] == WIDTH):
         return values
     else:
@@ -147,8 +144,7 @@ def spread(values, WIDTH: tl.constexpr):
 def load_codes(
     pointers, start, exists, D: tl.constexpr, STRIDE: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Load codes [rows, BLOCK_K], zero behind D and in missing rows (None: all exist). pointers: to the first column of
-    rows."""
+    """Load codes [rows, BLOCK_K], zero behind D and in missing rows (None: all exist)."""
     columns = start // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
     places = pointers[:, None] + columns[None, :] * STRIDE
     if D % BLOCK_K == 0:
@@ -169,7 +165,6 @@ def load_codes(
 
 @triton.jit
 def ordered(tile, ORDER: tl.constexpr):
-    """Put columns of [rows, BLOCK_K] into the order of decoded weights (`weight_tile`)."""
     rows: tl.constexpr = tile.shape[0]
     columns: tl.constexpr = tile.shape[1]
     if ORDER == "words":
@@ -246,7 +241,6 @@ def weight_tile(
 
 @triton.jit
 def plain_tile(pointers, start, exists, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load numbers [rows, BLOCK_K], zero behind D and in missing rows."""
     columns = start + tl.arange(0, BLOCK_K)
     places = pointers[:, None] + columns[None, :] * STRIDE
     if exists is None:
@@ -265,7 +259,6 @@ def activation_tile(
     rows, scale_rows, exists, start, ELEMENT: tl.constexpr, SCALING: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return x [rows, BLOCK_K] as numbers, without scales that multiply the sums."""
     if ELEMENT is None:
         return plain_tile(rows, start, exists, D, 1, BLOCK_K)
     else:

@@ -14,7 +14,6 @@ from moe_core.ops.quantize.kernels.decode import e8m0_to_bfloat16
 
 @triton.jit
 def magnitude_bits(values):
-    """Return the bits of |x| of fp32 as int32, in the same order."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -86,7 +85,6 @@ def encode(quotients, ELEMENT: tl.constexpr):
 
 @triton.jit
 def quotient(values, scale, usable):
-    """values / scale, zero if the scale or the group is not usable."""
     divisor = number_of_scale(scale)
     return tl.where(usable & (divisor > 0.0), tl.div_rn(values, divisor), 0.0)
 
@@ -123,7 +121,6 @@ def e4m3_quotient(values, factor, divisor, reciprocal):
 
 @triton.jit
 def codes_of(values, scale, usable, ELEMENT: tl.constexpr, CONVERTS: tl.constexpr):
-    """Return codes of values / scale, zeros if the scale or the group is not usable. CONVERTS: e4m3 in hardware."""
     if CONVERTS:
         positive = usable & (scale > 0.0)
         factor, divisor = comfortable_divisor(tl.where(positive, scale, 1.0))
@@ -162,7 +159,6 @@ def load_rows(x, rows, columns, inside, STRIDE: tl.constexpr):
 
 @triton.jit
 def used_rows(used_by, rows, num_rows, USERS: tl.constexpr):
-    """Return True for rows that exist and have a nonnegative entry in used_by `[num_rows, USERS]`."""
     exists = rows < num_rows
     if used_by is None:
         return exists
@@ -201,7 +197,6 @@ def quantize_groups(
 
 @triton.jit
 def row_maxima(x, rows, exists, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the bits of the largest magnitude of each row."""
     bits = tl.zeros(rows.shape, dtype=tl.int32)
     for start in range(0, WIDTH, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
@@ -215,7 +210,7 @@ def partial_maxima(
     x, used_by, partials, num_rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr, USERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """partials[program] = bits of the largest magnitude of its used rows. Programs take turns with blocks."""
+    """partials[program] = bits of the largest magnitude of its used rows."""
     if PDL is not None:
         join()
     bits = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.int32)

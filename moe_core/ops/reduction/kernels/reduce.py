@@ -1,5 +1,3 @@
-"""Sum slots to tokens in a fixed order, and scale rows."""
-
 import triton
 import triton.language as tl
 
@@ -72,7 +70,6 @@ def reduce_tile(token_block, column_block, sums):
 
 @triton.jit
 def _source(sums, slots, inside, CACHE: tl.constexpr):
-    """Return the int64 row of y of one slot per token, -1 for none."""
     row = tl.load(sums.row_of_slot + slots, mask=inside, other=-1, cache_modifier=CACHE)
     source = row.to(tl.int64) if sums.BY_ROW else slots
     return tl.where((row >= 0) & (source < sums.num_rows), source, -1)
@@ -80,7 +77,6 @@ def _source(sums, slots, inside, CACHE: tl.constexpr):
 
 @triton.jit
 def _row(y, source, columns, mask, WIDTH: tl.constexpr):
-    """Load columns of one row of y per token, zeros without a row. Nobody reads them again."""
     present = mask & (source >= 0)[:, None]
     pointers = y + source[:, None] * WIDTH + columns[None, :]
     return tl.load(pointers, mask=present, other=0.0, eviction_policy="evict_first")
@@ -91,7 +87,7 @@ def scale_rows(
     x, weights, y, num_rows, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] * weights[r], in fp32, one cast."""
+    """y[r] = x[r] * weights[r], fp32, one cast."""
     if PDL is not None:
         join()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,5 +1,3 @@
-"""Row-wise kernels of the backward: products with biases, gates, weights on inputs, sums."""
-
 import triton
 import triton.language as tl
 
@@ -71,7 +69,7 @@ def gather_rows(
     x, slot_of_row, y, num_rows, num_tokens,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[row] = x[slot_of_row[row] // TOP_K], zeros for a row without a slot."""
+    """y[row] = x[slot_of_row[row] // TOP_K], zeros without a slot."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     slots = tl.load(slot_of_row + rows, mask=rows < num_rows, other=-1)
@@ -84,7 +82,6 @@ def gather_rows(
 
 @triton.jit
 def cast_rows(x, y, num_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """y = x, one cast."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]

@@ -1,5 +1,3 @@
-"""The router product: tokens times router weights, kept in fp32."""
-
 import triton
 import triton.language as tl
 
@@ -14,10 +12,9 @@ def router(
     LOGITS_DTYPE: tl.constexpr, PRODUCT: tl.constexpr, DRAINED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """logits[t, e] = round(sum over d of x[t, d] * weight[d, e] + bias[e]), one tile of tokens and experts per program.
+    """logits[t, e] = sum over d of x[t, d] * weight[d, e] + bias[e], fp32, rounded to LOGITS_DTYPE and stored as fp32.
 
-    The sum is fp32, rounded to LOGITS_DTYPE and stored as fp32. PRODUCT, DRAINED: see `multiply`. Rows past the last
-    token repeat it, so that loads of x need no mask.
+    PRODUCT, DRAINED: see `multiply`. Rows past the last token repeat it, so that loads of x need no mask.
     """
     if PDL is not None:
         join()

@@ -6,7 +6,6 @@ import triton.language as tl
 
 @triton.jit
 def set_bits(experts, WORDS: tl.constexpr):
-    """Return int32 `[tokens, WORDS]` with the bit of each token's expert set, none for -1."""
     here = tl.arange(0, WORDS)[None, :] == (experts >> 5)[:, None]
     # Expert -1 belongs to word -1 (arithmetic shift), which no row has.
     return tl.where(here, 1 << (experts & 31)[:, None], 0)

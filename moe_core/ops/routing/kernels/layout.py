@@ -87,8 +87,8 @@ def rank_slots(local, before):
 
 @triton.jit
 def group_rows(sizes, groups):
-    """Return the rows of each group with padding, `[EXPERTS]`, 0 for padding experts. Example, sizes [3, 0, 2]: the
-    same. ALIGNMENT 4: [4, 0, 4]. max_rows 3: [3, 3, 3]."""
+    """Return the rows of each group with padding, `[EXPERTS]`. Example, sizes [3, 0, 2], ALIGNMENT 4: [4, 0, 4].
+    max_rows 3: [3, 3, 3]."""
     if groups.max_rows is not None:
         experts = tl.arange(0, sizes.shape[0])
         return tl.where(experts < groups.NUM_EXPERTS, groups.max_rows, 0)
@@ -104,7 +104,7 @@ def first_rows(sizes, groups):
 
 @triton.jit
 def within(sizes, capacity):
-    """Cut groups to the first `capacity` rows. Example, sizes [3, 4, 2], capacity 5: [3, 2, 0]."""
+    """Cut groups to the first `capacity` rows: sizes [3, 4, 2], capacity 5: [3, 2, 0]."""
     starts = tl.cumsum(sizes, axis=0) - sizes
     return tl.minimum(sizes, tl.maximum(capacity - starts, 0))
 
@@ -164,7 +164,6 @@ def place_slots(slots, inside, local, rank, starts, groups):
 
 @triton.jit
 def kept_sizes(counted, groups):
-    """Return sizes `[EXPERTS]` of groups without slots that find no room."""
     sizes = counted
     if groups.max_rows is not None:
         sizes = tl.minimum(counted, groups.max_rows)
@@ -218,7 +217,7 @@ def layout_at_once(
     )  # fmt: skip
     block = tl.program_id(0) * BLOCK_S
     if given_weights is not None:
-        # Loaded ahead of the ids, so that nothing waits for them in the end.
+        # Loaded ahead of the ids.
         weighted = block + tl.arange(0, BLOCK_S)
         weights = tl.load(given_weights + weighted, mask=weighted < num_slots, other=0.0)
     counted = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -270,8 +269,7 @@ def count_blocks(
 def sum_blocks(
     block_counts, block, num_blocks, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Return counts added up over all blocks, and over the blocks ahead, int32 `[EXPERTS]` each. Example, one expert's
-    counts [2, 0, 3], block 2: 5 and 2."""
+    """Return counts added up over all blocks, and over the blocks ahead, int32 `[EXPERTS]` each."""
     experts = tl.arange(0, EXPERTS)[None, :]
     total = tl.zeros((EXPERTS,), dtype=tl.int32)
     before = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -308,7 +306,7 @@ def place_blocks(
     start = block.to(tl.int64) * block_slots
     last = tl.minimum(start + block_slots, num_slots)
     slots = start + tl.arange(0, BLOCK_S)
-    # Loaded together with the counts. There are none behind the last block.
+    # Loaded together with the counts.
     local, _ = local_experts(ids, expert_map, token_mask, slots, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
     counted, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
     sizes = kept_sizes(counted, groups)

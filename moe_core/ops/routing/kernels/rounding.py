@@ -1,5 +1,3 @@
-"""Token rounding: choose candidates so that each expert's rows are a multiple of a tile, and its backward."""
-
 import triton
 import triton.language as tl
 

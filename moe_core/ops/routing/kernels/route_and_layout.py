@@ -1,5 +1,3 @@
-"""Routing and layout of few tokens in one launch: one program holds every choice in registers."""
-
 import triton
 import triton.language as tl
 
@@ -21,8 +19,8 @@ def route_tokens(
     router, groups, expert_map, ids, weights, num_tokens, program, num_programs, BLOCK_T: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """ids and weights as in `topk.route`, and their layout as in `layout.layout_at_once`, of at most STEPS * BLOCK_T
-    tokens. Results of all steps stay in registers. Slots are placed once the sizes of all groups are known."""
+    """ids and weights as in `topk.route`, and their layout, of at most STEPS * BLOCK_T tokens in one program, which
+    holds every choice in registers and places slots once the sizes of all groups are known."""
     TOP_K: tl.constexpr = router.TOP_K
     SLOTS: tl.constexpr = router.SLOTS
     step_numbers = tl.arange(0, STEPS)[:, None]

@@ -1,5 +1,3 @@
-"""Layout of rows that arrived as runs: by source, then by local expert."""
-
 import triton
 import triton.language as tl
 

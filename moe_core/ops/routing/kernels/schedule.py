@@ -6,7 +6,6 @@ import triton.language as tl
 
 @triton.jit
 def fill(array, first, last, step, BLOCK: tl.constexpr):
-    """array = -1 in [first, last), in pieces of BLOCK, every `step` elements."""
     empty = tl.full((BLOCK,), -1, tl.int32)
     for start in range(first, last, step):
         offsets = start + tl.arange(0, BLOCK)
@@ -52,9 +51,9 @@ def even_block(size, block, blocks, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def spread_block(block, blocks, SECTIONS: tl.constexpr):
-    """Return the row block that is visited as number `block` of `blocks` if a group's sections take turns. A group
-    orders rows by source rank, so blocks in progress have results for different ranks. Example, 10 blocks in 4 sections
-    of 3, 3, 2 and 2: 0, 3, 6, 8, 1, 4, 7, 9, 2, 5."""
+    """Return the row block that is visited as number `block` if a group's sections take turns. Groups order rows by
+    source rank, so blocks in progress have results for different ranks. 10 blocks in 4 sections: 0, 3, 6, 8, 1, 4, 7,
+    9, 2, 5."""
     each, longer = blocks // SECTIONS, blocks % SECTIONS
     whole = block < each * SECTIONS
     section = tl.where(whole, block % SECTIONS, block - each * SECTIONS)
@@ -73,5 +72,4 @@ def schedule(
 
 @triton.jit
 def zero(counters, COUNT: tl.constexpr):
-    """Clear COUNT counters, a power of two."""
     tl.store(counters + tl.arange(0, COUNT), tl.zeros((COUNT,), dtype=tl.int32))

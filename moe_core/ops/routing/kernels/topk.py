@@ -1,5 +1,3 @@
-"""From logits to expert ids and weights: scoring, grouped selection, renormalisation."""
-
 import triton
 import triton.language as tl
 
@@ -45,7 +43,6 @@ def key_scores(keys):
 
 @triton.jit
 def take_best(keys, names):
-    """Return (best key, its name, keys without it) along the last axis. Ties go to the lowest name."""
     axis: tl.constexpr = len(keys.shape) - 1
     best = tl.max(keys, axis=axis)
     name = tl.min(tl.where(keys == tl.expand_dims(best, axis), names, NO_EXPERT), axis=axis)
@@ -77,7 +74,6 @@ def log1p_unit(u):
 
 @triton.jit
 def expert_scores(x, SCORING: tl.constexpr):
-    """sigmoid(x), or sqrt(log(1 + exp(x))), without overflow."""
     shrunk = exp_negative(-tl.abs(x))
     if SCORING == "sigmoid":
         return tl.div_rn(tl.where(x >= 0.0, 1.0, shrunk), 1.0 + shrunk)
@@ -88,7 +84,7 @@ def expert_scores(x, SCORING: tl.constexpr):
 
 @triton.jit
 def bounded(x, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Scored logits: SOFTCAP * tanh(x * LOGIT_SCALE / SOFTCAP), or x * LOGIT_SCALE without a cap."""
+    """SOFTCAP * tanh(x * LOGIT_SCALE / SOFTCAP), or x * LOGIT_SCALE without a cap."""
     if LOGIT_SCALE != 1.0:
         x = x * LOGIT_SCALE
     if SOFTCAP is not None:

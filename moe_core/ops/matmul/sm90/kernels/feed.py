@@ -1,5 +1,3 @@
-"""The producer of Hopper products with low or tall row blocks."""
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier

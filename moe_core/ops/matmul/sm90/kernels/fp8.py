@@ -71,7 +71,6 @@ def source_of_row(slots, start, within, GATHER: gl.constexpr, TOP_K: gl.constexp
 
 @gluon.jit
 def first_weight_row(tile, PART: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.constexpr):
-    """Return the first weight row of one half of a tile's columns."""
     if GATE_LAYOUT == "halves":
         return tile * PIECE + PART * N
     elif GATE_LAYOUT == "separate":
@@ -82,10 +81,8 @@ def first_weight_row(tile, PART: gl.constexpr, N: gl.constexpr, GATE_LAYOUT: gl.
 
 @gluon.jit
 def scales_of_part(product, matrix, column, PART: gl.constexpr):
-    """Return a pointer to the scales of 128 columns of a tile, or to the first if every weight row has its own.
-
-    Columns behind the matrix take its last scales. Their sums are not stored.
-    """
+    """Return a pointer to the scales of 128 columns of a tile, or to the first if every weight row has its own. Columns
+    behind the matrix take its last scales, and their sums are not stored."""
     scales = product.scales
     GATE_LAYOUT: gl.constexpr = product.weights.GATE_LAYOUT
     pointer = scales.up_weights if (GATE_LAYOUT == "separate") and (PART == 1) else scales.weights
@@ -101,7 +98,6 @@ def scales_of_part(product, matrix, column, PART: gl.constexpr):
 
 @gluon.jit
 def begin_part(rows, weights, PART: gl.constexpr, layout: gl.constexpr):
-    """Begin the product of 64 rows with the first or the last 128 weight rows of a stage."""
     part = weights.slice(PART * PIECE, PIECE, dim=0).permute([1, 0])
     return warpgroup_mma(rows, part, gl.zeros([ROWS, PIECE], gl.float32, layout), use_acc=False, is_async=True)
 
@@ -161,7 +157,6 @@ def add_all(product, stage, phase, WHICH: gl.constexpr):
 
 @gluon.jit
 def scale_sums(sums, x_scale, scales, GROUP_ROWS: gl.constexpr):
-    """Return sums * (x_scale * scale), for scales that span the reduction."""
     x_scale = gl.convert_layout(x_scale, gl.SliceLayout(1, sums.type.layout))
     if GROUP_ROWS == 1:
         columns = gl.arange(0, PIECE, gl.SliceLayout(0, sums.type.layout))
@@ -172,7 +167,6 @@ def scale_sums(sums, x_scale, scales, GROUP_ROWS: gl.constexpr):
 
 @gluon.jit
 def consumer(WHICH: gl.constexpr, product):
-    """Multiply, finish and store 64 of the rows of each tile."""
     tiles, pipeline, weights, layout = product.tiles, product.pipeline, product.weights, product.layout
     epilogue, scales = product.epilogue, product.scales
     FIRST: gl.constexpr = WHICH * ROWS

@@ -74,7 +74,7 @@ def multiply(product, stage, phase, accumulator, WHICH: gl.constexpr, FIRST: gl.
 
 @gluon.jit
 def multiply_rest(product, stage, phase, accumulator, WHICH: gl.constexpr):
-    """Multiply all stages of a tile but the first. The caller releases the last one."""
+    """Multiply all other stages of a tile. The caller releases the last one."""
     STEP: gl.constexpr = product.tiles.left.shape[2]
     for _ in range(STEP, product.weights.D, STEP):
         stage, phase, accumulator = multiply(product, stage, phase, accumulator, WHICH, False)
@@ -90,7 +90,6 @@ def halves(accumulator):
 
 @gluon.jit
 def activate_pairs(half, epilogue):
-    """Return the 64 result columns of 128 interleaved columns."""
     gate, up = gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))
     return activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
 
@@ -111,9 +110,9 @@ def add_bias(values, bias_row, FIRST: gl.constexpr):
 
 @gluon.jit
 def store_piece(values, buffer, target, layout, tile, column, FIRST: gl.constexpr, zero=0):
-    """Write 64 x 128 or 64 x 64 values from `column` on: by TMA, which clips columns, if all rows exist, else by row.
+    """Write 64 x 128 or 64 x 64 values: by TMA, which clips columns, if all rows exist, else by row.
 
-    zero: 0. A 0 that the compiler cannot see keeps it from holding addresses in registers from tile to tile.
+    zero: a 0 that the compiler cannot see keeps it from holding addresses in registers from tile to tile.
     """
     COLUMNS: gl.constexpr = values.shape[1]
     IN_ORDER: gl.constexpr = target.TRUSTED and target.SCATTER == "row"
@@ -162,11 +161,8 @@ def store_piece(values, buffer, target, layout, tile, column, FIRST: gl.constexp
 
 @gluon.jit
 def store_pre(product, tile, values, buffer, PART: gl.constexpr, FIRST: gl.constexpr):
-    """Write the first or the last 128 columns of a tile of the pre-activation by layout row.
-
-    If up columns follow N gate columns, gate columns have their own descriptor, which ends with them. Otherwise a
-    narrow last tile would overwrite up columns.
-    """
+    """Write the first or the last 128 columns of a tile of the pre-activation by layout row. If up columns follow, gate
+    columns have their own descriptor, because a narrow last tile would overwrite up columns."""
     output = product.output
     GATE_LAYOUT: gl.constexpr = product.epilogue.GATE_LAYOUT
     N: gl.constexpr = output.N
@@ -199,7 +195,7 @@ def weigh(result, scale, layer_exists):
 
 @gluon.jit
 def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST: gl.constexpr, zero=0):
-    """Add the bias, store the pre-activation, activate, weigh, quantise and store. zero: see `store_piece`."""
+    """zero: see `store_piece`."""
     epilogue, output = product.epilogue, product.output
     N: gl.constexpr = output.N
     if epilogue.GATE_LAYOUT is not None:
@@ -248,13 +244,12 @@ def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRS
 
 @gluon.jit
 def load_scale(product, slots):
-    """Return the row weights of slots. Slots are not trusted and moved into the array."""
+    """Return the row weights of slots, moved into the array because slots are not trusted."""
     return gl.load(product.epilogue.row_weight + gl.minimum(gl.maximum(slots, 0), product.layout.num_slots - 1))
 
 
 @gluon.jit
 def consumer(WHICH: gl.constexpr, product):
-    """Multiply, finish and store 64 of the rows of each tile."""
     tiles, pipeline, weights = product.tiles, product.pipeline, product.weights
     FIRST: gl.constexpr = WHICH * ROWS
     WEIGHTED: gl.constexpr = product.epilogue.row_weight is not None

@@ -1,4 +1,4 @@
-"""Sizes, circular buffers and the ring of tiles that producer and consumers of Hopper products share."""
+"""Parts that producer and consumers of Hopper products share: sizes, circular buffers, the ring of tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,14 +46,12 @@ def write_fact(pipeline, place, FACT: gl.constexpr, value):
 
 @gluon.jit
 def read_fact(pipeline, place, FACT: gl.constexpr):
-    """Return a fact of a tile as a scalar."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(pipeline.ring.index(place * FACTS + FACT).load(layout), axis=0)
 
 
 @gluon.jit
 def announce(pipeline, place, expert, start, rows, column):
-    """Give the consumers a tile. expert -1: none is left."""
     write_fact(pipeline, place, 0, expert)
     write_fact(pipeline, place, 1, start)
     write_fact(pipeline, place, 2, rows)
@@ -64,14 +62,12 @@ def announce(pipeline, place, expert, start, rows, column):
 
 @gluon.jit
 def read_facts(pipeline, place):
-    """Return the facts of a tile that is not released yet."""
     expert, start = read_fact(pipeline, place, 0), read_fact(pipeline, place, 1)
     return expert, start, read_fact(pipeline, place, 2), read_fact(pipeline, place, 3)
 
 
 @gluon.jit
 def await_facts(pipeline, place, ring_phase):
-    """Return the facts of the next tile once it is announced."""
     mbarrier.wait(pipeline.ring_full.index(place), ring_phase)
     return read_facts(pipeline, place)
 
@@ -84,7 +80,6 @@ def await_tile(pipeline, place, ring_phase):
 
 @gluon.jit
 def release_tile(pipeline, place):
-    """Give a slot of the ring that this consumer has read back to the producer."""
     barrier()
     mbarrier.arrive(pipeline.ring_empty.index(place), count=1)
 
@@ -125,7 +120,6 @@ def await_stage(pipeline, stage, phase):
 
 @gluon.jit
 def release_stage(pipeline, stage):
-    """Give a stage that this consumer has read back to the producer."""
     barrier()
     mbarrier.arrive(pipeline.empty.index(stage), count=1)
 
@@ -138,7 +132,6 @@ def release_previous_stage(pipeline, stage):
 
 @gluon.jit
 def skip_tile(pipeline, stage, phase, D: gl.constexpr, STEP: gl.constexpr):
-    """Release the stages of a tile that has no rows for this consumer."""
     for _ in range(0, D, STEP):
         mbarrier.wait(pipeline.full.index(stage), phase)
         release_stage(pipeline, stage)

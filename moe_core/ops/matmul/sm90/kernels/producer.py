@@ -38,10 +38,8 @@ def bias_tile(weights, layer_number, expert, column):
 
 @gluon.jit
 def load_weights(product, full, stage, group, column, k, PANEL: gl.constexpr = PIECE):
-    """Start loading one stage of weights, in alternating panels of PANEL gate and PANEL up columns.
-
-    group: the number of the matrix over layers and experts.
-    """
+    """Start loading one stage of weights, in alternating panels of gate and up. group: number of the matrix over layers
+    and experts."""
     weights, tiles = product.weights, product.tiles.right
     if (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate"):
         second_map = weights.map if weights.GATE_LAYOUT == "halves" else weights.up_map
@@ -65,10 +63,8 @@ def load_weights(product, full, stage, group, column, k, PANEL: gl.constexpr = P
 
 @gluon.jit
 def gathered_rows(product, start, rows, FIRST: gl.constexpr):
-    """Return the rows of x of a consumer. Missing rows repeat the last existing one.
-
-    Layouts are not trusted: no value in them may lead outside x.
-    """
+    """Return the rows of x of a consumer. Missing rows repeat the last one. Layouts are not trusted: no value in them
+    may lead outside x."""
     x, layout = product.x, product.layout
     numbers: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
     within = gl.maximum(gl.minimum(FIRST + gl.arange(0, ROWS, numbers), rows - 1), 0)
@@ -81,7 +77,6 @@ def gathered_rows(product, start, rows, FIRST: gl.constexpr):
 
 @gluon.jit
 def next_tile(product, HEIGHT: gl.constexpr):
-    """Return the `locate_tile` of the counter's next number."""
     COLUMNS: gl.constexpr = PIECE if product.weights.GATE_LAYOUT is not None else WIDE
     TILES: gl.constexpr = (product.weights.N + COLUMNS - 1) // COLUMNS
     number = gl.atomic_add(product.schedule.counters + product.schedule.COUNTER, 1, sem="relaxed")

@@ -1,5 +1,3 @@
-"""Results of Hopper products as e4m3 codes for the next product, and their largest magnitudes."""
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -87,7 +87,6 @@ def panel_halves(values):
 
 @gluon.jit
 def finish_third(product, tile, third, biases, scale, layer_exists, buffer, WHICH: gl.constexpr):
-    """Do what `finish` does, with this consumer's half of the third chunk."""
     epilogue = product.epilogue
     if epilogue.GATE_LAYOUT is None:
         column = tile.column * WIDE + WHICH * PIECE
@@ -111,7 +110,6 @@ def finish_third(product, tile, third, biases, scale, layer_exists, buffer, WHIC
 
 @gluon.jit
 def consumer(WHICH: gl.constexpr, product):
-    """Multiply, finish and store 64 rows of each tile, and half of the columns of its third 64 rows."""
     tiles, pipeline, weights = product.tiles, product.pipeline, product.weights
     FIRST: gl.constexpr = WHICH * ROWS
     WEIGHTED: gl.constexpr = product.epilogue.row_weight is not None

@@ -1,7 +1,5 @@
-"""Parts of the producer of Hopper products with tall row blocks. See `producer`.
-
-Consumers need most registers, so rows of x and biases wait in shared memory.
-"""
+"""Parts of the producer for tall row blocks. Rows of x and biases wait in shared memory, since consumers need
+registers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,10 +38,8 @@ def read_rows(places, layout: gl.constexpr):
 
 @gluon.jit
 def take_tile(product, layer_number, row_list, last_biases):
-    """Return the tile as `producer.take_tile` does, and zeros. Shared memory gets the rows of x and the biases.
-
-    row_list int32 `[ROOM]`: rows of x, -1 behind the last one. last_biases fp32 `[WIDE]`.
-    """
+    """Return the tile as `producer.take_tile` does, and zeros. row_list int32 `[ROOM]` gets the rows of x, -1 behind
+    the last one. last_biases fp32 `[WIDE]` gets the biases."""
     x, weights, layout = product.x, product.weights, product.layout
     left, exists, expert, start, size, blocks, block, column = next_tile(product, CHUNKS * ROWS)
     first, rows = even_block(size, block, blocks, ROWS, CHUNKS)
@@ -67,7 +63,6 @@ def take_tile(product, layer_number, row_list, last_biases):
 
 @gluon.jit
 def load_steps(product, row_list, tile, group, stage, phase, FROM: gl.constexpr, TO: gl.constexpr):
-    """Load FROM .. TO of a tile's reduction as stages become free."""
     x, tiles, pipeline = product.x, product.tiles, product.pipeline
     # FROM, hidden from the compiler, which would hold addresses for it in registers that consumers need.
     first = FROM + 8 * gl.minimum(tile.rows, 0) if FROM > 0 else 0

@@ -47,7 +47,7 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
 
 #: Gradients `[M, N]` of the groups' weights: their TMA descriptor as one matrix, and the sums of right's rows.
 Gradients = aggregate_of("Gradients", "map bias NUM_GROUPS M N")
-#: The tile of a gradient at row m and column n, summed over `size` rows from row `start` on.
+#: Tile at row m and column n of a gradient, summed over `size` rows from `start` on.
 Part = aggregate_of("Part", "start size m n")
 
 
@@ -180,7 +180,6 @@ def multiply(accumulator, tiles, pipeline, stage, phase, WHICH: gl.constexpr, FI
 
 @gluon.jit
 def store_sums(accumulator, d_bias, column, N: gl.constexpr):
-    """Store a row of a product with ones, as sums of the rows of right."""
     first, last = halves(accumulator)
     layout: gl.constexpr = first.type.layout
     one = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) == 0

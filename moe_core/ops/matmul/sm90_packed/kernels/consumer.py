@@ -1,5 +1,3 @@
-"""Blocks of weights and sums of the consumers of `sm90_packed.kernels.matmul`, for all tiles."""
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -51,8 +49,8 @@ def part_of(values, WHICH: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def finish(accumulator, biases, product, part, block, slots, buffer, FROM: gl.constexpr):
-    """Apply bias, activation and row weight to [64 accumulator rows, tokens FROM, ..] of a tile, cast and store them.
-    The buffer has room for some of the tokens at a time."""
+    """Bias, activation, row weight, cast and store of [64 accumulator rows, tokens FROM, ..]. The buffer has room for
+    some of the tokens at a time."""
     epilogue, output = product.epilogue, product.output
     N: gl.constexpr = output.N
     WIDTH: gl.constexpr = UNIT if epilogue.GATE_LAYOUT is not None else HEIGHT
@@ -90,7 +88,6 @@ def finish(accumulator, biases, product, part, block, slots, buffer, FROM: gl.co
 
 @gluon.jit
 def read_block(product, stage, deep, block):
-    """Read a row block of one of a stage's DEEP column blocks, for `operand_of`."""
     stages, codes = product.tiles, product.scales
     lines = stages.codes.index(stage * stages.PAIRS + block).slice(deep * LINES, LINES, dim=0)
     scales = stages.scales.index(stage * stages.DEEP + deep).slice(block, 1, dim=0)
@@ -105,7 +102,6 @@ def read_block(product, stage, deep, block):
 
 @gluon.jit
 def operand_of(held, HALF: gl.constexpr, ELEMENT: gl.constexpr, PRODUCT: gl.constexpr):
-    """Return 64 columns of a block as the left operand of a product."""
     if ELEMENT == "e2m1":
         return left_operand(held[HALF], held[2], HALF, PRODUCT)
     else:

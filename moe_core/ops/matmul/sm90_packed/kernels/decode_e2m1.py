@@ -47,7 +47,6 @@ def _two_words(words: int, scales: str, first: int, outs: list[str]) -> str:
 
 
 def _two_great(words: int, scales: str, first: int, outs: list[str]) -> str:
-    """`_two_words` for any scales."""
     lines = ["mov.b32 c, 0x7e807e80;\n", *_numbers(words, "c")]
     for q in range(2):
         # 2^(byte - 127): byte 0 is the denormal 2^-127, byte 255 is NaN.
@@ -122,7 +121,6 @@ else:
 
 @gluon.jit
 def load_lines(codes):
-    """Load a block's codes from shared memory as 32-bit words, [32 lines, 32]."""
     lines: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     packed: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     return seen_as(codes, gl.int32, [LINES, 32], packed).load(lines)
@@ -130,7 +128,7 @@ def load_lines(codes):
 
 @gluon.jit
 def load_words(codes, scales):
-    """Load a block's codes from shared memory, words of the first 64 columns and of the last, [32, 16], and scales."""
+    """Load a block's codes, words of the first 64 columns and of the last, [32, 16], and scales."""
     parts: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 2, 4], [gl.num_warps(), 1, 1], [2, 1, 0])
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     words = load_lines(codes)
@@ -141,7 +139,6 @@ def load_words(codes, scales):
 
 @gluon.jit
 def of_words(scales, words):
-    """Spread the scale words of a block's rows, [32 lines, 2], to the rows' words."""
     EACH: gl.constexpr = words.shape[1] // 2
     scales = gl.reshape(gl.expand_dims(scales, 2).broadcast_to([LINES, 2, EACH]), [LINES, 2 * EACH])
     return gl.convert_layout(scales, words.type.layout, assert_trivial=True)
@@ -149,7 +146,7 @@ def of_words(scales, words):
 
 @gluon.jit
 def left_operand(words, scale, HALF: gl.constexpr, PRODUCT: gl.constexpr):
-    """Return numbers [64, 64] of half of a pair of units as the tensor cores take them. No value leaves its thread."""
+    """Return numbers [64, 64] of half of a block as the tensor cores take them. No value leaves its thread."""
     k0, k1, k2, k3, k4, k5, k6, k7 = decode_e2m1(words, scale, HALF)
     low = gl.join(gl.join(k0, k1), gl.join(k2, k3))
     high = gl.join(gl.join(k4, k5), gl.join(k6, k7))
@@ -163,7 +160,7 @@ def left_operand(words, scale, HALF: gl.constexpr, PRODUCT: gl.constexpr):
 
 @gluon.jit
 def left_half(numbers, WHICH: gl.constexpr, PRODUCT: gl.constexpr):
-    """`left_operand` of four tensors of `decode_rows`, of the first 64 columns or of the others."""
+    """`left_operand` of four tensors of `decode_rows`."""
     k0, k1, k2, k3 = numbers[4 * WHICH], numbers[4 * WHICH + 1], numbers[4 * WHICH + 2], numbers[4 * WHICH + 3]
     both = gl.join(gl.join(k0, k1), gl.join(k2, k3))
     # Words: half of the row's number, lane of four, unit of 32 columns, half of a pair. Then bits of the column.

@@ -109,7 +109,6 @@ def load_factors(scales, zero_points, step, STEPS: gl.constexpr, GROUPS: gl.cons
 
 @gluon.jit
 def read_factors(scales, zero_points, GROUPS: gl.constexpr):
-    """`load_factors` from shared memory."""
     layout: gl.constexpr = _factor_layout(GROUPS, gl.num_warps())
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     factors = (seen_as(scales, scales.dtype, [LINES, 2, GROUPS], table).load(layout),)
@@ -120,7 +119,6 @@ def read_factors(scales, zero_points, GROUPS: gl.constexpr):
 
 @gluon.jit
 def of_groups(values, words):
-    """Spread values of groups of a block's rows, [32 lines, 2, groups], to the rows' words."""
     GROUPS: gl.constexpr = values.shape[2]
     values = gl.expand_dims(gl.expand_dims(values, 2), 4).broadcast_to([LINES, 2, 4, GROUPS, 4 // GROUPS])
     return gl.convert_layout(gl.reshape(values, [LINES, 32]), words.type.layout, assert_trivial=True)
@@ -160,7 +158,6 @@ def decode_uint4(words, factors, HALF: gl.constexpr):
 
 @gluon.jit
 def decode_uint8(words, factors):
-    """`decode_uint4` for eight bits: four tensors of 64 columns."""
     if len(factors) == 2:
         zero = of_groups(factors[1].to(gl.int32) | _WORD_BITS, words)
     else:

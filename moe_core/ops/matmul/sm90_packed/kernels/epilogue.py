@@ -30,14 +30,12 @@ def matrix_rows(block, N: gl.constexpr, GATE_LAYOUT: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit
 def bias_of(weights, base, block, LAYOUT: gl.constexpr):
-    """Load fp32 biases of 64 accumulator rows, in their order."""
     row, exists = matrix_rows(block, weights.N, weights.GATE_LAYOUT, LAYOUT)
     return gl.load(weights.bias + base + row, mask=exists, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def activated(accumulator, epilogue):
-    """Activate [64 accumulator rows, tokens] and return output columns in order, 32 of a gated product."""
     TOKENS: gl.constexpr = accumulator.shape[1]
     values = gl.reshape(accumulator, [4, 2, 8, TOKENS])
     if epilogue.GATE_LAYOUT is not None:

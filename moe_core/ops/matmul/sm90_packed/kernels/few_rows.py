@@ -34,7 +34,7 @@ def load_codes(words, step, STEPS: gl.constexpr):
 
 @gluon.jit
 def load_words(scales, step, STEPS: gl.constexpr):
-    """Load a step's scale words of a block, [lines, 2], of four e8m0 bytes each, zeros behind the last step."""
+    """Load a step's scale words, [lines, 2], of four e8m0 bytes each, zeros behind the last step."""
     parts: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 4], [4, 2, 4], [gl.num_warps(), 1, 1], [2, 1, 0]))
     row = (
         gl.arange(0, LINES, gl.SliceLayout(1, parts))[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, parts))[None, :]
@@ -64,7 +64,6 @@ def load_rows(x_tile, x_rows, exists, columns, start, D: gl.constexpr):
 
 @gluon.jit
 def right_operand(rows, PLACE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load 64 columns of the rows in shared memory, [columns, rows]."""
     return rows.slice(PLACE * DEPTH, DEPTH, dim=1).permute([1, 0]).load(LAYOUT)
 
 

@@ -1,5 +1,3 @@
-"""The producer of `sm90_packed.kernels.matmul`."""
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
@@ -27,8 +25,7 @@ def word_pointers(
     array, matrix, tile, APART: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr, RECORDS: gl.constexpr,
     WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the 32-bit words [PAIRS, WORDS] of the first of RECORDS records of a tile's scales or zero
-    points."""
+    """Return pointers to the 32-bit words [PAIRS, WORDS] of the first record of a tile's scales or zero points."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     pair = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))[:, None]
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
@@ -147,7 +144,6 @@ def load_tile(product, row_slots, tile, matrix, stage, phase):
 
 @gluon.jit
 def write_row_facts(stages, place, layout, tile, row_weight):
-    """Write the slots of a tile's rows (-1: none) and their weights for the consumers' stores."""
     rows: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     within = gl.arange(0, stages.slots.shape[1], rows)
     slots = gl.load(layout.slot_of_row + tile.start.to(gl.int64) + within, mask=within < tile.rows, other=-1)

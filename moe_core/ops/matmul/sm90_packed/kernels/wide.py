@@ -49,7 +49,7 @@ def wait_for(sums, LEFT: gl.constexpr, REST: gl.constexpr):
 def multiply_stage(
     sums, left, product, stage, phase, FIRST: gl.constexpr, TOKENS: gl.constexpr, REST: gl.constexpr, LAST: gl.constexpr
 ):
-    """Multiply one stage. left: its first 64 columns, decoded. Return the next stage's, unless this is the LAST."""
+    """Multiply one stage. left: its first 64 columns, decoded. Return the next stage's, unless LAST."""
     ELEMENT: gl.constexpr = product.scales.ELEMENT
     HALVES: gl.constexpr = product.scales.COLUMNS // DEPTH
     PARTS: gl.constexpr = HALVES * product.tiles.DEEP
