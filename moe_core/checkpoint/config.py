@@ -1,4 +1,4 @@
-"""Typed look-ups in config.json, with errors that name the setting."""
+"""Typed look-ups in config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from moe_core.base.files import MOST_JSON_BYTES, load_json
 from moe_core.checkpoint.inside import inside
 from moe_core.errors import InvalidInput, Unsupported
 
-#: Limits for untrusted settings and files.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_CONFIG_BYTES = 10_000, 100_000, 4 * 2**20
 
 
@@ -133,7 +132,6 @@ class ModelConfig:
 
 
 def _of_all_layers(value: Any) -> Any:
-    """The common value of a list with equal entries."""
     alike = isinstance(value, list) and len(value) > 0 and all(item == value[0] for item in value)
     return value[0] if alike else value
 
@@ -174,7 +172,7 @@ def settings_of(config: Any) -> Mapping[str, Any]:
 
 
 def read_config(directory: Path) -> Mapping[str, Any]:
-    """The settings of `directory`/config.json. Raises InvalidInput."""
+    """Raises InvalidInput."""
     if not directory.is_dir():
         state = "is a file" if directory.exists() else "does not exist"
         raise InvalidInput(f"path must be a checkpoint directory, got {directory}, which {state}; download it first")

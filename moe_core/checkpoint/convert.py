@@ -40,7 +40,7 @@ _FIELDS = ("gate_up", "down")
 
 
 class ConversionProgress(NamedTuple):
-    """One more tensor is done. tensors: the number so far, out of tensors_total."""
+    """tensors: the number of done ones, out of tensors_total."""
 
     tensor: str
     tensors: int
@@ -48,7 +48,7 @@ class ConversionProgress(NamedTuple):
 
 
 class LayerError(NamedTuple):
-    """Relative Frobenius errors of one layer's weights over all of its experts."""
+    """Relative Frobenius errors of one layer over all experts."""
 
     layer: int
     gate_up: float
@@ -146,9 +146,9 @@ class _Conversion:
         self._allow_not_finite = allow_not_finite
         self._not_finite: dict[str, None] = {}
         self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in _FIELDS}
-        #: (layer, field) of every tensor with weights of experts.
+        #: (layer, field) of tensors with weights of experts.
         self._weights: dict[str, tuple[int, str]] = {}
-        #: Tensors of all experts with inputs before outputs: `[E, D, N]`.
+        #: Tensors of all experts as `[E, D, N]`.
         self._turned: set[str] = set()
         in_out = checkpoint.architecture.spec.weight_layout == "in_out"
         self._kept: list[str] = []
@@ -176,7 +176,6 @@ class _Conversion:
                 raise InvalidInput(f"{name} cannot be quantised: {problem}") from problem
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, array) of every tensor, in the order of the source's files."""
         index = self._checkpoint.index
         missing = [name for name in self._weights if name not in index.files]
         if missing:
@@ -224,7 +223,6 @@ class _Conversion:
                 yield from self._packing.tensors(f"{experts}.{expert}.{part}", self._matrix(name, rows), fused=False)
 
     def _matrix(self, name: str, matrix: np.ndarray) -> QuantizedTensor:
-        """Quantise a matrix `[N, D]` and add up its error."""
         self._note_finite(name, matrix)
         quantized = quantize(matrix, self._packing.format)
         self._errors[self._weights[name]].add(matrix, dequantize(quantized))
@@ -233,7 +231,7 @@ class _Conversion:
         return quantized
 
     def settings(self) -> dict[str, Any]:
-        """The converted config.json. Call it after every tensor has been made."""
+        """Call it after every tensor has been made."""
         settings = read_json(self._checkpoint.path / "config.json")
         ignored = "ignore" if self._packing.method == "compressed-tensors" else "modules_to_not_convert"
         return settings | {"quantization_config": {**self._packing.settings, ignored: self._kept}}

@@ -38,6 +38,6 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def _blobs(root: Path) -> list[Path]:
-    """The blobs of the repository that has `root`, or a folder around it, as a snapshot."""
+    """The blobs of the repository with `root` as or in a snapshot."""
     folders = (root, *root.parents)
     return [folder.parent.parent / "blobs" for folder in folders if folder.parent.name == "snapshots"]

@@ -99,7 +99,6 @@ class Checkpoint:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The formats of a quantised checkpoint, None for a plain one."""
         return None if self.packing is None else self.packing.scheme
 
     @property
@@ -147,7 +146,6 @@ class Checkpoint:
             return self._layout(self._names(layer), reader)[1]
 
     def _layout(self, names: LayerNames, reader: StackReader) -> tuple[Architecture, dict[str, Stack]]:
-        """The architecture with the layouts of a layer, and the stacks to read."""
         packing, architecture = self.packing, self.architecture
         if architecture.naming.turned and names.fused is not None and names.fused[0] in self.index.files:
             # transformers decides the orientation by the shape too, and prefers its own.

@@ -128,7 +128,6 @@ def _path(name: str, spec: MoELayerSpec) -> str:
 
 
 def _paths(spec: MoELayerSpec, flat: Mapping[str, Any]) -> dict[str, str]:
-    """name -> path of every array of a layer."""
     paths = {one.name: _path(one.name, spec) for one in spec.stored_as(MAXTEXT).parameters(MAXTEXT)}
     if spec.correction_bias and (spec.router_bias or _CORRECTION_BIAS in flat):
         paths["router.correction_bias"] = _CORRECTION_BIAS

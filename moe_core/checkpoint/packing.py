@@ -206,7 +206,6 @@ def packing_for(format: Format, interleaved: bool) -> Packing:
 
 
 def _arguments(format: Format) -> dict[str, Any]:
-    """A quantisation in compressed-tensors' terms."""
     whole = "tensor" if format.group_rows is None else "channel"
     arguments: dict[str, Any] = {
         "num_bits": format.bits_per_element,

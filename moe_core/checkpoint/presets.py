@@ -1,4 +1,4 @@
-"""Layer specs from the configs of Hugging Face models."""
+"""Layer specs from Hugging Face configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a quantization_config: the packing and format of a checkpoint's matrices."""
+"""Read a quantization_config."""
 
 from __future__ import annotations
 

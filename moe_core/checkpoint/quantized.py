@@ -16,11 +16,10 @@ from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedShapes, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.quantize.reference import dequantize
 
-#: Endings of stacks for arrays of a quantised weight.
+#: Stacks of a quantised weight.
 ARRAYS = (".values", ".scales", ".zero_points")
-#: Fields of a layer that may be quantised.
 _WEIGHTS = ("experts.gate_up", "experts.down", "shared.gate_up", "shared.down")
-#: Endings of tensors in any quantised storage.
+#: Tensors in any quantised storage.
 _COMPANIONS = ("_blocks", "_scales", "_scale", "_scale_inv", "_packed", "_zero_point", "_g_idx", "qweight", "qzeros")
 
 
@@ -94,7 +93,6 @@ def _is_divided(stack: Stack) -> bool:
 
 
 def _apart(name: str, stack: Stack) -> dict[str, Stack]:
-    """gate and up of a divided stack as two."""
     halves: dict[str, list[Part]] = {name: [], name.replace("gate_up", "up"): []}
     for part in stack.parts:
         *lead, rows = part.place
@@ -123,7 +121,6 @@ def _component_stack(stack: Stack, shapes: QuantizedShapes, packing: Packing, co
 
 
 def _scaled(place: int | slice, format: Format, field: str) -> int | slice:
-    """A weight's position in one of its arrays."""
     if isinstance(place, int) or place == slice(None):
         return place
     per_row = {"values": 1, "scales": format.group_rows or 1, "zero_points": format.own_element.per_byte}[field]
@@ -131,7 +128,7 @@ def _scaled(place: int | slice, format: Format, field: str) -> int | slice:
 
 
 def refuse_unread(index: TensorIndex, block: str, stacks: Mapping[str, Stack]) -> None:
-    """Raise Unsupported if the layer has quantised tensors that are not read, such as static scales."""
+    """Raise Unsupported for tensors that are not read, such as static scales."""
     read = {part.tensor for stack in stacks.values() for part in stack.parts}
     for name in index.below(block):
         if name.endswith(_COMPANIONS) and name not in read:
@@ -142,7 +139,7 @@ def refuse_unread(index: TensorIndex, block: str, stacks: Mapping[str, Stack]) -
 
 
 def assemble(arrays: Mapping[str, np.ndarray], packing: Packing) -> dict[str, Any]:
-    """The arrays of a layer by field name, with each quantised weight as one QuantizedTensor."""
+    """The arrays of a layer, each quantised weight as one QuantizedTensor."""
     fields: dict[str, Any] = {name: array for name, array in arrays.items() if not name.endswith(ARRAYS)}
     for field in [name.removesuffix(".values") for name in arrays if name.endswith(".values")]:
         parts = (arrays.get(field + ending) for ending in ARRAYS)
@@ -151,7 +148,6 @@ def assemble(arrays: Mapping[str, np.ndarray], packing: Packing) -> dict[str, An
 
 
 def plain_array(array: Any, dtype: str) -> np.ndarray:
-    """A weight or bias in `dtype`, dequantised if necessary."""
     if isinstance(array, QuantizedTensor):
         return dequantize(array, dtype)
     return array.astype(dtypes.numpy_dtype(dtype), copy=False)

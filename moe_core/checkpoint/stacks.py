@@ -12,7 +12,7 @@ from moe_core.checkpoint.families import Architecture, Naming
 from moe_core.checkpoint.storage import Part, Stack, TensorIndex, rows_apart, rows_in_turn, turn
 from moe_core.errors import InvalidInput
 
-#: Prefixes of `layers.<n>.` in files of any family, with nestings of multimodal models.
+#: Before `layers.<n>.` in any family, with nestings of multimodal models.
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.", "thinker.model.")
 
 
@@ -42,7 +42,6 @@ class LayerNames:
         return self.router.removesuffix("weight") + "bias"
 
 
-#: Choose one of several alternatives of full names.
 _Choice = Callable[[list[tuple[str, ...]]], tuple[str, ...]]
 
 
@@ -82,7 +81,7 @@ def _own_prefixes(naming: Naming, nested: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def written_names(architecture: Architecture, layer: int, storage: str | None, nested: tuple[str, ...]) -> LayerNames:
-    """The names to write a layer under: transformers' for `fused`, the published ones for others."""
+    """transformers' names for `fused`, the published ones for others."""
     naming = architecture.naming
     newest = 0 if storage == "fused" else -1
     root = f"{_own_prefixes(naming, nested)[newest]}{naming.layers}.{layer}."
@@ -121,7 +120,7 @@ def found_names(
         f"{names.block}experts.{expert}.{naming.per_expert[0]}.weight" for expert in (0, architecture.num_experts - 1)
     )
     if holds(first) and architecture.num_experts > len(index.files):
-        # A number in config.json makes at most as many names as there are tensors.
+        # A number in config.json must not make endless names.
         raise InvalidInput(
             f"{index.directory} must hold {last} for num_experts = {architecture.num_experts}, got {index.summary()} "
             "without it; download the checkpoint again or correct its config.json"
@@ -156,7 +155,7 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         stacks["router.expert_scale"] = Stack.whole(names.expert_scale, (num_experts,))
     stacks |= _expert_stacks(architecture, names)
     if architecture.shared_d_ff:
-        # Shared experts and projections are plain modules: `out_in`, whatever the layout of the fused experts.
+        # Plain modules are `out_in`, whatever the layout of the fused experts.
         turned = architecture.spec.weight_layout == "in_out"
         sizes = (architecture.shared_d_ff, d_model)
         stacks |= _mlp_stacks("shared.", names.shared, architecture, *sizes, turned=turned)

@@ -25,15 +25,13 @@ from moe_core.checkpoint.config import read_json
 from moe_core.checkpoint.inside import inside, require_relative
 from moe_core.errors import InvalidInput, Unsupported
 
-#: Header dtypes -> canonical names.
 FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-#: dtypes of safetensors headers -> NumPy's. The package gives NumPy no 8-bit floats.
+#: The package gives NumPy no 8-bit floats.
 _NUMPY_DTYPES: Mapping[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "BF16": ml_dtypes.bfloat16,
     "F16": np.float16, "F32": np.float32, "U8": np.uint8, "I8": np.int8, "I32": np.int32,
     "I64": np.int64,
 }  # fmt: skip
-#: Size of the pieces that make progress move.
 _PIECE_BYTES = 16 * 2**20
 #: XLA copies memory that is aligned to less.
 _ALIGNMENT = 64
@@ -52,7 +50,6 @@ class RawTensor:
         return self._entry.dtype
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """Read rows, or all of a tensor without axes."""
         own = self._entry.shape
         shape = (len(range(*rows.indices(own[0]))), *own[1:]) if own else ()
         target = np.empty(shape, _NUMPY_DTYPES[self._entry.dtype])
@@ -60,7 +57,6 @@ class RawTensor:
         return target
 
     def read_into(self, rows: slice, target: np.ndarray) -> None:
-        """Fill a row-major array of the same dtype with rows."""
         shape = self._entry.shape
         first = rows.indices(shape[0])[0] if shape else 0
         offset = first * math.prod(shape[1:]) * target.itemsize
@@ -171,7 +167,6 @@ class TensorIndex:
 
 
 def read_tensor(file: TensorFile, name: str) -> np.ndarray:
-    """A whole tensor of any rank."""
     return RawTensor(file, name)[:] if file.entry(name).dtype in _NUMPY_DTYPES else file.get_tensor(name)
 
 
@@ -199,7 +194,7 @@ def find_tensors(directory: Path) -> TensorIndex:
 
 
 class StackReader(contextlib.ExitStack):
-    """Read stacks from the files of an index; opens each needed shard once."""
+    """Open each needed shard once."""
 
     def __init__(self, index: TensorIndex) -> None:
         super().__init__()
@@ -297,7 +292,6 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _is_as_stored(source: RawTensor, target: np.ndarray) -> bool:
-    """True if the array has the bytes of the file."""
     return _NUMPY_DTYPES[source.get_dtype()] == target.dtype and target.flags.c_contiguous and target.ndim > 0
 
 

@@ -35,7 +35,7 @@ from moe_core.layers.spec import FREE_FIELDS, MoELayerSpec, Storage, storage_of
 from moe_core.layers.weights import LayerWeights
 
 STORAGES = ("fused", "per_expert")
-#: A shard is closed before it would grow beyond this many bytes.
+#: Largest bytes of a shard.
 DEFAULT_SHARD_BYTES = 2**30
 _METADATA = {"format": "pt"}
 
@@ -197,8 +197,6 @@ def _tensors(weights: LayerWeights, model: _Model, layer: int, storage: str | No
 
 
 class _Source:
-    """The arrays of a layer in the family's storage, on demand."""
-
     def __init__(self, weights: LayerWeights, storage: Storage) -> None:
         self._views: dict[str, list[tuple[Place, np.ndarray]]] = {}
         for name, place, view in placements(weights, storage):
@@ -216,7 +214,7 @@ class _Source:
             yield part.tensor, found.reshape(part.shape)
 
     def _array(self, name: str, shape: tuple[int, ...], lead: tuple[Any, ...]) -> np.ndarray:
-        """A view, or a new array of `shape` if something moves."""
+        """A view if nothing moves."""
         views = [(place, view[lead]) for place, view in self._views[name]]
         if views[0][0] == WHOLE:
             return views[0][1]
@@ -241,7 +239,6 @@ class Shards:
         self._pending: dict[str, np.ndarray] = {}
         self._pending_bytes = self._bytes = 0
         self._weight_map: dict[str, str] = {}
-        #: To remove after an error.
         self.files: list[str] = []
 
     def extend(self, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -253,7 +250,6 @@ class Shards:
             self._weight_map[name] = ""
             self._pending[name] = np.asarray(array, order="C")
             self._pending_bytes += array.nbytes
-            # Release the array before the next tensor is made.
             del array
             if self._pending_bytes >= self._limit:
                 self._write()

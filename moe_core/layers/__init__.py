@@ -1,4 +1,4 @@
-"""Shared by layers of every framework: specs, presets, canonical weights and exact conversions."""
+"""Shared by layers of every framework."""
 
 from moe_core.layers.around import LatentSpec as LatentSpec
 from moe_core.layers.around import LayerPart as LayerPart

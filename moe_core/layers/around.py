@@ -10,7 +10,6 @@ from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.specs import NormSpec
 
-#: Values of an output norm's `of`.
 NORM_OF = ("sum", "experts")
 
 

@@ -15,14 +15,12 @@ from moe_core.errors import Unsupported
 from moe_core.layers.spec import Storage
 from moe_core.layers.weights import LayerWeights
 
-#: A place in an array: `array[place]`.
 Place = tuple[Any, ...]
-#: All of an array.
 WHOLE: Place = (...,)
 
 
 class Placement(NamedTuple):
-    """`target[name][place] = array`. array: a view of the source, maybe strided."""
+    """`target[name][place] = array`. array: maybe strided."""
 
     name: str
     place: Place
@@ -88,7 +86,6 @@ def _regated(name: str, array: np.ndarray, axis: int, source: str, target: str) 
 
 
 def _at(axis: int, columns: slice) -> Place:
-    """Index columns of an axis counted from the end."""
     return (..., columns, *[slice(None)] * (-1 - axis))
 
 

@@ -1,4 +1,4 @@
-"""Checks of the losses that both front-ends compute from a router's logits."""
+"""Checks of the router's losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions of a layer's arrays: names, shapes, initial values."""
+"""A layer's arrays: names, shapes, initial values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 
 from moe_core.formats import QuantizedSpec, quantized_shapes
 
-#: The e8m0 byte of 1.
 _E8M0_ONE = 127
 
 
@@ -41,7 +40,7 @@ def table(name: str, rows: int, top_k: int, num_experts: int) -> Parameter:
 
 
 def first_table(parameter: Parameter) -> np.ndarray:
-    """Initial ids: distinct experts in every row, covering all of them."""
+    """Distinct experts in every row, covering all."""
     rows, top_k = parameter.shape
     return (np.arange(rows, dtype=np.int32)[:, None] + np.arange(top_k, dtype=np.int32)) % parameter.fill
 

@@ -110,7 +110,6 @@ def _routing_plans(
     given = {"given": ids} if spec.token_table else {"correction_bias": router.correction_bias}
     chosen, times = spec.router, 1
     if spec.sparse_mixer is not None:
-        # One expert after the other.
         chosen, times = RouterSpec(1), spec.top_k
     one = [ArraySpec((tokens, spec.top_k // times), array.dtype) for array in (ids, weights)]
     for _ in range(times):

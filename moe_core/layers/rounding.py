@@ -8,7 +8,7 @@ from moe_core.errors import InvalidInput, Unsupported
 
 
 def check_token_rounding(spec: Any) -> None:
-    """Check a MoELayerSpec with token_rounding. Raises InvalidInput, Unsupported."""
+    """Raises InvalidInput, Unsupported."""
     tuning, scheme = spec.tuning, spec.experts.scheme
     contradictions = {
         "capacity_factor": (spec.capacity_factor is not None, "both say how many tokens an expert keeps"),

@@ -34,9 +34,7 @@ from moe_core.specs import MoESpec, NormSpec, RouterSpec, TokenRounding, Tuning
 from moe_core.specs.matmul import GATE_LAYOUTS, Activation
 
 _SILU, _ANY_ROUTER = Activation("silu"), RouterSpec()
-#: If nobody stated a layout.
 _UNSTATED_GATE_LAYOUT = "halves"
-#: Largest denominator of a capacity factor.
 _FACTOR_DENOMINATOR = 1000
 
 
@@ -77,7 +75,7 @@ class ExpertsSpec:
             object.__setattr__(self, "gate_layout", stated)
         if self.gate_layout is not None:
             require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
-        # One spelling of each choice, so that equal choices are equal specs.
+        # Equal choices must be equal specs.
         plain = dataclasses.replace(self.activation, gate_layout=self.gate_layout or _UNSTATED_GATE_LAYOUT)
         object.__setattr__(self, "activation", plain)
 
@@ -202,7 +200,6 @@ class MoELayerSpec:
         object.__setattr__(self, "logits_dtype", dtypes.canonical(self.logits_dtype))
         spec = self.moe_spec(HUGGING_FACE)
         if self.shared_experts is not None and spec.shared_activation is None:
-            # As above: equal choices are equal specs.
             object.__setattr__(self, "shared_experts", dataclasses.replace(self.shared_experts, activation=None))
         self._check_around()
         if self.sparse_mixer is not None:
@@ -216,7 +213,6 @@ class MoELayerSpec:
             self.parameters(HUGGING_FACE)
 
     def _check_training(self, scheme: Scheme) -> None:
-        """Refuse training options that do nothing in this scheme."""
         useless = ()
         if scheme.activations is not None:
             useless, reason = ("recompute", "main_grad"), "what quantises activations has no gradient"
@@ -229,7 +225,6 @@ class MoELayerSpec:
                 )
 
     def _check_around(self) -> None:
-        """Refuse options that exclude a latent width or norm."""
         scheme = self.experts.scheme
         given = {"main_grad": self.main_grad, "apply_router_weight_on_input": self.apply_router_weight_on_input}
         if self.norm_of_experts is not None:
@@ -253,7 +248,6 @@ class MoELayerSpec:
 
     @property
     def norm_of_experts(self) -> NormSpec | None:
-        """The norm of each expert's result, or None."""
         return self.output.norm if self.output is not None and self.output.of_experts else None
 
     @property
@@ -358,7 +352,6 @@ class MoELayerSpec:
         return ("d_model" if self.latent is None else None, self.expert_width)
 
     def _around(self, storage: Storage) -> list[Parameter]:
-        """The arrays before and after the experts, and of the output."""
         found, model, latent, output = [], ("d_model", self.d_model), self._expert_columns, self.output
         norms = {"before.norm": None if self.latent is None else (self.latent.norm, latent)}
         if self.latent is not None:
@@ -380,7 +373,7 @@ class MoELayerSpec:
         return 2 * d_ff if self.gated and not self._separate(storage) else d_ff
 
     def _mlp(self, prefix: str, storage: Storage, d_ff: int, lead: tuple[int, ...]) -> list[Parameter]:
-        """gate_up, up and down of experts of width d_ff; lead: (E,) or ()."""
+        """Experts of width d_ff; lead: (E,) or ()."""
         layout = storage.weight_layout
         model = self._expert_columns if lead else ("d_model", self.d_model)
         names = ("gate_up", "up") if self._separate(storage) else ("gate_up",)

@@ -71,7 +71,6 @@ class StagePlans:
         return self.product(MatmulOperands(x, ArraySpec(shape, x.dtype)), None, _dense(spec))
 
     def shared(self, x: ArraySpec, shared: SharedExpert, spec: MoESpec) -> None:
-        """Shared experts outside the op."""
         one, dense = _one_layer, _dense(spec)
         pre = self.product(MatmulOperands(x, one(shared.gate_up)), None, dense)
         up = None if shared.up is None else self.product(MatmulOperands(x, one(shared.up)), None, dense)
@@ -111,5 +110,4 @@ def _dense(spec: MoESpec) -> MatmulSpec:
 
 
 def _one_layer(weight: ArraySpec) -> ArraySpec:
-    """A matrix of a stack, as if cut out."""
     return ArraySpec(weight.shape[-2:], weight.dtype)

@@ -1,4 +1,4 @@
-"""Layouts of a layer's weights in memory."""
+"""Layouts in memory."""
 
 from __future__ import annotations
 

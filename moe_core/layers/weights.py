@@ -254,7 +254,6 @@ class LayerWeights:
 
 
 def layer_router(arrays: Mapping[str, Any], norm: NormSpec | None, sparse_mixer: float | None = None) -> RouterWeights:
-    """The bundle of a router's arrays by name."""
     more = {"norm", "table", "expert_scale"} & arrays.keys()
     if not more and sparse_mixer is None:
         return RouterWeights(**arrays)
@@ -272,7 +271,6 @@ def layer_parts(arrays: Mapping[str, Any], spec: Any) -> dict[str, LayerPart]:
 
 
 def _every_name() -> tuple[str, ...]:
-    """In the order of `MoELayerSpec.parameters`."""
     experts, shared = ExpertsSpec(bias=True, gate_layout="separate"), SharedExpertsSpec(1, gate=True)
     options = dict.fromkeys(("router_bias", "correction_bias", "expert_scale"), True)
     around = {"output": OutputSpec(NormSpec(), bias=True), "latent": LatentSpec(1, NormSpec()), "token_table": 1}
@@ -282,7 +280,6 @@ def _every_name() -> tuple[str, ...]:
 
 _AROUND = ("before", "after", "output")
 _NAMES = _every_name()
-#: The arrays that may be quantised.
 _MATRICES = ("experts.gate_up", "experts.up", "experts.down")
 _REQUIRED = ("router.weight", "experts.gate_up", "experts.down", "shared_experts.gate_up", "shared_experts.down")
 

@@ -1,1 +1,1 @@
-"""Names, sizes and configurations of modular kernels, shared by `moe_torch.modular` and `moe_jax.modular`."""
+"""Shared by `moe_torch.modular` and `moe_jax.modular`."""

@@ -31,7 +31,7 @@ from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import MatmulTuning
 
-#: Rows of padded groups, and the sides of a weight's block.
+#: Rows of padded groups, sides of a weight's block.
 ALIGNMENT = 128
 _E4M3 = "float8_e4m3fn"
 #: Upstream's term: rows of A, rows of B, columns of both that share a scale.
@@ -54,7 +54,7 @@ def activation_format(e8m0: bool) -> Format:
 
 
 def why_not_deep_gemm(config: FusedMoEQuantConfig) -> str | None:
-    """None: DeepGEMM's experts can run the configuration."""
+    """None: DeepGEMM's experts can run it."""
     found = weight_quantization(config), activation_quantization(config)
     if found == (FP8_BLOCK, FP8_GROUP):
         return None
@@ -66,7 +66,7 @@ def why_not_deep_gemm(config: FusedMoEQuantConfig) -> str | None:
 
 
 class Pair(NamedTuple):
-    """Shapes and canonical dtype names of values and their scales."""
+    """Shapes and dtypes of values and scales."""
 
     values: Sequence[Any]
     values_dtype: str
@@ -89,7 +89,7 @@ def pair_of(name: str, pair: Any) -> Pair:
 
 
 def check_experts(experts: ExpertWeights) -> ExpertWeights:
-    """The weights. Raises InvalidInput if a product with them breaks the contract."""
+    """Raises InvalidInput if a product would break the contract."""
     for weight in (experts.gate_up, experts.down):
         k = weight.values.shape[2]
         rows = Pair((0, k), _E4M3, (0, k // ALIGNMENT), "float32")
@@ -177,7 +177,6 @@ def tile_for_rows(sizes: tuple[int, int, int], rows: int, out_dtype: str, target
 def plan_masked(
     operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, expected_m: int, target: Target
 ) -> LaunchPlan:
-    """Plan a masked product with the tiles of `tile_for_rows`."""
     groups, n, k = operands.weight.shape
     assert spec.out_dtype is not None
     config = tile_for_rows((groups, n, k), expected_m, spec.out_dtype, target)
@@ -187,12 +186,11 @@ def plan_masked(
 
 
 def matmul_side(format: Format, values: Any, scales: Any) -> QuantizedTensor:
-    """One checked side of a product. Sizes may be symbolic."""
     return QuantizedTensor.unchecked(QuantizedSpec(format), values, scales)
 
 
 TRITON, DEEP_GEMM = "triton_expert", "deep_gemm_expert"
-#: DeepGEMM does not pay for this many input columns of the second product, or fewer.
+#: DeepGEMM does not pay for fewer input columns of the second product.
 _LEAST_WIDTH = 512
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from moe_core.base.checks import require_at_least, require_choice, require_flag
 from moe_core.errors import InvalidInput
 
-#: Values of `FusedMoEQuantConfig.scheme`, besides None.
 SCHEMES = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16", "mxfp4_w4a4", "mxfp4_w4a16")
 _MXFP4 = ("mxfp4_w4a4", "mxfp4_w4a16")
 #: Unsigned codes in groups along the input axis.
@@ -146,7 +145,6 @@ class FusedMoEQuantConfig:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The biases, scales and zero points, or None."""
         weights = (self.w1_scale, self.w2_scale, self.w1_zp, self.w2_zp)
         return (self.w1_bias, self.w2_bias, *weights, self.a1_scale, self.a2_scale)
 

@@ -1,4 +1,4 @@
-"""Sizes, formats and descriptions for the modular kernels of both front-ends."""
+"""Records of the modular kernels of both front-ends."""
 
 from __future__ import annotations
 

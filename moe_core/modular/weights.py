@@ -22,7 +22,6 @@ from moe_core.specs.operands import ExpertWeights, MatmulOperands
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tuning import Tuning
 
-#: Ends the name of an ungated activation: `silu_no_mul`.
 UNGATED_SUFFIX = "_no_mul"
 #: Gate first, but interleaved for gpt-oss.
 _NAMES = {
@@ -126,7 +125,7 @@ def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
 
 
 def rows_are_alone(config: FusedMoEQuantConfig) -> bool:
-    """False if one scale is computed from all tokens."""
+    """False: one scale is computed from all tokens."""
     format = activation_quantization(config)
     if format is None or format.group_rows is not None:
         return True

@@ -1,4 +1,4 @@
-"""`python -m moe_core.parity`: the parity tool."""
+"""`moe-parity`."""
 
 from moe_core.parity.cli import main
 

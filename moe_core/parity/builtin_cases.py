@@ -168,7 +168,7 @@ BUILT_IN |= {
 
 @dataclass(frozen=True)
 class Draw:
-    """How a built-in case is filled. num_tokens None: the case's own."""
+    """num_tokens None: the case's own."""
 
     dtype: str = "bfloat16"
     seed: int = 0

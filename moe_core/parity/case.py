@@ -32,12 +32,10 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """The canonical dtype of the hidden states."""
         return dtypes.canonical(self.x.dtype)
 
     @property
     def scheme(self) -> Scheme | None:
-        """The formats of weights and activations, None for plain experts."""
         if not isinstance(self.experts.gate_up, QuantizedTensor):
             return None
         weights, activations = self.experts.gate_up.format, self.spec.activations
@@ -69,12 +67,10 @@ class Case:
 
     @property
     def d_ff(self) -> int:
-        """Columns after the activation."""
         return int(self.experts.down.shape[-1 if self.spec.weight_layout == "out_in" else -2])
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by the letters of the documentation."""
         return {"T": int(self.x.shape[0]), "E": self.num_experts, "K": self.top_k, "D": self.d_model, "F": self.d_ff}
 
     def __str__(self) -> str:

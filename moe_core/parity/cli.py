@@ -38,7 +38,6 @@ AGREE, DIFFER, COULD_NOT_RUN = 0, 1, 2
 _CASE_DTYPES = ("bfloat16", "float32")
 #: They cover every gradient except biases.
 _BACKWARD_CASES = ("deepseek_v3",)
-#: Listed in a report.
 _VERSIONED = ("numpy", "ml_dtypes", "triton", "torch", "jax")
 _SECONDS_BETWEEN_LINES = 5.0
 _EXPECTED = (InvalidInput, Unsupported, OSError)
@@ -92,7 +91,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, print the report and return the exit status."""
     options = _parser().parse_args(arguments)
     if options.list:
         print(_listing())
@@ -174,7 +172,6 @@ def _installed_engines() -> tuple[list[Engine], list[str]]:
 
 
 def _missing_module(error: BaseException) -> str | None:
-    """The foreign module that could not be found."""
     cause = error.__cause__
     if isinstance(cause, ModuleNotFoundError):
         return None if str(cause.name).startswith("moe_") else cause.name
@@ -229,8 +226,6 @@ def _steps(options: argparse.Namespace) -> list[_Step]:
 
 
 class _Progress:
-    """Report on stderr the steps of a slow case, with seconds since its start."""
-
     def __init__(self, label: str) -> None:
         self._label, self._start = label, time.monotonic()
         self._told = self._start
@@ -244,7 +239,6 @@ class _Progress:
 
 
 def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
-    """(exit status, last line)."""
     failed = [f"{report.case} {report.dtype}" for report in reports if report.differs]
     every = [engine for report in reports for engine in report.reports]
     untested = dict.fromkeys(engine.engine for engine in every if engine.verdict == NOT_TESTED)
@@ -268,7 +262,6 @@ def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
 
 
 def _shares(reports: Sequence[CaseReport]) -> Iterator[str]:
-    """Each engine, its device, and its number of cases if not all."""
     counts = Counter(f"{found.engine} ({found.device}" for case in reports for found in case.reports if found.tested)
     for engine, count in counts.items():
         yield f"{engine})" if count == len(reports) else f"{engine}, {count} of {len(reports)})"
@@ -304,7 +297,6 @@ def _listing() -> str:
 
 
 def _state(name: str, place: str) -> str:
-    """The place of an engine, or the reason it does not start here."""
     try:
         load_engines([name])
     except Unsupported as error:

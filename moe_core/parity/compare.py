@@ -66,7 +66,7 @@ def ids_row(reference: np.ndarray, candidate: np.ndarray, flips: tuple[Flip, ...
 
 
 def logit_tolerance(logits: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-    """The largest allowed error of a token's logit, `[T]`."""
+    """Of a token's logit, `[T]`."""
     with np.errstate(invalid="ignore"):
         return tolerance.worst * np.max(np.abs(logits.astype(np.float64)), axis=1, initial=0.0)
 
@@ -145,7 +145,6 @@ def assert_parity(
 def _flips(
     wanted: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], tolerances: Mapping[str, Tolerance] | None
 ) -> tuple[Flip, ...]:
-    """Flips, measured on the reference's logits if both sides have them."""
     ids, logits = (wanted["ids"], found["ids"]), wanted.get("logits")
     if logits is None or "logits" not in found or logits.ndim != 2 or len(logits) != len(ids[0]):
         return find_flips(*ids, None, np.zeros(len(ids[0])))
@@ -165,7 +164,7 @@ def _matching_slots(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
 def _row_behind_flips(
     stage: str, expected: np.ndarray, actual: np.ndarray, tolerance: Tolerance, slots: np.ndarray
 ) -> StageRow:
-    """A stage after flipped ids, see `compare`. slots: see `_matching_slots`."""
+    """slots: see `_matching_slots`."""
     num_tokens, top_k = slots.shape
     rows_per_token = {num_tokens: 1, num_tokens * top_k: top_k}.get(expected.shape[0] if expected.ndim else -1)
     if rows_per_token is None or expected.shape != actual.shape or np.shares_memory(expected, actual):
@@ -182,7 +181,7 @@ def _row_behind_flips(
         actual = np.take_along_axis(by_slot, np.maximum(slots, 0)[:, :, None], axis=1).reshape(actual.shape)
         moved = (slots != np.arange(top_k)).any(axis=1) & ~other_experts
         notes += [f"slots of {moved.sum()} tokens in the reference's order"] if moved.any() else []
-    # Equal values on both sides keep the other indices.
+    # Equal values keep the other indices.
     left_out = np.repeat(other_experts, rows_per_token).reshape(-1, *([1] * (actual.ndim - 1)))
     kept = np.where(left_out, expected.astype(np.float64), actual.astype(np.float64))
     return stage_row(stage, expected, kept, tolerance, "; ".join(notes))

@@ -1,4 +1,4 @@
-"""Devices of engines, and the choice of the CPU engine."""
+"""Choice of the CPU engine, and devices as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def prefer_interpreter() -> None:
 
 
 def has_triton() -> bool:
-    """Return True if any version of Triton is installed."""
     try:
         return importlib.util.find_spec("triton") is not None
     except ModuleNotFoundError:  # of a finder that refuses it

@@ -13,8 +13,7 @@ import numpy as np
 from moe_core.ops.activation.reference import sigmoid
 from moe_core.specs.routing import RouterSpec
 
-#: The largest slopes of the scoring functions, all logits moving. Softmax: 2 p (1 - p). Sigmoid: p (1 - p). The
-#: derivative of sqrt(softplus) peaks at 0.319.
+#: Softmax: 2 p (1 - p), all logits moving. Sigmoid: p (1 - p). sqrt(softplus): 0.319 at most.
 _SLOPE = {"softmax": 0.5, "sigmoid": 0.25, "sqrt_softplus": 0.32}
 #: fp32 roundings between a logit and its score: a few in each of exp, sum, division and bias.
 _SCORE_ROUNDINGS = 8

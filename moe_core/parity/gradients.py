@@ -71,7 +71,7 @@ def upstream(case: Case) -> dict[str, np.ndarray]:
 
 
 def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], object]) -> CaseReport:
-    """Compare every engine's gradients of a case with the reference's: the report `... backward`."""
+    """The report `... backward` of every engine."""
     reports, runs = [], []
     for engine in engines:
         compute = getattr(engine, "gradients", None)
@@ -87,7 +87,6 @@ def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], 
 
 
 def compare_gradients(case: Case, run: GradientRun) -> Report:
-    """Every gradient of an engine against the reference's."""
     if run.is_reference:
         return reference_ran(run)
     expected = reference_gradients(case, run.forward)

@@ -1,4 +1,4 @@
-"""Quantised rows of a case, bitwise equal stages, and the product that follows them."""
+"""Quantised rows of a case as bitwise equal stages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class OwnRows:
         return self._quantized(self._stages["activation"], self._case.experts.down_input_scale)
 
     def expected(self, stage: str) -> np.ndarray:
-        """QUANTIZED_X or QUANTIZED_HIDDEN."""
         case = self._case
         if stage == QUANTIZED_HIDDEN:
             rows = self._hidden()

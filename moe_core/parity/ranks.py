@@ -28,7 +28,7 @@ from moe_core.parity.gradients import differentiated, gradient_row, gradient_tol
 from moe_core.parity.report import CaseReport, Report, StageRow
 from moe_core.parity.tolerance import EXACT
 
-#: Front-end -> its module with `run_ranks(parts, whole)`, run in a new process with these variables.
+#: Front-end -> its module with `run_ranks(parts, whole)`.
 FRONT_ENDS = {"torch": "moe_torch.parity.ranks", "jax": "moe_jax.parity_ranks"}
 _BY_TOKEN = ("ids", "weights", "output", "d_x")
 
@@ -60,7 +60,7 @@ def why_not_across_ranks(case: Case) -> str | None:
 
 
 def parts_of(case: Case, num_ranks: int) -> tuple[Part, list[Part]]:
-    """The case with an even share of tokens, and each rank's case."""
+    """An even share of tokens, and each rank's case."""
     tokens = len(case.x) // num_ranks * num_ranks
     if not tokens:
         raise InvalidInput(f"tokens must be at least one for each of {num_ranks} ranks, got {len(case.x)}; pass more")
@@ -152,7 +152,6 @@ def _run(name: str, whole: Part, parts: Sequence[Part]) -> RanksRun:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for processes that start inside the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ |= variables
     try:
@@ -165,5 +164,4 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def leaves_of(case: Case, put: Callable[[np.ndarray], Any]) -> dict[str, Any]:
-    """The arrays with gradients, in a framework."""
     return {name: put(array) for name, array in differentiated(case).items()}

@@ -1,4 +1,4 @@
-"""The reference engine: every stage by the NumPy twins."""
+"""The NumPy twins as an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_core.specs.operands import TopK
 
 
 class ReferenceEngine:
-    """The NumPy reference as a parity engine. Comparing it with itself is reported as not tested."""
+    """Comparing the reference with itself is not tested."""
 
     name = REFERENCE
 

@@ -1,4 +1,4 @@
-"""Results of a comparison, as text and as JSON-ready dictionaries."""
+"""Results, as text and for JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from moe_core.parity.tolerance import EXACT, Difference, Tolerance
 
 AGREE, TIE, GIVEN = "agree", "flip (tie within tolerance)", "given"
 DIFFER, MISSING, NOT_TESTED, SKIPPED = "differ", "missing", "not tested", "skipped"
-#: Verdicts that do not fail a run.
 PASSING = (AGREE, TIE, GIVEN, SKIPPED)
 _FLIPS_SHOWN = 5
 _FLIP = ("token", "reference", "candidate", "kind", "margin", "allowed", "verdict", "own_choice")
@@ -82,7 +81,6 @@ class Report:
 
     @property
     def first_divergent(self) -> str | None:
-        """The first stage that fails, or None."""
         return next((row.stage for row in self.rows if not row.passes), None)
 
     @property
@@ -169,7 +167,7 @@ class CaseReport:
 
     @property
     def agrees(self) -> bool:
-        """True if every engine agrees with the reference, and required bits are equal."""
+        """Required bits must be equal too."""
         return all(report.agrees for report in self.reports) and all(row.equal is not False for row in self.bitwise)
 
     @property

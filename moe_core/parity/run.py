@@ -31,7 +31,6 @@ from moe_core.parity.tolerance import EXACT, Tolerance, activation_tolerance, st
 from moe_core.specs.operands import TopK
 from moe_core.specs.routing import LayoutSpec
 
-#: Stages of every engine, in order.
 REQUIRED = ("logits", "ids", "weights", "matmul1", "activation", "matmul2", "output")
 ORDER = (
     *("logits", "ids", "weights", "bitmatrix", "layout", QUANTIZED_X, "matmul1", "activation", "activation_op"),
@@ -62,7 +61,7 @@ class Yardstick:
 
 
 def run_case(case: Case, engines: Sequence[Engine], progress: Callable[[str], object]) -> CaseReport:
-    """Run every engine on a case and compare. progress gets `"torch: matmul1"` at each start."""
+    """Compare every engine on a case. progress gets `"torch: matmul1"` at each start."""
     progress("reference")
     yardstick = Yardstick(case)
     yardstick.stages(case.router.slot_order)
@@ -80,13 +79,11 @@ def run_case(case: Case, engines: Sequence[Engine], progress: Callable[[str], ob
 
 
 def reference_ran(run: Any) -> Report:
-    """The report of an engine that ran the reference itself."""
     note = "the NumPy reference ran, so a comparison would test nothing"
     return Report(run.engine, run.device, (StageRow("all", NOT_TESTED, note=note),))
 
 
 def compare_run(yardstick: Yardstick, run: EngineRun) -> Report:
-    """Every stage of an engine against the reference."""
     if run.is_reference:
         return reference_ran(run)
     quantized = (QUANTIZED_X, QUANTIZED_HIDDEN) if yardstick.case.spec.activations is not None else ()
@@ -115,7 +112,7 @@ class _Comparison:
 
     def rows(self) -> tuple[StageRow, ...]:
         if not self._routed_alike():
-            # Later stages of a routing with other shapes cannot be compared with the reference.
+            # A routing with other shapes has no comparable stages.
             return tuple(self._row(stage) for stage in _ROUTING)
         rows = [self._row(stage) for stage in ORDER if stage in self._run.stages]
         if self._run.composed is not None:
@@ -153,7 +150,6 @@ class _Comparison:
         return stage_row(stage, expected, found, tolerance, note)
 
     def _expected(self, stage: str) -> tuple[np.ndarray, Tolerance]:
-        """The reference's array of a stage, and its tolerance."""
         run, case = self._run, self._case
         if stage == "bitmatrix":
             packed, _, _ = pack_bitmatrix(run.stages["ids"], num_experts=case.num_experts)

@@ -20,7 +20,6 @@ from moe_core.specs import LogitsSpec, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, RaggedLayout, Routing, map_arrays
 
 Array = Any
-#: Compared results of the composed op.
 COMPOSED = ("output", "ids", "weights", "tokens_per_expert")
 
 
@@ -62,8 +61,6 @@ def _collect(value: Any, get: Callable[[Array], np.ndarray]) -> np.ndarray:
 
 
 class _Runner:
-    """A case's arrays on the device, and the ops in order."""
-
     def __init__(self, front_end: FrontEnd, case: Case, progress: Callable[[str], object]) -> None:
         put = front_end.put
         self._ops, self._get, self._case, self._progress = front_end.ops, front_end.get, case, progress
@@ -138,7 +135,6 @@ class _Runner:
         return self._ops.quantize_rows(rows, format, scales=scale, used_by=users)
 
     def composed(self) -> tuple[dict[str, np.ndarray], str]:
-        """The composed op's results, and the explanation of its plan."""
         self._progress("moe")
         arguments = (self._x, self._experts, self._router, self._case.spec)
         options = {"token_mask": self._token_mask, "shared": self._shared}

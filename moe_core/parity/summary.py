@@ -11,7 +11,7 @@ _BITS = {True: "equal", False: "DIFFER", None: "not compared"}
 
 
 def case_lines(case: CaseReport, number: str) -> Iterator[str]:
-    """A heading with `number`, a line per engine and pair, and whole tables of failing engines."""
+    """A line per engine and pair, and whole tables of failing engines."""
     sizes = " ".join(f"{letter}={size}" for letter, size in case.sizes.items())
     yield f"== {number} {case.case}, {case.dtype}, {sizes}"
     for report in case.reports:
@@ -29,7 +29,6 @@ def _engine_line(report: Report) -> str:
 
 
 def _share_of_limit(row: StageRow) -> float:
-    """The larger of a stage's two errors over its limit."""
     found, tolerance = row.difference, row.tolerance
     if found is None or tolerance is None:
         return 0.0

@@ -85,7 +85,6 @@ class Tolerance:
                 )
 
     def __add__(self, other: Tolerance) -> Tolerance:
-        """The tolerance of a result with both errors."""
         return Tolerance(self.relative_frobenius + other.relative_frobenius, self.worst + other.worst)
 
 
@@ -129,14 +128,13 @@ def _quantized_product(
 
 
 def _requantized(before: Tolerance, format: Format) -> Tolerance:
-    """Rows after both sides have quantised them."""
     step, worst_step = _STEPS[format.element]
     flips = math.sqrt(step * min(2 * before.relative_frobenius, step))
     return Tolerance(2 * before.relative_frobenius + flips, 2 * before.worst + worst_step)
 
 
 def _carried(source: Tolerance, length: int, sums: float) -> Tolerance:
-    """Sums with a relative error `sums` of left factors of tolerance `source`."""
+    """Sums of error `sums` over left factors of tolerance `source`."""
     # One row of a short operand may hold more than its share of elements at their worst.
     row = source.relative_frobenius + source.worst * math.sqrt(min(1.0, _ELEMENTS_AT_WORST / max(length, 1)))
     return Tolerance(source.relative_frobenius + sums, DEVIATIONS * (row + sums))
@@ -198,7 +196,6 @@ def routing_weights_tolerance(num_experts: int, logits: Tolerance = EXACT) -> To
 
 
 def activation_tolerance(out_dtype: str) -> Tolerance:
-    """The activation op on equal inputs."""
     _check("float32", out_dtype)
     return rounded(activated(EXACT), out_dtype)
 
@@ -290,7 +287,6 @@ class Difference:
 
 
 def _scale(expected: np.ndarray, dtype: Any, scale: np.ndarray | None) -> np.ndarray:
-    """The magnitude that every element's error is measured against; finite values only."""
     size = np.abs(expected)
     if scale is not None:
         floor = np.broadcast_to(np.abs(np.asarray(scale, np.float64)), expected.shape)

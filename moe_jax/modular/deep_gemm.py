@@ -24,7 +24,6 @@ from moe_jax.bridge.calls import OpCall, require_array
 from moe_jax.modular.experts import blocks_size, fused_experts, require_experts, weights_of
 from moe_jax.modular.prepare_finalize import blocks_layout, left_routing
 
-#: Values e4m3 and their scales fp32.
 Quantized = tuple[Any, Any]
 
 

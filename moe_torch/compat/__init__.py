@@ -1,1 +1,1 @@
-"""Interfaces of other libraries on our ops: their callers change only the import."""
+"""Interfaces of other libraries on our ops."""

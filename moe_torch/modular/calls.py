@@ -1,4 +1,4 @@
-"""Records of the arguments of prepare, finalize and apply, and the result of prepare."""
+"""Records of prepare, finalize and apply."""
 
 from __future__ import annotations
 

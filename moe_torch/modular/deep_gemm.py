@@ -1,4 +1,4 @@
-"""Grouped products with DeepGEMM's names and contract, on this library's kernels."""
+"""DeepGEMM's grouped products on our kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from moe_torch.modular.into import write_into
 from moe_torch.modular.stages import batched_layout
 from moe_torch.operators.requests import matmul_request
 
-#: Values e4m3 and their scales fp32.
 Quantized = tuple[torch.Tensor, torch.Tensor]
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -1,4 +1,4 @@
-"""Experts that choose Triton or DeepGEMM in each call."""
+"""Choose Triton or DeepGEMM in each call."""
 
 from __future__ import annotations
 

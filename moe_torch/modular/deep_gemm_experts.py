@@ -1,4 +1,4 @@
-"""Experts with DeepGEMM's contract: fp8 in blocks of 128, tokens in either format."""
+"""Experts with DeepGEMM's contract."""
 
 from __future__ import annotations
 
@@ -91,7 +91,6 @@ class DeepGemmContractExperts(GroupedExperts):
         return super().chunked_as_whole(x, w1, w2, size, activation)
 
     def operands_of(self, call: ExpertsCall) -> tuple[ExpertWeights, QuantizedTensor]:
-        """The weights, and the hidden states `[.., K]` as quantised rows."""
         if call.a2_scale is not None:
             raise InvalidInput(
                 "a2_scale must be None: activations have a scale per 128 columns, got a tensor; leave it out"

@@ -1,4 +1,4 @@
-"""The interface of experts: permute, two products, unpermute."""
+"""The interface of experts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from moe_torch.operators.stages import ACTIVATION
 
 Self = TypeVar("Self", bound="FusedMoEPermuteExpertsUnpermute")
 _ACTIVATION_ELEMENTS = ("e4m3", "e2m1", "int8")
-#: Methods that ported classes override.
 _OVERRIDES = ("activation", "moe_sum", "weights")
 _NO_MOE_CONFIG = types.SimpleNamespace(moe_parallel_config=None)
 #: (workspace13, workspace2, output)
@@ -56,9 +55,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     gives a reason.
     """
 
-    #: `out_in` or `in_out`, by family.
     default_weight_layout = "out_in"
-    #: Methods of `_OVERRIDES` that this library's `apply` calls.
+    #: Methods of `_OVERRIDES` that our `apply` calls.
     calls: tuple[str, ...] = ("weights",)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -74,7 +72,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @classmethod
     def _require_called(cls, name: str) -> None:
-        """Refuse an overridden method that the inherited `apply` would never call."""
+        """Refuse an override that `apply` would never call."""
         running = (cls.apply, getattr(cls, "run", None))
         if any(getattr(method, "__isabstractmethod__", False) for method in running):
             return
@@ -133,7 +131,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return self.activation_formats[0]
 
     def supports_chunking(self) -> bool:
-        """True if `apply` may run on a part of the tokens."""
+        """`apply` may run on a part of the tokens."""
         return False
 
     def supports_expert_map(self) -> bool:
@@ -169,7 +167,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """True if the experts quantise, and `prepare` must not."""
+        """`prepare` must not quantise."""
         return self.quant_config.quantizes_activations
 
     def output_hidden_dim(self, hidden_dim: int) -> int:
@@ -245,7 +243,6 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return core.expert_weights(w1, w2, self.quant_config, self.weight_layout)
 
     def with_quant_config(self: Self, quant_config: core_config.FusedMoEQuantConfig) -> Self:
-        """A shallow copy with another configuration."""
         if quant_config is self.quant_config:
             return self
         reason = core.why_unsupported(quant_config)

@@ -51,7 +51,6 @@ class BaseOAITritonExperts(GroupedExperts):
         """The layout, and weights by slot, fp32 `[M * topk]`."""
         weights = weights_left(call)
         if self._routing_is_ours():
-            # Without the arrays that nothing here reads.
             return make_layout(call.topk_ids, num_local_experts, expert_map=call.expert_map), weights.reshape(-1)
         ids = local_ids(call.topk_ids, call.expert_map)
         return layout_and_weights(*self._make_routing_data(ids, weights, num_local_experts))

@@ -1,4 +1,4 @@
-"""Run operators that write their results to the caller's memory."""
+"""Write results to the caller's memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
 
 
 class KnownRun(NamedTuple):
-    """A plan that reads tensors of a call and writes to its memory. Made by `known_run`."""
+    """Made by `known_run`."""
 
     ready: Ready
     selection: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The modular kernel: prepare, experts, finalize, and the memory between them."""
+"""The modular kernel."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ _BY_POSITION = {PrepareCall: _FIRST_PREPARE, FinalizeCall: FinalizeCall._fields}
 
 
 class _Taken(NamedTuple):
-    """Names and indices of a record's fields that a method takes."""
-
     fields: tuple[tuple[str, int], ...]
     by_name: bool
 
@@ -252,7 +250,6 @@ class FusedMoEModularKernel(torch.nn.Module):
     def _run(
         self, call: _Chunks, prepared: PreparedTokens, routing: tuple[torch.Tensor, ...], output: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the experts into `output`, or into scratch memory."""
         experts, size, a1q, counts = call.experts, call.size, prepared.a1q, prepared.expert_num_tokens
         meta = ExpertTokensMetadata(counts) if isinstance(counts, torch.Tensor) else counts
         sizes = (size.N, size.K, size.topk, call.options[1], size.E, meta, call.options[0])

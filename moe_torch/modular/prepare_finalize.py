@@ -1,4 +1,4 @@
-"""The steps before and after the experts: the interface, and the classes for one device."""
+"""The steps before and after the experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     @property
     @abc.abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:
-        """The format of a1q."""
+        pass
 
     @abc.abstractmethod
     def prepare(

@@ -1,4 +1,4 @@
-"""The quantisation of experts, with the attributes that ported classes read."""
+"""`FusedMoEQuantConfig` with attributes that ported classes read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from moe_core.modular import quant_config as core
 
-#: Names of quantised activations: a dtype, or a string where torch has none.
+#: A string where torch has no dtype.
 _ELEMENTS = {"fp8_w8a8": torch.float8_e4m3fn, "int8_w8a8": torch.int8, "mxfp4_w4a4": "mxfp4"}
 
 

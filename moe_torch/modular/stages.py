@@ -1,4 +1,4 @@
-"""Stages of experts on a layout, and small steps on rows."""
+"""Stages of experts on a layout."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def weight_of_row(weights: torch.Tensor, slot_of_row: torch.Tensor, absent: floa
 
 @dataclass(frozen=True)
 class Stages:
-    """Values of both products. activations: the format of their quantised rows."""
+    """activations: the format of both products' rows."""
 
     weights: ExpertWeights
     weight_layout: str

@@ -45,7 +45,6 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     functools.update_wrapper(apply, FusedMoEPermuteExpertsUnpermute.apply, updated=())
 
     def as_stored(self, w1: Any, w2: Any) -> tuple[StandardExperts, Any, Any]:
-        """See `stored.as_stored`."""
         if is_plain(w1, w2, self.quant_config):
             return self, w1, w2
         found = as_stored(w1, w2, self.quant_config, self.weight_layout)

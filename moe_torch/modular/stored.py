@@ -1,4 +1,4 @@
-"""Weights as ported code holds them: wrapped, or as transposed views."""
+"""Weights as ported code holds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_torch.modular.quant_config import FusedMoEQuantConfig
 
 
 class Stored(NamedTuple):
-    """Weights with contiguous rows, their configuration and layout."""
+    """Plain weights, their configuration and layout."""
 
     w1: torch.Tensor
     w2: torch.Tensor
@@ -88,7 +88,6 @@ def _with_plain_scales(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
 
 
 def _scale_of(name: str, precision: Any) -> Any:
-    """Raises Unsupported for other settings of the precision object."""
     flex = getattr(precision, "flex_ctx", None)
     said = [getattr(getattr(flex, side, None), "scale", None) for side in ("lhs_data", "rhs_data")]
     said += [getattr(precision, field, None) for field in ("act_scale", "out_scale", "out_dtype")]

@@ -60,7 +60,6 @@ class GroupedExperts(StandardExperts):
         return rows_are_alone(self.quant_config)
 
     def require_input(self, call: ExpertsCall) -> None:
-        """Refuse hidden states or scales that the configuration excludes."""
         hidden_states, w1, a2_scale = call.hidden_states, call.w1, call.a2_scale
         if call.a1q_scale is not None:
             raise InvalidInput(
@@ -78,7 +77,6 @@ class GroupedExperts(StandardExperts):
             )
 
     def require_experts(self, call: ExpertsCall) -> None:
-        """Refuse ids that cannot be of this number of experts."""
         local, expert_map, global_num_experts = call.w1.shape[0], call.expert_map, call.global_num_experts
         if expert_map is not None:
             if global_num_experts not in (-1, local, expert_map.shape[0]):
@@ -128,7 +126,6 @@ class GroupedExperts(StandardExperts):
 
     @property
     def activations(self) -> Format | None:
-        """The format of the quantised rows of both products."""
         return activation_quantization(self.quant_config)
 
     def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
@@ -153,7 +150,7 @@ class GroupedExperts(StandardExperts):
 
 
 def weights_left(call: ExpertsCall) -> torch.Tensor:
-    """The weights that the experts apply: ones if the input is weighted already."""
+    """Ones if the input is weighted already."""
     return torch.ones_like(call.topk_weights) if call.apply_router_weight_on_input else call.topk_weights
 
 
@@ -205,7 +202,6 @@ class BatchedExperts(GroupedExperts):
         return (0, 0), (size.E, rows, F), (size.E, rows, size.K)
 
     def require_blocks(self, call: ExpertsCall) -> tuple[ProblemSize, ExpertTokensMetadata]:
-        """Sizes and counts of a call in the batched format."""
         size, rows = self.size_of(call), self.max_num_tokens * self.num_dispatchers
         if call.hidden_states.dim() != 3 or rows != size.M:
             raise InvalidInput(

@@ -1,4 +1,4 @@
-"""Weight and reduce the outputs of experts to one row per token."""
+"""Reduce the outputs of experts to one row per token."""
 
 from __future__ import annotations
 

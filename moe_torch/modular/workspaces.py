@@ -86,7 +86,6 @@ class Scratch:
         return tensor
 
     def new(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """A dense uninitialised tensor that the caller keeps."""
         if self._plain:
             return private.allocator(self._device)((rows, columns), (columns, 1), dtype)
         return torch.empty((rows, columns), dtype=dtype, device=self._device)

@@ -27,7 +27,6 @@ def _put(array: np.ndarray) -> torch.Tensor:
 
 
 def _compute(part: Part) -> tuple[str, dict[str, np.ndarray]]:
-    """A description (empty on a rank) and the results."""
     leaves = {name: tensor.requires_grad_() for name, tensor in leaves_of(part.case, _put).items()}
     arguments, options = arguments_of(part.case, leaves, _put)
     device = ""
@@ -44,7 +43,6 @@ def _compute(part: Part) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def _rank(rank: int, parts: Sequence[Part], folder: str) -> None:
-    """One rank, which writes its results to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(parts))
     torch.save(_compute(parts[rank])[1], f"{folder}/{rank}")

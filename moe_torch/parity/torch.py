@@ -43,8 +43,6 @@ class TorchEngine:
         return EngineRun(self.name, device, results.stages, results.composed, is_reference, FAMILY)
 
     def gradients(self, case: Case, progress: Callable[[str], object]) -> GradientRun:
-        """Return the gradients of the composed op."""
-
         def put(array: np.ndarray) -> torch.Tensor:
             return to_torch(array, self._device)
 

@@ -178,7 +178,6 @@ class _Forward:
         return np.concatenate([gate, self._first(experts.up, experts.up_bias)], axis=1)
 
     def activation(self) -> np.ndarray:
-        """`[T * K, F]`."""
         experts, activation = self._case.experts, self._case.spec.activation
         assert activation.alpha is not None
         fused = self._upstream.swiglu(activation.alpha, activation.limit)

@@ -12,10 +12,8 @@ from moe_core.errors import Unsupported
 from moe_core.specs import Activation
 from moe_torch.bridge.options import constant_result
 
-#: The value of `experts_implementation`.
 NAME = "moebius"
 
-#: `act_fn` of models -> the activation.
 _ACTIVATIONS = {
     activations.SiLUActivation: "silu",
     torch.nn.SiLU: "silu",

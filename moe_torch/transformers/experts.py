@@ -1,4 +1,4 @@
-"""The forward of transformers' experts modules, on their own weights."""
+"""The forward of experts modules."""
 
 from __future__ import annotations
 
@@ -122,7 +122,6 @@ def options_of(experts: Any) -> ExpertsOptions:
 def operands_of(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> tuple[torch.Tensor, ExpertWeights, TopK, MoESpec]:
-    """Translate arguments of `experts_forward` to arguments of `moe_torch.moe`."""
     options, device = options_of(experts), hidden_states.device.type
     if device == "cpu" and not torch.compiler.is_compiling():
         _align(experts)
@@ -144,7 +143,6 @@ def operands_of(
 
 
 def given_routing(top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> TopK:
-    """A router's results as kernels read them."""
     return TopK(_dense(top_k_index, *_ID_DTYPES), _dense(top_k_weights, *_WEIGHT_DTYPES))
 
 

@@ -1,4 +1,4 @@
-"""transformers' fp8 experts (`FP8Experts`) as quantised matrices with the same values and scales."""
+"""transformers' fp8 experts (`FP8Experts`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss with transformers' mxfp4 experts for GPUs, on Moebius' kernels."""
+"""gpt-oss with transformers' mxfp4 experts."""
 
 from __future__ import annotations
 

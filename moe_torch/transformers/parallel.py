@@ -1,4 +1,4 @@
-"""Hugging Face models' experts on several ranks, through transformers' own expert parallelism."""
+"""Experts on several ranks, through transformers' own expert parallelism."""
 
 from __future__ import annotations
 
@@ -77,7 +77,6 @@ class MoebiusEP(EPImplementation):
         return parts.full_tensor()
 
     def _own(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's part of rows."""
         if self.tp_mesh.size() == 1:
             return rows
         same = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)

@@ -24,7 +24,7 @@ from moe_torch.transformers.experts import (
 )
 from moe_torch.transformers.mxfp4 import Mxfp4Experts
 
-#: Classes of routed experts that bypass the experts interface.
+#: Routed experts that bypass the experts interface.
 _EXPERTS = re.compile(r"(?<!Shared)(Experts|MoE|Moe)$")
 
 

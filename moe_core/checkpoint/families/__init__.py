@@ -1,4 +1,4 @@
-"""The model families whose MoE layers can be described, read and written: one `Family` per model_type."""
+"""The model families: one `Family` per model_type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from moe_core.checkpoint.families.record import Naming as Naming
 from moe_core.checkpoint.families.record import describe
 from moe_core.errors import Unsupported
 
-#: model_type -> its family.
 FAMILIES: Mapping[str, Family] = {**MIXTRAL, **QWEN, **DEEPSEEK, **GEMMA}
 #: model_type -> the operation that a layer cannot compute.
 REFUSED: Mapping[str, str] = {
@@ -28,7 +27,6 @@ REFUSED: Mapping[str, str] = {
     "vitpose_backbone": "an expert per data set, chosen for a whole image",
     "zaya": "a router of several layers that carries a state from layer to layer",
 }
-#: Keys of the text model's settings in a multimodal model.
 _NESTED = ("text_config", "thinker_config")
 
 
@@ -56,5 +54,5 @@ def text_model(settings: Mapping[str, Any]) -> ModelConfig:
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    """The MoE layers that `config` (of one of FAMILIES) describes. Raises InvalidInput if its settings disagree."""
+    """The MoE layers of `config` (of one of FAMILIES). Raises InvalidInput if its settings disagree."""
     return describe(FAMILIES[config.model_type], config)

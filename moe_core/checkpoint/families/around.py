@@ -1,4 +1,4 @@
-"""Parts around the experts of some families: norms, projections, a mean."""
+"""Parts around the experts of some families."""
 
 from __future__ import annotations
 
@@ -40,14 +40,12 @@ def muse_around(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def latent_size(config: ModelConfig) -> Mapping[str, Any]:
-    """Experts of another width if moe_latent_size is given."""
     if config.settings.get("moe_latent_size") is None:
         return {}
     return {"latent": LatentSpec(config.integer("moe_latent_size"))}
 
 
 def cohere2_around(config: ModelConfig) -> Mapping[str, Any]:
-    """The mean or the sum of routed and shared experts."""
     if config.integer("num_shared_experts", least=0, null=0, default=0) == 0:
         return {}
     if config.settings.get("shared_expert_combination_strategy") in (None, "average"):

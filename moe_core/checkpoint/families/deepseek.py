@@ -30,7 +30,7 @@ _SCALE, _NORM, _GROUPS = ("routed_scaling_factor",), ("norm_topk_prob",), (("n_g
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _SHARED = Shared(copies=("n_shared_experts",))
 
-#: Sigmoid scores, selection with a correction bias within the best groups, scaled weights, shared experts.
+#: A correction bias chooses within the best groups.
 _V3 = Family(
     router=routing("sigmoid", renormalize=_NORM, scale=_SCALE, groups=_GROUPS),
     layers=dense_first(),
@@ -41,7 +41,7 @@ _V3 = Family(
 
 
 def _deepseek_v2_router(config: ModelConfig) -> RouterSpec:
-    """Scaled softmax scores, chosen within the best groups if topk_method says so."""
+    """Chosen within the best groups if topk_method says so."""
     config.require("scoring_func", "softmax", "another score")
     method = config.find("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
@@ -72,7 +72,7 @@ _HY_V3 = Naming(
     shared=(mlp_names("shared_experts"), mlp_names("shared_mlp")),
 )
 _FUSED = Naming(per_expert=None)
-#: step3p5 is published with one tensor for all gates and one for all ups.
+#: One tensor for all gates and one for all ups.
 _STEP = Naming(
     ("mlp", "moe"),
     correction_bias=("gate.e_score_correction_bias", "router_bias"),
@@ -151,7 +151,7 @@ def _deepseek_v4_tables(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _step3p5_layers(config: ModelConfig) -> Layers:
-    """Layers of mlp_layer_types `sparse` or of moe_layers_enum."""
+    """`sparse` of mlp_layer_types, or moe_layers_enum."""
     layers = dense_first(3)(config)
     chosen = config.settings.get("moe_layers_enum")
     if isinstance(chosen, str) and not config.strings("mlp_layer_types"):
@@ -193,7 +193,7 @@ DEEPSEEK = {
         _V3, layers=dense_first(1), shared=Shared(("n_shared_experts",), ("shared_experts_intermediate_size",))
     ),
     "axk2": replace(_V3, router=_axk2_router, layers=dense_first(1)),
-    # The sum of routed and shared experts is normalised. Files keep that norm outside the block.
+    # Files keep the norm of the sum outside the block.
     "axk1": replace(
         _V3,
         layers=dense_first(1),
@@ -249,7 +249,7 @@ DEEPSEEK = {
         layers=dense_first(1),
         activation=limited_silu,
         shared_activation=hidden_activation(),
-        # transformers saves every gate_proj as linear_gate, also of the shared experts.
+        # transformers saves every gate_proj as linear_gate.
         naming=replace(_FUSED, shared=(mlp_names("shared_experts"), mlp_names("shared_experts", gate="linear_gate"))),
     ),
     "afmoe": replace(
@@ -317,7 +317,6 @@ DEEPSEEK = {
         ),
         alone=Naming(("mlp", ""), per_expert=("w1", "w3", "w2"), prefixes=("",)),
     ),
-    # The ids of its first layers come from a table of tokens.
     "deepseek_v4": replace(
         _V3,
         router=_scored_router,

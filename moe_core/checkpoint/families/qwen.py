@@ -1,4 +1,4 @@
-"""Families routed like Qwen-MoE: softmax over all experts, then top-k, renormalised if norm_topk_prob says so."""
+"""Families routed like Qwen-MoE: softmax over all experts, then top-k."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ _SHARED_EXPERT = Naming(shared=(mlp_names("shared_expert"),))
 
 _QWEN3 = Family(router=routing(renormalize=_NORM), layers=sparse_step, experts=_EXPERTS)
 _QWEN2 = replace(_QWEN3, shared=_GATED, naming=_SHARED_EXPERT)
-#: Every layer has experts, as wide as intermediate_size.
 _OLMOE = replace(_QWEN3, layers=every_layer, width=("intermediate_size",))
 
 
 def _ernie_layers(config: ModelConfig) -> Layers:
-    """Layers from moe_layer_start_index to moe_layer_end_index (-1 = the last), one in moe_layer_interval."""
+    """moe_layer_start_index to moe_layer_end_index (-1 = the last), one in moe_layer_interval."""
     count, step = config.num_layers(), config.integer("moe_layer_interval", null=1, default=1)
     first = config.integer("moe_layer_start_index", least=0, null=0, default=1)
     last = config.integer("moe_layer_end_index", least=-1, null=-1, default=-1)
@@ -76,7 +75,6 @@ def _cohere2_router(config: ModelConfig) -> RouterSpec:
 
 
 def _lfm2_router(config: ModelConfig) -> RouterSpec:
-    """Sigmoid weights, optionally over their sum and a small number."""
     epsilon = 1e-6 if config.boolean(*_NORM) else 0.0
     return routing("sigmoid", renormalize=_NORM, scale=("routed_scaling_factor",), epsilon=epsilon)(config)
 

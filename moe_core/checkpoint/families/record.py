@@ -16,19 +16,15 @@ from moe_core.layers.parameter import Parameter
 from moe_core.layers.spec import ExpertsSpec, MoELayerSpec, SharedExpertsSpec, storage_of
 from moe_core.specs import Activation, MoESpec, NormSpec, RouterSpec
 
-#: hidden_act -> name of the activation.
 _HIDDEN_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 _HIDDEN_ACTIVATIONS |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
-#: For `Family.requires` of families with optional biases of shared experts.
 NO_BIAS = ("mlp_bias", False, "a bias of the shared experts")
 
-#: Alternative names of one thing.
 Names = tuple[str, ...]
 
 
 def mlp_names(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """The three weights of an MLP module."""
     return (f"{module}.{gate}.weight", f"{module}.{up}.weight", f"{module}.{down}.weight")
 
 
@@ -91,7 +87,7 @@ class Shared:
 
 
 class Layers(NamedTuple):
-    """The number of layers, the ones with experts (ascending), and the deciding settings."""
+    """Layers with experts (ascending), and the deciding settings."""
 
     count: int
     moe: tuple[int, ...]
@@ -185,7 +181,6 @@ class Architecture:
         return self.d_model if self.latent is None else self.latent.width
 
     def around(self) -> tuple[Parameter, ...]:
-        """The arrays around the experts."""
         parameters = self.layer_spec(next(iter(self.moe_layers), 0)).parameters(storage_of(self.spec))
         return tuple(one for one in parameters if one.name.startswith(("before.", "after.", "output.")))
 
@@ -274,8 +269,6 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
 
 
 def hidden_activation(*settings: str, gated: bool = True) -> Callable[[ModelConfig], Activation]:
-    """The activation that a setting names."""
-
     def activation(config: ModelConfig) -> Activation:
         names = settings or ("hidden_act",)
         name = config.find(*names)

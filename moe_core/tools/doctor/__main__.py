@@ -1,4 +1,4 @@
-"""`python -m moe_core.tools.doctor` is the command `moebius-doctor`."""
+"""`moebius-doctor`."""
 
 from moe_core.tools.doctor.cli import main
 

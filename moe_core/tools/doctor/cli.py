@@ -54,7 +54,6 @@ class Diagnosis:
         return HEALTHY if self.outcome.tested else NOTHING_TESTED
 
     def untrusted(self) -> Iterator[str]:
-        """Sentences about all that cannot be trusted here."""
         outcome = self.outcome
         for result in outcome.failures:
             where = f" on {result.device}" if result.device else ""

@@ -1,4 +1,4 @@
-"""Kernels for typical layers, and reasons for refused configurations."""
+"""Kernels for typical layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ _E, _K, _D, _F = 128, 8, 2048, 768
 #: A decoding step, a batch of them, a prompt.
 _TOKENS = (1, 64, 4096)
 _DTYPES = ("bfloat16", "float32")
-#: Sources of the configurations that a target may refuse.
 _REFERENCE_TARGETS = (Target("cuda", 80, 108), Target("cuda", 90, 132))
 
 
@@ -77,7 +76,6 @@ def _workload(target: Target, dtype: str, tokens: int) -> Workload:
 
 
 def _refused(target: Target) -> tuple[tuple[str, str], ...]:
-    """Reference targets' configurations that this target cannot run."""
     if not target.compiled:
         return (("every Triton kernel", "the NumPy reference computes, because Triton is missing or was switched off"),)
     if target.interpreted:

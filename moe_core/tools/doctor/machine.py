@@ -1,4 +1,4 @@
-"""Installed packages and GPUs of this machine."""
+"""Installed packages and GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_core.base.target import Target
 from moe_core.errors import Unsupported
 from moe_core.runtime.cuda import cuda_available, cuda_target, driver
 
-#: Distribution -> (module, first supported version, first unsupported later version), as in pyproject.toml.
+#: Distribution -> (module, first supported version, first unsupported one), as in pyproject.toml.
 PACKAGES: dict[str, tuple[str, str | None, str | None]] = {
     "numpy": ("numpy", "2", None),
     "ml_dtypes": ("ml_dtypes", "0.5", None),
@@ -80,7 +80,6 @@ def _package(name: str) -> Package:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: `2.13.0+cpu` -> (2, 13, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 

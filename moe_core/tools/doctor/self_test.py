@@ -58,7 +58,6 @@ class EqualBits:
     note: str
 
 
-#: An op, the rows that test it, and all rows.
 Judged = tuple[str, list[StageRow], tuple[StageRow, ...]]
 
 
@@ -73,7 +72,7 @@ class SelfTest(abc.ABC):
         self.runs: list[tuple[str, Any]] = []
 
     def run(self, name: str, engine: Engine, progress: Callable[[str], object]) -> Iterator[Result]:
-        """The results of one front-end. Raises the front-end's errors."""
+        """Raises the front-end's errors."""
         for case_name, dtype, tokens in self.CASES:
             case = built_in_case(case_name, Draw(dtype=dtype, num_tokens=tokens))
             progress(f"{name} {self.direction}, {case}")
@@ -84,7 +83,7 @@ class SelfTest(abc.ABC):
 
     @abc.abstractmethod
     def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[Judged]]:
-        """Run a case and judge each op."""
+        pass
 
     def bitwise(self) -> Iterator[EqualBits]:
         for case_name, _, _ in self.CASES:

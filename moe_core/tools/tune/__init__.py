@@ -1,4 +1,4 @@
-"""`moebius-tune`: measure tile configurations on this machine's GPU and write the table that plans read."""
+"""The command `moebius-tune`."""
 
 from moe_core.tools.tune.cli import main
 

@@ -1,4 +1,4 @@
-"""`python -m moe_core.tools.tune`."""
+"""`moebius-tune`."""
 
 from moe_core.tools.tune.cli import main
 

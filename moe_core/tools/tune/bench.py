@@ -26,7 +26,6 @@ from moe_core.tools.tune.products import Product
 
 #: Rows compared element by element. All are searched for infinities and NaN.
 _COMPARED_ROWS = 4096
-#: Timed rounds fill this time, within bounds.
 _ROUNDS_SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 0.4, 7, 31
 #: Candidates this many times slower are not timed further.
 _TOO_SLOW = 3.0
@@ -144,7 +143,6 @@ class _Arrays:
         self._counters = device.allocate(_COUNTER_BYTES)
 
     def runner(self, plan: LaunchPlan, config: TileConfig) -> Callable[[], None]:
-        """Load the plan and return its launch."""
         buffers = dict(self._buffers)
         if self._product.layout is not None:
             buffers["schedule"] = self._schedule(self._product.layout, config.block_m)
@@ -153,7 +151,7 @@ class _Arrays:
         pointers = [buffers[buffer.name] for buffer in (*plan.inputs, *plan.outputs)]
         if plan.scratch_bytes:
             pointers.append(self._scratch)
-        # NaN shows elements that a candidate does not write.
+        # NaN shows unwritten elements.
         self._device.fill(buffers["y"], self._y.nbytes, 0xFF)
         if not any(buffer.name == "tile_counters" for buffer in plan.inputs):
             return lambda: prepared(pointers)
@@ -169,7 +167,6 @@ class _Arrays:
         return self._device.download(self._buffers["y"], self._y)
 
     def complaint(self, result: np.ndarray, expected: np.ndarray) -> str:
-        """How a result differs from the heuristics', or ""."""
         bits, mask = _EXPONENT[self._y.dtype]
         if ((result.view(bits) & bits(mask)) == mask).any():
             return "wrong result: an element is not finite, or was not written"

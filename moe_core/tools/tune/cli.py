@@ -32,7 +32,6 @@ from moe_core.tools.tune.search import Limits, Result, candidates, search
 WRITTEN, FAILED, NOTHING_MEASURED = 0, 1, 2
 _TOKENS = tuple(2**exponent for exponent in range(15))
 _SIZES = (("d-model", "D"), ("d-ff", "F, of one expert"), ("experts", "E"), ("top-k", "K"))
-#: The target of a dry run without a GPU.
 _DRY_TARGET = Target("cuda", 90, 132)
 _DESCRIPTION = """\
 Time tile configurations of the grouped matmuls of MoE layers on this machine's GPU, and write the fastest to a table:

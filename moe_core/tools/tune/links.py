@@ -1,4 +1,4 @@
-"""`moebius-tune --links`: time messages between ranks and write the record of the cost model."""
+"""`moebius-tune --links`: time messages for the cost model."""
 
 from __future__ import annotations
 

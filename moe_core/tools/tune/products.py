@@ -45,7 +45,6 @@ class Product:
 
     @property
     def bucket(self) -> TileKey:
-        """The key of its table entry."""
         return entry_key(self.key)
 
 

@@ -16,7 +16,6 @@ from moe_core.errors import InvalidInput
 from moe_core.plan.steps import sources_version
 from moe_core.runtime.cuda import driver
 
-#: Equal for two runs in one table.
 _SAME = ("gpu", "versions", "commit")
 
 

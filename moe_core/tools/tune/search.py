@@ -1,4 +1,4 @@
-"""The search: measure products, choose winners, and make a table."""
+"""Measure products, choose winners, make a table."""
 
 from __future__ import annotations
 
@@ -79,7 +79,6 @@ def search(
     progress: Callable[[Result], None] = lambda result: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Result], list[Product]]:
-    """(results, products without enough time), in order."""
     start, results = clock(), []
     for number, product in enumerate(products):
         if clock() - start >= limits.seconds:

@@ -20,7 +20,6 @@ _INSTALL = (
     "put python/triton_kernels of the Triton repository (github.com/triton-lang/triton, tag v3.5.1) on PYTHONPATH; the "
     "distribution named triton-kernels on the package index is an unrelated project"
 )
-#: Upstream modules, our modules, their classes.
 _MODULES = {
     "routing": (routing, "RoutingData GatherIndx ScatterIndx ExptData"),
     "matmul_ogs": (matmul_ogs, "FnSpecs FusedActivation Epilogue FlexCtx PrecisionConfig"),

@@ -1,4 +1,4 @@
-"""Scales of whole tensors, and the largest numbers of fp8 formats."""
+"""Scales of whole tensors."""
 
 from __future__ import annotations
 

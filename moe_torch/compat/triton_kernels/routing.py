@@ -1,4 +1,4 @@
-"""Choose experts and sort rows by expert, with the objects of `moe_torch.modular`."""
+"""Choose experts and sort rows, with the objects of `moe_torch.modular`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Prepare and finalize across ranks: by collectives of torch, or on a DeepEP buffer."""
+"""Prepare and finalize across ranks."""

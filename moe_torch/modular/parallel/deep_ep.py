@@ -27,7 +27,7 @@ _NODE = 8
 
 
 class _Sent(NamedTuple):
-    """For finalize. ids: as DeepEP has them."""
+    """ids: as DeepEP has them."""
 
     handle: Any
     ids: torch.Tensor

@@ -190,7 +190,6 @@ class AcrossRanks(InHalves):
             return PreparedTokens(rows, None, None, routes.ids, row_weights, _Sent(routes), batch)
 
         if self.mode != "all_to_all":
-            # Nothing is counted.
             hook()
         return _eager(hook), _eager(receiver)
 

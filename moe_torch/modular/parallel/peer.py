@@ -1,4 +1,4 @@
-"""Prepare and finalize by stores into memory of peers on one host, also in CUDA graphs."""
+"""Stores into peers' memory, on one host, also in CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Parts of `matmul_ogs`."""
+"""Parts."""

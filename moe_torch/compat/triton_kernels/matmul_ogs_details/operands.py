@@ -100,7 +100,6 @@ def weight_of(w: Any, precision: PrecisionConfig) -> Weight:
 
 
 def rows_of(x: Any, precision: PrecisionConfig) -> torch.Tensor | QuantizedTensor:
-    """x `[M, K]` with its scales."""
     flex, scale = precision.flex_ctx.lhs_data, precision.act_scale
     data = flex.reinterpret(memory_of("x", x))
     if scale is None and data.dtype != _FP8:
@@ -157,7 +156,7 @@ def fitting(operands: MatmulOperands, weight: Weight, shape: Sequence[int]) -> M
             "for every column of x"
         )
     if not (k and n):
-        # Without a product, quantised values have no meaning.
+        # Quantised values have no meaning before a product.
         dtype = next((array.dtype for array in (x, w) if isinstance(array, torch.Tensor)), torch.bfloat16)
         x, w = (
             array if isinstance(array, torch.Tensor) else array.values.new_zeros(array.shape, dtype=dtype)
@@ -304,7 +303,6 @@ def scattered(scatter: ScatterIndx, top_k: int) -> RaggedLayout:
 def require_indices(
     routing_data: RoutingData | None, gather: GatherIndx | None, scatter: ScatterIndx | None
 ) -> RoutingData:
-    """Check the kinds of the three. Returns the routing."""
     for name, value, kind in (
         ("routing_data", routing_data, RoutingData),
         ("gather_indx", gather, GatherIndx),

@@ -1,4 +1,4 @@
-"""Constraints on tiles under their upstream names, checked and ignored: our plans choose tiles."""
+"""Upstream's constraints on tiles, checked and ignored."""
 
 from __future__ import annotations
 

@@ -130,7 +130,6 @@ def checked_precision(precision: PrecisionConfig | None) -> PrecisionConfig:
 
 
 def activation_of(fused: FusedActivation | None) -> Activation | None:
-    """A fused activation for our kernels."""
     if fused is None:
         return None
     require_instance("fused_activation", fused, FusedActivation)

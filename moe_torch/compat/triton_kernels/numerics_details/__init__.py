@@ -1,1 +1,1 @@
-"""Conversions to and from microscaling formats."""
+"""Microscaling formats."""

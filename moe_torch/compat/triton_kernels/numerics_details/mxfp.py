@@ -104,7 +104,6 @@ def upcast_from_mxfp(tensor: torch.Tensor, scale: torch.Tensor, target_dtype: to
 def _scaled(
     numbers: torch.Tensor, kind: torch.dtype, mode: DequantScaleRoundingMode
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, scales) for formats that `quantize` lacks."""
     groups = numbers.float().unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
     finite, largest = amax.isfinite(), _LARGEST[kind]

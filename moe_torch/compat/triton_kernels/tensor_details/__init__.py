@@ -1,1 +1,1 @@
-"""Layouts of tensors in memory."""
+"""Layouts."""
