@@ -56,8 +56,7 @@ def choose_ranks(
 ) -> tuple[int, str]:
     """Choose how many of these ranks share the experts, if any number of them could hold all.
 
-    It is the fewest with a forward hardly slower than the fastest, since reading few tokens' experts may be faster than
-    an exchange.
+    It is the fewest with a forward hardly slower than the fastest.
 
     Args:
         layer: sizes of the layer.

@@ -81,7 +81,7 @@ class Prediction:
     """Predicted microseconds of one layer on W ranks.
 
     stages: (name, us) of the busiest rank, in order, without overlap. us: all, with overlap. alone_us: one device with
-    all experts and one rank's tokens. imbalance: rows of the busiest rank over the mean. bound: the longest part.
+    all experts and a rank's tokens. imbalance: rows of the busiest rank over the mean. bound: the longest part.
     """
 
     ranks: int
@@ -138,8 +138,8 @@ def predict(
             names.
         spec: how rows travel.
         imbalance: rows of the busiest rank over the mean; the others share the rest.
-        tensor: ranks of one NVLink domain that split each expert, each with tokens of its own. There are tensor *
-            `ranks` ranks.
+        tensor: ranks of one NVLink domain that split each expert, each with its own tokens; there are tensor * `ranks`
+            ranks.
         training: a forward and its backward.
 
     Raises:

@@ -36,8 +36,8 @@ def physical_ids(
 ) -> Places:
     """Return the place of every slot, from ids int32 `[T, K]`.
 
-    A slot of an expert with n places goes to number (t + k) mod n. t counts the tokens of all ranks from first_token
-    on, so the split into ranks does not matter. token_mask bool `[T]`: slots of False tokens have no place.
+    A slot of an expert with n places goes to number (t + k) mod n. t counts all ranks' tokens from first_token on, so
+    the split into ranks does not matter. token_mask bool `[T]`: slots of False tokens have no place.
     """
     _, places, start = placement.tables
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
@@ -111,7 +111,7 @@ def destinations(
     start int32 `[G]`: the home's row of `run_starts`. end: rows from there on do not fit, one bound or block ends
     `[G]`.
 
-    Example above, rank 0, slots, order `source`, nothing else sent: start [0, 1, 0, 2], row [[0, 2], [-1, 1]].
+    Example above, rank 0, slots, order `source`: start [0, 1, 0, 2], row [[0, 2], [-1, 1]].
     """
     flat = groups.reshape(-1)
     slots = np.flatnonzero(flat >= 0)

@@ -38,8 +38,7 @@ class ExchangePlan:
 
     forward, backward: messages in order, backward only with training. buffers: of the worst case, all sets. host_reads:
     0 to 2. why_not_exact: empty if the bits are one device's. expected_tokens, expected_experts: for `Tuning`, so that
-    sums have one device's order. expected_rows: slots of all ranks. tensor: this rank on the tensor axis. experts: of
-    `experts_digest`, 0: not compared.
+    sums have one device's order. expected_rows: slots of all ranks. experts: an `experts_digest`, 0: not compared.
     """
 
     tokens: int
@@ -128,8 +127,7 @@ class ExchangePlan:
         """Return the most bytes that buffers and output of a forward take at once.
 
         received, returned: as for `buffers_of`. None: the worst case. scratch: bytes of the owner's op besides input
-        and results. Index arrays, a few int32 a slot, are left out. Rows are freed once moved on, except the op's input
-        in training.
+        and results. Index arrays, a few int32 a slot, are left out. Only in training the op's input stays.
         """
         if received is None or returned is None:
             return _peak(self, self.buffers, scratch)

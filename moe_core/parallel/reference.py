@@ -71,8 +71,8 @@ def moe(
     The output is bitwise that of `moe_stages` on all tokens and experts, unless `plan_exchange` says why not. A token
     with a slot that did not fit is NaN unless exchange.on_overflow is `drop`.
 
-    ranks: tokens routed over all E experts, and experts `[L, ...]` of `shard_experts`; no expert_map. run: computes an
-    owner's op. Raises InvalidInput, and Unsupported for a format and chunks.
+    ranks: tokens routed over all E experts, and experts of `shard_experts`; no expert_map. run: computes an owner's op.
+    Raises InvalidInput, and Unsupported for a format and chunks.
     """
     exchange = ExchangeSpec() if exchange is None else exchange
     _check(ranks, placement, exchange)

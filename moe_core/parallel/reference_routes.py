@@ -43,8 +43,8 @@ class Arrivals(NamedTuple):
 class Home(NamedTuple):
     """Routes of a rank's rows.
 
-    places `[T, K]`. back `[T, K]`: where a slot's result arrives, of back_rows. begins `[W]`: where each owner's rows
-    begin there. lost bool `[T, K]`: slots that did not fit. overflow: rows that did not fit.
+    places `[T, K]`. back `[T, K]`: where a slot's result arrives, of back_rows. begins `[W]`: where each owner's begin.
+    lost bool `[T, K]`: slots that did not fit. overflow: rows that did not fit.
     """
 
     places: np.ndarray

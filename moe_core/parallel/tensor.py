@@ -33,8 +33,8 @@ class TensorSplit:
     Args:
         size: ranks of the axis, 1: experts are whole.
         index: this rank.
-        tokens: `split`: each rank has its own tokens, as with sequence parallelism; they are gathered before the
-            experts, and results return to their rank. `replicated`: all ranks have the same tokens.
+        tokens: `split`: each rank has its own tokens, as with sequence parallelism. They are gathered before the
+            experts, and results return to their rank. `replicated`: all have the same.
 
     Raises:
         InvalidInput: wrong numbers.

@@ -51,7 +51,7 @@ class ExpertParallel:
 
     Args:
         mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group.
-        exchange: how rows travel, see `moe_core.parallel.ExchangeSpec`.
+        exchange: how rows travel.
         max_tokens: the most tokens of a rank in one call. None: any number. Mode `peer` needs it: the first call
             allocates for them.
         tensor: a second axis, such as `mesh["tp"]`. Its ranks have slices of each expert: columns of gate and up, rows

@@ -1,7 +1,6 @@
 """Dispatch and combine as autograd functions, each with the other's way as its backward.
 
-Forward: rows of tokens go out, rows of slots come home and are added in the order k = 0..K-1. Backward: the gradient of
-the output goes out, the gradients of slots come home and are added likewise, in fp32.
+Rows of slots, and their gradients in fp32, come home and are added in the order k = 0..K-1.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class Dispatch(torch.autograd.Function):
     """`(routes, x, wide, weights, stored) -> (rows [R, D] at their owners, their weights fp32)`.
 
     x `[T, D]` has no gradient and may be rows under way. wide `[T, D]`, not read, gets the gradient in its dtype: fp32,
-    or x's if nothing else flows into x. weights fp32 `[T, K]`: those that routes have sent. stored: gradients of rows
-    are stored at `routes.results_at`, and autograd passes a stand-in.
+    or x's if nothing else flows into x. weights fp32 `[T, K]`: already sent by routes. stored: gradients of rows are
+    stored at `routes.results_at`, and autograd passes a stand-in.
     """
 
     @staticmethod
@@ -49,9 +48,9 @@ class Dispatch(torch.autograd.Function):
 class Combine(torch.autograd.Function):
     """`(routes, rows, shared, gate, out_dtype, total, overlap) -> y [T, D]`.
 
-    y is the sum of each token's slots, then of shared `[T, D]`, if any, times the sigmoid of gate fp32 `[T, 1]`;
-    `dense.py` has their gradients. total: `routes.start_total` of the same rows. None: they have not left. overlap:
-    sends the gradient of rows, which were `awaited`. None: the stream waits for it.
+    y is the sum of each token's slots, then of shared `[T, D]`, if any, times the sigmoid of gate fp32 `[T, 1]`, whose
+    gradients are in `dense.py`. total: `routes.start_total` of these rows. None: they have not left. overlap: sends the
+    gradient of `awaited` rows. None: the stream waits for it.
     """
 
     @staticmethod
@@ -66,8 +65,8 @@ class Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: torch.Tensor) -> Any:
         rows = shared = None
-        # Activation checkpointing runs the forward again here. It must happen before anything is sent: the forward's
-        # rows go where the gradient's would arrive.
+        # Activation checkpointing runs the forward again here, before anything is sent: the forward's rows go where the
+        # gradient's would arrive.
         _ = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             values = d_y.to(ctx.dtype).contiguous()

@@ -16,10 +16,9 @@ _OF_PLACEMENT = Header._fields.index("version")
 
 
 class MovingPlacement:
-    """A placement that can change between calls, as int32 arrays on a device.
+    """A placement that can change between calls of `moe_torch.parallel.moe`, as int32 arrays on a device.
 
-    `moe_torch.parallel.moe` takes it as a placement. Captured CUDA graphs read the arrays and stay valid when experts
-    move.
+    Captured CUDA graphs read the arrays and stay valid when experts move.
 
     Args:
         placement: the first one, without empty places.
@@ -29,8 +28,7 @@ class MovingPlacement:
 
     Attributes:
         current: the placement now.
-        places, start: int32 `[W * L]` and `[E + 1]`, see `moe_core.parallel.PlacementTables`.
-        load: see above.
+        places, start: see `moe_core.parallel.PlacementTables`.
         why_broken: why the experts must not be used any more. None: they may be.
 
     Raises:

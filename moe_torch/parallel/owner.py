@@ -32,7 +32,7 @@ class Owner(NamedTuple):
     ) -> MoEOutput:
         """Compute rows of slots, or of tokens with all their ids.
 
-        group_tokens: of all ranks. results_at: addresses for results. None: they are returned.
+        group_tokens: of all ranks. results_at: where results are stored. None: they are returned.
         """
         spec = self._spec(routing, group_tokens)
         if results_at is None:

@@ -1,14 +1,14 @@
 """Stores and loads at the addresses of other ranks, the ops of mode `peer`.
 
 A table `*_at` is int64 `[W]`: the address of one array at every rank, in the symmetric allocation (on a CPU shared
-memory). The caller makes barriers, between stores and reads and between reads and later stores. No call waits for the
+memory). The caller makes barriers between stores and reads, and between reads and later stores. No call waits for the
 host or has a gradient.
 
 Common arguments. places: of `peer_places`. rank: this one. num_rows: R. programs: the most blocks of a launch, so that
-it runs beside others. memory: this rank's symmetric tensor; traced programs keep the order of all calls with it.
+it runs beside others. memory: this rank's symmetric tensor; traced programs keep the order of calls with it.
 
 Letters: W ranks, L places of a rank, P = W * L, T tokens of a rank, K top-k, D columns, slot `s = t * K + k`, R rows.
-Rows have a multiple of 16 bytes. Ops raise InvalidInput for arguments of the wrong shape or dtype.
+Rows have a multiple of 16 bytes. Ops raise InvalidInput for wrong shapes or dtypes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NO_CHECKS = Checks()
 class PeerPlaces(NamedTuple):
     """The row of every slot at its owner, int32.
 
-    owners, rows `[T, K]`: the rank and the row there, -1: none. received `[1, L]`: rows for each expert here, with
+    owners, rows `[T, K]`: the rank and the row there, -1: none. received `[1, L]`: rows for each expert here, also
     those that do not fit. overflow `[1]`: rows of all ranks that do not fit.
     """
 
@@ -50,7 +50,7 @@ class PeerPlaces(NamedTuple):
 
 
 def address_table(addresses: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """Return the table int64 `[W]` of an array. Raises InvalidInput unless all addresses are multiples of 16."""
+    """Return the table int64 `[W]` of addresses, multiples of 16."""
     require_addresses(addresses)
     return torch.tensor(list(addresses), dtype=torch.int64, device=device)
 
@@ -214,10 +214,10 @@ def combine_push(
 
     Args:
         y: bf16, fp16 or fp32 `[R, D]`.
-        sources: int32 `[R, 2]`, of `push_routing`: (home, slot) of every row.
+        sources: int32 `[R, 2]`, of `push_routing`: (home, slot).
         group_start: int32 `[L + 1]`. Its last entry is the number of rows with a source.
         slots_at: of arrays `[num_slots, D]`.
-        num_slots: slots of every home.
+        num_slots: of every home.
     """
     operators.COMBINE_PUSH.call(
         y=y, sources=sources, group_start=group_start, slots_at=slots_at, memory=memory,
@@ -229,8 +229,7 @@ class PushedTokens(NamedTuple):
     """Results of `push_tokens_once`, int32.
 
     places `[T, K]`: of slots, -1: none. tokens_per_expert `[E]`. invalid_ids `[1]`: ids outside [-1, E). overflow
-    `[1]`: 0, since every token has its row. With visits, owners and rows `[T, W]`: the ranks that a token visits and
-    its rows there, -1: none.
+    `[1]`: 0. With visits, owners and rows `[T, W]`: the ranks that a token visits and its rows there, -1: none.
     """
 
     places: torch.Tensor
@@ -244,8 +243,8 @@ class PushedTokens(NamedTuple):
 class TokensAt(NamedTuple):
     """Tables of arrays for M = most tokens of every rank.
 
-    rows `[W * M, D]`. None: they are sent apart. ids int32 and weights fp32 `[W * M, K]`. headers int32 `[2 * W + 1,
-    12]`: the last row begins with the turns of the rank, equal at all ranks at first.
+    rows `[W * M, D]`. None: sent apart. ids int32 and weights fp32 `[W * M, K]`. headers int32 `[2 * W + 1, 12]`: the
+    last row begins with the rank's turns, equal at all ranks at first.
     """
 
     rows: torch.Tensor | None

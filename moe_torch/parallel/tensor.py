@@ -2,7 +2,7 @@
 
 Tokens are gathered over the axis before the exchange, and parts of results are added behind it. The backward gathers
 the gradient of results, and adds parts of d_x and of the weights' gradients. Parts are fp32, added in the order of
-ranks, so bits are equal in every run and on every rank.
+ranks: bits are equal in every run and on every rank.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def require_apart(ranks: Ranks, tensor: Ranks) -> None:
 class Around(torch.autograd.Function):
     """`(axis, wide [T, D], weights [T, K], gathered) -> (wide [S, D], weights [S, K])` of the tokens of all ranks.
 
-    wide is not read. Gradients of all ranks' parts of F are added. gathered: weights of all ranks' tokens. None: all
-    ranks have the same.
+    wide is not read. Gradients of all ranks' slices are added. gathered: weights of all tokens. None: all ranks have
+    the same.
     """
 
     @staticmethod

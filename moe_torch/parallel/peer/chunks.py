@@ -100,7 +100,7 @@ def _beside_shared(
     """The output and its part, with gradients. On a GPU the shared expert overlaps with rows that travel.
 
     Its backward overlaps with gradients of results: autograd runs a backward on its forward's stream, last call first.
-    So the shared expert is called after the experts, on a stream that does not wait for their rows.
+    So the shared expert is called last, on a stream that does not wait for rows.
     """
     x, wide, *routing = chunk
     streams = Streams(x.device)

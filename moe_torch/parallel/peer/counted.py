@@ -48,12 +48,11 @@ class Sizes(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Buffers that others store into.
+    """Buffers that others store into, with the shapes of `memory_of`.
 
-    counts int32 `[W, N]`: a row from every rank. fitting int32 `[W, P]`: the same of slots with a token that fits, for
-    bounded tokens. rows `[*, D]` that arrive, and their scales. For each computed row: weights fp32 `[R, 1]`; tokens
-    int32 `[R, 1]`, the row of a slot's token; sources int32 `[R, 2]`, its home and slot there. returned `[*, D]`:
-    results that come home. d_weights fp32 `[R]`: others load it.
+    counts: a row from every rank. fitting: the same of slots with a token that fits, for bounded tokens. rows that
+    arrive, and their scales. For each computed row: weights; tokens, the row of a slot's token; sources, its home and
+    slot there. returned: results that come home. d_weights: others load it.
     """
 
     memory: symmetric.Symmetric
@@ -95,8 +94,7 @@ class CountedRoutes:
     """The routes of one rank for one chunk, see `interface.PeerRoutes`.
 
     Making them stores everything but rows. places int32 and weights fp32 `[T, K]`: of slots. number: of the set of
-    buffers. programs: the most blocks of copies. sent, back: rows at owners, of what travels, by (token, owner) or
-    slot, and of results, by slot.
+    buffers. programs: the most blocks of copies.
     """
 
     def __init__(

@@ -31,10 +31,10 @@ from moe_torch.parallel.peer.symmetric import Part, Region
 
 
 class Memory(NamedTuple):
-    """Buffers that others store into, of M tokens for each of W ranks.
+    """Buffers that others store into, with the shapes of `memory_of`.
 
-    headers int32 `[2 * W + 1, 12]`. rows `[W * M, D]`, and their scales. ids int32 and weights fp32 `[W * M, K]`.
-    returned `[M * K, D]`: results that come home. d_weights fp32 `[W * M, K]`, in training: others load it.
+    rows and scales that arrive, ids and weights are by home and token. returned: results that come home. d_weights, in
+    training: others load it.
     """
 
     memory: symmetric.Symmetric
@@ -69,10 +69,10 @@ def _most(plan: ExchangePlan) -> int:
 
 
 class _Constants(NamedTuple):
-    """Constant arrays of a memory.
+    """Constant arrays of a memory, of M tokens for each rank.
 
-    results_at int64 `[W * M * K]`: where the results of all ranks' slots go. int32: rows `[W * M, 1]`, their numbers;
-    start `[2]`, their first and end; slots `[M, K]`, this rank's slots' numbers among all ranks'.
+    results_at int64 `[W * M * K]`: where the results of all ranks' slots go. rows `[W * M, 1]`: their numbers. start
+    `[2]`: their first and end. slots `[M, K]`: numbers of this rank's slots among all ranks'.
     """
 
     results_at: torch.Tensor
