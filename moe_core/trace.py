@@ -37,7 +37,6 @@ class LayerRouting:
     num_experts: int
 
     def require_fits(self, layer: int, num_tokens: int, top_k: int, num_experts: int) -> None:
-        """Raise InvalidInput unless this is for a call of these sizes."""
         wanted, shape = (num_tokens, top_k), tuple(self.ids.shape)
         if shape != wanted or tuple(self.weights.shape) != wanted:
             raise InvalidInput(

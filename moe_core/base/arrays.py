@@ -16,7 +16,7 @@ from moe_core.base import dlpack, dtypes
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput, Unsupported
 
-#: Every buffer handed to a kernel starts at a multiple of this many bytes.
+#: Of every buffer handed to a kernel, in bytes.
 ALIGNMENT = 16
 #: The last two axes of a weight: `[inputs, outputs]` or `[outputs, inputs]`.
 WEIGHT_LAYOUTS = ("in_out", "out_in")
@@ -78,7 +78,6 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes when row-major."""
         return self.size * dtypes.itemsize(self.dtype)
 
     @property
@@ -87,7 +86,6 @@ class ArraySpec:
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """The strides in elements, never None."""
         assert self.strides is not None
         return self.strides
 
@@ -213,14 +211,14 @@ class TensorView:
         return cls(array.ctypes.data, spec, ("cpu", 0), array, not array.flags.writeable)
 
     def numpy(self) -> np.ndarray:
-        """The same memory as a NumPy array (ml_dtypes for bfloat16 and fp8). Raises Unsupported for arrays on a GPU."""
+        """The same memory as a NumPy array. Raises Unsupported on a GPU."""
         if self.device[0] != "cpu":
             raise Unsupported(f"numpy() needs an array on the CPU, got device {self.device}; copy it to the CPU first")
         return host_array(self.pointer, self.spec, owner=self, writable=not self.read_only)
 
 
 def row_stride(name: str, spec: ArraySpec) -> int:
-    """The row stride of a rank-2 array with dense rows. Raises InvalidInput for other strides."""
+    """The row stride of a matrix with dense rows. Raises InvalidInput for others."""
     if spec.shape[1] > 1 and spec.stride[1] != 1:
         raise InvalidInput(
             f"{name} must have dense rows (last stride 1), got strides {spec.strides}; make it contiguous"

@@ -43,7 +43,7 @@ def require_at_least(name: str, value: object, least: int) -> None:
 
 def as_integer(name: str, value: object, least: int, below: int | None = None) -> int:
     """`value`, also one of NumPy's, as an int in `[least, below)`."""
-    # Plans hold and write plain integers, not NumPy's or an enumeration's.
+    # Plans hold plain integers.
     number: Any = int(value) if isinstance(value, (np.integer, enum.IntEnum)) else value
     require_at_least(name, number, least)
     if below is not None and number >= below:
@@ -81,7 +81,6 @@ def is_derived(value: object, kinds: tuple[type, ...]) -> bool:
 
 
 def require_kind(name: str, value: object, kind: type, optional: bool = False) -> None:
-    """Raise InvalidInput unless `value` is a `kind` (or None where optional); see `is_derived`."""
     if type(value) is not kind and not is_derived(value, (kind,)) and not (optional and value is None):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         wanted = f"{article} {kind.__name__}{' or None' if optional else ''}"

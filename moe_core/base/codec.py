@@ -1,4 +1,4 @@
-"""Convert frozen dataclasses to canonical JSON and back, for plan keys, exported plans and torch op schemas."""
+"""Canonical JSON of frozen dataclasses, for plan keys, exported plans and torch op schemas."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _decode_dataclass(value: dict[str, Any]) -> Any:
     name = fields.pop("type", None)
     if name not in _TYPES:
         raise InvalidInput(f"plan data must use known types, got {name!r}; load it with the version that wrote it")
-    # A missing field would get its default, which may not be what its writer meant.
+    # The default of a missing field may not be what its writer meant.
     known = set(_data(_TYPES[name]))
     if fields.keys() != known:
         raise InvalidInput(

@@ -82,7 +82,6 @@ class Imported(NamedTuple):
 
 
 def import_array(exporter: Any, stream: int | None) -> Imported:
-    """Read the DLPack capsule of an array. See `TensorView.from_dlpack`."""
     if not hasattr(exporter, "__dlpack__") or not hasattr(exporter, "__dlpack_device__"):
         raise InvalidInput(
             f"exporter must have __dlpack__ and __dlpack_device__, got {type(exporter).__name__}; pass an array of "

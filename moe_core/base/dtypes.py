@@ -13,7 +13,6 @@ import numpy as np
 
 from moe_core.errors import InvalidInput
 
-#: Canonical name -> (NumPy's or ml_dtypes' type, Triton's name).
 _NAMES: dict[str, tuple[Any, str]] = {
     "float32": (np.float32, "fp32"),
     "float16": (np.float16, "fp16"),
@@ -27,7 +26,6 @@ _NAMES: dict[str, tuple[Any, str]] = {
     "uint8": (np.uint8, "u8"),
     "bool": (np.bool_, "u8"),
 }
-#: dtypes that a matrix product takes and gives.
 MATMUL_DTYPES = ("bfloat16", "float16", "float32")
 ID_DTYPES, ROUTER_WEIGHT_DTYPES = ("int32", "int64"), ("float32", "bfloat16", "float16")
 

@@ -24,7 +24,7 @@ MOST_JSON_BYTES, _MOST_NESTED_BYTES, _MOST_CONTAINERS, _MOST_COMMAS = 40 * 2**20
 #: The most bytes and tensors of a safetensors header: int4 weights of 30 B parameters are 74,000 tensors.
 MOST_HEADER_BYTES, MOST_TENSORS = 16 * 2**20, 80_000
 _MOST_LEVELS, _MOST_INTEGER = 64, 2**63
-#: A safetensors file begins with the length of its JSON header, a little-endian uint64.
+#: A little-endian uint64, the length of the JSON header.
 _LENGTH_BYTES = 8
 
 
@@ -88,8 +88,6 @@ def _require_plain(content: Any) -> None:
 
 
 class Entry(NamedTuple):
-    """A tensor of a safetensors file. start: the offset of its bytes in the file."""
-
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -109,7 +107,6 @@ class TensorFile:
         return self._handle.metadata() or {}
 
     def entry(self, name: str) -> Entry:
-        """The entry of a tensor. Raises InvalidInput if there is none."""
         if name not in self.entries:
             raise InvalidInput(f"{self.path} must hold the tensor {name}, got a file without it; download it again")
         return self.entries[name]
@@ -122,7 +119,6 @@ class TensorFile:
             raise Unsupported(f"{name} in {self.path} has the dtype {dtype}, which cannot be read: {error}") from error
 
     def read_into(self, start: int, target: np.ndarray) -> None:
-        """Fill a contiguous array of bytes from an offset in the file."""
         left = target
         # A system call reads less than 2 GiB.
         while len(left):
@@ -135,14 +131,13 @@ class TensorFile:
         self.require_same()
 
     def require_same(self) -> None:
-        """Raise InvalidInput if the file was written to since it was opened."""
         if _state(os.fstat(self._raw.fileno())) != self._state:
             raise InvalidInput(f"{self.path} must stay as it is while it is read, got a change; read it again")
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[TensorFile]:
-    """Open a safetensors file. Raises an explained error for a missing package, file or header."""
+    """Open a safetensors file. Explains a missing package, file or header."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:

@@ -11,8 +11,6 @@ import sys
 
 
 class UnloadedFunction:
-    """A function of an unloaded module, with its `__module__` and `__name__`."""
-
     def __init__(self, module: str, name: str) -> None:
         self.__module__, self.__name__ = module, name
 
@@ -26,7 +24,7 @@ class UnloadedModule:
 
 
 def keep_unloaded(package: str, suffix: str = "") -> None:
-    """Let a package give the modules whose names end in `suffix` as `UnloadedModule`s until they are loaded."""
+    """Let a package give modules named `*suffix` as `UnloadedModule`s until they are loaded."""
 
     def attribute(name: str) -> UnloadedModule:
         if name.startswith("_") or not name.endswith(suffix) or not importlib.util.find_spec(f"{package}.{name}"):

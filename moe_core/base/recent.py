@@ -52,7 +52,7 @@ class Recent(Generic[V]):
     def put(self, key: Any, value: V) -> None:
         latest = self._latest
         if len(latest) >= self._kept and key not in latest:
-            # Concurrent threads may forget too much here, and an interrupt loses nothing that matters.
+            # Concurrent threads may forget too much here.
             self._earlier, self._latest = latest, {}
         self._latest[key] = value
         self.get = self._latest.get

@@ -6,19 +6,18 @@ from moe_core.base.target import Target
 
 
 def elementwise_tile(width: int, target: Target) -> tuple[int, int]:
-    """(rows, columns) of a tile for a row-wise elementwise kernel over rows of `width` elements."""
+    """(rows, columns) of an elementwise kernel's tile, for rows of `width` elements."""
     columns = min(1024, 1 << (max(width, 16) - 1).bit_length())
     elements = 2048 if target.on_gpu else 16384
     return max(1, elements // columns), columns
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The next power of two, at least `least`."""
     return max(least, 1 << max(size - 1, 0).bit_length())
 
 
 def first_holding(sizes: tuple[int, ...], count: int) -> int:
-    """The first of some ascending sizes that is at least count, else the last."""
+    """The first of ascending sizes that holds count, else the last."""
     return next((size for size in sizes if size >= count), sizes[-1])
 
 

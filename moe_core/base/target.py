@@ -64,7 +64,6 @@ class Target:
 
     @property
     def vendor(self) -> str:
-        """`nvidia`, `amd` or empty."""
         return _GPUS[self.kind].vendor if self.on_gpu else ""
 
     @property
@@ -74,12 +73,10 @@ class Target:
 
     @property
     def on_gpu(self) -> bool:
-        """True for kernels compiled for a GPU."""
         return self.kind in _GPUS
 
     @property
     def interpreted(self) -> bool:
-        """True for kernels in Triton's interpreter."""
         return self.kind == "interpreter"
 
     @property
@@ -93,7 +90,6 @@ class Target:
 
     @property
     def device_kind(self) -> str:
-        """The kind of device of its arrays: `cpu`, or the kind of GPU."""
         return self.kind if self.on_gpu else "cpu"
 
     @property
@@ -118,14 +114,12 @@ class Target:
 
     @property
     def has_pdl(self) -> bool:
-        """True with programmatic dependent launch."""
         return self.vendor == "nvidia" and self.arch >= 90
 
     def __str__(self) -> str:
         return f"{self.kind} {self.architecture} ({self.num_sms} SMs)" if self.on_gpu else self.kind
 
 
-#: Made once, because every eager call needs one.
 _CPU_TARGETS = {kind: Target(kind) for kind in ("interpreter", "reference")}
 
 

@@ -204,7 +204,7 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
         while len(given) < wanted and (helper := _hire()) is not None:
             # NumPy's error state belongs to the context.
             given.append((helper, (contextvars.copy_context(), help_out, len(given))))
-        # Send tasks only now: a thread that is still awake begins at once and wakes two others.
+        # Send tasks only now: a thread still awake begins at once.
         for helper, task in given:
             handed += 1
             helper.box.append(task)
@@ -243,7 +243,6 @@ class Later:
     def first(
         self, function: Callable[[T], None], pieces: Iterable[tuple[tuple[int, ...], T]], nanoseconds: float
     ) -> None:
-        """Add `function(piece)` for every (experts, piece)."""
         self._first += [(function, experts, piece) for experts, piece in pieces]
         self._nanoseconds += nanoseconds
 
@@ -295,7 +294,6 @@ class _Helper(threading.Thread):
             self._wake.release()
 
     def take_back(self, task: _Task) -> None:
-        """Cancel a task that has not begun; the thread is then idle."""
         with contextlib.suppress(ValueError):
             self.box.remove(task)
             _idle.append(self)
@@ -330,7 +328,7 @@ def column_blocks(width: int) -> list[slice]:
 
 
 def threads_for(nanoseconds: float) -> int:
-    """The number of threads that minimises `nanoseconds / threads + _WAKE_NANOSECONDS * threads`."""
+    """Minimises `nanoseconds / threads + _WAKE_NANOSECONDS * threads`."""
     return int(min(count(), max(1, math.sqrt(nanoseconds / _WAKE_NANOSECONDS))))
 
 

@@ -129,7 +129,6 @@ class Format:
 
     @property
     def allows_partial_groups(self) -> bool:
-        """True if the last group of an axis may be cut short."""
         return self.element == "e4m3" and not self.has_e8m0_scales
 
     @property
@@ -216,6 +215,5 @@ def scheme_named(name: str) -> Scheme:
 
 
 def known_scheme(weights: Format, activations: Format | None) -> Scheme | None:
-    """The registered scheme of these formats, or None."""
     found = (scheme for scheme in _SCHEMES.values() if (scheme.weights, scheme.activations) == (weights, activations))
     return next(found, None)

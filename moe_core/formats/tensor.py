@@ -1,4 +1,4 @@
-"""QuantizedTensor: values, scales, zero points and layout of one tensor, in any array type."""
+"""One quantised tensor in any array type."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class QuantizedSpec:
 
 
 class QuantizedShapes(NamedTuple):
-    """Shapes of the arrays of a quantised tensor. zero_points is None for formats without them."""
+    """Shapes of the arrays. zero_points is None for formats without them."""
 
     values: tuple[int, ...]
     scales: tuple[int, ...]
@@ -191,7 +191,7 @@ class QuantizedTensor:
                     f"values of a tiled tensor must have at least 3 axes (blocks, steps, {BLOCK_VALUES}), got "
                     f"{tuple(self.values.shape)}; pass what prepack_weights gives"
                 )
-            # Leading axes may be symbols of a compiler. Keep them.
+            # Leading axes may be symbols of a compiler.
             return (*tuple(self.values.shape)[:-3], tiling.rows, tiling.columns)
         sizes = [int(size) for size in self.values.shape]
         if len(sizes) < 2:
@@ -203,14 +203,13 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
         arrays = (array for array in (self.values, self.scales, self.zero_points) if array is not None)
         return sum(math.prod(array.shape) * itemsize(canonical(array.dtype)) for array in arrays)
 
     def __str__(self) -> str:
         sizes, tiling = getattr(self.values, "shape", None), self.spec.tiling
         if not isinstance(sizes, tuple) or len(sizes) < (2 if tiling is None else 3):
-            # Leaves of a transformation (`unchecked`) need not have the axes of an array.
+            # Leaves of a transformation (`unchecked`) may lack axes.
             return f"{self.format.name} {self.layout} of {type(self.values).__name__}"
         tiled = "" if tiling is None else f" tiled in order {tiling.order}"
         return f"{self.format.name}{list(self.shape)} {self.layout}{tiled}"

@@ -42,12 +42,11 @@ from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
 
-#: Rows of a block, the bytes of its codes, and the bytes of one row.
+#: Rows of a block, bytes of its codes and of a row.
 BLOCK_ROWS, BLOCK_VALUES = 64, 4096
 ROW_BYTES = BLOCK_VALUES // BLOCK_ROWS
-#: Rows of a block's side: all gate or all up.
+#: All gate or all up.
 SIDE_ROWS = BLOCK_ROWS // 2
-#: Columns of the smallest group.
 LEAST_COLUMNS = 32
 ORDERS = ("rows", "interleaved", "halves")
 
@@ -112,7 +111,6 @@ class TiledBlock(NamedTuple):
 
 
 def block_of(format: Format) -> TiledBlock:
-    """The block of a tileable format."""
     columns, group = 8 * ROW_BYTES // format.bits_per_element, format.group_columns
     if group is None:
         return TiledBlock(columns, 1, None)
@@ -120,7 +118,7 @@ def block_of(format: Format) -> TiledBlock:
 
 
 def why_not_tileable(format: Format) -> str | None:
-    """The reason weights in a format cannot be tiled, or None."""
+    """The reason a format cannot be tiled, or None."""
     group = format.group_columns
     if format.element == "e2m1" and format.has_e8m0_scales and (format.group_rows, group) == (1, LEAST_COLUMNS):
         return None

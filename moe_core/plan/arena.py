@@ -1,4 +1,4 @@
-"""Offsets of scratch buffers, in the scratch arena or in an output that is not written yet."""
+"""Offsets of scratch buffers, in the arena or in an unwritten output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ SCRATCH_ALIGNMENT = 256
 
 
 def aligned(size: int) -> int:
-    """`size` with the alignment of buffers."""
     return -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
 
 
@@ -56,7 +55,6 @@ def lend_memory(
 
 
 def _lifetimes(steps: Sequence[Collection[str]]) -> dict[str, tuple[int, int]]:
-    """The first and the last step that name each buffer."""
     lifetimes: dict[str, tuple[int, int]] = {}
     for number, names in enumerate(steps):
         for name in names:

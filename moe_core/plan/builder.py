@@ -29,8 +29,6 @@ GRID_LIMITS = (2**31, 2**16, 2**16)
 
 
 class PlanBuilder:
-    """Collects buffers and steps."""
-
     def __init__(self, name: str, target: Target) -> None:
         self.name, self.target = name, target
         self._inputs: list[Buffer] = []
@@ -81,7 +79,6 @@ class PlanBuilder:
         return name
 
     def layout_inputs(self, layout: LayoutSpec | None, names: Sequence[str] = LAYOUT_INPUTS) -> dict[str, str]:
-        """Declare arrays of a layout as inputs."""
         if layout is None:
             return {}
         specs = LayoutArrays.specs(layout)
@@ -97,11 +94,9 @@ class PlanBuilder:
         return name in self._buffers
 
     def optional(self, name: str) -> Pointer | Constant:
-        """The kernel argument of a buffer or None."""
         return Pointer(name) if self.has(name) else Constant(None)
 
     def pointers(self, *names: str) -> dict[str, Argument]:
-        """Kernel arguments by the names of buffers, None for absent ones."""
         return {name: self.optional(name) for name in names}
 
     def launch(
@@ -112,7 +107,7 @@ class PlanBuilder:
         num_warps: int = 4,
         num_stages: int = 3,
     ) -> None:
-        """Add a kernel launch, unless its grid has a zero. Raises Unsupported, and the errors of `KernelLaunch`."""
+        """Add a kernel launch, unless its grid has a zero. Raises Unsupported and `KernelLaunch`'s errors."""
         x, y, z = (*grid, 1, 1)[:3]
         step = KernelLaunch(kernel, (x, y, z), tuple(arguments.items()), num_warps, num_stages)
         if any(size >= limit for size, limit in zip((x, y, z), GRID_LIMITS, strict=True)):
@@ -133,7 +128,6 @@ class PlanBuilder:
         constants: Mapping[str, Any],
         outputs: Sequence[str],
     ) -> LaunchPlan:
-        """Add a call of a NumPy twin and return the plan."""
         arguments = tuple(inputs.items()), tuple(constants.items())
         self.add_reference(ReferenceCall(function_name(function), *arguments, tuple(outputs)))
         return self.build()
@@ -221,7 +215,6 @@ def _role(name: str, role: Held | Role | None) -> Held | None:
 
 
 def _same_memory(array: ArraySpec, other: ArraySpec) -> bool:
-    """True for equal arrays, and dense ones of one dtype and size."""
     dense = array.is_contiguous and other.is_contiguous
     return array == other or (dense and (array.size, array.dtype) == (other.size, other.dtype))
 

@@ -80,7 +80,6 @@ def _require_names(
 
 
 def _check_launch(step: KernelLaunch, plan: LaunchPlan) -> set[str]:
-    """Returns the launch's buffers."""
     if not plan.target.compiled:
         raise _wrong(f"step {step.kernel.name}", "a NumPy twin, as its target is the reference", "a kernel")
     name = step.kernel.name
@@ -113,7 +112,7 @@ def _check_map(step: KernelLaunch, value: TensorMap, plan: LaunchPlan) -> None:
 
 @functools.cache
 def _parameters(name: str) -> tuple[str, ...]:
-    """The parameters of a kernel, from its source: importing it would need Triton."""
+    """From the source: importing it would need Triton."""
     module, _, function = name.partition(":")
     text = _OPS.joinpath(*module.split(".")).with_suffix(".py").read_text()
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function]
@@ -121,7 +120,6 @@ def _parameters(name: str) -> tuple[str, ...]:
 
 
 def _check_reference(step: ReferenceCall, plan: LaunchPlan) -> set[str]:
-    """Returns the buffers of a call."""
     if plan.target.compiled:
         raise _wrong(f"step {step.function}", f"a kernel, as its target is {plan.target}", "a NumPy twin")
     parameters = inspect.signature(_reference(step.function)).parameters
@@ -134,7 +132,6 @@ def _check_reference(step: ReferenceCall, plan: LaunchPlan) -> set[str]:
 
 
 def _reference(name: str) -> types.FunctionType:
-    """The NumPy twin of this name. Raises InvalidInput for any other function."""
     module, _, function = name.partition(":")
     if re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)*", module) and "reference" in module and not function.startswith("_"):
         path = _OPS.joinpath(*module.split("."))

@@ -45,7 +45,7 @@ def register(plan: LaunchPlan) -> str:
 
 
 def lookup(key: str) -> LaunchPlan:
-    """The plan registered under `key`. An unknown key raises InvalidInput."""
+    """The registered plan of a key, else InvalidInput."""
     plan = _plans.get(key) or _plans.find(key)
     if plan is None:
         with _registry_lock:

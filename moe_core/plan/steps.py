@@ -47,7 +47,7 @@ class Buffer:
 @plan_type
 @dataclass(frozen=True)
 class Pointer:
-    """A kernel argument: the address of a buffer (16-byte aligned)."""
+    """A buffer's address, 16-byte aligned."""
 
     buffer: str
 
@@ -154,7 +154,6 @@ def declare_kernel(
     counts_slots: bool = False,
     prepacked_weight: str | None = None,
 ) -> Kernel:
-    """Declare a function, loaded or not, as a kernel. See `Kernel`."""
     name = function_name(function)
     kernel = Kernel(name, pdl, writes_layout, whole_multiprocessor, counts_slots, prepacked_weight)
     assert _declared.setdefault(name, kernel) == kernel, f"{name} is declared twice"
@@ -202,13 +201,11 @@ class KernelLaunch:
 
     @property
     def pipeline_stages(self) -> int:
-        """The constant STAGES, else the compiler's option num_stages."""
         stages = dict(self.arguments).get("STAGES")
         return stages.value if isinstance(stages, Constant) and isinstance(stages.value, int) else self.num_stages
 
     @property
     def tile(self) -> str:
-        """Sides of the tile, warps and stages, for reports."""
         blocks = [(name, value) for name, value in self.arguments if name.startswith("BLOCK")]
         sides = [f"{name}={value.value}" for name, value in blocks if isinstance(value, Constant)]
         return ", ".join([*sides, f"{self.num_warps} warps, {self.pipeline_stages} stages"])
@@ -235,7 +232,6 @@ _SOURCES = ("ops/**/*.py", "runtime/compiler.py", "runtime/cuda.py", "plan/arena
 
 @functools.cache
 def sources_version() -> str:
-    """SHA-256 over the paths and texts of `_SOURCES`."""
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parent.parent
     for pattern in _SOURCES:
@@ -310,7 +306,7 @@ class LaunchPlan:
 
     @functools.cached_property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch arena (uint8, 16-byte aligned) that the caller allocates."""
+        """Bytes of the arena (uint8, 16-byte aligned) that the caller allocates."""
         number = len(self.inputs) + len(self.outputs)
         places = zip(self.scratch_places, self.scratch, strict=True)
         return max((offset + aligned(one.spec.nbytes) for (home, offset), one in places if home == number), default=0)
@@ -325,7 +321,6 @@ class LaunchPlan:
         )
 
     def spec(self, name: str) -> ArraySpec:
-        """The spec of an input, output or scratch buffer."""
         for buffer in (*self.inputs, *self.outputs, *self.scratch):
             if buffer.name == name:
                 return buffer.spec

@@ -25,7 +25,6 @@ _BOX_TYPES = {"float8_e4m3fn": "fp8e4nv"}
 
 
 def load_kernel(name: str) -> Any:
-    """A function of `moe_core.ops` by name. Raises Unsupported without Triton."""
     module, function = name.split(":")
     try:
         return getattr(importlib.import_module(f"moe_core.ops.{module}"), function)
@@ -99,7 +98,7 @@ def _compile(
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     registers = dict(constants).get("REGISTERS")
     if registers is not None:
-        # Per thread: several blocks share a multiprocessor.
+        # So that several blocks share a multiprocessor.
         options["maxnreg"] = registers
     gpu = GPUTarget(target.kind, target.arch if target.kind == "cuda" else target.architecture, target.warp_threads)
     compiled = triton.compile(source, target=gpu, options=options)

@@ -57,7 +57,6 @@ class LaunchAttribute(ctypes.Structure):
 #: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
 DEPENDENT_LAUNCH = LaunchAttribute(id=6, value=1)
 
-#: Of a `CUtensorMap` of cuda.h.
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
 _TENSOR_MAP_TYPES = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0, "int8": 0, "uint8": 0}
 _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 3, 3
@@ -65,8 +64,6 @@ _PANEL_BYTES = 128
 
 
 class Driver:
-    """libcuda, initialised."""
-
     def __init__(self) -> None:
         try:
             self.lib = ctypes.CDLL("libcuda.so.1")
@@ -194,13 +191,12 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """The process's driver. Raises Unsupported if there is none."""
+    """The process's driver. Raises Unsupported without one."""
     return Driver()
 
 
 @functools.cache
 def why_no_gpu() -> str:
-    """The reason why there is no GPU, or ""."""
     try:
         count = driver().device_count
     except (Unsupported, RuntimeError) as error:
@@ -323,7 +319,7 @@ class CudaPrepared(Prepared):
         num_addresses = self._count + bool(self._scratch_bytes)
         self._pack = struct.Struct(f"{num_addresses}Q").pack_into
         self._low_bits = _in_lanes([ALIGNMENT - 1] * num_addresses)
-        # The addresses that hold scratch: one, or a tuple.
+        # One address that holds scratch, or a tuple.
         homes = sorted({home for home, _ in self._places if home < num_addresses})
         self._homes = operator.itemgetter(*homes) if homes else None
         # As one number: the offsets plus each home's address times ones at its buffers.
@@ -342,7 +338,6 @@ class CudaPrepared(Prepared):
             return self._driver.within(self.device_index, self, pointers, stream, steps)
         addresses = blocks.addresses
         self._pack(addresses, 0, *pointers)
-        # The low bits of all addresses in one number.
         if int.from_bytes(blocks.address_bytes, "little") & self._low_bits:
             self._refuse_misaligned(pointers)
         if 0 in pointers:
@@ -370,13 +365,11 @@ class CudaPrepared(Prepared):
 
 
 def _in_lanes(values: Sequence[int]) -> int:
-    """64-bit numbers as one number, the first one lowest."""
     return int.from_bytes(struct.pack(f"{len(values)}Q", *values), "little")
 
 
 @functools.cache
 def _load(compiled: Any, device_index: int) -> Any:
-    """(function, shared bytes, warps) of a compiled kernel (hashed by identity)."""
     metadata = compiled.metadata
     function = driver().load(compiled.asm["cubin"], metadata.name, metadata.shared, device_index)
     # Specialised kernels run more warps.

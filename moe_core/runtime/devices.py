@@ -30,7 +30,6 @@ def target_of(device: tuple[str, int]) -> Target:
 
 
 def prepared_class(target: Target) -> type[Prepared]:
-    """The class of prepared plans. Raises Unsupported for GPUs without a driver."""
     if target.device_kind not in BACKENDS:
         raise Unsupported(
             f"plans for {target} can be made and compiled, but no driver runs them; run on one of {', '.join(BACKENDS)}"

@@ -65,7 +65,6 @@ def run(plan: LaunchPlan, views: Mapping[str, TensorView], stream: int = 0) -> N
 
 
 def _refuse_overlap(views: Mapping[str, TensorView], inputs: Sequence[str], names: Sequence[str]) -> None:
-    """Raise InvalidInput if an output or the scratch shares memory. Inputs may."""
     end, owner, owner_written = 0, "", False
     for name in sorted(names, key=lambda name: views[name].pointer):
         view, written = views[name], name not in inputs

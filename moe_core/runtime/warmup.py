@@ -54,7 +54,6 @@ class WarmupReport:
 
     @property
     def compiled(self) -> tuple[KernelReport, ...]:
-        """Kernels that did not exist before."""
         return tuple(kernel for kernel in self.kernels if not kernel.cached)
 
     def __str__(self) -> str:
@@ -77,7 +76,6 @@ def kernel_identity(plan: LaunchPlan, launch: KernelLaunch) -> Hashable:
 
 
 def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, KernelLaunch]]:
-    """One launch, with a plan, for each kernel needed."""
     launches: dict[Hashable, tuple[LaunchPlan, KernelLaunch]] = {}
     for plan in plans:
         for launch in plan.steps:
@@ -101,7 +99,7 @@ def compile_kernels(
     require_at_least("workers", workers, 1)
     if not kernels:
         return ()
-    # In this thread: modules that import each other cannot be imported first by several threads.
+    # Modules that import each other cannot be imported first by several threads.
     for name in dict.fromkeys(launch.kernel.name for _, launch in kernels):
         load_kernel(name)
     with ThreadPoolExecutor(min(workers, len(kernels)), "moebius-compile") as pool:
@@ -146,7 +144,7 @@ def token_counts(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _compile(plan: LaunchPlan, launch: KernelLaunch) -> KernelReport:
-    # File systems round to milliseconds; a compilation takes longer.
+    # File systems round to milliseconds.
     began, start = time.time(), time.perf_counter()
     compiled = compile_launch(plan, launch, plan.target)
     seconds = time.perf_counter() - start

@@ -68,7 +68,6 @@ class TableSpec:
 
     @property
     def back_rows(self) -> int:
-        """Likewise for the results of a rank."""
         return max(1, self.back or 0)
 
     def width(self, top_k: int) -> int:

@@ -141,7 +141,6 @@ class Activation:
             object.__setattr__(self, field, value)
 
     def input_width(self, width: int) -> int:
-        """Columns of the input for `width` activated columns."""
         return 2 * width if self.gated else width
 
 

@@ -108,13 +108,11 @@ class MoESpec:
         return self.tuning is not None and self.tuning.batch_invariant
 
     def of_shared(self) -> MoESpec:
-        """The options with the shared expert's activation."""
         if self.shared_activation is None:
             return self
         return dataclasses.replace(self, activation=self.shared_activation, shared_activation=None)
 
     def with_gate_layout(self, gate_layout: str) -> MoESpec:
-        """The options with another gate_layout."""
         activation, shared = self.activation, self.shared_activation
         return dataclasses.replace(
             self,
@@ -127,7 +125,6 @@ class MoESpec:
         return LogitsSpec(self.router_weight_layout, self.logits_dtype, self.allow_tf32, self.batch_invariant, tokens)
 
     def shared_gate_spec(self) -> LogitsSpec:
-        """Of the product with the shared expert's gate."""
         return dataclasses.replace(self.logits_spec(), weight_layout=self.weight_layout, logits_dtype="float32")
 
     def matmul_tuning(self, number: int | None = None) -> MatmulTuning | None:

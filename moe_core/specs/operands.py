@@ -39,7 +39,6 @@ def named_arrays(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
 
 
 def array_fields(kind: type) -> tuple[tuple[str, bool], ...]:
-    """(name, required) of every array field of a bundle's class."""
     fields = (field for field in dataclasses.fields(kind) if field.name not in _OPTIONS)
     return tuple((field.name, field.default is dataclasses.MISSING) for field in fields)
 
@@ -286,7 +285,6 @@ def require_layout(layout: LayoutSpec, arrays: LayoutArrays) -> None:
         require_spec(f"layout.{name}", array, getattr(own, name).shape, "int32")
 
 
-#: A layout's arrays for a matmul, in plan order.
 LAYOUT_INPUTS = ("group_sizes", "group_start", "slot_of_row")
 
 

@@ -213,7 +213,6 @@ class TokenRounding:
                 )
 
     def width(self, top_k: int, num_experts: int) -> int:
-        """W, the columns of the ids."""
         if self.candidates is None:
             return top_k if self.mode == "down" else min(2 * top_k, num_experts)
         if not top_k <= self.candidates <= num_experts:
@@ -309,7 +308,6 @@ class LayoutSpec:
 
     @property
     def placed_slots(self) -> int:
-        """The most slots that have a row."""
         return self.num_slots if self.rows is None else min(self.num_slots, self.rows)
 
     @property

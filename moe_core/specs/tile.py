@@ -43,5 +43,4 @@ class TileConfig:
 
 
 def shared_limit(arch: int) -> int:
-    """Bytes of shared memory of a block."""
     return _SHARED_BYTES.get(arch, _SHARED_BYTES_DEFAULT)

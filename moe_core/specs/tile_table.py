@@ -21,10 +21,9 @@ from moe_core.base.files import load_json, whole_file
 from moe_core.errors import InvalidInput
 from moe_core.specs.tile import TileConfig
 
-#: Increased when the meaning of a file changes.
+#: Raised when the meaning of a file changes.
 FORMAT_VERSION = 1
 _SHIPPED = pathlib.Path(__file__).parent / "tables"
-#: Replaces a product's reason.
 _NOT_SM90 = "the product that was measured cannot run in it"
 PROVENANCE_FIELDS = ("gpu", "driver", "versions", "commit", "command", "date")
 
@@ -169,7 +168,6 @@ def write_measurements(
     _require_provenance(provenance, "provenance")
     TileTable.of(measurement.entry for measurement in measurements)
     ordered = sorted(measurements, key=lambda measurement: _reading_order(measurement.entry))
-    # One line per entry, for diffs.
     lines = ",\n".join(f"    {json.dumps(_record(measurement))}" for measurement in ordered)
     head = json.dumps({"format": FORMAT_VERSION, "provenance": dict(provenance)}, indent=2).removesuffix("\n}")
     body = f"[\n{lines}\n  ]" if lines else "[]"
@@ -230,7 +228,6 @@ def _measurement(record: Any, name: str) -> Measurement:
 
 
 def _from_fields(kind: type[T], fields: Any, name: str) -> T:
-    """A dataclass of JSON fields. Unknown fields raise an error."""
     declared = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     required = {key for key, field in declared.items() if field.default is dataclasses.MISSING}
     if not isinstance(fields, dict) or not required <= set(fields) <= set(declared):

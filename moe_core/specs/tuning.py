@@ -53,7 +53,6 @@ class MatmulTuning:
         _require_tunable(self)
 
     def of_gradient(self) -> MatmulTuning:
-        """The tuning of this product's gradients."""
         return MatmulTuning(expected_tokens=self.expected_tokens, expected_experts=self.expected_experts)
 
 

@@ -36,13 +36,11 @@ def check_input(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> i
 
 
 def input_constants(x: ArraySpec, up: ArraySpec | None, activation: Activation) -> dict[str, Argument]:
-    """Constants of the activation's input, in the kernels' order."""
     strides = passed(X_STRIDE=row_stride("x", x), UP_STRIDE=0 if up is None else row_stride("up", up))
     return strides | passed(GATE_LAYOUT=activation.gate_layout) | function_constants(activation)
 
 
 def function_constants(activation: Activation) -> dict[str, Argument]:
-    """Constants of the formula, in the kernels' order."""
     return passed(NAME=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit)
 
 

@@ -67,7 +67,6 @@ def normal_cdf(x: np.ndarray) -> np.ndarray:
 
 
 def softcap(x: np.ndarray, limit: float | None) -> np.ndarray:
-    """limit * tanh(x / limit) in fp32."""
     assert limit is not None
     return limit * np.tanh(x / limit)
 
@@ -251,7 +250,6 @@ def join(gate: np.ndarray, up: np.ndarray | None, activation: Activation) -> np.
 def activation_backward(
     d_y: np.ndarray, x: np.ndarray, up: np.ndarray | None = None, *, activation: Activation
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-    """The results of `plan_activation_backward`."""
     gate_values, up_values = _split_wide(x, up, activation)
     d_gate, d_up = apply_backward(to_float32(d_y), gate_values, up_values, activation)
     if up is None:

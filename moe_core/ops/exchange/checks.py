@@ -17,7 +17,6 @@ _COLUMNS = (2048, 1024)
 _WARP, _VECTOR = 32, 16
 _LIMITED_WARPS, _WARPS = 16, 4
 _RESIDENT = 16
-#: Integers of a program that copies them one by one.
 _BLOCK = {"gpu": 1024, "interpreter": 64}
 
 
@@ -34,14 +33,12 @@ def require_addresses(addresses: Sequence[int], name: str = "addresses") -> None
 
 
 def require_table(name: str, table: ArraySpec, num_ranks: int | None = None) -> int:
-    """Return the ranks of a table of addresses int64 `[W]`."""
     require_spec(name, table, ("num_ranks" if num_ranks is None else num_ranks,), "int64")
     require_at_least(f"num_ranks of {name}", table.shape[0], 1)
     return table.shape[0]
 
 
 def require_places(owners: ArraySpec, rows: ArraySpec, tokens: int | str = "num_tokens") -> tuple[int, int]:
-    """Return (tokens, K) of places int32 `[T, K]`."""
     require_spec("places.rows", rows, (tokens, "top_k"), "int32")
     require_spec("places.owners", owners, rows.shape, "int32")
     require_at_least("top_k of places.rows", rows.shape[1], 1)
@@ -67,7 +64,6 @@ def require_programs(programs: int | None) -> None:
 
 
 def at_once(top_k: int) -> int:
-    """Slots of a token that are looked up together."""
     return -(-top_k // -(-top_k // _MOST_AT_ONCE))
 
 

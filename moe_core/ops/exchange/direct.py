@@ -29,11 +29,9 @@ SUM_RESULTS = declare_kernel(kernels.sum_results)
 #: A rank's header, its tokens, and zeros up to 16 bytes.
 TOLD = HEADER + 4
 _WARPS = 4
-#: Slots per step of counting: the first number that holds all, else the last.
 _COUNTED = {"gpu": (256, 1024), "interpreter": (16, 64)}
-#: Tokens of a program if rows are sent apart.
 _TOKENS = {"gpu": 32, "interpreter": 4}
-#: Ids of no token that a program fills in one step, and in all.
+#: Ids of no token per step of a program, and in all.
 _FILL, _FILLED = {"gpu": 512, "interpreter": 16}, 8192
 _NO_CHECKS = Checks()
 

@@ -14,7 +14,7 @@ def record_of(kind: type[Record], arrays: Mapping[str, Any]) -> Record:
 
 
 def in_records(planner: Callable[..., Any], **records: type[Any]) -> Callable[..., Any]:
-    """Return a planner that takes the arrays of its records by name. records: classes by parameter."""
+    """Return a planner that takes the arrays of its records (classes by parameter) by name."""
     fields = {field for kind in records.values() for field in kind._fields}
 
     def plan(**arguments: Any) -> Any:

@@ -21,7 +21,6 @@ RECEIVE_SLOTS = declare_kernel(kernels.receive_slots)
 COUNT_RECEIVED = declare_kernel(kernels.count_received, writes_layout=True)
 PLACE_RECEIVED = declare_kernel(kernels.place_received, writes_layout=True)
 
-#: Rows of slots per program, and per step of filling.
 _BLOCK = {"gpu": 512, "interpreter": 32}
 _LANES = {"gpu": 8 * LANES, "interpreter": 2 * LANES}
 
@@ -109,7 +108,6 @@ def plan_receive_tables(
 
 
 def receive_shapes(num_rows: int, num_tokens: int, spec: TableSpec) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype) of every output of `plan_receive_tables`."""
     shapes: list[tuple[str, tuple[int, ...], str]] = [
         ("ids", (num_rows, 1), "int32"),
         ("weights", (num_rows, 1), "float32"),

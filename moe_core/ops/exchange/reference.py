@@ -47,7 +47,6 @@ def _peers(table: np.ndarray, shape: tuple[int, ...], dtype: str) -> list[np.nda
 
 
 def _slots_by_owner(owners: np.ndarray, rows: np.ndarray, num_ranks: int, num_rows: int):
-    """(owner, slots with a row there, those rows) for every owner."""
     flat = rows.reshape(-1)
     for owner in range(num_ranks):
         slots = np.flatnonzero((owners.reshape(-1) == owner) & (flat >= 0) & (flat < num_rows))
@@ -153,7 +152,6 @@ def take_rows(
 
 
 def _pulled(owners: np.ndarray, rows: np.ndarray, peers: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(values of slots from their owners, slot numbers or -1 where there is no value)."""
     values = np.full((rows.size, peers[0].shape[1]), 0, peers[0].dtype)
     order = np.full(rows.size, -1, np.int32)
     for owner, slots, row in _slots_by_owner(owners, rows, len(peers), len(peers[0])):

@@ -89,7 +89,7 @@ def send_tables(arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int)
 
 
 def _first_owners(owner: np.ndarray) -> np.ndarray:
-    """`owner`, with -1 where an earlier slot of the token has the same owner."""
+    """-1 where an earlier slot of the token has the same owner."""
     first = owner.copy()
     for k in range(1, owner.shape[1]):
         first[(owner[:, :k] == owner[:, k : k + 1]).any(axis=1), k] = -1
@@ -97,7 +97,6 @@ def _first_owners(owner: np.ndarray) -> np.ndarray:
 
 
 def _numbers(groups: np.ndarray, owner: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(number of each slot within its owner, by (group, slot); slots per owner). Group -1: no slot."""
     slots = np.flatnonzero(groups >= 0)
     slots = slots[np.argsort(groups.reshape(-1)[slots], kind="stable")]
     of_slot = owner.reshape(-1)[slots]

@@ -26,19 +26,17 @@ HEADER = 8
 #: Slots of a program at once, padding included; ranking compares every pair.
 LANES = 128
 _INTERPRETER_BLOCKS = 3
-#: Elements of a tile of counts, and of a step of filling.
 _COUNTS, _FILL = {"gpu": 4096, "interpreter": 256}, {"gpu": 512, "interpreter": 32}
 
 
 def blocks_of(rows: int, step: int, target: Target) -> tuple[int, int]:
-    """(rows per program, programs), with `step` rows at once."""
+    """(rows per program, programs)."""
     most = _INTERPRETER_BLOCKS if target.interpreted else target.num_sms
     each = -(-max(rows, 1) // (most * step)) * step
     return each, -(-max(rows, 1) // each)
 
 
 def columns_of(top_k: int) -> int:
-    """Lanes for a token's slots. Raises Unsupported."""
     if top_k > LANES:
         raise Unsupported(
             f"the kernels hold the slots of a token at once and take at most {LANES}, got top_k = {top_k}; use the "
@@ -131,7 +129,6 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
 
 
 def send_shapes(num_tokens: int, top_k: int, spec: TableSpec) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype) of every output of `plan_send_tables`."""
     width, most = spec.width(top_k), num_tokens * (top_k if spec.by_slot else min(top_k, spec.num_ranks))
     message: tuple[int, ...] = (HEADER + spec.counts,)
     if spec.mode == "all_gather":

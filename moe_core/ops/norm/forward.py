@@ -25,7 +25,6 @@ def check_norm(x: ArraySpec, weight: ArraySpec) -> None:
 
 
 def norm_launch(x: ArraySpec, spec: NormSpec, target: Target) -> tuple[tuple[int, ...], dict[str, Argument], int]:
-    """(grid, arguments after the pointers, warps) of the kernels."""
     rows, width = x.shape
     block_m, columns = _TILE[target.engine]
     block_n = min(columns, padded(width))

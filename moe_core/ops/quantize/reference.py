@@ -138,8 +138,6 @@ def _decode(codes: np.ndarray, zero_points: np.ndarray | None, format: Format) -
 
 
 class _Grid(NamedTuple):
-    """The groups of a matrix. counts: groups along either axis."""
-
     shape: tuple[int, int]
     counts: tuple[int, int]
     group: tuple[int, int]
@@ -152,7 +150,6 @@ class _Grid(NamedTuple):
         return cls((shape[0], shape[1]), (counts[0], counts[1]), (group[0], group[1]))
 
     def split(self, matrix: np.ndarray) -> np.ndarray:
-        """`[row groups, group rows, column groups, group columns]`, padded with zeros."""
         padded = self.counts[0] * self.group[0], self.counts[1] * self.group[1]
         if padded != matrix.shape:
             whole = np.zeros(padded, matrix.dtype)
@@ -166,7 +163,6 @@ class _Grid(NamedTuple):
 
 
 def _spread(per_group: np.ndarray) -> np.ndarray:
-    """`[row groups, column groups]` to broadcast against `_Grid.split`."""
     return per_group[:, None, :, None]
 
 
@@ -185,7 +181,6 @@ def _group_zero_points(groups: np.ndarray, usable: np.ndarray, format: Format) -
 def _quantize_matrix(
     matrix: np.ndarray, format: Format, given: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """(codes, scales, zero points), not packed. given: static scales."""
     grid = _Grid.of(matrix.shape, format)
     groups = grid.split(matrix)
     zero_points = None
@@ -339,7 +334,7 @@ class ErrorSum:
 
     @property
     def relative_frobenius(self) -> float:
-        """The error: 0 without any difference, infinite if only restored arrays are nonzero, NaN stays NaN."""
+        """0 without any difference, infinite if only restored arrays are nonzero."""
         if self._original == 0:
             return 0.0 if self._difference == 0 else float("inf")
         return float(np.sqrt(self._difference / self._original))

@@ -23,15 +23,14 @@ PARTIAL_MAXIMA = declare_kernel(kernels.partial_maxima, pdl="start")
 QUANTIZE_WHOLE_ROWS = declare_kernel(kernels.quantize_whole_rows, pdl="start")
 
 _ELEMENTS = ("e4m3", "e2m1", "int8")
-#: Programs that find an array's largest magnitude: a power of two, since the next launch reads all.
+#: A power of two, since the next launch reads all.
 _MAXIMA = 512
-#: Elements of a tile, 16 per thread of 4 warps.
+#: 16 per thread of 4 warps.
 _TILE = 2048
 #: Rows from which several whole rows are quantised at a time, and their tile: elements, most columns, warps. From 16384
 #: rows on it takes up to half the time, up to 256 rows up to twice the time (docs/notebook/quantised.md).
 _MANY_ROWS = 4096
 _MANY, _MANY_COLUMNS, _MANY_WARPS = 4096, 1024, 8
-#: Columns of the widest group: one tile.
 _WIDEST_GROUP = 16384
 
 
@@ -117,7 +116,6 @@ def _users(builder: PlanBuilder) -> int:
 
 
 def rule_of(format: Format, target: Target) -> dict[str, Argument]:
-    """The kernels' constants of a format."""
     element = format.own_element
     converts = target.has_fp8 and element.name == "e4m3" and not format.has_e8m0_scales
     rule = passed(ELEMENT=element.name, CONVERTS=converts, RULE=format.scale_rule, LARGEST=element.largest)
@@ -131,7 +129,6 @@ def _rows_of_tile(columns: int, rows: int, target: Target, elements: int = _TILE
 
 
 def _whole_rows_tile(width: int, rows: int, target: Target) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile of whole rows."""
     many = rows >= _MANY_ROWS and not target.interpreted
     elements, columns, num_warps = (_MANY, _MANY_COLUMNS, _MANY_WARPS) if many else (_TILE, _TILE, 4)
     block_k = min(padded(width), columns)

@@ -53,6 +53,5 @@ def plan_gather_rows(
 
 
 def require_wide(wide: ArraySpec | None, x: ArraySpec) -> None:
-    """Raise InvalidInput unless wide fits the fp32 gradient of x."""
     if wide is not None:
         require_spec("wide", wide, x.shape, "float32", contiguous=False)

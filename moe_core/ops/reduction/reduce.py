@@ -46,7 +46,6 @@ def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, 
 
 
 def require_beside(shared: ArraySpec | None, shared_gate: ArraySpec | None, shape: tuple[int, int]) -> None:
-    """Raise InvalidInput if a shared expert's rows or gate logits do not fit."""
     if shared is not None:
         row_stride("shared", require_spec("shared", shared, shape, dtypes.MATMUL_DTYPES, contiguous=False))
     if shared_gate is not None:

@@ -53,7 +53,6 @@ def reduce(
 
 
 def gather_rows(x: np.ndarray, slot_of_row: np.ndarray, *, top_k: int) -> np.ndarray:
-    """`plan_gather_rows`."""
     y, rows = np.zeros((len(slot_of_row), x.shape[1]), x.dtype), np.flatnonzero(slot_of_row >= 0)
     y[rows] = x[slot_of_row[rows] // top_k]
     return y

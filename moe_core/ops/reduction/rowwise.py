@@ -22,7 +22,6 @@ CAST_ROWS = declare_kernel(kernels.cast_rows)
 WEIGHTED_INPUT = declare_kernel(kernels.weighted_input)
 
 _ELEMENTS = {"gpu": 1024, "interpreter": 65536}
-#: Rows, and columns at a time, of a program along rows.
 _ROWS = {"gpu": (4, 512), "interpreter": (64, 1024)}
 _EXPERTS_AT_ONCE = 128
 
@@ -61,7 +60,6 @@ def plan_bias_product(
 
 @functools.lru_cache(PLANS_KEPT)
 def _plan_elementwise(kernel: Kernel, inputs: tuple[str, ...], output: str, shape: tuple[int, ...], target: Target):
-    """An fp32 output of fp32 arrays of one size."""
     builder = PlanBuilder(kernel.function, target)
     array = ArraySpec(shape, "float32")
     names = [builder.input(name, array) for name in inputs] + [builder.output(output, array)]
@@ -72,7 +70,6 @@ def _plan_elementwise(kernel: Kernel, inputs: tuple[str, ...], output: str, shap
 
 
 def plan_gate_weight(gate: ArraySpec, target: Target) -> LaunchPlan:
-    """weight = sigmoid(gate), fp32."""
     return _plan_elementwise(GATE_WEIGHT, ("gate",), "weight", gate.shape, target)
 
 
@@ -82,13 +79,11 @@ def plan_gate_gradient(gate: ArraySpec, target: Target) -> LaunchPlan:
 
 
 def plan_add(array: ArraySpec, target: Target) -> LaunchPlan:
-    """total = first + second, fp32."""
     return _plan_elementwise(ADD, ("first", "second"), "total", array.shape, target)
 
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_cast_rows(x: ArraySpec, dtype: str, target: Target) -> LaunchPlan:
-    """y `[R, D]` = x `[R, D]` in another dtype."""
     rows, width = x.shape
     builder = PlanBuilder("cast_rows", target)
     builder.input("x", x)
@@ -100,7 +95,7 @@ def plan_cast_rows(x: ArraySpec, dtype: str, target: Target) -> LaunchPlan:
 
 
 def cast_gradient(builder: PlanBuilder, label: str, rows: str, dtype: str) -> str:
-    """A buffer with gradients in this dtype: rows, or an added cast."""
+    """A buffer with gradients in this dtype."""
     if builder.spec(rows).dtype == dtype:
         return rows
     plan = plan_cast_rows(builder.spec(rows), dtype, builder.target)

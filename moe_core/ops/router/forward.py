@@ -31,7 +31,6 @@ _ROUTER_TILES = {
     "ieee": ((64, 64, 32, 8, 3), (32, 32, 32, 4, 3), (16, 16, 64, 4, 4)),
     "split": ((64, 128, 64, 4, 2), (64, 64, 32, 4, 2), (32, 32, 32, 4, 3), (16, 16, 64, 4, 4)),
 }
-#: Rows of the one tile for every number of tokens.
 _INVARIANT_ROWS = 32
 _LARGEST_TILE = 128
 

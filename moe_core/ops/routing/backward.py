@@ -22,13 +22,12 @@ ROUTING_BACKWARD = declare_kernel(kernels.routing_backward)
 
 #: CUDA: 32 blocks per SM. More tokens are looped over.
 _PROGRAMS_PER_SM = 32
-#: Logits of a warp (8 per thread).
 _COLUMNS_PER_WARP = 256
 _COUNTED = {"gpu": 4096, "interpreter": 64}
 
 
 def gradient_shapes(num_tokens: int, num_experts: int | str, top_k: int | str) -> dict[str, tuple[int | str, ...]]:
-    """Shapes of the fp32 gradients. Sizes may be names, for messages."""
+    """Shapes of the fp32 gradients, of numbers or names."""
     return {"weights": (num_tokens, top_k), "logits": (num_tokens, num_experts), "load_balance": (1,), "z": (1,)}
 
 

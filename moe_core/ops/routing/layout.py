@@ -28,17 +28,16 @@ ZERO_COUNTERS = declare_kernel(schedule_kernels.zero, writes_layout=True)
 
 _OUTPUTS = (*LAYOUT_INPUTS, "row_of_slot", "invalid_ids")
 _PLACING = ("overflow", "given_weights", "row_weight")
-#: Experts of a row that one program can hold.
 MAX_EXPERTS = 4096
-#: Elements of a tile, which the interpreter's cost does not depend on.
+#: The interpreter's cost does not depend on it.
 BLOCK_ELEMENTS = {"gpu": 4096, "interpreter": 65536}
 #: Most slots of one launch, where every program counts every slot.
 SLOTS_AT_ONCE = {"gpu": 4096, "interpreter": 256}
-#: Slots per program of one launch, which compares every pair.
+#: Per program, which compares every pair.
 _BLOCK_SLOTS = {"gpu": 128, "interpreter": 64}
-#: Slots per step of counting: the first size that holds all, else the last.
+#: The first size that holds all, else the last.
 _CHUNK_SLOTS = {"gpu": (256, 1024), "interpreter": (64, 128)}
-#: Slots per step of placing a block, chosen likewise. The interpreter's sizes are small, so that tests take every loop.
+#: Chosen likewise. The interpreter's sizes are small, so that tests take every loop.
 _PLACED_SLOTS = {"gpu": (64, 256), "interpreter": (16, 64)}
 #: Warps of a placing program with small blocks and at most this many experts, since fewer warps wait less for each
 #: other; and of other programs, for the registers.
@@ -46,16 +45,14 @@ _FEW_WARPS, _FEW_EXPERTS, _MANY_WARPS = 4, 512, 8
 #: Blocks that a placing program sums at once: the first size that holds all, else the last, or as many as give
 #: a warp this many counts (128 per thread).
 _SUMMED_BLOCKS, _SUMMED_COUNTS = {"gpu": (32, 128), "interpreter": (2, 4)}, 4096
-#: The least programs that write the rest while others place slots.
+#: Programs that write the rest while others place slots.
 _LEAST_SHARING = 4
 #: Blocks that the interpreter counts apart. A GPU gets one per multiprocessor.
 _INTERPRETER_BLOCKS = 6
-#: Schedules that a layout kernel writes.
 _FUSED_SCHEDULES = 2
 
 
 def require_experts(num_experts: int) -> None:
-    """Raise Unsupported above MAX_EXPERTS."""
     if num_experts > MAX_EXPERTS:
         raise Unsupported(
             f"the kernels hold one row of experts per program and take at most {MAX_EXPERTS}, got {num_experts}; "
@@ -144,7 +141,7 @@ def plan_layout(
 
 
 def most_blocks(target: Target) -> int:
-    """Most blocks of slots that are counted apart. Every placing program reads each."""
+    """Most blocks that are counted apart. Every placing program reads each."""
     return _INTERPRETER_BLOCKS if target.interpreted else target.num_sms
 
 
@@ -164,7 +161,6 @@ class LayoutLauncher:
         self.sizes = passed(NUM_GLOBAL=self.num_global, NUM_EXPERTS=self.layout.num_experts, TOP_K=self.layout.top_k)
 
     def launch(self) -> None:
-        """One launch for few slots, two for many."""
         slots = self.layout.num_slots
         if slots <= SLOTS_AT_ONCE[self.target.engine]:
             self.builder.note(f"{slots} slots: one launch, every program counts all slots")
@@ -187,7 +183,7 @@ class LayoutLauncher:
         return max(1, min(-(-self.layout.capacity // BLOCK_ELEMENTS["gpu"]), self.target.num_sms))
 
     def outputs(self, *more: str, **counts: int) -> dict[str, Argument]:
-        """The last pointers and counts of kernels that call `write_groups`."""
+        """The last pointers and counts of `write_groups`."""
         names = [f"schedule_{block_m}" for block_m in self.block_ms[:_FUSED_SCHEDULES]]
         lengths = [self.layout.max_blocks(block_m) for block_m in self.block_ms[:_FUSED_SCHEDULES]]
         absent = _FUSED_SCHEDULES - len(names)
@@ -198,7 +194,6 @@ class LayoutLauncher:
         return arguments | passed(max_rows=self.layout.max_rows)
 
     def tail(self, num_warps: int, **block_sizes: int) -> dict[str, Argument]:
-        """Their last constants, with this many warps."""
         layout, heights = self.layout, [*self.block_ms, *[1] * _FUSED_SCHEDULES][:_FUSED_SCHEDULES]
         pad = max(1, min(BLOCK_ELEMENTS[self.target.engine], 512 * num_warps) // self.experts)
         return {
@@ -218,7 +213,6 @@ class LayoutLauncher:
         self.builder.launch(LAYOUT_AT_ONCE, (programs,), arguments, num_warps)
 
     def block_counts(self, block_slots: int) -> int:
-        """Declare scratch for each block's counts. Returns the number of blocks."""
         blocks = -(-self.layout.num_slots // block_slots)
         self.builder.scratch("block_counts", ArraySpec((blocks, self.layout.num_experts), "int32"))
         return blocks
@@ -232,7 +226,6 @@ class LayoutLauncher:
         self.builder.launch(COUNT_BLOCKS, (blocks,), arguments, _expert_warps(self.experts, 4))
 
     def _placing_sizes(self, blocks: int, block_slots: int) -> tuple[int, int, int]:
-        """Warps, slots placed at once, blocks added at once."""
         sizes = _PLACED_SLOTS[self.target.engine]
         small = block_slots <= sizes[0] and self.experts <= _FEW_EXPERTS
         num_warps = _FEW_WARPS if small else _MANY_WARPS
@@ -240,7 +233,6 @@ class LayoutLauncher:
         return num_warps, first_holding(sizes, block_slots), min(summed, _SUMMED_COUNTS * num_warps // self.experts)
 
     def place_blocks(self, block_slots: int, block_invalid: str | None) -> None:
-        """Place the slots by scratch `block_counts`."""
         slots, capacity = self.layout.num_slots, self.layout.capacity
         blocks = -(-slots // block_slots)
         num_warps, placed, summed = self._placing_sizes(blocks, block_slots)

@@ -13,7 +13,6 @@ from moe_core.specs.routing import LayoutSpec, RouterSpec
 #: Smaller keys are better: numbers first, then NaN, then experts of discarded groups.
 _NAN_KEY = np.uint32(0xFFFFFFFE)
 _MASKED_KEY = np.uint32(0xFFFFFFFF)
-#: For this few experts a full sort is faster than a partial one.
 _FEW_EXPERTS = 16
 
 
@@ -37,7 +36,6 @@ def _best(keys: np.ndarray, count: int) -> np.ndarray:
 
 
 def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, pairs: bool) -> np.ndarray:
-    """The keys, masked for experts outside the best groups."""
     num_tokens, num_experts = keys.shape
     grouped = keys.reshape(num_tokens, spec.num_groups, num_experts // spec.num_groups)
     if pairs:
@@ -116,7 +114,6 @@ def route(
     spec: RouterSpec,
     with_bitmatrix: bool = False,
 ) -> tuple[np.ndarray, ...]:
-    """The results of `plan_routing`."""
     softmax_last = spec.order == "topk_then_softmax"
     scored = bounded(logits, spec)
     scores = scored if softmax_last else scores_of(scored, spec.scoring)
@@ -149,7 +146,7 @@ def route(
 def _local_ids(
     ids: np.ndarray, expert_map: np.ndarray | None, token_mask: np.ndarray | None, num_experts: int
 ) -> tuple[np.ndarray, int]:
-    """The local expert of every slot (int64 `[T * K]`, -1 = none) and the number of ids outside [-1, E_global)."""
+    """The local expert of every slot (int64 `[T * K]`, -1 = none) and the number of invalid ids."""
     flat = np.asarray(ids, np.int64)
     if token_mask is not None:
         flat = np.where(token_mask[:, None], flat, -1)
@@ -180,7 +177,7 @@ def layout(
     Starts are multiples of layout.alignment, group_start[E] the end of the last padded group.
     """
     local, invalid = _local_ids(ids, expert_map, token_mask, layout.num_experts)
-    # Slots without an expert come last.
+    # Without an expert: last.
     placed = local if local.min(initial=0) >= 0 else np.where(local < 0, layout.num_experts, local)
     chosen = np.bincount(placed, minlength=layout.num_experts)[: layout.num_experts]
     if layout.max_rows is None:

@@ -162,7 +162,6 @@ def routing_backward(
     *,
     spec: RouterSpec,
 ) -> np.ndarray:
-    """All gradients of the logits, fp32 `[T, E]`: see `plan_routing_backward`."""
     total = np.zeros(logits.shape, logits.dtype)
     kept = slice(None) if token_mask is None else token_mask
     with np.errstate(all="ignore"):

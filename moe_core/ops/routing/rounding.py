@@ -28,7 +28,6 @@ from moe_core.specs.routing import LayoutSpec, RouterSpec, TokenRounding
 KEEP_CANDIDATES = declare_kernel(kernels.keep_candidates, counts_slots=True)
 SPLIT_GRADIENTS = declare_kernel(kernels.split_gradients)
 
-#: Candidates of an expert's program at once, and warps.
 _BLOCK, _WARPS = {"gpu": 1024, "interpreter": 64}, 8
 
 
@@ -113,7 +112,6 @@ _KEPT = (("ids", "int32"), ("weights", "float32"))
 
 
 def _check(logits: ArraySpec, spec: RouterSpec, rounding: TokenRounding, has_bias: bool) -> RouterSpec:
-    """Returns the rule of the candidates."""
     require_kind("rounding", rounding, TokenRounding)
     num_tokens, num_experts = require_spec("logits", logits, ("num_tokens", "num_experts"), "float32").shape
     wide = rounding.wide(spec, num_experts, has_bias)

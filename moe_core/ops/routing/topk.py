@@ -34,9 +34,8 @@ _FEW_SIZES = {"gpu": (1, 4, 16, 64), "interpreter": (32,)}
 #: Its most slots. On an H200 it is 9 us slower than two launches with 512 slots and up to 2 us slower with 256, where
 #: it saves a launch.
 _FEW_SLOTS = {"gpu": 256, "interpreter": 4096}
-#: Its most logits, and logits and slots per step.
 _FEW_LOGITS, _STEP_LOGITS, _STEP_SLOTS = 32768, 8192, 256
-#: Tokens per program where routing also counts: the first number with which all run at once.
+#: The first number with which all tokens run at once.
 _COUNTED_TOKENS = {"gpu": (8, 16, 32), "interpreter": (4,)}
 #: CUDA: 32 blocks per SM. More tokens are looped over.
 _PROGRAMS_PER_SM = 32
@@ -46,8 +45,6 @@ _LOGITS_PER_WARP, _LOGITS_PER_LOAD = 1024, 128
 
 @dataclass(frozen=True)
 class _Selection:
-    """Padded columns and slots, and constants of `topk.choose_experts`."""
-
     spec: RouterSpec
     num_experts: int
     width: int
@@ -85,7 +82,6 @@ class _Selection:
         }
 
     def describe(self, builder: PlanBuilder, has_bias: bool) -> None:
-        """Note the selection key and the order of the sums."""
         describe_selection(builder, self.spec, has_bias)
         builder.sums(
             f"softmax over experts: a tree over {self.columns} columns, over slots and renormalisation: a tree over "
@@ -162,7 +158,6 @@ def plan_routing(
 
 
 def launch_routing(builder: PlanBuilder, spec: RouterSpec, width: int) -> LaunchPlan:
-    """Add the launch that chooses the `width` best experts."""
     target, (num_tokens, num_experts) = builder.target, builder.spec("logits").shape
     require_experts(num_experts)
     selection = _Selection(spec, num_experts, width)

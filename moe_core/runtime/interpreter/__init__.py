@@ -27,7 +27,7 @@ _language: Any = None
 
 @dataclass(frozen=True)
 class HostPointer:
-    """A pointer argument: address and canonical dtype. Booleans are uint8 in kernels."""
+    """Address and canonical dtype. Booleans are uint8 in kernels."""
 
     address: int
     dtype: str
@@ -59,7 +59,7 @@ def require_interpreter() -> None:
 
 
 def install() -> None:
-    """Correct this process's interpreter, once. See `require_interpreter`."""
+    """Correct this process's interpreter, once."""
     global _language
     if _language is not None:
         return

@@ -69,14 +69,11 @@ def _fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarr
     error = (product - (total - part)) + (addend - part)
     bits = np.ascontiguousarray(total).view(np.int64)
     inexact = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
-    # The magnitude grows if error and total have the same sign.
     step = np.where((error > 0) == (total > 0), 1, -1)
     return np.where(inexact, bits + step, bits).view(np.float64).astype(np.float32)
 
 
 class _Memory:
-    """Host memory from `lowest` to the element at `highest`, for `np.asarray`."""
-
     def __init__(self, lowest: int, highest: int, dtype: np.dtype) -> None:
         self.__array_interface__ = {
             "data": (lowest, False),
@@ -127,7 +124,6 @@ class Builder(InterpreterBuilder):
         return TensorHandle(np.right_shift(left, rhs.data.astype(left.dtype)), lhs.dtype.scalar)
 
     def create_umulhi(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
-        # Python's integers hold a product.
         unsigned, bits = _UNSIGNED[lhs.data.itemsize], 8 * lhs.data.itemsize
         product = lhs.data.view(unsigned).astype(object) * rhs.data.view(unsigned).astype(object) >> bits
         return TensorHandle(product.astype(unsigned).view(lhs.data.dtype), lhs.dtype.scalar)
@@ -278,14 +274,13 @@ class Builder(InterpreterBuilder):
 
 
 def _cells(addresses: np.ndarray, dtype: np.dtype) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """(lane, one-element array), in the order of lanes."""
     for lane in np.ndindex(addresses.shape):
         address = int(addresses[lane])
         yield lane, np.asarray(_Memory(address, address, _UNSIGNED[dtype.itemsize])).view(dtype)
 
 
 def _elements(addresses: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The memory from lowest to highest address as unsigned integers, and each address's index in it."""
+    """The memory between the addresses as unsigned integers, and each address's index."""
     lowest, highest = int(addresses.min()), int(addresses.max())
     memory = np.asarray(_Memory(lowest, highest, _UNSIGNED[dtype.itemsize]))
     return memory, (addresses - np.uint64(lowest)) // np.uint64(dtype.itemsize)

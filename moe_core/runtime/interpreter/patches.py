@@ -61,7 +61,7 @@ class PatchedLanguage:
                     _set(self._originals)
 
     def scope(self, function: Any) -> Any:
-        """A turn for Triton's own launches, which end it by `restore`."""
+        """For Triton's own launches, which end it by `restore`."""
         turn = self.turn()
         try:
             next(turn)
@@ -85,7 +85,6 @@ def _set(attributes: Sequence[tuple[Any, str, Any]]) -> None:
 
 
 def _rebind(replacement: Any, semantic: TritonSemantic) -> Any:
-    """Triton's replacement of a builtin without two layers of calls."""
     builtin = (getattr(replacement, "__kwdefaults__", None) or {}).get("member")
     if builtin is None:
         return replacement
@@ -113,7 +112,6 @@ _patch_language = interpreter._patch_lang
 
 
 def install() -> PatchedLanguage:
-    """Patch the interpreter, once, under its lock, and return the language scope."""
     interpreter.interpreter_builder = Builder()
     # Earlier kernels refer to this object: change it in place.
     interpreter.interpreter_semantic.__class__ = Semantic
@@ -125,7 +123,6 @@ def install() -> PatchedLanguage:
     def replace(function: Any) -> Any:
         scope = _patch_language(function)
         scope.set_attr(tl.core.tensor, "__index__", lambda self: int(self.handle.data.item()))
-        # The builder uses the language's types.
         scope.set_attr(tl.core.dtype, "to_ir", lambda self, builder: self)
         scope.set_attr(tl.core.tensor, "__init__", tensor_init)
         scope.set_attr(tl.core.block_type, "__init__", block_type_init)
@@ -146,7 +143,6 @@ def is_interpreted(kernel: Any) -> bool:
 
 
 def begin(kernel: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., Any], Callable[[int, int, int], None]]:
-    """The function to call per program, and the setter of the running program."""
     builder = interpreter.interpreter_builder
     builder.set_grid_dim(*grid)
     return kernel.rewrite(), builder.set_grid_idx
@@ -158,7 +154,6 @@ def scalar(value: int | float, dtype: str) -> Any:
 
 
 def pointer(address: int, dtype: str) -> Any:
-    """A pointer to a canonical dtype as a tensor of the language."""
     name = "fp8e4nv" if dtype == "float8_e4m3fn" else dtypes.triton_name(dtype)
     kind: Any = tl.str_to_ty("*" + name, None)
     return tl.tensor(interpreter.TensorHandle(np.array([address], dtype=np.uint64), kind), kind)

@@ -13,14 +13,13 @@ from moe_core.runtime.interpreter.builder import numpy_dtype
 
 
 def _tensor(data: np.ndarray, dtype: Any) -> Any:
-    """A tensor of the language; without axes a scalar, kept as one element."""
+    """Without axes a scalar, kept as one element."""
     if data.ndim == 0:
         return tl.core.tensor(TensorHandle(data.reshape(1), dtype.scalar), dtype.scalar)
     return tl.core.tensor(TensorHandle(data, dtype.scalar), tl.block_type(dtype.scalar, list(data.shape)))
 
 
 def _combine(function: Any, left: list[Any], right: list[Any], like: tuple[Any, ...]) -> list[np.ndarray]:
-    """`function(*left, *right)` on whole slices, in the dtype of `like`."""
     kinds = [tensor.dtype for tensor in like]
     tensors = [_tensor(data, kind) for data, kind in zip([*left, *right], kinds * 2, strict=True)]
     results = function(*tensors)
@@ -46,8 +45,6 @@ def _replace_nan(data: np.ndarray, value: float) -> np.ndarray:
 
 
 class Reduction(ReduceOps):
-    """`tl.reduce`: NumPy's sums and extrema, else a binary tree over slices."""
-
     def apply_impl(self, input: tuple[Any, ...]) -> Any:
         function, data, kind = self.combine_fn, input[0].handle.data, input[0].dtype
         options = {"axis": self.axis, "keepdims": self.keep_dims}
@@ -83,8 +80,6 @@ class Reduction(ReduceOps):
 
 
 class Scan(ScanOps):
-    """`tl.associative_scan`: NumPy's sums and products, else doubling over slices."""
-
     def apply_impl(self, input: tuple[Any, ...]) -> list[Any]:
         arrays = [np.flip(tensor.handle.data, self.axis) if self.reverse else tensor.handle.data for tensor in input]
         if self.combine_fn is standard._sum_combine:

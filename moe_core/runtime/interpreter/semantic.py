@@ -1,4 +1,4 @@
-"""Cached checks and conversions of Triton's language, which take several times as long as NumPy. Imports Triton."""
+"""Cached checks and conversions of Triton's language, the main cost of small operations. Imports Triton."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ _MOST = 4096
 
 
 class _Text(str):
-    """A string that is also a constant of the language."""
-
     @property
     def value(self) -> str:
         return str(self)
@@ -40,7 +38,6 @@ def _block_type(element_type: Any, sizes: tuple[int, ...]) -> Any:
 
 
 def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
-    """`tl.block_type`, built once per element type and shape."""
     values = shape.values if isinstance(shape, tl.tuple) else shape
     sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in values])
     self.__dict__.update(_block_type(element_ty, sizes).__dict__)
@@ -51,7 +48,6 @@ def with_element_type(self: Any, scalar_ty: Any) -> Any:
 
 
 def tensor_init(self: Any, handle: Any, type: Any) -> None:
-    """`tl.tensor` with its type's shape."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     block = type.is_block()
     self.shape = type.tensor_shape if block else _NO_AXES
@@ -78,7 +74,7 @@ def _kind(operand: Any) -> Any:
 
 
 class Semantic(TritonSemantic):
-    """Fast conversion and broadcasting of operands, the main cost of small operations."""
+    """Fast conversion and broadcasting of operands."""
 
     def binary_op_type_checking_impl(
         self,
@@ -114,7 +110,6 @@ class Semantic(TritonSemantic):
         return left if sizes == wide else tl.tensor(left.handle, _block_type(left.dtype, sizes)), right
 
     def _one(self, operand: Any) -> Any:
-        """An element of a tensor's type, or the operand's number."""
         if type(operand) is not tl.tensor:
             return operand
         return tl.tensor(self.builder.get_null_value(operand.dtype), operand.dtype)
