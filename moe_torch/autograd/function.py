@@ -1,8 +1,8 @@
 """The differentiation of operators: one autograd function, which follows a rule for each operator.
 
-A training step: an operator's autograd layer gets a tensor that requires a gradient and calls this function -> it runs
-the operator that the rule names -> later it computes the rule's gradients, usually with one more operator. Compiled
-programs contain these two operators. Second derivatives and `torch.func.vmap` are refused.
+An operator's autograd layer gets a tensor that requires a gradient and calls this function. It runs the operator that
+the rule names, and later computes the rule's gradients, usually with one more operator. Compiled programs contain these
+two operators. Second derivatives and `torch.func.vmap` are refused.
 """
 
 from __future__ import annotations
@@ -28,16 +28,13 @@ class Rule:
     """
 
     flowing: Sequence[int] | None = (0,)
-    #: True if messages list the operator among those with a gradient.
     named = True
 
     def __init__(self, operator: Operator, differentiable: Collection[str], forward: Operator | None = None) -> None:
         self.operator, self.differentiable, self.forward = operator, frozenset(differentiable), forward or operator
-        #: The operator's name in messages.
         self.op = operator.name.partition(".")[0].partition("_backward")[0].removesuffix("_quantized")
 
     def run(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """Return the results of `forward`."""
         results = call(self.forward, arguments)
         return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
@@ -51,8 +48,8 @@ class Rule:
     def gradients(
         self, ctx: Any, saved: dict[str, Any], upstream: list[torch.Tensor | None], asked: list[str]
     ) -> dict[str, torch.Tensor]:
-        """Return at least the gradients of `asked`, by name. upstream: of the flowing results, contiguous, not all
-        None."""
+        """Return at least the gradients of `asked`, by name. upstream: of the flowing results, contiguous, not
+        all None."""
         raise NotImplementedError
 
 
@@ -114,7 +111,6 @@ class _Function(torch.autograd.Function):
 
 
 def _differentiated(rule: Rule, *arguments: Any) -> Any:
-    """Return the results of the rule's operator, with gradients."""
     named = dict(zip(rule.operator.names, arguments, strict=False))
     asked = [name for name, tensor in named.items() if tensor is not None and tensor.requires_grad]
     rule.refuse(named, arguments[-1], asked)
@@ -122,7 +118,7 @@ def _differentiated(rule: Rule, *arguments: Any) -> Any:
 
 
 def define_gradient(rule: Rule, *backwards: Operator) -> None:
-    """Give an operator its gradient. backwards: the operators that compute it, which have no gradient."""
+    """Give an operator its gradient. backwards: the operators that compute it."""
     if rule.named and rule.op not in DIFFERENTIABLE:
         DIFFERENTIABLE.append(rule.op)
     for each in (rule, *[_Backward(backward) for backward in backwards]):

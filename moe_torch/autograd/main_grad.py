@@ -15,10 +15,8 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def main_grads(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the attribute `main_grad` of each weight: fp32, of its shape, contiguous, on its device.
-
-    Raises InvalidInput that names the first missing or wrong one.
-    """
+    """Return each weight's `main_grad`: fp32, of its shape, contiguous, on its device. Raises InvalidInput for
+    others."""
     buffers = {}
     for name, weight in weights.items():
         wanted = f"torch.float32 {tuple(weight.shape)} on {weight.device}"
@@ -46,7 +44,7 @@ def destination(node: Any) -> str:
     """Return the destination of the gradient that flows to a node of autograd's graph in the current backward.
 
     `weight`: the tensor, as in `backward()`. `caller`: `autograd.grad` returns it. `nowhere`: the backward is for other
-    tensors, as in `autograd.grad(y, x)` or `backward(inputs=[x])`.
+    tensors.
     """
     try:
         return "weight" if private.executes(node) else "nowhere"

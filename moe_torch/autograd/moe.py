@@ -1,8 +1,7 @@
 """The gradient of the composed operator `moe`, and so of everything made of it.
 
-Gradients flow from the output and the returned weights and logits into x, the weights and biases of experts, shared
-expert and router, and the caller's logits or weights. They flow through the matrices of quantised experts, which are
-frozen. `moe_core.ops.moe.checks.why_no_moe_gradient` says what is refused and why.
+Gradients flow through the matrices of quantised experts, which are frozen. Reasons for refusals:
+`moe_core.ops.moe.checks.why_no_moe_gradient`.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from moe_torch.operators.kinds import MATRICES
 
 
 def _read_last() -> bool:
-    """Return True in eager code that does not keep its graph: then no later backward reads what the forward saved."""
+    """Return True in eager code if no later backward reads what the forward saved."""
     traced = torch.compiler.is_compiling() or private.transforming() is not False
     return not traced and not torch.is_grad_enabled() and not private.keeps_graph()
 
 
 class _MoE(Rule):
-    """kind: of the routing. backward, backward_into: compute the gradients. backward_into adds them to tensors."""
+    """kind: of the routing. backward_into adds gradients to tensors."""
 
     def __init__(
         self, kind: type, moe: Operator, training: Operator, backward: Operator, backward_into: Operator
@@ -40,8 +39,7 @@ class _MoE(Rule):
         # Arrays of quantised matrices count as differentiable, so that `refuse` sees them.
         super().__init__(moe, set(moe.names) - set(CONSTANTS), training)
         self._backward, self._backward_into = backward, backward_into
-        #: The results of `training` before those saved. Ids and weights are those that the forward used: a replay may
-        #: have replaced the caller's.
+        #: Ids and weights are those that the forward used: a replay may have replaced the caller's.
         names = result_names(kind)
         self._results = (*names, "routing.ids", "routing.weights") if kind is TopK else names
         self.flowing = [index for index, name in enumerate(names) if name in FLOWING]
@@ -66,7 +64,7 @@ class _MoE(Rule):
     def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         spec, *_ = decode(ctx.options)
         present = [name for name, tensor in tensors.items() if tensor is not None]
-        # Saved tensors come back without their attributes. Other tensors must not be kept alive.
+        # Saved tensors come back without their attributes.
         ctx.holders, ctx.edges = {}, {}
         if spec.main_grad:
             ctx.edges = {name: index for index, name in enumerate(present)}
@@ -110,9 +108,9 @@ def _stand_in(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Pushed(_MoE):
-    """The gradient of `experts_push`. Its output has a shape and no memory, so that there is a gradient of it.
+    """The gradient of `experts_push`. Its output has a shape and no memory.
 
-    pushing: the backwards that store the rows of the gradient of x at addresses. That gradient then has no memory.
+    pushing: the backwards that store the rows of the gradient of x at addresses.
     """
 
     named = False
@@ -139,7 +137,6 @@ class _Pushed(_MoE):
 
 
 def define_moe_gradients() -> None:
-    """Give `moe` and `experts_push` their gradients."""
     plain = (table.MOE, table.TRAINING, table.BACKWARD, table.BACKWARD_INTO)
     quantized = (table.MOE_QUANTIZED, table.QUANTIZED_TRAINING)
     quantized += (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO)

@@ -1,9 +1,8 @@
 """The gradients of the stage ops: `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
 `activation`, `reduce`.
 
-Each op saves its own arguments (`route` its ids, too) and later runs one operator for the gradients that are asked for.
-`reduce` copies rows with torch's own operations. `refuse` and `moe_core.ops.matmul.backward.why_no_gradient` say which
-gradients do not exist and why. A product with quantised weights has gradients of its other operands.
+Each op saves its arguments (`route` its ids, too) and later runs one operator for the requested gradients. `reduce`
+copies rows with torch's operations.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from moe_torch.operators.rounding import ROUTE_ROUNDED, ROUTE_ROUNDED_BACKWARD
 
 
 class _Rows(Rule):
-    """`router` and `rms_norm`: their backwards take the forwards' arguments."""
-
     def __init__(self, operator: Operator, differentiable: tuple[str, ...], backward: Operator, upstream: str) -> None:
         super().__init__(operator, differentiable)
         self._backward, self._upstream = backward, upstream
@@ -118,7 +115,7 @@ class _Reduce(Rule):
             )
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
-        """A slot's row gets the gradient of its token. Slots without a row, and rows without a slot, get zeros."""
+        """A slot's row gets the gradient of its token. Slots and rows without each other get zeros."""
         (gradient,), gradients = upstream, {}
         if "shared" in asked:
             gradients["shared"] = gradient.to(saved["shared"].dtype)
@@ -136,7 +133,6 @@ class _Reduce(Rule):
 
 
 def define_stage_gradients() -> None:
-    """Give the stage ops their gradients."""
     for forward, backward, upstream in (
         (stages.ROUTER, stages.ROUTER_BACKWARD, "d_logits"),
         (stages.RMS_NORM, stages.RMS_NORM_BACKWARD, "d_y"),

@@ -37,7 +37,7 @@ def array_spec(name: str, tensor: Any) -> ArraySpec:
 
 
 def require_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidInput for a tensor with an emptied storage, which would crash torch's own operations."""
+    """Raise InvalidInput for an emptied storage, which would crash torch's own operations."""
     if plain_tensor(tensor) and tensor.numel() and not tensor.data_ptr():
         raise InvalidInput(
             f"{name} must have memory for {array_spec(name, tensor)}, got a null address, as of a storage emptied by "
@@ -50,7 +50,7 @@ class NoHintError(Exception):
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    """Return the example value of a symbolic size, without a guard on it."""
+    """The example value of a symbolic size, without a guard."""
     if not isinstance(size, torch.SymInt):
         return size
     if not size.node.has_hint():

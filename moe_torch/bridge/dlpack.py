@@ -15,9 +15,9 @@ _DLPACK_CUDA = 2
 def from_dlpack(exporter: Any) -> torch.Tensor:
     """Return a tensor on the memory of any DLPack exporter (a JAX array, a NumPy array, ...), without a copy.
 
-    Neither side may write to the memory while the other uses it. JAX arrays are immutable: never write to them. No
-    synchronisation is needed: the exporter makes torch's current stream wait for its own work. For the way back use the
-    other library's function, such as `jax.dlpack.from_dlpack(tensor)`; torch makes the consumer's stream wait.
+    Neither side may write to the memory while the other uses it, and never to JAX arrays. No synchronisation is needed:
+    the exporter makes torch's current stream wait. For the way back use the other library's function, such as
+    `jax.dlpack.from_dlpack(tensor)`.
 
     dtypes: float32, float16, bfloat16, float64, float8_e4m3fn, int64, int32, int8, uint32, uint8 and bool.
 
@@ -27,7 +27,7 @@ def from_dlpack(exporter: Any) -> torch.Tensor:
         Unsupported: devices other than CPU and CUDA.
     """
     imported = import_array(exporter, _consumer_stream(exporter))
-    # torch ends the process on a negative stride instead of raising.
+    # torch ends the process on a negative stride.
     if imported.strides is not None and min(imported.strides, default=0) < 0:
         raise InvalidInput(
             f"exporter must not have negative strides, got {imported.strides}; copy it into a row-major array first"
@@ -36,7 +36,7 @@ def from_dlpack(exporter: Any) -> torch.Tensor:
 
 
 def _consumer_stream(exporter: Any) -> int | None:
-    """Return the handle of torch's current stream on a CUDA exporter's device, None on other devices."""
+    """torch's current stream on a CUDA exporter's device."""
     try:
         kind, index = exporter.__dlpack_device__()
     except (AttributeError, BufferError, TypeError, ValueError, RuntimeError):

@@ -1,9 +1,8 @@
 """Plain calls: eager calls that may go straight to their kernels, past torch's dispatcher.
 
-The dispatcher takes a third of an operator's host time and does nothing for ordinary tensors in ordinary code. A call
-is *plain* if no mode, functional transform, tracer, forward-mode level or profiler is active on this thread, and if
-every tensor is an ordinary strided CPU or CUDA tensor that requires no gradient. All other calls pass the dispatcher,
-and so does every call if torch lacks the private names to tell.
+The dispatcher takes a third of an operator's host time. A call is *plain* if no mode, functional transform, tracer,
+forward-mode level or profiler is active on this thread, and every tensor is an ordinary strided CPU or CUDA tensor that
+requires no gradient. All other calls pass the dispatcher, and so do all if torch lacks the private names to tell.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ _grad_enabled = torch.is_grad_enabled
 def key_of(arguments: Sequence[Any], target: Target | None) -> tuple[Any, ...]:
     """Return the key of a plan: equal keys mean equal plans.
 
-    Args:
-        arguments: tensors (None where absent) and the options.
-        target: of tensors on a CPU.
+    arguments: tensors (None where absent) and the options. target: of tensors on a CPU.
     """
     *tensors, options = arguments
     return (
@@ -40,7 +37,7 @@ def key_of(arguments: Sequence[Any], target: Target | None) -> tuple[Any, ...]:
 
 
 def plain_key(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return `key_of` the arguments of a plain call, None for any other call."""
+    """Return `key_of` a plain call's arguments, else None."""
     if not plain_thread():
         return None
     grad = _grad_enabled()

@@ -1,9 +1,8 @@
 """One class for every operator: from a dispatcher operator to a prepared plan.
 
 A call: public function -> operator (tensors and one option string) -> plan, cached by the tensors' metadata -> outputs
-and scratch from torch's allocator -> launch on the current stream. Metadata of an earlier call is not checked again.
-Plain eager calls (`moe_torch.bridge.eager`) skip the dispatcher. An operator's autograd layer refuses tensors that
-require a gradient unless `Operator.define_gradient` defined one.
+and scratch from torch's allocator -> launch on the current stream. Plain eager calls (`moe_torch.bridge.eager`) skip
+the dispatcher.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _FIRST = "first"
 #: The ops with a gradient, for messages.
 DIFFERENTIABLE: list[str] = []
 
-#: Converts outputs to the result of a call, by the number of tensors; None: a list.
+#: By the number of tensors; None: a list.
 _PACKS: dict[int | None, Callable[[Sequence[torch.Tensor]], Any]] = {None: list, 0: lambda _: None, 1: itemgetter(0)}
 
 _Parameters = ParamSpec("_Parameters")
@@ -64,7 +63,6 @@ class Operator(Generic[_Parameters, _Result]):
             symbolic.
     """
 
-    #: True if a call only runs the plan.
     _runs_plan_alone = True
 
     def __init__(
@@ -74,17 +72,14 @@ class Operator(Generic[_Parameters, _Result]):
         planner: Callable[..., LaunchPlan],
         shapes: Callable[[Any], Outputs],
     ) -> None:
-        # A type checker reads the class's parameters and result.
         signature = declaration if isinstance(declaration, Signature) else Signature.of(declaration)  # type: ignore[arg-type]
         LIBRARY.define(name + signature.schema, tags=_TAGS)
         self.name, self.signature, self.names, self.returns = name, signature, signature.names, signature.returns
         if signature.is_called:
-            #: The operator's arguments in order, and a call with them, from named arguments.
             self.arguments: Callable[_Parameters, tuple[Any, ...]] = signature.typed(lambda arguments: arguments)
             self.call: Callable[_Parameters, _Result] = signature.typed(functools.partial(call, self))
         self._packet, _, overload = name.partition(".")
         self.overload = getattr(getattr(torch.ops.moebius, self._packet), overload or "default")
-        #: Converts outputs to the result of a call.
         self.pack: Callable[[Sequence[torch.Tensor]], Any] = _PACKS.get(self.returns, tuple)
         self._planner, self._shapes = planner, shapes
         roles = {name: held.role for name in self.names if (held := role_of(name)) is not None}
@@ -94,7 +89,7 @@ class Operator(Generic[_Parameters, _Result]):
         self._kept = frozenset(name for name, role in roles.items() if role in kept)
         self._differentiable: Collection[str] = ()
         self._gradient: Callable[..., Any] | None = None
-        #: Prepared plans by the metadata of tensors and, unless all outputs get new memory, by what is wanted.
+        #: By the metadata of tensors and, unless all outputs get new memory, by the wanted outputs.
         self.plans: Recent[Ready] = Recent()
         #: For all outputs, and for the first only.
         self._seen = SeenCalls(), SeenCalls()
@@ -105,22 +100,20 @@ class Operator(Generic[_Parameters, _Result]):
         torch.library.register_fake(f"moebius::{self.name}", self._infer, lib=LIBRARY)
 
     def by_name(self, tensors: Mapping[str, Any], *options: Any) -> tuple[Any, ...]:
-        """Return the operator's arguments in order. tensors: by name, with others left out and missing ones None."""
+        """Return the operator's arguments in order. tensors: by name, missing ones None."""
         return (*[tensors.get(name) for name in self.names], encode(*options))
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
-        """Call the operator from eager code."""
         outputs = self._run_plain(arguments, first=False)
         return self._dispatch(arguments) if outputs is None else self.pack(outputs)
 
     def first(self, arguments: tuple[Any, ...]) -> torch.Tensor:
-        """Return the first of several outputs. In a plain call the others are scratch memory and not allocated."""
+        """Return the first output. In a plain call the others are scratch memory and not allocated."""
         outputs = self._run_plain(arguments, first=True)
         return (self._dispatch(arguments) if outputs is None else outputs)[0]
 
     def _run_plain(self, arguments: tuple[Any, ...], first: bool) -> list[torch.Tensor] | None:
-        """Return the outputs of a plain call, or the first one in a list. None: the call is not plain and nothing has
-        run."""
+        """Return the outputs of a plain call. None: the call is not plain and nothing has run."""
         seen, tensors, options = self._seen[first], arguments[:-1], arguments[-1]
         outputs = seen.run(options, tensors)
         if outputs is not None:
@@ -136,7 +129,7 @@ class Operator(Generic[_Parameters, _Result]):
         return outputs
 
     def known(self, arguments: tuple[Any, ...]) -> Ready | None:
-        """Return the plan of an earlier plain call of `first` with such arguments, if there was one."""
+        """Return the plan of an earlier plain call of `first`, if there was one."""
         key = eager.plain_key(arguments)
         return None if key is None else self.plans.get((key, _FIRST))
 
@@ -147,18 +140,17 @@ class Operator(Generic[_Parameters, _Result]):
         try:
             return self.overload(*arguments)
         except (AttributeError, RuntimeError):
-            # The dispatcher's own error about a foreign array names neither our argument nor the fix.
+            # The dispatcher's error about a foreign array names neither our argument nor the fix.
             for name, tensor in zip(self.names, arguments, strict=False):
                 if tensor is not None:
                     array_spec(name, tensor)
             raise
 
     def specs(self, tensors: Sequence[Any]) -> list[ArraySpec | None]:
-        """Return the specs of tensors, None where absent."""
         return [None if one is None else array_spec(name, one) for name, one in zip(self.names, tensors, strict=True)]
 
     def device_of(self, tensors: Sequence[Any]) -> torch.device:
-        """Return the device of all tensors. Raises InvalidInput that names the first tensor on another device."""
+        """Return the device of all tensors. Raises InvalidInput for several."""
         present = self.present(tensors)
         for name, tensor in present:
             if not isinstance(tensor, torch.Tensor):
@@ -177,7 +169,7 @@ class Operator(Generic[_Parameters, _Result]):
         named = dict(zip(self.names, specs, strict=True))
         require_one_precision((name, spec.dtype) for name, spec in named.items() if spec is not None)
         plan = any_precision(self._planner)(**self.signature.keywords(specs, decode(options)), target=target)
-        # The planner derives a layout's arrays from its sizes and has not seen the actual ones.
+        # The planner has not seen a layout's actual arrays.
         for buffer in plan.inputs:
             spec = named[_argument(buffer.name)]
             if spec != buffer.spec:
@@ -222,11 +214,8 @@ class Operator(Generic[_Parameters, _Result]):
     def ready(self, arguments: tuple[Any, ...], names: tuple[str, ...] = (), *, first: bool = False) -> Ready:
         """Make, compile and load the plan for a call's arguments.
 
-        Args:
-            arguments: tensors and options.
-            names: buffers of the plan that become the outputs, in this order. All others are scratch. Empty: the plan's
-                outputs.
-            first: keep the first of these outputs only.
+        names: buffers of the plan that become the outputs, in this order, by default the plan's outputs. All others are
+        scratch. first: keep only the first output.
         """
         device = self.device_of(arguments[:-1])
         plan = self.plan(arguments, target_of_device(device))
@@ -244,7 +233,6 @@ class Operator(Generic[_Parameters, _Result]):
         )
 
     def present(self, tensors: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of the present tensors."""
         return [(name, tensor) for name, tensor in zip(self.names, tensors, strict=True) if tensor is not None]
 
     def _aligned(self, arguments: Sequence[Any]) -> list[Any] | None:
@@ -260,7 +248,7 @@ class Operator(Generic[_Parameters, _Result]):
         return [*(_copy(tensor) if name in misaligned else tensor for name, tensor in pairs), arguments[-1]]
 
     def require_alignment(self, arguments: Sequence[Any], names: Collection[str]) -> None:
-        """Raise InvalidInput that names the first of these arguments at a misaligned address."""
+        """Raise InvalidInput for the first of these arguments at a misaligned address."""
         for name, tensor in self.present(arguments[:-1]):
             if name in names and tensor.data_ptr() % ALIGNMENT:
                 raise InvalidInput(
@@ -269,7 +257,7 @@ class Operator(Generic[_Parameters, _Result]):
                 )
 
     def _infer(self, *arguments: Any) -> Any:
-        """Return the outputs' shapes for fake and meta tensors. Raises what the planner raises.
+        """Return the outputs' shapes for fake and meta tensors. Raises as the planner.
 
         Unbacked sizes cannot be planned with. The operator checks them when it runs.
         """
@@ -290,10 +278,8 @@ class Operator(Generic[_Parameters, _Result]):
         self._differentiable, self._gradient = names, gradient
 
     def _run_autograd(self, *arguments: Any) -> Any:
-        """The autograd layer: calls the gradient if a tensor requires one, else the layer below.
-
-        The dispatch keys are the first argument if torch has no guard that leads below.
-        """
+        """The autograd layer: calls the gradient if a tensor requires one, else the layer below. The dispatch keys are
+        the first argument if torch has no guard that leads below."""
         keys, arguments = (None, arguments) if private.BelowAutograd else (arguments[0], arguments[1:])
         if self._asks_for_gradient(arguments):
             if private.transforming():
@@ -309,8 +295,7 @@ class Operator(Generic[_Parameters, _Result]):
             return self.overload(*arguments)
 
     def _asks_for_gradient(self, arguments: Sequence[Any]) -> bool:
-        """Return True if a tensor with a gradient requires it. Raises Unsupported for other tensors that are no
-        constants."""
+        """Return True if a tensor with a gradient requires it. Raises Unsupported for others."""
         asked = False
         for name, tensor in self.present(arguments[:-1]):
             if not isinstance(tensor, torch.Tensor):
@@ -343,18 +328,18 @@ class Operator(Generic[_Parameters, _Result]):
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy with the same strides, including gaps between rows, because plans depend on them."""
+    """Copy with the same strides, because plans depend on them."""
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _argument(buffer: str) -> str:
-    """Return the argument's name of a plan's input. The values of a quantised tensor have the tensor's name."""
+    """The argument of a plan's input. Values have the quantised tensor's name."""
     return buffer.removesuffix(".values")
 
 
 def call(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call an operator: in traced code its overload, so that the graph shows it, in eager code `Operator.run`.
+    """Call an operator: in traced code its overload, so that the graph shows it.
 
     arguments: made by `Operator.arguments` or `Operator.by_name`.
     """
@@ -364,7 +349,7 @@ def call(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def call_first(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> torch.Tensor:
-    """`call` an operator with several outputs for its first output only."""
+    """`call` for the first output only."""
     if torch.compiler.is_compiling():
         return operator.overload(*arguments)[0]
     return operator.first(arguments)

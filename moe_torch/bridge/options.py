@@ -1,7 +1,7 @@
 """Options of the operators as one canonical string, in eager code and under torch.compile.
 
 Dispatcher schemas take primitives, so specs are passed as text. Under `torch.compile` the text is a constant of the
-graph that changes exactly when the spec's values do: Dynamo reads and guards every field.
+graph that changes exactly when the spec's values do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from moe_core.errors import InvalidInput
 from moe_torch.bridge.private import constant_result
 
 _NAMES = "float32 float16 bfloat16 float64 float8_e4m3fn int64 int32 int8 uint32 uint8 bool"
-#: torch dtypes by canonical name, and the reverse.
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -31,7 +30,6 @@ def _dumps(*values: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def decode(text: str) -> tuple[Any, ...]:
-    """Return the values of an encoded string."""
     return codec.loads(text)
 
 
@@ -41,7 +39,7 @@ _TEXTS_LIMIT = 256
 
 
 def encode(*values: Any) -> str:
-    """Encode specs, integers, strings and None as one string. Equal values give equal strings."""
+    """Encode specs, integers, strings and None. Equal values give equal strings."""
     if torch.compiler.is_compiling():
         return _constant_text(_flatten(values))
     if len(values) != 1:
@@ -97,7 +95,7 @@ def require_instance(name: str, value: object, wanted: type | tuple[type, ...]) 
 
 
 def dtype_name(name: str, dtype: torch.dtype | str | None) -> str | None:
-    """Return the canonical name of a torch dtype, a dtype name or None."""
+    """Return the canonical name of a dtype."""
     if dtype is None or (isinstance(dtype, str) and dtype.removeprefix("torch.") in TORCH_DTYPES):
         return dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
@@ -121,8 +119,8 @@ def layout_spec(
 ) -> specs.LayoutSpec:
     """Make a LayoutSpec, possibly with a symbolic num_tokens.
 
-    LayoutSpec checks its sizes, which would put guards on a symbolic number of tokens. In traced code it is made field
-    by field instead, and the operator checks the sizes when it runs.
+    Its checks would put guards on a symbolic number of tokens. In traced code it is made field by field instead, and
+    the operator checks the sizes when it runs.
     """
     sizes = (num_tokens, top_k, num_experts, alignment, max_rows, rows)
     if not torch.compiler.is_compiling() and not isinstance(num_tokens, torch.SymInt):

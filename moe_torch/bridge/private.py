@@ -1,8 +1,7 @@
 """The private names of torch that the package uses. No other file has any.
 
-Torch may rename or drop them in any release. The package then still imports and computes the same, through torch's
-dispatcher or public functions. Two features need their names and raise Unsupported without: `main_grad`
-(`_will_engine_execute_node`), and `capture` and `replay` (`TorchDispatchMode`).
+Without a name the package still computes the same, through torch's dispatcher or public functions. Two features raise
+Unsupported without theirs: `main_grad` (`_will_engine_execute_node`), and `capture` and `replay` (`TorchDispatchMode`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NAMES: list[str] = []
 
 
 def _named(path: str, absent: Any = None) -> Any:
-    """Return the object at a dotted path under torch, or `absent` if a name of the path is missing."""
+    """Return the object at a dotted path under torch, or `absent`."""
     NAMES.append(path)
     value: Any = torch
     for name in path.split("."):
@@ -33,7 +32,6 @@ def _named(path: str, absent: Any = None) -> Any:
     return absent if value is None else value
 
 
-# Names that tell whether anything watches or transforms a call.
 keys_of = _named("_C._dispatch_keys")
 _active_keys = _named("_C._dispatch_tls_local_include_set")
 _function_modes, _profiling = _named("_C._len_torch_function_stack"), _named("_C._autograd._profiler_enabled")
@@ -42,7 +40,7 @@ _KeySet, _Key = _named("_C.DispatchKeySet"), _named("_C.DispatchKey")
 
 
 def _key_sets(*choices: str) -> frozenset[int]:
-    """Return the number of each set of dispatch keys, such as "CPU AutocastCPU". Empty if torch lacks such a key."""
+    """The number of each set of dispatch keys, such as "CPU AutocastCPU". Empty if torch lacks a key."""
     numbers = []
     try:
         for names in choices:
@@ -57,8 +55,8 @@ def _key_sets(*choices: str) -> frozenset[int]:
 
 #: Dispatch keys that are active outside and inside of `torch.inference_mode()`. Modes and transforms add theirs.
 _PLAIN_THREADS = _key_sets("BackendSelect ADInplaceOrView", "BackendSelect")
-#: Keys of an ordinary tensor, and of one made in inference mode. Lazily negated, functional, batched, sparse, nested,
-#: quantised and meta tensors have others, and so have subclasses with a `__torch_dispatch__`.
+#: Keys of an ordinary tensor, and of one made in inference mode. Other tensors have others, and so have subclasses with
+#: a `__torch_dispatch__`.
 PLAIN_TENSORS = _key_sets(
     *(f"{kind} ADInplaceOrView Autograd{kind} Autocast{kind}" for kind in ("CPU", "CUDA")),
     *(f"{kind} Autocast{kind}" for kind in ("CPU", "CUDA")),
@@ -114,21 +112,20 @@ _transforming = _named("_C._are_functorch_transforms_active")
 _is_wrapped = _named("_C._functorch.is_functorch_wrapped_tensor")
 BelowAutograd = _named("_C._AutoDispatchBelowAutograd")
 _keeps_graph = _named("_C._autograd._get_current_graph_task_keep_graph")
-#: Returns whether any autocast is on. True if torch does not tell: the caller then asks for its device.
+#: True if torch does not tell: the caller then asks for its device.
 any_autocast: Callable[[], bool] = _named("_C._is_any_autocast_enabled", lambda: True)
 _executes = _named("_C._will_engine_execute_node")
 
 
-#: Returns whether a functional transform is active on this thread, None if torch does not tell.
+#: None if torch does not tell.
 transforming: Callable[[], bool | None] = _transforming or (lambda: None)
-#: Returns whether the current backward may run again, True if torch does not tell.
+#: Returns True if the current backward may run again, or torch does not tell.
 keeps_graph: Callable[[], bool] = _keeps_graph or (lambda: True)
-#: Returns whether a tensor belongs to a functional transform.
 is_wrapped: Callable[[torch.Tensor], bool] = _is_wrapped or (lambda tensor: bool(transforming()))
 
 
 def require_destinations() -> None:
-    """Raise Unsupported if torch does not tell where the gradient of a backward goes."""
+    """Raise Unsupported if torch does not tell where a gradient goes."""
     if _executes is None:
         raise Unsupported(
             f"main_grad=True needs torch._C._will_engine_execute_node, which torch {torch.__version__} has not; leave "
@@ -151,7 +148,6 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def redispatch_below_autograd(overload: Any, keys: Any, arguments: tuple[Any, ...]) -> Any:
-    """Call an operator's layer below autograd. keys: the dispatch keys of the current call."""
     highest = None
     while "Autograd" not in str(highest):
         highest = keys.highestPriorityTypeId()
@@ -159,7 +155,6 @@ def redispatch_below_autograd(overload: Any, keys: Any, arguments: tuple[Any, ..
     return overload.redispatch(keys, *arguments)
 
 
-# Memory, streams and recognised calls.
 _empty_cpu = _named("_C._dynamo.guards._empty_strided_cpu")
 _empty_cuda = _named("_C._dynamo.guards._empty_strided_cuda")
 _deterministic = _named("_C._get_deterministic_algorithms")
@@ -177,8 +172,8 @@ Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tens
 def allocator(device: torch.device) -> Allocator:
     """Return inductor's allocation function for a device, which takes a third of the time of `torch.empty`.
 
-    It allocates on the current device and never fills memory, as deterministic mode asks. In that mode, and for another
-    device, this is `torch.empty_strided`.
+    It never fills memory, as deterministic mode asks, and allocates on the current device. Otherwise this is
+    `torch.empty_strided`.
     """
     if not _deterministic():
         index = device.index
@@ -197,31 +192,26 @@ if None in (_empty_cpu, _empty_cuda, _deterministic):
     allocator = _public_allocator
 
 
-# Programs: compiled, exported, and seen by modes.
 def constant_result(function: _Function) -> _Function:
-    """Make the results of `function` constants of compiled programs.
-
-    `torch.compiler.assume_constant_result` sets the same mark, but imports Dynamo, which is slower than `import
-    moe_torch`.
-    """
+    """Make the results of `function` constants of compiled programs, as `torch.compiler.assume_constant_result` does,
+    without importing Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def graph_break(function: _Function) -> _Function:
-    """Make calls of a function graph breaks in compiled programs, as `torch.compiler.disable` does, without Dynamo."""
+    """Make calls of a function graph breaks, as `torch.compiler.disable` does, without Dynamo."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Return `torch.compiler.disable(function)` if Dynamo is imported, else the function."""
+    """Return `torch.compiler.disable(function)` if Dynamo is imported."""
     disable: Any = torch.compiler.disable
     return disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def is_fake(tensor: Any) -> bool:
-    """Return True for a tensor of `FakeTensorMode`."""
     kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
     return isinstance(tensor, kind)
 
@@ -245,13 +235,12 @@ TorchDispatchMode: Any = _named("utils._python_dispatch.TorchDispatchMode", _NoM
 
 
 def is_mutable(overload: Any) -> bool:
-    """Return True for an operator that writes to an argument."""
     schema = getattr(overload, "_schema", None)
     return "_." in str(overload) if schema is None else schema.is_mutable
 
 
 def symmetric_memory() -> Any:
-    """The module of torch's symmetric memory. Raises Unsupported where torch has none."""
+    """Raises Unsupported where torch has none."""
     try:
         return importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
@@ -259,23 +248,21 @@ def symmetric_memory() -> Any:
 
 
 def group_timeout(group: Any, device: torch.device) -> datetime.timedelta | None:
-    """Return the timeout of a process group's collectives, None if torch does not tell."""
+    """The timeout of a process group's collectives, if torch tells."""
     backend = getattr(group, "_get_backend", lambda _: None)(device)
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def root_mesh(mesh: Any) -> Any:
-    """Return the DeviceMesh that a mesh is an axis of. Raises AttributeError if torch does not tell."""
+    """The DeviceMesh that a mesh is an axis of. Raises AttributeError if torch does not tell."""
     return mesh._get_root_mesh()
 
 
 #: Makes tensors of a subclass that holds other tensors.
 wrapper_subclass = _named("Tensor._make_wrapper_subclass")
-#: The operator of `Tensor.to`.
 to_copy = _named("ops.aten._to_copy.default")
 
 
-# Trees.
 _pytree = _named("utils._pytree")
 
 
@@ -286,12 +273,10 @@ def register_pytree(kind: type, flatten: Any, unflatten: Any, **options: Any) ->
 
 
 def attribute_key(name: str) -> Any:
-    """The key of an attribute in a path of leaves."""
     return _pytree.GetAttrKey(name)
 
 
 def _tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree_map` through lists, tuples and dicts."""
     if isinstance(tree, dict):
         return {key: _tree_map(function, value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
@@ -303,7 +288,6 @@ tree_map: Callable[..., Any] = _tree_map if _pytree is None else _pytree.tree_ma
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree in order."""
     leaves: list[Any] = []
     tree_map(leaves.append, tree)
     return leaves

@@ -26,7 +26,7 @@ def register_pytrees() -> None:
     private.register_pytree(
         QuantizedTensor,
         lambda tensor: ([array for _, array in _keyed(tensor)], tensor.spec),
-        # Transformations replace the arrays by other objects. Ops check the tensors they take.
+        # Transformations replace the arrays by other objects.
         lambda arrays, spec: QuantizedTensor.unchecked(spec, *arrays),
         serialized_type_name="moe_core.formats.QuantizedTensor",
         to_dumpable_context=codec.dumps,
@@ -36,5 +36,4 @@ def register_pytrees() -> None:
 
 
 def _keyed(tensor: QuantizedTensor) -> list[tuple[Any, Any]]:
-    """The leaves of a quantised tensor in order. Its spec is no leaf."""
     return [(private.attribute_key(name), getattr(tensor, name)) for name, _ in array_fields(QuantizedTensor)]

@@ -20,13 +20,12 @@ Dense = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def dense(shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
-    """Row-major memory."""
     return shape, torch.empty(shape, device="meta").stride(), dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A prepared plan, the indices of the arguments that it reads, and the memory that it needs."""
+    """A prepared plan, the indices of the arguments that it reads, and its memory."""
 
     prepared: Prepared
     selection: tuple[int, ...]
@@ -35,20 +34,17 @@ class Ready:
     device: torch.device
 
     def run(self, pointers: list[int], destinations: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
-        """Run on the current stream and return the outputs.
+        """Run on the current stream and return the outputs. An allocator's error gets a note on the op's memory.
 
-        An error of torch's allocator (`torch.OutOfMemoryError` on a GPU) gets a note on the op's memory.
-
-        Args:
-            pointers: addresses of the inputs. Those of outputs and scratch are appended.
-            destinations: tensors for the outputs, None: a new one. Empty: all new.
+        pointers: addresses of the inputs. Those of outputs and scratch are appended. destinations: tensors for the
+        outputs, None: a new one. Empty: all new.
         """
         outputs, _ = self._add_memory(pointers, destinations)
         self._launch(pointers)
         return outputs
 
     def begin(self, pointers: list[int], behind: int, kept: object = None) -> Begun:
-        """Run all steps except the last `behind` on the current stream. kept: is kept alive by the result."""
+        """Run all steps except the last `behind`. kept: is kept alive by the result."""
         outputs, scratch = self._add_memory(pointers, ())
         split = len(self.prepared.plan.steps) - behind
         self._launch(pointers, slice(split))
@@ -67,7 +63,7 @@ class Ready:
                 outputs = list(starmap(empty, self.outputs))
             pointers += map(_address_of, outputs)
             if self.scratch:
-                # Freed when a run returns: torch reuses it in stream order, after the launches that read it.
+                # Freed when a run returns: torch reuses it in stream order.
                 scratch = empty(*self.scratch)
                 pointers.append(scratch.data_ptr())
         except (RuntimeError, MemoryError) as error:
@@ -94,6 +90,6 @@ class Begun(NamedTuple):
     kept: object
 
     def finish(self) -> list[torch.Tensor]:
-        """Run the other steps on the current stream, which waits for the first ones. Returns the outputs."""
+        """Run the other steps on the current stream, which waits for the first ones."""
         self.ready._launch(self.pointers, self.steps)
         return self.outputs

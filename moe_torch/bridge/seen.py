@@ -1,8 +1,8 @@
 """Plain calls like an earlier one, recognised by one function of torch instead of the key of a plan.
 
 A key (`eager.plain_key`) reads metadata attribute by attribute, which takes as long as two launches. Torch's
-`TensorGuards` compares class, dispatch keys, dtype, device, requires_grad, shape and strides of all tensors in C++.
-Without it calls go by keys only. It ignores the keys of some dispatch modes, so `plain_thread` is checked first.
+`TensorGuards` compares class, dispatch keys, dtype, device, requires_grad, shape and strides of all tensors in C++. It
+ignores the keys of some dispatch modes, so `plain_thread` is checked first.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _MISSES = 8
 class _Seen:
     """The arguments of a call, and its plan.
 
-    A call is like it if tensors with the same metadata are at the same indices, the other arguments are None, and the
-    last addresses equal `fixed`.
+    A like call has tensors with the same metadata at the same indices, and last addresses equal to `fixed`.
     """
 
     __slots__ = ("absent", "asks", "fixed", "is_like", "misses", "pointers", "ready", "tail", "target", "tensors")
@@ -46,19 +45,18 @@ class _Seen:
         self.asks = any([tensor.requires_grad for tensor in tensors])
         self.target = None if tensors[0].is_cuda else cpu_target()
         self.fixed, self.tail = list(fixed), slice(len(present) - len(fixed), None)
-        #: Selects the addresses that the plan reads.
         self.pointers = _items([present.index(index) for index in ready.selection])
         self.ready, self.misses = ready, 0
 
     def run(self, arguments: Sequence[Any]) -> list[torch.Tensor] | None:
-        """Return the outputs of such a call. None: it is another call and nothing has run."""
+        """None: it is another call and nothing has run."""
         tensors = arguments
         try:
             if self.absent is not None:
                 tensors = self.tensors(arguments)
                 if not _are_absent(self.absent(arguments)):
                     return None
-            # The comparison would end the process at a nested or sparse tensor, which has no strides.
+            # The comparison would end the process at a tensor without strides.
             if not _are_plain(map(type, tensors)) or True in map(_is_nested, tensors):
                 return None
             addresses = list(map(_address_of, tensors))
@@ -75,8 +73,7 @@ class _Seen:
 
 
 class SeenCalls:
-    """Plain calls of one function, by options and shape of the first argument. The last one of each options is tried
-    first."""
+    """Plain calls of one function, by options and shape of the first argument."""
 
     __slots__ = ("_calls",)
 
@@ -102,14 +99,7 @@ class SeenCalls:
         return outputs
 
     def remember(self, options: str, arguments: Sequence[Any], ready: Ready, fixed: Sequence[int] = ()) -> None:
-        """Remember a plain call.
-
-        Args:
-            options: its options.
-            arguments: its tensors.
-            ready: its plan, which reads the arguments `ready.selection`.
-            fixed: addresses that the last arguments of a like call have.
-        """
+        """Remember a plain call. ready: its plan. fixed: addresses that the last arguments of a like call have."""
         key = options, arguments[0].shape
         seen = self._calls.get(key)
         if seen is not None:
@@ -121,7 +111,6 @@ class SeenCalls:
 
 
 def _items(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that takes the items at some indices of a sequence."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda items: tuple([items[index] for index in indices])

@@ -1,8 +1,8 @@
 """The arguments of an operator, declared once.
 
-A declaration is a class with annotated fields, like a NamedTuple, or for operators of bundles a `Signature`. The schema
-in order, the options string, the typed call and the planner's keywords follow from it. Calls name all arguments:
-positional ones raise TypeError, so that no two arguments can be swapped.
+A declaration is a class with annotated fields, or for operators of bundles a `Signature`. The schema in order, the
+options string, the typed call and the planner's keywords follow from it. Calls name all arguments, so that no two can
+be swapped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.specs.operands import array_fields
 from moe_torch.bridge.options import encode
 
-#: Parts of a quantised matrix other than its values.
 _PARTS = ("scales", "zero_points")
 
 _Returned = TypeVar("_Returned")
@@ -25,29 +24,23 @@ _Returned = TypeVar("_Returned")
 
 @typing.dataclass_transform(kw_only_default=True)
 class Declaration(Generic[_Returned]):
-    """Declares the arguments of an operator, tensors and then options, and its result: tensors, a list or None."""
+    """Declares an operator's arguments, tensors and then options, and its result."""
 
 
 # Annotations of tensor fields. All other fields are options.
 Tensor = torch.Tensor
 MaybeTensor = torch.Tensor | None
-#: The operator writes to it.
 Written = Annotated[torch.Tensor | None, "!"]
-#: Symmetric memory of this rank. It is declared as written to, so that traced programs keep the order of stores,
-#: barriers and loads. No plan reads it.
+#: Symmetric memory of this rank, declared as written to, so that traced programs keep the order of stores, barriers and
+#: loads.
 Memory = Annotated[torch.Tensor | None, "!", "not planned"]
-#: Number of returned tensors by the declared result. None: a list.
 _RETURNS: dict[Any, int | None] = {torch.Tensor: 1, type(None): 0, list[torch.Tensor]: None}
 
 
 def fields_of(kind: type, bundle: str = "", *, without: Sequence[str] = (), optional: bool = False) -> tuple[str, ...]:
     """List the arrays of a bundle's class in the notation of `Signature`: `experts.gate_up`, `experts.up?`, ...
 
-    Args:
-        kind: the bundle's class.
-        bundle: the name before the dot, if any.
-        without: listed names to leave out.
-        optional: all may be None.
+    bundle: the name before the dot, if any. without: names to leave out. optional: all may be None.
     """
     dot = "." if bundle else ""
     fields = [(f"{bundle}{dot}{name}", required and not optional) for name, required in array_fields(kind)]
@@ -87,7 +80,7 @@ class Signature:
         for tensor, name in zip(tensors, self._arrays, strict=True):
             listed.append(tensor)
             listed += [f"{name}.{part}?" for part in _PARTS] if name in self._matrices else []
-        #: Names of the tensors in plans and messages. The values of a quantised tensor have the tensor's name.
+        #: The values of a quantised tensor have the tensor's name.
         self.names = tuple(tensor.rstrip("?!") for tensor in listed)
         letters = iter("abcdefghijklmnopqrstuvwxyz")
         kinds = {"?": lambda: "Tensor?", "!": lambda: f"Tensor({next(letters)}!)?"}
@@ -99,7 +92,6 @@ class Signature:
 
     @classmethod
     def of(cls, declaration: type[Declaration[Any]]) -> Signature:
-        """Return the signature that a class declares."""
         (result,) = typing.get_args(declaration.__orig_bases__[0])  # pyright: ignore[reportAttributeAccessIssue]
         tensors, options, bundles, unplanned = [], [], {}, []
         for name, hint in typing.get_type_hints(declaration, include_extras=True).items():
@@ -117,12 +109,11 @@ class Signature:
 
     @property
     def is_called(self) -> bool:
-        """False if the operator is called by names of tensors, because its bundles are no objects."""
+        """False if the operator is called by names of tensors."""
         return all("." not in name or name.partition(".")[0] in self._bundles for name in self._arrays)
 
     def typed(self, run: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
-        """Return a function of named tensors, bundles and options that calls `run` with the operator's arguments in
-        order."""
+        """Return a function of named tensors, bundles and options that calls `run` with the arguments in order."""
         bundles = [name.partition(".")[0] for name in self._arrays]
         arrays = []
         for bundle, name in zip(bundles, self._arrays, strict=True):
@@ -130,14 +121,14 @@ class Signature:
             arrays.append(f"(None if {bundle} is None else {name})" if absent else name)
         flat, options = f"({', '.join(arrays)},)", ", ".join(self._values)
         body = f"finish({flat}, {options})" if self._matrices else f"({flat[1:-1]} encode({options}))"
-        # Dynamo can follow a closure. The text has only names of our declarations.
+        # Dynamo can follow a closure.
         source = (
             f"lambda run, encode, finish: lambda *, {', '.join((*dict.fromkeys(bundles), *self._values))}: run({body})"
         )
         return eval(source)(run, encode, self._quantized)
 
     def _quantized(self, arrays: Sequence[Any], *options: Any) -> tuple[Any, ...]:
-        """Return the operator's arguments for arrays in the order of `tensors` above, splitting quantised matrices."""
+        """Return the operator's arguments, splitting quantised matrices."""
         flat, formats = [], []
         for name, array in zip(self._arrays, arrays, strict=True):
             if name not in self._matrices:
@@ -153,7 +144,7 @@ class Signature:
     def keywords(
         self, tensors: Sequence[Any], options: Sequence[Any], build: Callable[..., QuantizedTensor] = QuantizedTensor
     ) -> dict[str, Any]:
-        """Return tensors and options by name, with bundles built from their fields. Absent ones are None.
+        """Return tensors and options by name, with bundles built from their fields.
 
         build: `QuantizedTensor.unchecked` for tensors of transformations or symbolic shapes, which a check would fix.
         """
@@ -176,10 +167,7 @@ class Signature:
         return values
 
     def shapes(self, tensors: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
-        """Return `keywords` for functions that read shapes. Values replace their matrices, unless these are tiled.
-
-        No format packs the axes that shapes are read from.
-        """
+        """Return `keywords` for functions that read shapes, with values for matrices unless these are tiled."""
         if self._matrices:
             *options, formats = options
             tiled: list[QuantizedSpec | None] = [

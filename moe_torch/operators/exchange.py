@@ -228,8 +228,6 @@ def _plan_sum_into(*, out: ArraySpec, **arrays: Any) -> LaunchPlan:
 
 
 class _IntoOperator(Operator[_Parameters, _Returned]):
-    """An operator that writes the plan's output to `out`."""
-
     _runs_plan_alone = False
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -15,22 +15,20 @@ from moe_torch.bridge.options import decode
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-#: Arrays of a moe operator that a backward can add gradients of to existing tensors.
+#: Arrays with gradients that can be added to existing tensors.
 MATRICES = ("experts.gate_up", "experts.down", "experts.up", "shared.gate_up", "shared.down", "shared.up")
 
 
 def accumulated(wanted: tuple[str, ...], into: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The wanted gradients that are added to a tensor of `into`."""
     return tuple(name for name in wanted if into and into.get(name.removeprefix("d_")) is not None)
 
 
 def as_int32(ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 ids as int32, with ids beyond int32 as others out of range. Other ids are returned as they are."""
+    """Return int64 ids as int32, with ids beyond int32 as others out of range."""
     return ids.clamp(-2, INT32_LIMIT - 1).to(torch.int32) if ids.dtype == torch.int64 else ids
 
 
 def as_float32(weights: torch.Tensor) -> torch.Tensor:
-    """Return bf16 and fp16 weights as fp32. Others are returned as they are."""
     return weights.float() if weights.dtype in (torch.bfloat16, torch.float16) else weights
 
 
@@ -53,10 +51,10 @@ class TrainingOperator(Operator[_Parameters, _Result]):
 
 
 class BackwardOperator(Operator[_Parameters, _Result]):
-    """A backward, which returns the gradients that the options name, in that order.
+    """A backward, which returns the gradients that the options name.
 
-    With arguments `into`, it adds gradients of matrices to these tensors instead of returning them, and overwrites the
-    saved pre-activation.
+    With arguments `into`, it adds gradients of matrices to these tensors instead, and overwrites the saved
+    pre-activation.
     """
 
     _runs_plan_alone = False

@@ -23,7 +23,7 @@ Sizes = tuple[int | None, ...]
 
 
 def layout_of(sizes: tuple[Any, ...], arrays: bundles.LayoutArrays) -> LayoutSpec:
-    """The layout of `layout_sizes`. row_of_slot gives the number of tokens if the sizes do not."""
+    """The layout of `layout_sizes`."""
     num_tokens, top_k, *others = sizes
     if num_tokens is None:
         slots = require_spec("layout.row_of_slot", arrays.row_of_slot, ("num_tokens * top_k",), "int32")
@@ -82,7 +82,7 @@ def reduce_plan(
     out_dtype: str | None,
 ) -> LaunchPlan:
     if sizes[2] is None:
-        # Rows of the modular kernels, in no layout of experts: all that there are.
+        # The rows of modular kernels are in no layout of experts.
         rows = y.shape[0] if order == "row" else None
         sizes = (*sizes[:2], 1, 1, rows or None)
     layout = layout_of(sizes, bundles.LayoutArrays(row_of_slot=row_of_slot))

@@ -1,6 +1,6 @@
 """The operators of a forward that stores the rows of its last product at peers' addresses.
 
-They are `moe` with TopK routing and `results_at`. Their output has no rows.
+They are `moe` with TopK routing and `results_at`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _without_rows(shapes: Any, call: Any) -> Outputs:
 
 
 def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
-    """The forward, and the one that saves tensors for the backward of `moe`."""
+    """The forward, and the one that saves tensors for its backward."""
     tensors = (*table.moe_tensors(TopK, matrices), "results_at", "gradients_at?", "memory!")
     declare = functools.partial(
         Signature, tensors, ("spec",), _BUNDLES, matrices=matrices, unplanned=("gradients_at", "memory")
@@ -45,7 +45,7 @@ def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
 
 
 def _in_two_parts(packet: str, *matrices: str) -> Operator:
-    """The forward that can run product 2 on another stream, with optional results_at."""
+    """The forward that can run product 2 on another stream."""
     tensors = (*table.moe_tensors(TopK, matrices), "results_at?", "memory!")
     options = ("spec", "multiprocessors")
     signature = Signature(tensors, options, _BUNDLES, matrices=matrices, returns=_RESULTS, unplanned=("memory",))
@@ -63,7 +63,7 @@ def _gradients(call: Any) -> Outputs:
 
 
 def _backward(packet: str, *matrices: str) -> Operator:
-    """The backward of `moe`, with its last product storing the rows of d_x at addresses."""
+    """The backward of `moe` that stores the rows of d_x at addresses."""
     into = packet.endswith("_into")
     tensors = table.backward_tensors(TopK, ("results_at", "memory!"), into=into)
     options = ("spec", "wanted")
@@ -76,7 +76,6 @@ EXPERTS_PUSH, EXPERTS_PUSH_TRAINING = _pushed("experts_push")
 EXPERTS_PUSH_QUANTIZED, EXPERTS_PUSH_QUANTIZED_TRAINING = _pushed("experts_push_quantized", *table.EXPERT_MATRICES)
 EXPERTS_IN_PARTS = _in_two_parts("experts_in_parts")
 EXPERTS_IN_PARTS_QUANTIZED = _in_two_parts("experts_in_parts_quantized", *table.EXPERT_MATRICES)
-#: A backward into new memory, and one that adds to the caller's tensors.
 BACKWARDS = _backward("experts_push_backward"), _backward("experts_push_backward_into")
 QUANTIZED_BACKWARDS = (
     _backward("experts_push_quantized_backward", *table.EXPERT_MATRICES),
@@ -97,12 +96,12 @@ def experts_push(
     """Run `moe` and store the result row of every slot at its destination while other rows are computed.
 
     The bits are those of `moe` with K = 1 followed by `combine_push`, without an array of rows here. Gradients are
-    those of `moe` for each token's sum. A row has a multiple of 16 bytes.
+    those of `moe` for each token's sum.
 
     Args:
-        x, experts, routing, spec: as for `moe_torch.moe`.
-        results_at: int64 `[T * K]`, the destination address of each slot's row, for example of `result_addresses`. It
-            is a multiple of 16, or 0 for none. Slots without an expert are not stored.
+        x, experts, routing, spec: as for `moe_torch.moe`. A row has a multiple of 16 bytes.
+        results_at: int64 `[T * K]`, the destination address of each slot's row, for example of `result_addresses`: a
+            multiple of 16, or 0 for none. Slots without an expert are not stored.
         gradients_at: int64 `[T * K]`, the addresses to which the backward stores each slot's row of the gradient of x,
             which then has no memory here. None: the gradient is an array, the sum of a token's rows.
         memory: the symmetric tensor of this rank, see `moe_torch.parallel.peer_ops`.

@@ -30,19 +30,17 @@ from moe_torch.bridge.options import decode, require_instance
 from moe_torch.operators.stages import MATMUL_OGS, MATMUL_OGS_QUANTIZED
 from moe_torch.operators.table import MOE, MOE_QUANTIZED
 
-#: The arrays of a product without a layout.
 _NO_LAYOUT = LayoutArrays()
 
 
 class Request(NamedTuple):
-    """The operator that an op calls, and its arguments: tensors in order (None where absent), then the options."""
+    """Arguments are tensors in order (None where absent), then the options."""
 
     operator: Operator[..., Any]
     arguments: tuple[Any, ...]
 
 
 def _is_quantized(first: Any, second: Any, third: Any) -> bool:
-    """Return True if one of three matrices is a `QuantizedTensor`."""
     kind = QuantizedTensor
     return isinstance(first, kind) or isinstance(second, kind) or isinstance(third, kind)
 
@@ -50,7 +48,7 @@ def _is_quantized(first: Any, second: Any, third: Any) -> bool:
 def layout_sizes(layout: RaggedLayout) -> tuple[Any, ...]:
     """Return the fields of a layout as options of an operator.
 
-    The number of tokens is None in compiled and exported programs, where it may change: row_of_slot gives it.
+    The number of tokens is None in compiled and exported programs: row_of_slot gives it.
     """
     require_instance("layout", layout, RaggedLayout)
     require_instance("layout.spec", layout.spec, LayoutSpec)
@@ -60,7 +58,6 @@ def layout_sizes(layout: RaggedLayout) -> tuple[Any, ...]:
 
 
 def matmul_request(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> Request:
-    """Make the call of `matmul_ogs`. Raises InvalidInput for arguments of another type."""
     require_instance("operands", operands, MatmulOperands)
     require_instance("spec", spec, MatmulSpec)
     sizes, arrays = (None, _NO_LAYOUT) if layout is None else (layout_sizes(layout), layout)
@@ -77,7 +74,7 @@ def matmul_request(operands: MatmulOperands, layout: RaggedLayout | None, spec: 
 
 
 def reads_formats(experts: Any, routing: Any, spec: Any, shared: Any = None) -> bool:
-    """Return True if `moe` needs the operator of quantised matrices. Raises InvalidInput for other types."""
+    """Return True if `moe` needs the operator of quantised matrices."""
     # In line, because every eager call passes here.
     if type(experts) is not ExpertWeights:
         require_instance("experts", experts, ExpertWeights)
@@ -87,7 +84,7 @@ def reads_formats(experts: Any, routing: Any, spec: Any, shared: Any = None) -> 
         require_instance("spec", spec, MoESpec)
     if shared is not None:
         require_instance("shared", shared, SharedExpert)
-    # The planner of that operator refuses scales of plain experts.
+    # That operator's planner refuses scales of plain experts.
     if experts.gate_up_input_scale is not None or experts.down_input_scale is not None:
         return True
     return _is_quantized(experts.gate_up, experts.down, experts.up)
@@ -103,7 +100,6 @@ def moe_request(
     expert_map: Any = None,
     shared: Any = None,
 ) -> Request:
-    """Make the call of `moe`. Raises InvalidInput for arguments of another type."""
     operators = MOE_QUANTIZED if reads_formats(experts, routing, spec, shared) else MOE
     operator = operators[type(routing)]
     arguments = operator.arguments(
@@ -113,14 +109,12 @@ def moe_request(
 
 
 def operands_of(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> MoEOperands:
-    """The specs of the arguments of a moe operator, as its planner takes them."""
+    """Specs of the arguments of a moe operator."""
     *tensors, options = arguments
     keywords = operator.signature.keywords(operator.specs(tensors), decode(options))
     return MoEOperands(**{name: keywords[name] for name, _ in array_fields(MoEOperands)})
 
 
 def training_plans(operator: Operator[..., Any], arguments: tuple[Any, ...], target: Target) -> tuple[LaunchPlan, ...]:
-    """The plans of a training step for the arguments of a moe operator."""
-    # Raises as a call does.
     operator.plan(arguments, target)
     return plan_training(operands_of(operator, arguments), decode(arguments[-1])[0], target)

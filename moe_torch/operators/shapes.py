@@ -12,7 +12,6 @@ from moe_torch.bridge.operator import Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.operators.kinds import accumulated
 
-#: Names of gradients.
 Names = tuple[str, ...]
 
 
@@ -21,7 +20,6 @@ def width_of(weight: Any, weight_layout: str) -> Any:
 
 
 def activated(width: Any, activation: Activation | None) -> Any:
-    """Columns after the activation of a buffer of `width` columns."""
     one_buffer = activation is not None and activation.gate_layout in ("halves", "interleaved")
     return width // 2 if one_buffer else width
 
@@ -35,7 +33,7 @@ def like(*tensors: Any) -> Outputs:
 
 
 def gradients_of(call: Any) -> Outputs:
-    """The gradients that the options name, except those added to a tensor of the caller."""
+    """The named gradients, except those added to a tensor of the caller."""
     added = accumulated(call.wanted, getattr(call, "into", None))
     return like(*[attrgetter(name.removeprefix("d_"))(call) for name in call.wanted if name not in added])
 

@@ -1,4 +1,4 @@
-"""The operators of single stages: router, norm, routing, layouts, activation, products, sums, quantised rows."""
+"""The operators of single stages."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class _MakeBoundedLayout(Declaration[tuple[Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 MAKE_LAYOUT = Operator("make_layout", _MakeLayout, layouts.make_layout_plan, layouts.layout_shapes)
-#: For `LayoutSpec.rows`, with the overflow as one more result.
+#: For `LayoutSpec.rows`, with the overflow as a result.
 MAKE_BOUNDED_LAYOUT = Operator(
     "make_bounded_layout", _MakeBoundedLayout, layouts.make_layout_plan, layouts.bounded_layout_shapes
 )
@@ -299,7 +299,7 @@ def _product_shapes(call: Any) -> Outputs:
 
 
 def _products(suffix: str, *matrices: str) -> tuple[Operator, Operator]:
-    """The product and its backward. matrices: arrays that may be quantised."""
+    """The product and its backward. matrices: may be quantised."""
     tensors = (*fields_of(bundles.MatmulOperands), *(f"{name}?" for name in LAYOUT))
     forward, backward = (functools.partial(_product, one) for one in (plan_matmul_ogs, plan_matmul_ogs_backward))
     signature = Signature(tensors, ("spec", "sizes"), matrices=matrices)

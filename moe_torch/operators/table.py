@@ -22,7 +22,7 @@ from moe_torch.bridge.signature import Signature, fields_of
 from moe_torch.operators.kinds import MATRICES, BackwardOperator, TrainingOperator, accumulated
 from moe_torch.operators.shapes import activated, out_dtype_of, routed, wide_gradients, width_of
 
-#: One overload per kind of routing, because their outputs differ.
+#: Outputs differ by routing.
 _OVERLOADS = {bundles.TopK: "top_k", bundles.RouterLogits: "router_logits", bundles.RouterWeights: "router_weights"}
 EXPERT_MATRICES = ("experts.gate_up", "experts.down", "experts.up")
 
@@ -33,7 +33,7 @@ SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
 
 
 def moe_tensors(kind: type, matrices: Sequence[str] = ()) -> tuple[str, ...]:
-    """matrices: arrays that may be quantised. Static scales of their inputs come with them."""
+    """matrices: arrays that may be quantised, with static scales of their inputs."""
     experts = fields_of(bundles.ExpertWeights, "experts", without=INPUT_SCALES)
     shared = fields_of(bundles.SharedExpert, "shared", optional=True)
     scales = [f"{name}?" for name in INPUT_SCALES if matrices]
@@ -69,7 +69,7 @@ def moe_shapes(call: Any) -> Outputs:
 
 
 def training_shapes(call: Any) -> Outputs:
-    """The shapes of `result_names`, the ids and weights used if the caller brought them, and `saved_names`."""
+    """The shapes of `result_names`, of the used ids and weights, and of `saved_names`."""
     x, spec, routing, shared = call.x, call.spec, call.routing, call.shared
     outputs = moe_shapes(call) + (routed(x, routing.ids.shape[1]) if isinstance(routing, bundles.TopK) else [])
     slots = x.shape[0] * (routing.ids.shape[1] if isinstance(routing, bundles.TopK) else spec.router.top_k)
@@ -109,7 +109,7 @@ def plan_backward(
     results_at: ArraySpec | None = None,
     **arrays: Any,
 ) -> LaunchPlan:
-    """arrays: of the forward, its results, and what it saved."""
+    """arrays: of the forward, its results, and its saved ones."""
     operands = bundles.MoEOperands(**{name: arrays[name] for name, _ in bundles.array_fields(bundles.MoEOperands)})
     names = tuple("d_x" if name == "d_wide" else name for name in wanted)
     added, wide = accumulated(wanted, into), names != wanted
@@ -132,7 +132,7 @@ def _training(kind: type, packet: str, *matrices: str) -> Operator:
 
 
 def backward_tensors(kind: type, more: tuple[str, ...] = (), *, into: bool) -> tuple[str, ...]:
-    """Gradients of the forward's results, the forward's tensors, its results, what it saved, then `more`.
+    """Gradients of the forward's results, the forward's tensors, its results, its saved ones, then `more`.
 
     into: the backward adds gradients of matrices to `into` and overwrites the saved pre-activation.
     """
@@ -144,7 +144,7 @@ def backward_tensors(kind: type, more: tuple[str, ...] = (), *, into: bool) -> t
 
 
 def _backward(kind: type, packet: str, *matrices: str) -> Operator:
-    """A backward of `backward_tensors`. If its name ends with `_into`, it writes to the caller's memory."""
+    """With a name that ends with `_into`, it writes to the caller's memory."""
     into = packet.endswith("_into")
     tensors, options = backward_tensors(kind, into=into), ("spec", "wanted")
     signature = Signature(tensors, options, moe_bundles(kind), matrices=matrices, returns=None)
@@ -158,10 +158,9 @@ def _by_kind(make: Callable[..., Operator], packet: str, *matrices: str) -> dict
 
 MOE = _by_kind(_moe, "moe")
 MOE_QUANTIZED = _by_kind(_moe, "moe_quantized", *EXPERT_MATRICES)
-#: A forward that saves tensors for its backward, and that backward. See docs/user/training.md.
+#: See docs/user/training.md.
 TRAINING = _by_kind(_training, "moe_training")
 BACKWARD = _by_kind(_backward, "moe_backward")
-#: Backwards that add to the caller's tensors.
 BACKWARD_INTO = _by_kind(_backward, "moe_backward_into")
 QUANTIZED_TRAINING = _by_kind(_training, "moe_quantized_training", *EXPERT_MATRICES)
 QUANTIZED_BACKWARD = _by_kind(_backward, "moe_quantized_backward", *EXPERT_MATRICES)
