@@ -20,8 +20,8 @@ _MOST_LAYERS, _MOST_EXPERTS, _MOST_CONFIG_BYTES = 10_000, 100_000, 4 * 2**20
 class ModelConfig:
     """The settings of a text model.
 
-    model_type: the declared family name. quantization: `quantization_config` or None, also from outside the text
-    model's settings. nested: the path to the settings in a multimodal model's, such as `("text_config",)`.
+    model_type: the declared family name. quantization: `quantization_config` or None. nested: the path to the settings
+    in a multimodal model's, such as `("text_config",)`.
     """
 
     model_type: str
@@ -30,9 +30,9 @@ class ModelConfig:
     nested: tuple[str, ...] = ()
 
     def find(self, *keys: str) -> Any:
-        """The value of the first of `keys` (names across releases) that is present.
+        """The value of the first present key of `keys` (names across releases).
 
-        Raises InvalidInput if none is, or if another one has another value.
+        Raises InvalidInput if none is, or if values differ.
         """
         found = [(key, self.settings[key]) for key in keys if key in self.settings]
         for key, value in found[1:]:
@@ -58,9 +58,9 @@ class ModelConfig:
     def integer(
         self, *keys: str, least: int = 1, most: int = 2**63, null: int | None = None, default: int | None = None
     ) -> int:
-        """An integer from `least` to `most`, required unless a default is given.
+        """An integer, required unless a default is given.
 
-        null: the meaning of a JSON null, where it is legal. A list gives one number per layer, and all must be equal.
+        null: the meaning of a JSON null, where it is legal. Entries of a list, one per layer, must be equal.
         """
         value = self._given(keys, default)
         if value is None and null is not None:
@@ -122,7 +122,7 @@ class ModelConfig:
         return replace(self, settings={**self.settings, **part})
 
     def require(self, key: str, supported: object, operation: str, *, given: bool = False) -> None:
-        """Refuse a setting for an operation that we do not have. Absent and null ones pass, unless `given`."""
+        """Refuse a setting that we lack. Absent and null ones pass, unless `given`."""
         value = self.settings.get(key)
         if (value is not None or given) and value != supported:
             raise Unsupported(

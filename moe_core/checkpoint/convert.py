@@ -129,7 +129,7 @@ def convert_checkpoint(
 
 
 def _side_files(directory: Path) -> list[Path]:
-    """The files to copy. Refuses a link that leads out of the checkpoint: its target would be published."""
+    """Refuses a link that leads out of the checkpoint: its target would be published."""
     named = [path for path in directory.iterdir() if path.suffix in _SIDE_FILES and path.name not in _OWN_FILES]
     return [path for path in named if inside(directory, path.name).is_file()]
 

@@ -1,4 +1,4 @@
-"""Hidden states `[T, D]` from a file: the input of a MoE layer in a real model."""
+"""Hidden states `[T, D]` from a file."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ class MoELayer:
 class Checkpoint:
     """A checkpoint directory: the facts in config.json, and the places of the tensors.
 
-    config: the text model's settings. packing: the storage of quantised weights, None for a plain checkpoint. nested:
-    the path to config in a multimodal model's config.json.
+    packing: the storage of quantised weights, or None. nested: the path to `config` in a multimodal model's
+    config.json.
     """
 
     path: Path
@@ -148,7 +148,7 @@ class Checkpoint:
     def _layout(self, names: LayerNames, reader: StackReader) -> tuple[Architecture, dict[str, Stack]]:
         packing, architecture = self.packing, self.architecture
         if architecture.naming.turned and names.fused is not None and names.fused[0] in self.index.files:
-            # transformers decides the orientation by the shape too, and prefers its own.
+            # As in transformers, the shape decides and its own orientation is preferred.
             own = layer_stacks(architecture, names)["experts.gate_up"].shape
             stored = reader.stored_shape(names.fused[0])
             names = dataclasses.replace(names, turned=stored != own and stored == (own[0], own[2], own[1]))

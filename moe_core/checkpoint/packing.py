@@ -174,8 +174,7 @@ def _e8m0_scales(format: Format, suffix: str) -> Component:
 
 
 def packing_for(format: Format, interleaved: bool) -> Packing:
-    """A converter's storage of a format. interleaved: the family is gpt-oss. Raises Unsupported without a published
-    layout."""
+    """Storage for a converter. interleaved: gpt-oss. Raises Unsupported without a published layout."""
     element, arguments = format.element, _arguments(format)
 
     def scheme(activations: Format | None = None) -> Scheme:

@@ -25,8 +25,7 @@ _ACTIVATIONS: dict[tuple[Any, Any, Any], Format] = {
 def read_quantization(settings: Any, family: str) -> Packing | None:
     """The packing that a quantization_config describes, or None.
 
-    family: the model_type. Raises InvalidInput for malformed settings, Unsupported for methods and variants that cannot
-    be read.
+    family: the model_type. Raises InvalidInput for malformed settings, Unsupported for unreadable ones.
     """
     if not settings:
         return None

@@ -24,7 +24,7 @@ _COMPANIONS = ("_blocks", "_scales", "_scale", "_scale_inv", "_packed", "_zero_p
 
 
 def module_of(tensor: str) -> tuple[str, bool]:
-    """(module, True for a fused parameter of all experts) of a weight's tensor name in a plain checkpoint."""
+    """(module, True for a fused parameter of all experts) of a plain weight's name."""
     module = tensor.removesuffix(".weight")
     return module, module == tensor
 
@@ -64,10 +64,7 @@ def quantized_architecture(
 def quantized_stacks(
     stacks: Mapping[str, Stack], packing: Packing, index: TensorIndex, separate: bool
 ) -> dict[str, Stack]:
-    """The stacks of a layer, with one stack per array of a quantised weight: `experts.down.values`.
-
-    separate: gate and up have arrays of their own.
-    """
+    """The stacks of a layer, one per array of a quantised weight: `experts.down.values`. separate: as gate_layout."""
     result: dict[str, Stack] = {}
     for name, stack in stacks.items():
         if name not in _WEIGHTS:

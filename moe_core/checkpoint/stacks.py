@@ -97,7 +97,7 @@ def found_names(
     holds: Callable[[str], bool],
     nested: tuple[str, ...],
 ) -> LayerNames:
-    """The names of a layer in the files. holds: returns True for a weight in the files, quantised or not."""
+    """The names of a layer in the files. holds: True for a weight in them, quantised or not."""
     naming = architecture.naming
     prefixes = dict.fromkeys((*_own_prefixes(naming, nested), *_PREFIXES))
     roots = [f"{prefix}{naming.layers}.{layer}." for prefix in prefixes]
@@ -136,7 +136,7 @@ def found_names(
 def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:
     """The arrays of a layer by field name (`experts.gate_up`), and the tensors of each."""
     num_experts, d_model, family = architecture.num_experts, architecture.d_model, architecture.family
-    # The router's shape reveals a wrong number of experts before one seems missing.
+    # A wrong number of experts is reported before one seems missing.
     stacks = {"router.weight": Stack.whole(names.router, (num_experts, d_model))}
     if family.router_bias:
         stacks["router.bias"] = Stack.whole(names.router_bias, (num_experts,))

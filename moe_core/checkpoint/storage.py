@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 
 
 class RawTensor:
-    """A tensor of an open file whose dtype needs no conversion, with the methods of safetensors' lazy slices."""
+    """A tensor of an open file, like safetensors' lazy slices, whose dtype needs no conversion."""
 
     def __init__(self, file: TensorFile, name: str) -> None:
         self._file, self._entry = file, file.entry(name)
@@ -254,7 +254,7 @@ class StackReader(contextlib.ExitStack):
         stored: Mapping[str, str],
         progress: Callable[[ReadProgress], object] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Read `stacks` into row-major, writable, owned arrays that JAX can share without a copy.
+        """Read row-major, writable, owned arrays that JAX can share.
 
         stored: the dtypes from `check`. progress is called after every piece.
         """

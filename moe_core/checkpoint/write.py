@@ -65,7 +65,7 @@ def layer_tensors(
 
 
 def other_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor of a checkpoint outside its layers, read one at a time.
+    """(name, array) of every tensor outside a checkpoint's layers, read one at a time.
 
     For quantised checkpoints everything below the blocks is left out.
     """
@@ -266,8 +266,7 @@ class Shards:
             self._progress(WriteProgress(file, written, self._bytes))
 
     def finish(self, settings: Mapping[str, Any], side_files: Iterable[Path] = ()) -> None:
-        """Write the rest, rename the files, copy side files, and write config.json last: a killed process leaves no
-        directory that looks like a checkpoint."""
+        """config.json is written last: a killed process leaves no directory that looks like a checkpoint."""
         if self._pending:
             self._write()
         count = len(self.files)

@@ -1,4 +1,4 @@
-"""Exact permutations of layers from one storage to another.
+"""Exact permutations between storages.
 
 `placements` maps views of the source to places of the target, so that a framework writes straight into its parameters.
 """
@@ -56,7 +56,7 @@ def placements(weights: LayerWeights, storage: Storage) -> Iterator[Placement]:
             flip = field == "weight" and source.router_weight_layout != storage.router_weight_layout
         else:
             flip = transpose and not is_bias and array.ndim > 1
-        # A weight's output axis is last for in_out. A bias has only that axis.
+        # A bias has only the output axis.
         axis = -1 if is_bias or storage.weight_layout == "in_out" else -2
         view = array.swapaxes(-1, -2) if flip else array
         if not same_gate and field.startswith(("gate_up.", "up.")):

@@ -56,7 +56,7 @@ def layer_cost(
     hidden = T * D * dtypes.itemsize(param_dtype)
     if not training:
         return LayerCost(routed + dense, weights + 2 * hidden)
-    # Both passes read it, and a trained parameter has a gradient to write.
+    # A trained parameter also has a gradient to write.
     is_trained = spec.experts.scheme is None
     again = first if spec.recompute else 0
     written = weights if is_trained else others

@@ -30,7 +30,7 @@ Plans = tuple[LaunchPlan, ...]
 def layer_plans(
     operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
 ) -> tuple[Plans, Plans]:
-    """The plans of a forward, in order, and, with training, of a training step.
+    """The plans of a forward, with training of a training step.
 
     operands: of specs, with RouterWeights. default: as in `MoELayerSpec.moe_spec`.
     """

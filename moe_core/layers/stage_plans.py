@@ -27,7 +27,7 @@ from moe_core.specs.routing import LayoutSpec, LogitsSpec
 
 @dataclass
 class StagePlans:
-    """Collect the plans of a forward, and of its backward in the forward's order.
+    """Collect the plans of a forward and its backward, in the forward's order.
 
     Norms and biases are assumed to have the dtype of the rows.
     """

@@ -1,4 +1,4 @@
-"""The canonical form of one layer's weights, which checkpoints and layers of every framework read and write."""
+"""The canonical form of one layer's weights."""
 
 from __future__ import annotations
 

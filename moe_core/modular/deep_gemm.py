@@ -241,7 +241,7 @@ class DispatchCase:
 
 
 def choose_experts(not_allowed: str | None, case: DispatchCase) -> ExpertsChoice:
-    """DeepGEMM if it is allowed and the case is valid, quantised or in the chip's mode of scales."""
+    """DeepGEMM if it is allowed and the case valid for it."""
     if not_allowed is not None:
         return ExpertsChoice(TRITON, not_allowed)
     if case.e8m0_used:

@@ -15,8 +15,7 @@ from moe_core.specs.operands import RaggedLayout
 
 
 class FusedMoEActivationFormat(enum.Enum):
-    """Standard: `[M, K]`. BatchedExperts: `[E, max_num_tokens, K]`, of each expert the first `expert_num_tokens[e]`
-    rows used."""
+    """Standard: `[M, K]`. BatchedExperts: `[E, max_num_tokens, K]`, with `expert_num_tokens[e]` used rows first."""
 
     Standard = "standard"
     BatchedExperts = "batched_experts"

@@ -193,7 +193,7 @@ def _quantized(name: str, values: Any, scales: Any, zero_points: Any, spec: Quan
 
 
 def _without_unit_axes(name: str, array: Any, wanted: tuple[int, ...], what: str) -> Any:
-    """Insert or drop axes of size 1. Raises InvalidInput for other shapes, with a hint if it is transposed."""
+    """Insert or drop axes of size 1. Raises InvalidInput for other shapes."""
     got = tuple(array.shape)
     if got == wanted:
         return array

@@ -1,7 +1,4 @@
-"""The parity tool: do two engines agree, and where do they differ first?
-
-Command: `moe-parity`. Library: `compare` and `assert_parity` over named stage arrays.
-"""
+"""The parity tool: where do two engines differ first? Command: `moe-parity`. Library: `compare` and `assert_parity`."""
 
 from moe_core.parity.compare import assert_parity as assert_parity
 from moe_core.parity.compare import compare as compare

@@ -1,4 +1,4 @@
-"""A case from one layer of a Hugging Face checkpoint, with hidden states drawn or from a file."""
+"""A case from one layer of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 

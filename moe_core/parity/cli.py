@@ -180,7 +180,7 @@ def _missing_module(error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class _Step:
-    """One comparison. make: makes the case at its turn, because a layer can be large. None: the previous case."""
+    """make: makes the case at its turn, because a layer can be large. None: the previous case."""
 
     label: str
     make: Callable[[], Case] | None

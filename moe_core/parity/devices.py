@@ -15,8 +15,7 @@ _VARIABLE = "TRITON_INTERPRET"
 def prefer_interpreter() -> None:
     """Without a GPU, make Triton's interpreter the CPU engine of this process, unless the user chose one.
 
-    Call it before kernels are imported, because Triton reads the variable when a kernel is defined. Without Triton, the
-    NumPy reference stays the engine.
+    Call it before kernels are imported, because Triton reads the variable when a kernel is defined.
     """
     if not cuda_available() and has_triton():
         os.environ.setdefault(_VARIABLE, "1")

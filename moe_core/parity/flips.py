@@ -1,4 +1,4 @@
-"""Router flips: tokens with other experts than the reference's, each with its score margin.
+"""Router flips: tokens with other experts than the reference's.
 
 A flip is a tie within tolerance if the scores of the swapped experts are closer than two logits may move.
 """
@@ -111,7 +111,7 @@ class RouterScores:
         return terms * (2 * self.slope * logit_tolerance + rounding)
 
     def group_scores(self, token: int) -> np.ndarray:
-        """A group's score: the sum of its two best with a bias, else the best."""
+        """The sum of a group's two best scores with a bias, else the best."""
         groups = np.sort(self.scores[token].reshape(self.num_groups, -1), axis=1)
         return groups[:, -2:].sum(axis=1) if self.has_bias else groups[:, -1]
 
@@ -131,10 +131,10 @@ def find_flips(
 def blame_routing(
     flips: tuple[Flip, ...], rule_ids: np.ndarray, candidate_ids: np.ndarray, own: RouterScores
 ) -> tuple[Flip, ...]:
-    """The flips, with `own_choice` set if the candidate's routing is at fault, not its logits.
+    """Set `own_choice` where the candidate's routing is at fault, not its logits.
 
-    rule_ids: the reference routing on the candidate's own logits. own: their scores. Without a correction bias the
-    logits' order decides and rounding plays no role.
+    rule_ids: the reference routing on the candidate's own logits. own: their scores. Without a correction bias rounding
+    plays no role.
     """
     found = {flip.token: flip for flip in flips}
     for flip in find_flips(rule_ids, candidate_ids, own, np.zeros(len(rule_ids))):

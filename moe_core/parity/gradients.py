@@ -1,4 +1,4 @@
-"""Gradients of a case: the reference's, and the comparison with every engine's.
+"""The comparison of a case's gradients.
 
 An engine takes part with a method `gradients(case, progress) -> GradientRun`. The reference's backward follows the
 engine's own routing, so that a router flip appears only in the forward's report.

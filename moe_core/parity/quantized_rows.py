@@ -56,7 +56,7 @@ class OwnRows:
         return row_bytes(rows.values, rows.scales)
 
     def second_product(self) -> tuple[np.ndarray, Tolerance]:
-        """The weighted slots `[T * K, D]`, and the tolerance of another sum of the same rows."""
+        """Weighted slots `[T * K, D]`, and the tolerance of another order of sums."""
         case, spec = self._case, self._case.spec
         weights = None if spec.apply_router_weight_on_input else self._stages["weights"].reshape(-1)
         plain = MatmulSpec(spec.weight_layout, "slot", "slot", out_dtype=case.dtype)

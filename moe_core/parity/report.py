@@ -59,7 +59,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of one candidate with the reference, stage by stage.
+    """The comparison of one candidate with the reference.
 
     skipped: the reason the case was not run, or "". against: the other side.
     """
@@ -137,7 +137,7 @@ class Report:
 
 @dataclass(frozen=True)
 class BitwiseRow:
-    """Whether two engines of one family gave the same bits. equal None: not compared, see `note`."""
+    """equal: two engines of one family gave the same bits. None: not compared, see `note`."""
 
     engines: tuple[str, str]
     device: str

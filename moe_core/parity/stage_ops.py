@@ -1,7 +1,4 @@
-"""Run a case through a front-end's public ops, stage by stage, and through its composed op.
-
-One sequence serves both front-ends: they have the same functions under the same names.
-"""
+"""Run a case through a front-end's public ops, stage by stage, and through its composed op."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ COMPOSED = ("output", "ids", "weights", "tokens_per_expert")
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """ops: a module with the public ops. put, get: move NumPy arrays to the device and back."""
+    """ops: a module with the public ops of either front-end. put, get: move NumPy arrays to the device and back."""
 
     ops: Any
     put: Callable[[np.ndarray], Array]

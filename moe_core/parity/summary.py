@@ -1,4 +1,4 @@
-"""A parity run's default output: lines per case, tables of failures, and one table at the end."""
+"""Lines per case, tables of failures, and one table at the end."""
 
 from __future__ import annotations
 

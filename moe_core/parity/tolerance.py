@@ -211,10 +211,9 @@ def stage_tolerances(
     routed_from: str = "x",
     weights_format: Format | None = None,
 ) -> dict[str, Tolerance]:
-    """The tolerance of every stage of `moe_core.ops.moe.reference.forward.moe_stages`, with carried errors.
+    """The tolerance of every stage of `moe_core.ops.moe.reference.forward.moe_stages`, after equal ids.
 
-    dtype: of x. routed_from: `x`, `logits` or `ids`, the first that both sides were given. Stages after the ids are
-    comparable only for equal ids.
+    dtype: of x. routed_from: `x`, `logits` or `ids`, the first that both sides were given.
     """
     _check(dtype, spec.out_dtype or dtype)
     require_choice("routed_from", routed_from, ("x", "logits", "ids"))

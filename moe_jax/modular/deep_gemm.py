@@ -221,8 +221,7 @@ def _slots(
     e8m0: bool,
     tuning: Tuning | None,
 ) -> jax.Array:
-    """Both products of hidden states `[.., K]`, quantised here if they are not yet. Refuses what is outside the
-    contract."""
+    """Both products of hidden states `[.., K]`, quantised here if they are not yet."""
     reason = contract.why_not_deep_gemm(experts[2])
     if reason is not None:
         raise Unsupported(reason)

@@ -86,7 +86,7 @@ class ExpertsCall(NamedTuple):
 
 
 def taking(record: Any) -> Callable[[Callable[[Any, Any], Any]], Callable[..., Any]]:
-    """Let a method that takes one record take its fields: the modular kernel reads them from the signature."""
+    """The modular kernel reads the record's fields from the signature."""
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for name in record._fields:
         default = record._field_defaults.get(name, inspect.Parameter.empty)

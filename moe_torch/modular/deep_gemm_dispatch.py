@@ -144,7 +144,7 @@ class TritonOrDeepGemmExperts(StandardExperts):
     def chunked_as_whole(
         self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> FusedMoEPermuteExpertsUnpermute:
-        """A chunk may have too few tokens for the batch's member, and the other has other bits."""
+        """A chunk may be too small for the batch's member, and the other has other bits."""
         return self.chosen(x, w1, w2).chunked_as_whole(x, w1, w2, size, activation)
 
     def adding_as(self: Self, num_tokens: int, num_experts: int) -> Self:

@@ -253,7 +253,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         return changed
 
     def as_stored(self, w1: Any, w2: Any) -> tuple[FusedMoEPermuteExpertsUnpermute, Any, Any]:
-        """The experts and weights for the rest of the call. Ported classes keep the weights."""
+        """For the rest of the call. Ported classes keep their weights."""
         return self, w1, w2
 
     def chunked_as_whole(

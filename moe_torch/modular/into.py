@@ -21,8 +21,8 @@ _SEVERAL = frozenset((PACK_BITMATRIX.name, *(found.name for found in (*MOE.value
 def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> bool:
     """Run an operator with the named buffers (outputs or scratch of its plan) in the caller's tensors.
 
-    Returns False and runs nothing unless the call is plain (`moe_torch.bridge.eager`). Raises InvalidInput for memory
-    that does not fit.
+    Returns False and runs nothing unless the call is plain (`moe_torch.bridge.eager`). Raises InvalidInput for unfit
+    memory.
     """
     if torch.compiler.is_compiling():
         return False
@@ -79,8 +79,7 @@ class KnownRun(NamedTuple):
 def known_run(
     operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...], tensors: Sequence[Any]
 ) -> KnownRun | None:
-    """The run of a plain operator call. None if an argument is no tensor of the caller, or occurs twice: such calls
-    cannot be told apart."""
+    """None if an argument is no tensor of the caller, or occurs twice: such calls cannot be told apart."""
     ready, positions = _find(operator, memory, arguments), {id(tensor): place for place, tensor in enumerate(tensors)}
     given = [tensor for tensor in tensors if tensor is not None]
     if ready is None or len({id(tensor) for tensor in given}) < len(given):
@@ -90,14 +89,14 @@ def known_run(
 
 
 def write_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> None:
-    """Write the first result of an operator to the first tensor of memory. A call that is not plain copies it, and
-    autograd sees the copy."""
+    """Write an operator's first result to the first tensor of memory: a copy, seen by autograd, if the call is
+    not plain."""
     if not run_into(operator, memory, arguments):
         next(iter(memory.values())).copy_(_result(operator, arguments))
 
 
 def result_in(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> torch.Tensor:
-    """Return the first result of an operator, in the first tensor of memory if the call is plain, else new."""
+    """An operator's first result, in memory if the call is plain, else new."""
     if memory and run_into(operator, memory, arguments):
         return next(iter(memory.values()))
     return _result(operator, arguments)

@@ -53,8 +53,7 @@ class _Taken(NamedTuple):
 
 
 def _taken(method: Callable[..., Any], record: type[PrepareCall] | type[FinalizeCall]) -> _Taken:
-    """Match a method's parameters, which differ between generations, with a record's fields. Raises InvalidInput for a
-    parameter without a field."""
+    """Match a method's parameters with a record's fields. Raises InvalidInput for others."""
     known, in_order = record._fields, _BY_POSITION[record]
     parameters = inspect.signature(method).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
@@ -269,7 +268,7 @@ class FusedMoEModularKernel(torch.nn.Module):
 
 
 def _may_split(device: torch.device) -> bool:
-    # The compiler plans memory, and one program serves every number of tokens.
+    # One program serves every number of tokens, and the compiler plans memory.
     return not torch.compiler.is_compiling() and target_of_device(device).compiled
 
 

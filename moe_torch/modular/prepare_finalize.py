@@ -30,7 +30,7 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     @property
     @abc.abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:
-        pass
+        """The format of a1q."""
 
     @abc.abstractmethod
     def prepare(

@@ -1,6 +1,6 @@
-"""Routing as gpt-oss experts and `triton_kernels` take it: rows sorted by expert, and the permutations both ways.
+"""Routing as gpt-oss experts and `triton_kernels` take it: rows sorted by expert, and permutations both ways.
 
-Slot `m * n_expts_act + k` is choice k of token m. Rows are slots sorted by expert, stably. -1 = none.
+Slot `m * n_expts_act + k` is choice k of token m. Rows are slots sorted stably. -1 = none.
 """
 
 from __future__ import annotations

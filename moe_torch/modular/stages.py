@@ -142,8 +142,8 @@ class Stages:
         activation: Activation | None = None,
         row_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Product 1 or 2, in `y` of memory if the call is plain. places: gather and scatter. x: rows, or quantised
-        rows, and then the result has the dtype of `y`. row_weight: fp32 `[M * topk]` by slot."""
+        """Product 1 or 2, in `y` of memory if the call is plain. places: gather and scatter. x: rows; the result of
+        quantised ones has the dtype of `y`. row_weight: fp32 `[M * topk]` by slot."""
         weight, bias, scale = self.weights.gate_up, self.weights.gate_up_bias, self.weights.gate_up_input_scale
         if number == 2:
             weight, bias, scale = self.weights.down, self.weights.down_bias, self.weights.down_input_scale

@@ -17,7 +17,7 @@ from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightA
 class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     """The base of this library's experts: `run` takes the arguments of `apply` as one record.
 
-    By default tokens are in the Standard format, and weighted and reduced inside.
+    By default Standard format, weighted and reduced inside.
     """
 
     @staticmethod

@@ -48,7 +48,7 @@ def view_as(workspace: torch.Tensor, *shape: int) -> torch.Tensor:
     return workspace.view(-1)[: rows * columns].view(rows, columns)
 
 
-#: One object for equal values, since its text is cached by object.
+#: The text of a spec is cached by object.
 _known_moe_spec = functools.lru_cache(maxsize=1024)(MoESpec)
 
 
@@ -99,7 +99,7 @@ class GroupedExperts(StandardExperts):
         tensors += config.arrays
         choices = (call.activation, call.global_num_experts, on_input, self.weight_layout, self.tuning)
         key = None
-        # An overridden `weights` may return other tensors at any time.
+        # It may return other tensors at any time.
         own_weights = "weights" in self.__dict__ or type(self).weights is not GroupedExperts.weights
         if not own_weights and not torch.compiler.is_compiling():
             key = eager.plain_key((*places, *tensors, (type(self), *choices, *config.choices)))

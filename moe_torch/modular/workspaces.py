@@ -36,7 +36,7 @@ class Workspaces:
             return Scratch(device, owned=None, plain=False)
         if torch.is_grad_enabled():
             return Scratch(device, owned=None)
-        # Tensors of inference mode cannot be written outside it.
+        # Tensors of inference mode cannot be written outside.
         key: tuple[Any, ...] = (device, torch.is_inference_mode_enabled())
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
@@ -60,8 +60,8 @@ class Workspaces:
 
 
 class Scratch:
-    """Memory of one forward. owned: for each name, the bytes and the last tensor taken, or None. plain: nothing on this
-    thread watches allocations."""
+    """owned: for each name, the bytes and the last tensor taken, or None. plain: nothing on this thread watches
+    allocations."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ FAMILY = "moebius"
 
 
 def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy a NumPy array to a tensor, including bfloat16 and fp8, which torch cannot read from NumPy."""
+    """Also bfloat16 and fp8, which torch cannot read from NumPy."""
     return from_numpy(np.ascontiguousarray(array)).to(device, copy=True)
 
 

@@ -33,7 +33,7 @@ _INSTALL = (
 )
 
 
-#: Warps that upstream's layout of mxfp4 scales on Hopper is made for.
+#: As upstream's layout of mxfp4 scales on Hopper.
 _SCALE_LAYOUT_WARPS = 8
 
 
@@ -125,7 +125,7 @@ class _Forward:
     def __init__(self, upstream: _Upstream, case: Case, device: torch.device, logits: np.ndarray) -> None:
         self._upstream, self._case, self._device = upstream, case, device
         rule = case.router
-        # Renormalised softmax-then-top-k weights are the softmax over the chosen logits.
+        # The same as a softmax over the chosen logits.
         softmax_first = rule.order == "softmax_then_topk" and not rule.renormalize
         self._data, self._gather, self._scatter = upstream.routing(
             to_torch(logits, device), case.top_k, sm_first=softmax_first

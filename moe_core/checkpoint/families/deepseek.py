@@ -1,4 +1,4 @@
-"""Families routed as DeepSeek: sigmoid scores and a correction bias (V3) or softmax scores (V2), within groups."""
+"""Families routed as DeepSeek: sigmoid scores and a correction bias (V3) or softmax scores (V2)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _deepseek_v2_router(config: ModelConfig) -> RouterSpec:
 
 
 def _axk2_router(config: ModelConfig) -> RouterSpec:
-    """No groups: its block scores experts outside the best groups 0, which may win over a negative score."""
+    """No groups: its block scores other groups 0, which may win over a negative score."""
     config.require("n_group", 1, "groups in which experts outside of the best have the score 0")
     return routing("sigmoid", renormalize=_NORM, scale=_SCALE)(config)
 
@@ -124,7 +124,7 @@ def _laguna_router(config: ModelConfig) -> RouterSpec:
 
 
 def _kolibri_router(config: ModelConfig) -> RouterSpec:
-    """Sigmoid weights. The correction bias is added to the logits, and the order of these sums decides."""
+    """The correction bias is added to the logits; the order of the sums decides."""
     return routing("sigmoid", renormalize=_NORM, bias_on="logits")(config)
 
 

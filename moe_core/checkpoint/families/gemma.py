@@ -1,4 +1,4 @@
-"""Gemma's families: a router with its own norm and a scale of each expert, parallel to the experts."""
+"""Gemma's families: a router with its own norm, parallel to the experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _router_norm(config: ModelConfig) -> NormSpec:
     return NormSpec(config.number("rms_norm_eps"), config.integer("hidden_size") ** -0.5)
 
 
-#: The router scores rows of the residual stream, and the experts take them normalised: pass the rows as `gate_inputs`.
+#: The router scores the residual stream, the experts take normalised rows: pass the former as `gate_inputs`.
 _GEMMA4 = Family(
     router=routing(renormalize=True, top_k=("top_k_experts",)),
     layers=every_layer,

@@ -170,7 +170,7 @@ MIXTRAL = {
     ),
     # Its block divides the weights by K and multiplies the output by K.
     "openai_privacy_filter": replace(_GPT_OSS, activation=swiglu_oai("halves")),
-    # Sigmoid weights on the input of the one chosen expert, and a shared expert of the same width.
+    # Sigmoid weights on the input of the one chosen expert.
     "llama4_text": replace(
         _MIXTRAL,
         router=routing("sigmoid", renormalize=False),

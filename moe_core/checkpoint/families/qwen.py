@@ -67,7 +67,7 @@ def _jamba_layers(config: ModelConfig) -> Layers:
 
 
 def _cohere2_router(config: ModelConfig) -> RouterSpec:
-    """Top-k of the logits, then softmax or sigmoid of the chosen. Only sigmoid weights may be renormalised."""
+    """Only sigmoid weights may be renormalised."""
     if config.find("expert_selection_fn") == "sigmoid":
         return routing("sigmoid", renormalize=_NORM)(config)
     config.require("expert_selection_fn", "softmax", "another score")

@@ -1,6 +1,6 @@
 """Families: the settings that describe MoE layers, and the names of their tensors.
 
-A new family is one `Family`, most often a few fields replaced in a related one. Its preset, reader and writer follow.
+A new family is one `Family`, most often a few fields replaced in a related one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Naming:
 
 @dataclass(frozen=True)
 class Shared:
-    """The shared experts' settings: `copies` of `width`. A missing name means one copy of the experts' width."""
+    """`copies` of `width`. A missing name means one copy of the experts' width."""
 
     copies: Names = ()
     width: Names = ()

@@ -1,4 +1,4 @@
-"""The command line of `moebius-doctor` and its report.
+"""The command line of `moebius-doctor`.
 
 Exit status: 0 healthy, 1 a self-test failed, 2 nothing could be tested.
 """

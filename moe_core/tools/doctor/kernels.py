@@ -54,7 +54,7 @@ class Kernels:
 
 
 def kernels_of(target: Target) -> Kernels:
-    """Plan typical layers without running them. Off the GPU one layer is enough: tiles hardly vary."""
+    """Plan typical layers. Off the GPU one is enough: tiles hardly vary."""
     layers = itertools.product(_DTYPES, _TOKENS) if target.on_gpu else [("bfloat16", 64)]
     return Kernels(str(target), tuple(_workload(target, *layer) for layer in layers), _refused(target))
 

@@ -28,8 +28,8 @@ class Poisoned:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[Poisoned]:
-    """Fill outputs and workspaces of every plan with 0xFF bytes before it runs. This changes the whole process, on
-    every thread, so run it in a separate process."""
+    """Fill outputs and workspaces of every plan with 0xFF bytes before it runs, in this whole process, on every
+    thread."""
     found = Poisoned()
     runs = {kind: kind.__dict__["__call__"] for kind in (Prepared, CudaPrepared)}
 

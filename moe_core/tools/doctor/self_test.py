@@ -1,4 +1,4 @@
-"""The self-test: every public op of every front-end against the NumPy reference, on this machine."""
+"""The self-test: every public op of every front-end against the NumPy reference."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SelfTest(abc.ABC):
 
     @abc.abstractmethod
     def tested(self, case: Case, engine: Any) -> tuple[Any, Iterable[Judged]]:
-        pass
+        """Judge each op of a case."""
 
     def bitwise(self) -> Iterator[EqualBits]:
         for case_name, _, _ in self.CASES:
@@ -92,7 +92,7 @@ class SelfTest(abc.ABC):
 
 
 class ForwardTest(SelfTest):
-    """Small layers that cover every op, both dtypes, every gate layout of fused weights and all extras."""
+    """Small layers that cover every op, dtype and gate layout."""
 
     direction, KIND = "forward", "arrays"
     # Only llama4 scales rows.

@@ -1,7 +1,7 @@
 """Convert objects of triton_kernels to ours and back.
 
-Classes are recognised by module and name and converted field by field, so several releases work. Tuples, lists and
-mappings are converted element by element, other values are kept.
+Classes are recognised by module and name, so several releases work. Elements of tuples, lists and mappings are
+converted, other values are kept.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ def _product(
     factors: tuple[torch.Tensor | None, torch.Tensor | None, float | None],
     scatter: ScatterIndx | None,
 ) -> tuple[torch.Tensor, str]:
-    """(`[rows, N]`, their order), in one op unless betas or alpha precede the activation, or gammas need a gradient
-    that our op lacks (with an activation or other rows than slots)."""
+    """(`[rows, N]`, their order), in several ops if betas or alpha precede the activation, or gammas need a gradient
+    that one op lacks."""
     (betas, gammas, alpha), bias = factors, operands.bias
     one_op = (betas is None or bias is None) and alpha in (None, 1.0)
     # Weights have gradients only for rows by slot of this layout.

@@ -1,4 +1,4 @@
-"""Prepare and finalize across ranks: tokens travel to the experts' ranks and back, with the bits of one device."""
+"""Prepare and finalize across ranks, with the bits of one device."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def rows_of(x: Any, precision: PrecisionConfig) -> torch.Tensor | QuantizedTenso
 
 
 def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, layout: str) -> QuantizedTensor:
-    """A scale for every 32 elements along the reduction. data: K before the last axis."""
+    """Scales for 32 elements along the reduction. data: K before the last axis."""
     format = {torch.uint8: MXFP4, _FP8: MXFP8}.get(data.dtype)
     if format is None:
         raise Unsupported(f"{name} must be mxfp4 (bytes) or fp8 e4m3 where it has microscales, got {data.dtype}")
@@ -142,8 +142,7 @@ def _microscaled(name: str, data: torch.Tensor, held: torch.Tensor, scale: Any, 
 
 
 def fitting(operands: MatmulOperands, weight: Weight, shape: Sequence[int]) -> MatmulOperands:
-    """Pad w and x to the same K in memory and no empty axis, which our ops refuse: K gets zeros, N = 0 two columns, to
-    be cut off."""
+    """Pad w and x to the same K with zeros, and N = 0 to 2, because our ops refuse empty axes."""
     x, w, layout = operands.x, operands.weight, weight.weight_layout
     *_, k, n = weight.shape
     held = (x.shape[-1], w.shape[-1 if layout == "out_in" else -2])

@@ -107,18 +107,18 @@ def _scaled(
     groups = numbers.float().unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
     finite, largest = amax.isfinite(), _LARGEST[kind]
-    # A tensor, because a GPU multiplies with the reciprocal of a number.
+    # A GPU multiplies with the reciprocal of a number.
     bits = (torch.where(finite, amax, 0.0) / amax.new_full((), largest)).view(torch.int32)
     if mode is DequantScaleRoundingMode.ROUND_UP:
         bits = bits + (2**_MANTISSA_BITS - 1)
     exponent = bits >> _MANTISSA_BITS
-    # The smallest groups, rounded down, have no normal scale and become zeros.
+    # The smallest groups get no normal scale and become zeros.
     quotients = groups / (exponent.clamp(min=1) << _MANTISSA_BITS).view(torch.float32)
     quotients = torch.where(exponent > 0, quotients, 0.0).clamp(-largest, largest).flatten(-2)
     scales = torch.where(finite, torch.where(amax == 0, _ONE, exponent), _NAN).to(torch.uint8).squeeze(-1)
     if kind == torch.float8_e5m2:
         return quotients.to(kind), scales
-    # Each group's largest number is the type's, so its scale is 1.
+    # A group's largest number is the type's.
     return quantize(quotients, MXFP4_CEIL if kind == torch.uint8 else MXFP8_CEIL).values, scales
 
 
