@@ -68,8 +68,9 @@ _MAXTEXT_AXES = layers.LogicalAxes()
 class CorrectionBias(nnx.Variable):
     """The router's correction bias fp32 `[E]`, state without a gradient.
 
-    After a step, with `bias = layer.gate.correction_bias`: `bias.set_value(update_correction_bias(bias.get_value(),
-    tokens_per_expert, rate))`.
+    After a step, `bias = layer.gate.correction_bias`, then
+
+    `bias.set_value(update_correction_bias(bias.get_value(), tokens_per_expert, rate))`.
     """
 
 

@@ -1,4 +1,4 @@
-"""The composed operator bound to its weights. A call checks x only."""
+"""The composed operator bound to its weights."""
 
 from __future__ import annotations
 
@@ -34,18 +34,14 @@ def prepare_moe(
 ) -> MoELauncher:
     """Bind the composed operator to its weights: `prepare_moe(experts, routing, spec)(x)` is `moe(x, ...).output`.
 
-    For decoding loops, where host time per call counts: the weights are checked once, here.
+    For decoding loops: the weights are checked once, here, and a call checks x only.
 
     Args:
         experts, spec, expert_map, shared: as for `moe`.
         routing: RouterWeights, or the class RouterLogits or TopK if each call brings an object of it.
 
-    Returns:
-        the launcher.
-
     Raises:
-        InvalidInput: arguments of the wrong type, dtype or alignment, or on several devices. The first call raises it
-            if x does not fit.
+        InvalidInput: arguments of the wrong type, dtype or alignment, or on several devices.
         Unsupported: tensors other than ordinary CPU and CUDA tensors.
     """
     if isinstance(routing, RouterWeights):
@@ -70,9 +66,9 @@ class MoELauncher:
     Any number of tokens fits. A call launches the kernels of `moe` and gives its bits. It calls `moe` itself under
     `torch.compile`, functional transforms, modes and profilers, and for gradients.
 
-    The values of the bound tensors may change in place. The launcher keeps their memory allocated, and their shapes,
-    strides and memory must stay: after `parameter.data = ...`, `module.to(...)` or sharding the next call raises
-    InvalidInput. A call of `moe` itself takes the tensors as they are then.
+    The values of the bound tensors may change in place. Their shapes, strides and memory must stay: after
+    `parameter.data = ...`, `module.to(...)` or sharding the next call raises InvalidInput. A call of `moe` itself takes
+    the tensors as they are then.
     """
 
     def __init__(self, kind: type, operator: Operator[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -89,14 +85,14 @@ class MoELauncher:
         operator.require_alignment(arguments, names)
         self._operator, self._kind, self._arrays, self._options = operator, kind, arrays, arguments[-1]
         self._names, self._bound = [name for name, _ in named], [tensor for _, tensor in named]
-        # Aliases keep memory, shapes and strides, even when the tensors get others.
+        # Aliases keep memory, shapes and strides.
         self._kept = tuple(None if array is None else array.detach() for array in arrays)
         self._addresses = [tensor.data_ptr() for tensor in self._bound]
         self._forms = [_form(tensor) for tensor in self._bound]
         inputs = [name for name in names if name.startswith("routing.") and kind is not RouterWeights]
         self._input_indices = tuple(names.index(name) for name in ("x", *inputs, "token_mask"))
         self._ready: Recent[Ready] = Recent()
-        #: Calls by the arguments of each call, followed by the bound tensors. The addresses of these must not change.
+        #: By the arguments of each call, then the bound tensors, at addresses that must not change.
         self._seen = SeenCalls()
 
     def __call__(
@@ -105,9 +101,8 @@ class MoELauncher:
         """Return the output `[T, D]` in the dtype of x, or in spec.out_dtype.
 
         Args:
-            x: as for `moe`.
+            x, token_mask: as for `moe`.
             routing: of this call. None: RouterWeights are bound.
-            token_mask: as for `moe`.
 
         Raises:
             InvalidInput: as `moe`, and if the memory of a bound tensor was replaced.
@@ -162,7 +157,7 @@ class MoELauncher:
         raise AssertionError("no bound tensor differs")
 
     def _remember(self, key: Any, inputs: Sequence[Any]) -> Ready:
-        """Find or make the plan, which selects from the arguments of a call and then from the bound tensors."""
+        """Find or make the plan. It selects from the arguments, then the bound tensors."""
         known = self._ready.find(key)
         if known is not None:
             return known
@@ -180,5 +175,4 @@ def _routing_arrays(routing: Any) -> tuple[Any, Any]:
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-    """The metadata that a bound tensor must keep."""
     return tensor.shape, tensor.stride(), tensor.dtype

@@ -3,8 +3,8 @@
 They run on the tensors' device and current stream, and synchronise only for `checked=True`. On a CPU the NumPy
 reference runs, or under TRITON_INTERPRET=1 the real kernels in Triton's interpreter.
 
-- Programs: `torch.compile(fullgraph=True)`, `torch.export` and CUDA graphs. Run a function once before you capture it:
-  this compiles and loads kernels. A changing number of tokens recompiles nothing.
+- Programs: `torch.compile(fullgraph=True)`, `torch.export` and CUDA graphs. Run a function once before you capture it,
+  to compile and load kernels. A changing number of tokens recompiles nothing.
 - Gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation` and
   `reduce` have them (docs/user/training.md). Forward mode raises Unsupported.
 - Errors: InvalidInput for a wrong type, rank, shape, dtype, layout, stride or device, for misaligned weights (other
@@ -72,17 +72,14 @@ def router(
     spec: LogitsSpec = _DEFAULT_LOGITS,
     wide: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the router's logits, accumulated in fp32.
+    """Compute the router's logits fp32 `[T, E]`, accumulated in fp32.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
         weight: bf16, fp16 or fp32 `[D, E]`, or `[E, D]` if `spec.weight_layout` is `out_in`.
         bias: bf16, fp16 or fp32 `[E]`.
         spec: weight layout and precision. fp32 products are IEEE unless `spec.allow_tf32`.
-        wide: `x.float()`, which gets the unrounded gradient instead of x. See `gather_rows`.
-
-    Returns:
-        logits fp32 `[T, E]`.
+        wide: `x.float()`. See `gather_rows`.
     """
     require_instance("spec", spec, LogitsSpec)
     x = x if wide is None else x.detach()
@@ -90,15 +87,12 @@ def router(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, spec: NormSpec = _DEFAULT_NORM) -> torch.Tensor:
-    """Normalise rows by the root of their mean square, in fp32, with one cast at the end.
+    """Normalise rows by their root mean square in fp32, with one cast to the dtype of x.
 
     Args:
         x: bf16, fp16 or fp32 `[R, D]`. Rows may be strided.
         weight: bf16, fp16 or fp32 `[D]`. It multiplies the columns.
         spec: epsilon, and a constant factor.
-
-    Returns:
-        y `[R, D]` in the dtype of x.
     """
     require_instance("spec", spec, NormSpec)
     return stages.RMS_NORM.call(x=x, weight=weight, spec=spec)
@@ -119,8 +113,8 @@ def route(
         spec: the rules of the choice.
         correction_bias: fp32 `[E]`, added to the scores for the selection only.
         token_mask: bool `[T]`. False tokens get ids -1 and weights 0.
-        ids: int32 `[T, K]`, experts chosen elsewhere, distinct within a token. The weights are for them, in this order,
-            and their logits get the gradient. A token with an id outside [0, E) gets ids -1 and weights 0.
+        ids: int32 `[T, K]`, distinct experts chosen elsewhere. The weights follow this order, and their logits get the
+            gradient. A token with an id outside [0, E) gets ids -1 and weights 0.
 
     Returns:
         ids int32 `[T, K]` and weights fp32 `[T, K]`.
@@ -181,19 +175,14 @@ def make_layout(
 
 
 def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False) -> torch.Tensor:
-    """Pack ids into one bit per token and expert.
+    """Pack ids into one bit per token and expert. Returns a bitmatrix uint32 `[T, ceil(E / 32)]`.
 
-    Expert e sets bit `e % 32` of word `e // 32`. -1 and ids outside [0, E) set nothing. A repeated id sets its bit
-    once.
+    Expert e sets bit `e % 32` of word `e // 32`. -1 and ids outside [0, E) set nothing.
 
     Args:
         ids: int32 `[T, K]`.
         num_experts: E.
-        checked: raise InvalidInput for a repeated id, or one outside [-1, E). Waits, so a traced or captured program
-            raises Unsupported.
-
-    Returns:
-        bitmatrix uint32 `[T, ceil(E / 32)]`.
+        checked: raise InvalidInput for a repeated id, or one outside [-1, E). Waits, as in `make_layout`.
     """
     _require_checkable(checked)
     num_experts = as_integer("num_experts", num_experts, 1)
@@ -205,15 +194,12 @@ def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False
 
 
 def unpack_bitmatrix(bitmatrix: torch.Tensor, num_experts: int, top_k: int) -> torch.Tensor:
-    """Unpack a bitmatrix into ids.
+    """Unpack a bitmatrix into ids int32 `[T, K]`, ascending, then -1.
 
     Args:
         bitmatrix: uint32 `[T, ceil(E / 32)]`.
         num_experts: E.
         top_k: K. A token with more bits keeps its K lowest ids.
-
-    Returns:
-        ids int32 `[T, K]`, ascending, then -1.
     """
     num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
     return stages.UNPACK_BITMATRIX.call(bitmatrix=bitmatrix, num_experts=num_experts, top_k=top_k)
@@ -245,16 +231,13 @@ def activation(
     up: torch.Tensor | None = None,
     out_dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
-    """Apply an activation in fp32, with one cast at the end.
+    """Apply an activation in fp32, with one cast at the end. Returns y `[R, F]`.
 
     Args:
         x: `[R, 2F]` (gated, one buffer), or `[R, F]` (ungated, or the gate if `up` is passed). Rows may be strided.
         activation: its name, gating and gate layout.
         up: `[R, F]`, the second buffer of gate_layout `separate`.
-        out_dtype: a torch dtype or its name. None: the dtype of x.
-
-    Returns:
-        y `[R, F]`.
+        out_dtype: None: the dtype of x.
     """
     require_instance("activation", activation, Activation)
     return stages.ACTIVATION.call(x=x, up=up, activation=activation, out_dtype=dtype_name("out_dtype", out_dtype))
@@ -269,7 +252,7 @@ def reduce(
     shared_gate: torch.Tensor | None = None,
     out_dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
-    """Sum the rows of each token's slots, in fp32 in the order k = 0..K-1, with one cast at the end.
+    """Sum the rows of each token's slots, in fp32 in the order k = 0..K-1, with one cast at the end. Returns `[T, D]`.
 
     Args:
         y: `[T * K, D]` (order `slot`) or `[capacity, D]` (order `row`). Slots without a row add nothing.
@@ -277,10 +260,7 @@ def reduce(
         order: order of the rows of y, `slot` or `row`.
         shared: `[T, D]`, added last.
         shared_gate: fp32 `[T, 1]`. Its sigmoid scales shared.
-        out_dtype: a torch dtype or its name. None: the dtype of y.
-
-    Returns:
-        out `[T, D]`.
+        out_dtype: None: the dtype of y.
     """
     require_instance("layout", layout, RaggedLayout)
     require_choice("order", order, ("slot", "row"))
@@ -307,10 +287,9 @@ def moe(
     bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
 
     First-order gradients in reverse mode: for x, weights and biases of experts, router and shared, and passed logits or
-    weights. They flow in through output, and through weights and logits computed here. Ids, masks, counts,
-    correction_bias and layer_index have none. Only requested gradients are computed, and only their needs are saved
-    (docs/user/training.md). Gradients go through quantised matrices, which are frozen. With `spec.activations` nothing
-    has a gradient.
+    weights. They flow in through output, and through weights and logits computed here. Only requested gradients are
+    computed (docs/user/training.md). They go through quantised matrices, which are frozen. With `spec.activations`
+    nothing has a gradient.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
@@ -321,12 +300,11 @@ def moe(
         token_mask: bool `[T]`. A False token has no expert: its row is zero (plus shared), and no statistic counts it.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         shared: a dense expert that every token visits.
-        checked: raise InvalidInput for an id outside [-1, E_global). Waits, so a traced or captured program raises
-            Unsupported.
+        checked: raise InvalidInput for an id outside [-1, E_global). Waits, as in `make_layout`.
 
     Returns:
         a MoEOutput: output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert and the count of
-        invalid ids. Passed ids and weights are returned unchanged.
+            invalid ids. Passed ids and weights are returned unchanged.
 
     Raises:
         InvalidInput: see the module.
@@ -360,15 +338,11 @@ def explain_moe(
     shared: SharedExpert | None = None,
     training: bool = False,
 ) -> str:
-    """Describe what `moe` would run for these arguments: buffers, kernels, decisions and summation orders.
-
-    Runs nothing. Takes the arguments of `moe`.
+    """Describe what `moe` would run for these arguments: buffers, kernels, decisions and summation orders. Runs
+    nothing.
 
     Args:
         training: explain the forward of a training step, then its backward with every gradient.
-
-    Returns:
-        the plan as text.
     """
     operator, arguments = moe_request(
         x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared
@@ -380,7 +354,7 @@ def explain_moe(
 
 
 def _require_checkable(checked: bool) -> None:
-    """Refuse `checked` if the host cannot read the device: in traced code, or while a CUDA graph is captured."""
+    """Refuse `checked` in traced code, or while a CUDA graph is captured."""
     require_flag("checked", checked)
     if not checked:
         return

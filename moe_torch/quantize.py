@@ -1,7 +1,6 @@
 """Quantise, dequantise and prepack torch tensors on their device, with the bits of the core's references.
 
-An operator of the library quantises rows. Operations of torch quantise weights, one matrix at a time, in fp32 with one
-rounding each, half to even.
+Operations of torch quantise weights, one matrix at a time, in fp32 with one rounding each, half to even.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ def quantize_rows(
         format: e4m3, e2m1 or int8, with one scale per row, per group of columns in a row, or for all of x (`FP8_TOKEN`,
             `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
         scales: fp32 `[1]`, a static scale, for formats with one per tensor. None: computed from x.
-        used_by: int32 `[R * n]`. Rows with only negative entries are not read and become zeros. Pass a layout's
-            row_of_slot for tokens, slot_of_row for its rows.
+        used_by: int32 `[R * n]`, a layout's row_of_slot for tokens, slot_of_row for its rows. Rows with only negative
+            entries become zeros.
 
     Returns:
-        the rows, `out_in`, bitwise equal to `moe_core.ops.quantize.reference.quantize_rows`. They have no gradient.
+        the rows, `out_in`, bitwise equal to `moe_core.ops.quantize.reference.quantize_rows`, without a gradient.
 
     Raises:
         InvalidInput: wrong type, dtype or shape, or another format.
@@ -62,10 +61,10 @@ def quantize_rows(
 
 @torch.no_grad()
 def quantize(weight: torch.Tensor, format: Format, *, layout: str = "out_in") -> QuantizedTensor:
-    """Quantise a weight with torch operations on its device, with the bits of
-    `moe_core.ops.quantize.reference.quantize`.
+    """Quantise a weight on its device, with the bits of `moe_core.ops.quantize.reference.quantize` and without a
+    gradient.
 
-    This takes a few times the memory of one matrix in fp32. No gradient flows through.
+    It takes a few times the memory of one matrix in fp32.
 
     Args:
         weight: bf16, fp16 or fp32 `[..., N, D]` (layout `out_in`) or `[..., D, N]` (`in_out`).
@@ -102,11 +101,8 @@ def dequantize(tensor: QuantizedTensor, dtype: torch.dtype | str = torch.float32
     A NaN scale gives NaN. No gradient flows through.
 
     Args:
-        tensor: of torch tensors. The result is on their device.
+        tensor: of torch tensors.
         dtype: bf16, fp16 or fp32, cast to once at the end.
-
-    Raises:
-        InvalidInput: other arguments.
     """
     require_instance("tensor", tensor, QuantizedTensor)
     _check_arrays("tensor", tensor)
@@ -129,7 +125,6 @@ def dequantize(tensor: QuantizedTensor, dtype: torch.dtype | str = torch.float32
 
 
 def _check_arrays(name: str, tensor: QuantizedTensor) -> None:
-    """Raise InvalidInput unless the arrays of `tensor` are tensors of its shapes, on one device."""
     for field, array in named_arrays(tensor):
         array_spec(f"{name}.{field}", array)
         require_memory(f"{name}.{field}", array)
@@ -153,11 +148,10 @@ def _matrices(tensor: QuantizedTensor, logical: torch.Tensor) -> Iterator[tuple[
 
 
 class _Grid:
-    """The groups of a matrix of rows x columns. Partial groups are filled up with zeros."""
+    """The groups of a matrix. Partial groups are filled up with zeros."""
 
     def __init__(self, shape: torch.Size, format: Format) -> None:
         extents = (format.group_rows, format.group_columns)
-        # A whole axis is one group even if it is empty.
         self.group = [max(size, 1) if extent is None else extent for size, extent in zip(shape, extents, strict=True)]
         self.counts = [1 if extent is None else -(-size // extent) for size, extent in zip(shape, extents, strict=True)]
         self.shape = shape
@@ -171,13 +165,12 @@ class _Grid:
         return matrix.reshape(self.counts[0], self.group[0], self.counts[1], self.group[1])
 
     def join(self, groups: torch.Tensor) -> torch.Tensor:
-        """The inverse of `split`."""
         matrix = groups.reshape(self.counts[0] * self.group[0], self.counts[1] * self.group[1])
         return matrix[: self.shape[0], : self.shape[1]]
 
 
 def _spread(per_group: torch.Tensor) -> torch.Tensor:
-    """An array `[row groups, column groups]` that broadcasts against what `_Grid.split` gives."""
+    """`[row groups, column groups]` for broadcasting against `_Grid.split`."""
     return per_group[:, None, :, None]
 
 
@@ -233,7 +226,6 @@ def _group_zero_points(groups: torch.Tensor, finite: torch.Tensor, format: Forma
     # In float64 high - low cannot overflow. It is rounded to fp32 once.
     high = torch.where(finite, groups.amax(dim=(1, 3)).clamp(min=0), 0.0).double()
     low = torch.where(finite, groups.amin(dim=(1, 3)).clamp(max=0), 0.0).double()
-    # The bound is that of fp32.
     least = torch.full((), _SMALLEST_AMAX, dtype=torch.float32).item()
     scales = ((high - low).clamp(min=least) / _like(high, max_code)).float()
     zero_points = (-low.float() / scales).round().clamp(0, max_code).to(torch.uint8)
@@ -241,7 +233,7 @@ def _group_zero_points(groups: torch.Tensor, finite: torch.Tensor, format: Forma
 
 
 def _encode(quotients: torch.Tensor, zero_points: torch.Tensor | None, format: Format) -> torch.Tensor:
-    """Codes of x / scale, which is finite or infinite. zero_points: codes that broadcast, None: the default."""
+    """Codes of x / scale. zero_points: codes that broadcast, None: the default."""
     element = format.own_element
     if element.name == "e4m3":
         return quotients.clamp(-element.largest, element.largest).to(torch.float8_e4m3fn)
@@ -285,7 +277,6 @@ def _packed(codes: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, axis: int) -> torch.Tensor:
-    """The inverse of `_packed`, of an even length."""
     return torch.stack((packed % 16, packed // 16), axis + 1).flatten(axis, axis + 1)
 
 
@@ -293,9 +284,9 @@ def _unpacked(packed: torch.Tensor, axis: int) -> torch.Tensor:
 def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
     """Put quantised weights into the order in which Hopper's kernels for bf16 rows read and decode them.
 
-    Do this once, when weights are loaded. It runs on the weights' device, one matrix at a time. No number changes, and
-    `restore_weights` is the inverse. Prepacked weights come back as they are. They work wherever published ones do,
-    except in gradients (docs/user/quantization.md).
+    Do this once, when weights are loaded. It runs on the weights' device, one matrix at a time. `restore_weights` is
+    the exact inverse. Prepacked weights come back as they are. They work wherever published ones do, except in
+    gradients (docs/user/quantization.md).
 
     Args:
         weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of them (one layer or a stack). The format is
@@ -305,8 +296,7 @@ def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layou
         gate_layout: with a tensor, `interleaved` or `halves` if its rows are gate and up, else None.
 
     Returns:
-        the weights, `out_in`, to use with the same `MoESpec.weight_layout`. Biases, plain matrices and the logical
-        shape are unchanged.
+        the weights, `out_in`, to use with the same `MoESpec.weight_layout`. Biases and plain matrices are unchanged.
 
     Raises:
         InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks
@@ -317,10 +307,7 @@ def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layou
 
 @torch.no_grad()
 def restore_weights(weights: Weights) -> Weights:
-    """Restore the published layout, `out_in`, of prepacked weights: the exact inverse of `prepack_weights`.
-
-    Other weights are returned as they are. Raises InvalidInput.
-    """
+    """Restore the published layout, `out_in`, of prepacked weights. Other weights are returned as they are."""
     return core.restore_weights(weights, untile)
 
 
@@ -335,7 +322,7 @@ def untile(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _by_matrix(tensor: QuantizedTensor, change: Callable[[QuantizedTensor], QuantizedTensor]) -> QuantizedTensor:
-    """Apply `change` to every matrix of a stack, one at a time: intermediate results take a few times its memory."""
+    """Apply `change` to one matrix after another: it takes a few times a matrix's memory."""
     _check_arrays("weights", tensor)
     lead = tuple(tensor.shape[:-2])
     if not lead or 0 in lead:

@@ -32,9 +32,8 @@ def route_rounded(
         token_mask: bool `[T]`. False tokens get ids -1 and weights 0, and are never added.
 
     Returns:
-        ids int32 `[T, W]` and weights fp32 `[T, W]`, with W = `rounding.width(K, E)`: a token's W best experts in
-        order, with -1 and 0 for those not visited. tokens_per_expert int32 `[E]` counts each expert's tokens before
-        rounding.
+        ids int32 and weights fp32 `[T, W]`, W = `rounding.width(K, E)`: a token's W best experts in order, with -1 and
+            0 for those not visited. tokens_per_expert int32 `[E]`, before rounding.
 
     Raises:
         InvalidInput: K > E, fewer tokens than a tile, or candidates outside [K, E].

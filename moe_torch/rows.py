@@ -14,10 +14,11 @@ from moe_torch.operators.requests import layout_sizes
 def layout_of_runs(
     counts: torch.Tensor, num_rows: int, *, stride: int | None = None
 ) -> tuple[torch.Tensor, RaggedLayout]:
-    """Group rows by expert that arrived as runs: source 0 for expert 0, 1, ..., then source 1.
+    """Group rows by expert that arrived as runs: source 0 for expert 0, 1, ..., then source 1, as all-to-all brings
+    them.
 
-    All-to-all of slots brings this order. Needs no sort and no wait for the device. An expert's rows keep the order of
-    sources and of arrival, which is slot order if sources are in rank order.
+    Needs no sort and no wait for the device. An expert's rows keep the order of arrival, which is slot order if sources
+    are in rank order.
 
     Args:
         counts: int32 `[W, L]`, the rows that source w sent for local expert e.
@@ -25,8 +26,8 @@ def layout_of_runs(
         stride: rows per source, `R / W`, unused after its runs. None: runs are adjacent.
 
     Returns:
-        ids int32 `[R, 1]`, the local expert of each row (-1: unused), and the layout, with one slot per row. Runs are
-        cut at their memory, and the layout's `overflow` int32 `[1]` counts the missing rows.
+        ids int32 `[R, 1]`, the local expert of each row (-1: unused), and the layout, with one slot per row. Its
+            `overflow` int32 `[1]` counts rows of runs that were cut at their memory.
     """
     num_rows = as_integer("num_rows", num_rows, 0)
     stride = None if stride is None else as_integer("stride", stride, 0)
@@ -43,8 +44,8 @@ def gather_rows(x: torch.Tensor, layout: RaggedLayout, *, wide: torch.Tensor | N
     Args:
         x: bf16, fp16 or fp32 `[T, D]`. Rows may be strided.
         layout: the rows.
-        wide: `x.float()`. It gets the unrounded fp32 gradient instead of x. Pass the same `wide` to `router` to add
-            both gradients before the one cast, as `moe` does.
+        wide: `x.float()`, which gets the unrounded gradient instead of x. Pass the same `wide` to `router` to add both
+            gradients before the one cast, as `moe` does.
 
     Returns:
         y `[capacity, D]` in the dtype of x.
@@ -56,13 +57,5 @@ def gather_rows(x: torch.Tensor, layout: RaggedLayout, *, wide: torch.Tensor | N
 
 
 def scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply each row with its weight in fp32, with one cast at the end.
-
-    Args:
-        x: `[T, D]`.
-        weights: fp32 `[T, 1]`.
-
-    Returns:
-        y `[T, D]` in the dtype of x.
-    """
+    """Multiply each row of x `[T, D]` with its weight fp32 `[T, 1]` in fp32, with one cast to the dtype of x."""
     return stages.SCALE_ROWS.call(x=x, weights=weights)

@@ -8,18 +8,18 @@
         model(x)
 
 Both see every whole MoE forward (`moe_torch.MoE`, `moe_torch.ops.moe`, the experts of transformers) in the block and
-its thread, in order, compiled models included. They are a torch dispatch mode, so layers cost nothing extra outside of
-the block. They do not see replayed CUDA graphs, nor experts that run stage by stage, such as those with a norm of each
-expert's result. Capturing a graph or exporting a program inside of the block raises Unsupported.
+its thread, in order, compiled models included. They are a torch dispatch mode. They do not see replayed CUDA graphs,
+nor experts that run stage by stage, such as those with a norm of each expert's result. Capturing a graph or exporting a
+program inside of the block raises Unsupported.
 
 A replayed layer with a router still computes its logits for the losses. Its ids and weights are the trace's, and its
 token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux. If the caller of `moe` brings
 ids and weights, the output and the counts follow the trace, and the returned ids and weights are the caller's (moe_jax
 returns the trace's).
 
-In training the router still learns. The gradient of the trace's weights flows into the router for the trace's ids, at
-the live logits. Weights of the caller get it slot by slot. The backward may run outside of the block. Do not checkpoint
-replayed layers: `torch.utils.checkpoint` runs them again without the trace.
+In training the gradient of the trace's weights flows into the router for the trace's ids, at the live logits. Weights
+of the caller get it slot by slot. The backward may run outside of the block. Do not checkpoint replayed layers:
+`torch.utils.checkpoint` runs them again without the trace.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from moe_torch.operators.table import MOE_QUANTIZED, QUANTIZED_TRAINING, TRAININ
 
 __all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
 
-#: Forward -> the class of its routing, its operator, and the operator of the same sort that takes ids and weights.
+#: Forward -> the class of its routing, its operator, and the like operator that takes ids and weights.
 _FORWARDS: dict[Any, tuple[type, Operator, Operator]] = {
     operator.overload: (kind, operator, forwards[TopK])
     for forwards in (operators.MOE, MOE_QUANTIZED, TRAINING, QUANTIZED_TRAINING)
@@ -53,7 +53,7 @@ _FORWARDS: dict[Any, tuple[type, Operator, Operator]] = {
 
 
 class Recording:
-    """Layers that a `capture` block has seen. `layers` has ids and weights on their device."""
+    """`layers` has ids and weights on their device."""
 
     def __init__(self) -> None:
         self._layers: list[LayerRouting] = []
@@ -78,7 +78,7 @@ def capture() -> Iterator[Recording]:
         arguments = call.arguments
         ids, weights = (arguments["routing.ids"], arguments["routing.weights"]) if call.kind is TopK else results[3:5]
         _, num_experts = call.sizes
-        # Copies, because the model may reuse the memory, as compiled code does.
+        # Copies, because compiled code may reuse the memory.
         recording._layers.append(LayerRouting(as_int32(ids).clone(), as_float32(weights).clone(), num_experts))
         return results
 
@@ -134,14 +134,12 @@ class _Call:
         return self._overload(*self.arguments.values())
 
     def run_with(self, ids: torch.Tensor, weights: torch.Tensor) -> Any:
-        """Run the call with these ids and weights as its routing."""
         tensors = {**self.arguments, "routing.ids": ids, "routing.weights": weights}
         spec = dataclasses.replace(self._spec, router=None)
         results = self._forward.overload(*self._forward.by_name(tensors, spec, *self._formats))
         if self.kind is TopK:
             return results
-        # In training, ids, weights and saved tensors follow. Otherwise results must be the caller's own, because ids
-        # and weights may be layers that outlive the call.
+        # In training, ids, weights and saved tensors follow. Otherwise results must be the caller's own.
         routed, kept = tuple(results[:5]), tuple(results[5:])
         if len(results) == 3:
             routed = (*results, ids.clone(), weights.clone())
@@ -165,7 +163,7 @@ class _Observer(private.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch compile inside of the block: compiled code calls our operators through the dispatcher, too."""
+        """Let torch compile inside of the block: compiled code calls our operators, too."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

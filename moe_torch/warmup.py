@@ -17,8 +17,6 @@ from moe_torch.operators.requests import moe_request, training_plans
 
 
 class OptionalArguments(TypedDict, total=False):
-    """Arguments of `moe` that are optional."""
-
     token_mask: torch.Tensor | None
     expert_map: torch.Tensor | None
     shared: SharedExpert | None
@@ -40,8 +38,8 @@ def warmup(
 
     Args:
         x, experts, routing, spec: as for `moe`.
-        tokens: numbers of tokens, which replace the first axis of x and of every other array by token. A few counts
-            from small to large find every kernel, because the number is no constant of a kernel.
+        tokens: numbers of tokens, which replace the first axis of x and of every other array by token. A few from small
+            to large find every kernel.
         training: also compile training steps, forward and backward, in which every array has a gradient.
         optional: token_mask, expert_map and shared, as for `moe`.
 

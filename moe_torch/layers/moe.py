@@ -199,7 +199,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         self._places = tuple(place for place in places if len(place) == 3)
         self._deep_places = tuple(place for place in places if len(place) == 4)
         self._held, self._held_places = held_arrays(self._modules, places)
-        # Where the operator takes the token mask, and what has the dtype that x must have.
+        # The operator's argument for the token mask, and the array with the dtype that x must have.
         like = "experts.gate_up"
         if quantized is not None:
             like = "routing.weight" if self.shared_experts is None else "shared.gate_up"
