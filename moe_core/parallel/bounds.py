@@ -10,8 +10,8 @@ from moe_core.specs.matmul import Activation
 
 
 class Bounds(NamedTuple):
-    """Rows of the block from each source, None: no blocks; of the block that comes back; and the most rows received,
-    None: any number."""
+    """Rows of the block from each source and of the block that comes back (None: no blocks), and the most received
+    (None: any)."""
 
     block: int | None
     back: int | None
@@ -49,8 +49,8 @@ def sets_of_buffers(spec: ExchangeSpec) -> int:
 
 
 def second_multiprocessors(most: int, activation: Activation) -> int:
-    """Multiprocessors of product 2 beside product 1, for equal times: it uses one of three matrices, or of two without
-    gates."""
+    """Multiprocessors of product 2 beside product 1, for equal times: it has one of three matrices, or of two
+    ungated."""
     return max(1, most // (1 + activation.input_width(1)))
 
 

@@ -44,8 +44,8 @@ _SHARING, _READ_AGAIN = 0.06, 0.68
 
 @dataclass(frozen=True)
 class Zipf:
-    """A law of routing: expert r has a probability proportional to r^-exponent, a token's experts are distinct. The
-    seed draws the order of experts."""
+    """A law of routing: expert r has probability proportional to r^-exponent, distinct in a token. The seed draws their
+    order."""
 
     exponent: float
     seed: int = 0
@@ -299,8 +299,8 @@ def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool
 
 
 def _exposed_in_lanes(share: float, others: float, stored: float, hidden: float, chunks: int, weights: float) -> float:
-    """Time of a forward in lanes beyond its products. others, stored: us of rows sent before and by product 2, which
-    hides `hidden`."""
+    """Time of a forward in lanes beyond products. others, stored: us of rows sent before and by product 2 (it hides
+    `hidden`)."""
     # The first chunk's arrival and the last product 2 do not overlap.
     ends = (others + stored - hidden) / chunks
     again = _SHARING * share + _READ_AGAIN * weights * (chunks - 1)

@@ -136,8 +136,7 @@ class Splits(NamedTuple):
 def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
     """Return the splits of a rank, from counts int32 `[W, G]`. An owner takes the first `receive` rows.
 
-    Example, counts [[2, 1], [3, 0]], rank 1, receive 4: sent [2, 0], received [1, 0], sent_start [0, 3], peer_start [2,
-    1].
+    Counts [[2, 1], [3, 0]], rank 1, receive 4: sent [2, 0], received [1, 0], sent_start [0, 3], peer_start [2, 1].
     """
     num_ranks = len(counts)
     pairs = counts.astype(np.int64).reshape(num_ranks, num_ranks, -1).sum(axis=2)
@@ -148,8 +147,7 @@ def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
 
 
 def received_ids(runs: np.ndarray, order: str) -> np.ndarray:
-    """Return the local expert of every received slot, int32 `[R]`. runs int32 `[W, L]`: rows from every home for every
-    place. order: `expert` or `source`."""
+    """Return the local expert of every received slot, int32 `[R]`. runs int32 `[W, L]`: rows by home and place."""
     require_choice("order", order, ORDERS[:2])
     local = np.broadcast_to(np.arange(runs.shape[1], dtype=np.int32), runs.shape)
     if order == "expert":

@@ -57,8 +57,7 @@ class Header(NamedTuple):
         return self._replace(options=self.options ^ (digest & _DIGEST) << 14)
 
     def on_tensor_axis(self, tokens: int, rank: int) -> Header:
-        """Return the header that ranks of the tensor axis compare, with their tokens and their rank on the other
-        axis."""
+        """Return the header for the tensor axis, with its ranks' tokens and their rank on the other axis."""
         others = self.tensor & ~(0x1FFF << 14)
         return self._replace(tokens=tokens, tensor=others | (rank & 0x1FFF) << 14)
 

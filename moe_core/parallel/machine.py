@@ -157,8 +157,8 @@ class MachineRecord:
 
 
 def machine_of(machine: Machine | str | Path | None) -> Machine:
-    """Return the machine, a path's record, or for None MOEBIUS_MACHINE's record. Raises InvalidInput without any, and
-    for other files."""
+    """Return the machine, a path's record, or for None MOEBIUS_MACHINE's. Raises InvalidInput without any or for other
+    files."""
     if machine is None:
         named = os.environ.get(VARIABLE)
         if not named:

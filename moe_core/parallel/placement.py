@@ -49,8 +49,7 @@ class Placement:
 
     Ranks have equally many places. An expert is on at least one rank, at most once on each (replicas).
 
-    owners: logical ids of each rank in local order, -1: an empty place. version: number of changes, which ranks
-    compare.
+    owners: logical ids of each rank in local order, -1: empty. version: number of changes, which ranks compare.
     """
 
     num_experts: int
@@ -204,7 +203,7 @@ class Placement:
         """Return the next version: these groups of experts, on ranks and places that need few moves from `previous`.
 
         Ranks of a node take, in turn, the group they already have most of. Experts that stay keep their place.
-        previous: has as many experts and ranks, and at most as many places; returned if nothing moves.
+        previous: equally many experts and ranks, at most as many places; returned if nothing moves.
         """
         sizes = [(one.num_experts, one.num_ranks) for one in (self, previous)]
         if sizes[0] != sizes[1] or previous.per_rank > self.per_rank:
@@ -285,8 +284,8 @@ def _nodes(nodes: int, num_ranks: int) -> int:
 
 
 def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
-    """Split experts into groups of at most ceil(E / groups) and equal load: the heaviest first, into the first of the
-    lightest groups with room."""
+    """Split experts into groups of at most ceil(E / groups) and equal load: the heaviest into the first lightest with
+    room."""
     room = -(-len(loads) // groups)
     parts: list[list[int]] = [[] for _ in range(groups)]
     lightest = [(0.0, group) for group in range(groups)]

@@ -97,8 +97,8 @@ class ExchangePlan:
         return TableSpec(spec.mode, spec.rows, *sizes, self.bounds.block, self.bounds.back)
 
     def of_group(self, tokens: int) -> ExchangePlan:
-        """Return the plan for `tokens` on all ranks together; by default ranks have equally many. Raises InvalidInput,
-        and Unsupported for too many rows."""
+        """Return the plan for `tokens` on all ranks together. Raises InvalidInput, and Unsupported for too many
+        rows."""
         if tokens < self.brought:
             raise InvalidInput(f"tokens must be at least this rank's {self.brought}, got {tokens}; add up all ranks'")
         if max(tokens, self.placement.num_ranks * self.brought) * self.top_k >= INT32_LIMIT:

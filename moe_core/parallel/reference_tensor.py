@@ -29,7 +29,7 @@ Grid = Sequence[Sequence[MoEOperands]]
 
 
 class GridForward(NamedTuple):
-    """Results of every rank, `[W][size]`. groups: the exchange of each rank of a tensor axis; outputs are parts
+    """Results of every rank, `[W][size]`. groups: exchanges of each rank of a tensor axis, with outputs that are parts
     fp32."""
 
     outputs: tuple[tuple[MoEOutput, ...], ...]
@@ -44,8 +44,7 @@ def moe(
 ) -> GridForward:
     """Run one MoE forward of all ranks of both axes.
 
-    ranks: as for `reference.moe`, with slices of their experts (`split_experts`). tokens: see `TensorSplit`. Raises
-    InvalidInput.
+    ranks: as for `reference.moe`, with slices of `split_experts`. tokens: see `TensorSplit`. Raises InvalidInput.
     """
     split = TensorSplit(len(ranks[0]), 0, tokens)
     for number, row in enumerate(ranks):

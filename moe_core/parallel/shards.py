@@ -17,8 +17,8 @@ _WHOLE = ("layer_index", "gate_up_input_scale", "down_input_scale")
 def shard_experts(experts: ExpertWeights, placement: Placement) -> tuple[ExpertWeights, ...]:
     """Return the experts of each rank, `[L, ...]`, from all, `[E, ...]` (behind the layers of a stack).
 
-    An empty place holds NaN, or an expert's numbers if the dtype has no NaN. Raises InvalidInput for another number of
-    experts.
+    An empty place holds NaN, or an expert's numbers if the dtype has no NaN. Raises InvalidInput for another number
+    than E.
     """
     axis = 0 if experts.layer_index is None else 1
     found = []

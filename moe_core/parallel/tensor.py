@@ -64,8 +64,7 @@ WHOLE = TensorSplit()
 
 
 class Cut(NamedTuple):
-    """How one array is split. axis: from the end. parts: equal parts of it, such as halves of gate and up, each
-    split."""
+    """How one array is split. axis: from the end. parts: equal parts of it, such as gate and up, each split."""
 
     axis: int
     parts: int = 1
@@ -81,8 +80,7 @@ class Cut(NamedTuple):
 
 
 def cut_of(name: str, weight_layout: str, gate_layout: str | None) -> Cut | None:
-    """Return the cut of a field of ExpertWeights, or of an array of a quantised one. None: all ranks have the whole
-    array.
+    """Return the cut of a field of ExpertWeights, or of an array of a quantised one. None: the array is whole.
 
     name: such as `gate_up`, `down_bias` or `up.scales`. gate_layout: None: ungated.
     """

@@ -50,11 +50,7 @@ def physical_ids(
     token_mask: torch.Tensor | None = None,
     tables: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Places:
-    """Return the place of every slot, from ids int32 `[T, K]`.
-
-    first_token: the number of the first token in the group. tables: `placement_tables` that may change before a replay.
-    None: the placement's.
-    """
+    """See `moe_core.parallel.exchange.physical_ids`. tables: `placement_tables` that may change before a replay."""
     has_replicas, num_experts = tables is not None or placement.has_replicas, placement.num_experts
     places, start = placement_tables(placement, ids.device) if tables is None else tables
     known = ids if token_mask is None else torch.where(token_mask[:, None], ids, -1)

@@ -48,9 +48,9 @@ class Dispatch(torch.autograd.Function):
 class Combine(torch.autograd.Function):
     """`(routes, rows, shared, gate, out_dtype, total, overlap) -> y [T, D]`.
 
-    y is the sum of each token's slots, then of shared `[T, D]`, if any, times the sigmoid of gate fp32 `[T, 1]`, whose
-    gradients are in `dense.py`. total: `routes.start_total` of these rows. None: they have not left. overlap: sends the
-    gradient of `awaited` rows. None: the stream waits for it.
+    y is the sum of each token's slots, then of shared `[T, D]`, if any, times the sigmoid of gate fp32 `[T, 1]`.
+    `dense.py` has their gradients. total: `routes.start_total` of these rows. None: they have not left. overlap: sends
+    the gradient of `awaited` rows. None: the stream waits for it.
     """
 
     @staticmethod

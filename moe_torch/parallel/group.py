@@ -57,8 +57,8 @@ class Ranks:
     ) -> torch.Tensor:
         """Return rows `[R, ...]` from every rank, one rank after another.
 
-        sent, received: rows to and from each rank. None: equally many. Rows behind those sent stay. memory: R, if more
-        than come; the rest holds anything.
+        sent, received: rows by rank, the first ones. None: equally many. memory: R, if more than come; the rest holds
+        anything.
         """
         return self.start_all_to_all(rows, what, sent, received, memory)()
 

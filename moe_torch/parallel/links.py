@@ -267,8 +267,7 @@ def pull_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[
 
 
 def _rows_of_peers(ranks: Ranks, size: int, device: torch.device) -> tuple[Symmetric, peer_ops.PeerPlaces]:
-    """Memory `[W, R, columns]`, rows of each rank for each; and places of this rank's rows at its peers, `(W - 1) * R`,
-    in turn."""
+    """Memory `[W, R, columns]` by rank, and places of this rank's rows at its peers, `(W - 1) * R`, in turn."""
     peers, each = ranks.size - 1, _aligned(size, ranks.size - 1)
     columns = min(each, _ROW_BYTES) // torch.bfloat16.itemsize
     count = -(-each // _ROW_BYTES)

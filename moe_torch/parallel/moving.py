@@ -49,8 +49,7 @@ class MovingPlacement:
 
     @torch.no_grad()
     def change(self, placement: Placement) -> None:
-        """Use another placement of equal sizes from the next call on. Moves no weights. Raises InvalidInput for other
-        sizes."""
+        """Use another placement of equal sizes (else raises InvalidInput) from the next call on. Moves no weights."""
         sizes = [(one.num_experts, one.num_ranks, one.per_rank) for one in (self.current, placement)]
         if sizes[0] != sizes[1]:
             raise InvalidInput(f"placement must have {sizes[0]} experts, ranks and places, got {sizes[1]}; keep them")

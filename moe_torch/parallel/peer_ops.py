@@ -193,8 +193,7 @@ def combine_pull(
 def combine_pull_weights(
     places: PeerPlaces, weights_at: torch.Tensor, *, num_rows: int, memory: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Load a number of every slot, such as its weight's gradient, from its owner's array fp32 `[num_rows]`: fp32 `[T,
-    K]`, 0 without a row."""
+    """Load a number of every slot from its owner's array fp32 `[num_rows]`: fp32 `[T, K]`, 0 without a row."""
     return operators.COMBINE_PULL_WEIGHTS.call(
         owners=places.owners, rows=places.rows, weights_at=weights_at, memory=memory, num_rows=_rows(num_rows)
     )

@@ -38,8 +38,7 @@ class Way(NamedTuple):
 
 
 def rounded(rows: int) -> int:
-    """Round rows up, by at most 1/32, and not up to 63, since every number has plans of its own. Examples: 65 -> 66,
-    1000 -> 1008."""
+    """Round rows up by at most 1/32, and not up to 63: every number has its plans. Examples: 65 -> 66, 1000 -> 1008."""
     step = 1 << max(0, rows.bit_length() - 6)
     return -(-rows // step) * step
 
@@ -275,8 +274,7 @@ class Counted(_Planner):
     """Routes of exact counts, which ranks exchange and the host reads."""
 
     def start(self) -> Callable[[], CollectiveRoutes]:
-        """Send the counts. The result waits for others' and returns the routes. A collective. Raises as
-        `compare_headers`."""
+        """Send the counts. The result waits for others' and returns the routes. Raises as `compare_headers`."""
         tables = self.first_tables()
         arriving = self.ranks.start_all_gather(tables.message, "header and counts")
         return lambda: self.counted(tables, arriving())

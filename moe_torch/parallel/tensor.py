@@ -40,8 +40,8 @@ class Brought(NamedTuple):
 
 @dataclasses.dataclass
 class TensorRanks:
-    """One call's messages over the axis. told: the first has been sent. agree: bool `[1]`, ranks have the same sizes.
-    None: the host compared."""
+    """One call's messages over the axis. told: the first is sent. agree bool `[1]`: equal sizes. None: the host
+    compared."""
 
     ranks: Ranks
     split: TensorSplit
@@ -132,8 +132,8 @@ def require_apart(ranks: Ranks, tensor: Ranks) -> None:
 class Around(torch.autograd.Function):
     """`(axis, wide [T, D], weights [T, K], gathered) -> (wide [S, D], weights [S, K])` of the tokens of all ranks.
 
-    wide is not read. Gradients of all ranks' slices are added. gathered: weights of all tokens. None: all ranks have
-    the same.
+    wide is not read. Gradients of all ranks' slices are added. gathered: weights of all tokens. None: equal on all
+    ranks.
     """
 
     @staticmethod

@@ -31,11 +31,7 @@ from moe_torch.parallel.peer.symmetric import Part, Region
 
 
 class Memory(NamedTuple):
-    """Buffers that others store into, with the shapes of `memory_of`.
-
-    rows and scales that arrive, ids and weights are by home and token. returned: results that come home. d_weights, in
-    training: others load it.
-    """
+    """Buffers that others store into, with the shapes of `memory_of`. d_weights, in training: others load it."""
 
     memory: symmetric.Symmetric
     headers: Region

@@ -61,8 +61,7 @@ class Symmetric:
         self.regions = tuple(regions)
 
     def barrier(self, ranks: Ranks, what: str) -> None:
-        """Wait (on a GPU the stream) until all ranks' earlier stores can be loaded, and memory that they loaded
-        overwritten."""
+        """Wait (on a GPU the stream) until all ranks' stores can be loaded, and memory that they loaded overwritten."""
         if self._handle is not None:
             self._handle.barrier(0, _milliseconds(ranks, self.device))
         else:
