@@ -1,7 +1,7 @@
 """Aggregates: values that a kernel builds once from its arguments and passes on.
 
-A field is an array (a pointer), a TMA descriptor, a number, a piece of shared memory, or a constant (in capitals). An
-absent field is None, a constant, so `if output.pre is not None` is decided at compile time. Aggregates are immutable.
+A field is an array (a pointer), a TMA descriptor, a number, shared memory, or a constant (in capitals). An absent field
+is None, a constant, so `if output.pre is not None` is decided at compile time.
 
     rows = Rows(x, x_map, X_STRIDE, GATHER)
     first = gl.load(rows.values + row * rows.STRIDE)
@@ -67,8 +67,8 @@ Schedule = aggregate_of("Schedule", "schedule counters num_blocks COUNTER GROUP_
 #: producer and no tile for a consumer, -2 is no tile for a producer.
 Tile = aggregate_of("Tile", "expert start rows column")
 
-#: Shared memory: operands of all stages. For all slots of the ring: biases, results to store, and row_lists, rows of x
-#: of tall row blocks.
+#: Shared memory: operands of all stages, biases of all slots of the ring, results to store. row_lists: rows of x of
+#: tall row blocks, for all slots of the ring.
 Tiles = aggregate_of("Tiles", "left right biases results row_lists", row_lists=None)
 
 #: Barriers of a producer and two consumers, and the ring that announces tiles. COPIED: the producer's threads copy rows
@@ -83,9 +83,8 @@ Epilogue = aggregate_of(
     scales=None, maxima=None, DTYPE=None, RULE=None,
 )  # fmt: skip
 
-#: y with N columns, the pre-activation by layout row, and their TMA descriptors. SCATTER: y is indexed by layout `row`
-#: or by `slot`, or sent to other ranks. TRUSTED: every row of the layout has a slot. gate_map: descriptor of the gate
-#: columns of pre, ending with them.
+#: y with N columns, the pre-activation by layout row, and their descriptors. SCATTER: y is indexed by layout `row` or
+#: by `slot`, or sent to other ranks. TRUSTED: every row of the layout has a slot. gate_map: gate columns of pre only.
 Output = aggregate_of(
     "Output", "y y_map pre pre_map gate_map N SCATTER TRUSTED",
     y_map=None, pre=None, pre_map=None, gate_map=None, TRUSTED=False,

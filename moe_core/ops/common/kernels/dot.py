@@ -9,8 +9,8 @@ def multiply(a, b, accumulator, PRODUCT: tl.constexpr, DRAINED: tl.constexpr):
     """Return accumulator + a . b in fp32. DRAINED: see `drained`.
 
     PRODUCT: an input precision of `tl.dot`. Prefix `widen_`: both factors become fp32 first. `split_a`, `split_b`: that
-    factor is fp32, the other bf16. It is split into three bf16 numbers that sum to its 24 bits, which makes products on
-    tensor cores exact. Small parts are added first.
+    fp32 factor, the other being bf16, is split into three bf16 numbers, exactly, for tensor cores. Small parts are
+    added first.
     """
     if PRODUCT == "widen_ieee":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")

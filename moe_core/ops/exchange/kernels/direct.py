@@ -23,9 +23,9 @@ def push_tokens_once(
         headers_at[owner][turn % 2, rank] = header, num_tokens, 0, 0, 0
         owners[t, owner] = owner, rows[t, owner] = row, -1: no visit
 
-    Each rank counts its turns behind its 2 W headers, because a peer may begin the next turn while they are read.
-    Program 0 writes header and counts, the others take turns with rows. x None: rows travel separately.
-    places_of_experts None: expert e has place e. given: places of slots that do not follow from experts.
+    Turns are counted behind the 2 W headers, because a peer may begin the next turn while they are read. Program 0
+    writes header and counts, the others take turns with rows. x None: rows travel separately. places_of_experts None:
+    expert e has place e. given: places of slots that do not follow from experts.
     """
     program = tl.program_id(0)
     if program == 0:

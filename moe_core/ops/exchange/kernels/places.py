@@ -15,7 +15,7 @@ def run_starts(
         excess[o] = rows of o beyond its bound
         received[e] = sum over homes of counts[., rank, e]
 
-    Example, 2 ranks with 1 expert each, counts [[2, 1], [3, 0]]: on rank 1 starts [2, 1], received [1].
+    Example, counts [[2, 1], [3, 0]] of 2 ranks with 1 expert each: on rank 1 starts [2, 1], received [1].
     """
     owner = tl.program_id(0)
     homes, experts = tl.arange(0, RANKS)[:, None], tl.arange(0, EXPERTS)

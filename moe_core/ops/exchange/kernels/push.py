@@ -100,9 +100,8 @@ def push_results(
     NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, SECTIONS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """slots_at[home][slot] = y[row] for (home, slot) = sources[row], if there is one. Programs take turns. Owners have
-    rows by (expert, home, slot) and would all store at one home at a time, so blocks of rows come in turn from SECTIONS
-    parts."""
+    """slots_at[home][slot] = y[row] for (home, slot) = sources[row]. Rows are in order of (expert, home, slot), so that
+    owners would all store at one home at a time: blocks of rows come in turn from SECTIONS parts."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     # Sources behind the last group are old.
     filled = tl.minimum(tl.load(group_start + NUM_EXPERTS), num_rows)

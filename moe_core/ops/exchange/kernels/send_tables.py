@@ -23,7 +23,7 @@ def count_sends(
         group = place (BY_SLOT), else the owner, -1 where an earlier slot of the token has it
 
     Example, PER_RANK 2, places [[2, 3], [0, 2]]: groups of tokens [[1, -1], [0, 1]], rows sent [1, 2], by owner [1, 3].
-    tokens int32 `[W]`: of all ranks. A slot of an expert with n places takes number (token + k) mod n. None: n is 1.
+    tokens int32 `[W]`: of all ranks. A slot of an expert with n places (None: 1) takes number (token + k) mod n.
     """
     block = tl.program_id(0).to(tl.int64)
     last = tl.minimum((block + 1) * block_tokens, num_tokens)
@@ -119,9 +119,8 @@ def place_sends(
 
     limits int32 `[2, W]`: rows that each owner takes, and (rows of tokens) where its results begin at home. With blocks
     owners take `block` rows, at multiples of block_rows, and return `back`, at multiples of back_rows. A slot without
-    room has no row, and its token is lost. counted int32 `[W]`: rows and results without room. For `all_to_all` it
-    counts the slots that arrive, the first of an owner's: the first row that does not arrive has their number among the
-    results.
+    room has no row, and its token is lost. counted int32 `[W]`: rows and results without room. For `all_to_all`: slots
+    that arrive, the first of an owner's, so the first row that does not arrive has their number among the results.
     """
     program = tl.program_id(0)
     WIDTH: tl.constexpr = (1 if MODE == "all_to_all" else 2) if BY_SLOT else 2 * TOP_K

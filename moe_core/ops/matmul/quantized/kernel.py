@@ -183,15 +183,14 @@ def matmul_quantized(
     MAXIMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of y. N: output columns. WEIGHT_N: rows of one weight matrix (2N for gate and up together).
+    """Compute one tile of y. Parameters that are not named here are as in `matmul_ogs`.
 
-    num_rows, num_slots, schedule, GATHER, SCATTER, pre and y as in `matmul_ogs`. X_ELEMENT None: x is not quantised.
-    X_COLUMNS: D, or more with the zeros of `order_columns`. ORDER, X_ORDER: of columns, see `weight_tile`. GROUP,
-    X_GROUP: columns that share a scale, GROUP_ROWS: weight rows that do, 0: all. *_MATRIX, *_N, *_K: strides of one
-    expert's matrix, of a weight row (of a scale: of a group of rows) and of a column (a byte, a group). DOT: operands,
-    `e4m3` or `int8` codes, else numbers. UNIFORM: weight rows of one side of a tile share scales. TOKENS_FIRST: rows of
-    x are the left operand. DRAINED: products end before the next step. maxima int32 `[MAXIMA]`, if not None: shared by
-    programs and raised to the bits of the largest magnitudes of y.
+    WEIGHT_N: rows of one weight matrix (2N for gate and up together). X_ELEMENT None: x is not quantised. X_COLUMNS: D,
+    or more with the zeros of `order_columns`. ORDER, X_ORDER: of columns, see `weight_tile`. GROUP, X_GROUP: columns
+    that share a scale, GROUP_ROWS: weight rows that do, 0: all. *_MATRIX, *_N, *_K: strides of one expert's matrix, of
+    a weight row (scales: of a group of rows) and of a column (a byte, a group). DOT: operands, `e4m3` or `int8` codes,
+    else numbers. UNIFORM: weight rows of one side of a tile share scales. TOKENS_FIRST: rows of x are the left operand.
+    maxima int32 `[MAXIMA]`, if not None: shared by programs and raised to the bits of the largest magnitudes of y.
     """
     if PDL == "start":
         join()

@@ -1,8 +1,7 @@
-"""Ragged grouped matmul with quantised weights transposed, for gradients. See `matmul_ogs`, with dequantised(w[e])^T.
+"""Ragged grouped matmul with quantised weights transposed, for gradients: `matmul_ogs` with dequantised(w[e])^T.
 
-The sum goes over the rows of a weight, its outputs. A scale belongs to some addends of some columns and cannot multiply
-sums. So weights are decoded to (code - zero point) * scale in the dtype of x, with one rounding (none for e8m0 scales
-in bfloat16 and float32).
+The sum goes over the rows of a weight, its outputs, so a scale cannot multiply sums. Weights are decoded to (code -
+zero point) * scale in the dtype of x, with one rounding (none for e8m0 scales in bfloat16 and float32).
 """
 
 import triton
@@ -98,10 +97,10 @@ def matmul_quantized_transposed(
 ):  # fmt: skip
     """Compute one tile of y. D: rows of one weight matrix, the addends. N: its columns, as of y.
 
-    up, if not None: a second weight for the next D columns of x, added to the same sum. num_rows, num_slots, schedule,
-    GATHER and SCATTER as in `matmul_ogs`. GROUP: columns that share a scale, GROUP_ROWS: rows that do, 0: all.
-    *_MATRIX, *_N, *_K: strides of one expert's matrix, of a row (scales: of a group of rows, zero points: of one byte)
-    and of a column (a byte, a group of columns). DOT: the dtype of x.
+    up, if not None: a second weight for the next D columns of x, added to the same sum. GROUP: columns that share a
+    scale, GROUP_ROWS: rows that do, 0: all. *_MATRIX, *_N, *_K: strides of one expert's matrix, of a row (scales: of a
+    group of rows, zero points: of one byte) and of a column (a byte, a group of columns). DOT: the dtype of x. Others
+    as in `matmul_ogs`.
     """
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = 0

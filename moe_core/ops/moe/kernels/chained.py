@@ -1,8 +1,7 @@
 """Both products of few tokens and their reduction in one launch. See `moe_core.ops.moe.fuse`.
 
-Programs draw ascending numbers: tiles of product 1, then of product 2, then of the reduction. A program waits only for
-lower numbers. These were drawn before, so they run or are done, and the lowest that runs waits for nobody. So all end
-in any order of execution.
+Programs draw ascending numbers: tiles of product 1, of product 2, of the reduction. A program waits only for lower
+numbers, which run or are done, and the lowest that runs waits for nobody. So all end in any order of execution.
 """
 
 import triton

@@ -2,7 +2,7 @@
 `moe_core.ops.moe.fuse`.
 
 Every program of product 1 chooses the experts itself, which is faster than waiting for a routing launch. The first one
-writes the routing's results. Programs of product 2, one per expert, share a tile of columns: the last to finish adds up
+writes the routing's results. Programs of product 2, one per expert, share a tile of columns. The last to finish adds up
 the slots in the order of the reduction.
 """
 

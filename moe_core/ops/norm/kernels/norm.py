@@ -47,7 +47,7 @@ def rms_norm_backward(
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr, CENTRED: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_x, cast once, and fp32 products with the column sums d_weight, of BLOCK_M rows. None: not wanted.
+    """d_x, cast once, and fp32 products with the column sums d_weight. None: not wanted.
 
     With f = (mean(x ** 2) + EPSILON) ** -0.5 and g = d_y * factors * SCALE:
 

@@ -209,9 +209,9 @@ def weight_tile(
     """Load weights [rows, BLOCK_K] as the tensor cores take them. scale, zero: of groups, see `per_group`.
 
     Columns may be summed in any order. The cores take columns 2 t and 2 t + 1 of each 8 from lane t of every four.
-    Order `words` gives that lane 32 neighbouring 4-bit codes of every 128, one vector load with one scale: column 32 t
-    + 8 q + 4 b + j goes to 8 (4 q + j) + 2 t + b. Order `bytes` gives it 16 neighbouring bytes of every 64: column 16 t
-    + 2 c + b goes to 8 c + 2 t + b. `ordered` does the same with x.
+    Order `words`: 32 neighbouring 4-bit codes of every 128 per lane, one vector load with one scale. Column 32 t + 8 q
+    + 4 b + j goes to 8 (4 q + j) + 2 t + b. Order `bytes`: 16 neighbouring bytes of every 64. Column 16 t + 2 c + b
+    goes to 8 c + 2 t + b. `ordered` does the same with x.
     """
     rows: tl.constexpr = pointers.shape[0]
     scale = number_of(scale)

@@ -1,8 +1,8 @@
 """Quantise rows of activations to codes and scales, with the bits of `moe_core.ops.quantize.reference`.
 
 Each step rounds once: true division, then half to even on the bits of fp32, because not every architecture converts to
-fp8. If it does, multiplying with the reciprocal and converting gives the same bits faster (`e4m3_quotient`). Magnitudes
-are compared as integers, so NaN and infinity are the largest. A group with one has the scale NaN and codes of zero.
+fp8. If it does, `e4m3_quotient` gives the same bits faster. Magnitudes are compared as integers, so NaN and infinity
+are the largest. A group with one has the scale NaN and codes of zero.
 """
 
 import triton

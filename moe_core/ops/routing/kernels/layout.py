@@ -1,7 +1,7 @@
 """Ragged layouts: a stable counting sort of slots by expert, without atomics and without the host.
 
-Few slots: all programs of `layout_at_once` count every slot. Many: `count_blocks` counts the slots of each block, or
-`topk.route` does while routing. Every program of `place_blocks` then adds up all counts and places the slots of its
+Few slots: all programs of `layout_at_once` count every slot. Many: `count_blocks`, or `topk.route` while routing,
+counts the slots of each block. Every program of `place_blocks` then adds up all counts and places the slots of its
 block, and a few more programs write arrays that depend on the sums only.
 """
 
@@ -202,8 +202,8 @@ def layout_at_once(
         counted[e], before[e] = slots of expert e: all of them, and those ahead of this program's block
         row of slot = start[e] + before[e] + rank of the slot within the block
 
-    Example, local experts [2, 0, 0, -1], BLOCK_S 2: counted [2, 0, 1]. Second block: before [1, 0, 1], so slot 2 (e =
-    0, rank 0) goes to row 0 + 1 + 0 = 1. row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
+    Example, local experts [2, 0, 0, -1], BLOCK_S 2: counted [2, 0, 1], before [1, 0, 1] in the second block,
+    row_of_slot [2, 0, 1, -1], slot_of_row [1, 2, 0, -1].
 
     overflow: slots beyond `capacity` rows, None: all have room. COUNT_LOST: they also count as invalid ids. row_weight:
     gets given_weights, by slot, in fp32.

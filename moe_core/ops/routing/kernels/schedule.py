@@ -18,9 +18,8 @@ def write_schedule(sizes, schedule, max_blocks, program, num_programs, BLOCK_M: 
 
         starts = exclusive cumsum of ceil(sizes / BLOCK_M),  row starts[expert] + block = (block, expert)
 
-    Programs take turns with the first blocks of all experts, then the second ones, in as many steps as the largest
-    group has blocks. Example, sizes [3, 0, 2], BLOCK_M 2: starts [0, 2, 2], rows (0, 0), (1, 0), (0, 2), then idle (-1,
-    -1).
+    Programs take turns with the first blocks of all experts, then the second ones. Example, sizes [3, 0, 2], BLOCK_M 2:
+    starts [0, 2, 2], rows (0, 0), (1, 0), (0, 2), then idle (-1, -1).
     """
     experts = tl.arange(0, sizes.shape[0])
     # Sizes are not trusted: no row behind the schedule is written.
@@ -40,9 +39,9 @@ def write_schedule(sizes, schedule, max_blocks, program, num_programs, BLOCK_M: 
 
 @triton.jit
 def even_block(size, block, blocks, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Return (first row, rows) of one of the ceil(size / (ROWS * CHUNKS)) row blocks of a group of `size` rows. Groups
-    are cut evenly between chunks of ROWS rows. The first few blocks have CHUNKS - 1 chunks, so that none is a low rest
-    of a group. Example, ROWS 64, CHUNKS 3: 200 rows are 128 + 72, 300 are 128 + 172."""
+    """Return (first row, rows) of one of the ceil(size / (ROWS * CHUNKS)) row blocks of a group of `size` rows, cut
+    evenly between chunks of ROWS rows. The first few blocks have CHUNKS - 1 chunks, so that none is a low rest.
+    Example, ROWS 64, CHUNKS 3: 200 rows are 128 + 72, 300 are 128 + 172."""
     low = CHUNKS * blocks - tl.cdiv(size, ROWS)
     first = (CHUNKS * block - tl.minimum(block, low)) * ROWS
     height = tl.where(block < low, CHUNKS - 1, CHUNKS) * ROWS

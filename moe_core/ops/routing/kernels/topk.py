@@ -25,9 +25,8 @@ Router = aggregate_of(
 
 @triton.jit
 def topk_keys(scores):
-    """Return int32 keys in the order of fp32 scores. -0.0 ties with 0.0, NaN is below every number. A float's bits,
-    read as int32, ascend for positive and descend for negative numbers, so the other 31 bits of negative ones are
-    flipped."""
+    """Return int32 keys in the order of fp32 scores. -0.0 ties with 0.0, NaN is below every number. Bits of negative
+    floats descend as int32, so all but the sign are flipped."""
     scores = tl.where(scores == 0.0, 0.0, scores)
     bits = scores.to(tl.int32, bitcast=True)
     return tl.where(scores == scores, bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN_KEY)
@@ -137,9 +136,8 @@ def column_experts(router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, inside, router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Load fp32 `[rows, WIDTH]`, -inf in padding columns and in rows not inside. SPAN columns are loaded at a time and
-    joined in registers. A wider load would be spread over more warps, and maxima over a row would need shared memory.
-    """
+    """Load fp32 `[rows, WIDTH]`, -inf in padding columns and in rows not inside. SPAN columns at a time are joined in
+    registers: a wider load would spread over more warps, and maxima over a row would need shared memory."""
     if WIDTH <= router.SPAN:
         offsets, real = column_experts(router, FIRST, WIDTH)
         mask = inside[:, None] & real[None, :]
@@ -161,10 +159,9 @@ def choose_experts(router, tokens, inside):
 
     given: None, or the ids `[T, K]` to weigh instead, in their order. A token with one outside [0, E) is masked.
     Columns are padded to GROUPS * MEMBERS, powers of two, as is SLOTS >= WIDTH. Ids past WIDTH, of masked tokens and of
-    tokens not inside are -1. WIDTH > K: candidates of token rounding, without BY_EXPERT and given. BY_EXPERT: both in
-    order of ids.
+    tokens not inside are -1. WIDTH > K: candidates of token rounding, without BY_EXPERT (order of ids) and given.
 
-    Example, K = 2, logits [1, 3, 3, NaN], sigmoid: ids [1, 2] (a tie: lower id first, NaN last), weights [0.95, 0.95].
+    Example, K = 2, logits [1, 3, 3, NaN], sigmoid: ids [1, 2], weights [0.95, 0.95].
     """
     TOP_K: tl.constexpr = router.TOP_K
     WIDTH: tl.constexpr = router.WIDTH

@@ -1,7 +1,7 @@
 """Ragged grouped matmul of e4m3 codes with e4m3 codes for Hopper, in Gluon. Warps are specialised as in `matmul`.
 
-Tiles have 128 rows x 256 accumulator columns. A stage holds 128 of the reduction, 128 bytes of a row. Tensor cores keep
-few bits of a sum, so each stage is its own product, and these are added in fp32:
+Tiles have 128 rows x 256 accumulator columns. A stage holds 128 of the reduction. Tensor cores keep few bits of a sum,
+so each stage is its own product, and these are added in fp32:
 
 consumer 0 and 1 (4 warps each), 64 rows each
     for each stage, for the first and then for the last 128 columns:
@@ -236,15 +236,14 @@ def matmul_fp8(
     TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     HIDDEN: gl.constexpr, RULE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply codes: y[scatter(row)] = cast(act(x[gather(row)] @ dequantised(w[expert]) + bias) * row_weight).
+    """`sm90.kernels.matmul` of dequantised(x) and dequantised(w[expert]). Further arguments:
 
-    Further arguments as in `sm90.kernels.matmul`. x: codes, as bytes. x_scales: fp32, X_SCALE_STRIDE between rows (0:
-    one for all rows), one for X_GROUP columns (128, or 0: all). scales, up_scales: fp32 `[.., SCALE_ROWS,
-    SCALE_COLUMNS]` of one matrix, one for GROUP_ROWS weight rows (0: all, 1, or 128) and GROUP columns (0: all, or
-    128). N is a multiple of 128 if GROUP_ROWS is 1, or 128 with gate_layout `halves`. X_GROUP needs GROUP, and GROUP
-    needs more than one row. FAST: the tensor cores make the whole sum, and GROUP is 0. y_scales: None, or y is codes
-    too, as bytes: the result in the 16-bit dtype HIDDEN, quantised by RULE. given: the scale fp32 `[1]` of all results,
-    for RULE `given`. maxima: None, or int32 `[64]`, 0 or more. See `raise_maxima`.
+    x: codes, as bytes. x_scales: fp32, X_SCALE_STRIDE between rows (0: one for all rows), one for X_GROUP columns (128,
+    or 0: all). scales, up_scales: fp32 `[.., SCALE_ROWS, SCALE_COLUMNS]` of one matrix, one for GROUP_ROWS weight rows
+    (0: all, 1, or 128) and GROUP columns (0: all, or 128). N is a multiple of 128 if GROUP_ROWS is 1, or 128 with
+    gate_layout `halves`. X_GROUP needs GROUP, and GROUP needs more than one row. FAST: GROUP is 0. y_scales: None, or y
+    is codes too, as bytes: the result in the 16-bit dtype HIDDEN, quantised by RULE. given: the scale fp32 `[1]` of all
+    results, for RULE `given`. maxima: None, or int32 `[64]`, 0 or more. See `raise_maxima`.
     """
     x_codes = x.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)

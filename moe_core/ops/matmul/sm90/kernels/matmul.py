@@ -1,7 +1,7 @@
 """Ragged grouped matmul for Hopper in Gluon. Warps are specialised: one producer feeds two consumers.
 
 A block takes tiles of 128 rows x 256 accumulator columns from a counter until none is left, so that a multiprocessor
-with cheap tiles or near memory takes more. Results do not depend on the block that computes a tile.
+with cheap tiles or near memory takes more. Results do not depend on it.
 
 producer (4 warps)
     takes and announces a tile
@@ -294,13 +294,11 @@ def matmul_ogs(
     IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight). See `portable.kernel`.
+    """Compute tiles of y as `portable.kernel.matmul_ogs` does.
 
     schedule: row blocks of 128. counters[COUNTER]: tiles taken, 0 at the start. *_map: TMA descriptors. x_map only if
-    rows are not gathered. The weights are one matrix. gate_map: the gate columns of pre if up columns follow them. pre:
-    the pre-activation in layout order, or None. `separate` is stored as `halves`. y: None stores pre only. TRUSTED:
-    every row of the layout has a slot. pre needs that. N, WEIGHT_N: columns of the output and of one weight buffer.
-    PDL: see `kernels.pdl`.
+    rows are not gathered. The weights are one matrix. gate_map: the gate columns of pre if up columns follow them. pre
+    needs TRUSTED: every row of the layout has a slot.
     """
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = weight_map.dtype

@@ -1,7 +1,6 @@
 """The Hopper matmul with row blocks of up to 192 rows, in Gluon. Results equal `matmul` bit for bit.
 
-An expert of 129 to 192 rows reads its weights once instead of twice. For each 64 of the reduction, a full block reads
-56 KB, and blocks of 128 read 72 KB for the same rows.
+For each 64 of the reduction, a full block reads 56 KB, and blocks of 128 read 72 KB for the same rows.
 
 producer (4 warps)
     as in `matmul`, but a stage has room for three chunks of 64 rows, and existing chunks are loaded
@@ -9,9 +8,9 @@ consumer 0 and 1 (4 warps each)
     64 rows x 256 columns, as in `matmul`
     if there is a third chunk, 128 of its columns, by a wgmma of 128 columns, stored after the first result
 
-Three consumers with 128 accumulator registers per thread are impossible: 512 threads start with 128 registers each, and
-ptxas then does not compile a wgmma of 256 columns. If gate and up are apart, panels of 64 gate and of 64 up columns
-alternate, so that each half of the third chunk has whole pairs.
+Three consumers are impossible: 512 threads start with 128 registers each, and ptxas then does not compile a wgmma of
+256 columns. If gate and up are apart, panels of 64 gate and of 64 up columns alternate, so that each half of the third
+chunk has whole pairs.
 """
 
 from triton.experimental import gluon

@@ -77,11 +77,11 @@ def first_slots(layout, start, size, within):
 
 @gluon.jit
 def load_tile(tiles, pipeline, left, right, layout, gradients, part, stage, phase, next_start, next_size, next_slots):
-    """Load the rows of a part, 64 at a time, as stages become free. A part without rows gets one stage of zeros.
+    """Load the rows of a part, 64 at a time, as stages become free. A part without rows gets one stage of zeros. Return
+    stage, phase and the slots of the next part's first rows.
 
-    next_slots: slots of the part's first rows. next_start, next_size: the next part's, as in the layout. If consumer 1
+    next_slots: slots of this part's first rows. next_start, next_size: the next part's, as in the layout. If consumer 1
     has no rows of the result and a bias is wanted, it gets ones for left: its product is the sum of right's rows.
-    Returns stage, phase and the slots of the next part's first rows.
     """
     ones: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     start, size, m, n = part.start, part.size, part.m, part.n
@@ -229,7 +229,7 @@ def weight_gradient(
     RIGHT_STRIDE: gl.constexpr, LEFT_START: gl.constexpr, RIGHT_START: gl.constexpr, LEFT_GATHER: gl.constexpr,
     RIGHT_GATHER: gl.constexpr, TOP_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """d_weight[g] `[M, N]` = cast(sum over rows of g of left row^T . right row). See `portable.weight_gradient_kernel`.
+    """See `portable.weight_gradient_kernel`.
 
     *_map: TMA descriptors of left and right, if in layout order, and of d_weight as one matrix `[groups * M, N]`.
     counters[0]: tiles taken, 0 at the start. d_bias: the sums of right's rows `[groups, N]`, or None. Needs a gathered

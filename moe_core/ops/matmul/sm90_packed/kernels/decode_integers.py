@@ -5,10 +5,10 @@ words. A code goes into the low mantissa bits of a number with a last bit worth 
 point, exactly. Four bits: a pair is 128 + q in bfloat16, scaled by the dtype of scales:
 
     bfloat16: one product of pairs. (q - z) s is exact in fp32, so it rounds once
-    float16: s = a + b, of 8 and 3 bits. (q - z) b is exact in bfloat16, and added to (q - z) a with that one rounding
-    float32: a product of fp32 numbers for each code, and one rounding of two of them to a pair
+    float16: s = a + b, of 8 and 3 bits. (q - z) b is exact in bfloat16, and added to (q - z) a with one rounding
+    float32: a product in fp32 for each code, and one rounding of two to a pair
 
-Eight bits: 2^23 + q in fp32, then as four bits with scales of float32, with other scales widened.
+Eight bits: 2^23 + q in fp32, then as four bits with scales of float32. Other scales are widened.
 """
 
 from triton.experimental import gluon

@@ -1,9 +1,8 @@
 """Ragged grouped matmul for few rows per expert on Hopper: weights stream from memory into registers. In Gluon.
 
-With a handful of rows only the rate of reading weights counts. Every thread loads the 16 bytes of a weight row that it
-multiplies, a few steps ahead, without shared memory on the way to the tensor cores (mma.sync, weights on the left).
-Warps share rows of x through shared memory, a chunk of several steps ahead, with one barrier per chunk. A block of the
-grid has 64 weight rows (gated: 32 of gate and 32 of up) and up to 8 rows of one expert.
+Every thread loads the 16 bytes of a weight row that it multiplies (mma.sync, weights on the left), a few steps ahead,
+without shared memory. Warps share rows of x through shared memory, a chunk of several steps ahead, with one barrier per
+chunk. A block of the grid has 64 weight rows (gated: 32 of gate and 32 of up) and up to 8 rows of one expert.
 """
 
 from triton.experimental import gluon
@@ -78,12 +77,12 @@ def matmul_few_rows(
     GROUPS: gl.constexpr, REPEAT: gl.constexpr, ALIKE: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
     SPAN: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight). See `portable.kernel`.
+    """Compute one tile of y as `portable.kernel.matmul_ogs` does.
 
     weight, scales, zero_points: tiled (`moe_core.formats.tiling`), of codes of ELEMENT (`e2m1`, `uint4`, `uint8`).
     BLOCKS, STEPS: blocks of a matrix of 64 rows, and of COLUMNS columns. GROUPS: scales of a row in a block. REPEAT:
-    steps that share them, ALIKE of those under way. N: output columns. WEIGHT_N: rows of a matrix before tiling. CHUNK:
-    steps under way. SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most.
+    steps that share them, ALIKE of those under way. WEIGHT_N: rows of a matrix before tiling. CHUNK: steps under way.
+    SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most.
     """
     if PDL == "start":
         join()

@@ -1,15 +1,13 @@
 """Ragged grouped matmul for Hopper with weights as codes, decoded in registers. Written in Gluon, warps specialised.
 
-The weight is the left operand, which tensor cores take from registers, and rows of x stay in shared memory. Few rows
-make a narrow tile, and only the weights' bytes move.
+The weight is the left operand, which tensor cores take from registers. Few rows make a narrow tile.
 
 producer (1 or 4 warps)
     takes and announces a tile
     for each stage, one or two blocks along the reduction: waits until it is free, loads codes by TMA, scales and zero
         points by cp.async, rows by TMA (in layout order) or cp.async (gathered)
 consumer 0 and 1 (4 warps each), 64 or 128 weight rows each
-    for each stage, 64 rows and 64 columns: decodes, then one asynchronous product, which runs while the next codes are
-        decoded
+    for each stage, 64 rows and 64 columns: decodes, then one asynchronous product, while the next codes are decoded
     then the epilogue. Tall tiles: `wide`
 
 The 32 bytes that a thread needs of a tiled block (`moe_core.formats.tiling`), 64 weight rows and 128 columns of four
@@ -119,8 +117,7 @@ def consumer(WHICH: gl.constexpr, product):
                     if (rows > below) & (rows <= WIDTHS[variant][0] + WIDTHS[variant][1]):
                         stage, phase = compute_wide(product, part, stage, phase, WIDTHS[variant][0], WIDTHS[variant][1])
                     below = WIDTHS[variant][0] + WIDTHS[variant][1]
-            # Half of the experts with about as many rows as a tile have a second tile with a few rows. Half of those
-            # with about half as many rows have no more than a few.
+            # Half of the experts with about as many rows as a tile have a second tile with a few rows.
             elif (BLOCK_M >= 2 * NARROW) and (rows <= NARROW):
                 stage, phase = compute_tile(product, part, stage, phase, NARROW)
             else:
@@ -142,12 +139,12 @@ def matmul_mixed_input(
     PRODUCER_WARPS: gl.constexpr, REGISTERS: gl.constexpr, GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """y[scatter(row)] = cast(act(x[gather(row)] @ w[expert] + bias) * row_weight). See `portable.kernel`.
+    """Compute tiles of y as `portable.kernel.matmul_ogs` does.
 
     weight_map: tiled codes of ELEMENT (`e2m1`, `uint4`, `uint8`) as lines of 128 bytes. scales, zero_points: tiled.
-    BLOCKS, STEPS: blocks of a matrix of 64 rows, and of COLUMNS columns. GROUPS, REPEAT: see `Codes`. N: output
-    columns. WEIGHT_N: rows of a matrix before tiling. PAIRS, DEEP: see `Stages`. COUNTER: of tiles taken, None:
-    programs take turns. REGISTERS: of a thread at launch, for two blocks on a multiprocessor, None: for one.
+    STEPS, BLOCKS, COLUMNS, GROUPS, REPEAT: see `Codes`. WEIGHT_N: rows of a matrix before tiling. PAIRS, DEEP: see
+    `Stages`. COUNTER: of tiles taken, None: programs take turns. REGISTERS: of a thread at launch, for two blocks on a
+    multiprocessor, None: for one.
     """
     if PDL is not None:
         join()
@@ -175,8 +172,8 @@ def matmul_mixed_input(
     weight_ring = gl.allocate_shared_memory(gl.float32, [RING, BLOCK_M], plain)
     slot_ring = gl.allocate_shared_memory(gl.int32, [RING, BLOCK_M], plain)
     pipeline = allocate_pipeline(STAGES, PRODUCER_WARPS, GATHER != "row")
-    # Registers of a thread. A producer that gathers rows holds or, for tall tiles, looks up their addresses. The splits
-    # that compile without spills were found by trying: values of all parts take registers of each.
+    # Producers that gather rows hold, or for tall tiles look up, their addresses. The splits that compile without
+    # spills were found by trying: values of all parts take registers of each.
     if REGISTERS is not None:
         CONSUMER_AND_PRODUCER: gl.constexpr = (104, 32) if GATHER == "row" else (96, 48)
     else:

@@ -35,8 +35,7 @@ def word_pointers(
         block = matrix.to(gl.int64) * BLOCKS + gl.minimum(tile * PAIRS + pair, BLOCKS - 1)
         return words + block * (RECORDS * WORDS) + word
     else:
-        # Offsets from a scalar start: integers, with more arrays, lack registers for pointers, and so do consumers of
-        # tall tiles, which hold what the producer has of the same for every tile.
+        # Offsets from a scalar start: integers and consumers of tall tiles have no registers for more pointers.
         first = (matrix.to(gl.int64) * BLOCKS + tile * PAIRS) * (RECORDS * WORDS)
         pair = gl.minimum(pair, BLOCKS - 1 - tile * PAIRS)
         return words + first + (pair * (RECORDS * WORDS) + word)

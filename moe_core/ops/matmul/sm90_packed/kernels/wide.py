@@ -1,8 +1,7 @@
-"""A consumer's part of the tallest tiles of `sm90_packed.kernels.matmul`, of up to 256 rows of x. Written in Gluon.
+"""A consumer's part of the tallest tiles of `sm90_packed.kernels.matmul`, of up to 256 rows of x.
 
-It has 64 weight rows, so that every code is decoded once for all rows of x. ptxas serialises products if one is under
-way when the loop turns. So the operand of the next stage's first product is decoded while the last product runs, before
-the wait that ends a stage:
+It has 64 weight rows, so that every code is decoded once. ptxas serialises products if one is under way when the loop
+turns. So the operand of the next stage's first product is decoded while the last product runs:
 
     product of columns 0 .. 63    decode columns 64 .. 127
     product of columns 64 .. 127  wait for the next stage, decode its columns 0 .. 63
