@@ -25,8 +25,8 @@ def process_lock() -> Any:
 class Recent(Generic[V]):
     """Values by key. The `kept` last used are never forgotten, and it holds at most twice this number.
 
-    When the first of two dictionaries is full it replaces the second; a used value of the second moves to the first. So
-    a hit in the first, `get`, changes nothing and takes no lock. Values count as true.
+    When the first of two dictionaries is full it replaces the second. So a hit in the first, `get`, changes nothing and
+    takes no lock. Values count as true.
     """
 
     __slots__ = ("__weakref__", "_earlier", "_kept", "_latest", "get")

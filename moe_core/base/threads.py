@@ -108,7 +108,7 @@ def why_blas_is_free() -> str | None:
 def _blas() -> tuple[Callable[[], int], Callable[[int], Any]]:
     """The functions that read and set the number of threads of NumPy's BLAS, or _UNKNOWN (Apple's Accelerate).
 
-    threadpoolctl finds the same functions, but from version 3.8 on only one thread of a process may call them.
+    threadpoolctl finds them too, but from version 3.8 on for one thread of a process only.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = _blas_library()
@@ -280,7 +280,7 @@ _Task = tuple[contextvars.Context, Callable[["_Helper", int], None], int]
 class _Helper(threading.Thread):
     """A thread that sleeps until `wake`. Its box holds a task, which it or the sender takes out.
 
-    A lock wakes it in a third of the time of an executor's queue and futures.
+    Its lock is three times as fast as an executor's queue and futures.
     """
 
     def __init__(self) -> None:

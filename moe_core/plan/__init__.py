@@ -1,4 +1,7 @@
-"""Plans: what will run, decided in pure Python over specs, before any array exists."""
+"""Plans: what will run, decided in pure Python over specs, before any array exists.
+
+Planners raise InvalidInput for wrong arguments, and Unsupported for what a target or kernel cannot do.
+"""
 
 from moe_core.plan.registry import export_plans as export_plans
 from moe_core.plan.registry import load_plans as load_plans

@@ -15,10 +15,11 @@ def place_buffers(sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[s
     """Return the byte offset of each buffer. Buffers that no step needs at the same time share memory.
 
     sizes: (name, bytes). steps: the buffers that each step names, in order. A buffer is needed from the first to the
-    last step that names it and takes the lowest free offset. Of two orders, largest first and earliest first, the
-    smaller arena wins. Sharing is safe because a step writes nothing before all earlier steps have ended
-    (`moe_core.ops.moe.pdl`). Example: sizes (("a", 512), ("b", 256), ("c", 256)) and steps (("a", "b"), ("b", "c"))
-    give (0, 512, 0).
+    last of its steps and takes the lowest free offset. Of two orders, largest first and earliest first, the smaller
+    arena wins. Sharing is safe because a step writes nothing before all earlier steps have ended
+    (`moe_core.ops.moe.pdl`).
+
+    Example: sizes (("a", 512), ("b", 256), ("c", 256)) and steps (("a", "b"), ("b", "c")) give (0, 512, 0).
     """
     lifetimes = _lifetimes(steps)
     buffers = [(aligned(size), *lifetimes.get(name, (0, 0))) for name, size in sizes]
@@ -35,8 +36,7 @@ def lend_memory(
     """Return (output, byte offset) of each buffer that fits into an output. The other buffers need the arena.
 
     sizes, steps: as in `place_buffers`. lenders: (name, bytes) of outputs, free until the first step that names them.
-    The largest buffer is placed first. Example: a buffer of 512 bytes that steps 0 and 1 name fits into an output of
-    1024 that step 2 names first.
+    The largest buffer is placed first.
     """
     lifetimes = _lifetimes(steps)
     taken: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name, _ in lenders}

@@ -147,10 +147,12 @@ class PlanBuilder:
     ) -> str:
         """Inline `plan`. Returns the buffer of its first output, "" if it has none.
 
-        bindings: the plan's inputs and outputs -> buffers here; a quantised operand is named without its part. An input
-        without a binding is the one filled buffer of its role, an output without one becomes scratch. A buffer must
-        have the role wanted; inputs must be filled, outputs must not be. roles: of inputs and outputs that hold
-        something else in this call than their names say.
+        Args:
+            plan: every buffer bound must have its role. Inputs must be filled, outputs must not be.
+            prefix: of the names of its scratch buffers.
+            bindings: the plan's inputs and outputs -> buffers here; a quantised operand is named without its part. An
+                input without a binding is the one filled buffer of its role, an output without one becomes scratch.
+            roles: of inputs and outputs that hold something else in this call than their names say.
         """
         assert plan.target == self.target
         names = self._bind(plan, prefix, bindings, roles or {})

@@ -32,11 +32,8 @@ def require_one_precision(dtypes: Iterable[tuple[str, str]]) -> None:
 
 
 def any_precision(planner: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a planner of plans take float64 arrays on the reference engine.
-
-    One of its arguments is the Target. Raises Unsupported for float64 elsewhere, InvalidInput for out_dtype float32
-    with float64 arrays.
-    """
+    """Let a planner of plans take float64 arrays on the reference engine. Raises Unsupported elsewhere, InvalidInput
+    for out_dtype float32 with them."""
 
     @functools.wraps(planner)
     def plan(*arguments: Any, **keywords: Any) -> Result:

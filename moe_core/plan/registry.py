@@ -77,8 +77,8 @@ def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) ->
 def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
     """Register the plans of a file written by `export_plans`. Returns their keys.
 
-    Load only files that you would also run as code: a plan says which kernels run on which memory. For other or changed
-    files, and another version of the kernels, it raises InvalidInput and registers nothing.
+    Load only files that you would also run as code: a plan says which kernels run on which memory. Another or a changed
+    file, or version of the kernels, raises InvalidInput and registers nothing.
     """
     content = pathlib.Path(path).read_bytes()
     try:

@@ -1,8 +1,8 @@
 """Plans: steps and buffers, decided in pure Python over specs before any array exists.
 
 A step is a Triton launch or, on the CPU reference engine, a call of a NumPy twin. A plan's key is the truncated SHA-256
-of the whole plan and of the sources that decide results. Equal keys mean equal plans and, on one device with one
-version of Triton, equal results.
+of the plan and of the sources that decide results. Equal keys mean equal plans and, on one device with one version of
+Triton, equal results.
 """
 
 from __future__ import annotations
@@ -109,12 +109,15 @@ def _argument(name: str, value: Argument | int | float | str | bool | None) -> A
 class Kernel:
     """A Triton kernel, with the facts that planning and compiling need; made by `declare_kernel`.
 
-    name: `"module:function"` under `moe_core.ops`. pdl: when the kernel waits for the previous launch under PDL
-    (`moe_core.ops.moe.pdl`). `"start"`: before it reads or writes anything. `"layout"`: after looking up its layout and
-    schedule, or at its start if the previous launch writes them. None: no PDL, and no constant `PDL`. writes_layout: it
-    writes a layout, a schedule, or counts of one. whole_multiprocessor: each block takes one; PDL gains for any number
-    of tokens. counts_slots: it counts in histograms, and `moe_core.runtime.compiler` checks that each element counts
-    once. prepacked_weight: the argument that is a prepacked weight, with three axes of blocks per matrix.
+    Args:
+        name: `"module:function"` under `moe_core.ops`.
+        pdl: when the kernel waits for the previous launch under PDL (`moe_core.ops.moe.pdl`). `"start"`: before it
+            reads or writes anything. `"layout"`: after looking up its layout and schedule, or at its start if the
+            previous launch writes them. None: no PDL, and no constant `PDL`.
+        writes_layout: it writes a layout, a schedule, or counts of one.
+        whole_multiprocessor: each block takes one; PDL gains for any number of tokens.
+        counts_slots: it counts in histograms, and `moe_core.runtime.compiler` checks that each element counts once.
+        prepacked_weight: the argument that is a prepacked weight, with three axes of blocks per matrix.
 
     Raises InvalidInput for any other name or `pdl`.
     """
@@ -288,8 +291,7 @@ class LaunchPlan:
     def scratch_places(self) -> tuple[tuple[int, int], ...]:
         """(home, byte offset) of each scratch buffer.
 
-        The home is the index among inputs and outputs, or their number for the arena. Buffers needed at different times
-        may share memory.
+        home: the index among inputs and outputs, or their number for the arena.
         """
         index = {buffer.name: number for number, buffer in enumerate((*self.inputs, *self.outputs))}
         over = dict(self.over)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through the CUDA driver API and ctypes: devices, contexts, modules, TMA descriptors, launches of plans.
+"""NVIDIA GPUs through the CUDA driver API and ctypes: contexts, modules, TMA descriptors, launches.
 
 Needs no framework and no C compiler. Both frameworks use each device's primary context too, so handles are shared.
 """

@@ -43,7 +43,7 @@ class WarmupReport:
     """The result of a warm-up.
 
     Args:
-        kernels: each once, in the order in which plans need them. Empty off the GPU.
+        kernels: each once, in the plans' order. Empty off the GPU.
         seconds: total, including loading on devices.
         plans: number of plans made ready.
     """
@@ -87,7 +87,7 @@ def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, Kern
 def compile_kernels(
     kernels: Sequence[tuple[LaunchPlan, KernelLaunch]], workers: int = _WORKERS
 ) -> tuple[KernelReport, ...]:
-    """Compile launches of cuda plans, several at a time, and return a report for each, in order.
+    """Compile launches of cuda plans and return a report for each, in order.
 
     Args:
         kernels: launches, each with its plan, of `distinct_kernels`.

@@ -38,8 +38,8 @@ def plan_activation_backward(
     """d_x (and d_up) of y `[R, F]` = activation(x, up): fp32, one cast to the dtype of x.
 
     d_y `[R, F]`, x `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate of `up` `[R, F]`): bf16, fp16 or
-    fp32; rows may be strided. Inputs: d_y, x, [up]; outputs, dense: d_x, [d_up]. Formulas:
-    `moe_core.ops.activation.reference`. Raises InvalidInput.
+    fp32; rows may be strided. Inputs: d_y, x, [up]. Outputs, dense: d_x, [d_up]. Formulas:
+    `moe_core.ops.activation.reference`.
     """
     width = check_input(x, up, activation)
     rows = x.shape[0]
@@ -107,13 +107,16 @@ def plan_expert_activation_backward(
     """d_pre = act'(pre) (w z), weighted_hidden = w act(pre), d_weight = <z, act(pre)> + bias_product; z = d_hidden.
 
     operands: dense ArraySpecs. Gate layout `separate` is stored like `halves`. order: the row of a slot is
-    row_of_slot[slot] (`row`) or the slot (`slot`, and without row_of_slot). outputs: of d_pre `[R, 2F]` and
-    weighted_hidden `[R, F]` in the dtype of pre and d_weight fp32 `[T * K]`; d_pre always. A slot without a row (-1)
-    has d_weight 0 and is not read. slot_of_row int32 `[R]` (order `row`): programs walk along rows instead of slots,
-    since an owner among ranks has few. zeros: rows of no slot then become exact zeros; otherwise they stay unwritten
-    (the reference engine always writes zeros).
+    row_of_slot[slot] (`row`) or the slot (`slot`, and without row_of_slot).
 
-    Inputs: operands, [slot_of_row]. Formulas: `moe_core.ops.activation.reference`. Raises InvalidInput.
+    outputs: of d_pre `[R, 2F]` and weighted_hidden `[R, F]` in the dtype of pre and d_weight fp32 `[T * K]`; d_pre
+    always. A slot without a row (-1) has d_weight 0 and is not read.
+
+    slot_of_row int32 `[R]` (order `row`): programs walk along rows instead of slots, since an owner among ranks has
+    few. zeros: rows of no slot then become exact zeros; otherwise they stay unwritten (the reference engine always
+    writes zeros).
+
+    Inputs: operands, [slot_of_row]. Formulas: `moe_core.ops.activation.reference`.
     """
     width, slots = _validate(operands, activation, order)
     if "d_pre" not in outputs or not set(outputs) <= set(EXPERT_GRADIENTS) or len(set(outputs)) != len(outputs):

@@ -40,9 +40,11 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _erfc_polynomial() -> np.ndarray:
-    """Coefficients (highest power first, in s) of P in erfc(z) = t exp(-z^2 + P(s)), z >= 0, t = 1 / (1 + z / 2). s in
-    [-1, 1] maps to t in [1 / (1 + _ERFC_LARGEST / 2), 1]. W. H. Press et al., Numerical Recipes, section 6.2.2;
-    interpolated at Chebyshev points."""
+    """Coefficients (highest power first, in s) of P in erfc(z) = t exp(-z^2 + P(s)), t = 1 / (1 + z / 2).
+
+    s in [-1, 1] maps to t in [1 / (1 + _ERFC_LARGEST / 2), 1]. W. H. Press et al., Numerical Recipes, section 6.2.2;
+    interpolated at Chebyshev points.
+    """
     points = np.polynomial.chebyshev.chebpts1(_ERFC_TERMS)
     t = _ERFC_LOWEST + (1 - _ERFC_LOWEST) * (points + 1) / 2
     z = 2 * (1 - t) / t

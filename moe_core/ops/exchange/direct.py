@@ -57,7 +57,6 @@ def plan_push_tokens_once(
     Inputs: [x], ids, weights, header, [places_of_experts], [given], [token_mask], [rows_at], ids_at, weights_at,
     headers_at. Outputs, int32: places `[T, K]`, -1: none; tokens_per_expert `[E]`; invalid_ids `[1]`, ids outside [-1,
     E); overflow `[1]`, 0; with visits owners and rows `[T, W]`: the ranks that a token visits and its rows there.
-    Raises InvalidInput, Unsupported.
     """
     x, ids, weights, token_mask, places_of_experts, given = operands
     rank, per_rank, num_experts, most = sizes
@@ -138,7 +137,7 @@ def plan_sum_results(
 
     y `[N, D]`, N >= T * K: results by slot. row_of_slot int32 `[T, K]`: -1 adds nothing. Others: as for `plan_reduce`.
 
-    Inputs: y, row_of_slot, [headers], [agree], [wanted], [shared], [shared_gate]. Raises InvalidInput, Unsupported.
+    Inputs: y, row_of_slot, [headers], [agree], [wanted], [shared], [shared_gate].
     """
     require_spec("row_of_slot", row_of_slot, ("num_tokens", "top_k"), "int32")
     tokens, top_k = row_of_slot.shape

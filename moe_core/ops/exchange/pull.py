@@ -46,7 +46,7 @@ def plan_combine_pull(
     In fp32, in the order k = 0..K-1 and with one cast: the bits of `plan_reduce` of order `row`. shared, shared_gate,
     out_dtype: as there. programs: the most of the launch; no bit depends on it.
 
-    Inputs: owners, rows, results_at, [shared], [shared_gate]. Raises InvalidInput.
+    Inputs: owners, rows, results_at, [shared], [shared_gate].
     """
     tokens, top_k = require_places(*places)
     addresses, num_rows, width, dtype = results_at
@@ -90,7 +90,7 @@ def plan_combine_pull(
 def plan_combine_pull_weights(places: Places, weights_at: ArraySpec, target: Target, *, num_rows: int) -> LaunchPlan:
     """out fp32 `[T, K]` = entry rows[t, k] of the fp32 `[num_rows]` of peer owners[t, k]; 0 where rows is -1.
 
-    Inputs: owners, rows, weights_at int64 `[W]`. Raises InvalidInput.
+    Inputs: owners, rows, weights_at int64 `[W]`.
     """
     require_places(*places)
     rows = places.rows

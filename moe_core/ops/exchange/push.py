@@ -58,7 +58,7 @@ def plan_dispatch_push(
     with the bits of `plan_quantize_rows`. programs: the most of the launch, None: one for each tile. No bit depends on
     it.
 
-    Inputs: x, owners, rows, rows_at, [scales_at]; no outputs. Raises InvalidInput, and Unsupported for other formats.
+    Inputs: x, owners, rows, rows_at, [scales_at]. No outputs. Raises InvalidInput, and Unsupported for other formats.
     """
     require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
     stride, (tokens, width) = row_stride("x", x), x.shape
@@ -136,7 +136,7 @@ def plan_push_slots(
     weights fp32 `[T, K]`. weights_at int64 `[W]`: addresses of fp32 `[num_rows]`. sources_at int64 `[W]`: addresses of
     int32 `[num_rows, 2]`, (rank, slot t * K + k) of the home.
 
-    Inputs: weights, owners, rows, [weights_at], [sources_at]; no outputs. Raises InvalidInput.
+    Inputs: weights, owners, rows, [weights_at], [sources_at]. No outputs.
     """
     require_places(*places)
     rows = places.rows
@@ -170,7 +170,7 @@ def plan_push_slots(
 def plan_push_counts(counts: ArraySpec, counts_at: ArraySpec, target: Target, *, rank: int) -> LaunchPlan:
     """Store counts int32 `[N]` to row `rank` of the int32 `[W, N]` of every peer, at addresses counts_at `[W]`.
 
-    Inputs: counts, counts_at; no outputs. Raises InvalidInput.
+    Inputs: counts, counts_at. No outputs.
     """
     require_spec("counts", counts, ("size",), "int32")
     num_ranks = require_table("counts_at", counts_at)
@@ -202,7 +202,7 @@ def plan_combine_push(
 
     sources, group_start, slots_at: as for `plan_result_addresses`. programs: as for `plan_dispatch_push`.
 
-    Inputs: y, sources, group_start, slots_at; no outputs. Raises InvalidInput.
+    Inputs: y, sources, group_start, slots_at. No outputs.
     """
     require_spec("y", y, ("num_rows", "d_model"), dtypes.MATMUL_DTYPES)
     require_width("y", y.shape[1], y.dtype)

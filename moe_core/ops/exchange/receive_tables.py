@@ -42,8 +42,7 @@ def plan_receive_tables(
 
     Inputs: came, [header], [lost]. Outputs: ids int32 `[M, 1]`, the expert here of each slot, -1: none; weights fp32
     `[M, 1]`, 0 without an expert; with rows of tokens slot_of_row int32 `[M]`, the slot among those that came, K for
-    each row, -1: none; with header spoilt bool `[T]`: lost, or a rank sent another header. Raises InvalidInput,
-    Unsupported.
+    each row, -1: none; with header spoilt bool `[T]`: lost, or a rank sent another header.
     """
     came, header, lost = operands
     require_kind("spec", spec, TableSpec)

@@ -62,8 +62,6 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
     - slot_of_row, except with `all_gather`: the slot of each row that goes, -1: none. `[W * block_rows]`, or with
       `all_to_all` one for each possible row, owner after owner without gaps.
     - table, with `all_to_all`: the places or weights of these rows. Rows behind the last one are undefined.
-
-    Raises InvalidInput, Unsupported.
     """
     ids, weights, places_of_experts, start, header, token_mask, tokens, limits = operands
     require_kind("spec", spec, TableSpec)

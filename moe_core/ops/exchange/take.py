@@ -38,7 +38,7 @@ def plan_take_rows(
     one cast to dtype. rows int32 `[R, 1]`: outside [0, N) the row is zeros. group_start int32 `[L + 1]`. dtype: of y,
     by default that of x. programs: as for `plan_dispatch_push`.
 
-    Inputs: x, [scales], rows, group_start. Raises InvalidInput.
+    Inputs: x, [scales], rows, group_start.
     """
     kinds = dtypes.MATMUL_DTYPES if scales is None else ("float8_e4m3fn",)
     require_spec("x", x, ("num_sources", "d_model"), kinds)

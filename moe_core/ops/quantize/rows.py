@@ -47,15 +47,18 @@ def plan_quantize_rows(
 ) -> LaunchPlan:
     """values and scales of x `[R, D]` in a format, laid out as a `QuantizedTensor` `[R, D]` of layout `out_in`.
 
-    x: bf16, fp16 or fp32; rows may be strided. format: of e4m3, e2m1 or int8, with scales of a row, of groups of its
-    columns, or of all. scales: fp32 `[1]`, a static scale, for formats with one scale per tensor. used_by: int32 `[R *
-    n]`: a row with n negative entries is not read and becomes zeros (row_of_slot of a layout for tokens, slot_of_row
-    for its rows); None: every row counts. maxima, in composed plans on compiled targets, of whole rows: int32 `[n]`, n
-    a power of two, the bits of the largest magnitudes of rows that count, found by the writer of x
-    (`MatmulProblem.finds_maxima`). zeros: number of int32 zeros to write too, a power of two.
+    Args:
+        x: bf16, fp16 or fp32; rows may be strided.
+        format: of e4m3, e2m1 or int8, with scales of a row, of groups of its columns, or of all.
+        scales: fp32 `[1]`, a static scale, for formats with one scale per tensor.
+        used_by: int32 `[R * n]`: a row with n negative entries is not read and becomes zeros (row_of_slot of a layout
+            for tokens, slot_of_row for its rows). None: every row counts.
+        maxima: in composed plans on compiled targets, of whole rows: int32 `[n]`, n a power of two, the bits of the
+            largest magnitudes of rows that count, found by the writer of x (`MatmulProblem.finds_maxima`).
+        zeros: number of int32 zeros to write too, a power of two.
 
-    Inputs: x, [static_scale], [used_by], [maxima]; outputs: values, scales, [zeros]. Bits: of the reference. Raises
-    InvalidInput, and Unsupported for other formats and, on compiled targets, groups of more than 16384 columns.
+    Inputs: x, [static_scale], [used_by], [maxima]. Outputs: values, scales, [zeros]. Bits: of the reference. Raises
+    Unsupported for other formats and, on compiled targets, groups of more than 16384 columns.
     """
     require_kind("format", format, Format)
     require_spec("x", x, ("num_rows", "d"), dtypes.MATMUL_DTYPES, contiguous=False)

@@ -30,7 +30,7 @@ def plan_gather_rows(
     """y `[capacity, D]`: each layout row's token of x `[T, D]`, zeros for rows without a slot.
 
     row_of_slot int32 `[T * K]` and wide fp32 `[T, D]` are for the backward, `plan_reduce` of order `row`, and only
-    checked. Inputs: x, slot_of_row int32 `[capacity]`. Raises InvalidInput.
+    checked. Inputs: x, slot_of_row int32 `[capacity]`.
     """
     row_stride("x", require_spec("x", x, (layout.num_tokens, "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))
     require_spec("layout.slot_of_row", slot_of_row, (layout.capacity,), "int32")

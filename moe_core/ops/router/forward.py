@@ -70,7 +70,7 @@ def plan_router(
     x, weight and bias: bf16, fp16 or fp32 each; different x and weight are both widened to fp32. Rows of x may be
     strided. fp32 products are IEEE unless spec.allow_tf32; split: fp32 x with a bf16 weight uses the tensor cores, as
     exactly, except that an infinity becomes NaN. wide fp32 `[T, D]`: only checked, for the backward. Inputs: x, weight,
-    [bias]; output: logits. Raises InvalidInput.
+    [bias]; output: logits.
     """
     require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
     require_wide(wide, x)

@@ -90,15 +90,18 @@ def plan_layout(
 ) -> LaunchPlan:
     """Group the slots of ids int32 or int64 `[T, K]` by expert, stably: an expert's rows are in slot order.
 
-    expert_map int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here". token_mask bool `[T]`: a
-    masked token's ids act as -1 and count nowhere. Ids outside [-1, E_global), and slots past layout.limit, act as -1
-    and count in invalid_ids. given_weights bf16, fp16 or fp32 `[T, K]`: written as fp32. block_ms: heights of
-    schedules. tile_counters: counters of products to clear, a power of two.
+    Args:
+        ids: outside [-1, E_global), and in slots past layout.limit, they act as -1 and count in invalid_ids.
+        expert_map: int32 `[E_global]`: global to local id; entries outside [0, E) mean "not here".
+        token_mask: bool `[T]`: a masked token's ids act as -1 and count nowhere.
+        given_weights: bf16, fp16 or fp32 `[T, K]`: written as fp32.
+        block_ms: heights of schedules.
+        tile_counters: counters of products to clear, a power of two.
 
     Inputs: ids, [expert_map], [token_mask], [given_weights]. Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`,
     slot_of_row `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, with layout.rows overflow `[1]` (slots that it
     leaves without a row), `schedule_{block_m}` `[max_blocks, 2]` per block_m, [row_weight, fp32 `[T, K]`],
-    [tile_counters, zeros]. Raises InvalidInput, Unsupported.
+    [tile_counters, zeros].
     """
     require_spec("ids", ids, (layout.num_tokens, layout.top_k), ID_DTYPES)
     if expert_map is not None:
@@ -269,8 +272,7 @@ def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPla
     """schedule int32 `[max_blocks, 2]` of group_sizes int32 `[E]`: (row block within the expert, expert), both
     ascending, then (-1, -1). Kernels stop at the first of these.
 
-    Example, group_sizes [3, 0, 2], block_m 2: (0, 0), (1, 0), (0, 2). Input: group_sizes; output: schedule. Raises
-    InvalidInput, Unsupported.
+    Example, group_sizes [3, 0, 2], block_m 2: (0, 0), (1, 0), (0, 2). Input: group_sizes. Output: schedule.
     """
     require_at_least("block_m", block_m, 1)
     builder = PlanBuilder("schedule", target)

@@ -44,7 +44,7 @@ def plan_candidates(
     """ids int32 and weights fp32 `[T, W]` of the W best experts of logits fp32 `[T, E]`, best first.
 
     The first K columns equal `plan_routing`. Later weights are scores (softmax: among all experts) times scale, not
-    renormalised. Inputs: of `plan_routing`. Raises InvalidInput, Unsupported.
+    renormalised. Inputs: of `plan_routing`.
     """
     from moe_core.ops.routing import reference_rounding as twins
 
@@ -77,7 +77,7 @@ def plan_keep_candidates(
     A token's candidates are distinct experts, best first, -1 in all columns of a masked token. The first top_k are the
     chosen. Each expert keeps chosen ones by weight, then others by weight; ties go to the lower token, NaN comes last.
     masked=False: no candidate is -1. Further input: candidate_weights fp32 `[T, W]`. Further output: tokens_per_expert
-    int32 `[E]`, the tokens that chose each. Raises InvalidInput, Unsupported.
+    int32 `[E]`, the tokens that chose each.
     """
     num_tokens, width = require_spec("candidates", candidates, ("num_tokens", "width"), "int32").shape
     builder = PlanBuilder("keep_candidates", target)
@@ -137,7 +137,7 @@ def plan_route_rounded(
 
     Inputs: of `plan_routing`. Outputs: ids int32 and weights fp32 `[T, W]`, tokens_per_expert int32 `[E]` before
     rounding, candidates int32 `[T, W]` for the backward. A chosen expert has the weight of `plan_routing`, whatever is
-    dropped; for others see `plan_candidates`. Raises InvalidInput, Unsupported.
+    dropped; for others see `plan_candidates`.
     """
     routing = plan_candidates(logits, spec, rounding, target, correction_bias=correction_bias, token_mask=token_mask)
     builder = PlanBuilder("route_rounded", target)
@@ -168,7 +168,7 @@ def plan_route_rounded_backward(
     """d_logits fp32 `[T, E]` of d_weights fp32 `[T, W]`, with logits, ids and candidates of `plan_route_rounded`.
 
     The choice of candidates has no gradient. Dropped slots' weights are constants, but their experts still count in the
-    sum that renormalises. Raises InvalidInput, Unsupported.
+    sum that renormalises.
     """
     plain = dataclasses.replace(spec, num_groups=1, topk_group=1, group_score=None)
     wide = _check(logits, plain, rounding, False)

@@ -128,7 +128,7 @@ def plan_routing(
     (topk_then_softmax: logit + bias). -0.0 ties with 0.0, NaN ranks below every number, ties go to the lower id. given
     int32 `[T, K]`: experts already chosen, distinct within a token, in this order. A token with an id outside [0, E) is
     masked. Inputs: logits, [correction_bias], [token_mask], [given]. Outputs: ids, weights, [bitmatrix uint32 `[T,
-    ceil(E / 32)]`]. Raises InvalidInput, Unsupported.
+    ceil(E / 32)]`].
     """
     require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape
@@ -200,7 +200,6 @@ def plan_route_and_layout(
 
     expert_map int32 `[E]`: local id of each expert or -1. Without it layout.num_experts is E. Inputs: logits,
     [correction_bias], [token_mask], [expert_map]. Outputs: ids and weights `[T, K]`, then the outputs of `plan_layout`.
-    Raises InvalidInput, Unsupported.
     """
     logits, correction_bias = routing.logits, routing.correction_bias
     require_routing(logits, spec, correction_bias, token_mask)

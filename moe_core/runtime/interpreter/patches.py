@@ -46,8 +46,8 @@ class PatchedLanguage:
     def turn(self) -> Generator[None]:
         """A generator that replaces the language when started and restores it when closed.
 
-        No context manager: an interrupt could end its `__enter__` or `__exit__` half way. A dropped generator closes
-        itself, and interrupts cannot hit `close`, the `with` of a lock, or between a change of `_depth` and its block.
+        No context manager: an interrupt could end its `__enter__` or `__exit__` half way. It cannot hit `close`, the
+        `with` of a lock, or between a change of `_depth` and its block.
         """
         with self._lock:
             self._depth += 1
