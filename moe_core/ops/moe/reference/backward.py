@@ -2,6 +2,8 @@
 
 Rounding points: d_output (if its dtype differs), d_pre, weighted_hidden and d_slots to the dtype of x, and every result
 to the dtype of its array. All else is fp32.
+
+An ending such as `_RF` is the shape of a local array: R rows of the layout, D and F widths, N = 2F or F.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ class MoEBackward:
         spec = self.spec.of_shared() if isinstance(bundle, SharedExpert) else self.spec
         pre = chain.pre_activation(spec) if pre is None else pre
         product = MatmulSpec(spec.weight_layout, "row", "row", None, out_dtype, spec.allow_tf32)
-        d_hidden = np.empty((len(pre), pre.shape[1] // (2 if spec.activation.gated else 1)), working_dtype(pre))
+        d_hidden_RF = np.empty((len(pre), pre.shape[1] // (2 if spec.activation.gated else 1)), working_dtype(pre))
         later = Later()
 
         def fill(then: Callable[[slice], None] | None) -> None:
@@ -170,20 +172,20 @@ class MoEBackward:
                 MatmulOperands(d_y, bundle.down, layer_index=chain.layer_index),
                 dataclasses.replace(product, gather=gather, out_dtype="float32"),
                 chain.rows,
-                places=(d_hidden,),
+                places=(d_hidden_RF,),
                 later=later if then and chain.at_once() else None,
                 then=follow,
             )
 
-        operands = dataclasses.replace(weighting, d_hidden=d_hidden, pre=pre)
-        d_pre, hidden, d_weight = expert_activation_backward(operands, activation=spec.activation, fill=fill)
-        operands = MatmulOperands(d_pre, bundle.gate_up, bundle.up, layer_index=chain.layer_index)
-        d_rows = matmul.input_gradient(operands, product, chain.rows, later=later)
-        width = d_pre.shape[1] // 2 if bundle.up is not None else d_pre.shape[1]
+        operands = dataclasses.replace(weighting, d_hidden=d_hidden_RF, pre=pre)
+        d_pre_RN, hidden_RF, d_weight = expert_activation_backward(operands, activation=spec.activation, fill=fill)
+        operands = MatmulOperands(d_pre_RN, bundle.gate_up, bundle.up, layer_index=chain.layer_index)
+        d_rows_RD = matmul.input_gradient(operands, product, chain.rows, later=later)
+        width = d_pre_RN.shape[1] // 2 if bundle.up is not None else d_pre_RN.shape[1]
         factors = {
-            "down": (hidden, d_out),
-            "gate_up": (chain.x, d_pre[:, :width]),
-            "up": (chain.x, d_pre[:, width:]),
+            "down": (hidden_RF, d_out),
+            "gate_up": (chain.x, d_pre_RN[:, :width]),
+            "up": (chain.x, d_pre_RN[:, width:]),
         }
         for name, (left, right) in factors.items():
             matrix, full = getattr(bundle, name), chain.prefix + name
@@ -200,7 +202,7 @@ class MoEBackward:
                 self.results[full] = matmul.Trained(bias, chain.layer_index).in_stack(d_bias)
         with np.errstate(all="ignore"):
             later.run()
-        return d_hidden, d_pre, hidden, d_weight, d_rows
+        return d_hidden_RF, d_pre_RN, hidden_RF, d_weight, d_rows_RD
 
     def through_experts(self) -> np.ndarray:
         """Store the gradients. Returns the gradient of the weights, fp32 `[T, K]`."""
@@ -229,18 +231,18 @@ class MoEBackward:
         if pre is None or not chain.at_once() or min(slot_of_row.min(initial=0), row_of_slot.min(initial=0)) < 0:
             chain = chain._replace(x=source[tokens], d_out=self.d_out[tokens], tokens=None)
         weighting = ExpertActivationOperands(None, None, row_of_slot, None if on_input else weights, product)
-        d_hidden, d_pre, hidden, d_weight, d_rows = self._through(chain, pre, None, weighting)
-        self.by_row = {"d_hidden": d_hidden, "d_pre": d_pre, "weighted_hidden": hidden, "d_slots": d_rows}
+        d_hidden_RF, d_pre_RN, hidden_RF, d_weight, d_rows_RD = self._through(chain, pre, None, weighting)
+        self.by_row = {"d_hidden": d_hidden_RF, "d_pre": d_pre_RN, "weighted_hidden": hidden_RF, "d_slots": d_rows_RD}
         if on_input:
             # K = 1, so a slot is its token. x was multiplied with the weight: both get gradients.
             tokens = np.flatnonzero(row_of_slot >= 0)
-            d_source = to_float32(d_rows[row_of_slot[tokens]])
+            d_source_RD = to_float32(d_rows_RD[row_of_slot[tokens]])
             d_weight = np.zeros(layout.num_slots, working_dtype(self.x))
             with np.errstate(all="ignore"):
-                d_weight[tokens] = (d_source * to_float32(self.x[tokens])).sum(axis=-1)
-                self.d_x[tokens] += d_source * weights[tokens, None]
+                d_weight[tokens] = (d_source_RD * to_float32(self.x[tokens])).sum(axis=-1)
+                self.d_x[tokens] += d_source_RD * weights[tokens, None]
         elif not self.request.by_slot:
-            self.d_x = reduce(d_rows, row_of_slot, top_k=layout.top_k, order="row", out_dtype="float32")
+            self.d_x = reduce(d_rows_RD, row_of_slot, top_k=layout.top_k, order="row", out_dtype="float32")
         return d_weight.reshape(ids.shape)
 
     def through_shared(self, shared: SharedExpert) -> None:

@@ -65,12 +65,12 @@ def shared_output(
     layer_index = layer_index if shared.gate_up.ndim == 3 else None
     product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
     first = dataclasses.replace(product, activation=spec.of_shared().activation)
-    hidden = matmul_ogs(MatmulOperands(x, shared.gate_up, shared.up, layer_index=layer_index), first)
+    hidden_TF = matmul_ogs(MatmulOperands(x, shared.gate_up, shared.up, layer_index=layer_index), first)
     second = dataclasses.replace(product, out_dtype="float32")
-    output = matmul_ogs(MatmulOperands(hidden, shared.down, layer_index=layer_index), second)
+    output_TD = matmul_ogs(MatmulOperands(hidden_TF, shared.down, layer_index=layer_index), second)
     if shared.gate is None:
-        return output, None
-    return output, router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
+        return output_TD, None
+    return output_TD, router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
 
 
 def _quantized(rows: np.ndarray, spec: MoESpec, static_scale: np.ndarray | None, row_of_slot: np.ndarray) -> Matrix:
@@ -105,14 +105,14 @@ def moe_stages(
     """
     stages = routing_stages(x, routing, spec, token_mask)
     num_tokens, top_k = stages["ids"].shape
-    weights = stages["weights"].reshape(-1)
-    source = x
+    weights_S = stages["weights"].reshape(-1)
+    source_TD = x
     if spec.apply_router_weight_on_input:
         if top_k != 1:
             raise InvalidInput(
                 f"top_k must be 1 with apply_router_weight_on_input, got {top_k}; weight the output instead"
             )
-        source = scale_rows(x, stages["weights"])
+        source_TD = scale_rows(x, stages["weights"])
 
     num_experts = experts.down.shape[0 if experts.layer_index is None else 1]
     layout = LayoutSpec(num_tokens, top_k, num_experts, limit=spec.row_limit)
@@ -125,25 +125,27 @@ def moe_stages(
         matmul = MatmulSpec(spec.weight_layout, gather, "slot", None, out_dtype, spec.allow_tf32, tuning=tuning)
         return matmul_ogs(dataclasses.replace(operands, layer_index=experts.layer_index), matmul, rows)
 
-    source = _quantized(source, spec, experts.gate_up_input_scale, row_of_slot)
-    gate_up = by_slot(MatmulOperands(source, experts.gate_up, bias=experts.gate_up_bias), "token", "float32")
-    up = None
+    source_TD = _quantized(source_TD, spec, experts.gate_up_input_scale, row_of_slot)
+    gate_up_SN = by_slot(MatmulOperands(source_TD, experts.gate_up, bias=experts.gate_up_bias), "token", "float32")
+    up_SF = None
     if experts.up is not None:
-        up = by_slot(MatmulOperands(source, experts.up, bias=experts.up_bias), "token", "float32")
+        up_SF = by_slot(MatmulOperands(source_TD, experts.up, bias=experts.up_bias), "token", "float32")
     slot_dtype = plain_name(x)
-    hidden = activation(gate_up, up, activation=spec.activation, out_dtype=slot_dtype)
-    before = gate_up if up is None else np.concatenate([gate_up, up], axis=1)
-    row_weight = None if spec.apply_router_weight_on_input else weights
-    second = _quantized(hidden, spec, experts.down_input_scale, row_of_slot)
-    product = MatmulOperands(second, experts.down, bias=experts.down_bias, row_weight=row_weight)
-    slots = by_slot(product, "slot", slot_dtype)
-    extra = (None, None) if shared is None else shared_output(x, shared, spec, experts.layer_index)
-    output = reduce(slots, row_of_slot, *extra, top_k=top_k, order="slot", out_dtype=spec.out_dtype or slot_dtype)
+    hidden_SF = activation(gate_up_SN, up_SF, activation=spec.activation, out_dtype=slot_dtype)
+    before_SN = gate_up_SN if up_SF is None else np.concatenate([gate_up_SN, up_SF], axis=1)
+    row_weight_S = None if spec.apply_router_weight_on_input else weights_S
+    second_SF = _quantized(hidden_SF, spec, experts.down_input_scale, row_of_slot)
+    product = MatmulOperands(second_SF, experts.down, bias=experts.down_bias, row_weight=row_weight_S)
+    slots_SD = by_slot(product, "slot", slot_dtype)
+    extra_TD = (None, None) if shared is None else shared_output(x, shared, spec, experts.layer_index)
+    output_TD = reduce(
+        slots_SD, row_of_slot, *extra_TD, top_k=top_k, order="slot", out_dtype=spec.out_dtype or slot_dtype
+    )
     return stages | {
-        "matmul1": round_to(before, slot_dtype),
-        "activation": hidden,
-        "matmul2": slots,
-        "output": output,
+        "matmul1": round_to(before_SN, slot_dtype),
+        "activation": hidden_SF,
+        "matmul2": slots_SD,
+        "output": output_TD,
         "tokens_per_expert": groups[0],
         "invalid_ids": invalid,
     }
