@@ -10,7 +10,7 @@ from moe_core.ops.activation.kernels.formulas import gated_backward, value_and_s
 def load_gate_up(
     x, up, base, up_base, first, inside, WIDTH: tl.constexpr, GATE_LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return (gate, up) in fp32 of BLOCK_N columns from `first`. base, up_base: starts of rows in x and up."""
+    """Return (gate, up) in fp32 of BLOCK_N columns from `first`."""
     columns = first + tl.arange(0, BLOCK_N)[None, :]
     mask = inside[:, None] & (columns < WIDTH)
     if GATE_LAYOUT == "interleaved":
@@ -97,7 +97,6 @@ def expert_activation_backward(
             if slot_of_row is not None:
                 if d_weight is not None:
                     tl.store(d_weight + slots, 0.0, mask=written & (present == 0))
-                # Rows of slots are neighbours. Of neighbouring slots some may have no row.
                 rows = slots
                 slots = tl.load(slot_of_row + rows, mask=rows < num_rows, other=-1).to(tl.int64)
                 present = (slots >= 0) & (slots < num_slots)

@@ -1,5 +1,3 @@
-"""Activations as an op."""
-
 import triton
 import triton.language as tl
 

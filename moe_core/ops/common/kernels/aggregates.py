@@ -56,7 +56,6 @@ Weights = aggregate_of(
     BIAS_LAYER_STRIDE UP_BIAS_LAYER_STRIDE GATE_LAYOUT IN_OUT""",
 )
 
-#: TOP_K slots share a token.
 Layout = aggregate_of("Layout", "group_sizes group_start slot_of_row num_rows num_slots TOP_K")
 
 #: Row blocks of a product, and the counter of tiles taken. GROUP_M: row blocks that share a column tile before the
@@ -71,12 +70,12 @@ Tile = aggregate_of("Tile", "expert start rows column")
 #: tall row blocks, for all slots of the ring.
 Tiles = aggregate_of("Tiles", "left right biases results row_lists", row_lists=None)
 
-#: Barriers of a producer and two consumers, and the ring that announces tiles. COPIED: the producer's threads copy rows
-#: by cp.async instead of TMA.
+#: Barriers of a producer and two consumers, and the ring that announces tiles. COPIED: rows come by cp.async instead of
+#: TMA.
 Pipeline = aggregate_of("Pipeline", "ring full empty ring_full ring_empty STAGES COPIED")
 
-#: Operations on a tile's sums after the bias: activation, row weight, and quantisation to DTYPE. scales, RULE: see
-#: `quantize_tile`. RULE `given`: one scale for all results. maxima: see `raise_maxima`.
+#: Operations on a tile's sums after the bias. scales, RULE: of quantisation to DTYPE, see `quantize_tile`. RULE
+#: `given`: one scale for all results. maxima: see `raise_maxima`.
 Epilogue = aggregate_of(
     "Epilogue",
     "row_weight GATE_LAYOUT ACTIVATION ALPHA LIMIT scales maxima DTYPE RULE",
@@ -93,5 +92,4 @@ Output = aggregate_of(
 #: An array to store pieces of tiles to. WIDTH: columns of a row. END: the column to stop at, as in map.
 Target = aggregate_of("Target", "array map WIDTH END SCATTER TRUSTED")
 
-#: scales: of quantised rows and weights.
 Product = aggregate_of("Product", "x weights layout schedule tiles pipeline epilogue output scales", scales=None)

@@ -1,5 +1,3 @@
-"""The layer of stacked weights that a kernel reads."""
-
 import triton
 import triton.language as tl
 

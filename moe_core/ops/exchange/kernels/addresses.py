@@ -1,5 +1,3 @@
-"""Pointers to rows at peers, from tables of addresses."""
-
 import triton
 import triton.language as tl
 
@@ -10,7 +8,7 @@ SECTIONS = tl.constexpr(8)
 
 @triton.jit
 def pointer_to(addresses, DTYPE: tl.constexpr):
-    """Return addresses, multiples of 16, as pointers. Without the hint, rows would move one element at a time."""
+    """Return addresses as pointers. Without the hint of multiples of 16, rows would move one element at a time."""
     if DTYPE == "bfloat16":
         return tl.multiple_of(addresses.to(tl.pointer_type(tl.bfloat16)), [16])
     elif DTYPE == "float16":
@@ -36,7 +34,7 @@ def place_of(owners, rows, slots, inside, num_ranks, num_rows):
 
 @triton.jit
 def peer_rows(table, owner, row, present, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
-    """Return pointers to the first of WIDTH elements of rows in the peers' arrays. table: their addresses."""
+    """Return pointers to rows of WIDTH elements in the peers' arrays. table: their addresses."""
     addresses = tl.load(table + owner, mask=present, other=0)
     return pointer_to(addresses, DTYPE) + row * WIDTH
 

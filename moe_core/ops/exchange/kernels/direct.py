@@ -60,7 +60,6 @@ def push_tokens_once(
             )  # fmt: skip
             owner = tl.where(place < 0, -1, place // PER_RANK)
             row = rank.to(tl.int64) * most + tokens[:, None]
-            # The first columns of a token bring its ids and weights.
             first_block = known & (tile % blocks == 0)
             weight = tl.load(weights + slots, mask=first_block, other=0.0)
             tl.store(places + slots, place, mask=first_block)
@@ -129,7 +128,6 @@ def sum_results(
     """`reduce` results by slot. NaN where ranks disagree, and in tokens with a wanted slot without a row. headers: see
     `push_tokens_once`, compared for the last turn. agree: nonzero if ranks agreed."""
     if headers is not None:
-        # Load both turns of headers before the rows.
         ranks, numbers = tl.arange(0, RANKS)[:, None], tl.arange(0, HEADER)[None, :]
         known, other = headers + ranks * (HEADER + 4) + numbers, num_ranks * (HEADER + 4)
         turn = tl.load(headers + 2 * other) - 1

@@ -1,5 +1,3 @@
-"""Rows that a rank's slots have at the ranks of their experts."""
-
 import triton
 import triton.language as tl
 

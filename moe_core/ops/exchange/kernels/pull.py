@@ -11,8 +11,8 @@ def pull_rows(
     TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, SHARED_STRIDE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over k of results_at[owners[t, k]][rows[t, k]] (+ shared[t] * sigmoid(gate[t])), in fp32, k in order
-    as in `reduce`. Slots without a row are not read. Programs take turns."""
+    """out[t] = sum over k of results_at[owners[t, k]][rows[t, k]] (+ shared[t] * sigmoid(gate[t])), fp32, k in order as
+    in `reduce`. Slots without a row are not read."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * blocks, tl.num_programs(0)):
         tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)

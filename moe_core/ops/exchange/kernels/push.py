@@ -13,8 +13,8 @@ def push_rows(
     TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """rows_at[owners[t, k]][rows[t, k]] = x[t]: read once, stored up to K times. Programs take turns. AT_ONCE: slots of
-    a token that are looked up together."""
+    """rows_at[owners[t, k]][rows[t, k]] = x[t]: read once, stored up to K times. AT_ONCE: slots of a token that are
+    looked up together."""
     blocks: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * blocks, tl.num_programs(0)):
         tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
@@ -39,8 +39,8 @@ def push_quantized_rows(
     GROUPS: tl.constexpr, ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
     TOP_EXPONENT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """`push_rows` of codes, with a scale for each of GROUPS groups of GROUP columns (`quantize_groups`). rows_at: codes
-    `[num_rows, WIDTH]`. scales_at: fp32 `[num_rows, GROUPS]`."""
+    """`push_rows` of codes, with a scale for each of GROUPS groups of GROUP columns. rows_at: codes `[num_rows,
+    WIDTH]`. scales_at: fp32 `[num_rows, GROUPS]`."""
     blocks: tl.constexpr = (GROUPS + BLOCK_G - 1) // BLOCK_G
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * blocks, tl.num_programs(0)):
         tokens = (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Tables of a rank that has experts: the expert of each row that came, and if ranks disagree."""
+"""Tables of a rank that has experts."""
 
 import triton
 import triton.language as tl
@@ -41,8 +41,8 @@ def receive_slots(
     came, header, lost, ids, weights, spoilt, num_sources, each, num_tokens, rank,
     PER_RANK: tl.constexpr, HEADER: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write ids and weights of `each` rows of slots from every source. Program (b, source) takes BLOCK of them. came
-    `[sources, HEADER + 2 each]`: a header, places, weights."""
+    """Program (b, source) writes ids and weights of BLOCK of `each` rows of slots. came `[sources, HEADER + 2 each]`: a
+    header, places, weights."""
     source = tl.program_id(1)
     length = HEADER + 2 * each.to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
-"""Tables of a rank that has tokens. A counting sort without atomics: blocks of tokens are counted separately, then each
-places its slots."""
+"""Tables of a rank that has tokens: a counting sort without atomics. Blocks of tokens are counted, then place
+their slots."""
 
 import triton
 import triton.language as tl
@@ -154,7 +154,6 @@ def place_sends(
         result_start = tl.load(limits + num_ranks + ranks, mask=is_rank, other=0)
     else:
         result_start = tl.cumsum(by_owner, axis=0) - by_owner
-    # First row of a place among its owner's rows.
     group_start = tl.cumsum(sends, axis=0) - sends
     if BY_SLOT:
         owner_start = tl.cumsum(by_owner, axis=0) - by_owner
@@ -247,7 +246,6 @@ def place_sends(
 
 @triton.jit
 def _counted(arrived, over, back, MODE: tl.constexpr):
-    """Return `counted` of an owner where `arrived` slots arrive and `over` rows find no room."""
     if MODE == "all_to_all":
         return arrived
     return tl.maximum(arrived - back, 0) + over

@@ -35,7 +35,7 @@ def tile_of_program(pid, num_blocks, TILES_N: tl.constexpr, GROUP_M: tl.constexp
 
 @triton.jit
 def rows_of_group(group_sizes, group_start, group, num_rows, CACHE: tl.constexpr):
-    """Return (first row, rows) of a group. Layouts are not trusted: no value in them may lead outside the buffers."""
+    """Return (first row, rows) of a group. Layouts are not trusted: values must not lead outside the buffers."""
     start = tl.minimum(tl.maximum(tl.load(group_start + group, cache_modifier=CACHE), 0), num_rows)
     return start, tl.minimum(tl.load(group_sizes + group, cache_modifier=CACHE), num_rows - start)
 
@@ -47,7 +47,6 @@ def slot_inside(slots, num_slots):
 
 @triton.jit
 def rows_of_block(block, expert, layout, schedule, BLOCK_M: tl.constexpr, SCATTER: tl.constexpr, CACHE: tl.constexpr):
-    """Return (rows in the layout, which exist, their slots) of a block."""
     if schedule is None:
         rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         return rows, rows < layout.num_rows, rows
@@ -136,7 +135,7 @@ def weight_bases(weights, expert, GATE_LAYOUT: tl.constexpr):
 
 @triton.jit
 def tile_sums(x_pointers, exists, first, second, tile, weights, GATE_LAYOUT: tl.constexpr, STAGES: tl.constexpr):
-    """Return fp32 sums over the reduction, `[BLOCK_M, BLOCK_N]` (interleaved: twice as wide), and the sums of up."""
+    """Return fp32 sums `[BLOCK_M, BLOCK_N]` (interleaved: twice as wide), and the sums of up."""
     D: tl.constexpr = weights.D
     N: tl.constexpr = weights.N
     BLOCK_M: tl.constexpr = weights.BLOCK_M
@@ -178,7 +177,6 @@ def tile_sums(x_pointers, exists, first, second, tile, weights, GATE_LAYOUT: tl.
 
 @triton.jit
 def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epilogue, pre):
-    """Apply bias and activation to `tile_sums`, store the pre-activation, return fp32 `[BLOCK_M, BLOCK_N]`."""
     N: tl.constexpr = weights.N
     BLOCK_N: tl.constexpr = weights.BLOCK_N
     GATE_LAYOUT: tl.constexpr = epilogue.GATE_LAYOUT

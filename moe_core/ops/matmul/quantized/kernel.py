@@ -40,7 +40,6 @@ def matrix_rows(array, second, matrix, rows, side, MATRIX_STRIDE: tl.constexpr, 
 
 @triton.jit
 def weight_row(column, side, N: tl.constexpr, GATE_LAYOUT: tl.constexpr):
-    """Return the weight row of an output column of the gate (side 0) or of up (side 1)."""
     if GATE_LAYOUT == "interleaved":
         return 2 * column + side
     elif GATE_LAYOUT == "halves":
@@ -86,8 +85,8 @@ def factor_of(
 
 @triton.jit
 def values_of(array, ELEMENT: tl.constexpr, DOT: tl.constexpr):
-    """Return a pointer to values as they are loaded: numbers, codes to multiply, or codes to decode as bytes. (e4m3
-    arrives as bytes because sm_80 has no such type.)"""
+    """Return a pointer to numbers, codes to multiply, or bytes to decode. (e4m3 arrives as bytes because sm_80
+    lacks it.)"""
     if (DOT == "e4m3") and (ELEMENT == "e4m3"):
         return array.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     elif (ELEMENT is None) or (DOT == "int8"):
@@ -133,8 +132,8 @@ def store_result(
     total, rows, exists, slots, tile, layer_exists, layout, schedule, epilogue, output, STACKED: tl.constexpr,
     MAXIMA: tl.constexpr,
 ):  # fmt: skip
-    """Apply activation and row weight to sums [weight rows, tokens], cast and scatter them. Gated: 8 of gate, 8 of up,
-    ... MAXIMA: as in `matmul_quantized`."""
+    """Apply activation and row weight to sums [weight rows, tokens], cast and scatter them. Gated: 8 of gate, 8
+    of up, ..."""
     N: tl.constexpr = output.N
     BLOCK_M: tl.constexpr = total.shape[1]
     BLOCK_N: tl.constexpr = total.shape[0] // 2 if epilogue.GATE_LAYOUT is not None else total.shape[0]
@@ -190,7 +189,8 @@ def matmul_quantized(
     that share a scale, GROUP_ROWS: weight rows that do, 0: all. *_MATRIX, *_N, *_K: strides of one expert's matrix, of
     a weight row (scales: of a group of rows) and of a column (a byte, a group). DOT: operands, `e4m3` or `int8` codes,
     else numbers. UNIFORM: weight rows of one side of a tile share scales. TOKENS_FIRST: rows of x are the left operand.
-    maxima int32 `[MAXIMA]`, if not None: shared by programs and raised to the bits of the largest magnitudes of y.
+    DRAINED: see `multiply`. maxima int32 `[MAXIMA]`, if not None: shared by programs and raised to the bits
+    of the largest magnitudes of y.
     """
     if PDL == "start":
         join()

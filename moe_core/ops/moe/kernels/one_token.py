@@ -43,8 +43,8 @@ def route_and_multiply(
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 runs `route_tokens`, the others a tile of product 1 each, as `matmul_ogs`. num_blocks: row blocks of
-    the schedule, one for each expert of the token."""
+    """Program 0 runs `route_tokens`, the others a tile of product 1 each, as `matmul_ogs`. num_blocks: one per
+    expert."""
     router = Router(
         logits, correction_bias, token_mask, None, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
         NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,

@@ -132,7 +132,6 @@ def number_of(scale):
 
 @triton.jit
 def spread(values, WIDTH: tl.constexpr):
-    """Spread [rows, groups] to [rows, WIDTH]. One group stays one column."""
     if (values.shape[1] == 1) or (values.shape[1] == WIDTH):
         return values
     else:
@@ -190,7 +189,7 @@ def cast_to(numbers, DTYPE: tl.constexpr):
 @triton.jit
 def scaled(numbers, scale, zero, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, SCALING: tl.constexpr):
     """(number - zero) * scale, cast once. Only unsigned elements have zero points. SCALING `into_weight` applies
-    scales. scale: bfloat16, a power of two (an exact product), or fp32."""
+    scales, fp32 or bfloat16 powers of two (an exact product)."""
     if (ELEMENT == "uint8") or (ELEMENT == "uint4"):
         numbers = numbers - zero.to(tl.bfloat16)
     if SCALING != "into_weight":

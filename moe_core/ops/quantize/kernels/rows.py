@@ -19,7 +19,6 @@ def magnitude_bits(values):
 
 @triton.jit
 def up_to_power_of_two(values):
-    """Return the bits of the smallest power of two at or above positive fp32 values."""
     return (values.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
 
 
@@ -91,8 +90,8 @@ def quotient(values, scale, usable):
 
 @triton.jit
 def refined_quotient(values, divisor, reciprocal):
-    """values / divisor, correctly rounded (Markstein 1990), for positive divisors and their rounded reciprocals. The
-    second remainder is exact, so the last step rounds right, except for values so small that their code is 0."""
+    """values / divisor, correctly rounded (Markstein 1990), for positive divisors and rounded reciprocals. The second
+    remainder is exact, so the last step rounds right, except for values so small that their code is 0."""
     near = values * reciprocal
     near = tl.fma(tl.fma(-near, divisor, values), reciprocal, near)
     near = tl.fma(tl.fma(-near, divisor, values), reciprocal, near)

@@ -48,7 +48,6 @@ def gate_weight(gate, weight, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def gate_gradient(d_weight, gate, d_gate, size, BLOCK: tl.constexpr):
-    """d_gate = d_weight s(gate) s(-gate), s the sigmoid."""
     elements = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < size
     value = tl.load(gate + elements, mask=mask, other=0.0)

@@ -125,7 +125,6 @@ def routing_backward(
             result = tl.where(routed_token[:, None], through, 0.0)
         if d_load_balance is not None:
             if SCORING == "softmax":
-                # A token with only logits of -inf has no shares.
                 result += centred(tl.where(largest == float("-inf"), 0.0, probability), coefficient)
             else:
                 scores = tl.where(real, expert_scores(x, SCORING), 0.0)

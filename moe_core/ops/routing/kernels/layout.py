@@ -130,7 +130,6 @@ def write_groups(sizes, groups, program, num_programs):
     step = num_programs.to(tl.int64) * BLOCK_FILL
     fill(groups.slot_of_row, total + program.to(tl.int64) * BLOCK_FILL, groups.capacity, step, BLOCK_FILL)
     if groups.ALIGNMENT > 1 or groups.max_rows is not None:
-        # BLOCK_PAD rows of every group at a time, as far as the longest padding.
         padding = owned - sizes
         step = num_programs.to(tl.int64) * BLOCK_PAD
         for first in range(program.to(tl.int64) * BLOCK_PAD, tl.max(padding, axis=0), step):
@@ -217,7 +216,6 @@ def layout_at_once(
     )  # fmt: skip
     block = tl.program_id(0) * BLOCK_S
     if given_weights is not None:
-        # Loaded ahead of the ids.
         weighted = block + tl.arange(0, BLOCK_S)
         weights = tl.load(given_weights + weighted, mask=weighted < num_slots, other=0.0)
     counted = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -292,9 +290,9 @@ def place_blocks(
     BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_PAD: tl.constexpr,
     BLOCK_FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """row of slot = start[e] + slots of e in blocks ahead + rank of the slot within its block, BLOCK_S slots at a time.
-    The first num_blocks programs place a block each, the others share `write_groups` and the totals. block_invalid
-    None: `topk.route` made the ids, all valid. Other parameters as in `layout_at_once`."""
+    """As `layout_at_once` with counts of blocks: row of slot = start[e] + slots of e in blocks ahead + rank within its
+    block. The first num_blocks programs place a block each, BLOCK_S slots at a time, the others share `write_groups`
+    and totals. block_invalid None: `topk.route` made the ids, all valid."""
     if PDL is not None:
         join()
     groups = Groups(
@@ -306,7 +304,6 @@ def place_blocks(
     start = block.to(tl.int64) * block_slots
     last = tl.minimum(start + block_slots, num_slots)
     slots = start + tl.arange(0, BLOCK_S)
-    # Loaded together with the counts.
     local, _ = local_experts(ids, expert_map, token_mask, slots, last, NUM_GLOBAL, NUM_EXPERTS, TOP_K)
     counted, before = sum_blocks(block_counts, block, num_blocks, NUM_EXPERTS, EXPERTS, BLOCK_B)
     sizes = kept_sizes(counted, groups)

@@ -107,8 +107,8 @@ def split_gradients(
     d_weights, ids, candidates, chosen, d_chosen, extra, d_extra, num_slots,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Split candidates `[T, WIDTH]` and gradients of their weights into chosen `[T, TOP_K]` and extra `[T, WIDTH -
-    TOP_K]` (None without any). The gradient of a slot that was not kept is 0."""
+    """Split candidates `[T, WIDTH]` and gradients of their weights into chosen `[T, TOP_K]` and extra ones (None
+    without any). The gradient of a slot that was not kept is 0."""
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, num_slots, step):
         slots = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)

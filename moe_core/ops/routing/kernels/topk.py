@@ -15,7 +15,6 @@ TAKEN_KEY = tl.constexpr(-0x80000000)
 NO_EXPERT = tl.constexpr(0x7FFFFFFF)
 
 
-#: Logits `[T, E]` and parameters of `choose_experts`.
 Router = aggregate_of(
     "Router",
     """logits correction_bias token_mask given NUM_EXPERTS TOP_K SCORING SOFTMAX_LAST RENORMALIZE SCALE NUM_GROUPS
@@ -83,7 +82,6 @@ def expert_scores(x, SCORING: tl.constexpr):
 
 @triton.jit
 def bounded(x, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """SOFTCAP * tanh(x * LOGIT_SCALE / SOFTCAP), or x * LOGIT_SCALE without a cap."""
     if LOGIT_SCALE != 1.0:
         x = x * LOGIT_SCALE
     if SOFTCAP is not None:
@@ -263,9 +261,9 @@ def route(
     SPAN: tl.constexpr, BLOCK_T: tl.constexpr, WORDS: tl.constexpr, NUM_LOCAL: tl.constexpr, EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write ids and weights `[T, WIDTH]` of logits `[T, E]`, block_tokens tokens per program, BLOCK_T at a time.
-    Parameters as in `choose_experts`. bitmatrix, if not None: of the first K ids, WORDS >= E / 32, a power of two.
-    block_counts `[programs, NUM_LOCAL]`, if not None: the program's slots of every local expert."""
+    """Write ids and weights `[T, WIDTH]` of logits `[T, E]`, block_tokens tokens per program, as `choose_experts`.
+    bitmatrix, if not None: of the first K ids, WORDS >= E / 32, a power of two. block_counts `[programs, NUM_LOCAL]`,
+    if not None: the program's slots of every local expert."""
     if PDL is not None:
         join()
     block = tl.program_id(0)

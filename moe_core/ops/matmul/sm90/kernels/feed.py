@@ -13,8 +13,8 @@ from moe_core.ops.matmul.sm90.kernels.tall_producer import take_tile as take_tal
 def producer(product):
     """Take, announce and load tiles until none is left.
 
-    The rows of x of a tall tile are listed at its slot of the ring. Nobody reads the list that they replace: all warps
-    have announced a tile since. For tall tiles, the last bias tile holds the biases of the next tile.
+    The rows of x of a tall tile replace a list at its slot of the ring that nobody reads: all warps have announced a
+    tile since. For tall tiles, the last bias tile holds the biases of the next tile.
     """
     tiles, pipeline, weights = product.tiles, product.pipeline, product.weights
     TALL: gl.constexpr = tiles.row_lists is not None

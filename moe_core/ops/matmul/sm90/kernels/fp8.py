@@ -50,7 +50,6 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     skip_tile,
 )
 
-#: The part of the reduction in one stage and one product.
 DEPTH = gl.constexpr(128)
 
 
@@ -60,7 +59,6 @@ Scales = aggregate_of("Scales", "x weights up_weights X_STRIDE X_GROUP ROWS COLU
 
 @gluon.jit
 def source_of_row(slots, start, within, GATHER: gl.constexpr, TOP_K: gl.constexpr):
-    """Return the row of x of every row of a consumer. within: existing rows, counted from start."""
     if GATHER == "row":
         return start + within
     elif GATHER == "token":
@@ -113,7 +111,6 @@ def add_part(total, partial, factor):
 
 @gluon.jit
 def add_stages(product, x_offsets, first_scales, last_scales, stage, phase, WHICH: gl.constexpr, layout: gl.constexpr):
-    """Return the sums of both halves of a tile, stage by stage, scaled if GROUP > 0."""
     tiles, pipeline, scales = product.tiles, product.pipeline, product.scales
     BLOCKS: gl.constexpr = (product.weights.D + DEPTH - 1) // DEPTH
     first = gl.zeros([ROWS, PIECE], gl.float32, layout)
@@ -145,7 +142,6 @@ def add_stages(product, x_offsets, first_scales, last_scales, stage, phase, WHIC
 
 @gluon.jit
 def add_all(product, stage, phase, WHICH: gl.constexpr):
-    """Return the sums of both halves of a tile, made by the tensor cores."""
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     accumulator = gl.zeros([ROWS, WIDE], gl.float32, wide)
     stage, phase, accumulator = multiply(product, stage, phase, accumulator, WHICH, True)

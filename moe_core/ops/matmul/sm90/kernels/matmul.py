@@ -195,7 +195,6 @@ def weigh(result, scale, layer_exists):
 
 @gluon.jit
 def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST: gl.constexpr, zero=0):
-    """zero: see `store_piece`."""
     epilogue, output = product.epilogue, product.output
     N: gl.constexpr = output.N
     if epilogue.GATE_LAYOUT is not None:

@@ -88,11 +88,11 @@ def release_tile(pipeline, place):
 def locate_tile(number, layout, schedule, TILES: gl.constexpr, HEIGHT: gl.constexpr):
     """Return (left, exists, expert, first row, rows and row blocks of the expert, row block, column tile) of a tile.
 
-    left: there is a tile of this number. exists: it has rows. A missing tile has the addresses of an expert's first
-    one. HEIGHT: rows of a row block. TILES: column tiles of a row block.
+    left: there is a tile of this number. exists: it has rows, otherwise addresses are an expert's first. HEIGHT: rows
+    of a row block. TILES: column tiles of a row block.
     """
-    # An expert's row blocks are neighbours in the schedule. Neighbouring tiles are the same columns of one expert, so
-    # blocks that start together read the same weights from L2.
+    # Neighbouring tiles are the same columns of one expert, so blocks that start together read the same weights from
+    # L2.
     within = number < schedule.num_blocks * TILES
     row = gl.where(within, number, 0) // TILES
     expert = gl.load(schedule.schedule + 2 * row.to(gl.int64) + 1)
@@ -141,10 +141,7 @@ def skip_tile(pipeline, stage, phase, D: gl.constexpr, STEP: gl.constexpr):
 
 @gluon.jit
 def allocate_pipeline(STAGES: gl.constexpr, COPYING_WARPS: gl.constexpr, COPIED: gl.constexpr):
-    """Return the `Pipeline` of a producer and two consumers.
-
-    A stage is full when the announced bytes are there and every thread of COPYING_WARPS has copied its part.
-    """
+    """A stage is full when the announced bytes are there and every thread of COPYING_WARPS has copied its part."""
     ring = gl.allocate_shared_memory(gl.int32, [RING * FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -1,5 +1,3 @@
-"""Parts of the producer of Hopper products: take a tile, load its weights and rows."""
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
@@ -10,7 +8,6 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, PIECE, ROWS, WIDE, 
 
 @gluon.jit
 def bias_tile(weights, layer_number, expert, column):
-    """Return fp32 biases of a tile's accumulator columns, zeros outside the matrix."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     columns = gl.arange(0, WIDE, layout)
     split_tile: gl.constexpr = (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate")
@@ -102,7 +99,6 @@ def take_tile(product, layer_number, row_list, last_biases):
 
 @gluon.jit
 def load_steps(product, sources, tile, group, stage, phase, FROM: gl.constexpr, TO: gl.constexpr):
-    """Load FROM .. TO of a tile's reduction as stages become free. sources: both consumers' rows of x."""
     upper, lower = sources
     x, tiles, pipeline = product.x, product.tiles, product.pipeline
     STEP: gl.constexpr = tiles.left.shape[2]

@@ -56,7 +56,6 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
 
 @gluon.jit
 def multiply_tall(product, stage, phase, accumulator, third, WHICH: gl.constexpr, FIRST: gl.constexpr):
-    """Multiply one stage of 64 rows and of half of the third chunk's columns. See `multiply`."""
     tiles, pipeline = product.tiles, product.pipeline
     await_stage(pipeline, stage, phase)
     weights = tiles.right.index(stage)

@@ -47,7 +47,6 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
 
 #: Gradients `[M, N]` of the groups' weights: their TMA descriptor as one matrix, and the sums of right's rows.
 Gradients = aggregate_of("Gradients", "map bias NUM_GROUPS M N")
-#: Tile at row m and column n of a gradient, summed over `size` rows from `start` on.
 Part = aggregate_of("Part", "start size m n")
 
 
@@ -167,7 +166,7 @@ def producer(tiles, pipeline, left, right, layout, counters, gradients, GROUP_M:
 
 @gluon.jit
 def multiply(accumulator, tiles, pipeline, stage, phase, WHICH: gl.constexpr, FIRST: gl.constexpr):
-    """Multiply one stage. Release the previous one once this product has begun and its product is done."""
+    """See `matmul.multiply`."""
     await_stage(pipeline, stage, phase)
     rows = tiles.left.index(2 * stage + WHICH).permute([1, 0])
     accumulator = warpgroup_mma(rows, tiles.right.index(stage), accumulator, use_acc=not FIRST, is_async=True)

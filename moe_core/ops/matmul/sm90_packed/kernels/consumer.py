@@ -15,8 +15,8 @@ from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import (
 from moe_core.ops.matmul.sm90_packed.kernels.decode_integers import integer_operand, read_factors
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import activated
 
-#: Shared memory: of all stages rows of x, codes, scales, zero points, of all slots of the ring row weights and slots of
-#: a tile, and results to store. PAIRS: row blocks of a tile, of both consumers. DEEP: column blocks of a stage.
+#: Shared memory: for each stage rows of x, codes, scales, zero points, for each slot of the ring a tile's row weights
+#: and slots, and results to store. PAIRS: row blocks of a tile, of both consumers. DEEP: column blocks of a stage.
 Stages = aggregate_of("Stages", "x codes scales zeros row_weights slots results PAIRS DEEP")
 
 #: Tiled codes in STEPS x BLOCKS blocks of COLUMNS columns and 64 rows. GROUPS: scales of a row in a block. REPEAT:
@@ -70,7 +70,6 @@ def finish(accumulator, biases, product, part, block, slots, buffer, FROM: gl.co
         buffer.store(gl.permute(result.to(buffer.dtype), [1, 0]))
         barrier()
         columns = block * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-        # -1 where there is no row.
         slot = slots.slice(FROM + piece * TOKENS, TOKENS).load(gl.SliceLayout(1, layout))
         mask = (slot >= 0)[:, None] & (columns < N)[None, :]
         if output.SCATTER == "row":

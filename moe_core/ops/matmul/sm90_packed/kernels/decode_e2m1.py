@@ -91,17 +91,17 @@ _E2M1_ROWS_REGISTERS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 16))
 
 @gluon.jit
 def decode_e2m1(words, scales, HALF: gl.constexpr):
-    """Multiply words of eight e2m1 codes, two of a row in a thread, with two of the row's four e8m0 scale bytes (half
-    HALF). Return eight bfloat16 tensors, one for each of every 8 columns. The missing exponent factor 2^126 and the
-    scale are one exact product if both scales are at most 1, else two."""
+    """Multiply words of eight e2m1 codes, two of a row in a thread, with two (half HALF) of the row's four e8m0 scale
+    bytes. Return eight bfloat16 tensors, one for each of every 8 columns. The missing factor 2^126 and the scale are
+    one exact product if both scales are at most 1, else two."""
     text: gl.constexpr = _E2M1_LOW if HALF == 0 else _E2M1_HIGH
     return gl.inline_asm_elementwise(text, _E2M1_REGISTERS, [words, scales], (gl.bfloat16,) * 8, True, 2)
 
 
 @gluon.jit
 def decode_rows(words, scales):
-    """`decode_e2m1` of a thread's whole part of a block, four words of two rows each. Return four tensors of the first
-    64 columns and four of the last."""
+    """`decode_e2m1` of a thread's part of a block, four words of two rows each: four tensors of the first 64 columns,
+    four of the last."""
     return gl.inline_asm_elementwise(_E2M1_ROWS, _E2M1_ROWS_REGISTERS, [words, scales], (gl.bfloat16,) * 8, True, 8)
 
 
@@ -160,7 +160,6 @@ def left_operand(words, scale, HALF: gl.constexpr, PRODUCT: gl.constexpr):
 
 @gluon.jit
 def left_half(numbers, WHICH: gl.constexpr, PRODUCT: gl.constexpr):
-    """`left_operand` of four tensors of `decode_rows`."""
     k0, k1, k2, k3 = numbers[4 * WHICH], numbers[4 * WHICH + 1], numbers[4 * WHICH + 2], numbers[4 * WHICH + 3]
     both = gl.join(gl.join(k0, k1), gl.join(k2, k3))
     # Words: half of the row's number, lane of four, unit of 32 columns, half of a pair. Then bits of the column.

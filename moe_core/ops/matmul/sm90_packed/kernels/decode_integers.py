@@ -18,7 +18,6 @@ from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, l
 
 #: Pairs of 128 and of code masks, and 2^23. A code's bits go into their last bits.
 _PAIR, _PAIR_MASK, _WORD = 0x43004300, 0x000F000F, 0x4B000000
-#: Zero points of formats that store none.
 _ZERO = {"uint4": 8, "uint8": 128}
 
 
@@ -126,8 +125,8 @@ def of_groups(values, words):
 
 @gluon.jit
 def decode_uint4(words, factors, HALF: gl.constexpr):
-    """Decode half of a thread's part of a block, four words of two rows each, to four bfloat16 tensors of 64 columns,
-    the first or the last, as `decode_e2m1.decode_rows` does. factors: of `load_factors`."""
+    """Decode half of a thread's part of a block, four words of two rows each, to four bfloat16 tensors of 64 columns.
+    factors: of `load_factors`."""
     scales = factors[0]
     if len(factors) == 2:
         zero = of_groups((factors[1].to(gl.int16) | _PAIR_BITS).to(gl.bfloat16, bitcast=True), words)

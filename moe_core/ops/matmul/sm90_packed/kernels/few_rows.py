@@ -44,8 +44,8 @@ def load_words(scales, step, STEPS: gl.constexpr):
 
 @gluon.jit
 def fence():
-    """Keep earlier loads ahead: ptxas delays loads as far as it can, to spare registers. The decoder of mxfp4 has a
-    branch with the same effect."""
+    """Keep earlier loads ahead: ptxas delays loads to spare registers. The decoder of mxfp4 has a branch with
+    this effect."""
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
 
 

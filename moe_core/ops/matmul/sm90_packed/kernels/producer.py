@@ -43,8 +43,7 @@ def word_pointers(
 
 @gluon.jit
 def load_words(tiles, place, pointers, step, codes):
-    """Load the words of a step's record. Behind the last step they are zeros, because no code there may become an
-    infinity."""
+    """Load the words of a step's record, zeros behind the last step: no code there may become an infinity."""
     PAIRS: gl.constexpr = pointers.shape[0]
     WORDS: gl.constexpr = pointers.shape[1]
     table: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -58,7 +57,7 @@ def load_words(tiles, place, pointers, step, codes):
 
 @gluon.constexpr_function
 def chunk_of(block_m):
-    """Return how many rows of x are loaded, or not, together. Many rows of a tall tile may not exist."""
+    """Return how many rows of x are loaded, or not, together."""
     return block_m if block_m <= 128 else 64
 
 

@@ -36,7 +36,6 @@ def multiply(left, x_tile, sums, TOKENS: gl.constexpr, REST: gl.constexpr):
 
 @gluon.jit
 def wait_for(sums, LEFT: gl.constexpr, REST: gl.constexpr):
-    """Wait until all but the last LEFT calls of `multiply` are done."""
     if REST == 0:
         return (warpgroup_mma_wait(num_outstanding=LEFT, deps=[sums[0]]),)
     else:
