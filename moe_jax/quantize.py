@@ -107,11 +107,11 @@ def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layou
         weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of them (one layer or a stack), in mxfp4,
             mxfp4_ceil, or 4- or 8-bit integers with a scale per row or per 32, 64, 128, ... columns. `in_out` tensors
             are transposed exactly.
-        spec: with ExpertWeights, their MoESpec. Its activation gives the layout of gate and up.
+        spec: with ExpertWeights, their MoESpec, for the layout of gate and up.
         gate_layout: with a tensor, `interleaved` or `halves` if its rows are gate and up, else None.
 
     Returns:
-        the weights, `out_in`, for the same `MoESpec.weight_layout`. Biases and plain matrices are unchanged.
+        the weights, `out_in`, to use with the same `MoESpec.weight_layout`.
 
     Raises:
         InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks

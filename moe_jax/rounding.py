@@ -17,11 +17,11 @@ def route_rounded(
     correction_bias: Array | None = None,
     token_mask: Array | None = None,
 ) -> RoundedRouting:
-    """Route, then round the number of tokens of each expert to a multiple of `rounding.tile`.
+    """Route, then round the number of tokens of each expert, see `TokenRounding`. For training only
+    (docs/user/routing.md).
 
-    An expert drops its tokens with the lowest weights, or adds tokens that did not choose it. This changes the model,
-    so use it for training only (docs/user/routing.md). A chosen expert keeps its weight from `route`. An added one's
-    weight is its score times `spec.scale`, not renormalised.
+    A chosen expert keeps its weight from `route`. An added one's weight is its score times `spec.scale`, not
+    renormalised.
 
     Args:
         logits: fp32 `[T, E]`. T is 0 or at least `rounding.tile`.

@@ -42,14 +42,13 @@ def warmup(
 ) -> WarmupReport:
     """Compile and load, on every local device, every kernel that `moe` runs for these arguments. Nothing runs.
 
-    Tracing `moe` afterwards compiles no kernel, but XLA still compiles the program. Inside `moe_jax.export_target(...)`
-    kernels are compiled but not loaded.
+    XLA still compiles the program. Inside `moe_jax.export_target(...)` kernels are compiled but not loaded.
 
     Args:
         x, experts, routing, spec: as for `moe`, or `jax.ShapeDtypeStruct`s for the default device.
         tokens: numbers of tokens, which replace the first axis of x and of every other array by token. A few from small
             to large find every kernel.
-        training: also compile forward and backward of training steps with a gradient for every array.
+        training: also compile training steps with a gradient for every array.
         optional: token_mask, expert_map and shared, as for `moe`.
 
     Returns:

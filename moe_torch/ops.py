@@ -212,14 +212,14 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     Gradients go through quantised weights, which are frozen. With a quantised x nothing has a gradient.
 
     Args:
-        operands: x is bf16, fp16 or fp32. Rows may be strided. weight with up, and x with them, may be
-            `QuantizedTensor`s (docs/user/quantization.md).
+        operands: x is bf16, fp16 or fp32, with rows that may be strided. weight with up, and x with them, may be
+            quantised.
         layout: the rows' experts. None: one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
         spec: gather, scatter, fused activation, weight layout, dtypes.
 
     Returns:
-        y `[capacity, N]` (scatter `row`), `[T * K, N]` (`slot`) or `[T, N]` (dense), in `spec.out_dtype`. N is the
-        width after gating. Rows without an expert are exact zeros.
+        y `[capacity, N]` (scatter `row`), `[T * K, N]` (`slot`) or `[T, N]` (dense), in `spec.out_dtype`, N after
+            gating. Rows without an expert are exact zeros.
     """
     return call(*matmul_request(operands, layout, spec))
 
@@ -283,28 +283,25 @@ def moe(
 ) -> MoEOutput:
     """Run one whole MoE forward as one operator and one plan.
 
-    Rounding: logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x, after
-    bias, activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
+    Logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x, after bias,
+    activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
 
-    First-order gradients in reverse mode: for x, weights and biases of experts, router and shared, and passed logits or
-    weights. They flow in through output, and through weights and logits computed here. Only requested gradients are
-    computed (docs/user/training.md). They go through quantised matrices, which are frozen. With `spec.activations`
-    nothing has a gradient.
+    First-order gradients: for x, weights and biases of experts, router and shared, and passed logits or weights, from
+    output and from weights and logits computed here (docs/user/training.md). They go through quantised matrices, which
+    are frozen. With `spec.activations` nothing has a gradient.
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`.
-        experts: weights and biases of the local experts. Matrices may be `QuantizedTensor`s
-            (docs/user/quantization.md).
+        experts: the local ones. Matrices may be `QuantizedTensor`s (docs/user/quantization.md).
         routing: RouterWeights (routes from x), RouterLogits (routes from logits) or TopK (ids and weights).
-        spec: options of the whole forward. `spec.activations` is the quantised format of x and the hidden rows.
+        spec: options. `spec.activations` is the quantised format of x and the hidden rows.
         token_mask: bool `[T]`. A False token has no expert: its row is zero (plus shared), and no statistic counts it.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         shared: a dense expert that every token visits.
         checked: raise InvalidInput for an id outside [-1, E_global). Waits, as in `make_layout`.
 
     Returns:
-        a MoEOutput: output `[T, D]`, ids, weights and logits (None for TopK), tokens per expert and the count of
-            invalid ids. Passed ids and weights are returned unchanged.
+        a MoEOutput. Passed ids and weights are returned unchanged.
 
     Raises:
         InvalidInput: see the module.

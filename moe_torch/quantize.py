@@ -285,18 +285,18 @@ def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layou
     """Put quantised weights into the order in which Hopper's kernels for bf16 rows read and decode them.
 
     Do this once, when weights are loaded. It runs on the weights' device, one matrix at a time. `restore_weights` is
-    the exact inverse. Prepacked weights come back as they are. They work wherever published ones do, except in
-    gradients (docs/user/quantization.md).
+    the exact inverse. Prepacked weights come back as they are, and work wherever published ones do, except in gradients
+    (docs/user/quantization.md).
 
     Args:
-        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of them (one layer or a stack). The format is
-            mxfp4, mxfp4_ceil, or 4- or 8-bit integers with a scale per row or per 32, 64, 128, ... columns. `in_out`
-            tensors are transposed exactly.
-        spec: with ExpertWeights, their MoESpec. Its activation gives the layout of gate and up.
+        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of them (one layer or a stack), in mxfp4,
+            mxfp4_ceil, or 4- or 8-bit integers with a scale per row or per 32, 64, 128, ... columns. `in_out` tensors
+            are transposed exactly.
+        spec: with ExpertWeights, their MoESpec, for the layout of gate and up.
         gate_layout: with a tensor, `interleaved` or `halves` if its rows are gate and up, else None.
 
     Returns:
-        the weights, `out_in`, to use with the same `MoESpec.weight_layout`. Biases and plain matrices are unchanged.
+        the weights, `out_in`, to use with the same `MoESpec.weight_layout`.
 
     Raises:
         InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks

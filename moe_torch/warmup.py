@@ -32,15 +32,15 @@ def warmup(
     training: bool = False,
     **optional: Unpack[OptionalArguments],
 ) -> WarmupReport:
-    """Compile and load, on the tensors' device, every kernel that `moe` runs for these arguments.
+    """Compile and load, on the tensors' device, every kernel that `moe` runs for these arguments. Nothing runs.
 
-    Nothing runs. A later call of `moe` compiles nothing and can be captured in a CUDA graph at once.
+    A later call of `moe` compiles nothing and can be captured in a CUDA graph at once.
 
     Args:
         x, experts, routing, spec: as for `moe`.
         tokens: numbers of tokens, which replace the first axis of x and of every other array by token. A few from small
             to large find every kernel.
-        training: also compile training steps, forward and backward, in which every array has a gradient.
+        training: also compile training steps with a gradient for every array.
         optional: token_mask, expert_map and shared, as for `moe`.
 
     Returns:

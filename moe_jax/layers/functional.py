@@ -54,7 +54,6 @@ def forward(
     """Return y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
 
     The op runs in stages with a capacity limit, which drops later slots, a router norm, expert scales, or routed_by.
-    Raises InvalidInput, Unsupported.
 
     Args:
         parameters: of the layer, or of a stack.
@@ -70,6 +69,8 @@ def forward(
         expert_axis: the mesh axis that splits the experts. Inside a `jax.shard_map` over it, x, parameters and MoEAux
             are local parts, except that the losses' mean over ranks is the loss of all tokens. Outside, the layer opens
             a shard_map over the current mesh if that has the axis.
+
+    Raises InvalidInput, Unsupported.
     """
     axis = ExpertAxis.of(expert_axis)
     if axis is not None and not axis.is_manual:

@@ -53,7 +53,7 @@ def load_balance_loss(
     """A load-balancing loss from `MoEAux.logits` and `MoEAux.ids`; see `moe_torch.load_balance_loss` for recipes.
 
     Args:
-        logits: fp32 `[..., S, E]`, with the tokens of each sequence in the last axis but one.
+        logits: fp32 `[..., S, E]`, S tokens of each sequence.
         ids: int32 `[..., S, K]`.
         scoring: of P: `softmax`, `sigmoid` or `sqrt_softplus`.
         scale: multiplies the loss.

@@ -47,9 +47,9 @@ def scheme_of_rule(rule: Any) -> Scheme | None:
     """The scheme of a `qwix.QuantizationRule`, or None if it quantises no weights.
 
     Weights only: int8 and int4 in one group per output or in groups of a tile_size of 32, 64 or 128 inputs (with zero
-    points for the calibration `minmax`), float8_e4m3fn per output, mxfp8, mxfp4. Weights and activations: int8 with
-    int8, float8_e4m3fn with itself, mxfp8 with itself, mxfp4 with mxfp8 or mxfp4. Scales and codes follow our formats.
-    Raises InvalidInput for no rule, and Unsupported for other types and calibrations, quantised training and LoRA.
+    points for the calibration `minmax`), float8_e4m3fn per output, mxfp8, mxfp4. Weights and activations: int8,
+    float8_e4m3fn or mxfp8 with itself, mxfp4 with mxfp8 or mxfp4. Raises InvalidInput for no rule, and Unsupported for
+    other types and calibrations, quantised training and LoRA.
     """
     import qwix
 

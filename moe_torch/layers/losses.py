@@ -55,14 +55,14 @@ def load_balance_loss(
     | DeepSeek-V3, sequence-wise | logits `[B, S, E]`, `scoring="sigmoid"`, `scale=alpha` |
 
     Args:
-        logits: fp32 `[..., S, E]`, with the tokens of each sequence in the last axis but one.
+        logits: fp32 `[..., S, E]`, S tokens of each sequence.
         ids: int32 `[..., S, K]`. Ids outside [0, E) do not count, such as slots dropped by a capacity limit.
         scoring: of P: `softmax`, `sigmoid` or `sqrt_softplus`.
         scale: multiplies the loss.
         token_mask: bool `[..., S]`. False tokens are left out.
 
     Returns:
-        an fp32 scalar, differentiable by logits, also at very negative ones.
+        an fp32 scalar, differentiable by logits.
 
     Raises:
         InvalidInput: arguments of other shapes or dtypes.

@@ -262,7 +262,7 @@ class MoE(PrepackedExperts, PlannedLayer):
             gate_inputs: like x; the router scores it instead of x.
             expert_ids: int32 `[..., K]`, distinct experts of each token, weighted by the router without correction
                 bias. A token with an id outside [0, E) counts as masked.
-            input_ids: integers `[...]`, token ids for a layer with a table of ids, used without expert_ids.
+            input_ids: integers `[...]`, token ids for a layer with a table of ids.
 
         Raises InvalidInput for wrong shapes, dtypes and devices, and Unsupported for main_grad under autocast.
         """

@@ -64,10 +64,10 @@ class Rebalancer:
         parallel: their ranks.
         every: steps between two placements.
         window: steps of counts.
-        places_per_rank: places of a rank in each layer, from E / W to E. None: as now.
-        nodes: number of nodes, of consecutive ranks. An expert's replicas stay on one node.
+        places_per_rank: from E / W to E, in each layer. None: as now.
+        nodes: of consecutive ranks. An expert's replicas stay on one node.
         least_gain: share of the slowest rank's rows that a new placement must save.
-        layers_per_step: the most layers that move after one step, which bounds its wait. None: all.
+        layers_per_step: the most layers that move after one step. None: all.
 
     Raises:
         InvalidInput: layers that are not shared out, or have a Rebalancer, wrong numbers, or ranks that disagree.
