@@ -59,8 +59,7 @@ def quantized_shapes(spec: QuantizedSpec, shape: Sequence[int]) -> QuantizedShap
 
     Worked example, mxfp4 `out_in` of (8, 5760, 2880): values (8, 5760, 1440), scales (8, 5760, 90). fp8_block of (300,
     200): scales (3, 2). int4_g128_zp of (6, 256): values (6, 128), scales (6, 2), zero points (3, 2). Tiled: see
-    `moe_core.formats.tiling`. Raises InvalidInput where the padding rule of the format (see `Format`) does not allow
-    the shape.
+    `moe_core.formats.tiling`. Raises InvalidInput where the format's padding rule does not allow the shape.
     """
     format = spec.format
     sizes = tuple(int(size) for size in shape)

@@ -1,6 +1,7 @@
 """Plans: what will run, decided in pure Python over specs, before any array exists.
 
-Planners raise InvalidInput for wrong arguments, and Unsupported for what a target or kernel cannot do.
+Planners raise InvalidInput for wrong arguments, and Unsupported for what a target or kernel cannot do. A plan's inputs
+are the arrays that its planner takes, in order, unless the docstring lists others.
 """
 
 from moe_core.plan.registry import export_plans as export_plans

@@ -184,7 +184,7 @@ class OutputGradients:
     """Gradients of the results of one MoE. None: no gradient.
 
     output `[T, D]` in bf16, fp16 or fp32. Others fp32: weights `[T, K]` and logits `[T, E]`, added to the gradients
-    through the experts, load_balance `[1]` and z `[1]` of `moe_core.ops.routing.reference_backward.router_losses`.
+    through the experts, load_balance `[1]` and z `[1]` of the router losses.
     """
 
     output: Any
@@ -276,10 +276,7 @@ class LayoutArrays:
 
 
 def require_layout(layout: LayoutSpec, arrays: LayoutArrays) -> None:
-    """Raise InvalidInput unless these ArraySpecs are of this layout.
-
-    Arrays that were put together by hand, or under a transformation, can differ from the spec.
-    """
+    """Raise InvalidInput unless these ArraySpecs, possibly put together by hand, are of this layout."""
     own = LayoutArrays.specs(layout)
     for name, array in named_fields(arrays):
         require_spec(f"layout.{name}", array, getattr(own, name).shape, "int32")

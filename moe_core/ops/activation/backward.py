@@ -38,8 +38,7 @@ def plan_activation_backward(
     """d_x (and d_up) of y `[R, F]` = activation(x, up): fp32, one cast to the dtype of x.
 
     d_y `[R, F]`, x `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate of `up` `[R, F]`): bf16, fp16 or
-    fp32; rows may be strided. Inputs: d_y, x, [up]. Outputs, dense: d_x, [d_up]. Formulas:
-    `moe_core.ops.activation.reference`.
+    fp32; rows may be strided. Outputs, dense: d_x, [d_up]. Formulas: `moe_core.ops.activation.reference`.
     """
     width = check_input(x, up, activation)
     rows = x.shape[0]

@@ -51,7 +51,7 @@ def plan_activation(
     """y `[R, F]` = activation of x in fp32, one cast.
 
     x: `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate of `up` `[R, F]`), bf16, fp16 or fp32; rows may
-    be strided. out_dtype: None for the dtype of x. Inputs: x, [up]. Output: y.
+    be strided. out_dtype: None for the dtype of x. Output: y.
     """
     width = check_input(x, up, activation)
     rows = x.shape[0]

@@ -73,8 +73,8 @@ def copy_tile(
     """Return (rows, columns, warps) of a copy's tile. A thread moves 64 bytes.
 
     A link needs 680 KB on their way: 340 GB/s times the 2 us of a load from a peer. So a limited number of programs
-    have 16 warps and 32 KB each. Few rows are spread over many programs, since only latency counts. each: elements that
-    a thread holds for one that it stores.
+    have 16 warps and 32 KB each. Few rows are spread over many programs. each: elements that a thread holds for one
+    that it stores.
     """
     if target.interpreted:
         return *elementwise_tile(width, target), 4

@@ -38,9 +38,8 @@ def plan_peer_places(
     int32 `[P + 1]`, row_of_slot int32 `[T * K]`: of the layout of ids. counts int32 `[W, P]`: group sizes of every
     rank's layout, rows may be strided. receive: rows that an owner has memory for; rows beyond do not go.
 
-    Inputs: ids, group_start, row_of_slot, counts. Outputs, int32: owners, rows `[T, K]`, -1: no row; received `[1, L]`,
-    rows for every expert here, bound or not, for `plan_layout_of_runs`; overflow `[1]`, rows of all ranks that do not
-    fit, equal on all.
+    Outputs, int32: owners, rows `[T, K]`, -1: no row; received `[1, L]`, rows for every expert here, bound or not, for
+    `plan_layout_of_runs`; overflow `[1]`, rows of all ranks that do not fit, equal on all.
     """
     require_spec("counts", counts, ("num_ranks", "num_places"), "int32", contiguous=False)
     stride, (num_ranks, num_places) = row_stride("counts", counts), counts.shape

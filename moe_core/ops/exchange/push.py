@@ -170,7 +170,7 @@ def plan_push_slots(
 def plan_push_counts(counts: ArraySpec, counts_at: ArraySpec, target: Target, *, rank: int) -> LaunchPlan:
     """Store counts int32 `[N]` to row `rank` of the int32 `[W, N]` of every peer, at addresses counts_at `[W]`.
 
-    Inputs: counts, counts_at. No outputs.
+    No outputs.
     """
     require_spec("counts", counts, ("size",), "int32")
     num_ranks = require_table("counts_at", counts_at)
@@ -202,7 +202,7 @@ def plan_combine_push(
 
     sources, group_start, slots_at: as for `plan_result_addresses`. programs: as for `plan_dispatch_push`.
 
-    Inputs: y, sources, group_start, slots_at. No outputs.
+    No outputs.
     """
     require_spec("y", y, ("num_rows", "d_model"), dtypes.MATMUL_DTYPES)
     require_width("y", y.shape[1], y.dtype)

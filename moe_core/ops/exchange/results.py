@@ -33,8 +33,6 @@ def plan_result_addresses(
 
     (home, slot) = sources[r], int32 `[R, 2]`, of `plan_push_slots`; 0 if row r has none. group_start int32 `[L + 1]`:
     its last entry is the number of rows with a source. slots_at int64 `[W]`: addresses of the peers' arrays.
-
-    Inputs: sources, group_start, slots_at.
     """
     require_spec("sources", sources, ("num_rows", 2), "int32")
     require_spec("group_start", group_start, ("num_experts + 1",), "int32")

@@ -28,7 +28,7 @@ def plan_rms_norm_backward(
 ) -> LaunchPlan:
     """The backward of `plan_rms_norm` from d_y `[R, D]` in any matmul dtype. Formulas: `norm.reference`.
 
-    wanted: of NORM_GRADIENTS. Inputs: d_y, x, weight. Outputs: wanted, each like its array.
+    wanted: of NORM_GRADIENTS. Outputs: wanted, each like its array.
     """
     require_wanted(wanted, NORM_GRADIENTS)
     check_norm(x, weight)

@@ -43,7 +43,7 @@ def order_of_sums(x: ArraySpec, target: Target) -> str:
 def plan_rms_norm(x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Target) -> LaunchPlan:
     """y `[R, D]`, in the dtype of x, of x `[R, D]` and weight `[D]`; formula: `NormSpec`.
 
-    x and weight: bf16, fp16 or fp32 each. Rows of x may be strided. Inputs: x, weight. Output: y.
+    x and weight: bf16, fp16 or fp32 each. Rows of x may be strided. Output: y.
     """
     check_norm(x, weight)
     builder = PlanBuilder("rms_norm", target)

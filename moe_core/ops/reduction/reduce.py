@@ -32,9 +32,8 @@ def unrolled(top_k: int) -> bool:
 def reduce_tile(num_tokens: int, width: int, target: Target) -> tuple[int, int, int]:
     """(tokens, columns, warps) per program of the reduction, which is memory bound.
 
-    Many tokens: a whole row, or the tile with the least padding. With K = 8 the 12 programs on an H100 or H200
-    multiprocessor have 196 KB in flight; bandwidth times latency is 40 KB. Few tokens: more, smaller programs, since
-    only latency counts.
+    Many tokens: a whole row, or the tile with the least padding. With K = 8 an H100 multiprocessor then has 196 KB in
+    flight; bandwidth times latency is 40 KB. Few tokens: more, smaller programs, since only latency counts.
     """
     if target.interpreted:
         return *elementwise_tile(width, target), 4
@@ -70,7 +69,7 @@ def plan_reduce(
 
     y: `[T * K, D]` by slot (order `slot`) or `[capacity, D]` by layout row (order `row`). row_of_slot int32 `[T * K]`:
     -1 adds nothing. shared `[T, D]` is added in fp32, times the sigmoid of shared_gate (fp32 `[T, 1]`) unless None. One
-    cast to out_dtype (None: the dtype of y). Inputs: y, row_of_slot, [shared], [shared_gate].
+    cast to out_dtype (None: the dtype of y).
     """
     require_choice("order", order, ("slot", "row"))
     require_spec("layout.row_of_slot", row_of_slot, (layout.num_slots,), "int32")
@@ -103,7 +102,7 @@ def plan_reduce(
 
 @functools.lru_cache(PLANS_KEPT)
 def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchPlan:
-    """x `[T, D]` * weights fp32 `[T, 1]` in fp32, cast to the dtype of x. Inputs: x, weights."""
+    """x `[T, D]` * weights fp32 `[T, 1]` in fp32, cast to the dtype of x."""
     row_stride("x", require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))
     rows, width = x.shape
     require_spec("weights", weights, (rows, 1), "float32")

@@ -31,7 +31,7 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
     """bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 means that e was chosen.
 
     -1 sets no bit. duplicates int32 `[1]` counts slots that repeat an expert of the token, invalid_ids int32 `[1]` ids
-    outside [-1, E). Neither sets a bit. Input: ids. Outputs: bitmatrix, duplicates, invalid_ids.
+    outside [-1, E). Neither sets a bit. Outputs: bitmatrix, duplicates, invalid_ids.
     """
     require_spec("ids", ids, ("num_tokens", "top_k"), "int32")
     num_experts = as_integer("num_experts", num_experts, 1)
@@ -69,7 +69,7 @@ def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, ta
     """ids int32 `[T, K]` of a bitmatrix uint32 `[T, ceil(E / 32)]`: the lowest K of the bits below E, ascending, then
     -1.
 
-    Input: bitmatrix. Output: ids.
+    Output: ids.
     """
     num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
     require_spec("bitmatrix", bitmatrix, ("num_tokens", -(-num_experts // 32)), "uint32")

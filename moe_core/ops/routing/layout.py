@@ -98,10 +98,9 @@ def plan_layout(
         block_ms: heights of schedules.
         tile_counters: counters of products to clear, a power of two.
 
-    Inputs: ids, [expert_map], [token_mask], [given_weights]. Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`,
-    slot_of_row `[capacity]`, row_of_slot `[T * K]`, invalid_ids `[1]`, with layout.rows overflow `[1]` (slots that it
-    leaves without a row), `schedule_{block_m}` `[max_blocks, 2]` per block_m, [row_weight, fp32 `[T, K]`],
-    [tile_counters, zeros].
+    Outputs, int32: group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`, row_of_slot `[T * K]`,
+    invalid_ids `[1]`, with layout.rows overflow `[1]` (slots that it leaves without a row), `schedule_{block_m}`
+    `[max_blocks, 2]` per block_m, [row_weight, fp32 `[T, K]`], [tile_counters, zeros].
     """
     require_spec("ids", ids, (layout.num_tokens, layout.top_k), ID_DTYPES)
     if expert_map is not None:

@@ -44,7 +44,7 @@ def plan_candidates(
     """ids int32 and weights fp32 `[T, W]` of the W best experts of logits fp32 `[T, E]`, best first.
 
     The first K columns equal `plan_routing`. Later weights are scores (softmax: among all experts) times scale, not
-    renormalised. Inputs: of `plan_routing`.
+    renormalised.
     """
     from moe_core.ops.routing import reference_rounding as twins
 
@@ -75,9 +75,9 @@ def plan_keep_candidates(
     """ids int32 and weights fp32 `[T, W]` of the candidates int32 `[T, W]` that their experts keep, else -1 and 0.
 
     A token's candidates are distinct experts, best first, -1 in all columns of a masked token. The first top_k are the
-    chosen. Each expert keeps chosen ones by weight, then others by weight; ties go to the lower token, NaN comes last.
-    masked=False: no candidate is -1. Further input: candidate_weights fp32 `[T, W]`. Further output: tokens_per_expert
-    int32 `[E]`, the tokens that chose each.
+    chosen. Each expert keeps the number of `TokenRounding`: chosen ones by weight, then others by weight. Ties go to
+    the lower token, NaN comes last. masked=False: no candidate is -1. Further input: candidate_weights fp32 `[T, W]`.
+    Further output: tokens_per_expert int32 `[E]`, the tokens that chose each.
     """
     num_tokens, width = require_spec("candidates", candidates, ("num_tokens", "width"), "int32").shape
     builder = PlanBuilder("keep_candidates", target)
@@ -135,9 +135,8 @@ def plan_route_rounded(
 ) -> LaunchPlan:
     """Routing that gives experts multiples of `rounding.tile` tokens: `plan_candidates`, then `plan_keep_candidates`.
 
-    Inputs: of `plan_routing`. Outputs: ids int32 and weights fp32 `[T, W]`, tokens_per_expert int32 `[E]` before
-    rounding, candidates int32 `[T, W]` for the backward. A chosen expert has the weight of `plan_routing`, whatever is
-    dropped; for others see `plan_candidates`.
+    Outputs: ids int32 and weights fp32 `[T, W]`, tokens_per_expert int32 `[E]` before rounding, candidates int32 `[T,
+    W]` for the backward. A chosen expert has the weight of `plan_routing`, whatever is dropped.
     """
     routing = plan_candidates(logits, spec, rounding, target, correction_bias=correction_bias, token_mask=token_mask)
     builder = PlanBuilder("route_rounded", target)

@@ -34,8 +34,8 @@ def plan_layout_of_runs(counts: ArraySpec, num_rows: int, target: Target, *, str
     expert's rows keep their order. A row is a slot (K = 1). Runs are cut where their memory ends, and overflow counts
     the missing rows.
 
-    Input: counts. Outputs, int32, R = num_rows: ids `[R, 1]`, the local expert of every row, -1 = unused; group_sizes
-    `[L]`, group_start `[L + 1]`, slot_of_row `[R]`, row_of_slot `[R]`, overflow `[1]`.
+    Outputs, int32, R = num_rows: ids `[R, 1]`, the local expert of every row, -1 = unused; group_sizes `[L]`,
+    group_start `[L + 1]`, slot_of_row `[R]`, row_of_slot `[R]`, overflow `[1]`.
     """
     require_spec("counts", counts, ("num_sources", "num_experts"), "int32")
     num_sources, num_experts = counts.shape

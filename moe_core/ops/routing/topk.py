@@ -127,8 +127,7 @@ def plan_routing(
     0. Without a bias experts are ordered by logits (every scoring is monotone), otherwise by fp32 score + bias
     (topk_then_softmax: logit + bias). -0.0 ties with 0.0, NaN ranks below every number, ties go to the lower id. given
     int32 `[T, K]`: experts already chosen, distinct within a token, in this order. A token with an id outside [0, E) is
-    masked. Inputs: logits, [correction_bias], [token_mask], [given]. Outputs: ids, weights, [bitmatrix uint32 `[T,
-    ceil(E / 32)]`].
+    masked. Outputs: ids, weights, [bitmatrix uint32 `[T, ceil(E / 32)]`].
     """
     require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape
