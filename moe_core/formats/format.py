@@ -129,10 +129,12 @@ class Format:
 
     @property
     def allows_partial_groups(self) -> bool:
+        """True if an axis may end with a shorter group."""
         return self.element == "e4m3" and not self.has_e8m0_scales
 
     @property
     def bits_per_element(self) -> int:
+        """Bits of one element, scales not counted."""
         return 8 * dtypes.itemsize(self.own_element.dtype) // self.own_element.per_byte
 
     def splits_rows(self, rows: int) -> bool:
@@ -195,10 +197,12 @@ def _register(what: str, value: Any, kind: type, known: dict[str, Any]) -> Any:
 
 
 def format_names() -> tuple[str, ...]:
+    """Names of every registered format."""
     return tuple(_FORMATS)
 
 
 def scheme_names() -> tuple[str, ...]:
+    """Names of every registered scheme."""
     return tuple(_SCHEMES)
 
 
@@ -215,5 +219,6 @@ def scheme_named(name: str) -> Scheme:
 
 
 def known_scheme(weights: Format, activations: Format | None) -> Scheme | None:
+    """The registered scheme of these formats, or None."""
     found = (scheme for scheme in _SCHEMES.values() if (scheme.weights, scheme.activations) == (weights, activations))
     return next(found, None)

@@ -202,6 +202,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all arrays."""
         arrays = (array for array in (self.values, self.scales, self.zero_points) if array is not None)
         return sum(math.prod(array.shape) * itemsize(canonical(array.dtype)) for array in arrays)
 

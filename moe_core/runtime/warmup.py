@@ -54,6 +54,7 @@ class WarmupReport:
 
     @property
     def compiled(self) -> tuple[KernelReport, ...]:
+        """Kernels that were not cached."""
         return tuple(kernel for kernel in self.kernels if not kernel.cached)
 
     def __str__(self) -> str:

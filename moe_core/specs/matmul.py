@@ -141,6 +141,7 @@ class Activation:
             object.__setattr__(self, field, value)
 
     def input_width(self, width: int) -> int:
+        """Columns of its input for `width` columns of its output."""
         return 2 * width if self.gated else width
 
 

@@ -226,6 +226,8 @@ class ExpertActivationOperands:
 
 
 class Routing(NamedTuple):
+    """ids int32 `[T, K]`, weights fp32 `[T, K]`."""
+
     ids: Any
     weights: Any
 

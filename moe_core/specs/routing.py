@@ -213,6 +213,7 @@ class TokenRounding:
                 )
 
     def width(self, top_k: int, num_experts: int) -> int:
+        """W, the columns of the ids."""
         if self.candidates is None:
             return top_k if self.mode == "down" else min(2 * top_k, num_experts)
         if not top_k <= self.candidates <= num_experts:
