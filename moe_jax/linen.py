@@ -123,8 +123,7 @@ class MoE(nn.Module):
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, **options: Any) -> MoE:
-        """The layer of a spec, for example from `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
-        num_layers, expert_axis, name."""
+        """The layer of a spec. options: dtype, param_dtype, kernel_init, num_layers, expert_axis, name."""
         return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, **options)
 
     @property
@@ -173,19 +172,18 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> str:
-        """See `moe_jax.layers.explain`. variables: arrays or ShapeDtypeStructs with the dtypes. None: those of
-        `init`."""
+        """See `moe_jax.layers.explain`. variables: arrays or ShapeDtypeStructs. None: those of `init`."""
         return layers.explain(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """Floating-point operations and bytes of a forward for a number of tokens or a shape of x, see
-        `moe_core.layers.layer_cost`. XLA's `cost_analysis` does not count them."""
+        """See `moe_core.layers.layer_cost`. tokens: a number, or the shape of x. XLA's `cost_analysis` does not
+        count it."""
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     @nn.nowrap
     def warmup(self, tokens: Sequence[int], variables: Any = None, *, training: bool = False) -> WarmupReport:
-        """Compile and load ahead of the first call, see `moe_jax.layers.warmup`. variables: as for `explain`."""
+        """See `moe_jax.layers.warmup`. variables: as for `explain`."""
         return layers.warmup(self.spec, tokens, **self._planned_for(variables), training=training)
 
     @nn.nowrap
@@ -195,7 +193,7 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> dict[str, Any]:
-        """Variables (unboxed) with the weights, in this layer's layouts; see `moe_jax.layers.load_weights`."""
+        """Variables (unboxed) with the weights; see `moe_jax.layers.load_weights`."""
         arrays = layers.load_weights(weights, self.spec, param_dtype=self.param_dtype, num_layers=self.num_layers)
         return self._variables(jax.tree.map(jnp.array, arrays))
 
@@ -208,8 +206,7 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def prepack_weights(self, variables: Any) -> dict[str, Any]:
-        """Variables (unboxed) of `moe_jax.layers.prepack_weights`: `quantized/wi/tiled_values` and so on. Drops other
-        modules' collections."""
+        """Unboxed variables of `moe_jax.layers.prepack_weights`, without other modules' collections."""
         return self._variables(layers.prepack_weights(self._parameters(variables), self.spec, self.num_layers))
 
     @nn.nowrap

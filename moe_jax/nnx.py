@@ -66,9 +66,7 @@ _MAXTEXT_AXES = layers.LogicalAxes()
 
 
 class CorrectionBias(nnx.Variable):
-    """The router's correction bias fp32 `[E]`, state without a gradient.
-
-    After a step, `bias = layer.gate.correction_bias`, then
+    """The router's correction bias fp32 `[E]`, state without a gradient. After a step:
 
     `bias.set_value(update_correction_bias(bias.get_value(), tokens_per_expert, rate))`.
     """
@@ -172,8 +170,7 @@ class MoE(nnx.Module):
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
-        """The layer of a spec, for example from `layer_spec_from_config`. options: dtype, param_dtype, kernel_init,
-        num_layers, expert_axis."""
+        """The layer of a spec. options: dtype, param_dtype, kernel_init, num_layers, expert_axis."""
         described = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return cls(**described, rngs=rngs, **options)
 
@@ -230,8 +227,8 @@ class MoE(nnx.Module):
         return layers.explain(self.spec, tokens, **self._planned_for(), training=training)
 
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """Floating-point operations and bytes of a forward for a number of tokens or a shape of x, see
-        `moe_core.layers.layer_cost`. XLA's `cost_analysis` does not count them."""
+        """See `moe_core.layers.layer_cost`. tokens: a number, or the shape of x. XLA's `cost_analysis` does not
+        count it."""
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
@@ -269,13 +266,11 @@ class MoE(nnx.Module):
             variable.set_value(placed)
 
     def export_weights(self) -> layers.LayerWeights | list[layers.LayerWeights]:
-        """The weights (for a stack, of each layer) in the canonical form and this storage, as published if
-        prepacked."""
+        """The weights (for a stack, of each layer) in the canonical form and this storage."""
         return layers.export_weights(self.parameters(), self.spec, self.num_layers)
 
     def quantize_experts(self, scheme: Scheme) -> None:
-        """Quantise the experts in place: `wi_0`, `wi_1`, `wo` become `QuantizedArray`s. See
-        `moe_jax.layers.quantize_experts`.
+        """Make `wi_0`, `wi_1` and `wo` `QuantizedArray`s. See `moe_jax.layers.quantize_experts`.
 
         `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to layers that a rule names.
         """
@@ -293,8 +288,7 @@ class MoE(nnx.Module):
         return layers.is_prepacked({name: vars(group) for name, group in groups if isinstance(group, ParameterGroup)})
 
     def prepack_weights(self) -> None:
-        """Run `moe_jax.layers.prepack_weights` in place on loaded weights: `wi.values` becomes `wi.tiled_values`,
-        scales and zero points likewise, also in states and checkpoints."""
+        """Run `moe_jax.layers.prepack_weights` in place: `wi.values` becomes `wi.tiled_values`, and so on."""
         self._hold(layers.prepack_weights(self.parameters(), self.spec, self.num_layers), self._leaves())
 
     def restore_weights(self) -> None:
@@ -304,7 +298,7 @@ class MoE(nnx.Module):
     def parallelize(self, mesh: Mesh, expert_axis: str | ExpertAxis | None = "ep") -> None:
         """Split the experts over an axis of the mesh, in place. All else goes whole to its devices.
 
-        A layer made by `nnx.eval_shape` gets the shardings for `load_weights`. See `moe_jax.layers.expert_sharding`.
+        A layer made by `nnx.eval_shape` gets shardings for `load_weights`.
         """
         axis = ExpertAxis.of(expert_axis)
         if axis is None:

@@ -322,7 +322,7 @@ def untile(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _by_matrix(tensor: QuantizedTensor, change: Callable[[QuantizedTensor], QuantizedTensor]) -> QuantizedTensor:
-    """Apply `change` to one matrix after another: it takes a few times a matrix's memory."""
+    """One matrix after another, to save memory."""
     _check_arrays("weights", tensor)
     lead = tuple(tensor.shape[:-2])
     if not lead or 0 in lead:

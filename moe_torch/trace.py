@@ -115,7 +115,7 @@ def replay(trace: RoutingTrace | LayerRouting | Sequence[LayerRouting]) -> Itera
 
 
 class _Call:
-    """One call of a whole MoE forward. kind: of its routing. arguments: by name, with its options."""
+    """A whole MoE forward. kind: of its routing. arguments: by name, with its options."""
 
     def __init__(self, overload: Any, arguments: tuple[Any, ...]) -> None:
         self._overload = overload
@@ -163,7 +163,7 @@ class _Observer(private.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch compile inside of the block: compiled code calls our operators, too."""
+        """Compiled code calls our operators, too."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,8 +20,7 @@ from moe_jax.bridge import placement
 
 @dataclass(frozen=True)
 class Rule:
-    """The static part of a call, and its derivative. names: of arrays, in passing order. flowing: differentiable
-    results."""
+    """The static part of a call, and its derivative. flowing: differentiable results."""
 
     names: tuple[str, ...]
     results: tuple[str, ...]
@@ -32,7 +31,7 @@ class Rule:
         raise NotImplementedError
 
     def refuse(self, asked: list[str]) -> None:
-        """Raise Unsupported if a requested gradient does not exist for this call."""
+        """Raise Unsupported for a requested gradient that does not exist."""
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
         """The results by name, plus with `save` the outputs that `saved` reads."""

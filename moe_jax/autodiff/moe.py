@@ -46,9 +46,8 @@ _REPLAYED = {"routing.ids": "replayed.ids", "routing.weights": "replayed.weights
 
 @dataclass(frozen=True)
 class MoERule(Rule):
-    """operands: of specs. replayed: None, or specs of a trace's ids and weights, which replace the routing's, while the
-    gradient still flows into the routing. wide: the arrays include `wide`, x in fp32, which gets its unrounded
-    gradient."""
+    """operands: of specs. replayed: specs of a trace's ids and weights, or None; gradients still flow into the routing.
+    wide: the arrays include `wide`, x in fp32, which gets its unrounded gradient."""
 
     operands: bundles.MoEOperands
     spec: MoESpec

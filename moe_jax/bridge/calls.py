@@ -76,7 +76,7 @@ class OpCall:
         return None if value is None else self.array(name, value)
 
     def bundle(self, argument: str, value: T, prefix: str = "") -> T:
-        """Record every array of an operand bundle as `prefix + field`, and return the same bundle of specs."""
+        """Record a bundle's arrays as `prefix + field`, and return the bundle of specs."""
         specs: dict[str, Any] = {}
         for field, array in bundles.named_fields(value):
             if isinstance(array, QuantizedTensor):
@@ -104,7 +104,7 @@ class OpCall:
         return execute(self.request(planner, *arguments, **keywords), *self.placed().values())
 
     def placed(self) -> dict[str, Any]:
-        """The arrays by plan input name, checked to be on one device."""
+        """Checks that the arrays are on one device."""
         placement.check(self._op, self._arrays)
         return dict(self._arrays)
 
@@ -255,8 +255,7 @@ def moe_request(
     expert_map: Any = None,
     shared: Any = None,
 ) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
-    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments and keywords. Raises Unsupported
-    for spec.main_grad."""
+    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments. Refuses spec.main_grad."""
     require_type("experts", experts, bundles.ExpertWeights)
     require_type("routing", routing, bundles.RouterWeights, bundles.RouterLogits, bundles.TopK)
     require_type("spec", spec, MoESpec)

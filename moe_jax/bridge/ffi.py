@@ -50,7 +50,7 @@ _ATTRIBUTES = tuple(f"plan_{part}" for part in range(KEY_LENGTH // _ATTRIBUTE_LE
 
 @dataclass
 class _Runnable:
-    """A plan to run, with sizes and dtypes of its arrays. called: a call's dtypes were compared."""
+    """A plan to run. called: a call's dtypes were compared."""
 
     prepared: Prepared
     sizes: list[int]
@@ -58,7 +58,7 @@ class _Runnable:
     called: bool = False
 
     def refuse(self, tensors: Sequence[Any]) -> None:
-        """Raise InvalidInput if the arrays of a call are not those of the plan."""
+        """Raise InvalidInput for arrays that the plan does not fit."""
         got = [f"{tensor.numel()} of {tensor.dtype}" for tensor in tensors]
         wanted = [f"{size} of {dtype}" for size, dtype in zip(self.sizes, self.dtypes, strict=True)]
         plan = self.prepared.plan
@@ -114,7 +114,7 @@ def _make_runnable(plan: LaunchPlan, platform: str, index: int) -> _Runnable:
 
 
 def call(plan: LaunchPlan, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Stage out a plan's custom call. Returns the plan's outputs in order."""
+    """Returns the plan's outputs in order."""
     operands = [arrays[buffer.name] for buffer in plan.inputs]
     results = [(buffer.spec.shape, dtypes.numpy_dtype(buffer.spec.dtype)) for buffer in plan.outputs]
     if plan.scratch_bytes:

@@ -34,7 +34,7 @@ def replicated() -> Iterator[None]:
 
 
 def check(op: str, arrays: Mapping[str, Any]) -> None:
-    """Refuse arrays of several devices, and arrays visibly split over devices outside shard_map."""
+    """Refuse arrays of several devices, and visibly split ones outside shard_map."""
     placed: tuple[str, Any] | None = None
     for name, value in arrays.items():
         if isinstance(value, Tracer):
@@ -66,8 +66,7 @@ def _list(devices: Any) -> str:
 
 
 def may_run_everywhere(arrays: Iterable[Any]) -> bool:
-    """True if a call of checked arrays may run on several devices: inside `replicated`, or if every array is whole on
-    each of its devices."""
+    """True inside `replicated`, or if every checked array is whole on each of its devices."""
     return everywhere.value or all(_is_whole(array) for array in arrays)
 
 
@@ -98,8 +97,7 @@ def _check_one(operand: jax.Array, *, op: str, name: str) -> jax.Array:
 
 
 def on_one_device(op: str, arrays: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a call for one device outside shard_map. Raises as `check`, or when lowered if only XLA can
-    tell."""
+    """Raises as `check`, or when the arrays are lowered if only XLA can tell."""
     check(op, arrays)
     if may_run_everywhere(arrays.values()):
         return arrays

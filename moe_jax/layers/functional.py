@@ -200,7 +200,7 @@ def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Ar
 def _prepare(
     parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer_index: Any
 ) -> tuple[MoEOperands, dict[str, LayerPart], jax.Array | None]:
-    """Check, flatten and cast. Returns operands, the parts around them, and a traced check that the layer exists."""
+    """Returns operands, the parts around them, and a traced check that the layer exists."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise InvalidInput(f"x must be a jax.Array, got {type(x).__name__}; convert it with jax.numpy.asarray")
     if x.ndim < 1 or x.shape[-1] != spec.d_model:

@@ -48,8 +48,7 @@ TILED = "tiled_"
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a layer. path: keys in the nested dict. shape: with a stack's axis. out_in: stored `[outputs,
-    inputs]`."""
+    """path: keys in the nested dict. shape: with a stack's axis. out_in: stored `[outputs, inputs]`."""
 
     path: Path
     parameter: Parameter
@@ -88,7 +87,7 @@ class Leaf:
 
 @functools.lru_cache(maxsize=1024)
 def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = False) -> tuple[Leaf, ...]:
-    """Every array of a layer, or of a stack of num_layers, in a fixed order. prepacked: with tiled matrices."""
+    """Every array of a layer, or of a stack of num_layers. prepacked: with tiled matrices."""
     if num_layers is not None:
         require_at_least("num_layers", num_layers, 1)
     storage = spec.storage(MAXTEXT)

@@ -34,8 +34,7 @@ _LEAVE_OUT = "give the rule a module_path that leaves this layer out"
 
 
 def current_rule() -> Any:
-    """Qwix's rule for the experts of the layer being called, or None. Call it from a method of the layer: Qwix searches
-    Python's frames for the module."""
+    """Qwix's rule for the experts of the called layer, or None. Qwix searches Python's frames for the layer."""
     if "qwix" not in sys.modules:
         return None
     from qwix.pallas import get_current_rule

@@ -64,8 +64,8 @@ def over_mesh(
     by_token: dict[str, Any],
     return_aux: bool,
 ) -> Any:
-    """Call `forward(parameters, layer_index, by_token)` on local parts, in a shard_map over every axis of the mesh.
-    whole: parameters and layer_index. by_token: arrays with the batch as first axis."""
+    """Call `forward(parameters, layer_index, by_token)` on local parts. whole: parameters and layer_index. by_token:
+    arrays with the batch as first axis."""
     axis = axis if axis.tokens is not None else dataclasses.replace(axis, tokens=tuple(mesh.shape))
     ranks, rows = 1, by_token["x"].shape[0] if by_token["x"].ndim > 1 else 0
     for name in axis.over:

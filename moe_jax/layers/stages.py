@@ -91,8 +91,6 @@ def _require_table(by: RoutedBy, spec: MoELayerSpec) -> None:
 
 
 class _Experts:
-    """A layer's experts, on this device or on the ranks of an axis."""
-
     def __init__(self, spec: MoELayerSpec, axis: ExpertAxis | None) -> None:
         self.axis, self.group = axis, None if axis is None else axis.group(spec.num_experts)
         refuse_expert_parallel(axis is not None and spec.token_rounding is not None)
@@ -115,7 +113,7 @@ class _Experts:
         return run(x, experts, routing, spec, self.group, token_mask, shared)
 
     def kept(self, rank: jax.Array, ids: jax.Array, spec: MoELayerSpec, counts: jax.Array) -> jax.Array:
-        """True for slots within all ranks' capacity. rank: the slot's number among its expert's here."""
+        """Within all ranks' capacity. rank: the slot's number among its expert's here."""
         if self.axis is None:
             return rank < spec.capacity(ids.shape[0])
         ranks = jax.lax.axis_size(self.axis.over)

@@ -45,9 +45,7 @@ def export_weights(
     parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None
 ) -> LayerWeights | list[LayerWeights]:
     """LayerWeights of a layer's parameters, or one per layer of a stack, in their storage, as published if prepacked.
-
-    Arrays are fetched from their device one by one. Those on a CPU are not copied.
-    """
+    Arrays on a CPU are not copied."""
     if is_prepacked(parameters):
         parameters = restore_weights(parameters, spec, num_layers)
     fetched = {leaf.parameter.name: np.asarray(find(parameters, leaf.path)) for leaf in leaves(spec, num_layers)}

@@ -20,8 +20,7 @@ class _Rows(NamedTuple):
 
 
 def ragged_all_to_all(rows: jax.Array, splits: Splits, count: int, unused: float, axis_name: str) -> jax.Array:
-    """Rows `[count, N]` from the peers by splits, sent from rows `[S, N]`. XLA has none on CPUs: there every rank
-    gathers all rows."""
+    """Rows `[count, N]` from the peers by splits, sent from rows `[S, N]`. On CPUs every rank gathers all rows."""
     static = _Rows(count, unused, axis_name)
     return jax.lax.platform_dependent(
         rows,

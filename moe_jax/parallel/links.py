@@ -19,8 +19,7 @@ _COLUMNS = 256
 
 
 def measure(sizes: Sequence[int]) -> tuple[tuple[LinkTiming, ...], str]:
-    """Time `jax.lax.ragged_all_to_all` between this process's devices, for bytes sent by each. Returns timings and the
-    reason for none."""
+    """Timings of `jax.lax.ragged_all_to_all` for bytes sent by each local device, and the reason for none."""
     devices = jax.local_devices()
     if devices[0].platform == "cpu":
         return (), "XLA has no ragged all-to-all on CPUs"

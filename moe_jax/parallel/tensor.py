@@ -16,8 +16,8 @@ from moe_jax import ops
 
 
 class Brought(NamedTuple):
-    """x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32 and weights fp32 `[T, K]`, token_mask bool
-    `[T]` or None."""
+    """x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32, weights fp32 `[T, K]`, token_mask
+    bool `[T]`."""
 
     x: jax.Array
     wide: jax.Array
@@ -85,8 +85,8 @@ def _added(axis: str, parts: jax.Array, **options: Any) -> jax.Array:
 def total(
     axis: str, dtype: str, out_dtype: str, parts: jax.Array, shared: jax.Array | None, gate: jax.Array | None
 ) -> jax.Array:
-    """y `[T, D]`: the sum of all ranks' parts fp32 `[S, D]`, then shared `[T, D]` times the sigmoid of gate fp32 `[T,
-    1]`. The gradient travels in dtype."""
+    """The sum `[T, D]` of all ranks' parts fp32 `[S, D]`, plus shared `[T, D]` times the sigmoid of gate fp32
+    `[T, 1]`."""
     return _added(axis, parts, shared=shared, shared_gate=gate, out_dtype=out_dtype)
 
 

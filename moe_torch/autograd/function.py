@@ -39,7 +39,7 @@ class Rule:
         return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
     def refuse(self, tensors: dict[str, Any], options: str, asked: list[str]) -> None:
-        """Raise Unsupported if this call has no gradient for a tensor that requires one."""
+        """Raise Unsupported for a required gradient that does not exist."""
 
     def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         """Return the tensors that `gradients` reads, by name."""
@@ -54,7 +54,7 @@ class Rule:
 
 
 class _Backward(Rule):
-    """The rule of an operator that computes gradients. create_graph=True would differentiate them again."""
+    """create_graph=True would differentiate the gradients again."""
 
     flowing = None
 
@@ -118,7 +118,7 @@ def _differentiated(rule: Rule, *arguments: Any) -> Any:
 
 
 def define_gradient(rule: Rule, *backwards: Operator) -> None:
-    """Give an operator its gradient. backwards: the operators that compute it."""
+    """backwards: the operators that compute the gradient."""
     if rule.named and rule.op not in DIFFERENTIABLE:
         DIFFERENTIABLE.append(rule.op)
     for each in (rule, *[_Backward(backward) for backward in backwards]):

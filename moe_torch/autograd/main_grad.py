@@ -15,8 +15,7 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def main_grads(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return each weight's `main_grad`: fp32, of its shape, contiguous, on its device. Raises InvalidInput for
-    others."""
+    """Return each weight's `main_grad`: fp32, of its shape, contiguous, on its device, else raise InvalidInput."""
     buffers = {}
     for name, weight in weights.items():
         wanted = f"torch.float32 {tuple(weight.shape)} on {weight.device}"
@@ -41,10 +40,9 @@ def main_grads(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def destination(node: Any) -> str:
-    """Return the destination of the gradient that flows to a node of autograd's graph in the current backward.
+    """Return the destination of the gradient that flows to a node in the current backward.
 
-    `weight`: the tensor, as in `backward()`. `caller`: `autograd.grad` returns it. `nowhere`: the backward is for other
-    tensors.
+    `weight`: the tensor, as in `backward()`. `caller`: `autograd.grad` returns it. `nowhere`: it is for other tensors.
     """
     try:
         return "weight" if private.executes(node) else "nowhere"
@@ -53,7 +51,7 @@ def destination(node: Any) -> str:
 
 
 def require_eager(tensors: Sequence[Any]) -> None:
-    """Raise Unsupported for tensors of compiled programs and transforms, which have no attributes."""
+    """Tensors of compiled programs and transforms have no attributes."""
     private.require_destinations()
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):

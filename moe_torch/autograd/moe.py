@@ -108,10 +108,8 @@ def _stand_in(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Pushed(_MoE):
-    """The gradient of `experts_push`. Its output has a shape and no memory.
-
-    pushing: the backwards that store the rows of the gradient of x at addresses.
-    """
+    """The gradient of `experts_push`, an output with a shape and no memory. pushing: the backwards that store the rows
+    of the gradient of x at addresses."""
 
     named = False
 

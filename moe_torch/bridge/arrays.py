@@ -37,7 +37,7 @@ def array_spec(name: str, tensor: Any) -> ArraySpec:
 
 
 def require_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidInput for an emptied storage, which would crash torch's own operations."""
+    """An emptied storage would crash torch's own operations."""
     if plain_tensor(tensor) and tensor.numel() and not tensor.data_ptr():
         raise InvalidInput(
             f"{name} must have memory for {array_spec(name, tensor)}, got a null address, as of a storage emptied by "

@@ -21,10 +21,7 @@ _grad_enabled = torch.is_grad_enabled
 
 
 def key_of(arguments: Sequence[Any], target: Target | None) -> tuple[Any, ...]:
-    """Return the key of a plan: equal keys mean equal plans.
-
-    arguments: tensors (None where absent) and the options. target: of tensors on a CPU.
-    """
+    """Return the key of a plan: equal keys mean equal plans. target: of tensors on a CPU."""
     *tensors, options = arguments
     return (
         options,

@@ -100,7 +100,7 @@ class Operator(Generic[_Parameters, _Result]):
         torch.library.register_fake(f"moebius::{self.name}", self._infer, lib=LIBRARY)
 
     def by_name(self, tensors: Mapping[str, Any], *options: Any) -> tuple[Any, ...]:
-        """Return the operator's arguments in order. tensors: by name, missing ones None."""
+        """tensors: by name, missing ones None."""
         return (*[tensors.get(name) for name in self.names], encode(*options))
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
@@ -108,12 +108,12 @@ class Operator(Generic[_Parameters, _Result]):
         return self._dispatch(arguments) if outputs is None else self.pack(outputs)
 
     def first(self, arguments: tuple[Any, ...]) -> torch.Tensor:
-        """Return the first output. In a plain call the others are scratch memory and not allocated."""
+        """In a plain call the other outputs are scratch memory."""
         outputs = self._run_plain(arguments, first=True)
         return (self._dispatch(arguments) if outputs is None else outputs)[0]
 
     def _run_plain(self, arguments: tuple[Any, ...], first: bool) -> list[torch.Tensor] | None:
-        """Return the outputs of a plain call. None: the call is not plain and nothing has run."""
+        """None: the call is not plain and nothing has run."""
         seen, tensors, options = self._seen[first], arguments[:-1], arguments[-1]
         outputs = seen.run(options, tensors)
         if outputs is not None:
@@ -129,7 +129,7 @@ class Operator(Generic[_Parameters, _Result]):
         return outputs
 
     def known(self, arguments: tuple[Any, ...]) -> Ready | None:
-        """Return the plan of an earlier plain call of `first`, if there was one."""
+        """The plan of an earlier plain call of `first`, if any."""
         key = eager.plain_key(arguments)
         return None if key is None else self.plans.get((key, _FIRST))
 
@@ -163,7 +163,7 @@ class Operator(Generic[_Parameters, _Result]):
         return one.device
 
     def plan(self, arguments: Sequence[Any], target: Target) -> LaunchPlan:
-        """Make the plan for a call's arguments, and compare each input's spec with the plan's."""
+        """Make a call's plan, and compare each input's spec with the plan's."""
         *tensors, options = arguments
         specs = self.specs(tensors)
         named = dict(zip(self.names, specs, strict=True))
@@ -212,11 +212,8 @@ class Operator(Generic[_Parameters, _Result]):
         return ready
 
     def ready(self, arguments: tuple[Any, ...], names: tuple[str, ...] = (), *, first: bool = False) -> Ready:
-        """Make, compile and load the plan for a call's arguments.
-
-        names: buffers of the plan that become the outputs, in this order, by default the plan's outputs. All others are
-        scratch. first: keep only the first output.
-        """
+        """Make, compile and load a call's plan. names: buffers that become the outputs, in this order, by default the
+        plan's outputs. All others are scratch. first: keep only the first output."""
         device = self.device_of(arguments[:-1])
         plan = self.plan(arguments, target_of_device(device))
         if first or names:
@@ -236,10 +233,8 @@ class Operator(Generic[_Parameters, _Result]):
         return [(name, tensor) for name, tensor in zip(self.names, tensors, strict=True) if tensor is not None]
 
     def _aligned(self, arguments: Sequence[Any]) -> list[Any] | None:
-        """Return the arguments with copies of misaligned ones, None if there are none.
-
-        Raises InvalidInput for weights and written arguments, because a copy in every call would go unnoticed.
-        """
+        """Return the arguments with copies of misaligned ones, None if there are none. Raises InvalidInput for weights
+        and written arguments, because a copy in every call would go unnoticed."""
         misaligned = [name for name, tensor in self.present(arguments[:-1]) if tensor.data_ptr() % ALIGNMENT]
         if not misaligned:
             return None
@@ -257,10 +252,8 @@ class Operator(Generic[_Parameters, _Result]):
                 )
 
     def _infer(self, *arguments: Any) -> Any:
-        """Return the outputs' shapes for fake and meta tensors. Raises as the planner.
-
-        Unbacked sizes cannot be planned with. The operator checks them when it runs.
-        """
+        """Return the outputs' shapes for fake and meta tensors. Raises as the planner. Calls with unbacked sizes are
+        checked when they run."""
         *tensors, options = arguments
         device = self.device_of(tensors)
         with contextlib.suppress(NoHintError):
@@ -278,8 +271,8 @@ class Operator(Generic[_Parameters, _Result]):
         self._differentiable, self._gradient = names, gradient
 
     def _run_autograd(self, *arguments: Any) -> Any:
-        """The autograd layer: calls the gradient if a tensor requires one, else the layer below. The dispatch keys are
-        the first argument if torch has no guard that leads below."""
+        """Calls the gradient if a tensor requires one, else the layer below. The dispatch keys are the first argument
+        if torch has no guard that leads below."""
         keys, arguments = (None, arguments) if private.BelowAutograd else (arguments[0], arguments[1:])
         if self._asks_for_gradient(arguments):
             if private.transforming():
@@ -339,10 +332,7 @@ def _argument(buffer: str) -> str:
 
 
 def call(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call an operator: in traced code its overload, so that the graph shows it.
-
-    arguments: made by `Operator.arguments` or `Operator.by_name`.
-    """
+    """Call an operator: in traced code its overload, so that the graph shows it."""
     if torch.compiler.is_compiling():
         return operator.overload(*arguments)
     return operator.run(arguments)

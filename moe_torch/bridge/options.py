@@ -87,7 +87,7 @@ def _constant_text(flat: tuple[Any, ...]) -> str:
 
 
 def require_instance(name: str, value: object, wanted: type | tuple[type, ...]) -> None:
-    """Raise InvalidInput unless `value` is of one of the classes `wanted`. See `is_derived`."""
+    """See `is_derived`."""
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
     if type(value) not in kinds and not is_derived(value, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
@@ -117,11 +117,8 @@ def layout_spec(
     max_rows: int | None,
     rows: int | None = None,
 ) -> specs.LayoutSpec:
-    """Make a LayoutSpec, possibly with a symbolic num_tokens.
-
-    Its checks would put guards on a symbolic number of tokens. In traced code it is made field by field instead, and
-    the operator checks the sizes when it runs.
-    """
+    """Make a LayoutSpec. In traced code it is made field by field, because its checks would put guards on a symbolic
+    number of tokens. The operator checks the sizes when it runs."""
     sizes = (num_tokens, top_k, num_experts, alignment, max_rows, rows)
     if not torch.compiler.is_compiling() and not isinstance(num_tokens, torch.SymInt):
         return _checked_layout(*sizes)

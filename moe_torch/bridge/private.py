@@ -40,7 +40,7 @@ _KeySet, _Key = _named("_C.DispatchKeySet"), _named("_C.DispatchKey")
 
 
 def _key_sets(*choices: str) -> frozenset[int]:
-    """The number of each set of dispatch keys, such as "CPU AutocastCPU". Empty if torch lacks a key."""
+    """Numbers of sets of dispatch keys, such as "CPU AutocastCPU". Empty if torch lacks a key."""
     numbers = []
     try:
         for names in choices:
@@ -172,7 +172,7 @@ Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tens
 def allocator(device: torch.device) -> Allocator:
     """Return inductor's allocation function for a device, which takes a third of the time of `torch.empty`.
 
-    It never fills memory, as deterministic mode asks, and allocates on the current device. Otherwise this is
+    It allocates on the current device and never fills memory. In deterministic mode, and for another device, this is
     `torch.empty_strided`.
     """
     if not _deterministic():
@@ -193,14 +193,13 @@ if None in (_empty_cpu, _empty_cuda, _deterministic):
 
 
 def constant_result(function: _Function) -> _Function:
-    """Make the results of `function` constants of compiled programs, as `torch.compiler.assume_constant_result` does,
-    without importing Dynamo."""
+    """As `torch.compiler.assume_constant_result`, without importing Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def graph_break(function: _Function) -> _Function:
-    """Make calls of a function graph breaks, as `torch.compiler.disable` does, without Dynamo."""
+    """As `torch.compiler.disable`, without importing Dynamo."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
@@ -267,7 +266,7 @@ _pytree = _named("utils._pytree")
 
 
 def register_pytree(kind: type, flatten: Any, unflatten: Any, **options: Any) -> None:
-    """Call `register_pytree_node`. Without it, exported programs take no arguments of that class."""
+    """Without it, exported programs take no arguments of that class."""
     if _pytree is not None:
         _pytree.register_pytree_node(kind, flatten, unflatten, **options)
 

@@ -25,7 +25,7 @@ def dense(shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A prepared plan, the indices of the arguments that it reads, and its memory."""
+    """A prepared plan, the indices of its arguments, and its memory."""
 
     prepared: Prepared
     selection: tuple[int, ...]

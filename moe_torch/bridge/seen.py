@@ -29,10 +29,8 @@ _MISSES = 8
 
 
 class _Seen:
-    """The arguments of a call, and its plan.
-
-    A like call has tensors with the same metadata at the same indices, and last addresses equal to `fixed`.
-    """
+    """The arguments of a call, and its plan. A like call has tensors with the same metadata at the same indices, and
+    last addresses equal to `fixed`."""
 
     __slots__ = ("absent", "asks", "fixed", "is_like", "misses", "pointers", "ready", "tail", "target", "tensors")
 
@@ -73,7 +71,7 @@ class _Seen:
 
 
 class SeenCalls:
-    """Plain calls of one function, by options and shape of the first argument."""
+    """Calls of one function, by options and shape of the first argument."""
 
     __slots__ = ("_calls",)
 
@@ -81,7 +79,7 @@ class SeenCalls:
         self._calls: Recent[_Seen] = Recent()
 
     def run(self, options: str, arguments: Sequence[Any]) -> list[torch.Tensor] | None:
-        """Return the outputs of a call like an earlier one. None: there was none and nothing has run."""
+        """The outputs of a call like an earlier one. None: nothing has run."""
         if not eager.plain_thread():
             return None
         last = self._calls.get(options)

@@ -86,7 +86,7 @@ def without_input_ids(layer: torch.nn.Module, positional: Any, named: dict[str, 
 
 
 def _layer_spec(architecture: Architecture, block: torch.nn.Module) -> MoELayerSpec:
-    """Return the block's layer; if layers of its model differ, the one with the block's limits."""
+    """If layers of its model differ, the one with the block's limits."""
     if architecture.tables and architecture.naming.table in dict(_tensors(block)):
         return architecture.layer_spec(architecture.tables[0])
     if not architecture.layer_activations:

@@ -37,10 +37,8 @@ def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[
 
 
 def tensors_of(layer: Any, x: Any) -> list[Any] | None:
-    """Return x and the layer's arrays, or None unless the layer is one operator with plain parameters.
-
-    It repeats `has_own_call` inline, in a third of the time.
-    """
+    """Return x and the layer's arrays, or None unless the layer is one operator with plain parameters. `has_own_call`
+    inline takes a third of the time."""
     if torch.compiler.is_compiling() or layer._in_stages or (layer._rounds and layer.training):
         return None
     modules, tensors = layer._modules, [x]
@@ -64,7 +62,7 @@ def tensors_of(layer: Any, x: Any) -> list[Any] | None:
 
 
 def seen_output(key: str, tensors: list[Any]) -> torch.Tensor | None:
-    """Return the output of a call that `output_of` remembered with that key, or None."""
+    """The output of a call that `output_of` remembered, or None."""
     outputs = _seen.run(key, tensors)
     return None if outputs is None else outputs[0]
 

@@ -90,7 +90,7 @@ def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | Non
 
 
 def load_own(layer: Any, weights: Any, expert_parallel: Any, device: Any, copy: bool) -> Any:
-    """Share out and load a layer on `meta` in the dtypes of the weights. Raises InvalidInput for copy=False."""
+    """Share out and load a layer on `meta`. Raises InvalidInput for copy=False."""
     if not copy:
         raise InvalidInput(
             "copy must be True with expert_parallel, got False: a rank copies its own part; leave it out"

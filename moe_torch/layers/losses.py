@@ -12,8 +12,7 @@ from moe_torch.bridge.options import require_instance
 def router_losses(
     logits: torch.Tensor, tokens_per_expert: torch.Tensor, token_mask: torch.Tensor | None, router: RouterSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (load-balancing loss, z-loss), fp32 scalars, see `moe_core.ops.routing.reference_backward.router_losses`.
-    tokens_per_expert int32 `[E]`; token_mask bool `[T]`."""
+    """(load-balancing loss, z-loss), fp32 scalars, see `moe_core.ops.routing.reference_backward.router_losses`."""
     num_tokens, num_experts = logits.shape
     count = logits.new_full((), num_tokens)
     if token_mask is not None:

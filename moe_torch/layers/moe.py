@@ -379,8 +379,8 @@ class MoE(PrepackedExperts, PlannedLayer):
             copy_weights(weights, tensors, self.storage)
 
     def export_weights(self) -> LayerWeights:
-        """Return canonical weights in the layer's storage, quantised ones as published. On a CPU they share the
-        parameters' memory. Sharded parameters are gathered, a collective."""
+        """Return canonical weights in the layer's storage. On a CPU they share the parameters' memory. A collective for
+        sharded parameters."""
         tensors = self._tensors() | self.restored_tensors()
         arrays = {name: gathered(name, tensor) for name, tensor in tensors.items()}
         return LayerWeights.from_named(arrays, self.spec, HUGGING_FACE)

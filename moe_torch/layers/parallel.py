@@ -34,7 +34,7 @@ Layer = TypeVar("Layer", bound=PrepackedExperts)
 
 @dataclass
 class LayerExchange:
-    """Replaces `moe_torch.moe` in a shared-out layer. counted, began: this forward has sent counts, begun the
+    """Replaces `moe_torch.moe` in a shared-out layer. counted, began: this forward has sent counts, begun to
     exchange."""
 
     parallel: ExpertParallel
@@ -80,7 +80,7 @@ class LayerExchange:
         token_mask: torch.Tensor | None = None,
         shared: SharedExpert | None = None,
     ) -> ParallelOutput:
-        """Run `moe_torch.moe` on this rank's tokens. Counts are of these tokens."""
+        """Counts are of this rank's tokens."""
         self.began = True
         if not self.placement.occupied[self.parallel.ranks().rank]:
             # Products need at least one expert.
@@ -103,7 +103,7 @@ class LayerExchange:
         return place + before[ids.view(-1).clamp(min=0).long()] < capacity
 
     def _counts_of_all(self, counts: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """int32 `[ranks with tokens of their own, 1 + E]`, tokens and slots of each expert, and this rank's row."""
+        """int32 `[ranks with tokens, 1 + E]`, tokens and slots of each expert, and this rank's row."""
         self.counted = True
         ranks, tensor = self.parallel.ranks("capacity"), self.parallel.tensor_ranks("capacity")
         told, number = counts, ranks.rank
@@ -221,7 +221,7 @@ def mesh_of_both(mesh: Any, tensor: Any) -> Any:
 
 
 def total_over_ranks(counts: torch.Tensor, parallel: ExpertParallel) -> torch.Tensor:
-    """Add integer counts, such as `MoEAux.tokens_per_expert`, over all ranks, for `MoE.update_correction_bias`."""
+    """Add integer counts over all ranks, such as `MoEAux.tokens_per_expert` for `MoE.update_correction_bias`."""
     require_instance("counts", counts, torch.Tensor)
     if counts.is_floating_point():
         raise InvalidInput(f"counts must be integers, got {counts.dtype}: sums of others depend on the order")

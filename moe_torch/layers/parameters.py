@@ -174,7 +174,6 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weight with standard deviation D ** -0.5; the bias is zero."""
         self.weight.normal_(std=self.in_features**-0.5)
         if self.bias is not None:
             self.bias.zero_()
@@ -291,7 +290,7 @@ class SharedParameters(ParameterGroup):
 
 
 def has_own_call(part: torch.nn.Module) -> bool:
-    """Return True if calling the part runs more than its forward: hooks, a wrapper, a replaced forward."""
+    """Return True if a call runs more than the part's forward: hooks, a wrapper, a replaced forward."""
     if not isinstance(part, ParameterGroup):
         return True
     found = part.__dict__

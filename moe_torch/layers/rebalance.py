@@ -133,7 +133,7 @@ class Rebalancer:
 
     @torch.no_grad()
     def rebalance(self) -> tuple[LayerMoves, ...]:
-        """Choose placements by the counts so far, and move all experts now; otherwise as `step`."""
+        """Move all experts now, by the counts so far; otherwise as `step`."""
         self._choose()
         return self._move(None)
 
@@ -207,7 +207,7 @@ class _Shares:
     exchange: LayerExchange
 
     def _arrays(self) -> Iterator[tuple[str, Any]]:
-        """(name, array) of all experts' arrays, looked up anew since prepacking replaces them."""
+        """(name, array), looked up anew since prepacking replaces them."""
         yield from self._experts.named_parameters()
         yield from self._experts.named_buffers()
 

@@ -30,7 +30,7 @@ class Own(NamedTuple):
 
 
 def is_shared_out(tensor: Any) -> bool:
-    """Return True if a tensor is whole, or sharded by experts and then, at most, by a tensor axis."""
+    """True for a tensor that is whole, or sharded by experts and perhaps by a tensor axis."""
     placed = getattr(tensor, "placements", ())
     return not placed or (
         placed[0].is_shard(0) and (len(placed) == 1 or (len(placed) == 2 and not placed[1].is_shard(0)))
@@ -56,8 +56,7 @@ def own_of(tensor: Any) -> Own:
 
 
 def on_own_experts(function: Callable[..., B], bundle: B, *arguments: Any) -> B:
-    """Return `function(bundle, *arguments)`, with arrays sharded as in the bundle. Raises Unsupported for other
-    shards."""
+    """Return `function(bundle, *arguments)`, with arrays sharded as in the bundle."""
     for name, array in named_arrays(bundle):
         if not is_shared_out(array):
             raise Unsupported(

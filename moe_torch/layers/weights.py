@@ -27,8 +27,7 @@ _BY_BITS: tuple[tuple[Any, Any, torch.dtype], ...] = (
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor that shares an array's memory, also bfloat16, fp8 and read-only ones, which must stay
-    unwritten."""
+    """Return a tensor on an array's memory, also of bfloat16, fp8 and read-only ones, which must stay unwritten."""
     if not array.flags.writeable:
         view = TensorView.from_numpy(array)
         array = host_array(view.pointer, view.spec, owner=array)
@@ -39,7 +38,7 @@ def from_numpy(array: np.ndarray) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor as a row-major NumPy array (ml_dtypes for bfloat16 and fp8). On a CPU it shares the memory."""
+    """Return a row-major NumPy array (ml_dtypes for bfloat16 and fp8). On a CPU it shares the memory."""
     tensor = tensor.detach().cpu().contiguous()
     for numpy_dtype, bits, dtype in _BY_BITS:
         if tensor.dtype == dtype:
@@ -48,7 +47,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def require_same_layer(spec: MoELayerSpec, weights: LayerWeights) -> None:
-    """Raise InvalidInput with the first field in which weights are not of `spec`."""
+    """Raise InvalidInput with the first field that differs from `spec`."""
     own, given = (one.stored_as(HUGGING_FACE) for one in (spec, weights.layer_spec()))
     given = dataclasses.replace(given, **{name: getattr(own, name) for name in FREE_FIELDS})
     scheme = own.experts.scheme
@@ -65,7 +64,7 @@ def require_same_layer(spec: MoELayerSpec, weights: LayerWeights) -> None:
 
 
 def copy_weights(weights: LayerWeights, tensors: Mapping[str, torch.Tensor], storage: Storage) -> None:
-    """Write arrays into the tensors of a layer stored as `storage`, after checking all."""
+    """Write arrays into a layer's tensors, after checking all."""
     parts = list(placements(weights, storage))
     for name, _, array in parts:
         _require_writable(name, array, tensors[name])
@@ -114,7 +113,7 @@ def _require_writable(name: str, array: np.ndarray, tensor: torch.Tensor) -> Non
 def placed_tensors(
     weights: LayerWeights, device: torch.device | str | None, copy: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on the device) of every array: a copy, or without `copy` its memory if it can be a parameter."""
+    """(name, tensor on the device) of every array: a copy, or if possible its memory."""
     for name, array in weights.named().items():
         target = torch.empty(array.shape, dtype=TORCH_DTYPES[dtypes.canonical(array.dtype)], device=device)
         usable = array.flags.writeable and array.ctypes.data % ALIGNMENT == 0

@@ -33,8 +33,7 @@ def as_float32(weights: torch.Tensor) -> torch.Tensor:
 
 
 class TrainingOperator(Operator[_Parameters, _Result]):
-    """A forward that saves tensors for its backward. It copies the caller's ids and weights, as int32 and fp32, because
-    no operator returns an alias."""
+    """A forward that saves tensors. It copies the caller's ids and weights, because no operator returns an alias."""
 
     _runs_plan_alone = False
 
@@ -53,8 +52,7 @@ class TrainingOperator(Operator[_Parameters, _Result]):
 class BackwardOperator(Operator[_Parameters, _Result]):
     """A backward, which returns the gradients that the options name.
 
-    With arguments `into`, it adds gradients of matrices to these tensors instead, and overwrites the saved
-    pre-activation.
+    With arguments `into`, it adds matrices' gradients to them instead, and overwrites the saved pre-activation.
     """
 
     _runs_plan_alone = False

@@ -127,7 +127,7 @@ class BegunExperts(NamedTuple):
     begun: Begun
 
     def finish(self) -> MoEOutput:
-        """Run product 2 and the rest on the current stream, which waits for product 1."""
+        """Run the rest on the current stream, which waits for product 1."""
         output, tokens_per_expert, invalid_ids = self.begun.finish()
         routing = self.routing
         return MoEOutput(output, routing.ids, routing.weights, None, tokens_per_expert, invalid_ids)

@@ -33,7 +33,7 @@ def like(*tensors: Any) -> Outputs:
 
 
 def gradients_of(call: Any) -> Outputs:
-    """The named gradients, except those added to a tensor of the caller."""
+    """The named gradients, except those added to tensors."""
     added = accumulated(call.wanted, getattr(call, "into", None))
     return like(*[attrgetter(name.removeprefix("d_"))(call) for name in call.wanted if name not in added])
 

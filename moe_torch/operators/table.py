@@ -144,7 +144,7 @@ def backward_tensors(kind: type, more: tuple[str, ...] = (), *, into: bool) -> t
 
 
 def _backward(kind: type, packet: str, *matrices: str) -> Operator:
-    """With a name that ends with `_into`, it writes to the caller's memory."""
+    """`_into`: writes to the caller's memory."""
     into = packet.endswith("_into")
     tensors, options = backward_tensors(kind, into=into), ("spec", "wanted")
     signature = Signature(tensors, options, moe_bundles(kind), matrices=matrices, returns=None)
