@@ -1,4 +1,4 @@
-"""Where a plan runs: a GPU, Triton's interpreter on a CPU, or the NumPy reference on a CPU.
+"""Targets of plans: a GPU, Triton's interpreter on a CPU, or the NumPy reference on a CPU.
 
 Planners read a target's facts (`is_sm90`, `has_pdl`, `on_gpu`) and never its kind.
 """

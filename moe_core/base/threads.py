@@ -1,8 +1,8 @@
 """Threads of the NumPy engine: the number of the caller's framework, with one BLAS thread in each.
 
-BLAS threads busy-wait for each other. With the pools of torch or XLA, or on a busy machine, such a product takes ten to
-thirty times as long. So `spread` gives independent pieces (experts, blocks of rows) to threads. Pieces depend on shapes
-only, so results have the same bits for every number of threads.
+BLAS threads busy-wait for each other: with the pools of torch or XLA a product takes ten to thirty times as long. So
+`spread` gives independent pieces (experts, blocks of rows) to threads. Pieces depend on shapes only, so results have
+the same bits for every number of threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Roles of buffers: composed plans bind a buffer only to one of its role, so no two can be swapped."""
+"""Roles of buffers: composed plans bind a buffer only to one of its role."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Role(enum.Enum):
-    """What an array holds. Values: names of buffers, without their bundle's."""
+    """Contents of an array. Values: names of buffers, without their bundle's."""
 
     ROWS = "x y out output left right"
     PRE = "pre pre_activation shared_pre_activation"

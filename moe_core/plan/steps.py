@@ -1,4 +1,4 @@
-"""Plans: steps and buffers, decided in pure Python over specs before any array exists.
+"""Plans: steps and buffers.
 
 A step is a Triton launch or, on the CPU reference engine, a call of a NumPy twin. A plan's key is the truncated SHA-256
 of the plan and of the sources that decide results. Equal keys mean equal plans and, on one device with one version of

@@ -1,6 +1,6 @@
 """Compiles every kernel of plans before the first call, and reports the cost.
 
-The number of tokens is no constant of a kernel. It only selects among a handful of tiles, so a few counts are enough.
+The number of tokens only selects among a handful of tiles, so a few counts are enough.
 """
 
 from __future__ import annotations

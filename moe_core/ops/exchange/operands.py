@@ -25,7 +25,7 @@ def in_records(planner: Callable[..., Any], **records: type[Any]) -> Callable[..
 
 
 class Places(NamedTuple):
-    """Where the row of every slot goes, int32 `[T, K]`: the rank and the row there, -1: none."""
+    """The destination of every slot's row, int32 `[T, K]`: the rank and the row there, -1: none."""
 
     owners: Any
     rows: Any

@@ -1,7 +1,7 @@
 """Planning of routing: logits to ids and weights, with or without their layout.
 
-Few tokens take one launch, `route_and_layout`. Otherwise `topk.route` routes and counts the slots of its block of
-tokens, and `layout.place_blocks` places them. The arithmetic: docs/notebook/launches.md.
+Few tokens take one launch, `route_and_layout`. Otherwise `topk.route` also counts slots, and `layout.place_blocks`
+places them. The arithmetic: docs/notebook/launches.md.
 """
 
 from __future__ import annotations
