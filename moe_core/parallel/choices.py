@@ -39,12 +39,12 @@ def choose_chunks(
     Raises:
         InvalidInput: as `predict`.
     """
-    found = {
+    estimates = {
         chunks: predict(layer, tokens, ranks, machine, ExchangeSpec("peer", format=format, chunks=chunks))
         for chunks in range(1, _MOST + 1)
     }
-    best = min(found, key=lambda chunks: found[chunks].us)
-    whole, gain = found[1], 1 - found[best].us / found[1].us if found[1].us else 0.0
+    best = min(estimates, key=lambda chunks: estimates[chunks].us)
+    whole, gain = estimates[1], 1 - estimates[best].us / estimates[1].us if estimates[1].us else 0.0
     times = f"rows travel for {whole.exchange_us:.0f} us and products take {dict(whole.stages)['compute']:.0f} us"
     if gain < _LEAST_GAIN:
         return 1, f"{times}: chunks would gain less than {100 * _LEAST_GAIN:.0f} %"

@@ -187,23 +187,23 @@ def simulate(
     else:
         require_kind("routing", routing, RoutingTrace)
         samples = []
-        for number, own in enumerate(routing):
-            own.require_fits(number, len(own.ids), layer.top_k, layer.num_experts)
-            samples.append(np.asarray(own.ids))
+        for number, selection in enumerate(routing):
+            selection.require_fits(number, len(selection.ids), layer.top_k, layer.num_experts)
+            samples.append(np.asarray(selection.ids))
     if placement.num_experts != layer.num_experts:
         raise InvalidInput(
             f"placement must be of the layer's {layer.num_experts} experts, got {placement}; make one for them"
         )
-    found = []
+    costs = []
     for ids in samples:
         traffic = traffic_of(ids, placement)
-        found.append(_price(layer, tokens, machine, spec, traffic, placement.per_rank, training, tensor))
-    names = [name for name, _ in found[0].stages]
-    stages = tuple((name, float(np.mean([dict(one.stages)[name] for one in found]))) for name in names)
+        costs.append(_price(layer, tokens, machine, spec, traffic, placement.per_rank, training, tensor))
+    names = [name for name, _ in costs[0].stages]
+    stages = tuple((name, float(np.mean([dict(one.stages)[name] for one in costs]))) for name in names)
     us, alone, uneven = (
-        float(np.mean([getattr(one, name) for one in found])) for name in ("us", "alone_us", "imbalance")
+        float(np.mean([getattr(one, name) for one in costs])) for name in ("us", "alone_us", "imbalance")
     )
-    worst = max(found, key=lambda one: one.us)
+    worst = max(costs, key=lambda one: one.us)
     return Prediction(placement.num_ranks * tensor, tokens, stages, us, alone, uneven, worst.bound)
 
 
@@ -258,8 +258,8 @@ def _price(
     near = machine.link(spec.mode)
     stages = [("dispatch", _push_us(out, sent, machine, near)), ("combine", _push_us(back, plain, machine, near))]
     if tensor > 1:
-        own, axis = tokens * (tensor - 1), machine.link("all_gather")
-        stages = [("gather", axis.us(own * plain)), *stages, ("scatter", axis.us(own * layer.d_model * 4))]
+        rows, axis = tokens * (tensor - 1), machine.link("all_gather")
+        stages = [("gather", axis.us(rows * plain)), *stages, ("scatter", axis.us(rows * layer.d_model * 4))]
     if training:
         # Gradients of the output travel as tokens, gradients of x as results.
         more = {"dispatch": _push_us(out, plain, machine, near), "combine": _push_us(back, plain, machine, near)}
@@ -279,8 +279,8 @@ def _price(
         exposed = _exposed_in_lanes(share, others, stored, hidden, spec.chunks, weights)
     else:
         # The first chunk's arrival and the last chunk's way back do not overlap.
-        beside = max(0.0, (others - share) * (1 - 1 / spec.chunks))
-        exposed = stored - hidden + others / spec.chunks + beside
+        uncovered = max(0.0, (others - share) * (1 - 1 / spec.chunks))
+        exposed = stored - hidden + others / spec.chunks + uncovered
     lost = share - share / uneven if uneven else 0.0
     parts = {"compute": share - lost, "exchange": exposed, "imbalance": lost}
     stages.insert(1 + [name for name, _ in stages].index("dispatch"), ("compute", share))

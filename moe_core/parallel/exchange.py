@@ -116,10 +116,10 @@ def destinations(
     flat = groups.reshape(-1)
     slots = np.flatnonzero(flat >= 0)
     group = flat[slots]
-    found = start[group] + sent.row_of_slot[slots] - sent.group_start[group]
-    fits = np.ones(len(slots), bool) if end is None else found < np.broadcast_to(end, start.shape)[group]
+    target = start[group] + sent.row_of_slot[slots] - sent.group_start[group]
+    fits = np.ones(len(slots), bool) if end is None else target < np.broadcast_to(end, start.shape)[group]
     row = np.full(flat.shape, -1, np.int32)
-    row[slots] = np.where(fits, found, -1)
+    row[slots] = np.where(fits, target, -1)
     return Destinations(row.reshape(groups.shape), np.array([(~fits).sum()], np.int32))
 
 

@@ -88,7 +88,7 @@ def header_of(
     format_digest = 0 if spec.format is None else zlib.crc32(codec.dumps(spec.format).encode()) & _DIGEST
     flags = spec.rows == "slots", spec.on_overflow == "drop", training
     options = MODES.index(spec.mode) | MATMUL_DTYPES.index(dtype) << 2
-    options |= sum(flag << 4 + place for place, flag in enumerate(flags))
+    options |= sum(flag << 4 + bit for bit, flag in enumerate(flags))
     options |= spec.chunks << 8 | format_digest << 14
     receive = -1 if spec.receive is None else spec.receive
     numbers = receive, tokens, top_k, d_model, placement.version, placement.digest
@@ -104,12 +104,12 @@ def compare_headers(headers: np.ndarray, where: str = "the exchange", *, equal_t
     rows = np.asarray(headers).tolist()
     if all(row == rows[0] for row in rows) and tuple(rows[0]) != FAILED:
         return len(rows) * Header(*rows[0]).tokens
-    found = [Header(*row) for row in rows]
-    failed = tuple(rank for rank, header in enumerate(found) if header == FAILED)
+    parsed = [Header(*row) for row in rows]
+    failed = tuple(rank for rank, header in enumerate(parsed) if header == FAILED)
     if failed:
         raise PeerFailed(failed, where)
     # With exact counts, tokens may differ.
-    known = [header if equal_tokens or header.mode in STATIC_MODES else header._replace(tokens=0) for header in found]
+    known = [header if equal_tokens or header.mode in STATIC_MODES else header._replace(tokens=0) for header in parsed]
     votes = Counter(known)
     most = max(votes, key=lambda header: (votes[header], -known.index(header)))
     other = [rank for rank, header in enumerate(known) if header != most]
@@ -119,6 +119,6 @@ def compare_headers(headers: np.ndarray, where: str = "the exchange", *, equal_t
         ranks = ", ".join(map(str, other))
         raise InvalidInput(
             f"all ranks must agree before {where}, got another {' and '.join(names)} on rank {ranks}: rank {rank} has "
-            f"{found[rank].describe()}; rank {usual} has {found[usual].describe()}; call with the same on all"
+            f"{parsed[rank].describe()}; rank {usual} has {parsed[usual].describe()}; call with the same on all"
         )
-    return sum(header.tokens for header in found)
+    return sum(header.tokens for header in parsed)

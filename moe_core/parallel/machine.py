@@ -111,7 +111,7 @@ class MachineRecord:
             by_kind.setdefault((timing.where, timing.kind), []).append(timing)
         if ("domain", "all_to_all") not in by_kind:
             raise InvalidInput("timings must hold all_to_all within a domain, got none; measure it")
-        links = {key: fit_link(found) for key, found in by_kind.items()}
+        links = {key: fit_link(samples) for key, samples in by_kind.items()}
         measured = tuple((kind, links["domain", kind]) for kind in KINDS if ("domain", kind) in links)
         network = links.get(("network", "all_to_all"))
         machine = Machine(links["domain", "all_to_all"], network, domain, tflops, memory, measured)
@@ -139,9 +139,9 @@ class MachineRecord:
             ) from error
         where = f"of {str(path)!r}"
         fields = ("format", "provenance", "machine", "not_measured", "timings")
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        if not isinstance(content, dict) or found != FORMAT_VERSION:
-            raise InvalidInput(f"format {where} must be {FORMAT_VERSION}, got {found!r}; measure with this version")
+        version = content.get("format") if isinstance(content, dict) else type(content).__name__
+        if not isinstance(content, dict) or version != FORMAT_VERSION:
+            raise InvalidInput(f"format {where} must be {FORMAT_VERSION}, got {version!r}; measure with this version")
         _fields(content, fields, f"the record {where}")
         _require_provenance(content["provenance"], f"provenance {where}")
         machine = _machine(content["machine"], f"machine {where}")

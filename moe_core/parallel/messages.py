@@ -71,12 +71,12 @@ class TensorMessages(NamedTuple):
         if self.split.tokens == "replicated":
             first = [self._gather("header", "int32", 1, header)]
         else:
-            what, first = "ids and weights", []
+            label, first = "ids and weights", []
             if self.mode == "all_to_all":
                 first = [self._gather("header", "int32", 1, header)]
             else:
-                what, routing = f"header, {what}", routing + header
-            first.append(self._gather(what, "int32", self.tokens, routing))
+                label, routing = f"header, {label}", routing + header
+            first.append(self._gather(label, "int32", self.tokens, routing))
             first.append(self._gather("rows", self.dtype, self.tokens, self.tokens * self._row_bytes))
         return (*first, *exchange, self._parts("parts", self.d_model))
 
@@ -100,4 +100,4 @@ def quantized_bytes(spec: ExchangeSpec, d_model: int) -> list[tuple[str, str, in
     assert format is not None
     shapes = quantized_shapes(QuantizedSpec(format), (1, d_model))
     dtypes_of = {"values": format.own_element.dtype, "scales": format.scale_dtypes[0]}
-    return [(what, dtype, getattr(shapes, what)[-1] * dtypes.itemsize(dtype)) for what, dtype in dtypes_of.items()]
+    return [(name, dtype, getattr(shapes, name)[-1] * dtypes.itemsize(dtype)) for name, dtype in dtypes_of.items()]

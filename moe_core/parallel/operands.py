@@ -34,20 +34,20 @@ def experts_digest(
     formats = tuple(getattr(value, "spec", None) for bundle in bundles for _, value in named_fields(bundle))
     arrays = tuple((name, array.shape, array.dtype) for bundle in bundles for name, array in named_arrays(bundle))
     key = x.shape[1], x.dtype, spec, formats, arrays
-    found = _known.get(key) or _known.find(key)
-    if found is None:
+    digest = _known.get(key) or _known.find(key)
+    if digest is None:
 
         def dense(array: Any) -> ArraySpec:
-            own = spec_of("experts", array)
-            return ArraySpec(own.shape, own.dtype)
+            full = spec_of("experts", array)
+            return ArraySpec(full.shape, full.dtype)
 
-        given, beside = map_arrays(experts, dense), None if shared is None else map_arrays(shared, dense)
-        check_weights(ArraySpec((0, x.shape[1]), spec_of("x", x).dtype), given, beside, spec)
-        width = given.down.shape[-2 if spec.weight_layout == "in_out" else -1]
+        expert_specs, shared_specs = map_arrays(experts, dense), None if shared is None else map_arrays(shared, dense)
+        check_weights(ArraySpec((0, x.shape[1]), spec_of("x", x).dtype), expert_specs, shared_specs, spec)
+        width = expert_specs.down.shape[-2 if spec.weight_layout == "in_out" else -1]
         common = width, spec.activation, spec.activations, spec.allow_tf32, spec.fast_accumulate
-        found = zlib.crc32(repr(common).encode()) | 1
-        _known.put(key, found)
-    return found
+        digest = zlib.crc32(repr(common).encode()) | 1
+        _known.put(key, digest)
+    return digest
 
 
 def require_given(ids: ArraySpec, weights: ArraySpec, tokens: int) -> None:

@@ -220,11 +220,11 @@ class Placement:
             for other in range(rank // each * each, rank // each * each + each)
         ]
         chosen: dict[int, int] = {}
-        given: set[int] = set()
+        granted: set[int] = set()
         for _, rank, other in sorted(pairs):
-            if rank not in chosen and other not in given:
+            if rank not in chosen and other not in granted:
                 chosen[rank] = other
-                given.add(other)
+                granted.add(other)
         # In turn may be worse than no swap.
         same = {rank: rank for rank in chosen}
         kept = [sum(len(held[rank] & taken[way[rank]]) for rank in way) for way in (chosen, same)]

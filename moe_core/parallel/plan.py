@@ -245,7 +245,7 @@ class _Planner:
         if self.spec.format is None:
             return [Collective(kind, "rows", self.plan.dtype, self.sent, self.sent * self.row_bytes)]
         parts = quantized_bytes(self.spec, self.plan.d_model)
-        return [Collective(kind, what, dtype, self.sent, self.sent * size) for what, dtype, size in parts]
+        return [Collective(kind, label, dtype, self.sent, self.sent * size) for label, dtype, size in parts]
 
     def _table(self, kind: str, what: str, dtype: str, rows: int, width: int) -> Collective:
         return Collective(kind, what, dtype, rows, rows * width * 4)
@@ -269,8 +269,8 @@ class _Planner:
         if mode == "peer":
             return tuple(self._between_barriers()) * self.spec.chunks
         # Ids travel with the bits of weights. For counted rows of slots, weights travel without ids.
-        width, what = (2 * self.width, "ids and weights") if self.width_of_ids else (self.width, "weights")
-        routing = self._table(self._rows_kind, what, "int32", self.sent, width)
+        width, label = (2 * self.width, "ids and weights") if self.width_of_ids else (self.width, "weights")
+        routing = self._table(self._rows_kind, label, "int32", self.sent, width)
         if mode == "all_to_all":
             # Counts of slots by place, or of tokens and their slots by owner. Every rank gets all: a home computes
             # where its rows begin, and which do not fit.
@@ -279,7 +279,7 @@ class _Planner:
         else:
             copies = 1 if mode == "all_gather" else self.ranks
             size = routing.bytes + copies * header * 4
-            first, routing = [dataclasses.replace(routing, what=f"header, {what}", bytes=size)], None
+            first, routing = [dataclasses.replace(routing, what=f"header, {label}", bytes=size)], None
         chunk = [*self._rows(self._rows_kind), *([routing] if routing else []), self._results("results")]
         # Counts of all chunks travel at once, for one host read. Each message of routing has a header.
         messages = [*first, *chunk * self.spec.chunks] if routing else [*first, *chunk] * self.spec.chunks
@@ -296,12 +296,12 @@ class _Planner:
             return [*first, told, *self._rows("push"), _BARRIER, results, _BARRIER]
         groups, by_token = self.plan.placement.num_places, self.spec.rows == "tokens"
         message = TOLD + groups + (self.ranks if by_token else 0)
-        found = [self._table("push", "header and counts", "int32", 1, message), _BARRIER]
+        collectives = [self._table("push", "header and counts", "int32", 1, message), _BARRIER]
         if by_token and self.spec.receive is not None:
-            found += [self._table("push", "counts of what fits", "int32", 1, groups), _BARRIER]
+            collectives += [self._table("push", "counts of what fits", "int32", 1, groups), _BARRIER]
         slots = self.tokens * self.top_k
-        found += [self._table("push", "weights and origins", "int32", slots, 3 + by_token), *self._rows("push")]
-        return [*found, _BARRIER, self._results("results"), _BARRIER]
+        collectives += [self._table("push", "weights and origins", "int32", slots, 3 + by_token), *self._rows("push")]
+        return [*collectives, _BARRIER, self._results("results"), _BARRIER]
 
     @property
     def width_of_ids(self) -> int:

@@ -80,14 +80,14 @@ def moe(
     first_token = 0
     for rank in ranks:
         routing = routing_stages(rank.x, rank.routing, spec, rank.token_mask)
-        found = physical_ids(routing["ids"], placement, first_token=first_token, token_mask=rank.token_mask)
+        physical = physical_ids(routing["ids"], placement, first_token=first_token, token_mask=rank.token_mask)
         first_token += len(rank.x)
         # The weight is applied before rows travel, so the owner's is 1.
         on_input = spec.apply_router_weight_on_input
         sources.append(scale_rows(rank.x, routing["weights"]) if on_input else rank.x)
         weights.append(np.ones_like(routing["weights"]) if on_input else routing["weights"])
-        places.append(found.places)
-        stages.append(routing | {"invalid_ids": found.invalid_ids})
+        places.append(physical.places)
+        stages.append(routing | {"invalid_ids": physical.invalid_ids})
     routes = make_routes(places, placement, exchange)
     owners = []
     for number, rank in enumerate(ranks):
@@ -96,7 +96,7 @@ def moe(
         owners.append(Owner(operands, run(operands, _at_owner(spec))))
     slots = [owner.stages["matmul2"] for owner in owners]
     outputs = []
-    for number, (rank, own) in enumerate(zip(ranks, stages, strict=True)):
+    for number, (rank, stage) in enumerate(zip(ranks, stages, strict=True)):
         layer_index = rank.experts.layer_index
         shared = (None, None) if rank.shared is None else shared_output(rank.x, rank.shared, spec, layer_index)
         rows, order = routes.pull(number, slots), routes.homes[number].back
@@ -105,8 +105,10 @@ def moe(
         if exchange.on_overflow == "error":
             output[routes.lost[number].any(axis=1)] = np.nan
         valid = places[number] >= 0
-        counts = np.bincount(own["ids"][valid], minlength=placement.num_experts).astype(np.int32)
-        outputs.append(MoEOutput(output, own["ids"], own["weights"], own.get("logits"), counts, own["invalid_ids"]))
+        counts = np.bincount(stage["ids"][valid], minlength=placement.num_experts).astype(np.int32)
+        outputs.append(
+            MoEOutput(output, stage["ids"], stage["weights"], stage.get("logits"), counts, stage["invalid_ids"])
+        )
     received = tuple(owner.stages["tokens_per_expert"] for owner in owners)
     return GroupForward(tuple(outputs), received, routes.overflow, routes, tuple(owners), tuple(stages))
 
@@ -170,17 +172,17 @@ def moe_backward(
     router and a shared expert are this rank's addends, and losses those of its tokens. request: what home computes.
     """
     routes = forward.routes
-    d_out = [round_to(given.output, rank.x.dtype) for given, rank in zip(gradients, ranks, strict=True)]
-    found, d_slots, d_weights = [], [], []
+    d_out = [round_to(gradient.output, rank.x.dtype) for gradient, rank in zip(gradients, ranks, strict=True)]
+    expert_gradients, d_slots, d_weights = [], [], []
     for number, owner in enumerate(forward.owners):
         operands = owner.operands
         flowing = OutputGradients(routes.push(number, d_out))
-        own = run(flowing, operands, _at_owner(spec), owner.stages)
-        d_slots.append(own["d_slots"])
-        d_weights.append(own["d_routing.weights"])
-        found.append({name: value for name, value in own.items() if name.startswith("d_experts.")})
+        outcome = run(flowing, operands, _at_owner(spec), owner.stages)
+        d_slots.append(outcome["d_slots"])
+        d_weights.append(outcome["d_routing.weights"])
+        expert_gradients.append({name: value for name, value in outcome.items() if name.startswith("d_experts.")})
     results = []
-    for number, (given, rank, stages) in enumerate(zip(gradients, ranks, forward.stages, strict=True)):
-        home = _Home(number, routes, (d_slots, d_weights), given, rank, spec, stages, request)
-        results.append(home.run() | found[number])
+    for number, (gradient, rank, stages) in enumerate(zip(gradients, ranks, forward.stages, strict=True)):
+        home = _Home(number, routes, (d_slots, d_weights), gradient, rank, spec, stages, request)
+        results.append(home.run() | expert_gradients[number])
     return tuple(results)

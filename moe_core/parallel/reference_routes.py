@@ -59,28 +59,28 @@ class Home(NamedTuple):
 def make_routes(places: Sequence[np.ndarray], placement: Placement, spec: ExchangeSpec) -> Routes:
     """Make the routes of all ranks from places int32 `[T, K]` of each. Raises InvalidInput."""
     num_ranks, per_rank = placement.num_ranks, placement.per_rank
-    tokens = [len(own) for own in places]
+    tokens = [len(rank_places) for rank_places in places]
     static = spec.mode in ("all_gather", "padded")
     bounds = bounds_of(spec, require_equal_tokens(tokens, spec.mode) if static else 0, places[0].shape[1], placement)
     by_slot = spec.rows == "slots"
-    groups = [own if by_slot else first_owners(own, per_rank) for own in places]
-    sent = [sends(own, placement.num_places if by_slot else num_ranks) for own in groups]
+    groups = [rank_places if by_slot else first_owners(rank_places, per_rank) for rank_places in places]
+    sent = [sends(rank_places, placement.num_places if by_slot else num_ranks) for rank_places in groups]
     counts = np.stack([layout.group_sizes for layout in sent])
     order = "padded" if static else "expert" if spec.mode == "peer" else "source"
     starts = run_starts(counts, order, bounds.block or 0)
     homes = []
-    for number, own in enumerate(places):
-        owners = owners_of(own, per_rank)
+    for number, rank_places in enumerate(places):
+        owners = owners_of(rank_places, per_rank)
         end = bounds.receive if bounds.block is None else bounds.block * (number + 1)
-        found = destinations(sent[number], groups[number], starts[number], end)
-        token, k = np.nonzero(found.row >= 0)
-        slot = token * own.shape[1] + k if by_slot else np.full(len(token), -1)
-        arrivals = Arrivals(owners[token, k], token, slot, found.row[token, k])
-        kept = found.row if by_slot else slot_rows(token_rows(found.row, owners, num_ranks), owners)
+        targets = destinations(sent[number], groups[number], starts[number], end)
+        token, k = np.nonzero(targets.row >= 0)
+        slot = token * rank_places.shape[1] + k if by_slot else np.full(len(token), -1)
+        arrivals = Arrivals(owners[token, k], token, slot, targets.row[token, k])
+        kept = targets.row if by_slot else slot_rows(token_rows(targets.row, owners, num_ranks), owners)
         if spec.mode == "all_gather":
             arrivals = _to_everyone(number, tokens[number], num_ranks)
             kept = owners
-        homes.append(_coming_back(own, arrivals, kept, int(found.overflow[0]), bounds, spec, placement))
+        homes.append(_coming_back(rank_places, arrivals, kept, int(targets.overflow[0]), bounds, spec, placement))
     sources = tuple(_sources(counts, owner, order, bounds) for owner in range(num_ranks))
     return Routes(spec, placement, bounds, tuple(homes), counts, sources)
 
@@ -116,12 +116,12 @@ def _coming_back(
     owners = owners_of(arrived, placement.per_rank)
     groups = arrived if by_slot else owners
     sent = sends(groups, placement.num_places if by_slot else num_ranks)
-    found = returned_rows(sent, groups, num_ranks, bounds.back)
-    begins, rows, back = sent.group_start[:-1].reshape(num_ranks, -1)[:, 0], int(sent.group_start[-1]), found.row
+    returned = returned_rows(sent, groups, num_ranks, bounds.back)
+    begins, rows, back = sent.group_start[:-1].reshape(num_ranks, -1)[:, 0], int(sent.group_start[-1]), returned.row
     if bounds.back is not None:
         begins, rows = bounds.back * np.arange(num_ranks), bounds.back * num_ranks
     lost |= (arrived >= 0) & (back < 0)
-    return Home(places, arrivals, back, rows, begins, lost, overflow + int(found.overflow[0]))
+    return Home(places, arrivals, back, rows, begins, lost, overflow + int(returned.overflow[0]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,11 +183,11 @@ class Routes:
 
     def pull(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
         """Rows `[*, N]` that come home, of every owner's results by slot."""
-        own = self.homes[home]
-        buffer = np.full((own.back_rows, results[0].shape[1]), np.nan, results[0].dtype)
+        receiver = self.homes[home]
+        buffer = np.full((receiver.back_rows, results[0].shape[1]), np.nan, results[0].dtype)
         for owner, values in enumerate(results):
             rows = self._returned(owner, home)
-            buffer[own.begins[owner] : own.begins[owner] + len(rows)] = values[rows]
+            buffer[receiver.begins[owner] : receiver.begins[owner] + len(rows)] = values[rows]
         return buffer
 
     def pull_weights(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:

@@ -56,19 +56,19 @@ def moe(
             )
     stages = [[routing_stages(rank.x, rank.routing, spec, rank.token_mask) for rank in row] for row in ranks]
     inner = [[] for _ in range(split.size)]
-    for row, own in zip(ranks, stages, strict=True):
+    for row, routed in zip(ranks, stages, strict=True):
         x, ids, weights = (
             _of_axis(arrays, split)
             for arrays in (
                 [rank.x for rank in row],
-                [_known(one["ids"], rank.token_mask) for rank, one in zip(row, own, strict=True)],
-                [one["weights"] for one in own],
+                [_known(one["ids"], rank.token_mask) for rank, one in zip(row, routed, strict=True)],
+                [one["weights"] for one in routed],
             )
         )
         for index, rank in enumerate(row):
             inner[index].append(MoEOperands(x, bias_once(rank.experts, index), TopK(ids, weights)))
     parts_spec = dataclasses.replace(spec, router=None, out_dtype="float32", shared_activation=None)
-    groups = [reference.moe(own, parts_spec, placement, exchange) for own in inner]
+    groups = [reference.moe(operands, parts_spec, placement, exchange) for operands in inner]
     outputs = []
     for number, row in enumerate(ranks):
         parts = [group.outputs[number].output for group in groups]
@@ -76,12 +76,12 @@ def moe(
             tuple(
                 _output(
                     rank,
-                    own,
+                    routed,
                     spec,
                     placement,
                     _added(parts, index, split, spec.out_dtype or plain_name(rank.x), rank, spec),
                 )
-                for index, (rank, own) in enumerate(zip(row, stages[number], strict=True))
+                for index, (rank, routed) in enumerate(zip(row, stages[number], strict=True))
             )
         )
     return GridForward(tuple(outputs), tuple(groups), tuple(map(tuple, inner)), tuple(map(tuple, stages)), split)
@@ -112,10 +112,10 @@ def _added(
     shared = (None, None)
     if rank is not None and rank.shared is not None:
         shared = shared_output(rank.x, rank.shared, spec, rank.experts.layer_index)
-    own = [_own(part, index, split) for part in parts]
-    order = np.arange(len(own) * len(own[0]), dtype=np.int32).reshape(len(own), -1).T
-    rows = np.concatenate(own)
-    return reduce(rows, np.ascontiguousarray(order), *shared, top_k=len(own), order="row", out_dtype=out_dtype)
+    pieces = [_own(part, index, split) for part in parts]
+    order = np.arange(len(pieces) * len(pieces[0]), dtype=np.int32).reshape(len(pieces), -1).T
+    rows = np.concatenate(pieces)
+    return reduce(rows, np.ascontiguousarray(order), *shared, top_k=len(pieces), order="row", out_dtype=out_dtype)
 
 
 def _output(
@@ -145,24 +145,24 @@ def moe_backward(
     from all ranks' tokens, the rest from its tokens."""
     split = forward.split
     flowing = [
-        _of_axis([round_to(given.output, rank.x.dtype) for given, rank in zip(own, row, strict=True)], split)
-        for own, row in zip(gradients, ranks, strict=True)
+        _of_axis([round_to(one.output, rank.x.dtype) for one, rank in zip(d_row, row, strict=True)], split)
+        for d_row, row in zip(gradients, ranks, strict=True)
     ]
     parts_spec = dataclasses.replace(spec, router=None, out_dtype="float32", shared_activation=None)
-    given = [OutputGradients(rows) for rows in flowing]
-    found = [
-        reference.moe_backward(given, inner, parts_spec, group, request=Request(wide=True))
+    d_outputs = [OutputGradients(rows) for rows in flowing]
+    by_index = [
+        reference.moe_backward(d_outputs, inner, parts_spec, group, request=Request(wide=True))
         for inner, group in zip(forward.inner, forward.groups, strict=True)
     ]
     results = []
     for number, row in enumerate(ranks):
         of_row = []
         for index, rank in enumerate(row):
-            d_x = _added([one[number]["d_x"] for one in found], index, split, "float32", None, spec)
-            own = [_own(one[number]["d_routing.weights"], index, split) for one in found]
+            d_x = _added([one[number]["d_x"] for one in by_index], index, split, "float32", None, spec)
+            d_weights = [_own(one[number]["d_routing.weights"], index, split) for one in by_index]
             arguments = gradients[number][index], rank, spec, forward.stages[number][index]
-            home = _Home(d_x, functools.reduce(np.add, own), *arguments).run()
-            mine = {name: one for name, one in found[index][number].items() if name.startswith("d_experts.")}
+            home = _Home(d_x, functools.reduce(np.add, d_weights), *arguments).run()
+            mine = {name: one for name, one in by_index[index][number].items() if name.startswith("d_experts.")}
             of_row.append(home | mine)
         results.append(tuple(of_row))
     return tuple(results)

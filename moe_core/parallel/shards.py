@@ -21,7 +21,7 @@ def shard_experts(experts: ExpertWeights, placement: Placement) -> tuple[ExpertW
     than E.
     """
     axis = 0 if experts.layer_index is None else 1
-    found = []
+    shards = []
     for owners in placement.owners:
         holes = np.array(owners) == HOLE
 
@@ -40,8 +40,8 @@ def shard_experts(experts: ExpertWeights, placement: Placement) -> tuple[ExpertW
             for name, array in named_fields(experts)
             if name not in _WHOLE
         }
-        found.append(dataclasses.replace(experts, **parts))
-    return tuple(found)
+        shards.append(dataclasses.replace(experts, **parts))
+    return tuple(shards)
 
 
 def gather_experts(parts: Sequence[Any], placement: Placement, axis: int = 0) -> np.ndarray:
