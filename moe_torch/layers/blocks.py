@@ -44,15 +44,15 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
         raise InvalidInput(f"config must be given for {kind}, which does not keep its own, got None; pass model.config")
     architecture = architecture_of(text_model(settings_of(config)))
     storage = storage_of(architecture.spec)
-    spec, own = _layer_spec(architecture, block).stored_as(storage), dict(_tensors(block))
+    spec, values = _layer_spec(architecture, block).stored_as(storage), dict(_tensors(block))
     if not architecture.naming.blocks[0]:
-        own = {name: tensor for name, tensor in own.items() if name.startswith(("router.", "experts."))}
+        values = {name: tensor for name, tensor in values.items() if name.startswith(("router.", "experts."))}
     names = _names(architecture, table=spec.token_table > 0)
     if not any(name.startswith("shared_experts.") for name in names):
         # The model has them outside of its block.
         spec = dataclasses.replace(spec, shared_experts=None)
     known = [name for alternatives in names.values() for name in alternatives]
-    unknown, missing = [name for name in own if name not in known], [name for name in known if name not in own]
+    unknown, missing = [name for name in values if name not in known], [name for name in known if name not in values]
     if unknown:
         raise Unsupported(
             f"block must hold only {', '.join(known)} by its config, got {kind} with {', '.join(unknown)}, which the "
@@ -63,9 +63,9 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
             f"block must hold {', '.join(missing)} by its config, got {kind} without; pass the config that the block "
             "was made with"
         )
-    for tensor in own.values():
+    for tensor in values.values():
         _align(tensor)
-    held = {name: [own[one] for one in found] for name, found in names.items()}
+    held = {name: [values[one] for one in stored_names] for name, stored_names in names.items()}
     flat = ("experts.gate_up", "experts.down") if architecture.naming.flat else ()
     held |= {name: _apart(name, held[name], spec.num_experts) for name in flat}
     stored = {name: _stored(name, tensors, storage) for name, tensors in held.items()}
@@ -95,8 +95,8 @@ def _layer_spec(architecture: Architecture, block: torch.nn.Module) -> MoELayerS
     for layer in architecture.moe_layers:
         spec = architecture.layer_spec(layer)
         shared = spec.shared_experts and spec.shared_experts.activation
-        own = (spec.experts.activation.limit, (shared or spec.experts.activation).limit)
-        if tuple(math.inf if limit is None else limit for limit in own) == limits:
+        spec_limits = (spec.experts.activation.limit, (shared or spec.experts.activation).limit)
+        if tuple(math.inf if limit is None else limit for limit in spec_limits) == limits:
             return spec
     raise InvalidInput(
         f"block must clamp as a layer of its config, got {type(block).__name__} with limits {limits} of experts and "

@@ -25,15 +25,15 @@ def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[
 
     places: (position, part, names) of every array.
     """
-    found, order = [], [0]
+    held, order = [], [0]
     for part in dict.fromkeys(part for _, part, *_ in places):
-        flat = [(place, path[0]) for place, other, *path in places if other == part and len(path) == 1]
-        deep = [(place, tuple(path)) for place, other, *path in places if other == part and len(path) == 2]
+        flat = [(position, path[0]) for position, other, *path in places if other == part and len(path) == 1]
+        deep = [(position, tuple(path)) for position, other, *path in places if other == part and len(path) == 2]
         kinds = ["_parameters" if name in modules[part]._parameters else "_buffers" for _, name in flat]
         named = zip(kinds, [name for _, name in flat], strict=True)
-        found.append((part, tuple(named), tuple(path for _, path in deep)))
-        order += [place for place, _ in (*flat, *deep)]
-    return tuple(found), tuple(order)
+        held.append((part, tuple(named), tuple(path for _, path in deep)))
+        order += [position for position, _ in (*flat, *deep)]
+    return tuple(held), tuple(order)
 
 
 def tensors_of(layer: Any, x: Any) -> list[Any] | None:
@@ -78,7 +78,7 @@ def output_of(layer: Any, x: torch.Tensor, arrays: list[Any], key: str, tensors:
         ready = operator.known((*arrays, options))
         # Copied rows have another address in each call.
         if ready is not None and (x.is_contiguous() or arrays[0] is x):
-            selection = tuple(layer._held_places.index(place) for place in ready.selection)
+            selection = tuple(layer._held_places.index(position) for position in ready.selection)
             outputs = (dense(tuple(x.shape), output.dtype),)
             _seen.remember(key, tensors, dataclasses.replace(ready, selection=selection, outputs=outputs))
     output = output if finish is None else finish(output)

@@ -43,20 +43,20 @@ def _draw_experts(tensor: Any, std: float) -> None:
     if tensor.is_meta or not is_shared_out(tensor):
         _draw(tensor, std)
         return
-    own = own_of(tensor)
+    owned = own_of(tensor)
     local, experts = (
-        own.local,
-        list(range(len(tensor)) if own.experts is None else _numbers(own.experts, len(tensor))),
+        owned.local,
+        list(range(len(tensor)) if owned.experts is None else _numbers(owned.experts, len(tensor))),
     )
-    place = {expert: at for at, expert in enumerate(experts)}
-    spare = local.new_empty(tensor.shape[1:]) if len(place) < len(tensor) or own.cut is not None else None
+    row_of = {expert: at for at, expert in enumerate(experts)}
+    spare = local.new_empty(tensor.shape[1:]) if len(row_of) < len(tensor) or owned.cut is not None else None
     for expert in range(len(tensor)):
-        at = place.get(expert)
-        matrix = local[at] if at is not None and own.cut is None else spare
+        at = row_of.get(expert)
+        matrix = local[at] if at is not None and owned.cut is None else spare
         assert matrix is not None
         _draw(matrix, std)
-        if at is not None and own.cut is not None:
-            local[at].copy_(own.taken(matrix))
+        if at is not None and owned.cut is not None:
+            local[at].copy_(owned.taken(matrix))
 
 
 def _numbers(experts: slice | list[int], count: int) -> Any:
@@ -80,13 +80,13 @@ def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | Non
                 f"{type(parallel).__name__}; pass one, such as mesh['ep']"
             )
         parallel = ExpertParallel(parallel)
-    place = torch.get_default_device() if device is None else torch.device(device)
-    kind = getattr(parallel.mesh, "device_type", place.type)
-    if place.type not in ("meta", kind):
-        raise InvalidInput(f"device must be of the mesh of expert_parallel, {kind}, got {place}; pass device={kind!r}")
+    target = torch.get_default_device() if device is None else torch.device(device)
+    kind = getattr(parallel.mesh, "device_type", target.type)
+    if target.type not in ("meta", kind):
+        raise InvalidInput(f"device must be of the mesh of expert_parallel, {kind}, got {target}; pass device={kind!r}")
     parallelize(layer, parallel)
-    if place.type != "meta":
-        layer.to_empty(device=place)
+    if target.type != "meta":
+        layer.to_empty(device=target)
 
 
 def load_own(layer: Any, weights: Any, expert_parallel: Any, device: Any, copy: bool) -> Any:

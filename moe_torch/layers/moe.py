@@ -196,8 +196,8 @@ class MoE(PrepackedExperts, PlannedLayer):
         # Factors are applied between the stages, and other parts around the operator.
         names = [parameter.name.split(".") for parameter in parameters if parameter.role not in _BESIDE]
         places = [_place(self._operator, *name) for name in names if name[0] in _PREFIXES]
-        self._places = tuple(place for place in places if len(place) == 3)
-        self._deep_places = tuple(place for place in places if len(place) == 4)
+        self._places = tuple(entry for entry in places if len(entry) == 3)
+        self._deep_places = tuple(entry for entry in places if len(entry) == 4)
         self._held, self._held_places = held_arrays(self._modules, places)
         # The operator's argument for the token mask, and the array with the dtype that x must have.
         like = "experts.gate_up"
@@ -281,7 +281,7 @@ class MoE(PrepackedExperts, PlannedLayer):
             key, x = self._cast_key, self._autocast(x, arrays)
             gate_inputs = gate_inputs if gate_inputs is None else gate_inputs.to(x.dtype)
             if tensors is not None:
-                tensors = [x, *[arrays[place] for place in self._held_places[1:]]]
+                tensors = [x, *[arrays[position] for position in self._held_places[1:]]]
                 if (output := seen_output(key, tensors)) is not None:
                     return output
         like, d_model = arrays[self._like_place], self.spec.d_model
@@ -292,10 +292,10 @@ class MoE(PrepackedExperts, PlannedLayer):
             return output_of(self, x, arrays, key, tensors)
         if staged:
             scored = arrays[0] if gate_inputs is None else rows_of(like_x(gate_inputs, x), d_model, like)
-            given = given_ids(self, x, expert_ids, input_ids)
-            found = run_stages(self, arrays[0], arrays[self._mask_place], scored, given)
-            output, ids, chosen, logits, counts, invalid, *_ = found
-            overflow = getattr(found, "overflow", None)
+            preset_ids = given_ids(self, x, expert_ids, input_ids)
+            stage_results = run_stages(self, arrays[0], arrays[self._mask_place], scored, preset_ids)
+            output, ids, chosen, logits, counts, invalid, *_ = stage_results
+            overflow = getattr(stage_results, "overflow", None)
         else:
             results, overflow = call(self._operator, (*arrays, self._options)), None
             output, counts, invalid, ids, chosen, logits = results
@@ -313,9 +313,9 @@ class MoE(PrepackedExperts, PlannedLayer):
                 "main_grad must be False under torch.autocast, which multiplies copies of the matrices, got True; "
                 "leave one of the two out, or convert the layer with .to(torch.bfloat16)"
             )
-        for place, part, name in self._places:
+        for position, part, name in self._places:
             if part != "router":
-                arrays[place] = autocast(arrays[place], name)
+                arrays[position] = autocast(arrays[position], name)
         return autocast(x)
 
     def _runs_stages(self) -> bool:
@@ -328,12 +328,12 @@ class MoE(PrepackedExperts, PlannedLayer):
     def _arrays(self, parts: Mapping[str, Any]) -> list[Any]:
         """The operator's arrays. A lookup in the module's dictionary takes a fifth of an attribute's time."""
         arrays = [None] * self._count
-        for place, part, name in self._places:
+        for position, part, name in self._places:
             group: Any = parts[part]
             parameters = group._parameters
-            arrays[place] = parameters[name] if name in parameters else getattr(group, name)
-        for place, part, matrix, name in self._deep_places:
-            arrays[place] = getattr(getattr(parts[part], matrix), name)
+            arrays[position] = parameters[name] if name in parameters else getattr(group, name)
+        for position, part, matrix, name in self._deep_places:
+            arrays[position] = getattr(getattr(parts[part], matrix), name)
         return arrays
 
     def _parts(self) -> dict[str, Any]:

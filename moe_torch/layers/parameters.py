@@ -293,13 +293,13 @@ def has_own_call(part: torch.nn.Module) -> bool:
     """Return True if a call runs more than the part's forward: hooks, a wrapper, a replaced forward."""
     if not isinstance(part, ParameterGroup):
         return True
-    found = part.__dict__
+    attributes = part.__dict__
     return bool(
-        found["_forward_pre_hooks"]
-        or found["_forward_hooks"]
-        or found["_backward_hooks"]
-        or found["_backward_pre_hooks"]
-        or "forward" in found
+        attributes["_forward_pre_hooks"]
+        or attributes["_forward_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
     )
 
 

@@ -88,12 +88,12 @@ class PlacedTensor(torch.Tensor):
         filled = filled_up(self._local, placement.per_rank - len(self._local))
         places = ranks_of(mesh, None, "full_tensor").all_gather(filled, "experts").flatten(0, 1)
         _, by_expert, start = placement.tables
-        found = places[torch.tensor(by_expert[start[:-1]], dtype=torch.long, device=places.device)]
+        whole = places[torch.tensor(by_expert[start[:-1]], dtype=torch.long, device=places.device)]
         if self.part is None or self.part.cut is None:
-            return found
-        slices, (axis, parts) = ranks_of(self.part.mesh, None, "full_tensor").all_gather(found, "slices"), self.part.cut
+            return whole
+        slices, (axis, parts) = ranks_of(self.part.mesh, None, "full_tensor").all_gather(whole, "slices"), self.part.cut
         pieces = [one.chunk(parts, axis) for one in slices]
-        return torch.cat([own[number] for number in range(parts) for own in pieces], axis)
+        return torch.cat([piece[number] for number in range(parts) for piece in pieces], axis)
 
     # For compilers, `Module.to_empty` and swaps of parameters.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -126,15 +126,15 @@ class PlacedTensor(torch.Tensor):
                         f"{list(leaf.shape)} in {func}; use to_local()"
                     )
                 part = first.part
-                own = Own(first._local) if part is None else Own(first._local, None, part.cut, part.split)
-                return own.taken(leaf[first.held])
+                owned = Own(first._local) if part is None else Own(first._local, None, part.cut, part.split)
+                return owned.taken(leaf[first.held])
             return leaf
 
-        given, named = tree_map(local, (args, kwargs or {}))
-        found = func(*given, **named)
+        positional, named = tree_map(local, (args, kwargs or {}))
+        result = func(*positional, **named)
         if is_mutable(func):
             return (kwargs or {}).get("out", args[0])
-        return tree_map(first.of_local, found)
+        return tree_map(first.of_local, result)
 
     # For torch.distributed.checkpoint.
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[Any]:
@@ -164,8 +164,8 @@ class PlacedTensor(torch.Tensor):
                 chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
                 continue
             assert self.part is not None
-            for own in cut.slices(self.shape[cut.axis], self.part.split):
-                offset[cut.axis], size[cut.axis] = own.start, own.stop - own.start
+            for piece in cut.slices(self.shape[cut.axis], self.part.split):
+                offset[cut.axis], size[cut.axis] = piece.start, piece.stop - piece.start
                 chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
         return chunks
 
@@ -175,7 +175,7 @@ class PlacedTensor(torch.Tensor):
         if self.part is None or self.part.cut is None:
             return array
         cut, split = self.part.cut, self.part.split
-        starts = [own.start for own in cut.slices(self.shape[cut.axis], split)]
+        starts = [piece.start for piece in cut.slices(self.shape[cut.axis], split)]
         return array.chunk(cut.parts, cut.axis)[starts.index(index.offset[cut.axis])]
 
 

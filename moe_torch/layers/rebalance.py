@@ -96,10 +96,10 @@ class Rebalancer:
         self._most = None if layers_per_step is None else as_integer("layers_per_step", layers_per_step, 1)
         window, self._steps = as_integer("window", window, 1), 0
         self._ranks: Ranks = parallel.ranks("rebalancing")
-        found = list(layers)
-        if not found:
+        moe_layers = list(layers)
+        if not moe_layers:
             raise InvalidInput("layers must be MoE layers that are shared out, got none; pass those of the model")
-        self._layers = [_Shares(layer, number, self._ranks) for number, layer in enumerate(found)]
+        self._layers = [_Shares(layer, number, self._ranks) for number, layer in enumerate(moe_layers)]
         first = [share.first_placement(places_per_rank, self._nodes) for share in self._layers]
         self._agree(first)
         sizes = [placement.num_experts for placement in first]
@@ -170,9 +170,9 @@ class Rebalancer:
         told = self._ranks.all_gather(state, "step and placements").cpu().numpy()
         other = np.flatnonzero((told != told[0]).any(axis=1)).tolist()
         if other:
-            what = "step" if (told[:, 0] != told[0, 0]).any() else "placements or options"
+            kind = "step" if (told[:, 0] != told[0, 0]).any() else "placements or options"
             raise InvalidInput(
-                f"all ranks must rebalance together, got another {what} on rank {', '.join(map(str, other))}: steps "
+                f"all ranks must rebalance together, got another {kind} on rank {', '.join(map(str, other))}: steps "
                 f"{told[:, 0].tolist()}; call step() after every step on all of them, with the same options"
             )
 
@@ -279,12 +279,12 @@ class _Shares:
         out = sorted((m for m in moves if m.source // each == ranks.rank), key=lambda move: move.target // each)
         into = sorted((m for m in moves if m.target // each == ranks.rank), key=lambda move: move.source // each)
         sent, received = (
-            np.bincount(np.array(own, np.int64) // each, minlength=ranks.size).tolist()
-            for own in ([move.target for move in out], [move.source for move in into])
+            np.bincount(np.array(places, np.int64) // each, minlength=ranks.size).tolist()
+            for places in ([move.target for move in out], [move.source for move in into])
         )
         source, target = (
-            torch.tensor([place % each for place in own], dtype=torch.long, device=self.device)
-            for own in ([move.source for move in out], [move.target for move in into])
+            torch.tensor([place % each for place in places], dtype=torch.long, device=self.device)
+            for places in ([move.source for move in out], [move.target for move in into])
         )
         for name, array in self._arrays():
             # Rows leave before any arrives, since a place may be source and target.

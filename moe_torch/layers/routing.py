@@ -62,7 +62,7 @@ def run_stages(
         kept = ids if spec.capacity_factor is None else _within_capacity(ids, layout, layer)
         counts, invalid_ids = layout.group_sizes, layout.invalid_ids
     experts, shared, normed = layer.experts, layer.shared_experts, spec.norm_of_experts is not None
-    found: Any = None
+    computed: Any = None
     if spec.latent is not None or normed or has_own_call(experts) or (shared is not None and has_own_call(shared)):
         norm = (own_part(layer.output, "output").norm,) if normed else ()
         entering = x
@@ -79,14 +79,14 @@ def run_stages(
         limit = None if rounding is None else rounding.row_limit(spec.top_k)
         moe_spec = dataclasses.replace(layer.moe_spec, router=None, row_limit=limit)
         dense = None if shared is None else shared.operands()
-        found = experts.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense)
-        output = found.output
+        computed = experts.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense)
+        output = computed.output
     if given is not None:
         outside = (given < -1) | (given >= spec.num_experts)
         counted = outside if token_mask is None else outside & token_mask[:, None]
         invalid_ids = counted.sum().to(torch.int32).view(1)
     results = output, kept, weights, logits, counts, invalid_ids
-    return found._replace(**dict(zip(MoEOutput._fields, results, strict=True))) if found else MoEOutput(*results)
+    return computed._replace(**dict(zip(MoEOutput._fields, results, strict=True))) if computed else MoEOutput(*results)
 
 
 def _sparse_mixed(
@@ -165,10 +165,10 @@ def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, layer: Any) -> tor
     numerator, denominator = ratio
     capacity, flat = -(-ids.shape[0] * numerator // denominator), ids.view(-1)
     # -1 for all slots but the first of an expert.
-    place = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
-    kept = place < capacity
+    row_in_expert = layout.row_of_slot - layout.group_start[flat.clamp(min=0)]
+    kept = row_in_expert < capacity
     if exchange is not None:
-        kept = exchange.within_capacity(ids, place, layout.group_sizes, ratio)
+        kept = exchange.within_capacity(ids, row_in_expert, layout.group_sizes, ratio)
     return torch.where(kept, flat, -1).view(ids.shape)
 
 

@@ -70,8 +70,8 @@ def on_own_experts(function: Callable[..., B], bundle: B, *arguments: Any) -> B:
     first: Any = next(array for _, array in named_arrays(bundle))
     if not hasattr(first, "to_local"):
         return function(bundle, *arguments)
-    found = function(map_arrays(bundle, lambda array: array.to_local()), *arguments)
-    return map_arrays(found, lambda array: shared_like(first, array))
+    result = function(map_arrays(bundle, lambda array: array.to_local()), *arguments)
+    return map_arrays(result, lambda array: shared_like(first, array))
 
 
 def shared_like(shared: Any, local: torch.Tensor) -> Any:

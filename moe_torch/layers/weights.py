@@ -48,14 +48,14 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 def require_same_layer(spec: MoELayerSpec, weights: LayerWeights) -> None:
     """Raise InvalidInput with the first field that differs from `spec`."""
-    own, given = (one.stored_as(HUGGING_FACE) for one in (spec, weights.layer_spec()))
-    given = dataclasses.replace(given, **{name: getattr(own, name) for name in FREE_FIELDS})
-    scheme = own.experts.scheme
-    if scheme is not None and given.experts.scheme is not None and given.experts.scheme.weights == scheme.weights:
+    expected, stored = (one.stored_as(HUGGING_FACE) for one in (spec, weights.layer_spec()))
+    stored = dataclasses.replace(stored, **{name: getattr(expected, name) for name in FREE_FIELDS})
+    scheme = expected.experts.scheme
+    if scheme is not None and stored.experts.scheme is not None and stored.experts.scheme.weights == scheme.weights:
         # The layer also decides how rows are quantised.
-        given = dataclasses.replace(given, experts=dataclasses.replace(given.experts, scheme=scheme))
+        stored = dataclasses.replace(stored, experts=dataclasses.replace(stored.experts, scheme=scheme))
     for field in dataclasses.fields(MoELayerSpec):
-        mine, theirs = getattr(own, field.name), getattr(given, field.name)
+        mine, theirs = getattr(expected, field.name), getattr(stored, field.name)
         if mine != theirs:
             raise InvalidInput(
                 f"weights must be of this layer, whose {field.name} is {mine}, got {theirs}; make the layer with "
@@ -102,10 +102,10 @@ def _require_writable(name: str, array: np.ndarray, tensor: torch.Tensor) -> Non
         raise Unsupported(
             f"{name} is a sharded DTensor, and whole arrays cannot be written into it; load the weights before sharding"
         )
-    given, stored = dtypes.canonical(array.dtype), DTYPE_NAMES[tensor.dtype]
-    if given != stored and stored != "float32":
+    dtype, stored = dtypes.canonical(array.dtype), DTYPE_NAMES[tensor.dtype]
+    if dtype != stored and stored != "float32":
         raise InvalidInput(
-            f"{name} must be {stored}, got {given}, which would be rounded; make the layer with "
+            f"{name} must be {stored}, got {dtype}, which would be rounded; make the layer with "
             "MoE.from_weights(weights) or cast the array yourself"
         )
 
