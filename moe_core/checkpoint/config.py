@@ -34,16 +34,16 @@ class ModelConfig:
 
         Raises InvalidInput if none is, or if values differ.
         """
-        found = [(key, self.settings[key]) for key in keys if key in self.settings]
-        for key, value in found[1:]:
-            first, own = found[0]
-            if None not in (own, value) and _of_all_layers(own) != _of_all_layers(value):
+        matches = [(key, self.settings[key]) for key in keys if key in self.settings]
+        for key, value in matches[1:]:
+            first, wanted = matches[0]
+            if None not in (wanted, value) and _of_all_layers(wanted) != _of_all_layers(value):
                 raise InvalidInput(
-                    f"{first} and {key} in config.json must be equal, since they are one setting, got {own!r} and "
+                    f"{first} and {key} in config.json must be equal, since they are one setting, got {wanted!r} and "
                     f"{value!r}; restore the original config.json"
                 )
-        if found:
-            return found[0][1]
+        if matches:
+            return matches[0][1]
         raise InvalidInput(
             f"config.json must give {' or '.join(keys)}, got {len(self.settings)} settings "
             "without it; restore the original config.json"

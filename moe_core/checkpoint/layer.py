@@ -149,9 +149,9 @@ class Checkpoint:
         packing, architecture = self.packing, self.architecture
         if architecture.naming.turned and names.fused is not None and names.fused[0] in self.index.files:
             # As in transformers, the shape decides and its own orientation is preferred.
-            own = layer_stacks(architecture, names)["experts.gate_up"].shape
+            shape = layer_stacks(architecture, names)["experts.gate_up"].shape
             stored = reader.stored_shape(names.fused[0])
-            names = dataclasses.replace(names, turned=stored != own and stored == (own[0], own[2], own[1]))
+            names = dataclasses.replace(names, turned=stored != shape and stored == (shape[0], shape[2], shape[1]))
         stacks = layer_stacks(architecture, names)
         _refuse_unread(self.index, names, stacks, reader)
         if packing is None:
@@ -217,9 +217,9 @@ def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, S
     read = {part.tensor for stack in stacks.values() for part in stack.parts}
     modules = sorted({name.removesuffix("weight") for name in read if name.endswith(".weight")})
     held = [(module, name) for module in modules for name in index.below(module)]
-    found = [name for module, name in held if name.endswith("bias") and "." not in name.removeprefix(module)]
-    found += [name for name in names.shared if name in index.files and 0 not in reader.stored_shape(name)]
-    unread = [name for name in found if name not in read]
+    stored = [name for module, name in held if name.endswith("bias") and "." not in name.removeprefix(module)]
+    stored += [name for name in names.shared if name in index.files and 0 not in reader.stored_shape(name)]
+    unread = [name for name in stored if name not in read]
     if unread:
         raise Unsupported(
             f"{unread[0]} in {index.files[unread[0]]} is no part of the layer that config.json describes, so the layer "

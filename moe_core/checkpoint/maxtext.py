@@ -63,10 +63,10 @@ def to_maxtext(weights: LayerWeights, *, like: Mapping[str, Any] | None = None) 
     if like is not None:
         flat = _flat(like)
         paths = _paths(spec, flat)
-        found = {path: arrays[name] for name, path in paths.items()}
-        fused = {path: np.concatenate([found.pop(part) for part in _FUSED[path]], -1) for path in _fused(flat, spec)}
-        _require_paths("like", list(found | fused), flat)
-        tree = _in_form_of(like, found | fused, "")
+        placed = {path: arrays[name] for name, path in paths.items()}
+        fused = {path: np.concatenate([placed.pop(part) for part in _FUSED[path]], -1) for path in _fused(flat, spec)}
+        _require_paths("like", list(placed | fused), flat)
+        tree = _in_form_of(like, placed | fused, "")
         # Flax's own mappings take nested dicts.
         return tree if isinstance(like, dict) else type(like)(tree)  # type: ignore[call-arg]
     if spec.router_bias and spec.correction_bias:
@@ -76,11 +76,11 @@ def to_maxtext(weights: LayerWeights, *, like: Mapping[str, Any] | None = None) 
         )
     tree: dict[str, Any] = {}
     for name, array in arrays.items():
-        place = tree
+        node = tree
         *above, last = _path(name, spec).split("/")
         for key in above:
-            place = place.setdefault(key, {})
-        place[last] = array
+            node = node.setdefault(key, {})
+        node[last] = array
     return tree
 
 

@@ -65,11 +65,11 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
         raise InvalidInput(
             f"config_groups in config.json must map names to objects, got {groups!r}; restore the original config.json"
         )
-    names, own = ("weights", "input_activations"), settings.get("format")
-    found = [(group.get("format") or own, *map(group.get, names)) for group in groups.values()]
-    if not found or any(group != found[0] for group in found):
-        raise _unsupported(f"{len(found)} groups of different kinds", "every matrix must be quantised alike")
-    kind, weights, activations = found[0]
+    names, default = ("weights", "input_activations"), settings.get("format")
+    kinds = [(group.get("format") or default, *map(group.get, names)) for group in groups.values()]
+    if not kinds or any(group != kinds[0] for group in kinds):
+        raise _unsupported(f"{len(kinds)} groups of different kinds", "every matrix must be quantised alike")
+    kind, weights, activations = kinds[0]
     # Only text names a format, and a list is no key.
     kind = str(kind)
     if not isinstance(weights, Mapping):
@@ -130,7 +130,7 @@ def _activations(arguments: Any, weights: Format) -> Format | None:
     if strategy == "group" and arguments.get("group_size") == MXFP4.group_columns:
         format = (MXFP4 if bits == 4 else MXFP8) if kind == "float" and bits in (4, 8) else None
     else:
-        format = next((own for key, own in _ACTIVATIONS.items() if key == (kind, bits, strategy)), None)
+        format = next((known for key, known in _ACTIVATIONS.items() if key == (kind, bits, strategy)), None)
     if format is None or format.group_columns not in (None, weights.group_columns):
         raise _unsupported(
             f"input_activations of {bits} bits {kind}, strategy {strategy!r}, beside weights of {weights.name}",

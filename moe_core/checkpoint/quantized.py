@@ -70,18 +70,18 @@ def quantized_stacks(
         if name not in _WEIGHTS:
             result[name] = stack
             continue
-        for field, own in (_apart(name, stack) if separate and name.endswith("gate_up") else {name: stack}).items():
-            if is_quantized(own.parts[0].tensor, packing, index):
-                if own.parts[0].decode is not None:
+        for field, piece in (_apart(name, stack) if separate and name.endswith("gate_up") else {name: stack}).items():
+            if is_quantized(piece.parts[0].tensor, packing, index):
+                if piece.parts[0].decode is not None:
                     raise Unsupported(
-                        f"{own.parts[0].tensor} holds quantised weights in an order of its own (transposed, or rows "
+                        f"{piece.parts[0].tensor} holds quantised weights in an order of its own (transposed, or rows "
                         "of gate and up in turn), which cannot be read; dequantise the checkpoint to bfloat16 first"
                     )
-                shapes = quantized_shapes(QuantizedSpec(packing.format), own.shape)
+                shapes = quantized_shapes(QuantizedSpec(packing.format), piece.shape)
                 for component in packing.components:
-                    result[f"{field}.{component.field}"] = _component_stack(own, shapes, packing, component)
+                    result[f"{field}.{component.field}"] = _component_stack(piece, shapes, packing, component)
             else:
-                result[field] = own
+                result[field] = piece
     return result
 
 

@@ -50,8 +50,8 @@ class RawTensor:
         return self._entry.dtype
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        own = self._entry.shape
-        shape = (len(range(*rows.indices(own[0]))), *own[1:]) if own else ()
+        stored_shape = self._entry.shape
+        shape = (len(range(*rows.indices(stored_shape[0]))), *stored_shape[1:]) if stored_shape else ()
         target = np.empty(shape, _NUMPY_DTYPES[self._entry.dtype])
         self.read_into(rows, target)
         return target
@@ -156,8 +156,8 @@ class TensorIndex:
 
     def below(self, prefix: str) -> list[str]:
         first = bisect.bisect_left(self._sorted, prefix)
-        found = (self._sorted[place] for place in range(first, len(self._sorted)))
-        return list(itertools.takewhile(lambda name: name.startswith(prefix), found))
+        names = (self._sorted[position] for position in range(first, len(self._sorted)))
+        return list(itertools.takewhile(lambda name: name.startswith(prefix), names))
 
     def summary(self) -> str:
         """`2 files with 52 tensors (model-00001-of-00002.safetensors, ...)`."""
@@ -220,7 +220,7 @@ class StackReader(contextlib.ExitStack):
         return {name: self._dtype_of(stack) for name, stack in stacks.items()}
 
     def _dtype_of(self, stack: Stack) -> str:
-        found: dict[str, str] = {}
+        by_dtype: dict[str, str] = {}
         for part in stack.parts:
             tensor = self._tensor(part.tensor)
             where = f"{part.tensor} in {self._index.path_of(part.tensor).name}"
@@ -239,14 +239,14 @@ class StackReader(contextlib.ExitStack):
                     f"{where} must be {list(part.shape)} by config.json, got {list(tensor.get_shape())}; "
                     "use the config.json that belongs to the weights"
                 )
-            found.setdefault(tensor.get_dtype(), part.tensor)
+            by_dtype.setdefault(tensor.get_dtype(), part.tensor)
         if stack.dtype is not None:
             return stack.dtype
-        found = {FLOATING[dtype]: name for dtype, name in found.items()}
-        if len(found) > 1:
-            listed = " and ".join(f"{dtype} ({tensor})" for dtype, tensor in found.items())
+        by_dtype = {FLOATING[dtype]: name for dtype, name in by_dtype.items()}
+        if len(by_dtype) > 1:
+            listed = " and ".join(f"{dtype} ({tensor})" for dtype, tensor in by_dtype.items())
             raise InvalidInput(f"tensors stacked together must have one dtype, got {listed}; cast them alike")
-        return next(iter(found))
+        return next(iter(by_dtype))
 
     def read(
         self,

@@ -170,9 +170,9 @@ class _Model:
                 "LayerWeights.from_checkpoint or a layer's export_weights"
             )
         specs = (architecture.layer_spec(layer), weights.layer_spec())
-        wanted, own = (spec.stored_as(self.storage) for spec in specs)
+        wanted, provided = (spec.stored_as(self.storage) for spec in specs)
         for name in [field.name for field in dataclasses.fields(MoELayerSpec) if field.name not in FREE_FIELDS]:
-            mine, theirs = getattr(wanted, name), getattr(own, name)
+            mine, theirs = getattr(wanted, name), getattr(provided, name)
             if mine != theirs:
                 raise InvalidInput(
                     f"weights of layer {layer} must have {name} = {mine} by config, got {theirs}; pass the "
@@ -209,9 +209,9 @@ class _Source:
             lead = part.place[:1] if part.place and isinstance(part.place[0], int) else ()
             if lead != expert:
                 expert, array = lead, self._array(name, stack.shape[len(lead) :], lead)
-            found = array[part.place[len(lead) :]]
-            found = np.asarray(found if part.encode is None else part.encode(found), order="C")
-            yield part.tensor, found.reshape(part.shape)
+            values = array[part.place[len(lead) :]]
+            values = np.asarray(values if part.encode is None else part.encode(values), order="C")
+            yield part.tensor, values.reshape(part.shape)
 
     def _array(self, name: str, shape: tuple[int, ...], lead: tuple[Any, ...]) -> np.ndarray:
         """A view if nothing moves."""

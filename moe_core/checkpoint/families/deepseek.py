@@ -164,12 +164,12 @@ def _step3p5_layers(config: ModelConfig) -> Layers:
 def _step3p5_activations(config: ModelConfig) -> Mapping[int, Activations]:
     """Layers with a limit in swiglu_limits or swiglu_limits_shared; 0 and null mean none."""
     plain, limits = silu(config), [config.limits(f"swiglu_limits{end}") for end in ("", "_shared")]
-    found = {}
+    by_layer = {}
     for layer in range(config.num_layers()):
-        own = [next(iter(numbers[layer : layer + 1]), None) for numbers in limits]
-        if any(own):
-            found[layer] = Activations(*(Activation("clamped_silu", limit=one) if one else plain for one in own))
-    return found
+        pair = [next(iter(numbers[layer : layer + 1]), None) for numbers in limits]
+        if any(pair):
+            by_layer[layer] = Activations(*(Activation("clamped_silu", limit=one) if one else plain for one in pair))
+    return by_layer
 
 
 def _longcat_layers(config: ModelConfig) -> Layers:

@@ -188,9 +188,9 @@ class Architecture:
         if layer not in self.layer_activations:
             return self.spec
         spec, (experts, shared) = self.spec, self.layer_activations[layer]
-        own = replace(spec.with_gate_layout("halves"), activation=experts, shared_activation=None)
-        own = replace(own, shared_activation=shared) if self.shared_d_ff else own
-        return own.with_gate_layout(spec.activation.gate_layout or "halves")
+        layer_spec = replace(spec.with_gate_layout("halves"), activation=experts, shared_activation=None)
+        layer_spec = replace(layer_spec, shared_activation=shared) if self.shared_d_ff else layer_spec
+        return layer_spec.with_gate_layout(spec.activation.gate_layout or "halves")
 
     def layer_spec(self, layer: int | None = None) -> MoELayerSpec:
         """The layer in the framework's default storage.
@@ -259,13 +259,13 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
         apply_router_weight_on_input=family.router_weight_on_input,
         shared_activation=family.shared_activation(config) if family.shared_activation and shared_d_ff else None,
     )
-    own = {} if family.layer_activations is None else family.layer_activations(config)
+    by_layer = {} if family.layer_activations is None else family.layer_activations(config)
     norm = None if family.router_norm is None else family.router_norm(config)
     around: dict[str, Any] = {} if family.around is None else dict(family.around(config))
     if family.tables is not None and (tables := family.tables(config)):
         around |= {"tables": tables, "vocab_size": config.integer("vocab_size")}
     sizes = (d_model, d_ff, num_experts, shared_d_ff)
-    return Architecture(*layers, *sizes, spec, family, correction_bias, naming, own, norm, **around)
+    return Architecture(*layers, *sizes, spec, family, correction_bias, naming, by_layer, norm, **around)
 
 
 def hidden_activation(*settings: str, gated: bool = True) -> Callable[[ModelConfig], Activation]:
