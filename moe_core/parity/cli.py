@@ -73,19 +73,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dequantize", action="store_true", help="dequantise the experts of --checkpoint first, for plain products"
     )
-    what = f"comma-separated; the reference is always what the others are compared with; default: those of {_DEFAULT} "
-    parser.add_argument("--engines", metavar="NAMES", help=f"{what}that are installed")
-    what = f"also compare gradients; default: of {', '.join(_BACKWARD_CASES)} where no case and no checkpoint is named"
-    parser.add_argument("--backward", action=argparse.BooleanOptionalAction, help=what)
-    what = (
+    text = f"comma-separated; the reference is always what the others are compared with; default: those of {_DEFAULT} "
+    parser.add_argument("--engines", metavar="NAMES", help=f"{text}that are installed")
+    text = f"also compare gradients; default: of {', '.join(_BACKWARD_CASES)} where no case and no checkpoint is named"
+    parser.add_argument("--backward", action=argparse.BooleanOptionalAction, help=text)
+    text = (
         "compare W ranks that share the experts with one device, bit by bit, on this CPU (torch: gloo, JAX: devices of "
     )
-    what += "the host), and every gradient too; TRITON_INTERPRET=0 takes the NumPy engine for both sides"
-    parser.add_argument("--ranks", type=int, metavar="W", help=what)
+    text += "the host), and every gradient too; TRITON_INTERPRET=0 takes the NumPy engine for both sides"
+    parser.add_argument("--ranks", type=int, metavar="W", help=text)
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
     parser.add_argument("--verbose", action="store_true", help="print every stage of every case, not only of failures")
-    what = "list the built-in cases and the registered engines, and which of these cannot start here"
-    parser.add_argument("--list", action="store_true", help=what)
+    text = "list the built-in cases and the registered engines, and which of these cannot start here"
+    parser.add_argument("--list", action="store_true", help=text)
     parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     return parser
 
@@ -134,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     for name in ("layer", "hidden_states", "dequantize"):
-        given = getattr(options, name)
-        if options.checkpoint is None and given is not None and given is not False:
+        value = getattr(options, name)
+        if options.checkpoint is None and value is not None and value is not False:
             flag = "--" + name.replace("_", "-")
             raise InvalidInput(f"{flag} must come with --checkpoint, got it alone; name a checkpoint directory")
     if options.ranks is not None and options.ranks < 1:
@@ -262,7 +262,7 @@ def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
 
 
 def _shares(reports: Sequence[CaseReport]) -> Iterator[str]:
-    counts = Counter(f"{found.engine} ({found.device}" for case in reports for found in case.reports if found.tested)
+    counts = Counter(f"{part.engine} ({part.device}" for case in reports for part in case.reports if part.tested)
     for engine, count in counts.items():
         yield f"{engine})" if count == len(reports) else f"{engine}, {count} of {len(reports)})"
 

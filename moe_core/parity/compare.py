@@ -108,23 +108,23 @@ def compare(
     if unknown:
         raise InvalidInput(f"tolerances must be of stages of the reference, got {', '.join(unknown)}; correct the name")
     wanted = {name: as_numpy(name, array) for name, array in reference.items()}
-    found = {name: as_numpy(name, array) for name, array in candidate.items()}
+    named = {name: as_numpy(name, array) for name, array in candidate.items()}
     rows: list[StageRow] = []
     flips, slots = (), np.zeros((0, 0), np.intp)
     for stage, expected in wanted.items():
-        if stage not in found:
+        if stage not in named:
             rows.append(StageRow(stage, MISSING, note="the candidate has no such stage"))
             continue
-        actual = found[stage]
+        actual = named[stage]
         tolerance = (tolerances or {}).get(stage) or default_tolerance(stage, expected, actual)
         if stage == "ids" and expected.ndim == 2 and expected.shape == actual.shape:
-            flips, slots = _flips(wanted, found, tolerances), _matching_slots(expected, actual)
+            flips, slots = _flips(wanted, named, tolerances), _matching_slots(expected, actual)
             rows.append(ids_row(expected, actual, flips))
         elif flips and stage != "logits":
             rows.append(_row_behind_flips(stage, expected, actual, tolerance, slots))
         else:
             rows.append(stage_row(stage, expected, actual, tolerance))
-    rows += [StageRow(stage, MISSING, note="the reference has no such stage") for stage in found if stage not in wanted]
+    rows += [StageRow(stage, MISSING, note="the reference has no such stage") for stage in named if stage not in wanted]
     return Report("candidate", "", tuple(rows), flips)
 
 
@@ -154,10 +154,10 @@ def _flips(
 
 def _matching_slots(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
     """The candidate's slot for every slot of the reference `[T, K]`; -1 in tokens with other experts."""
-    wanted, found = (np.argsort(ids, axis=1, kind="stable") for ids in (reference, candidate))
-    same = np.take_along_axis(reference, wanted, axis=1) == np.take_along_axis(candidate, found, axis=1)
+    wanted, actual = (np.argsort(ids, axis=1, kind="stable") for ids in (reference, candidate))
+    same = np.take_along_axis(reference, wanted, axis=1) == np.take_along_axis(candidate, actual, axis=1)
     slots = np.empty_like(wanted)
-    np.put_along_axis(slots, wanted, found, axis=1)
+    np.put_along_axis(slots, wanted, actual, axis=1)
     return np.where(same.all(axis=1, keepdims=True), slots, -1)
 
 

@@ -47,10 +47,10 @@ class Flip:
 
     def __str__(self) -> str:
         margin = "margin not known" if self.margin is None else f"margin {self.margin:.3g}"
-        own = "" if self.own_choice is None else f", its own logits say {list(self.own_choice)}"
+        choice = "" if self.own_choice is None else f", its own logits say {list(self.own_choice)}"
         return (
             f"token {self.token}: {list(self.reference)} -> {list(self.candidate)} ({self.kind}), {margin}, "
-            f"allowed {self.allowed:.3g}{own}: {self.verdict}"
+            f"allowed {self.allowed:.3g}{choice}: {self.verdict}"
         )
 
 
@@ -122,9 +122,9 @@ def find_flips(
     """Every token with different ids `[T, K]`. logit_tolerance `[T]`: the allowed error of the token's logits."""
     flips = []
     for token in np.flatnonzero((reference_ids != candidate_ids).any(axis=1)):
-        wanted, found = (tuple(int(e) for e in ids[token]) for ids in (reference_ids, candidate_ids))
-        kind, margin, allowed = _classify(wanted, found, scores, int(token), float(logit_tolerance[token]))
-        flips.append(Flip(int(token), wanted, found, kind, margin, allowed))
+        wanted, chosen = (tuple(int(e) for e in ids[token]) for ids in (reference_ids, candidate_ids))
+        kind, margin, allowed = _classify(wanted, chosen, scores, int(token), float(logit_tolerance[token]))
+        flips.append(Flip(int(token), wanted, chosen, kind, margin, allowed))
     return tuple(flips)
 
 
@@ -136,11 +136,11 @@ def blame_routing(
     rule_ids: the reference routing on the candidate's own logits. own: their scores. Without a correction bias rounding
     plays no role.
     """
-    found = {flip.token: flip for flip in flips}
+    by_token = {flip.token: flip for flip in flips}
     for flip in find_flips(rule_ids, candidate_ids, own, np.zeros(len(rule_ids))):
         if not own.has_bias or not flip.is_tie:
-            found[flip.token] = dataclasses.replace(found.get(flip.token, flip), own_choice=flip.reference)
-    return tuple(found[token] for token in sorted(found))
+            by_token[flip.token] = dataclasses.replace(by_token.get(flip.token, flip), own_choice=flip.reference)
+    return tuple(by_token[token] for token in sorted(by_token))
 
 
 def _classify(
@@ -152,24 +152,24 @@ def _classify(
     if scores is None:
         return kind, None, 0.0
     allowed = scores.allowed(token, tolerance)
-    own = scores.scores[token]
-    legal = all(0 <= expert < len(own) for expert in (*wanted, *found)) and len(set(found)) == len(found)
+    token_scores = scores.scores[token]
+    legal = all(0 <= expert < len(token_scores) for expert in (*wanted, *found)) and len(set(found)) == len(found)
     if not legal:
         return kind, None, allowed
     if kind == "order":
         inverted = [
-            own[first] - own[second]
-            for place, second in enumerate(found)
-            for first in found[place + 1 :]
+            token_scores[first] - token_scores[second]
+            for position, second in enumerate(found)
+            for first in found[position + 1 :]
             if wanted.index(first) < wanted.index(second)
         ]
         return kind, float(max(inverted)), allowed
     if scores.num_groups > 1:
-        group_of = len(own) // scores.num_groups
+        group_of = len(token_scores) // scores.num_groups
         groups = scores.group_scores(token)
         kept = set(np.argsort(-groups, kind="stable")[: scores.topk_group].tolist())
         strangers = {expert // group_of for expert in added} - kept
         if strangers:
             worst_saved = min(groups[group] for group in kept)
             return "group", float(worst_saved - min(groups[group] for group in strangers)), allowed
-    return kind, float(max(own[list(removed)]) - min(own[list(added)])), allowed
+    return kind, float(max(token_scores[list(removed)]) - min(token_scores[list(added)])), allowed

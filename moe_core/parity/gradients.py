@@ -51,10 +51,10 @@ class GradientRun:
 
 def differentiated(case: Case) -> dict[str, np.ndarray]:
     """The plain arrays of `x`, `experts.*`, `routing.*`, `shared.*`, by name."""
-    found = {"x": case.x} | dict(named_fields(case.experts, "experts.")) | dict(named_fields(case.routing, "routing."))
-    found |= {} if case.shared is None else dict(named_fields(case.shared, "shared."))
+    arrays = {"x": case.x} | dict(named_fields(case.experts, "experts.")) | dict(named_fields(case.routing, "routing."))
+    arrays |= {} if case.shared is None else dict(named_fields(case.shared, "shared."))
     names = gradient_names(MoEOperands(case.x, case.experts, case.routing, shared=case.shared))
-    return {name.removeprefix("d_"): found[name.removeprefix("d_")] for name in names}
+    return {name.removeprefix("d_"): arrays[name.removeprefix("d_")] for name in names}
 
 
 def upstream(case: Case) -> dict[str, np.ndarray]:
@@ -100,8 +100,8 @@ def reference_gradients(case: Case, forward: Mapping[str, np.ndarray]) -> Mappin
     """The reference's gradients, by `d_<name>`, after an engine's own routing."""
     stages = dict(reference_stages(case, TopK(forward["ids"], forward["weights"])))
     stages |= {name: forward[name] for name in ("logits", "ids", "weights")}
-    given = upstream(case)
-    gradients = OutputGradients(given["output"], logits=given["logits"])
+    incoming = upstream(case)
+    gradients = OutputGradients(incoming["output"], logits=incoming["logits"])
     operands = MoEOperands(case.x, case.experts, case.routing, case.token_mask, shared=case.shared)
     return moe_backward_stages(gradients, operands, case.spec, stages)
 
@@ -129,8 +129,8 @@ def arguments_of(
         return map_arrays(value, put) if isinstance(value, QuantizedTensor) else put(value)
 
     def bundle(prefix: str, arrays: Any) -> Any:
-        found = dict(named_fields(arrays))
-        kept = {name: leaves[prefix + name] if prefix + name in leaves else constant(found[name]) for name in found}
+        named = dict(named_fields(arrays))
+        kept = {name: leaves[prefix + name] if prefix + name in leaves else constant(named[name]) for name in named}
         return type(arrays)(**kept)
 
     mask = None if case.token_mask is None else put(case.token_mask)

@@ -71,11 +71,11 @@ def parts_of(case: Case, num_ranks: int) -> tuple[Part, list[Part]]:
 
     whole = cut(slice(0, tokens))
     d_output, placement = upstream(whole)["output"], Placement.linear(case.num_experts, num_ranks)
-    found, each = [], tokens // num_ranks
+    parts, each = [], tokens // num_ranks
     for rank, experts in enumerate(shard_experts(case.experts, placement)):
         rows = slice(rank * each, (rank + 1) * each)
-        found.append(Part(cut(rows, experts=experts), d_output[rows], placement))
-    return Part(whole, d_output), found
+        parts.append(Part(cut(rows, experts=experts), d_output[rows], placement))
+    return Part(whole, d_output), parts
 
 
 def run_ranks(
@@ -91,9 +91,9 @@ def run_ranks(
             reports.append(Report(name, "", (), skipped=reason, against="one device"))
             continue
         progress(f"{name}: {num_ranks} ranks and one device")
-        found = (run or _in_new_processes)(name, whole, parts)
-        rows = tuple(_rows(whole, parts, found))
-        reports.append(Report(name, f"{num_ranks} ranks, {found.device}", rows, against="one device"))
+        outcome = (run or _in_new_processes)(name, whole, parts)
+        rows = tuple(_rows(whole, parts, outcome))
+        reports.append(Report(name, f"{num_ranks} ranks, {outcome.device}", rows, against="one device"))
     sizes = whole.case.sizes | {"W": num_ranks}
     return CaseReport(f"{case.name} on {num_ranks} ranks", case.dtype, sizes, case.description, tuple(reports))
 

@@ -34,25 +34,25 @@ class StageRow:
         return self.verdict in PASSING
 
     def cells(self) -> tuple[str, ...]:
-        found, tolerance = self.difference, self.tolerance
-        if found is None or tolerance is None:
+        difference, tolerance = self.difference, self.tolerance
+        if difference is None or tolerance is None:
             return (self.stage, self.verdict, "", "", "", "", "", self.note)
-        limits = (f"{found.frobenius_limit(tolerance):.1e}", f"{tolerance.worst:.1e}")
+        limits = (f"{difference.frobenius_limit(tolerance):.1e}", f"{tolerance.worst:.1e}")
         frobenius, largest = ("exact", "exact") if tolerance == EXACT else limits
         worst = ""
-        if found.where is not None and found.worst:
-            worst = f"{list(found.where)}: {found.expected:.6g} vs {found.actual:.6g}"
-        numbers = (f"{found.relative_frobenius:.1e}", frobenius, f"{found.worst:.1e}", largest)
+        if difference.where is not None and difference.worst:
+            worst = f"{list(difference.where)}: {difference.expected:.6g} vs {difference.actual:.6g}"
+        numbers = (f"{difference.relative_frobenius:.1e}", frobenius, f"{difference.worst:.1e}", largest)
         return (self.stage, self.verdict, *numbers, worst, self.note)
 
     def as_dict(self) -> dict[str, Any]:
-        found, tolerance = self.difference, self.tolerance
+        difference, tolerance = self.difference, self.tolerance
         numbers: dict[str, Any] = {"relative_error": None, "relative_tolerance": None, "worst": None}
-        if found is not None and tolerance is not None:
-            numbers["relative_error"] = _plain(found.relative_frobenius)
-            numbers["relative_tolerance"] = _plain(found.frobenius_limit(tolerance))
+        if difference is not None and tolerance is not None:
+            numbers["relative_error"] = _plain(difference.relative_frobenius)
+            numbers["relative_tolerance"] = _plain(difference.frobenius_limit(tolerance))
             names = ("index", "reference", "candidate", "error", "tolerance")
-            worst = (found.where, found.expected, found.actual, found.worst, tolerance.worst)
+            worst = (difference.where, difference.expected, difference.actual, difference.worst, tolerance.worst)
             numbers["worst"] = dict(zip(names, map(_plain, worst), strict=True))
         return {"stage": self.stage, "verdict": self.verdict, **numbers, "note": self.note}
 

@@ -129,25 +129,25 @@ class _Comparison:
     def _find_flips(self) -> tuple[Flip, ...]:
         if not self._routed_alike():
             return ()
-        found, logits = self._run.stages["ids"], self._reference["logits"]
+        ids, logits = self._run.stages["ids"], self._reference["logits"]
         router, bias = self._case.router, self._case.routing.correction_bias
         tolerance = logit_tolerance(logits, self._yardstick.tolerances("x")["logits"])
-        flips = find_flips(self._reference["ids"], found, RouterScores.of(logits, router, bias), tolerance)
-        own = RouterScores.of(self._run.stages["logits"], router, bias)
-        return blame_routing(flips, self._rule()[0], found, own)
+        flips = find_flips(self._reference["ids"], ids, RouterScores.of(logits, router, bias), tolerance)
+        scores = RouterScores.of(self._run.stages["logits"], router, bias)
+        return blame_routing(flips, self._rule()[0], ids, scores)
 
     def _row(self, stage: str) -> StageRow:
-        found, note = self._run.stages[stage], self._run.notes.get(stage, "")
+        actual, note = self._run.stages[stage], self._run.notes.get(stage, "")
         if stage in self._run.given:
             return StageRow(stage, GIVEN, note=note or "taken from the reference")
         expected, tolerance = self._expected(stage)
-        if found.dtype != expected.dtype and found.shape == expected.shape:
-            return StageRow(stage, DIFFER, note=f"dtype {found.dtype}, expected {expected.dtype}")
-        if stage == "ids" and found.shape == expected.shape:
-            return ids_row(expected, found, self.flips)
+        if actual.dtype != expected.dtype and actual.shape == expected.shape:
+            return StageRow(stage, DIFFER, note=f"dtype {actual.dtype}, expected {expected.dtype}")
+        if stage == "ids" and actual.shape == expected.shape:
+            return ids_row(expected, actual, self.flips)
         if stage == "weights" and self.flips:
-            return self._weights_row(expected, found, tolerance)
-        return stage_row(stage, expected, found, tolerance, note)
+            return self._weights_row(expected, actual, tolerance)
+        return stage_row(stage, expected, actual, tolerance, note)
 
     def _expected(self, stage: str) -> tuple[np.ndarray, Tolerance]:
         run, case = self._run, self._case

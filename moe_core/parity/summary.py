@@ -29,10 +29,10 @@ def _engine_line(report: Report) -> str:
 
 
 def _share_of_limit(row: StageRow) -> float:
-    found, tolerance = row.difference, row.tolerance
-    if found is None or tolerance is None:
+    gap, tolerance = row.difference, row.tolerance
+    if gap is None or tolerance is None:
         return 0.0
-    pairs = ((found.relative_frobenius, found.frobenius_limit(tolerance)), (found.worst, tolerance.worst))
+    pairs = ((gap.relative_frobenius, gap.frobenius_limit(tolerance)), (gap.worst, tolerance.worst))
     return max(error / limit if limit else float(error > 0) for error, limit in pairs)
 
 
@@ -43,8 +43,8 @@ def closing_table(cases: Sequence[CaseReport], seconds: Sequence[float]) -> Iter
     for case, duration in zip(cases, seconds, strict=True):
         verdicts = {report.engine: report.verdict for report in case.reports}
         bits = ", ".join(dict.fromkeys(_BITS[row.equal] for row in case.bitwise)) or _NO_BITS
-        found = (verdicts.get(name, _NO_BITS) for name in engines)
-        table.append((case.case, case.dtype, *found, bits, f"{duration:.1f}"))
+        cells = (verdicts.get(name, _NO_BITS) for name in engines)
+        table.append((case.case, case.dtype, *cells, bits, f"{duration:.1f}"))
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()

@@ -118,13 +118,13 @@ def _quantized_product(
     if rows.element == "int8":
         groups = 1 if weights.group_columns is None else -(-length // weights.group_columns)
         return _carried(source, length, (math.sqrt(groups) + _EPILOGUE_ROUNDINGS) * FP32)
-    own = product_tolerance(source, "bfloat16", length, False)
+    product = product_tolerance(source, "bfloat16", length, False)
     microscaled = rows.has_e8m0_scales and weights.has_e8m0_scales
     if (rows.element, weights.element) != ("e4m3", "e4m3") or microscaled:
-        return own
+        return product
     unpromoted = length if spec.fast_accumulate else min(length, _PROMOTED)
     truncation = unpromoted / 32 * _FP8_TRUNCATION
-    return own + Tolerance(truncation, DEVIATIONS * truncation)
+    return product + Tolerance(truncation, DEVIATIONS * truncation)
 
 
 def _requantized(before: Tolerance, format: Format) -> Tolerance:
@@ -189,9 +189,9 @@ def router_tolerance(reduction_length: int, logits_dtype: str = "float32") -> To
 
 def routing_weights_tolerance(num_experts: int, logits: Tolerance = EXACT) -> Tolerance:
     """Router weights for equal ids: exp, a sum over experts, divisions."""
-    own = (_ACTIVATION_ROUNDINGS + math.sqrt(num_experts)) * FP32
+    rounding = (_ACTIVATION_ROUNDINGS + math.sqrt(num_experts)) * FP32
     worst = (_ACTIVATION_WORST_ROUNDINGS + math.sqrt(num_experts)) * FP32
-    before = Tolerance(_LOGIT_GAIN * logits.relative_frobenius + own, _LOGIT_GAIN * logits.worst + worst)
+    before = Tolerance(_LOGIT_GAIN * logits.relative_frobenius + rounding, _LOGIT_GAIN * logits.worst + worst)
     return rounded(before, "float32")
 
 
