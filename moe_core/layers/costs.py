@@ -64,14 +64,14 @@ def layer_cost(
 
 
 def _normalised(spec: MoELayerSpec, tokens: int, slots: int) -> list[tuple[int, int]]:
-    found = [(tokens, spec.d_model)] if spec.router_norm is not None else []
+    normalised = [(tokens, spec.d_model)] if spec.router_norm is not None else []
     if spec.latent is not None and spec.latent.norm is not None:
-        found.append((tokens, spec.expert_width))
+        normalised.append((tokens, spec.expert_width))
     if spec.norm_of_experts is not None:
-        found.append((slots, spec.expert_width))
+        normalised.append((slots, spec.expert_width))
     elif spec.output is not None and spec.output.norm is not None:
-        found.append((tokens, spec.d_model))
-    return found
+        normalised.append((tokens, spec.d_model))
+    return normalised
 
 
 def count_tokens(tokens: int | Sequence[int], d_model: int) -> int:

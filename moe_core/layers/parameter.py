@@ -60,10 +60,10 @@ def quantized_parts(matrix: Parameter, spec: QuantizedSpec) -> list[Parameter]:
     # Both codes in a byte are the zero.
     zero = (element.zero_point or 0) * (17 if element.per_byte == 2 else 1)
     one = _E8M0_ONE if spec.format.has_e8m0_scales else 1
-    found = []
+    parts = []
     for name, shape in shapes._asdict().items():
         if shape is not None:
             dtype, fill = (spec.format.scale_dtypes[0], one) if name == "scales" else (element.dtype, zero)
             axes = tuple(None if size == 1 else axis for size, axis in zip(shape, matrix.axes, strict=True))
-            found.append(Parameter(f"{matrix.name}.{name}", shape, "quantized", 0, axes, dtype, fill))
-    return found
+            parts.append(Parameter(f"{matrix.name}.{name}", shape, "quantized", 0, axes, dtype, fill))
+    return parts

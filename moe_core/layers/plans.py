@@ -55,10 +55,10 @@ def layer_plans(
     else:
         if spec.latent is not None:
             operands = dataclasses.replace(operands, x=rows, shared=None)
-        given = {"token_mask": operands.token_mask, "shared": operands.shared}
+        optional = {"token_mask": operands.token_mask, "shared": operands.shared}
         plain = dataclasses.replace(moe_spec, shared_activation=operands.shared and moe_spec.shared_activation)
         whole = (
-            plan_moe(operands.x, operands.experts, operands.routing, plain, target, options=ForwardOptions(**given)),
+            plan_moe(operands.x, operands.experts, operands.routing, plain, target, options=ForwardOptions(**optional)),
         )
         steps = plan_training(operands, plain, target, one_layer=True) if training else ()
     if spec.latent is not None:
@@ -107,13 +107,13 @@ def _routing_plans(
         if spec.expert_scale:
             plans.rows_of_bias(tokens, spec.num_experts)
         return
-    given = {"given": ids} if spec.token_table else {"correction_bias": router.correction_bias}
+    options = {"given": ids} if spec.token_table else {"correction_bias": router.correction_bias}
     chosen, times = spec.router, 1
     if spec.sparse_mixer is not None:
         chosen, times = RouterSpec(1), spec.top_k
     one = [ArraySpec((tokens, spec.top_k // times), array.dtype) for array in (ids, weights)]
     for _ in range(times):
-        plans.forward.append(plan_routing(logits, chosen, target, **given))
+        plans.forward.append(plan_routing(logits, chosen, target, **options))
         plans.backward.append(plan_routing_backward(RoutingGradients(one[1]), logits, one[0], chosen, target))
     if spec.expert_scale:
         plans.rows_of_bias(tokens, spec.num_experts)

@@ -226,13 +226,13 @@ class MoELayerSpec:
 
     def _check_around(self) -> None:
         scheme = self.experts.scheme
-        given = {"main_grad": self.main_grad, "apply_router_weight_on_input": self.apply_router_weight_on_input}
+        requested = {"main_grad": self.main_grad, "apply_router_weight_on_input": self.apply_router_weight_on_input}
         if self.norm_of_experts is not None:
-            given |= {"recompute": self.recompute, "fast_accumulate": self.fast_accumulate}
-            given["a scheme that quantises activations"] = scheme is not None and scheme.activations is not None
+            requested |= {"recompute": self.recompute, "fast_accumulate": self.fast_accumulate}
+            requested["a scheme that quantises activations"] = scheme is not None and scheme.activations is not None
         elif self.latent is None:
             return
-        for name in [name for name, value in given.items() if value]:
+        for name in [name for name, value in requested.items() if value]:
             kind = "a latent width" if self.norm_of_experts is None else "a norm of each expert's result"
             raise InvalidInput(f"{name} must be left out beside {kind}, got True; leave one of the two out")
 
@@ -352,19 +352,19 @@ class MoELayerSpec:
         return ("d_model" if self.latent is None else None, self.expert_width)
 
     def _around(self, storage: Storage) -> list[Parameter]:
-        found, model, latent, output = [], ("d_model", self.d_model), self._expert_columns, self.output
+        parameters, model, latent, output = [], ("d_model", self.d_model), self._expert_columns, self.output
         norms = {"before.norm": None if self.latent is None else (self.latent.norm, latent)}
         if self.latent is not None:
-            found.append(matrix("before.weight", storage.weight_layout, model, latent))
-            found.append(matrix("after.weight", storage.weight_layout, latent, model))
+            parameters.append(matrix("before.weight", storage.weight_layout, model, latent))
+            parameters.append(matrix("after.weight", storage.weight_layout, latent, model))
         if output is not None:
             norms["output.norm"] = (output.norm, latent if output.of_experts else model)
         for name, (norm, (axis, size)) in [(name, norm) for name, norm in norms.items() if norm is not None]:
             if norm is not None:
-                found.append(Parameter(name, (size,), "factor", 0, (axis,), fill=0 if norm.centred else 1))
+                parameters.append(Parameter(name, (size,), "factor", 0, (axis,), fill=0 if norm.centred else 1))
         if output is not None and output.bias:
-            found.append(Parameter("output.bias", (self.d_model,), "bias", 0, ("d_model",)))
-        return found
+            parameters.append(Parameter("output.bias", (self.d_model,), "bias", 0, ("d_model",)))
+        return parameters
 
     def _separate(self, storage: Storage) -> bool:
         return self.gated and storage.gate_layout == "separate"
@@ -378,5 +378,5 @@ class MoELayerSpec:
         model = self._expert_columns if lead else ("d_model", self.d_model)
         names = ("gate_up", "up") if self._separate(storage) else ("gate_up",)
         width = self._gate_up_width(storage, d_ff)
-        found = [matrix(f"{prefix}.{name}", layout, model, ("d_ff", width), lead) for name in names]
-        return [*found, matrix(f"{prefix}.down", layout, ("d_ff", d_ff), model, lead)]
+        matrices = [matrix(f"{prefix}.{name}", layout, model, ("d_ff", width), lead) for name in names]
+        return [*matrices, matrix(f"{prefix}.down", layout, ("d_ff", d_ff), model, lead)]

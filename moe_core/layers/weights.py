@@ -85,8 +85,8 @@ class LayerWeights:
         """name -> array, by the names of `MoELayerSpec.parameters`, in its order."""
         bundles = {"router.": self.router, "experts.": self.experts, "shared_experts.": self.shared}
         bundles |= {f"{name}.": getattr(self, name) for name in _AROUND}
-        given = [(prefix, bundle) for prefix, bundle in bundles.items() if bundle is not None]
-        arrays = {name: array for prefix, bundle in given for name, array in named_arrays(bundle, prefix)}
+        present = [(prefix, bundle) for prefix, bundle in bundles.items() if bundle is not None]
+        arrays = {name: array for prefix, bundle in present for name, array in named_arrays(bundle, prefix)}
         # Arrays of one matrix stay in their order.
         return {name: arrays[name] for name in sorted(arrays, key=lambda name: _NAMES.index(_matrix_name(name)))}
 
@@ -197,18 +197,18 @@ class LayerWeights:
         for name, bundle in (("router", self.router), ("experts", experts), ("shared", self.shared)):
             for field, array in () if bundle is None else named_fields(bundle, f"{name}."):
                 wanted = format if field in _MATRICES else None
-                given = array.format if isinstance(array, QuantizedTensor) else None
-                if given != wanted:
+                stored = array.format if isinstance(array, QuantizedTensor) else None
+                if stored != wanted:
                     raise InvalidInput(
-                        f"{field} must be {_plainly(wanted)}, got {_plainly(given)}; quantise gate_up, up and down of "
+                        f"{field} must be {_plainly(wanted)}, got {_plainly(stored)}; quantise gate_up, up and down of "
                         "experts in one format and nothing else"
                     )
-                if given is not None and array.spec.tiling is not None:
+                if stored is not None and array.spec.tiling is not None:
                     raise InvalidInput(
                         f"{field} must be in its published layout, as layers and checkpoints exchange weights, got "
                         f"{array}; call restore_weights"
                     )
-                if given is not None and array.layout != spec.weight_layout:
+                if stored is not None and array.layout != spec.weight_layout:
                     raise InvalidInput(
                         f"{field} must be {spec.weight_layout} like spec.weight_layout, got {array}; correct the tags"
                     )
@@ -234,11 +234,11 @@ class LayerWeights:
                 )
 
     def _check_dtypes(self) -> None:
-        own = self.dtype
+        dtype = self.dtype
         label = "experts.down" if self.scheme is None else "the layer"
-        require_choice(f"{label}'s dtype", own, dtypes.MATMUL_DTYPES)
+        require_choice(f"{label}'s dtype", dtype, dtypes.MATMUL_DTYPES)
         for name, array in self.named().items():
-            allowed: tuple[str, ...] = (own,)
+            allowed: tuple[str, ...] = (dtype,)
             if _matrix_name(name) != name:
                 continue  # Arrays of a quantised matrix have what its format says.
             if name in ("router.correction_bias", "router.table"):
@@ -246,7 +246,7 @@ class LayerWeights:
             elif name.startswith(("router.", "output.")) or name in ("shared_experts.gate", "before.norm"):
                 allowed = dtypes.MATMUL_DTYPES
             elif name.endswith("_bias"):
-                allowed = (own, "float32")
+                allowed = (dtype, "float32")
                 if name == "experts.up_bias" and self.experts.gate_up_bias is not None:
                     allowed = (dtypes.canonical(self.experts.gate_up_bias.dtype),)
             if dtypes.canonical(array.dtype) not in allowed:
@@ -262,12 +262,12 @@ def layer_router(arrays: Mapping[str, Any], norm: NormSpec | None, sparse_mixer:
 
 def layer_parts(arrays: Mapping[str, Any], spec: Any) -> dict[str, LayerPart]:
     specs = {"before": spec.latent, "after": None, "output": spec.output}
-    found = {}
+    parts = {}
     for part, means in specs.items():
-        own = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{part}.")}
-        if own or means is not None:
-            found[part] = LayerPart(**own, spec=means)
-    return found
+        fields = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{part}.")}
+        if fields or means is not None:
+            parts[part] = LayerPart(**fields, spec=means)
+    return parts
 
 
 def _every_name() -> tuple[str, ...]:

@@ -169,7 +169,7 @@ def diagnose(progress: Any) -> Diagnosis:
     # JAX would take most of a GPU's memory, and torch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     progress("looking for packages and GPUs")
-    found, devices = packages(), gpus()
+    installed, devices = packages(), gpus()
     # Triton decides at import: afterwards, a CPU can only run the NumPy reference.
     if "triton" not in sys.modules:
         prefer_interpreter()
@@ -177,7 +177,7 @@ def diagnose(progress: Any) -> Diagnosis:
     progress("planning the kernels of typical layers")
     kernels = tuple(kernels_of(target) for target in targets or [cpu_target()])
     outcome = run_self_tests(progress)
-    return Diagnosis(found, devices, why_no_gpu(), kernels, outcome, round(time.perf_counter() - start, 3))
+    return Diagnosis(installed, devices, why_no_gpu(), kernels, outcome, round(time.perf_counter() - start, 3))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -57,16 +57,16 @@ class Gpu:
 
 
 def packages() -> tuple[Package, ...]:
-    own = [Package("python", platform.python_version()), Package("moebius", moe_core.__version__)]
-    return (*own, *(_package(name) for name in PACKAGES))
+    base = [Package("python", platform.python_version()), Package("moebius", moe_core.__version__)]
+    return (*base, *(_package(name) for name in PACKAGES))
 
 
 def _package(name: str) -> Package:
     module, least, below = PACKAGES[name]
-    found = None
+    module_spec = None
     with contextlib.suppress(ModuleNotFoundError):
-        found = importlib.util.find_spec(module)
-    if found is None:
+        module_spec = importlib.util.find_spec(module)
+    if module_spec is None:
         return Package(name, None)
     try:
         version = importlib.metadata.version(name)
@@ -80,8 +80,8 @@ def _package(name: str) -> Package:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def gpus() -> tuple[Gpu, ...]:

@@ -30,7 +30,7 @@ class Poisoned:
 def poisoned() -> Iterator[Poisoned]:
     """Fill outputs and workspaces of every plan with 0xFF bytes before it runs, in this whole process, on every
     thread."""
-    found = Poisoned()
+    record = Poisoned()
     runs = {kind: kind.__dict__["__call__"] for kind in (Prepared, CudaPrepared)}
 
     def poisoning(run: Callable[..., None]) -> Callable[..., None]:
@@ -44,7 +44,7 @@ def poisoned() -> Iterator[Poisoned]:
                 for pointer, size in zip(pointers[len(plan.inputs) :], [*sizes, plan.scratch_bytes], strict=False):
                     if size:
                         _fill(prepared, pointer, size, stream)
-                found.count(len(sizes), int(plan.scratch_bytes > 0))
+                record.count(len(sizes), int(plan.scratch_bytes > 0))
             run(prepared, pointers, stream, steps)
 
         return poison_and_run
@@ -52,7 +52,7 @@ def poisoned() -> Iterator[Poisoned]:
     for kind, run in runs.items():
         kind.__call__ = poisoning(run)  # type: ignore[method-assign]
     try:
-        yield found
+        yield record
     finally:
         for kind, run in runs.items():
             kind.__call__ = run  # type: ignore[method-assign]

@@ -175,12 +175,12 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
         number += 1
         progress(f"[{number}/{total}] {what}")
 
-    with poisoned() as found:
-        for index, (name, place) in enumerate(FRONT_ENDS.items()):
+    with poisoned() as poison:
+        for index, (name, path) in enumerate(FRONT_ENDS.items()):
             number = index * per_front_end
             progress(f"importing the {name} front-end")
             try:
-                engine = pkgutil.resolve_name(place)()
+                engine = pkgutil.resolve_name(path)()
             except (ImportError, Unsupported) as error:
                 absent[name] = str(error)
                 continue
@@ -196,4 +196,4 @@ def run_self_tests(progress: Callable[[str], object]) -> Outcome:
                     note = f"{type(error).__name__}: {error}"
                     results.append(Result(test.direction, name, "", "", "run", FAIL, note))
     bitwise = tuple(row for test in tests for row in test.bitwise())
-    return Outcome(tuple(results), absent, bitwise, found)
+    return Outcome(tuple(results), absent, bitwise, poison)

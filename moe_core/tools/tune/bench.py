@@ -103,8 +103,8 @@ class GpuBench:
                 runs[number] = run
         rounds = int(_ROUNDS_SECONDS * 1e6 / max(1.0, len(runs) * (first + 100)))
         medians = self._device.time(list(runs.values()), min(_MOST_ROUNDS, max(_LEAST_ROUNDS, rounds)))
-        found = dict(zip(runs, medians, strict=True))
-        return [Timing(config, found.get(number), problems[number]) for number, config in enumerate(configs)]
+        measured = dict(zip(runs, medians, strict=True))
+        return [Timing(config, measured.get(number), problems[number]) for number, config in enumerate(configs)]
 
 
 def plan_of(product: Product, config: TileConfig, target: Target) -> LaunchPlan:

@@ -44,12 +44,12 @@ _EPILOG = "exit status: 0 written, 1 a measurement failed, 2 nothing could be me
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
-    options = parser.parse_args(given)
+    options = parser.parse_args(command_line)
     try:
         if options.links:
-            return links.measure(options, given)
+            return links.measure(options, command_line)
         products = _products(options)
         if options.dry_run:
             return _dry_run(products, options.candidates)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return NOTHING_MEASURED
         if options.output is None:
             raise InvalidInput("--output must name the table to write, got none; add --output table.json")
-        return _measure(products, options, given)
+        return _measure(products, options, command_line)
     except (InvalidInput, Unsupported) as error:
         print(f"moebius-tune: {error}", file=sys.stderr)
         return NOTHING_MEASURED
@@ -116,14 +116,14 @@ def _products(options: argparse.Namespace) -> Sequence[Product]:
         if value < 1:
             raise InvalidInput(f"{name} must be at least 1, got {value}; pass a larger number")
     storage = Storage(options.weight_layout, options.gate_layout, HUGGING_FACE.router_weight_layout)
-    found = [
+    products = [
         product
         for layer in _layers(options)
         for dtype in options.dtype or ["bfloat16"]
         for num_tokens in options.tokens
         for product in products_of(layer, storage, dtype, num_tokens)
     ]
-    return distinct_products(found)
+    return distinct_products(products)
 
 
 def _layers(options: argparse.Namespace) -> list[MoELayerSpec]:

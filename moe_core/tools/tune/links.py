@@ -50,24 +50,24 @@ def measure(options: argparse.Namespace, given: Sequence[str]) -> int:
     sizes = options.bytes or tuple(torch_links.SIZES[backend])
     setting = torch_links.Setting(backend, options.ranks, sizes, options.link_seconds)
     try:
-        found = torch_links.measure(setting)
+        measured = torch_links.measure(setting)
     except Unsupported:
         raise
     except RuntimeError as error:
         print(f"moebius-tune: a measurement failed: {error}", file=sys.stderr)
         return FAILED
-    if found is None:
+    if measured is None:
         # Not the first rank of torchrun.
         return WRITTEN
     more, missing = _of_jax(options, sizes)
     packages = ["torch", *(["jax"] if more else [])]
     record = MachineRecord.of(
-        [*found.timings, *more],
+        [*measured.timings, *more],
         provenance(0 if backend == "nccl" else None, given, packages),
-        domain=found.domain,
-        tflops=found.tflops,
-        memory=found.memory,
-        not_measured=[*found.not_measured, *missing],
+        domain=measured.domain,
+        tflops=measured.tflops,
+        memory=measured.memory,
+        not_measured=[*measured.not_measured, *missing],
     )
     record.save(options.output)
     print(report(record))

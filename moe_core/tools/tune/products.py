@@ -67,15 +67,15 @@ def products_of(layer: MoELayerSpec, storage: Storage, dtype: str, num_tokens: i
     down = MatmulOperands(ArraySpec((layout.capacity, F), dtype), matrix(F, D, E), row_weight=row_weight)
     first = MatmulSpec(spec.weight_layout, "token", "row", activation, allow_tf32=spec.allow_tf32)
     second = MatmulSpec(spec.weight_layout, "row", "slot", allow_tf32=spec.allow_tf32)
-    found: list[tuple[Any, ...]] = [("gate_up", gate_up(F, E), layout, first), ("down", down, layout, second)]
+    entries: list[tuple[Any, ...]] = [("gate_up", gate_up(F, E), layout, first), ("down", down, layout, second)]
     if layer.shared_experts is not None:
         S = layer.shared_experts.d_ff
         dense = MatmulSpec(spec.weight_layout, activation=activation, allow_tf32=spec.allow_tf32)
-        found.append(("shared gate_up", gate_up(S), None, dense))
+        entries.append(("shared gate_up", gate_up(S), None, dense))
         operands = MatmulOperands(ArraySpec((num_tokens, S), dtype), matrix(S, D))
         dense = MatmulSpec(spec.weight_layout, out_dtype="float32", allow_tf32=spec.allow_tf32)
-        found.append(("shared down", operands, None, dense))
-    return tuple(Product(name, num_tokens, *rest) for name, *rest in found)
+        entries.append(("shared down", operands, None, dense))
+    return tuple(Product(name, num_tokens, *rest) for name, *rest in entries)
 
 
 def distinct_products(products: Iterable[Product]) -> Sequence[Product]:

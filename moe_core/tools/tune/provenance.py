@@ -50,8 +50,8 @@ def joined(known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _commit() -> str:
     """MOEBIUS_COMMIT (in a copy without repository), or the checkout's."""
-    if given := os.environ.get("MOEBIUS_COMMIT"):
-        return given
+    if commit := os.environ.get("MOEBIUS_COMMIT"):
+        return commit
     command = ["git", "-C", str(pathlib.Path(moe_core.__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

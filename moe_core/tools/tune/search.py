@@ -67,8 +67,8 @@ def candidates(problem: MatmulProblem, limit: int) -> tuple[TileConfig, ...]:
         for family in able
     ]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*legal))
-    found = dict.fromkeys((heuristic_tile(problem).config, *turns))
-    return tuple(config for config in found if config is not None)[:limit]
+    configs = dict.fromkeys((heuristic_tile(problem).config, *turns))
+    return tuple(config for config in configs if config is not None)[:limit]
 
 
 def search(
@@ -97,11 +97,11 @@ def measure_product(product: Product, target: Target, bench: Bench, limit: int) 
     invariant = heuristic_tile(dataclasses.replace(problem, spec=pinned)).config
     timings = bench.measure(product, tuple(dict.fromkeys((*configs, invariant))))
     times = {timing.config: timing.microseconds for timing in timings if timing.microseconds is not None}
-    own = times[configs[0]]
+    baseline = times[configs[0]]
     # Being legal, it competes too.
     config, microseconds = min(times.items(), key=lambda item: item[1])
-    if microseconds > own * (1 - LEAST_GAIN):
-        config, microseconds = configs[0], own
+    if microseconds > baseline * (1 - LEAST_GAIN):
+        config, microseconds = configs[0], baseline
     refused = tuple(timing for timing in timings if timing.microseconds is None)
-    heuristic, best = (configs[0], own), (config, microseconds)
+    heuristic, best = (configs[0], baseline), (config, microseconds)
     return Result(product, target.arch, heuristic, best, times.get(invariant), len(timings), refused)
