@@ -103,8 +103,8 @@ def _on_blackwell(index: int) -> bool:
 @constant_result
 def _tile(groups: int, n: int, k: int, rows: int, out_dtype: str, kind: str, index: int) -> tuple[Any, ...] | None:
     """Fields of the tile, a constant of compiled programs."""
-    found = tile_for_rows((groups, n, k), rows, out_dtype, target_of_device(torch.device(kind, index)))
-    return None if found is None else tuple(getattr(found, name) for name in TileConfig.__match_args__)
+    tile = tile_for_rows((groups, n, k), rows, out_dtype, target_of_device(torch.device(kind, index)))
+    return None if tile is None else tuple(getattr(tile, name) for name in TileConfig.__match_args__)
 
 
 def _name(tensor: torch.Tensor) -> str:

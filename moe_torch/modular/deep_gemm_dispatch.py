@@ -98,9 +98,9 @@ class TritonOrDeepGemmExperts(StandardExperts):
 
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         """DeepGEMM's larger shapes, if it may be chosen for these sizes."""
-        own = self.deep_gemm_expert
-        if own is not None and (own.e8m0 or contract.why_not_valid_shape(size.M, size.N, size.K) is None):
-            return own.shapes(size, F)
+        deep_gemm = self.deep_gemm_expert
+        if deep_gemm is not None and (deep_gemm.e8m0 or contract.why_not_valid_shape(size.M, size.N, size.K) is None):
+            return deep_gemm.shapes(size, F)
         return self.triton_expert.shapes(size, F)
 
     def as_stored(self, w1, w2):
@@ -111,10 +111,10 @@ class TritonOrDeepGemmExperts(StandardExperts):
         member = self.chosen(call.hidden_states, call.w1, call.w2)
         size = self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
         F = self.adjust_N_for_activation(size.N, call.activation)
-        own = self.deep_gemm_expert
-        if own is member and own is not None and own.shapes(size, F) != self.shapes(size, F):
+        deep_gemm = self.deep_gemm_expert
+        if deep_gemm is member and deep_gemm is not None and deep_gemm.shapes(size, F) != self.shapes(size, F):
             # `shapes` does not see quantised hidden states and returned Triton's memory.
-            workspace13, workspace2, _ = (call.workspace2.new_empty(shape) for shape in own.shapes(size, F))
+            workspace13, workspace2, _ = (call.workspace2.new_empty(shape) for shape in deep_gemm.shapes(size, F))
             call = call._replace(workspace13=workspace13, workspace2=workspace2)
         member.apply(*call)
 
@@ -155,8 +155,8 @@ class TritonOrDeepGemmExperts(StandardExperts):
         return changed
 
     def _members(self) -> list[FusedMoEPermuteExpertsUnpermute]:
-        own = self.deep_gemm_expert
-        return [self.triton_expert] if own is None else [self.triton_expert, own]
+        deep_gemm = self.deep_gemm_expert
+        return [self.triton_expert] if deep_gemm is None else [self.triton_expert, deep_gemm]
 
     def _agreed(self, name: str, question: Any) -> Any:
         first, *others = [(type(member).__name__, question(member)) for member in self._members()]
@@ -170,12 +170,12 @@ class TritonOrDeepGemmExperts(StandardExperts):
 
     def _case(self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> contract.DispatchCase:
         arrays = {"hidden_states": hidden_states, "w1": w1, "w2": w2}
-        own = self.deep_gemm_expert
+        deep_gemm = self.deep_gemm_expert
         return contract.DispatchCase(
             hidden_states.shape[0],
             w2.shape,
             (str(w1.dtype).removeprefix("torch."), str(w2.dtype).removeprefix("torch.")),
             tuple(name for name, array in arrays.items() if not array.is_contiguous()),
-            own is not None and own.e8m0 and is_blackwell_deep_gemm_e8m0_used(hidden_states.device),
+            deep_gemm is not None and deep_gemm.e8m0 and is_blackwell_deep_gemm_e8m0_used(hidden_states.device),
             hidden_states.dtype == torch.float8_e4m3fn,
         )

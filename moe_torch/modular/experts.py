@@ -100,8 +100,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
                 f"configs must be quant_config, or moe_config, quant_config, max_num_tokens and num_dispatchers, each "
                 f"once, got {len(configs)} by place and some of them by name; name them all"
             )
-        given: tuple[Any, ...] = (*configs, *named[len(configs) :])
-        config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG if given[1] is None else given[1]
+        settings: tuple[Any, ...] = (*configs, *named[len(configs) :])
+        config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG if settings[1] is None else settings[1]
         require_kind("quant_config", config, core_config.FusedMoEQuantConfig)
         config = FusedMoEQuantConfig.of(config)
         reason = core.why_unsupported(config)
@@ -111,8 +111,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         require_kind("tuning", tuning, Tuning, optional=True)
         self.quant_config, self.tuning = config, tuning
-        self.moe_config = _NO_MOE_CONFIG if given[0] is None else given[0]
-        self.max_num_tokens, self.num_dispatchers = given[2:]
+        self.moe_config = _NO_MOE_CONFIG if settings[0] is None else settings[0]
+        self.max_num_tokens, self.num_dispatchers = settings[2:]
 
     @property
     def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
@@ -123,8 +123,8 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
                 f"{type(self).__name__} must say what tokens it takes, got neither activation_format nor "
                 "activation_formats; define one, FusedMoEActivationFormat.Standard for example"
             )
-        found = self.activation_format()
-        return found, found
+        tensor_format = self.activation_format()
+        return tensor_format, tensor_format
 
     def activation_format(self) -> FusedMoEActivationFormat:
         """Format of the input. Subclasses may define the newest generation's static method."""

@@ -152,13 +152,13 @@ def _stored(w1: Any, w2: Any, quant_config: core.FusedMoEQuantConfig | None) -> 
     """The weights with a configuration. Raises InvalidInput for unexplained bytes."""
     config = FUSED_MOE_UNQUANTIZED_CONFIG if quant_config is None else quant_config
     require_instance("quant_config", config, core.FusedMoEQuantConfig)
-    found = as_stored(w1, w2, FusedMoEQuantConfig.of(config), "in_out")
-    if found.w1.dtype == torch.uint8 and found.config.scheme is None:
+    stored = as_stored(w1, w2, FusedMoEQuantConfig.of(config), "in_out")
+    if stored.w1.dtype == torch.uint8 and stored.config.scheme is None:
         raise InvalidInput(
             "quant_config must say how w1 is quantised, as w1 is torch.uint8, got none; mxfp4 weights with "
             "their scales are FusedMoEQuantConfig('mxfp4_w4a16', w1_scale=..., w2_scale=...)"
         )
-    return found
+    return stored
 
 
 def _memory_for(output: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:

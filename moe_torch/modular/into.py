@@ -15,7 +15,7 @@ from moe_torch.bridge.ready import Ready
 from moe_torch.operators.stages import PACK_BITMATRIX
 from moe_torch.operators.table import MOE, MOE_QUANTIZED
 
-_SEVERAL = frozenset((PACK_BITMATRIX.name, *(found.name for found in (*MOE.values(), *MOE_QUANTIZED.values()))))
+_SEVERAL = frozenset((PACK_BITMATRIX.name, *(operator.name for operator in (*MOE.values(), *MOE_QUANTIZED.values()))))
 
 
 def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> bool:
@@ -32,11 +32,11 @@ def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: 
     try:
         operator.run_ready(ready, arguments, tuple(memory.values()))
     except InvalidInput:
-        for name, place in memory.items():
-            if place.data_ptr() % ALIGNMENT:
+        for name, tensor in memory.items():
+            if tensor.data_ptr() % ALIGNMENT:
                 raise InvalidInput(
                     f"the memory of {name} must start at a multiple of {ALIGNMENT} bytes, got address "
-                    f"{place.data_ptr():#x}; allocate it by itself"
+                    f"{tensor.data_ptr():#x}; allocate it by itself"
                 ) from None
         raise
     return True
@@ -51,11 +51,11 @@ def _find(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tup
     if known is not None:
         return known
     ready = operator.ready(arguments, tuple(memory))
-    for (name, place), (shape, strides, dtype) in zip(memory.items(), ready.outputs, strict=True):
-        if (tuple(place.shape), place.stride(), place.dtype, place.device) != (shape, strides, dtype, ready.device):
+    for (name, tensor), (shape, strides, dtype) in zip(memory.items(), ready.outputs, strict=True):
+        if (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device) != (shape, strides, dtype, ready.device):
             raise InvalidInput(
                 f"the memory of {name} must be {dtype} {list(shape)} on {ready.device} with dense rows, got "
-                f"{place.dtype} {list(place.shape)} with strides {place.stride()} on {place.device}; allocate it so"
+                f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; allocate it so"
             )
     operator.plans.put(key, ready)
     return ready
@@ -80,9 +80,9 @@ def known_run(
     operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...], tensors: Sequence[Any]
 ) -> KnownRun | None:
     """None if an argument is no tensor of the caller, or occurs twice: such calls cannot be told apart."""
-    ready, positions = _find(operator, memory, arguments), {id(tensor): place for place, tensor in enumerate(tensors)}
-    given = [tensor for tensor in tensors if tensor is not None]
-    if ready is None or len({id(tensor) for tensor in given}) < len(given):
+    ready, positions = _find(operator, memory, arguments), {id(tensor): order for order, tensor in enumerate(tensors)}
+    present = [tensor for tensor in tensors if tensor is not None]
+    if ready is None or len({id(tensor) for tensor in present}) < len(present):
         return None
     selection = [positions.get(id(arguments[index])) for index in ready.selection]
     return None if None in selection else KnownRun(ready, tuple(selection))  # pyright: ignore[reportArgumentType]

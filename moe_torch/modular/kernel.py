@@ -199,12 +199,12 @@ class FusedMoEModularKernel(torch.nn.Module):
         if prepared.batch is not None:
             experts = experts.adding_as(*prepared.batch)
         impl = experts.finalize_weight_and_reduce_impl()
-        place = output if part.writes_output(impl) else None
+        destination = output if part.writes_output(impl) else None
         if prepared.a1q is not hidden_states:
             size = ProblemSize(*experts.moe_problem_size(prepared.a1q, w1, w2, given_ids))
         options = (activation, global_num_experts, mapped, prepared.a1q_scale, a2_scale)
         call = _Chunks(experts, scratch, size, (w1, w2), options, on_input)
-        result = self._run(call, prepared, routing, place)
+        result = self._run(call, prepared, routing, destination)
         finalizing = parts.finalize.pass_to(
             finalize, FinalizeCall(output, result, weights, ids, on_input, impl, prepared)
         )

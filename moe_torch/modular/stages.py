@@ -100,8 +100,8 @@ def batches_of(
     if ids.shape[1] == 1 or not ids.shape[0]:
         return ops.make_layout(ids, num_experts, max_rows=max_rows)
     first = (ids[:, :, None] == ids[:, None, :]).to(torch.uint8).argmax(-1)
-    own = first == torch.arange(ids.shape[1], device=ids.device)
-    layout = ops.make_layout(torch.where(own, ids, -1), num_experts, max_rows=max_rows)
+    is_first = first == torch.arange(ids.shape[1], device=ids.device)
+    layout = ops.make_layout(torch.where(is_first, ids, -1), num_experts, max_rows=max_rows)
     rows = layout.row_of_slot.view(ids.shape).gather(1, first)
     return dataclasses.replace(layout, row_of_slot=rows.reshape(-1))
 

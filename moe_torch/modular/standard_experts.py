@@ -47,13 +47,13 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     def as_stored(self, w1: Any, w2: Any) -> tuple[StandardExperts, Any, Any]:
         if is_plain(w1, w2, self.quant_config):
             return self, w1, w2
-        found = as_stored(w1, w2, self.quant_config, self.weight_layout)
-        if found.w1 is w1 and found.config is self.quant_config:
+        stored = as_stored(w1, w2, self.quant_config, self.weight_layout)
+        if stored.w1 is w1 and stored.config is self.quant_config:
             return self, w1, w2
-        experts = self.with_quant_config(found.config)
+        experts = self.with_quant_config(stored.config)
         experts = copy.copy(self) if experts is self else experts
-        experts.weight_layout = found.weight_layout
-        return experts, found.w1, found.w2
+        experts.weight_layout = stored.weight_layout
+        return experts, stored.w1, stored.w2
 
     @abc.abstractmethod
     def run(self, call: ExpertsCall) -> None:

@@ -117,9 +117,9 @@ class GroupedExperts(StandardExperts):
         spec = make(activation, weight_layout=self.weight_layout, tuning=self.tuning, activations=self.activations)
         operator, arguments = ops.moe_request(call.hidden_states, weights, routing, spec, expert_map=call.expert_map)
         write_into(operator, memory, arguments)
-        found = None if key is None else known_run(operator, memory, arguments, tensors)
-        if found is not None:
-            _known.put(key, found)
+        ready = None if key is None else known_run(operator, memory, arguments, tensors)
+        if ready is not None:
+            _known.put(key, ready)
 
     def size_of(self, call: ExpertsCall) -> ProblemSize:
         return self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
@@ -141,11 +141,11 @@ class GroupedExperts(StandardExperts):
     ) -> Self:
         specs = map_arrays(self.weights(w1, w2), lambda array: array_spec("weights", array))
         rows, target = array_spec("hidden_states", x), target_of_device(x.device)
-        found = tuning_of_whole(rows, specs, size, self.products(activation), target, self.activations)
-        if found is None:
+        tuning = tuning_of_whole(rows, specs, size, self.products(activation), target, self.activations)
+        if tuning is None:
             return self
         changed = copy.copy(self)
-        changed.tuning = found
+        changed.tuning = tuning
         return changed
 
 
@@ -228,6 +228,6 @@ class BatchedTritonExperts(BatchedExperts):
         memory = {"y": view_as(call.workspace2, E * rows, self.adjust_N_for_activation(N, call.activation))}
         hidden = stages.product(1, memory, x, layout, ("row", "row"), activation_of(call.activation))
         places = {"y": call.output.view(E * rows, K)}
-        found = stages.product(2, places, hidden, layout, ("row", "row"))
-        if found is not places["y"]:
-            call.output.copy_(found.view_as(call.output))
+        product = stages.product(2, places, hidden, layout, ("row", "row"))
+        if product is not places["y"]:
+            call.output.copy_(product.view_as(call.output))

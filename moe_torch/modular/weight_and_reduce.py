@@ -135,5 +135,5 @@ class PlacedRows(TopKWeightAndReduce):
 
 def ids_of_rank(topk_ids: torch.Tensor, rank: int, num_experts: int) -> torch.Tensor:
     """Map the rank's num_experts global ids int32 to local ones, others to -1."""
-    own = topk_ids - rank * num_experts
-    return torch.where((own >= 0) & (own < num_experts), own, -1)
+    local_ids = topk_ids - rank * num_experts
+    return torch.where((local_ids >= 0) & (local_ids < num_experts), local_ids, -1)

@@ -42,10 +42,10 @@ class Workspaces:
             if torch.cuda.is_current_stream_capturing():
                 return Scratch(device, owned=None)
             key = (*key, private.current_stream(device.index or 0))
-        found = self._local.known.get(key)
-        if found is None:
-            found = self._local.known[key] = Scratch(device, owned={})
-        return found
+        scratch = self._local.known.get(key)
+        if scratch is None:
+            scratch = self._local.known[key] = Scratch(device, owned={})
+        return scratch
 
     @property
     def nbytes(self) -> int:
@@ -75,10 +75,10 @@ class Scratch:
         """See `Workspaces.take`."""
         if self._owned is None:
             return torch.empty(shape, dtype=dtype, device=self._device)
-        found = self._owned.get(name)
-        if found is not None and found[1] == shape and found[2] == dtype:
-            return found[3]
-        size, buffer = math.prod(shape) * dtype.itemsize, None if found is None else found[0]
+        stored = self._owned.get(name)
+        if stored is not None and stored[1] == shape and stored[2] == dtype:
+            return stored[3]
+        size, buffer = math.prod(shape) * dtype.itemsize, None if stored is None else stored[0]
         if buffer is None or buffer.numel() < size:
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         tensor = buffer[:size].view(dtype).view(shape)

@@ -174,12 +174,12 @@ class AcrossRanks(InHalves):
         except Exception:
             self.tell_failure(call.a1.device)
             raise
-        found = begin()
+        pending = begin()
         begun: list[Any] = []
 
         def hook() -> None:
             if not begun:
-                routes = found()
+                routes = pending()
                 begun.extend((routes, routes.start_push(x.detach(), "rows")))
 
         def receiver() -> PreparedTokens:

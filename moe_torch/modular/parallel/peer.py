@@ -77,8 +77,8 @@ class PeerBatchedPrepareAndFinalize(PeerPrepareAndFinalize):
         number = torch.arange(most, dtype=torch.int32, device=device)
         slot_of_row = torch.where(number < counts[:, None], start[:, None] + number, -1).view(-1)
         expert = ids[:, 0].clamp(min=0).long()
-        own = torch.arange(len(ids), dtype=torch.int32, device=device) - start[expert]
-        row_of_slot = torch.where((ids[:, 0] < 0) | (own >= most), -1, expert.to(torch.int32) * most + own)
+        row = torch.arange(len(ids), dtype=torch.int32, device=device) - start[expert]
+        row_of_slot = torch.where((ids[:, 0] < 0) | (row >= most), -1, expert.to(torch.int32) * most + row)
         spec = LayoutSpec(len(ids), 1, 1, max_rows=len(slot_of_row))
         layout = RaggedLayout(spec, None, None, slot_of_row, row_of_slot, None)
         blocks = ops.gather_rows(prepared.a1q, layout).view(len(experts), most, -1)
