@@ -50,8 +50,8 @@ class _Dense(torch.autograd.Function):
         asked = [name for name, needed in zip(places, ctx.needs_input_grad[3:], strict=True) if needed]
         known = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | {"gradients.output": d_rows.contiguous()}
         results = call(_BACKWARD, _BACKWARD.by_name(known, ctx.spec, tuple(f"d_{name}" for name in asked)))
-        found = dict(zip(asked, results, strict=True))
-        return None, None, None, *[found.get(name) for name in places]
+        gradients = dict(zip(asked, results, strict=True))
+        return None, None, None, *[gradients.get(name) for name in places]
 
 
 def gate_logits(x: torch.Tensor, gate: torch.Tensor | None, spec: MoESpec) -> torch.Tensor | None:

@@ -215,8 +215,8 @@ class Exchange:
             wide = uses_of(x, uses, summed=self.tensor is not None)
             dense: Any = None
             if shared is not None:
-                own = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.token_ranks
-                dense = _shared(own, later=self._overlaps(x))
+                arguments = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.token_ranks
+                dense = _shared(arguments, later=self._overlaps(x))
                 if _asks_gradients([array for _, array in named_arrays(shared)]):
                     refuse_chunks(self.parallel.exchange)
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
@@ -233,9 +233,9 @@ class Exchange:
             raise
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
         owner = Owner(experts, spec, placement, ids.shape[1], brought.wide is not None)
-        beside, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
+        dense_of_parts, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
         if planner is None:
-            found = run_peer((self.ranks, plan, self.moving), brought, owner, beside, of_parts)
+            results = run_peer((self.ranks, plan, self.moving), brought, owner, dense_of_parts, of_parts)
             del brought
         else:
             routes = planner.start()()
@@ -244,19 +244,19 @@ class Exchange:
             result = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens)
             # Without training, rows that come home can use this memory.
             del rows
-            output = combine(routes, result.output, beside() if beside else (None, None), of_parts)
+            output = combine(routes, result.output, dense_of_parts() if dense_of_parts else (None, None), of_parts)
             counted = routes.tokens_per_expert, routes.invalid_ids
-            found = Results(output, result.tokens_per_expert, routes.overflow, *counted)
+            results = Results(output, result.tokens_per_expert, routes.overflow, *counted)
         if tensor is not None:
-            output = tensor.total(found.output, x, dense() if dense else (None, None), dtype)
+            output = tensor.total(results.output, x, dense() if dense else (None, None), dtype)
             # The exchange counts all tokens of the axis.
-            found = Results(output, found.received, found.overflow, *counts_of(ids, placement, mask))
+            results = Results(output, results.received, results.overflow, *counts_of(ids, placement, mask))
         if self.moving is not None:
-            self.moving.load.add_(found.tokens_per_expert)
-        missing = placement.per_rank - len(found.received)
-        received = torch.nn.functional.pad(found.received, (0, missing)) if missing else found.received
-        counts = found.tokens_per_expert, found.invalid_ids, received, found.overflow
-        return ParallelOutput(found.output, ids, weights, logits, *counts)
+            self.moving.load.add_(results.tokens_per_expert)
+        missing = placement.per_rank - len(results.received)
+        received = torch.nn.functional.pad(results.received, (0, missing)) if missing else results.received
+        counts = results.tokens_per_expert, results.invalid_ids, received, results.overflow
+        return ParallelOutput(results.output, ids, weights, logits, *counts)
 
     def _overlaps(self, x: torch.Tensor) -> bool:
         return self.parallel.exchange.mode == "peer" and x.is_cuda
@@ -331,8 +331,8 @@ def _asks_gradients(arrays: Iterable[Any]) -> bool:
 def _shared(arguments: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
     if later:
         return lambda: shared_output(*arguments)
-    found = shared_output(*arguments)
-    return lambda: found
+    result = shared_output(*arguments)
+    return lambda: result
 
 
 def plan_of(

@@ -126,10 +126,10 @@ class _Bench:
         hosts = [list(range(first, first + domain)) for first in range(0, world, domain)]
         across = [list(range(local, world, domain)) for local in range(domain)]
         groups = {tuple(ranks): dist.new_group(ranks) for ranks in (*hosts, *across) if len(ranks) > 1}
-        own = (hosts[rank // domain], across[rank % domain])
+        rank_groups = (hosts[rank // domain], across[rank % domain])
         self.groups = {
             where: Ranks(groups[tuple(ranks)], None, f"links of the {where}")
-            for where, ranks in zip(("domain", "network"), own, strict=True)
+            for where, ranks in zip(("domain", "network"), rank_groups, strict=True)
             if len(ranks) > 1
         }
 

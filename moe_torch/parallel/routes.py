@@ -350,10 +350,10 @@ class Blocks(_Planner):
         return self.exchanged
 
     def exchanged(self) -> CollectiveRoutes:
-        spec, ranks, what = self.spec, self.ranks, "header, ids and weights"
+        spec, ranks, label = self.spec, self.ranks, "header, ids and weights"
         tables = self.first_tables()
         gathers = spec.mode == "all_gather"
-        came = (ranks.all_gather if gathers else ranks.all_to_all)(tables.message, what)
+        came = (ranks.all_gather if gathers else ranks.all_to_all)(tables.message, label)
         lost = tables.lost if self.plan.spec.on_overflow == "error" else None
         back = ranks.size * spec.back_rows
         *owner, spoilt = self.received(came, ranks.size * spec.block_rows if spec.by_slot else back, self.header, lost)

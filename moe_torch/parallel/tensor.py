@@ -141,10 +141,10 @@ class Around(torch.autograd.Function):
         ctx: Any, axis: TensorRanks, wide: torch.Tensor | None, weights: torch.Tensor, gathered: torch.Tensor | None
     ) -> Any:
         ctx.axis = axis
-        found = weights.view_as(weights) if gathered is None else gathered
+        chosen = weights.view_as(weights) if gathered is None else gathered
         if not ctx.needs_input_grad[2]:
-            ctx.mark_non_differentiable(found)
-        return None if wide is None else wide.new_zeros(1).expand(len(found), wide.shape[1]), found
+            ctx.mark_non_differentiable(chosen)
+        return None if wide is None else wide.new_zeros(1).expand(len(chosen), wide.shape[1]), chosen
 
     @staticmethod
     @once_differentiable

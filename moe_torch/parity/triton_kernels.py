@@ -110,15 +110,15 @@ class TritonKernelsEngine:
         logits = router(case.x, case.routing.weight, case.routing.bias, spec=case.logits_spec)
         forward = _Forward(self._upstream, case, self._device, logits)
         stages = {"logits": logits, "ids": forward.ids, "weights": forward.weights, "matmul1": forward.matmul1()}
-        given = ["logits"]
+        supplied = ["logits"]
         if self._fuses(case):
             stages["activation"] = forward.activation()
         else:
             stages["activation"] = reference_stages(case, TopK(forward.ids, forward.weights))["activation"]
-            given.append("activation")
+            supplied.append("activation")
         stages["matmul2"], stages["output"] = forward.matmul2(stages["activation"])
         device = f"cuda sm_{cuda_target(0).arch} {driver().name(0)}"
-        return EngineRun(self.name, device, stages, given=tuple(given), slot_order="expert")
+        return EngineRun(self.name, device, stages, given=tuple(supplied), slot_order="expert")
 
 
 class _Forward:

@@ -64,8 +64,8 @@ class MoebiusEP(EPImplementation):
         if options_of(self.experts).main_grad:
             raise Unsupported("main_grad cannot be had across ranks; leave it out of use(model)")
         tokens, dtype = hidden_states.shape[0], hidden_states.dtype
-        given = [self._own(one) for one in (hidden_states, top_k_index, top_k_weights)]
-        x, weights, routing, spec = operands_of(self.experts, *given)
+        local = [self._own(one) for one in (hidden_states, top_k_index, top_k_weights)]
+        x, weights, routing, spec = operands_of(self.experts, *local)
         output = moe(x, weights, routing, spec, parallel=self.parallel, placement=self.placement).output
         if not torch.is_autocast_enabled(x.device.type):
             output = output.to(dtype)

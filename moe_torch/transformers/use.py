@@ -100,8 +100,8 @@ def use(
 
 def _restore_forward(block: torch.nn.Module) -> None:
     """Before 5.23, transformers' forward of mxfp4 blocks routes by its own kernels."""
-    own = getattr(mxfp4, "mlp_forward", None)
-    if own is not None and getattr(block.__dict__.get("forward"), "__func__", None) is own:
+    forward = getattr(mxfp4, "mlp_forward", None)
+    if forward is not None and getattr(block.__dict__.get("forward"), "__func__", None) is forward:
         del block.forward
 
 

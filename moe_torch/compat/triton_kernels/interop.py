@@ -44,9 +44,9 @@ def from_upstream(value: Any) -> Any:
     """
     if isinstance(value, _PLAIN):
         return value
-    found = _elements(value, from_upstream)
-    if found is not None:
-        return found
+    elements = _elements(value, from_upstream)
+    if elements is not None:
+        return elements
     kind = type(value)
     ours = kind if kind in _NAMES else _CLASSES.get((kind.__module__.rpartition(".")[2], kind.__name__))
     if ours is None:
@@ -72,9 +72,9 @@ def to_upstream(value: Any, package: str = "triton_kernels") -> Any:
     def convert(value: Any) -> Any:
         if isinstance(value, _PLAIN):
             return value
-        found = _elements(value, convert)
-        if found is not None:
-            return found
+        elements = _elements(value, convert)
+        if elements is not None:
+            return elements
         if type(value) not in _NAMES:
             raise InvalidInput(
                 f"value must be of moe_torch.compat.triton_kernels, got {type(value).__module__}."

@@ -53,9 +53,9 @@ PLAIN_INPUT, PLAIN_OUTPUT = InFlexData(), OutFlexData()
 
 def why_not_plain_output(data: OutFlexData, saturate_inf: bool) -> str | None:
     """The reason why a result cannot have these options, or None."""
-    given = [name for name in data.__match_args__ if getattr(data, name) is not None]
-    if given:
-        return f"results are bf16, fp16 or fp32 and have no scale, so {given[0]} of the output's flex data must be None"
+    names = [name for name in data.__match_args__ if getattr(data, name) is not None]
+    if names:
+        return f"results are bf16, fp16 or fp32 and have no scale, so {names[0]} of the output's flex data must be None"
     if saturate_inf:
         return "results are never saturated, which is about fp8 ones"
     return None

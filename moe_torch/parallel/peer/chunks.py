@@ -245,10 +245,10 @@ def _in_chunks(
     def dispatch(number: int) -> None:
         if number >= len(chunks):
             return
-        x, _, *own = chunks[number]
+        x, _, *rest = chunks[number]
         with streams.on(copies):
             # The last chunk with these buffers has been added, so all owners have read them.
-            routes = make(*own, number=number % sets, programs=_COPY_PROGRAMS)
+            routes = make(*rest, number=number % sets, programs=_COPY_PROGRAMS)
             routes.send(x)
             routes.arrive("rows")
             arrived[number] = routes, marked(copies)
