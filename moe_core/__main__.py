@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = f"  {package.problem}" if package.problem else ""
         print(f"{package.name:15} {package.version or 'not installed'}{problem}")
     print("\ncommands (--help explains each):")
-    for name, what in COMMANDS.items():
-        print(f"  {name:15} {what}")
+    for name, summary in COMMANDS.items():
+        print(f"  {name:15} {summary}")
     return 0
 
 

@@ -186,9 +186,9 @@ class TensorView:
                 a NumPy array of ml_dtypes: see `from_numpy`), or an unknown dtype.
             Unsupported: devices other than CPU and CUDA.
         """
-        found = dlpack.import_array(exporter, stream)
-        spec = ArraySpec(found.shape, found.dtype, found.strides)
-        return cls(found.pointer, spec, found.device, found.capsule, found.read_only)
+        imported = dlpack.import_array(exporter, stream)
+        spec = ArraySpec(imported.shape, imported.dtype, imported.strides)
+        return cls(imported.pointer, spec, imported.device, imported.capsule, imported.read_only)
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorView:

@@ -68,10 +68,10 @@ def load_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -
 
 
 def _require_plain(content: Any) -> None:
-    level, found = 0, [content]
-    while found:
+    level, contents = 0, [content]
+    while contents:
         below: list[Any] = []
-        for value in found:
+        for value in contents:
             if isinstance(value, dict):
                 below += value
                 below += value.values()
@@ -82,7 +82,7 @@ def _require_plain(content: Any) -> None:
                     value.encode()
             elif isinstance(value, int) and abs(value) >= _MOST_INTEGER:
                 raise ValueError("an integer beyond 64 bits")
-        level, found = level + 1, below
+        level, contents = level + 1, below
         if level > _MOST_LEVELS:
             raise ValueError(f"more than {_MOST_LEVELS} levels")
 

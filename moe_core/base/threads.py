@@ -182,11 +182,11 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
             waiting.clear()
             failures.append(error)
 
-    given: list[tuple[_Helper, _Task]] = []
+    hired: list[tuple[_Helper, _Task]] = []
     handed = 0
 
     def wake(first: int) -> None:
-        for helper, _ in given[first : first + 2]:
+        for helper, _ in hired[first : first + 2]:
             helper.wake()
 
     def help_out(helper: _Helper, number: int) -> None:
@@ -201,11 +201,11 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
         ends.put(None)
 
     try:
-        while len(given) < wanted and (helper := _hire()) is not None:
+        while len(hired) < wanted and (helper := _hire()) is not None:
             # NumPy's error state belongs to the context.
-            given.append((helper, (contextvars.copy_context(), help_out, len(given))))
+            hired.append((helper, (contextvars.copy_context(), help_out, len(hired))))
         # Send tasks only now: a thread still awake begins at once.
-        for helper, task in given:
+        for helper, task in hired:
             handed += 1
             helper.box.append(task)
         # Each wakes two others: one that wakes all would keep Python's lock from them.
@@ -222,9 +222,9 @@ def spread(function: Callable[[T], None], pieces: Iterable[T], nanoseconds: floa
                 alone = True
             except BaseException as error:  # KeyboardInterrupt in this thread
                 failures.append(error)
-        for helper, task in given[:handed]:
+        for helper, task in hired[:handed]:
             helper.take_back(task)
-        _idle.extend(helper for helper, _ in given[handed:])
+        _idle.extend(helper for helper, _ in hired[handed:])
     if failures:
         raise failures[0]
 

@@ -90,13 +90,13 @@ class Format:
         for name in ("group_rows", "group_columns"):
             if getattr(self, name) is not None:
                 require_at_least(name, getattr(self, name), 1)
-        own = self.own_element
-        if self.has_e8m0_scales and own.top_exponent is None:
+        codes = self.own_element
+        if self.has_e8m0_scales and codes.top_exponent is None:
             raise InvalidInput(
                 f"scale_rule must be amax or power_of_two for {self.element}, got {self.scale_rule!r}; e8m0 scales go "
                 "with float elements"
             )
-        if self.zero_points and own.max_code is None:
+        if self.zero_points and codes.max_code is None:
             raise InvalidInput(
                 f"zero_points must be False for {self.element}, got True; only unsigned integers have them"
             )
@@ -105,9 +105,9 @@ class Format:
                 f"group_rows must be 1 with zero_points, which every row has of its own, got {self.group_rows}; choose "
                 "1, or leave zero_points out"
             )
-        if own.per_byte > 1 and self.group_columns is not None and self.group_columns % own.per_byte:
+        if codes.per_byte > 1 and self.group_columns is not None and self.group_columns % codes.per_byte:
             raise InvalidInput(
-                f"group_columns must be a multiple of {own.per_byte} for {self.element}, got {self.group_columns}; a "
+                f"group_columns must be a multiple of {codes.per_byte} for {self.element}, got {self.group_columns}; a "
                 "byte cannot belong to two groups"
             )
 
@@ -220,5 +220,5 @@ def scheme_named(name: str) -> Scheme:
 
 def known_scheme(weights: Format, activations: Format | None) -> Scheme | None:
     """The registered scheme of these formats, or None."""
-    found = (scheme for scheme in _SCHEMES.values() if (scheme.weights, scheme.activations) == (weights, activations))
-    return next(found, None)
+    matches = (scheme for scheme in _SCHEMES.values() if (scheme.weights, scheme.activations) == (weights, activations))
+    return next(matches, None)

@@ -82,9 +82,9 @@ class Tiling:
             )
         unit = {"rows": 1, "interleaved": 2, "halves": BLOCK_ROWS}[self.order]
         if self.rows % unit:
-            what = "gate and up rows" if unit == 2 else f"{SIDE_ROWS} rows of gate, and of up, in every block"
+            rule = "gate and up rows" if unit == 2 else f"{SIDE_ROWS} rows of gate, and of up, in every block"
             raise InvalidInput(
-                f"rows must be a multiple of {unit} for order {self.order!r} ({what}), got {self.rows}; pad both "
+                f"rows must be a multiple of {unit} for order {self.order!r} ({rule}), got {self.rows}; pad both "
                 "halves, or leave the weight as it is"
             )
 

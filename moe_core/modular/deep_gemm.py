@@ -55,10 +55,10 @@ def activation_format(e8m0: bool) -> Format:
 
 def why_not_deep_gemm(config: FusedMoEQuantConfig) -> str | None:
     """None: DeepGEMM's experts can run it."""
-    found = weight_quantization(config), activation_quantization(config)
-    if found == (FP8_BLOCK, FP8_GROUP):
+    quantization = weight_quantization(config), activation_quantization(config)
+    if quantization == (FP8_BLOCK, FP8_GROUP):
         return None
-    weights, activations = ("plain" if format is None else format.name for format in found)
+    weights, activations = ("plain" if format is None else format.name for format in quantization)
     return (
         f"DeepGEMM multiplies {FP8_GROUP} rows with {FP8_BLOCK} weights, got {activations} rows and {weights} weights; "
         f"pass FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape={deep_gemm_block_shape()})"
@@ -153,11 +153,11 @@ def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]
         "a[1]": (a.scales, (*a.values[:-1], k // ALIGNMENT)),
         "b[1]": (b.scales, (groups, n // ALIGNMENT, k // ALIGNMENT)),
     }
-    for name, (found, wanted) in shapes.items():
-        if tuple(found) != wanted:
+    for name, (shape, wanted) in shapes.items():
+        if tuple(shape) != wanted:
             group = f"{RECIPE[0 if name == 'a[1]' else 1]} x {RECIPE[2]}"
             raise InvalidInput(
-                f"{name} must be {tuple(wanted)}, a scale for each {group} values, got {tuple(found)}; pass the scales "
+                f"{name} must be {tuple(wanted)}, a scale for each {group} values, got {tuple(shape)}; pass the scales "
                 f"of {name[0]}[0]"
             )
     return (*a.values[:-1], n)

@@ -92,11 +92,11 @@ class FusedMoEQuantConfig:
                 "leave it out"
             )
         if self.scheme is None:
-            given = [name for name in ("block_shape", *QUANTIZATION_ARRAYS) if getattr(self, name) is not None]
-            given += ["per_act_token_quant"] if self.per_act_token_quant else []
-            if given:
+            present = [name for name in ("block_shape", *QUANTIZATION_ARRAYS) if getattr(self, name) is not None]
+            present += ["per_act_token_quant"] if self.per_act_token_quant else []
+            if present:
                 raise InvalidInput(
-                    f"{given[0]} must not be given without a scheme, got one; name the scheme, as in "
+                    f"{present[0]} must not be given without a scheme, got one; name the scheme, as in "
                     "FusedMoEQuantConfig.make(use_fp8_w8a8=True)"
                 )
 
@@ -113,8 +113,8 @@ class FusedMoEQuantConfig:
         **arrays: Any,
     ) -> FusedMoEQuantConfig:
         """The configuration of at most one scheme (more: InvalidInput). arrays: the other fields."""
-        given = (use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, use_mxfp4_w4a4)
-        flags = dict(zip(SCHEMES[:5], given, strict=True))
+        requested = (use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, use_mxfp4_w4a4)
+        flags = dict(zip(SCHEMES[:5], requested, strict=True))
         for name, flag in flags.items():
             require_flag(f"use_{name}", flag)
         chosen = [name for name, flag in flags.items() if flag]
@@ -132,12 +132,12 @@ class FusedMoEQuantConfig:
 
     def with_arrays(self, **arrays: Any) -> FusedMoEQuantConfig:
         """Add the arrays of a call. Raises InvalidInput for an array that is set already."""
-        given = {name: array for name, array in arrays.items() if array is not None}
-        for name, array in given.items():
-            own = getattr(self, name)
-            if own is not None and own is not array:
+        present = {name: array for name, array in arrays.items() if array is not None}
+        for name, array in present.items():
+            current = getattr(self, name)
+            if current is not None and current is not array:
                 raise InvalidInput(f"{name} must not be given twice, got it in the configuration and with the call")
-        return dataclasses.replace(self, **given) if given else self
+        return dataclasses.replace(self, **present) if present else self
 
     @property
     def choices(self) -> tuple[Any, ...]:

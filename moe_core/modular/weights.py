@@ -53,12 +53,12 @@ def activation_of(activation: str | enum.Enum | Activation) -> Activation:
         return activation
     # Ported code may have the names in an enumeration.
     name = activation.value if isinstance(activation, enum.Enum) else activation
-    found = _NAMES.get(name) if isinstance(name, str) else None
-    if found is None:
+    known = _NAMES.get(name) if isinstance(name, str) else None
+    if known is None:
         raise InvalidInput(
             f"activation must be one of {', '.join(_NAMES)} or an Activation, got {activation!r}; name one of these"
         )
-    return found
+    return known
 
 
 def width_after(width: int, activation: str | Activation) -> int:
@@ -185,10 +185,10 @@ def _quantized(name: str, values: Any, scales: Any, zero_points: Any, spec: Quan
     shape = list(values.shape)
     shape[-1 if spec.layout == "out_in" else -2] *= per_byte
     wanted = formats.quantized_shapes(spec, shape)
-    what = f"{spec.format} weights {tuple(shape)} in layout {spec.layout}"
-    scales = _without_unit_axes(f"{name}_scale", scales, wanted.scales, what)
+    description = f"{spec.format} weights {tuple(shape)} in layout {spec.layout}"
+    scales = _without_unit_axes(f"{name}_scale", scales, wanted.scales, description)
     if zero_points is not None and wanted.zero_points is not None:
-        zero_points = _without_unit_axes(f"{name}_zp", zero_points, wanted.zero_points, what)
+        zero_points = _without_unit_axes(f"{name}_zp", zero_points, wanted.zero_points, description)
     return QuantizedTensor(spec, values, scales, zero_points)
 
 

@@ -64,17 +64,17 @@ class MoESpec:
     def __post_init__(self) -> None:
         require_kind("row_limit", self.row_limit, RowLimit, optional=True)
         if self.row_limit is not None and (self.router is not None or self.rows_in_order):
-            what = "router" if self.router is not None else "rows_in_order"
+            name = "router" if self.router is not None else "rows_in_order"
             raise InvalidInput(
-                f"{what} must be left out with row_limit, which is of given ids, got {getattr(self, what)}; leave one "
+                f"{name} must be left out with row_limit, which is of given ids, got {getattr(self, name)}; leave one "
                 "of the two out"
             )
         require_kind("activations", self.activations, Format, optional=True)
         require_flags(self, "fast_accumulate", "recompute", "main_grad", "apply_router_weight_on_input", "allow_tf32")
         require_flags(self, "rows_in_order")
         if self.rows_in_order and (self.router is not None or self.out_dtype is not None):
-            what = "router" if self.router is not None else "out_dtype"
-            raise InvalidInput(f"{what} must be None with rows_in_order, got {getattr(self, what)}; leave it out")
+            name = "router" if self.router is not None else "out_dtype"
+            raise InvalidInput(f"{name} must be None with rows_in_order, got {getattr(self, name)}; leave it out")
         if self.fast_accumulate and (self.activations is None or self.activations.element != "e4m3"):
             raise InvalidInput(
                 f"fast_accumulate must be False unless activations are fp8, got True with {self.activations}; it is "
@@ -86,10 +86,10 @@ class MoESpec:
         require_kind("activation", self.activation, Activation)
         require_kind("shared_activation", self.shared_activation, Activation, optional=True)
         if self.shared_activation is not None:
-            own, other = self.activation.gate_layout, self.shared_activation.gate_layout
-            if own != other:
+            layout, other = self.activation.gate_layout, self.shared_activation.gate_layout
+            if layout != other:
                 raise InvalidInput(
-                    f"shared_activation must be gated and laid out as activation is, with gate_layout {own!r}, got "
+                    f"shared_activation must be gated and laid out as activation is, with gate_layout {layout!r}, got "
                     f"{other!r}; the shared expert's matrices are stored as the experts' are"
                 )
             if self.shared_activation == self.activation:  # one spelling of each choice

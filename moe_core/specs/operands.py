@@ -279,9 +279,9 @@ class LayoutArrays:
 
 def require_layout(layout: LayoutSpec, arrays: LayoutArrays) -> None:
     """Raise InvalidInput unless these ArraySpecs, possibly put together by hand, are of this layout."""
-    own = LayoutArrays.specs(layout)
+    expected = LayoutArrays.specs(layout)
     for name, array in named_fields(arrays):
-        require_spec(f"layout.{name}", array, getattr(own, name).shape, "int32")
+        require_spec(f"layout.{name}", array, getattr(expected, name).shape, "int32")
 
 
 LAYOUT_INPUTS = ("group_sizes", "group_start", "slot_of_row")

@@ -94,17 +94,17 @@ class TileTable:
         """A table of entries in any order. Raises InvalidInput for two of one problem and for rows that are no
         bucket."""
         ordered = sorted(entries, key=codec.dumps)
-        found: set[tuple[int, TileKey]] = set()
+        seen: set[tuple[int, TileKey]] = set()
         for entry in ordered:
             if entry.problem.rows != rows_bucket(entry.problem.rows):
                 raise InvalidInput(
                     f"rows of an entry must be a power of two, got {entry.problem.rows}; use rows_bucket(rows)"
                 )
-            if (entry.arch, entry.problem) in found:
+            if (entry.arch, entry.problem) in seen:
                 raise InvalidInput(
                     f"entries must name a problem once, got sm_{entry.arch} {entry.problem} twice; remove one"
                 )
-            found.add((entry.arch, entry.problem))
+            seen.add((entry.arch, entry.problem))
         return cls(codec.dumps(tuple(ordered)))
 
     @classmethod
@@ -122,9 +122,9 @@ class TileTable:
         The product's own not_sm90 goes first, but the other one counts too, because the sizes are equal: a layer with
         gelu uses measurements with silu. The result never names the sm90 family for a product that it cannot run.
         """
-        own, index = entry_key(key), _index(self.text)
-        other = dataclasses.replace(own, not_sm90="" if own.not_sm90 else _NOT_SM90)
-        config = index.get((arch, own), index.get((arch, other)))
+        wanted, index = entry_key(key), _index(self.text)
+        other = dataclasses.replace(wanted, not_sm90="" if wanted.not_sm90 else _NOT_SM90)
+        config = index.get((arch, wanted), index.get((arch, other)))
         return None if config is not None and config.family == "sm90" and key.not_sm90 else config
 
 
@@ -184,9 +184,9 @@ def read_measurements(path: str | pathlib.Path) -> tuple[Mapping[str, Any], tupl
             f"path must be a table that moebius-tune wrote, got {str(path)!r} ({error}); make one with moebius-tune"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        version = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise InvalidInput(
-            f"format of {str(path)!r} must be {FORMAT_VERSION}, got {found!r}; run moebius-tune of this version"
+            f"format of {str(path)!r} must be {FORMAT_VERSION}, got {version!r}; run moebius-tune of this version"
         )
     _require_provenance(content.get("provenance"), f"provenance of {str(path)!r}")
     records = content.get("entries")

@@ -117,8 +117,8 @@ def prepare_batched(
     a1 = prepare(a1, topk_weights, topk_ids, apply_router_weight_on_input).a1q
     _, ids = as_routing(topk_weights, topk_ids)
     if expert_map is None:
-        own = ids - rank * num_local_experts
-        ids = jnp.where((own >= 0) & (own < num_local_experts), own, -1)
+        local_ids = ids - rank * num_local_experts
+        ids = jnp.where((local_ids >= 0) & (local_ids < num_local_experts), local_ids, -1)
     else:
         require_array("expert_map", expert_map)
         if expert_map.dtype.name != "int32" or expert_map.ndim != 1 or not expert_map.shape[0]:
@@ -130,8 +130,8 @@ def prepare_batched(
         ids = jnp.where(known, expert_map[jnp.clip(ids, 0, expert_map.shape[0] - 1)], -1).astype(jnp.int32)
     # A token's slots of the same expert point to one row.
     first = (ids[:, :, None] == ids[:, None, :]).argmax(-1)
-    own = first == jnp.arange(ids.shape[1])
-    layout = ops.make_layout(jnp.where(own, ids, -1), num_local_experts, max_rows=max_num_tokens)
+    is_first = first == jnp.arange(ids.shape[1])
+    layout = ops.make_layout(jnp.where(is_first, ids, -1), num_local_experts, max_rows=max_num_tokens)
     rows = jnp.take_along_axis(layout.row_of_slot.reshape(ids.shape), first, axis=1)
     layout = dataclasses.replace(layout, row_of_slot=rows.reshape(-1))
     slots = layout.slot_of_row

@@ -142,10 +142,10 @@ def plan_push_slots(
     rows = places.rows
     require_spec("weights", weights, rows.shape, "float32")
     tables = {"weights_at": weights_at, "sources_at": sources_at}
-    given = {name: table for name, table in tables.items() if table is not None}
-    if not given:
+    supplied = {name: table for name, table in tables.items() if table is not None}
+    if not supplied:
         raise InvalidInput("weights_at or sources_at must be given, got neither; leave out the call")
-    num_ranks = {require_table(name, table) for name, table in given.items()}
+    num_ranks = {require_table(name, table) for name, table in supplied.items()}
     if len(num_ranks) > 1:
         raise InvalidInput(
             f"weights_at and sources_at must have as many ranks, got {sorted(num_ranks)}; pass all peers'"

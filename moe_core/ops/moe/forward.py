@@ -67,8 +67,8 @@ def plan_moe(
     if reason is not None:
         raise Unsupported(reason)
     if options.multiprocessors is not None and (options.save or options.shared is not None):
-        what = "save must be False" if options.save else "shared must be None"
-        raise InvalidInput(f"{what} with multiprocessors, got {options.multiprocessors}; leave them out")
+        setting = "save must be False" if options.save else "shared must be None"
+        raise InvalidInput(f"{setting} with multiprocessors, got {options.multiprocessors}; leave them out")
     planner = _MoEPlanner(x, experts, routing, spec, target, options)
     apart = 0 if options.multiprocessors is None else launches_behind_hidden(options.results_at)
     return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant, apart=apart)

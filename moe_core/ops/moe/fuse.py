@@ -97,8 +97,8 @@ def _stages(plan: LaunchPlan) -> tuple[tuple[KernelLaunch, ...], KernelLaunch, K
     """(steps before the products, product 1, product 2, reduction)."""
     steps = tuple(step for step in plan.steps if isinstance(step, KernelLaunch))
     *before, first, second, reduction = steps
-    found = (first.kernel, second.kernel, reduction.kernel)
-    assert len(steps) == len(plan.steps) and found == (MATMUL_OGS, MATMUL_OGS, REDUCE), plan.steps
+    kernels = (first.kernel, second.kernel, reduction.kernel)
+    assert len(steps) == len(plan.steps) and kernels == (MATMUL_OGS, MATMUL_OGS, REDUCE), plan.steps
     return tuple(before), first, second, reduction
 
 

@@ -163,17 +163,17 @@ def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     rows, width = builder.spec("x").shape
     whole = format.group_rows is None
     block_m, block_k, num_warps = _whole_rows_tile(width, rows, builder.target)
-    partials, found = 1 if builder.target.interpreted else _MAXIMA, "partials"
+    partials, operand = 1 if builder.target.interpreted else _MAXIMA, "partials"
     shape = passed(num_rows=rows, WIDTH=width, STRIDE=stride, USERS=_users(builder))
     tile = passed(BLOCK_M=block_m, BLOCK_K=block_k, PDL=None)
     if builder.has("maxima"):
-        (partials,), found = builder.spec("maxima").shape, "maxima"
+        (partials,), operand = builder.spec("maxima").shape, "maxima"
     elif chooses_one_scale(format, builder.has("static_scale")):
         builder.scratch("partials", ArraySpec((partials,), "int32"))
         arguments = builder.pointers("x", "used_by", "partials") | shape | tile
         builder.launch(PARTIAL_MAXIMA, (partials,), arguments, num_warps, 1)
     zeros = builder.spec("zeros").size if builder.has("zeros") else 0
-    arguments = builder.pointers("x", "used_by") | {"partials": builder.optional(found)}
+    arguments = builder.pointers("x", "used_by") | {"partials": builder.optional(operand)}
     arguments |= {"given": builder.optional("static_scale")} | builder.pointers("values", "scales", "zeros")
     arguments |= shape | passed(PARTIALS=partials, ZEROS=zeros)
     # One scale of all rows is written even without rows.
