@@ -15,7 +15,7 @@ Constant = constexpr
 
 
 def aggregate(cls):
-    """Return an aggregate of a class's annotated fields, in order. Fields with a default come last.
+    """Return an aggregate of a class's fields, those with a default last.
 
     Triton 3.6 makes no constructor and its aggregates cannot hold None. The interpreter gets a plain class.
     """

@@ -33,11 +33,8 @@ def multiply(a, b, accumulator, PRODUCT: tl.constexpr, DRAINED: tl.constexpr):
 
 @triton.jit
 def drained(accumulator):
-    """Return the same sums, after their products.
-
-    wgmma reads a computed left operand from registers, some time later. Triton 3.6 lets up to seven products wait while
-    the next step writes these registers. Using the sums makes a step wait for its products.
-    """
+    """Return the same sums. wgmma reads a computed left operand from registers, some time later, and Triton 3.6 lets up
+    to seven products wait while the next step writes them. Using the sums makes a step wait for its products."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [accumulator], tl.float32, False, 1)
 
 

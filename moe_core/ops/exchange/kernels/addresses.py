@@ -41,6 +41,6 @@ def peer_rows(table, owner, row, present, WIDTH: tl.constexpr, DTYPE: tl.constex
 
 @triton.jit
 def slots_at(addresses, slots, exists, DTYPE: tl.constexpr):
-    """Return (pointers to slots, which slots have one). addresses int64 by slot, 0: nowhere."""
+    """Return (pointers, which slots have one). addresses int64 by slot, 0: nowhere."""
     targets = tl.load(addresses + slots, mask=exists, other=0)
     return pointer_to(targets, DTYPE), targets != 0

@@ -36,8 +36,8 @@ def weight_gradient(
 ):  # fmt: skip
     """Compute one tile of one group (program axis 1) of one layer (axis 2): d_weight `[layers, groups, M, N]`.
 
-    left `[*, M]` from column LEFT_START, right `[*, N]` from RIGHT_START. group_sizes None: dense, group p has the rows
-    [p * part_rows, (p + 1) * part_rows). d_bias `[layers, groups, M or N]`: column sums of the side BIAS_SIDE, times
+    left `[*, M]` from column LEFT_START, right `[*, N]` from RIGHT_START. group_sizes None: dense, group p has
+    part_rows rows from p * part_rows on. d_bias `[layers, groups, M or N]`: column sums of the side BIAS_SIDE, times
     row_weight by slot. d_weight None: only the bias. Rows with row_mask 0 are not read. A group without rows, or of
     another layer than layer_index[0], sums nothing.
     """
@@ -95,8 +95,8 @@ def weight_gradient(
 def column_sums(
     values, row_weight, layout, row_mask, start, size, columns, inside, BY_SLOT: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return fp32 sums of a group's rows, times row_weight by slot: BLOCK_K partial sums, then a tree. The tree is
-    written out, because the order of a layout differs without a product."""
+    """Return fp32 sums of a group's rows, times row_weight by slot: BLOCK_K partial sums, then a tree, written out
+    because the order of a layout differs without a product."""
     partial = tl.zeros((BLOCK_K, columns.shape[0]), dtype=tl.float32)
     for first in range(0, size, BLOCK_K):
         rows, slots, exists = rows_of_step(start, first, size, layout, row_mask, BY_SLOT, BLOCK_K)

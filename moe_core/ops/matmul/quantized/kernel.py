@@ -1,8 +1,8 @@
 """Ragged grouped matmul with quantised weights, and quantised rows if asked. See `matmul_ogs` for the rest.
 
-The weight is the left operand, [weight rows, BLOCK_K] @ [BLOCK_K, BLOCK_M], so that decoded weights stay in registers
-and few tokens cost a narrow tile. SCALING: scales are applied `into_weight` (number times scale, one cast), `per_block`
-(to partial sums of BLOCK_K columns) or `at_end` (to the sums).
+The weight is the left operand, [weight rows, BLOCK_K] @ [BLOCK_K, BLOCK_M]: decoded weights stay in registers and few
+tokens cost a narrow tile. SCALING: scales are applied `into_weight` (number times scale, one cast), `per_block` (to
+partial sums of BLOCK_K columns) or `at_end` (to the sums).
 """
 
 import triton
@@ -72,7 +72,7 @@ def factor_of(
     scale, scale_1, x_scale, side, QUANTIZED_X: tl.constexpr, UNIFORM: tl.constexpr, TOKENS_FIRST: tl.constexpr
 ):
     """Return the fp32 factor of a partial sum: scales of weight rows, times scales of tokens if x is quantised.
-    UNIFORM: scale belongs to all weight rows of side 0, scale_1 to side 1."""
+    UNIFORM: one scale for side 0, scale_1 for side 1."""
     factor = number_of(scale).to(tl.float32)
     if UNIFORM:
         factor = tl.where(side == 0, factor, number_of(scale_1).to(tl.float32))

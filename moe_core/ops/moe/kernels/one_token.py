@@ -1,9 +1,7 @@
-"""A forward of one token in two launches: routing with product 1, product 2 with the reduction. See
-`moe_core.ops.moe.fuse`.
+"""A forward of one token in two launches. See `moe_core.ops.moe.fuse`.
 
-Every program of product 1 chooses the experts itself, which is faster than waiting for a routing launch. The first one
-writes the routing's results. Programs of product 2, one per expert, share a tile of columns. The last to finish adds up
-the slots in the order of the reduction.
+Every program of product 1 chooses the experts itself, which is faster than waiting for a routing launch. Programs of
+product 2, one per expert, share a tile of columns. The last to finish adds up the slots in the order of the reduction.
 """
 
 import triton
@@ -43,8 +41,8 @@ def route_and_multiply(
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 runs `route_tokens`, the others a tile of product 1 each, as `matmul_ogs`. num_blocks: one per
-    expert."""
+    """Program 0 writes the results of `route_tokens`, the others compute a tile of product 1 each, as `matmul_ogs`.
+    num_blocks: one per expert."""
     router = Router(
         logits, correction_bias, token_mask, None, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
         NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,

@@ -1,7 +1,7 @@
-"""Decode e2m1, e4m3, unsigned integers with zero points, and e8m0 scales by bit operations.
+"""Decode e2m1, e4m3, unsigned integers with zero points, and e8m0 scales by bit operations, exactly.
 
-Every result is exact in bfloat16 (or float16). Bits of e2m1 and e4m3 move to bfloat16's sign, low exponent and high
-mantissa bits. A product with a power of two completes the exponent and makes numbers of denormal codes.
+Bits of e2m1 and e4m3 move to bfloat16's sign, low exponent and high mantissa bits. A product with a power of two
+completes the exponent and makes numbers of denormal codes.
 """
 
 import triton
@@ -107,8 +107,8 @@ def group_of_row(n, GROUP_ROWS: tl.constexpr):
 
 @triton.jit
 def per_group(pointers, start, D: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load values of groups of GROUP columns (0: all) for BLOCK_K columns from start, 0 behind D. Return [rows,
-    groups], or [rows, BLOCK_K] if groups and blocks do not fit. pointers: to the first group of rows."""
+    """Load values of groups of GROUP columns (0: all) for BLOCK_K columns, 0 behind D: [rows, groups], or [rows,
+    BLOCK_K] if groups and blocks do not fit. pointers: to the first group of rows."""
     if GROUP == 0:
         return tl.load(pointers)[:, None]
     elif GROUP % BLOCK_K == 0:

@@ -175,8 +175,8 @@ def quantize_groups(
     ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, RULE: tl.constexpr, LARGEST: tl.constexpr,
     TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Quantise GROUPS groups of GROUP columns, one group of BLOCK_M rows per program. Unused rows (`used_rows`) are not
-    read and count as zeros. BLOCK_K: GROUP rounded up to a power of two."""
+    """Quantise GROUPS groups of GROUP columns, one group of BLOCK_M rows per program. Unused rows are not read and
+    count as zeros. BLOCK_K: GROUP rounded up to a power of two."""
     if PDL is not None:
         join()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -232,7 +232,7 @@ def quantize_whole_rows(
     TOP_EXPONENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantise rows with one scale each, or all with the scale from PARTIALS maxima (a power of two) or `given`. Unused
-    rows (`used_rows`) are not read and count as zeros. zeros int32 `[ZEROS]`, if not None: set to 0."""
+    rows are not read and count as zeros. zeros int32 `[ZEROS]`, if not None: set to 0."""
     if PDL is not None:
         join()
     if zeros is not None:

@@ -21,7 +21,7 @@ def reduce(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k = 0..K-1 of y[slot t*K + k] (+ shared[t] * sigmoid(gate[t])), fp32, in that order. A slot
-    without a row (-1) is not read. num_rows: of y. The next launch belongs to another plan and may not begin early."""
+    without a row (-1) is not read. The next launch belongs to another plan and may not begin early."""
     if PDL == "start":
         tl.extra.cuda.gdc_wait()
     sums = Reduction(

@@ -64,7 +64,7 @@ def rank_slots(local, before):
     """Return (rank of each slot in its expert, before with these slots added).
 
     local: experts of consecutive slots, -1: none (with any rank). before `[EXPERTS]`: earlier slots of each expert.
-    Blocks of 128 take turns, because ranking compares all pairs of a block.
+    Blocks of 128 take turns, because all pairs of a block are compared.
 
     Example, local [4, 2, 4, 4], before 0 but for before[4] = 5: ranks [5, 0, 6, 7].
     """
@@ -111,9 +111,8 @@ def within(sizes, capacity):
 
 @triton.jit
 def write_groups(sizes, groups, program, num_programs):
-    """Write everything that follows from the group sizes `[EXPERTS]`, shared by num_programs. Return the starts:
-    group_start = [0] + cumsum(rows owned). Rows that no slot fills get -1 in slot_of_row. COUNTERS tile counters start
-    at 0."""
+    """Write what follows from the group sizes `[EXPERTS]`, shared by num_programs, and return the starts, [0] +
+    cumsum(rows owned). Rows that no slot fills get -1 in slot_of_row. COUNTERS tile counters start at 0."""
     BLOCK_PAD: tl.constexpr = groups.BLOCK_PAD
     BLOCK_FILL: tl.constexpr = groups.BLOCK_FILL
     experts = tl.arange(0, sizes.shape[0])

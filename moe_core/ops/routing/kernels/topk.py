@@ -112,8 +112,8 @@ def keep_groups(keys, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_PAIR: t
 
 @triton.jit
 def row_sum(x):
-    """Sum fp32 `[rows, columns]` along the columns (a power of two), neighbours first: (a + b) + (c + d). The order
-    does not depend on the layout, so every kernel gives the same bits."""
+    """Sum fp32 `[rows, columns]` along the columns (a power of two), neighbours first: (a + b) + (c + d), in every
+    layout, so that every kernel gives the same bits."""
     for _ in tl.static_range(16):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2)

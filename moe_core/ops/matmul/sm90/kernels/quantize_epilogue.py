@@ -49,8 +49,8 @@ def quantize_by(values, given):
 
 @gluon.jit
 def raise_maxima(values, maxima, rows, column, FIRST: gl.constexpr, N: gl.constexpr, zero=0):
-    """Raise maxima int32 `[64]`, one per row of a consumer, to the bits of the largest magnitude of each row of 128
-    columns from `column` on, of 16 bits. zero: see `store_piece`."""
+    """Raise maxima int32 `[64]`, one per row of a consumer, to the bits of the largest magnitude of 128 columns from
+    `column` on, of 16 bits. zero: see `store_piece`."""
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
     bits = magnitude_bits(values.to(gl.float32))

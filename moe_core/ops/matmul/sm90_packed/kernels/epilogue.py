@@ -1,8 +1,5 @@
-"""Epilogues of sums of 64 prepacked weight rows (`moe_core.formats.tiling`), for all kernels.
-
-The sums of a warp alternate between 8 weight rows of one side of the block and 8 of the other, so that a thread has
-gate and up of the same output column.
-"""
+"""Epilogues of sums of 64 prepacked weight rows (`moe_core.formats.tiling`): 8 rows of one side of the block and 8 of
+the other alternate, so that a thread has gate and up of the same output column."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -51,8 +48,8 @@ def activated(accumulator, epilogue):
 
 @gluon.jit
 def store_tile(accumulator, tile, expert, first, start, size, weights, layout, epilogue, output):
-    """Finish sums [64, tokens] of `mma_v2` of block `tile`: bias, activation, row weight, cast and scatter. The expert
-    has `size` rows from row `start` on. first: the number of the first token among them."""
+    """Finish sums [64, tokens] of `mma_v2` of block `tile`. The expert has `size` rows from row `start` on. first: the
+    number of the first token among them."""
     N: gl.constexpr = output.N
     SCATTER: gl.constexpr = output.SCATTER
     PRODUCT: gl.constexpr = accumulator.type.layout

@@ -73,8 +73,8 @@ def multiply_stage(
 
 @gluon.jit
 def compute_wide(product, part, stage, phase, TOKENS: gl.constexpr, REST: gl.constexpr):
-    """Compute a consumer's part of a tile of at most TOKENS + REST rows. Both have separate products, since each must
-    be a power of two. REST may be 0."""
+    """Compute a consumer's part of a tile of at most TOKENS + REST rows, powers of two with separate products. REST may
+    be 0."""
     stages, weights = product.tiles, product.weights
     FIRST: gl.constexpr = part.WHICH * (stages.PAIRS // 2)
     slots, buffer = stages.slots.index(part.place), stages.results.index(part.WHICH)
