@@ -235,8 +235,6 @@ class MoE(nn.Module):
 
 
 class ParameterGroup(nn.Module):
-    """Arrays below one name, such as `gate` or the quantised `wi_0`."""
-
     places: _Places
     param_dtype: Any
     kernel_init: Initializer
@@ -250,7 +248,6 @@ class ParameterGroup(nn.Module):
 def _declare(
     module: nn.Module, places: _Places, param_dtype: Any, kernel_init: Initializer, axes: layers.LogicalAxes
 ) -> dict[str, Any]:
-    """Arrays of a module as nested dicts. Missing ones are made."""
     arrays: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path, _ in places):
         below = tuple((path[1:], leaf) for path, leaf in places if path[0] == name)

@@ -315,7 +315,6 @@ class MoE(nnx.Module):
         self.expert_axis = axis
 
     def _hold(self, parameters: dict[str, Any], before: Sequence[Leaf]) -> None:
-        """Take quantised matrices, with other array names than before."""
         after = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
         for leaf in filter(lambda leaf: leaf.is_quantized, before):
             delattr(self._group_of(leaf), leaf.path[-1])
@@ -334,7 +333,6 @@ class MoE(nnx.Module):
 
 
 def _sharding_of(value: Any) -> Any:
-    """None: JAX's choice."""
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh):
         return sharding

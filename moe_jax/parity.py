@@ -24,7 +24,6 @@ def _choose_device() -> Any:
         try:
             return jax.devices("cuda")[0]
         except RuntimeError:
-            # No CUDA plugin.
             pass
     return jax.devices("cpu")[0]
 

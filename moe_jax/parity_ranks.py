@@ -26,7 +26,6 @@ def _results(found: Any, gradients: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _alone(part: Part) -> tuple[str, dict[str, np.ndarray]]:
-    """Run on one device."""
     put = jax.numpy.asarray
 
     @jax.jit

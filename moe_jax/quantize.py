@@ -136,7 +136,6 @@ def untile(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _of_jax(op: str, tensor: QuantizedTensor) -> QuantizedTensor:
-    """Check the tensor and convert its NumPy arrays."""
     call = OpCall(op)
     for name, array in named_arrays(tensor, "weights."):
         call.array(name, array)

@@ -155,7 +155,7 @@ class _Watch:
 
 
 _current: contextvars.ContextVar[_Watch | None] = contextvars.ContextVar("moe_jax_watch", default=None)
-# Part of every jit cache's key: a function jitted before is traced again, and refused.
+# Part of every jit cache's key: a function jitted before is traced again.
 _is_watched = jax.make_user_context(None)
 
 

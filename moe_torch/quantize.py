@@ -250,7 +250,6 @@ def _encode(quotients: torch.Tensor, zero_points: torch.Tensor | None, format: F
 
 
 def _decode(codes: torch.Tensor, zero_points: torch.Tensor | None, format: Format) -> torch.Tensor:
-    """fp32 numbers of unpacked codes, before the scale."""
     element = format.own_element
     if element.name == "e2m1":
         numbers = torch.tensor((*_E2M1, *[-number for number in _E2M1]), device=codes.device)
@@ -322,7 +321,6 @@ def untile(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _by_matrix(tensor: QuantizedTensor, change: Callable[[QuantizedTensor], QuantizedTensor]) -> QuantizedTensor:
-    """One matrix after another, to save memory."""
     _check_arrays("weights", tensor)
     lead = tuple(tensor.shape[:-2])
     if not lead or 0 in lead:

@@ -153,8 +153,6 @@ class _Call:
 
 
 class _Observer(private.TorchDispatchMode):
-    """Passes every whole MoE forward to `visit`, which returns its results."""
-
     supports_higher_order_operators = True
 
     def __init__(self, visit: Callable[[_Call], Any]) -> None:

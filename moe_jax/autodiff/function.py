@@ -27,7 +27,6 @@ class Rule:
     flowing: tuple[str, ...]
 
     def differentiable(self) -> tuple[str, ...]:
-        """Arrays that may request a gradient."""
         raise NotImplementedError
 
     def refuse(self, asked: list[str]) -> None:
@@ -99,7 +98,6 @@ _run = jax.jit(_function, static_argnums=(0, 1), inline=True)
 
 
 def differentiated(rule: Rule, arrays: Iterable[Any]) -> dict[str, Any]:
-    """The results of a call by name, differentiable."""
     arrays = varying_alike(arrays)
     results = _run(rule, placement.may_run_everywhere(arrays), *arrays)
     return dict(zip(rule.results, results, strict=True))

@@ -37,8 +37,8 @@ from moe_jax.bridge.calls import OpCall, Request, moe_request, on_host, undiffer
 #: Checkpoint names for `jax.checkpoint` policies: the experts' pre-activations (large), and the routing with its layout
 #: (small). With both saved, a backward runs no forward.
 SAVED_NAMES = ("moebius_pre_activation", "moebius_routing")
-#: MaxText's names of both products before the activation, one array here. A policy that keeps any of them keeps
-#: everything that a backward reads, because without the small routing it would run the whole forward again.
+#: MaxText's names of both products before the activation. A policy that keeps any of them keeps everything that a
+#: backward reads, because without the small routing it would run the whole forward again.
 _MAXTEXT_NAMES = ("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
 
 _REPLAYED = {"routing.ids": "replayed.ids", "routing.weights": "replayed.weights"}
@@ -118,14 +118,12 @@ class MoERule(Rule):
     def execute(
         self, arrays: Mapping[str, Any], planner: Callable[..., LaunchPlan], *arguments: Any, **options: Any
     ) -> dict[str, Any]:
-        """Run the plan. Returns its outputs by name."""
         request = Request("moe", planner, arguments, tuple(options.items()), tuple(arrays), self.targets)
         outputs = request.plan(dict(self.targets).get(platforms.default_platform(), self.targets[0][1])).outputs
         values = undifferentiable(request, *arrays.values())
         return {buffer.name: value for buffer, value in zip(outputs, values, strict=True)}
 
     def _as_used(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays by plan input name."""
         used = {name: array for name, array in arrays.items() if name not in _REPLAYED.values()}
         return used | {name: arrays[alias] for name, alias in _REPLAYED.items() if alias in arrays}
 

@@ -54,8 +54,6 @@ class Request:
 
 
 class OpCall:
-    """Collects an op call's arrays by plan input name."""
-
     def __init__(self, op: str) -> None:
         self._op = op
         self._arrays: dict[str, Any] = {}
@@ -109,7 +107,6 @@ class OpCall:
         return dict(self._arrays)
 
     def plan(self, planner: Callable[..., LaunchPlan], *arguments: Any, **keywords: Any) -> LaunchPlan:
-        """The plan that `run` would use."""
         return self.request(planner, *arguments, **keywords).plan(self.target())
 
     def target(self) -> Target:
@@ -218,14 +215,12 @@ def stage(request: Request, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, .
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def undifferentiable(request: Request, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """`stage` without a derivative."""
     return stage(request, arrays)
 
 
 @functools.partial(undifferentiable.defjvp, symbolic_zeros=True)
 def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> Any:
     if not any(jax.numpy.issubdtype(primal.dtype, jax.numpy.inexact) for primal in primals):
-        # Ids and layouts from integers: no gradient is requested.
         results = undifferentiable(request, *primals)
         # Symbolic zeros, because under shard_map a tangent's type also has its varying mesh axes.
         return results, jax.custom_derivatives.zero_from_primal(results, symbolic_zeros=True)

@@ -58,7 +58,6 @@ class _Runnable:
     called: bool = False
 
     def refuse(self, tensors: Sequence[Any]) -> None:
-        """Raise InvalidInput for arrays that the plan does not fit."""
         got = [f"{tensor.numel()} of {tensor.dtype}" for tensor in tensors]
         wanted = [f"{size} of {dtype}" for size, dtype in zip(self.sizes, self.dtypes, strict=True)]
         plan = self.prepared.plan
@@ -88,7 +87,6 @@ def attributes_of(key: str) -> dict[str, str]:
 
 
 def publish(plan: LaunchPlan, platform: str, device_indices: Iterable[int]) -> None:
-    """Register a plan and prepare it on devices."""
     key = plans.register(plan)
     for index in device_indices:
         if _runnable.find((key, platform, index)) is None:

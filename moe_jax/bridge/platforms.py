@@ -52,7 +52,6 @@ def cpu_engine(kind: str) -> Iterator[None]:
 
 @functools.cache
 def cuda_devices() -> tuple[int, ...]:
-    """The CUDA ordinals of this process's devices."""
     try:
         return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
     except RuntimeError:  # no such platform
@@ -109,7 +108,6 @@ def platform_of(arrays: Iterable[Any]) -> str:
 
 
 def devices_to_prepare(platform: str, chosen: Target) -> tuple[int, ...]:
-    """This process's devices that can run a plan for `chosen`."""
     if platform == "cpu":
         return (0,)
     local = _local_cuda_target(cuda_devices())

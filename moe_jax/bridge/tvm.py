@@ -70,7 +70,6 @@ class _AfterTorch:
 
 
 def import_tvm_ffi() -> ModuleType:
-    """Raises ModuleNotFoundError if tvm_ffi is not installed."""
     if {"torch", "tvm_ffi"} & set(sys.modules):
         return importlib.import_module("tvm_ffi")
     stand_in = _Torch("torch")

@@ -20,7 +20,6 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "shared_wi": ("d_model", "d_ff"),
     "shared_wo": ("d_ff", "d_model"),
 }
-#: Names of one axis in different rule sets.
 _SYNONYMS: dict[str, frozenset[str]] = {
     "experts": frozenset({"exp", "expert", "experts"}),
     "d_model": frozenset({"embed_moe", "embed_no_exp", "embed_router", "embed"}),

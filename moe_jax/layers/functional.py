@@ -240,7 +240,6 @@ def _prepare(
 
 
 def _assembled(arrays: dict[str, Any], spec: MoELayerSpec, prepacked: bool) -> dict[str, Any]:
-    """`experts.down` from `experts.down.values` and so on."""
     if spec.experts.scheme is None:
         return arrays
     whole: dict[str, Any] = {name: array for name, array in arrays.items() if not is_quantized(name)}
@@ -272,7 +271,6 @@ def _one_layer(
         raise InvalidInput(
             f"layer_index must be given with a stack of layers and only then, got {layer_index!r} with {kind}"
         )
-    # JAX may cut an index to 32 bits.
     layer = (
         np.asarray(layer_index) if isinstance(layer_index, (int, np.generic, np.ndarray)) else jnp.asarray(layer_index)
     )

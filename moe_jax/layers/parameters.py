@@ -115,7 +115,6 @@ def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Paramete
 
 
 def is_prepacked(parameters: Parameters) -> bool:
-    """Raises InvalidInput for both layouts at once."""
     matrices = {name: parameters.get(name) for name in ("wi", "wo")} if isinstance(parameters, Mapping) else {}
     held = {name: set(matrix) for name, matrix in matrices.items() if isinstance(matrix, Mapping)}
     for name, parts in held.items():
@@ -161,12 +160,10 @@ def is_gate(name: str) -> bool:
 
 
 def is_quantized(name: str) -> bool:
-    """True for arrays of a quantised matrix, such as `experts.down.scales`."""
     return name.count(".") == 2
 
 
 def find(parameters: Parameters, path: Path) -> Any:
-    """Raises InvalidInput with the missing name."""
     node: Any = parameters
     for depth, key in enumerate(path):
         if not isinstance(node, Mapping) or key not in node:

@@ -44,7 +44,6 @@ def expert_sharding(
 
 
 def local_leaf(leaf: Leaf, axis: ExpertAxis) -> Leaf:
-    """A rank's part of an array, inside a shard_map."""
     ranks = jax.lax.axis_size(axis.name)
     sizes = zip(leaf.shape, _split(leaf), strict=True)
     return dataclasses.replace(leaf, shape=tuple(size // ranks if split else size for size, split in sizes))
@@ -100,7 +99,6 @@ def over_mesh(
 
 
 def of_batch(aux: MoEAux, axis: ExpertAxis) -> MoEAux:
-    """Statistics of all ranks' tokens, from one rank's."""
     others = tuple(name for name in axis.over if name != axis.name)
     return aux._replace(
         load_balance_loss=jax.lax.pmean(aux.load_balance_loss, axis.over),

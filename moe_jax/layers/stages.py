@@ -39,7 +39,6 @@ class RoutedBy:
 
 
 def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> RoutedBy:
-    """Check and flatten like x."""
     _require_table(by, spec)
     rows, ids = by.gate_inputs, by.expert_ids
     if rows is not None:
@@ -101,7 +100,6 @@ class _Experts:
             )
 
     def spec(self, spec: MoELayerSpec, tokens: int) -> MoESpec:
-        """With tiles for all ranks' tokens."""
         local = spec.moe_spec(MAXTEXT)
         return local if self.group is None else self.group.whole(local, tokens)
 

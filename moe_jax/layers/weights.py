@@ -180,7 +180,6 @@ def quantize_experts(
 
 
 def matrix_specs(spec: MoELayerSpec, is_tiled: bool) -> dict[str, QuantizedSpec]:
-    """QuantizedSpecs by matrix name (`experts.down`)."""
     scheme, storage = spec.experts.scheme, spec.storage(MAXTEXT)
     assert scheme is not None
     if is_tiled:
@@ -196,7 +195,6 @@ def _changed(
     is_tiled: bool,
     change: Callable[[str, QuantizedTensor], QuantizedTensor],
 ) -> dict[str, Any]:
-    """The parameters after `change` of every quantised matrix."""
     before = is_prepacked(parameters)
     every = leaves(spec, num_layers, before)
     arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in every}

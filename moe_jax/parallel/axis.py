@@ -51,7 +51,6 @@ class ExpertAxis:
 
     @property
     def is_manual(self) -> bool:
-        """True inside a shard_map over the axis."""
         try:
             jax.lax.axis_size(self.name)
         except NameError:
@@ -64,7 +63,6 @@ class ExpertAxis:
         return (self.name,) if self.tokens is None else self.tokens
 
     def mesh(self) -> AbstractMesh | None:
-        """The current mesh, if it has the axis."""
         mesh = jax.sharding.get_abstract_mesh()
         return mesh if self.name in mesh.shape else None
 

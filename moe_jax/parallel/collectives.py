@@ -44,13 +44,11 @@ def _gathered(rows: jax.Array, splits: Splits, static: _Rows) -> jax.Array:
     first, sent, begins = jax.lax.all_gather(table, static.axis_name)[:, :, rank].T[:, :, None]
     number = jnp.arange(static.count, dtype=jnp.int32) - begins
     source = jnp.arange(len(begins), dtype=jnp.int32)[:, None] * rows.shape[0] + first + number
-    # Every row has at most one source.
     rows_read = jnp.where((number >= 0) & (number < sent), source, -1).max(axis=0)
     return take(jax.lax.all_gather(rows, static.axis_name, tiled=True), rows_read, static.unused)
 
 
 def varying_over(array: jax.Array, axis_name: str) -> jax.Array:
-    """Make an array's type vary over an axis, as collectives require."""
     if axis_name in jax.typeof(array).manual_axis_type.varying:
         return array
     return jax.lax.pcast(array, (axis_name,), to="varying")

@@ -93,7 +93,6 @@ def splits(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) 
 
 
 def returning(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) -> Splits:
-    """The splits of the way back."""
     start = jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
     kept = pairs if receive is None else jnp.clip(receive - start, 0, pairs)
     at_home = jnp.cumsum(pairs, axis=1, dtype=jnp.int32) - pairs

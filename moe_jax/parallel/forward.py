@@ -105,7 +105,6 @@ def run(
     token_mask: Any = None,
     shared: SharedExpert | None = None,
 ) -> ParallelOutput:
-    """Run `moe` with a shared expert that every rank has."""
     require_type("spec", spec, MoESpec)
     require_type("routing", routing, RouterWeights, RouterLogits, TopK)
     x, placement, axis_name = require_x(x), group.placement, group.axis_name

@@ -114,7 +114,6 @@ def pull(sizes: Sizes, routes: Routes, rows: jax.Array) -> jax.Array:
 
 
 def at_home(sizes: Sizes, routes: Routes) -> RaggedLayout:
-    """The layout by which `reduce` adds the rows of `pull`."""
     nothing = jnp.zeros(0, jnp.int32)
     return RaggedLayout(sizes.at_home, nothing, nothing, nothing, routes.row_of_slot, None)
 

@@ -42,7 +42,6 @@ class Rule:
         """Raise Unsupported for a required gradient that does not exist."""
 
     def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        """Return the tensors that `gradients` reads, by name."""
         return tensors
 
     def gradients(

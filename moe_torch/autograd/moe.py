@@ -103,7 +103,6 @@ class _MoE(Rule):
 
 
 def _stand_in(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape of `like` without memory."""
     return x.new_zeros(1).expand(like.shape)
 
 

@@ -63,7 +63,7 @@ class _RouteRounded(Rule):
 
 class _Product(Rule):
     def __init__(self, operator: Operator, backward: Operator) -> None:
-        # All tensors that may require a gradient; `refuse` says which cannot have one.
+        # `refuse` says which tensors cannot have a gradient.
         super().__init__(operator, set(operator.names) - {"layer_index", *stages.LAYOUT})
         self._backward = backward
 

@@ -50,7 +50,6 @@ class NoHintError(Exception):
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    """The example value of a symbolic size, without a guard."""
     if not isinstance(size, torch.SymInt):
         return size
     if not size.node.has_hint():

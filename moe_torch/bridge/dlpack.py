@@ -36,7 +36,6 @@ def from_dlpack(exporter: Any) -> torch.Tensor:
 
 
 def _consumer_stream(exporter: Any) -> int | None:
-    """torch's current stream on a CUDA exporter's device."""
     try:
         kind, index = exporter.__dlpack_device__()
     except (AttributeError, BufferError, TypeError, ValueError, RuntimeError):

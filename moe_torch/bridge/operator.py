@@ -39,7 +39,6 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 #: Last in the keys of plans for the first output only.
 _FIRST = "first"
 
-#: The ops with a gradient, for messages.
 DIFFERENTIABLE: list[str] = []
 
 #: By the number of tensors; None: a list.
@@ -48,7 +47,6 @@ _PACKS: dict[int | None, Callable[[Sequence[torch.Tensor]], Any]] = {None: list,
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-#: Shape and dtype of every output.
 Outputs = list[tuple[tuple[Any, ...], torch.dtype]]
 
 
@@ -85,11 +83,10 @@ class Operator(Generic[_Parameters, _Result]):
         roles = {name: held.role for name in self.names if (held := role_of(name)) is not None}
         # An activation's up is rows.
         kept = {Role.WEIGHT, Role.INTO, *((Role.UP,) if Role.WEIGHT in roles.values() else ())}
-        #: Tensors that are never copied.
         self._kept = frozenset(name for name, role in roles.items() if role in kept)
         self._differentiable: Collection[str] = ()
         self._gradient: Callable[..., Any] | None = None
-        #: By the metadata of tensors and, unless all outputs get new memory, by the wanted outputs.
+        #: By metadata and, unless all outputs get new memory, by the wanted outputs.
         self.plans: Recent[Ready] = Recent()
         #: For all outputs, and for the first only.
         self._seen = SeenCalls(), SeenCalls()
@@ -100,7 +97,6 @@ class Operator(Generic[_Parameters, _Result]):
         torch.library.register_fake(f"moebius::{self.name}", self._infer, lib=LIBRARY)
 
     def by_name(self, tensors: Mapping[str, Any], *options: Any) -> tuple[Any, ...]:
-        """tensors: by name, missing ones None."""
         return (*[tensors.get(name) for name in self.names], encode(*options))
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
@@ -177,7 +173,6 @@ class Operator(Generic[_Parameters, _Result]):
         return plan
 
     def _run_below(self, arguments: tuple[Any, ...], target: Target | None) -> Any:
-        """The kernel of the dispatcher."""
         return self.pack(self._run(eager.key_of(arguments, target), arguments))
 
     def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -196,7 +191,6 @@ class Operator(Generic[_Parameters, _Result]):
         return ready.run([copied[index].data_ptr() for index in ready.selection], destinations)
 
     def begin(self, arguments: tuple[Any, ...], behind: int) -> Begun:
-        """Call `Ready.begin` for an eager call without gradients."""
         target = target_of_device(self.device_of(arguments[:-1]))
         key = eager.key_of(arguments, None if target.on_gpu else target)
         ready = self.plans.get(key) or self._remember(key, arguments)
@@ -339,7 +333,6 @@ def call(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def call_first(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> torch.Tensor:
-    """`call` for the first output only."""
     if torch.compiler.is_compiling():
         return operator.overload(*arguments)[0]
     return operator.first(arguments)

@@ -87,7 +87,6 @@ def _constant_text(flat: tuple[Any, ...]) -> str:
 
 
 def require_instance(name: str, value: object, wanted: type | tuple[type, ...]) -> None:
-    """See `is_derived`."""
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
     if type(value) not in kinds and not is_derived(value, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
@@ -95,7 +94,6 @@ def require_instance(name: str, value: object, wanted: type | tuple[type, ...]) 
 
 
 def dtype_name(name: str, dtype: torch.dtype | str | None) -> str | None:
-    """Return the canonical name of a dtype."""
     if dtype is None or (isinstance(dtype, str) and dtype.removeprefix("torch.") in TORCH_DTYPES):
         return dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:

@@ -53,10 +53,9 @@ def _key_sets(*choices: str) -> frozenset[int]:
     return frozenset(numbers)
 
 
-#: Dispatch keys that are active outside and inside of `torch.inference_mode()`. Modes and transforms add theirs.
+#: Keys that are active outside and inside of `torch.inference_mode()`. Modes and transforms add theirs.
 _PLAIN_THREADS = _key_sets("BackendSelect ADInplaceOrView", "BackendSelect")
-#: Keys of an ordinary tensor, and of one made in inference mode. Other tensors have others, and so have subclasses with
-#: a `__torch_dispatch__`.
+#: Keys of an ordinary tensor, and of one made in inference mode.
 PLAIN_TENSORS = _key_sets(
     *(f"{kind} ADInplaceOrView Autograd{kind} Autocast{kind}" for kind in ("CPU", "CUDA")),
     *(f"{kind} Autocast{kind}" for kind in ("CPU", "CUDA")),
@@ -85,7 +84,6 @@ def _never_plain() -> bool:
 
 
 def _looks_plain(tensor: Any) -> bool:
-    """`plain_tensor` by public attributes."""
     if type(tensor) not in PLAIN_CLASSES or tensor.is_nested or tensor.layout != torch.strided:
         return False
     if tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized or tensor.is_neg() or tensor.is_conj():
@@ -103,11 +101,9 @@ if plain_tensor is _looks_plain or None in (_active_keys, _function_modes, _prof
 
 
 def in_forward_mode() -> bool:
-    """Return True if tensors may have tangents."""
     return _level is None or forward_ad._current_level >= 0
 
 
-# Transforms and autograd.
 _transforming = _named("_C._are_functorch_transforms_active")
 _is_wrapped = _named("_C._functorch.is_functorch_wrapped_tensor")
 BelowAutograd = _named("_C._AutoDispatchBelowAutograd")
@@ -205,7 +201,6 @@ def graph_break(function: _Function) -> _Function:
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Return `torch.compiler.disable(function)` if Dynamo is imported."""
     disable: Any = torch.compiler.disable
     return disable(function) if "torch._dynamo" in sys.modules else function
 
@@ -216,8 +211,6 @@ def is_fake(tensor: Any) -> bool:
 
 
 class _NoMode:
-    """The base class where torch has no modes."""
-
     def __init__(self) -> None:
         raise Unsupported(
             f"capture() and replay() need torch.utils._python_dispatch, which torch {torch.__version__} has not"

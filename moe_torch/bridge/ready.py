@@ -53,7 +53,6 @@ class Ready:
     def _add_memory(
         self, pointers: list[int], destinations: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Allocate outputs and scratch memory, and append their addresses."""
         empty, scratch = private.allocator(self.device), None
         try:
             if destinations:

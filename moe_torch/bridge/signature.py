@@ -31,8 +31,7 @@ class Declaration(Generic[_Returned]):
 Tensor = torch.Tensor
 MaybeTensor = torch.Tensor | None
 Written = Annotated[torch.Tensor | None, "!"]
-#: Symmetric memory of this rank, declared as written to, so that traced programs keep the order of stores, barriers and
-#: loads.
+#: Symmetric memory of this rank. `!`: traced programs keep the order of stores, barriers and loads.
 Memory = Annotated[torch.Tensor | None, "!", "not planned"]
 _RETURNS: dict[Any, int | None] = {torch.Tensor: 1, type(None): 0, list[torch.Tensor]: None}
 
@@ -121,7 +120,6 @@ class Signature:
             arrays.append(f"(None if {bundle} is None else {name})" if absent else name)
         flat, options = f"({', '.join(arrays)},)", ", ".join(self._values)
         body = f"finish({flat}, {options})" if self._matrices else f"({flat[1:-1]} encode({options}))"
-        # Dynamo can follow a closure.
         source = (
             f"lambda run, encode, finish: lambda *, {', '.join((*dict.fromkeys(bundles), *self._values))}: run({body})"
         )

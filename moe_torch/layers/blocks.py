@@ -28,7 +28,6 @@ class BlockWeights(NamedTuple):
 
 
 def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
-    """See `MoE.from_block`."""
     require_instance("block", block, torch.nn.Module)
     # JetMoE's blocks have the experts' matrices as children.
     experts, kind = getattr(block, "experts", getattr(block, "input_linear", None)), type(block).__name__

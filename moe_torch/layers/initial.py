@@ -18,7 +18,6 @@ _DTYPES = tuple(TORCH_DTYPES[name] for name in (*dtypes.MATMUL_DTYPES, "float64"
 
 
 def require_dtype(dtype: torch.dtype | None) -> None:
-    """Raise InvalidInput unless operators take parameters of this dtype."""
     if dtype is not None and dtype not in _DTYPES:
         raise InvalidInput(f"dtype must be {', '.join(map(str, _DTYPES))}, got {dtype}; pass dtype=torch.float32")
 

@@ -199,7 +199,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         self._places = tuple(entry for entry in places if len(entry) == 3)
         self._deep_places = tuple(entry for entry in places if len(entry) == 4)
         self._held, self._held_places = held_arrays(self._modules, places)
-        # The operator's argument for the token mask, and the array with the dtype that x must have.
+        # The token mask's argument, and the array with the dtype that x must have.
         like = "experts.gate_up"
         if quantized is not None:
             like = "routing.weight" if self.shared_experts is None else "shared.gate_up"
@@ -307,7 +307,6 @@ class MoE(PrepackedExperts, PlannedLayer):
         return y, MoEAux(balance, z, counts, ids, chosen, invalid, logits, overflow)
 
     def _autocast(self, x: torch.Tensor, arrays: list[Any]) -> torch.Tensor:
-        """Cast x, and the operator's arrays in place."""
         if self.spec.main_grad:
             raise Unsupported(
                 "main_grad must be False under torch.autocast, which multiplies copies of the matrices, got True; "
@@ -319,7 +318,6 @@ class MoE(PrepackedExperts, PlannedLayer):
         return autocast(x)
 
     def _runs_stages(self) -> bool:
-        """Return True if stages are called one by one."""
         modules: Any = self._modules
         if any([has_own_call(modules[name]) for name in self._part_names]):
             return True

@@ -251,7 +251,7 @@ def group_losses(
         tokens = token_mask.sum().to(torch.int32).view(1)
     ranks, tensor = parallel.ranks("losses"), parallel.tensor_ranks("losses")
     total = total_of(ranks, tensor, torch.cat([counts, tokens]), "counts")
-    # Both losses are means over tokens: weight this rank's part by its share of the tokens.
+    # Both losses are means over tokens: weight by this rank's share.
     share = parallel.token_ranks * tokens.float() / total[-1:].clamp(min=1).float()
     count = tokens.float().clamp(min=1)
     balance, z = router_losses(

@@ -54,7 +54,6 @@ class QuantizedMatrix(torch.nn.Module):
         return QuantizedTensor(self.spec, self.values, self.scales, self.zero_points)
 
     def hold(self, tensor: QuantizedTensor) -> None:
-        """Take the arrays of the same matrix in another layout."""
         self.spec = tensor.spec
         for name, array in named_arrays(tensor):
             setattr(self, name, array)
@@ -304,7 +303,6 @@ def has_own_call(part: torch.nn.Module) -> bool:
 
 
 def own_part(part: Any, name: str) -> Any:
-    """The layer's group in a wrapper."""
     for module in part.modules():
         if isinstance(module, ParameterGroup):
             return module

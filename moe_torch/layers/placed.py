@@ -52,7 +52,6 @@ class PlacedTensor(torch.Tensor):
     """
 
     _local: torch.Tensor
-    #: The mesh or process group, this rank, and the placement.
     _where: tuple[Any, int, Placement]
     part: Slice | None
 
@@ -195,5 +194,4 @@ def held_experts(placement: Placement, rank: int) -> list[int]:
 
 
 def filled_up(array: torch.Tensor, missing: int) -> torch.Tensor:
-    """Append places that no product reads."""
     return torch.cat([array, array.new_zeros((missing, *array.shape[1:]))]) if missing else array

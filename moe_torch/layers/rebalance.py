@@ -112,7 +112,6 @@ class Rebalancer:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The placement of each layer."""
         return tuple(share.exchange.placement for share in self._layers)
 
     @torch.no_grad()
@@ -178,8 +177,6 @@ class Rebalancer:
 
 
 class _Shares:
-    """The experts of one layer on this rank."""
-
     def __init__(self, layer: Any, number: int, ranks: Ranks) -> None:
         require_instance(f"layers[{number}]", layer, MoE)
         self._experts: Any = layer._parts()["experts"]

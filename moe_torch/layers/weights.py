@@ -64,14 +64,12 @@ def require_same_layer(spec: MoELayerSpec, weights: LayerWeights) -> None:
 
 
 def copy_weights(weights: LayerWeights, tensors: Mapping[str, torch.Tensor], storage: Storage) -> None:
-    """Write arrays into a layer's tensors, after checking all."""
     parts = list(placements(weights, storage))
     for name, _, array in parts:
         _require_writable(name, array, tensors[name])
     with torch.no_grad():
         for name, place, array in parts:
             part = own_of(tensors[name])
-            # A rank reads only its own experts and slices.
             array = array if part.experts is None else array[part.experts]
             for target, source in _slices(part, place, array.shape):
                 part.local[target].copy_(from_numpy(array[source]))

@@ -250,7 +250,6 @@ class _ResultAddresses(Declaration[Tensor]):
     dtype: str | None
 
 
-#: Returns results_at.
 RESULT_ADDRESSES = Operator(
     "result_addresses",
     _ResultAddresses,

@@ -15,7 +15,6 @@ from moe_torch.bridge.options import decode
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-#: Arrays with gradients that can be added to existing tensors.
 MATRICES = ("experts.gate_up", "experts.down", "experts.up", "shared.gate_up", "shared.down", "shared.up")
 
 

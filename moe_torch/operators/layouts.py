@@ -23,7 +23,6 @@ Sizes = tuple[int | None, ...]
 
 
 def layout_of(sizes: tuple[Any, ...], arrays: bundles.LayoutArrays) -> LayoutSpec:
-    """The layout of `layout_sizes`."""
     num_tokens, top_k, *others = sizes
     if num_tokens is None:
         slots = require_spec("layout.row_of_slot", arrays.row_of_slot, ("num_tokens * top_k",), "int32")

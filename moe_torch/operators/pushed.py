@@ -45,7 +45,6 @@ def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
 
 
 def _in_two_parts(packet: str, *matrices: str) -> Operator:
-    """The forward that can run product 2 on another stream."""
     tensors = (*table.moe_tensors(TopK, matrices), "results_at?", "memory!")
     options = ("spec", "multiprocessors")
     signature = Signature(tensors, options, _BUNDLES, matrices=matrices, returns=_RESULTS, unplanned=("memory",))

@@ -74,7 +74,6 @@ def matmul_request(operands: MatmulOperands, layout: RaggedLayout | None, spec: 
 
 
 def reads_formats(experts: Any, routing: Any, spec: Any, shared: Any = None) -> bool:
-    """Return True if `moe` needs the operator of quantised matrices."""
     # In line, because every eager call passes here.
     if type(experts) is not ExpertWeights:
         require_instance("experts", experts, ExpertWeights)
@@ -109,7 +108,6 @@ def moe_request(
 
 
 def operands_of(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> MoEOperands:
-    """Specs of the arguments of a moe operator."""
     *tensors, options = arguments
     keywords = operator.signature.keywords(operator.specs(tensors), decode(options))
     return MoEOperands(**{name: keywords[name] for name, _ in array_fields(MoEOperands)})

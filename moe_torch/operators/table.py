@@ -22,7 +22,6 @@ from moe_torch.bridge.signature import Signature, fields_of
 from moe_torch.operators.kinds import MATRICES, BackwardOperator, TrainingOperator, accumulated
 from moe_torch.operators.shapes import activated, out_dtype_of, routed, wide_gradients, width_of
 
-#: Outputs differ by routing.
 _OVERLOADS = {bundles.TopK: "top_k", bundles.RouterLogits: "router_logits", bundles.RouterWeights: "router_weights"}
 EXPERT_MATRICES = ("experts.gate_up", "experts.down", "experts.up")
 
@@ -54,7 +53,6 @@ def _num_experts(experts: bundles.ExpertWeights) -> Any:
 
 
 def moe_shapes(call: Any) -> Outputs:
-    """The shapes of `result_names`."""
     x, spec, routing = call.x, call.spec, call.routing
     outputs: Outputs = [
         ((x.shape[0], x.shape[1]), out_dtype_of(x, spec.out_dtype)),
@@ -144,7 +142,6 @@ def backward_tensors(kind: type, more: tuple[str, ...] = (), *, into: bool) -> t
 
 
 def _backward(kind: type, packet: str, *matrices: str) -> Operator:
-    """`_into`: writes to the caller's memory."""
     into = packet.endswith("_into")
     tensors, options = backward_tensors(kind, into=into), ("spec", "wanted")
     signature = Signature(tensors, options, moe_bundles(kind), matrices=matrices, returns=None)
