@@ -40,7 +40,7 @@ def quantize_rows(
             entries become zeros.
 
     Returns:
-        the rows, `out_in`, bitwise equal to `moe_core.ops.quantize.reference.quantize_rows`, without a gradient.
+        the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`, without a gradient.
 
     Raises:
         InvalidInput: wrong type, dtype or shape, or another format.

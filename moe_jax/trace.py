@@ -1,7 +1,6 @@
 """Record which experts every token visits, and play it back, in any JAX function with MoE layers on Moebius.
 
-Both transform a function, also under `jit`. They see every whole MoE forward (of layers, and `moe_jax.ops.moe`) in call
-order:
+Both transform a function, also under `jit`. They see every whole MoE forward in call order:
 
     y, layers = jax.jit(capture(model))(x)                  # one LayerRouting per layer, arrays of JAX
     RoutingTrace(layers).save("routing.safetensors")
@@ -10,8 +9,7 @@ order:
     y = jax.jit(replay(model))(trace.layers, x)
 
 A layer inside a further transformation (an inner `jit`, the body of a scan, `checkpoint`, `vmap`, `shard_map`) raises
-InvalidInput, because its arrays do not exist outside. Apply them inside there. A scan then stacks what its body
-captures, and splits a stack to replay:
+InvalidInput. Apply them inside there. A scan then stacks what its body captures, and splits a stack to replay:
 
     y, stacks = jax.lax.scan(capture(body), x, parameters)  # body(x, parameters) returns the next x
     RoutingTrace.from_scan(stacks).save("routing.safetensors")

@@ -8,18 +8,17 @@
         model(x)
 
 Both see every whole MoE forward (`moe_torch.MoE`, `moe_torch.ops.moe`, the experts of transformers) in the block and
-its thread, in order, compiled models included. They are a torch dispatch mode. They do not see replayed CUDA graphs,
-nor experts that run stage by stage, such as those with a norm of each expert's result. Capturing a graph or exporting a
-program inside of the block raises Unsupported.
+its thread, in order, compiled models included. They do not see replayed CUDA graphs, nor experts that run stage by
+stage, such as those with a norm of each expert's result. Capturing a graph or exporting a program inside of the block
+raises Unsupported.
 
 A replayed layer with a router still computes its logits for the losses. Its ids and weights are the trace's, and its
 token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux. If the caller of `moe` brings
-ids and weights, the output and the counts follow the trace, and the returned ids and weights are the caller's (moe_jax
-returns the trace's).
+ids and weights, output and counts follow the trace, and the returned ids and weights are the caller's (moe_jax returns
+the trace's).
 
-In training the gradient of the trace's weights flows into the router for the trace's ids, at the live logits. Weights
-of the caller get it slot by slot. The backward may run outside of the block. Do not checkpoint replayed layers:
-`torch.utils.checkpoint` runs them again without the trace.
+In training the gradient of the trace's weights flows into the router for the trace's ids, at the live logits, also
+outside of the block. Do not checkpoint replayed layers: `torch.utils.checkpoint` runs them again without the trace.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ Parameters are nested dicts of arrays with MaxText's names, in the storage `MAXT
 
 With `ExpertsSpec(scheme=...)`, `wi_0`, `wi_1` and `wo` hold `values`, `scales` and, if the format has them,
 `zero_points`, as in `QuantizedTensor`. They start as zeros, are never cast, and have no gradient. Other gradients flow
-through them, unless the scheme also quantises activations. `prepack_weights` re-lays loaded mxfp4, int4 and int8
-experts for Hopper's kernels, as `tiled_values`, `tiled_scales` and `tiled_zero_points`.
+through them, unless the scheme also quantises activations. Prepacked ones are `tiled_values`, `tiled_scales` and
+`tiled_zero_points`.
 
 x, matrices of experts and shared experts, and biases other than fp32 are cast to the compute dtype. Every call copies
 matrices it casts, so store them in the compute dtype (param_dtype). Gates and fp32 biases stay fp32, because one bit of
-a logit can choose another expert. Layers are differentiable by x and every parameter.
+a logit can choose another expert.
 
 Letters: L layers, T tokens (of all leading axes), K top-k, E experts, D d_model, F d_ff per expert.
 """

@@ -73,13 +73,12 @@ class MoE(PrepackedExperts, PlannedLayer):
     `shared_experts.down` `[D, S]`, `shared_experts.gate` `[1, D]`. `fully_shard` shards the layer, its parts, or a
     module around it.
 
-    A layer is one operator. Its parts are called if hooks, adapters or fully_shard need these calls: `layer.router(x)`,
+    A layer is one operator. Its parts are called if hooks, adapters or fully_shard need it: `layer.router(x)`,
     `layer.experts(x, ids, weights)` and `layer.shared_experts(x)`.
 
     A quantised matrix (`ExpertsSpec(scheme=...)`) is two or three buffers, `experts.gate_up.values`, `.scales` and
     `.zero_points`, which keep their dtypes and start as zeros. It is frozen; x and other parameters are trained. If the
-    scheme also quantises activations, gradients raise Unsupported. `prepack_weights` re-lays loaded mxfp4, int4 and
-    int8 experts for Hopper's kernels.
+    scheme also quantises activations, gradients raise Unsupported.
 
     Args:
         d_model: D.
@@ -91,8 +90,7 @@ class MoE(PrepackedExperts, PlannedLayer):
         shared_experts: None: none.
         device: of the parameters; `meta` needs `to_empty`, and then weights or `reset_parameters`.
         dtype: bfloat16, float16 or float32, and on a CPU float64, to check gradients.
-        expert_parallel: a DeviceMesh of one axis, or a `moe_torch.parallel.ExpertParallel`, whose ranks share the
-            experts.
+        expert_parallel: a DeviceMesh of one axis, or a `moe_torch.parallel.ExpertParallel`.
 
     Raises:
         InvalidInput: options that contradict each other.

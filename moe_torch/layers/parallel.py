@@ -117,24 +117,22 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
 
     The experts' parameters become DTensors `[E, ...]`, sharded by their first axis over the mesh: rank r has the
     experts from r * ceil(E / W) on. Experts in another order are `PlacedTensor`s of the same shape, for optimizers but
-    not for `fully_shard`. Both save whole experts by logical id in `state_dict` and `torch.distributed.checkpoint`, and
-    load for any placement and number of ranks. Router and shared experts stay on every rank: average their gradients
-    over all ranks with tokens of their own. Experts' gradients are sums over all ranks' tokens: divide them by
-    `parallel.gradient_divisor` for the same mean.
+    not for `fully_shard`. Both save whole experts by logical id in `state_dict` and `torch.distributed.checkpoint`, for
+    any placement and number of ranks. Router and shared experts stay on every rank: average their gradients over all
+    ranks with tokens of their own. Experts' gradients are sums over all ranks' tokens: divide them by
+    `parallel.gradient_divisor`.
 
     With `parallel.tensor`, a rank keeps slices of its experts: DTensors over both axes, `[Shard(0), Shard(axis)]`. Gate
     and up in halves, the default, are `PlacedTensor`s. down_bias is whole on every rank of the axis.
 
     Call it on every rank, before `fully_shard` and before an optimizer is made. A layer on `meta` gets no memory.
+    Returns the layer.
 
     Args:
         layer: a `moe_torch.MoE` with all its experts.
         parallel: the ranks. Its mesh must be a DeviceMesh.
         placement: the experts of each rank. None: `Placement.linear`. With replicas, forwards that need a gradient
             raise Unsupported.
-
-    Returns:
-        the layer.
 
     Raises:
         InvalidInput: a placement of other sizes, a layer that is shared out already, a tensor axis that does not divide

@@ -99,8 +99,8 @@ def experts_push(
 
     Args:
         x, experts, routing, spec: as for `moe_torch.moe`. A row has a multiple of 16 bytes.
-        results_at: int64 `[T * K]`, the destination address of each slot's row, for example of `result_addresses`: a
-            multiple of 16, or 0 for none. Slots without an expert are not stored.
+        results_at: int64 `[T * K]`, the destination address of each slot's row: a multiple of 16, or 0 for none. Slots
+            without an expert are not stored.
         gradients_at: int64 `[T * K]`, the addresses to which the backward stores each slot's row of the gradient of x,
             which then has no memory here. None: the gradient is an array, the sum of a token's rows.
         memory: the symmetric tensor of this rank, see `moe_torch.parallel.peer_ops`.
