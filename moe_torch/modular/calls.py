@@ -12,7 +12,7 @@ import torch
 
 from moe_core.modular.types import ExpertTokensMetadata
 from moe_core.specs.matmul import Activation
-from moe_torch.modular.quant_config import FusedMoEQuantConfig
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 
@@ -50,7 +50,7 @@ class PrepareCall(NamedTuple):
     num_experts: int
     expert_map: torch.Tensor | None = None
     apply_router_weight_on_input: bool = False
-    quant_config: FusedMoEQuantConfig | None = None
+    quant_config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG
     defer_input_quant: bool = True
     num_local_experts: int | None = None
     a1_scale: torch.Tensor | None = None

@@ -12,6 +12,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch.modular import weight_and_reduce as reductions
 from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
 from moe_torch.modular.stages import as_ids, as_weights, batches_of, weighted_rows
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
@@ -124,8 +125,9 @@ class _OneDevice(FusedMoEPrepareAndFinalize):
     def prepare(
         self, a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
     ) -> PreparedTokens:
-        call = PrepareCall(a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input)
-        return self.prepared(call)
+        # Dynamo cannot make the record's default configuration.
+        tokens = a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
+        return self.prepared(PrepareCall(*tokens, FUSED_MOE_UNQUANTIZED_CONFIG))
 
     @taking(FinalizeCall)
     def finalize(self, call: FinalizeCall) -> None:

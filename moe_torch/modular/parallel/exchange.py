@@ -79,9 +79,9 @@ class InHalves(FusedMoEPrepareAndFinalize):
         finished(self.finalize_async(*arguments, **named))
 
 
-def require_lone_rows(quant_config: FusedMoEQuantConfig | None) -> None:
+def require_lone_rows(quant_config: FusedMoEQuantConfig) -> None:
     """Raise Unsupported if activations have one scale that is computed from all rows."""
-    if quant_config is not None and not rows_are_alone(quant_config):
+    if not rows_are_alone(quant_config):
         raise Unsupported(
             f"activations of {quant_config.scheme} must have a scale for each row across ranks, or given scales: "
             "one of all rows would be each rank's own; give a1_scale and a2_scale"
@@ -244,7 +244,7 @@ class AcrossRanks(InHalves):
         return plan_routes(self.parallel.ranks(), plan, ids, weights).start
 
     def _check_experts(
-        self, expert_map: torch.Tensor | None, num_local_experts: int | None, quant_config: FusedMoEQuantConfig | None
+        self, expert_map: torch.Tensor | None, num_local_experts: int | None, quant_config: FusedMoEQuantConfig
     ) -> None:
         if num_local_experts not in (None, self.placement.per_rank):
             raise InvalidInput(
