@@ -86,7 +86,7 @@ def quantized_stacks(
 
 
 def _is_divided(stack: Stack) -> bool:
-    return any(isinstance(place, slice) for place in stack.parts[0].place)
+    return any(isinstance(index, slice) for index in stack.parts[0].place)
 
 
 def _apart(name: str, stack: Stack) -> dict[str, Stack]:
