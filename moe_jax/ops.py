@@ -325,7 +325,6 @@ def moe(
         a MoEOutput. Passed ids and weights are returned unchanged.
 
     Raises:
-        InvalidInput: see the module.
         Unsupported: also for second derivatives, and a gradient that does not exist.
     """
     arrays = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared}

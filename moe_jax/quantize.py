@@ -41,10 +41,6 @@ def quantize_rows(
 
     Returns:
         the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`, without a gradient.
-
-    Raises:
-        InvalidInput: wrong type, dtype or shape, or another format.
-        Unsupported: a device without kernels.
     """
     call = OpCall("quantize_rows")
     require_type("format", format, Format)

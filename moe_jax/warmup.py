@@ -42,7 +42,7 @@ def warmup(
 ) -> WarmupReport:
     """Compile and load, on every local device, every kernel that `moe` runs for these arguments. Nothing runs.
 
-    XLA still compiles the program. Inside `moe_jax.export_target(...)` kernels are compiled but not loaded.
+    Raises as `moe`. XLA still compiles the program. Inside `moe_jax.export_target(...)` kernels are only compiled.
 
     Args:
         x, experts, routing, spec: as for `moe`, or `jax.ShapeDtypeStruct`s for the default device.
@@ -53,10 +53,6 @@ def warmup(
 
     Returns:
         the kernels, the seconds for each, and which existed before. On a CPU there are none.
-
-    Raises:
-        InvalidInput: as `moe`, and for tokens that are no numbers of tokens.
-        Unsupported: as `moe`.
     """
     plans, token_mask = [], optional.get("token_mask")
     for count in core.token_counts(tokens):

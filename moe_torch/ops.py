@@ -304,7 +304,6 @@ def moe(
         a MoEOutput. Passed ids and weights are returned unchanged.
 
     Raises:
-        InvalidInput: see the module.
         Unsupported: also for second derivatives, and a gradient that does not exist.
     """
     if checked is not False:

@@ -48,10 +48,6 @@ def quantize_rows(
 
     Returns:
         the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`, without a gradient.
-
-    Raises:
-        InvalidInput: wrong type, dtype or shape, or another format.
-        Unsupported: a device without kernels.
     """
     require_instance("format", format, Format)
     values, scales = QUANTIZE_ROWS.call(x=x, static_scale=scales, used_by=used_by, format=format)

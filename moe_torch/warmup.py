@@ -34,7 +34,7 @@ def warmup(
 ) -> WarmupReport:
     """Compile and load, on the tensors' device, every kernel that `moe` runs for these arguments. Nothing runs.
 
-    A later call of `moe` compiles nothing and can be captured in a CUDA graph at once.
+    Raises as `moe`. A later call of `moe` compiles nothing and can be captured in a CUDA graph at once.
 
     Args:
         x, experts, routing, spec: as for `moe`.
@@ -45,10 +45,6 @@ def warmup(
 
     Returns:
         the kernels, the seconds for each, and which existed before. On a CPU there are none.
-
-    Raises:
-        InvalidInput: as `moe`, and for tokens that are no numbers of tokens.
-        Unsupported: as `moe`.
     """
     operator, arguments = moe_request(x, experts, routing, spec, **optional)
     device, plans, resized = operator.device_of(arguments[:-1]), [], list(arguments)

@@ -43,7 +43,7 @@ class Rule:
     def gradients(
         self, arrays: dict[str, Any], saved: dict[str, Any], upstream: dict[str, Any], asked: tuple[str, ...]
     ) -> dict[str, Any]:
-        """At least the requested gradients, by name. upstream: gradients of flowing results that have one."""
+        """At least the requested gradients. upstream: of flowing results that have one."""
         raise NotImplementedError
 
 

@@ -154,7 +154,7 @@ def run_moe(
     replayed: bundles.Routing | None = None,
     **optional: Any,
 ) -> bundles.MoEOutput:
-    """Run `moe_jax.ops.moe`, or replay a trace's ids and weights. The routing is still trained."""
+    """Run `moe`, or replay a trace's ids and weights. The routing is still trained."""
     call, (x_spec, *parts, _), options = moe_request(x, experts, routing, spec, **optional)
     chosen = None
     if replayed is not None:

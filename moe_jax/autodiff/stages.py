@@ -1,5 +1,4 @@
-"""Gradients of stage ops. Each saves its arguments and runs one custom call. `reduce` copies rows with JAX
-operations."""
+"""Gradients of stage ops. Each saves its arguments and runs one custom call, `reduce` JAX operations."""
 
 from __future__ import annotations
 
@@ -136,7 +135,7 @@ class _Reduce(_Stage):
             )
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
-        """A slot's row gets its token's gradient. Slots and rows without each other get zeros."""
+        """Slots and rows without each other get zeros."""
         gradient, gradients = upstream["out"], {}
         if "shared" in asked:
             gradients["shared"] = gradient.astype(arrays["shared"].dtype)

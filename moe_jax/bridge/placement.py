@@ -122,7 +122,7 @@ def _lower_on_one_device(context: mlir.LoweringRuleContext, operand: Any, *, op:
 
 
 def _left_to_xla(mesh: Any, manual: frozenset[Any]) -> list[str]:
-    """The mesh axes over which XLA may split arrays inside a shard_map."""
+    """The mesh axes over which XLA may split arrays inside shard_map."""
     return [f"{name!r} ({size} devices)" for name, size in mesh.shape.items() if size > 1 and name not in manual]
 
 

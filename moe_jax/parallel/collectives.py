@@ -12,8 +12,6 @@ from moe_jax.parallel.exchange import Splits, take
 
 
 class _Rows(NamedTuple):
-    """Static rows of the result, value of unused ones, and axis."""
-
     count: int
     unused: float
     axis_name: str

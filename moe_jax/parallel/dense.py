@@ -40,8 +40,7 @@ class _Dense(MoERule):
 def shared_output(
     x: jax.Array, wide: jax.Array, experts: ExpertWeights, shared: SharedExpert, spec: MoESpec
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Rows fp32 `[T, D]` and gate logits fp32 `[T, 1]`, for `reduce`. wide: x in fp32, which gets the unrounded
-    gradient."""
+    """Rows fp32 `[T, D]` and gate logits fp32 `[T, 1]`, for `reduce`. wide: see `gather_rows`."""
     tokens = x.shape[0]
     nowhere = TopK(jnp.full((tokens, 1), -1, jnp.int32), jnp.zeros((tokens, 1), jnp.float32))
     spec = dataclasses.replace(spec, router=None, out_dtype="float32")

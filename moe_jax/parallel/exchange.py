@@ -1,6 +1,6 @@
-"""The index arithmetic of `moe_core.parallel.exchange` on traced arrays, with equal results.
+"""The index arithmetic of `moe_core.parallel.exchange` on traced arrays, with equal results and letters.
 
-Letters as there, plus G groups of rows that a home sends (places or owners), G / W of them to each owner.
+G: groups of rows that a home sends (places or owners), G / W of them to each owner.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from moe_jax.ops import RaggedLayout
 
 
 class Places(NamedTuple):
-    """places int32 `[T, K]`: physical ids or -1. invalid_ids int32 `[1]`: ids outside [-1, E)."""
-
     places: jax.Array
     invalid_ids: jax.Array
 
@@ -24,7 +22,6 @@ class Places(NamedTuple):
 def physical_ids(
     ids: jax.Array, placement: Placement, *, first_token: jax.Array | int = 0, token_mask: jax.Array | None = None
 ) -> Places:
-    """The place of every slot, from ids int32 `[T, K]`. first_token: the number of the group's first token."""
     _, places, start = (jnp.asarray(table) for table in placement.tables)
     known = ids if token_mask is None else jnp.where(token_mask[:, None], ids, -1)
     invalid = (known < -1) | (known >= placement.num_experts)
@@ -47,12 +44,12 @@ def same_owner(owners: jax.Array, others: jax.Array) -> jax.Array:
 
 
 def _earlier(owners: jax.Array) -> jax.Array:
-    """int32 `[T, K]`: earlier slots of the token with the same owner."""
+    """int32 `[T, K]`: the token's earlier slots with the same owner."""
     return (same_owner(owners, owners) & jnp.tri(owners.shape[1], k=-1, dtype=bool)).sum(axis=2, dtype=jnp.int32)
 
 
 def first_owners(owners: jax.Array) -> jax.Array:
-    """int32 `[T, K]`: owners of slots, -1 if an earlier slot of the token has the same."""
+    """int32 `[T, K]`, -1 if an earlier slot of the token has the owner."""
     return jnp.where(_earlier(owners) > 0, -1, owners)
 
 
@@ -76,8 +73,6 @@ def rows_in_runs(sent: RaggedLayout, groups: jax.Array, num_ranks: int) -> jax.A
 
 
 class Splits(NamedTuple):
-    """Arguments of a rank's ragged all-to-all, int32 `[W]` by peer."""
-
     sent: jax.Array
     received: jax.Array
     sent_start: jax.Array
@@ -85,7 +80,7 @@ class Splits(NamedTuple):
 
 
 def splits(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) -> Splits:
-    """The splits of a rank, from rows of every (home, owner), int32 `[W, W]`. receive: the most rows of an owner."""
+    """Rows of every (home, owner) are pairs int32 `[W, W]`."""
     start = jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
     kept = pairs if receive is None else jnp.clip(receive - start, 0, pairs)
     first = jnp.cumsum(pairs[rank], dtype=jnp.int32) - pairs[rank]
@@ -100,7 +95,7 @@ def returning(pairs: jax.Array, rank: jax.Array | int, receive: int | None = Non
 
 
 def rows_of_blocks(sent: RaggedLayout, num_ranks: int, block: int, fits: int) -> jax.Array:
-    """int32 `[W * block]`: slots of rows in equal blocks, at most `fits` used, -1: unused. sent: a home's layout."""
+    """int32 `[W * block]`: slots of rows in equal blocks, at most `fits` used, -1: unused."""
     each = sent.group_sizes.shape[0] // num_ranks
     number = jnp.arange(block, dtype=jnp.int32)
     row = sent.group_start[:-1:each, None] + number

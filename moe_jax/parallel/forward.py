@@ -78,8 +78,6 @@ def moe(
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share experts, their exchange, and the axis that splits each expert."""
-
     axis_name: str
     placement: Placement
     exchange: ExchangeSpec

@@ -48,7 +48,7 @@ class Sizes:
 
     @property
     def nearest(self) -> int:
-        """The most experts of one owner among distinct ids of a token."""
+        """The most experts of one owner among a token's ids."""
         return min(self.top_k, self.placement.per_rank)
 
     @functools.cached_property

@@ -16,8 +16,7 @@ from moe_jax import ops
 
 
 class Brought(NamedTuple):
-    """x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32, weights fp32 `[T, K]`, token_mask
-    bool `[T]`."""
+    """x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32, weights fp32 `[T, K]`, token_mask."""
 
     x: jax.Array
     wide: jax.Array
@@ -85,8 +84,7 @@ def _added(axis: str, parts: jax.Array, **options: Any) -> jax.Array:
 def total(
     axis: str, dtype: str, out_dtype: str, parts: jax.Array, shared: jax.Array | None, gate: jax.Array | None
 ) -> jax.Array:
-    """The sum `[T, D]` of all ranks' parts fp32 `[S, D]`, plus shared `[T, D]` times the sigmoid of gate fp32
-    `[T, 1]`."""
+    """The sum `[T, D]` of all ranks' parts fp32 `[S, D]`, plus shared `[T, D]`, gated by fp32 `[T, 1]`."""
     return _added(axis, parts, shared=shared, shared_gate=gate, out_dtype=out_dtype)
 
 
@@ -104,7 +102,7 @@ total.defvjp(_total_forward, _total_backward)
 
 
 def bias_once(axis: str, experts: ExpertWeights) -> ExpertWeights:
-    """A rank's slices. Only the first rank of the axis adds down_bias, and gets its gradient."""
+    """Only the first rank of the axis adds down_bias, and gets its gradient."""
     if experts.down_bias is None:
         return experts
     first = jax.lax.axis_index(axis) == 0

@@ -115,7 +115,7 @@ class _Reduce(Rule):
             )
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
-        """A slot's row gets the gradient of its token. Slots and rows without each other get zeros."""
+        """Slots and rows without each other get zeros."""
         (gradient,), gradients = upstream, {}
         if "shared" in asked:
             gradients["shared"] = gradient.to(saved["shared"].dtype)

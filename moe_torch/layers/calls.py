@@ -21,10 +21,8 @@ Held = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 
 
 def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[Held, ...], tuple[int, ...]]:
-    """Return each part with its arrays, and the operator's positions in the order of `tensors_of`.
-
-    places: (position, part, names) of every array.
-    """
+    """Return each part with its arrays, and the operator's positions in the order of `tensors_of`. places: (position,
+    part, names) of every array."""
     held, order = [], [0]
     for part in dict.fromkeys(part for _, part, *_ in places):
         flat = [(position, path[0]) for position, other, *path in places if other == part and len(path) == 1]
@@ -37,8 +35,7 @@ def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[
 
 
 def tensors_of(layer: Any, x: Any) -> list[Any] | None:
-    """Return x and the layer's arrays, or None unless the layer is one operator with plain parameters. `has_own_call`
-    inline takes a third of the time."""
+    """Return x and the layer's arrays, or None unless the layer is one operator with plain parameters."""
     if torch.compiler.is_compiling() or layer._in_stages or (layer._rounds and layer.training):
         return None
     modules, tensors = layer._modules, [x]

@@ -105,8 +105,7 @@ def _buffer_dtype(dtype: torch.dtype | None) -> torch.dtype:
 class ParameterGroup(torch.nn.Module):
     """The arrays of one part of a layer. Its forward is called only if something needs the call (`has_own_call`).
 
-    NAMES: every array the part can have, None if absent. Buffers stay float32, or float64. trained: parameters require
-    a gradient.
+    NAMES: every array the part can have, None if absent. trained: parameters require a gradient.
     """
 
     NAMES: ClassVar[tuple[str, ...]]
@@ -223,7 +222,7 @@ class ExpertParameters(ParameterGroup):
         return ops.moe if self.exchange is None else self.exchange.moe
 
     def operands(self) -> ExpertWeights:
-        """The arrays as a bundle, on several ranks this rank's."""
+        """On several ranks, this rank's."""
         arrays = {name: getattr(self, name) for name in self.NAMES}
         arrays = {name: one.tensor() if isinstance(one, QuantizedMatrix) else one for name, one in arrays.items()}
         if self.exchange is not None:
@@ -313,8 +312,6 @@ def own_part(part: Any, name: str) -> Any:
 
 
 class PrepackedExperts(torch.nn.Module):
-    """Methods of a layer that re-lay its experts in place."""
-
     spec: MoELayerSpec
     storage: Storage
     _is_quantized: bool
@@ -331,8 +328,7 @@ class PrepackedExperts(torch.nn.Module):
 
         The layer then has no gradients: call it under `torch.no_grad()`, and train after `restore_weights`. state_dict,
         load_state_dict, load_weights and export_weights keep the published layout. Raises InvalidInput for experts that
-        are not quantised, not stored `out_in` or cannot be tiled, and Unsupported for ones sharded other than by
-        experts.
+        cannot be tiled, and Unsupported for ones sharded other than by experts.
         """
         tiled_specs(self.spec, self.storage)
         self._hold(on_own_experts(prepack_weights, self._matrices(), self.spec.moe_spec(HUGGING_FACE)))

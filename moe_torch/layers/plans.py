@@ -47,7 +47,7 @@ class PlannedLayer(torch.nn.Module):
         """Compile and load the kernels of forwards of so many tokens, ahead of the first call. Runs nothing.
 
         tokens: the numbers to come, or a few from small to large. training: also steps that train every parameter.
-        Returns the kernels with the seconds each took; none on a CPU. Raises InvalidInput, Unsupported.
+        Returns the kernels with the seconds each took; none on a CPU.
         """
         device = self._parts()["router"].weight.device
         arguments = (self.spec, HUGGING_FACE, target_of_device(device), training)

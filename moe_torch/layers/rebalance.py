@@ -118,8 +118,7 @@ class Rebalancer:
     def step(self) -> tuple[LayerMoves, ...]:
         """Count a step of the model, and move experts if it is time. A collective. Returns the layers that moved.
 
-        Raises InvalidInput if ranks disagree, and RuntimeError if a message failed: that layer's experts are lost, and
-        its forwards raise.
+        Raises InvalidInput if ranks disagree, and RuntimeError if a message failed: that layer's experts are lost.
         """
         if self._load.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InvalidInput("step must be called between replays, got a stream that is captured; call it outside")

@@ -155,10 +155,8 @@ def ids_of_tokens(expert_ids: torch.Tensor, x: torch.Tensor, top_k: int) -> torc
 
 
 def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, layer: Any) -> torch.Tensor:
-    """ids, with -1 for slots of a full expert. On several ranks, tokens of all ranks count in their order.
-
-    An expert keeps the first C = `spec.capacity(T)` slots. A layout of all slots avoids E * C rows, and takes a
-    symbolic number of tokens.
+    """ids, with -1 for slots of a full expert, which keeps the first C = `spec.capacity(T)`. On several ranks, tokens
+    of all ranks count in their order. A layout of all slots avoids E * C rows, and takes a symbolic number of tokens.
     """
     ratio, exchange = layer.spec.capacity_ratio(), own_part(layer.experts, "experts").exchange
     assert ratio is not None

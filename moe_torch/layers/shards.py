@@ -15,7 +15,7 @@ B = TypeVar("B")
 
 
 class Own(NamedTuple):
-    """A rank's part of an array of all experts. experts: None: all. cut, split: its slice of each expert, None: all."""
+    """A rank's part of an array of all experts. experts, cut, split: None: all."""
 
     local: torch.Tensor
     experts: slice | list[int] | None = None
