@@ -177,8 +177,7 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
-        """See `moe_core.layers.layer_cost`. tokens: a number, or the shape of x. XLA's `cost_analysis` does not
-        count it."""
+        """See `moe_core.layers.layer_cost`. tokens: a number, or x's shape. XLA's `cost_analysis` omits it."""
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     @nn.nowrap

@@ -20,8 +20,8 @@ from moe_jax.parallel.routes import Routes, Sizes, at_home, pull, push
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(sizes: Sizes, routes: Routes, x: jax.Array, wide: jax.Array, weights: jax.Array) -> Any:
-    """(rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`). wide: see `gather_rows`. weights: fp32
-    `[T, K]`."""
+    """(rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`) of weights fp32 `[T, K]`. wide: see
+    `gather_rows`."""
     return push(sizes, routes, x), routes.weights
 
 

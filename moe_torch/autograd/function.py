@@ -47,8 +47,7 @@ class Rule:
     def gradients(
         self, ctx: Any, saved: dict[str, Any], upstream: list[torch.Tensor | None], asked: list[str]
     ) -> dict[str, torch.Tensor]:
-        """Return at least the gradients of `asked`, by name. upstream: of the flowing results, contiguous, not
-        all None."""
+        """Return at least the gradients of `asked`, by name. upstream: of flowing results, contiguous, not all None."""
         raise NotImplementedError
 
 

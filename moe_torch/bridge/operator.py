@@ -246,8 +246,7 @@ class Operator(Generic[_Parameters, _Result]):
                 )
 
     def _infer(self, *arguments: Any) -> Any:
-        """Return the outputs' shapes for fake and meta tensors. Raises as the planner. Calls with unbacked sizes are
-        checked when they run."""
+        """Shapes for fake and meta tensors. Raises as the planner, but unbacked sizes are checked in the run."""
         *tensors, options = arguments
         device = self.device_of(tensors)
         with contextlib.suppress(NoHintError):

@@ -21,8 +21,8 @@ Held = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 
 
 def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[Held, ...], tuple[int, ...]]:
-    """Return each part with its arrays, and the operator's positions in the order of `tensors_of`. places: (position,
-    part, names) of every array."""
+    """Return each part with its arrays, and the positions in the order of `tensors_of`. places: (position, part,
+    names)."""
     held, order = [], [0]
     for part in dict.fromkeys(part for _, part, *_ in places):
         flat = [(position, path[0]) for position, other, *path in places if other == part and len(path) == 1]

@@ -375,8 +375,7 @@ class MoE(PrepackedExperts, PlannedLayer):
             copy_weights(weights, tensors, self.storage)
 
     def export_weights(self) -> LayerWeights:
-        """Return canonical weights in the layer's storage. On a CPU they share the parameters' memory. A collective for
-        sharded parameters."""
+        """Return canonical weights in the layer's storage, with shared memory on a CPU. A collective if sharded."""
         tensors = self._tensors() | self.restored_tensors()
         arrays = {name: gathered(name, tensor) for name, tensor in tensors.items()}
         return LayerWeights.from_named(arrays, self.spec, HUGGING_FACE)

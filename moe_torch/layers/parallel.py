@@ -229,18 +229,16 @@ def total_over_ranks(counts: torch.Tensor, parallel: ExpertParallel) -> torch.Te
 def group_losses(
     aux: MoEAux, router: RouterSpec, parallel: ExpertParallel, *, token_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (load-balancing loss, z-loss) of the tokens of all ranks; `MoEAux` has those of this rank's. A collective.
+    """Return (load-balancing loss, z-loss) of the tokens of all ranks, fp32 scalars differentiable by aux.logits. A
+    collective.
 
     The mean over ranks is the loss of one device with all tokens, and the same holds for gradients.
 
     Args:
-        aux: the layer's, of return_aux.
+        aux: of this rank's tokens, of return_aux.
         router: `layer.spec.router`.
         parallel: the ranks.
         token_mask: bool `[T]`, as for the layer.
-
-    Returns:
-        fp32 scalars, differentiable by aux.logits.
     """
     require_instance("parallel", parallel, ExpertParallel)
     logits, counts = aux.logits, aux.tokens_per_expert
