@@ -74,7 +74,7 @@ class MoE(nn.Module):
     `layer.clone(token_rounding=None)`, with the same variables. Raises InvalidInput, also in calls inside
     `nn.logical_axis_rules` without these names.
 
-    Args:
+    Attributes:
         dtype: of the computation and of y. None: the promotion of x and the parameters.
         param_dtype: of new parameters.
         kernel_init: draws one matrix `[inputs, outputs]` at a time.

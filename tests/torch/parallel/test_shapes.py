@@ -42,9 +42,9 @@ def kernels_of_calls(group: Any, sizes: tuple[int, ...], way: ExchangeSpec, diff
     plans: list[Any] = []
     real = Operator.plan
 
-    def planned(self: Operator, tensors: Any, options: str, target: Target) -> Any:
-        plans.append(real(self, tensors, options, Target("cuda", 90, 132)))
-        return real(self, tensors, options, target)
+    def planned(self: Operator, arguments: Any, target: Target) -> Any:
+        plans.append(real(self, arguments, Target("cuda", 90, 132)))
+        return real(self, arguments, target)
 
     forget_plans()
     counts, placement = [], placement_of("round_robin", 6, 2)
