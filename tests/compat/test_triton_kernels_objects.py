@@ -191,15 +191,9 @@ def test_parameters_are_those_of_upstream() -> None:
         for name in ("routing", "topk", "swiglu", "tensor")
     }
     functions = (
-        "routing.routing",
-        "routing.routing_from_bitmatrix",
-        "routing.compute_expt_data",
-        "matmul_ogs.matmul_ogs",
-        "topk.topk",
-        "swiglu.swiglu",
-        "tensor.wrap_torch_tensor",
-        "tensor.convert_layout",
-        "tensor.Bitmatrix",
+        *("routing.routing", "routing.routing_from_bitmatrix", "routing.compute_expt_data"),
+        *("matmul_ogs.matmul_ogs", "topk.topk", "swiglu.swiglu", "tensor.wrap_torch_tensor"),
+        *("tensor.convert_layout", "tensor.Bitmatrix"),
     )
     for path in functions:
         module, _, name = path.partition(".")

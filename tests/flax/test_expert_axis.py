@@ -78,10 +78,6 @@ def test_nnx_layers_are_parallelized_in_place() -> None:
             layer.parallelize(mesh, None)
 
 
-def is_spec(value: Any) -> bool:
-    return isinstance(value, P)
-
-
 @pytest.mark.parametrize("whose", ["the layer's own shard_map", "the caller's shard_map"])
 def test_linen_layers(whose: str) -> None:
     """In the caller's shard_map the parameters have the shapes of a rank."""

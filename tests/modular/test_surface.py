@@ -107,28 +107,16 @@ SIGNATURES = {
     "pack_bitmatrix": ("bitmatrix, topk_ids, n_rows, bm_cols, n_expts_act, BLOCK_SIZE_M=512, BLOCK_SIZE_K=32"),
 }
 for _name in (
-    "OAITritonExperts",
-    "UnfusedOAITritonExperts",
-    "TritonExperts",
-    "BatchedTritonExperts",
-    "DeepGemmExperts",
-    "BatchedDeepGemmExperts",
-    "TritonOrDeepGemmExperts",
+    *("OAITritonExperts", "UnfusedOAITritonExperts", "TritonExperts", "BatchedTritonExperts", "DeepGemmExperts"),
+    *("BatchedDeepGemmExperts", "TritonOrDeepGemmExperts"),
 ):
     SIGNATURES |= {f"{_name}.apply": APPLY, f"{_name}.workspace_shapes": SHAPES}
 #: Published names without parameters of their own.
 PLAIN = (
-    "FusedMoEActivationFormat.Standard",
-    "FusedMoEActivationFormat.BatchedExperts",
-    "FUSED_MOE_UNQUANTIZED_CONFIG",
-    "FusedMoEPermuteExpertsUnpermute.activation_formats",
-    "FusedMoEParallelConfig",
-    "QuantKey",
-    "TopKWeightAndReduceNoOP",
-    "TopKWeightAndReduceContiguous",
-    "TopKWeightAndReduceDelegate",
-    "BaseOAITritonExperts",
-    "DeepGemmExperts",
+    *("FusedMoEActivationFormat.Standard", "FusedMoEActivationFormat.BatchedExperts"),
+    *("FUSED_MOE_UNQUANTIZED_CONFIG", "FusedMoEPermuteExpertsUnpermute.activation_formats"),
+    *("FusedMoEParallelConfig", "QuantKey", "TopKWeightAndReduceNoOP", "TopKWeightAndReduceContiguous"),
+    *("TopKWeightAndReduceDelegate", "BaseOAITritonExperts", "DeepGemmExperts"),
 )
 
 

@@ -44,24 +44,9 @@ GATED, UNGATED = Activation("silu"), Activation("gelu_tanh", gated=False)
 SEPARATE = Activation("silu", gate_layout="separate")
 #: Every plan that is inlined.
 STAGES = {
-    "add",
-    "bias_product",
-    "cast_rows",
-    "expert_activation_backward",
-    "gate_gradient",
-    "gate_weight",
-    "layout",
-    "matmul_ogs",
-    "matmul_quantized_transposed",
-    "quantize_rows",
-    "reduce",
-    "route_and_layout",
-    "router",
-    "routing_backward",
-    "scale_rows",
-    "schedule",
-    "weight_gradient",
-    "weighted_input",
+    *("add", "bias_product", "cast_rows", "expert_activation_backward", "gate_gradient", "gate_weight", "layout"),
+    *("matmul_ogs", "matmul_quantized_transposed", "quantize_rows", "reduce", "route_and_layout", "router"),
+    *("routing_backward", "scale_rows", "schedule", "weight_gradient", "weighted_input"),
 }
 #: (stage, its two inputs): a swap of these changes nothing, since a sum of two numbers has no order.
 SYMMETRIC = ("add", "first", "second")

@@ -24,14 +24,8 @@ from tests.support.compile_gate.gate import GROUPS, NUM_SMS, distinct_launches, 
 #: Groups of kernels for one architecture alone.
 ONLY: dict[str, str] = dict.fromkeys(
     (
-        "sm90",
-        "sm90_tall",
-        "shipped_table",
-        "prepared",
-        "prepared_integers",
-        "prepared_tall",
-        "quantized_sm90",
-        "pushed_prepacked",
+        *("sm90", "sm90_tall", "shipped_table", "prepared", "prepared_integers", "prepared_tall"),
+        *("quantized_sm90", "pushed_prepacked"),
     ),
     "90",
 )

@@ -158,20 +158,9 @@ def test_xla_is_left_out_beside_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_under_torchrun_the_first_rank_writes(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "machine.json"
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "moe_core.tools.tune"]
-    given = [
-        "--links",
-        "--backend",
-        "gloo",
-        "--bytes",
-        "64",
-        "--link-seconds",
-        "0.1",
-        "--no-jax",
-        "--output",
-        str(path),
-    ]
+    options = ["--links", "--backend=gloo", "--bytes=64", "--link-seconds=0.1", "--no-jax", f"--output={path}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*run, *given], env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run([*run, *options], env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("set MOEBIUS_MACHINE to this path") == 1
     record = MachineRecord.load(path)

@@ -213,17 +213,9 @@ def test_names_order_and_round_trip(tmp_path):
     layer = draw_layer(scheme_named("int4_w4a16_zp"), 0, "separate")
     plan = layer.plan(REFERENCE)
     assert [buffer.name for buffer in plan.inputs][:11] == [
-        "x",
-        "experts.gate_up.values",
-        "experts.gate_up.scales",
-        "experts.gate_up.zero_points",
-        "experts.down.values",
-        "experts.down.scales",
-        "experts.down.zero_points",
-        "experts.up.values",
-        "experts.up.scales",
-        "experts.up.zero_points",
-        "experts.gate_up_bias",
+        *("x", "experts.gate_up.values", "experts.gate_up.scales", "experts.gate_up.zero_points"),
+        *("experts.down.values", "experts.down.scales", "experts.down.zero_points", "experts.up.values"),
+        *("experts.up.scales", "experts.up.zero_points", "experts.gate_up_bias"),
     ]
     assert "weight int4_g128_zp[2, 3, 256, 256] in_out, up int4_g128_zp[2, 3, 256, 256] in_out" in plan.explain()
     # Specs of equal arrays are equal keys of the cache.
