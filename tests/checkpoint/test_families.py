@@ -111,7 +111,7 @@ def test_torch_layer_agrees(tmp_path: Path, row: str) -> None:
     "row",
     [
         *("aria", "axk1", "cohere2_moe", "ernie4_5_moe", "hy_v4", "jetmoe", "minimax_m3_vl", "muse_spark"),
-        *("nemotron_h_latent"),
+        "nemotron_h_latent",
     ],
 )
 def test_flax_layer_agrees(tmp_path: Path, row: str) -> None:
