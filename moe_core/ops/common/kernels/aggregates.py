@@ -10,7 +10,6 @@ is None, a constant, so `if output.pre is not None` is decided at compile time.
 import triton
 from triton.language.core import _aggregate, base_value, constexpr
 
-Array = Descriptor = Number = Memory = object
 Constant = constexpr
 
 
