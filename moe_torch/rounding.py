@@ -7,7 +7,7 @@ import torch
 from moe_core.specs.operands import RoundedRouting
 from moe_core.specs.routing import RouterSpec, TokenRounding
 from moe_torch.bridge.options import require_instance
-from moe_torch.operators.rounding import ROUTE_ROUNDED
+from moe_torch.operators.stages import ROUTE_ROUNDED
 
 
 def route_rounded(

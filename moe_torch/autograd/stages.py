@@ -19,7 +19,7 @@ from moe_torch.autograd.function import Rule, define_gradient
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import decode
 from moe_torch.operators import stages
-from moe_torch.operators.rounding import ROUTE_ROUNDED, ROUTE_ROUNDED_BACKWARD
+from moe_torch.operators.stages import ROUTE_ROUNDED, ROUTE_ROUNDED_BACKWARD
 
 
 class _Rows(Rule):

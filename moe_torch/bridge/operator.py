@@ -31,7 +31,7 @@ from moe_torch.bridge.arrays import MAKE_MEMORY, NoHintError, array_spec, target
 from moe_torch.bridge.options import TORCH_DTYPES, decode, encode
 from moe_torch.bridge.ready import Begun, Ready, dense
 from moe_torch.bridge.seen import SeenCalls
-from moe_torch.bridge.signature import Declaration, Signature
+from moe_torch.bridge.signature import Signature
 
 #: The namespace of every operator, kept for the life of the process.
 LIBRARY = torch.library.Library("moebius", "DEF")
@@ -54,8 +54,7 @@ class Operator(Generic[_Parameters, _Result]):
     """One operator of the namespace `moebius`.
 
     Args:
-        name: with its overload, as `moe.top_k`.
-        declaration: the class or Signature that declares its arguments.
+        declaration: the function or Signature that declares its name and arguments.
         planner: makes the plan from ArraySpecs and options by name, and the target.
         shapes: shape and dtype of every output, from an object with tensors and options as attributes. Sizes may be
             symbolic.
@@ -65,20 +64,19 @@ class Operator(Generic[_Parameters, _Result]):
 
     def __init__(
         self,
-        name: str,
-        declaration: Callable[_Parameters, Declaration[_Result]] | Signature,
+        declaration: Callable[_Parameters, _Result] | Signature,
         planner: Callable[..., LaunchPlan],
         shapes: Callable[[Any], Outputs],
     ) -> None:
-        signature = declaration if isinstance(declaration, Signature) else Signature.of(declaration)  # type: ignore[arg-type]
-        LIBRARY.define(name + signature.schema, tags=_TAGS)
-        self.name, self.signature, self.names, self.returns = name, signature, signature.names, signature.returns
+        signature = declaration if isinstance(declaration, Signature) else Signature.of(declaration)
+        LIBRARY.define(signature.name + signature.schema, tags=_TAGS)
+        self.name, self.signature, self.names = signature.name, signature, signature.names
         if signature.is_called:
             self.arguments: Callable[_Parameters, tuple[Any, ...]] = signature.typed(lambda arguments: arguments)
             self.call: Callable[_Parameters, _Result] = signature.typed(functools.partial(call, self))
-        self._packet, _, overload = name.partition(".")
+        self._packet, _, overload = self.name.partition(".")
         self.overload = getattr(getattr(torch.ops.moebius, self._packet), overload or "default")
-        self.pack: Callable[[Sequence[torch.Tensor]], Any] = _PACKS.get(self.returns, tuple)
+        self.pack: Callable[[Sequence[torch.Tensor]], Any] = _PACKS.get(signature.returns, tuple)
         self._planner, self._shapes = planner, shapes
         roles = {name: held.role for name in self.names if (held := role_of(name)) is not None}
         # An activation's up is rows.

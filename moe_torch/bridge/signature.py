@@ -1,15 +1,15 @@
 """The arguments of an operator, declared once.
 
-A declaration is a class with annotated fields, or for operators of bundles a `Signature`. The schema in order, the
-options string, the typed call and the planner's keywords follow from it. Calls name all arguments, so that no two can
-be swapped.
+A declaration is a function without a body, or for operators of bundles a `Signature`. The schema in order, the options
+string, the typed call and the planner's keywords follow from it. Calls name all arguments, so that no two can be
+swapped.
 """
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 import torch
 
@@ -19,15 +19,7 @@ from moe_torch.bridge.options import encode
 
 _PARTS = ("scales", "zero_points")
 
-_Returned = TypeVar("_Returned")
-
-
-@typing.dataclass_transform(kw_only_default=True)
-class Declaration(Generic[_Returned]):
-    """Declares an operator's arguments, tensors and then options, and its result."""
-
-
-# Annotations of tensor fields. All other fields are options.
+# Annotations of tensors. Parameters with others are options.
 Tensor = torch.Tensor
 MaybeTensor = torch.Tensor | None
 Written = Annotated[torch.Tensor | None, "!"]
@@ -50,6 +42,7 @@ class Signature:
     """The tensors of an operator in order, and the values in its options string.
 
     Args:
+        name: of the operator, with its overload, as `moe.top_k`.
         tensors: names in plans (`x`, `experts.down`), followed by `?` if it may be None, or by `!` if it may be None
             and is written to otherwise.
         options: names of the values.
@@ -62,6 +55,7 @@ class Signature:
 
     def __init__(
         self,
+        name: str,
         tensors: Sequence[str],
         options: tuple[str, ...] = (),
         bundles: Mapping[str, type] | None = None,
@@ -70,7 +64,7 @@ class Signature:
         returns: int | None = 1,
         unplanned: Sequence[str] = (),
     ) -> None:
-        self._arrays = tuple(tensor.rstrip("?!") for tensor in tensors)
+        self.name, self._arrays = name, tuple(tensor.rstrip("?!") for tensor in tensors)
         self._matrices, self._bundles, self._unplanned = frozenset(matrices), bundles or {}, frozenset(unplanned)
         self._required = {tensor.partition(".")[0] for tensor in tensors if tensor[-1] not in "?!"}
         self._values, self.returns = options, returns
@@ -90,10 +84,12 @@ class Signature:
         self.schema = f"({inputs}) -> {'Tensor' if returns == 1 else several}"
 
     @classmethod
-    def of(cls, declaration: type[Declaration[Any]]) -> Signature:
-        (result,) = typing.get_args(declaration.__orig_bases__[0])  # pyright: ignore[reportAttributeAccessIssue]
+    def of(cls, declaration: Callable[..., Any]) -> Signature:
+        """Read a function `_name(*, tensors, options) -> results`."""
+        hints = typing.get_type_hints(declaration, include_extras=True)
+        result = hints.pop("return")
         tensors, options, bundles, unplanned = [], [], {}, []
-        for name, hint in typing.get_type_hints(declaration, include_extras=True).items():
+        for name, hint in hints.items():
             marks = getattr(hint, "__metadata__", ())
             if marks and isinstance(marks[0], tuple):  # Some arrays of a bundle.
                 tensors += [f"{name}.{field}" for field in marks[0]]
@@ -104,7 +100,8 @@ class Signature:
             else:
                 options.append(name)
         returns = _RETURNS[result] if result in _RETURNS else len(typing.get_args(result))
-        return cls(tensors, tuple(options), bundles, returns=returns, unplanned=unplanned)
+        operator = declaration.__name__.removeprefix("_")
+        return cls(operator, tensors, tuple(options), bundles, returns=returns, unplanned=unplanned)
 
     @property
     def is_called(self) -> bool:

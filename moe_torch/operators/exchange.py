@@ -13,18 +13,14 @@ from moe_core.ops.exchange.direct import plan_push_tokens_once, plan_sum_results
 from moe_core.ops.exchange.operands import Checks, HomeTokens, Places, RowsAt, TokenSizes, TokenTables, in_records
 from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
-from moe_core.ops.exchange.push import (
-    plan_combine_push,
-    plan_dispatch_push,
-    plan_push_counts,
-    plan_push_slots,
-)
+from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
 from moe_core.ops.exchange.results import plan_result_addresses
 from moe_core.ops.exchange.take import plan_take_rows
 from moe_core.plan.steps import LaunchPlan
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
-from moe_torch.bridge.signature import Declaration, MaybeTensor, Memory, Tensor, Written
+from moe_torch.bridge.signature import MaybeTensor, Memory, Tensor, Written
+from moe_torch.operators.shapes import out_dtype_of
 
 _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
@@ -36,121 +32,58 @@ def _places_shapes(call: Any) -> Outputs:
     return [(shape, torch.int32) for shape in shapes]
 
 
-class _PeerPlaces(Declaration[tuple[Tensor, Tensor, Tensor, Tensor]]):
-    ids: Tensor
-    group_start: Tensor
-    row_of_slot: Tensor
-    counts: Tensor
-    rank: int
-    receive: int
-
-
-class _PeerTakeRows(Declaration[Tensor]):
-    x: Tensor
-    scales: MaybeTensor
-    rows: Tensor
-    group_start: Tensor
-    dtype: str | None
-    programs: int | None
-
-
-class _PushCounts(Declaration[None]):
-    counts: Tensor
-    counts_at: Tensor
-    memory: Memory
-    rank: int
-
-
-class _DispatchPush(Declaration[None]):
-    x: Tensor
-    owners: Tensor
-    rows: Tensor
-    rows_at: Tensor
-    scales_at: MaybeTensor
-    memory: Memory
-    num_rows: int
-    format: Format | None
-    programs: int | None
-
-
-class _PushSlots(Declaration[None]):
-    weights: Tensor
-    owners: Tensor
-    rows: Tensor
-    weights_at: MaybeTensor
-    sources_at: MaybeTensor
-    memory: Memory
-    rank: int
-    num_rows: int
-
-
-class _CombinePull(Declaration[Tensor]):
-    owners: Tensor
-    rows: Tensor
-    results_at: Tensor
-    shared: MaybeTensor
-    shared_gate: MaybeTensor
-    memory: Memory
-    width: int
-    dtype: str | None
-    num_rows: int
-    out_dtype: str | None
-    programs: int | None
-
-
-class _CombinePullWeights(Declaration[Tensor]):
-    owners: Tensor
-    rows: Tensor
-    weights_at: Tensor
-    memory: Memory
-    num_rows: int
-
-
-class _CombinePush(Declaration[None]):
-    y: Tensor
-    sources: Tensor
-    group_start: Tensor
-    slots_at: Tensor
-    memory: Memory
-    num_slots: int
-    programs: int | None
+def _peer_places(
+    *, ids: Tensor, group_start: Tensor, row_of_slot: Tensor, counts: Tensor, rank: int, receive: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+def _peer_take_rows(
+    *, x: Tensor, scales: MaybeTensor, rows: Tensor, group_start: Tensor, dtype: str | None, programs: int | None
+) -> Tensor: ...
+def _push_counts(*, counts: Tensor, counts_at: Tensor, memory: Memory, rank: int) -> None: ...
+def _dispatch_push(
+    *, x: Tensor, owners: Tensor, rows: Tensor, rows_at: Tensor, scales_at: MaybeTensor, memory: Memory,
+    num_rows: int, format: Format | None, programs: int | None,
+) -> None: ...  # fmt: skip
+def _push_slots(
+    *, weights: Tensor, owners: Tensor, rows: Tensor, weights_at: MaybeTensor, sources_at: MaybeTensor, memory: Memory,
+    rank: int, num_rows: int,
+) -> None: ...  # fmt: skip
+def _combine_pull(
+    *, owners: Tensor, rows: Tensor, results_at: Tensor, shared: MaybeTensor, shared_gate: MaybeTensor, memory: Memory,
+    width: int, dtype: str | None, num_rows: int, out_dtype: str | None, programs: int | None,
+) -> Tensor: ...  # fmt: skip
+def _combine_pull_weights(
+    *, owners: Tensor, rows: Tensor, weights_at: Tensor, memory: Memory, num_rows: int
+) -> Tensor: ...
+def _combine_push(
+    *, y: Tensor, sources: Tensor, group_start: Tensor, slots_at: Tensor, memory: Memory, num_slots: int,
+    programs: int | None,
+) -> None: ...  # fmt: skip
+def _push_tokens_once(
+    *, x: MaybeTensor, ids: Tensor, weights: Tensor, header: Tensor, places_of_experts: MaybeTensor,
+    given: MaybeTensor, token_mask: MaybeTensor, rows_at: MaybeTensor, ids_at: Tensor, weights_at: Tensor,
+    headers_at: Tensor, memory: Memory, rank: int, per_rank: int, num_experts: int, most: int, programs: int | None,
+    visits: bool,
+) -> list[Tensor]: ...  # fmt: skip
+def _sum_results(
+    *, y: Tensor, row_of_slot: Tensor, headers: MaybeTensor, agree: MaybeTensor, wanted: MaybeTensor,
+    shared: MaybeTensor, shared_gate: MaybeTensor, memory: Memory, out_dtype: str | None,
+) -> Tensor: ...  # fmt: skip
+def _sum_results_into(
+    *, y: Tensor, row_of_slot: Tensor, headers: MaybeTensor, agree: MaybeTensor, wanted: MaybeTensor,
+    shared: MaybeTensor, shared_gate: MaybeTensor, out: Written, memory: Memory,
+) -> None: ...  # fmt: skip
+def _result_addresses(
+    *, sources: Tensor, group_start: Tensor, slots_at: Tensor, num_slots: int, width: int, dtype: str | None
+) -> Tensor: ...
 
 
 def _nothing(call: Any) -> Outputs:
     return []
 
 
-#: Returns owners, rows, received, overflow.
-PEER_PLACES = Operator("peer_places", _PeerPlaces, plan_peer_places, _places_shapes)
-TAKE_ROWS = Operator(
-    "peer_take_rows",
-    _PeerTakeRows,
-    plan_take_rows,
-    lambda call: [((call.rows.shape[0], call.x.shape[1]), TORCH_DTYPES[call.dtype] if call.dtype else call.x.dtype)],
-)
-PUSH_COUNTS = Operator("push_counts", _PushCounts, plan_push_counts, _nothing)
-DISPATCH_PUSH = Operator("dispatch_push", _DispatchPush, in_records(plan_dispatch_push, places=Places), _nothing)
-PUSH_SLOTS = Operator("push_slots", _PushSlots, in_records(plan_push_slots, places=Places), _nothing)
-
-
 def _plan_combine_pull(*, results_at: ArraySpec, **flat: Any) -> LaunchPlan:
     rows_at = RowsAt(results_at, *(flat.pop(name) for name in ("num_rows", "width", "dtype")))
     return in_records(plan_combine_pull, places=Places)(results_at=rows_at, **flat)
-
-
-COMBINE_PULL = Operator(
-    "combine_pull",
-    _CombinePull,
-    _plan_combine_pull,
-    lambda call: [((call.owners.shape[0], call.width), TORCH_DTYPES[call.out_dtype or call.dtype])],
-)
-COMBINE_PULL_WEIGHTS = Operator(
-    "combine_pull_weights",
-    _CombinePullWeights,
-    in_records(plan_combine_pull_weights, places=Places),
-    lambda call: [(tuple(call.rows.shape), torch.float32)],
-)
-COMBINE_PUSH = Operator("combine_push", _CombinePush, plan_combine_push, _nothing)
 
 
 def _once_shapes(call: Any) -> Outputs:
@@ -161,63 +94,7 @@ def _once_shapes(call: Any) -> Outputs:
     return [(size, torch.int32) for size in sizes]
 
 
-class _PushTokensOnce(Declaration[list[Tensor]]):
-    x: MaybeTensor
-    ids: Tensor
-    weights: Tensor
-    header: Tensor
-    places_of_experts: MaybeTensor
-    given: MaybeTensor
-    token_mask: MaybeTensor
-    rows_at: MaybeTensor
-    ids_at: Tensor
-    weights_at: Tensor
-    headers_at: Tensor
-    memory: Memory
-    rank: int
-    per_rank: int
-    num_experts: int
-    most: int
-    programs: int | None
-    visits: bool
-
-
-#: Returns places, tokens_per_expert, invalid_ids, overflow, with visits also owners and rows.
-PUSH_TOKENS_ONCE = Operator(
-    "push_tokens_once",
-    _PushTokensOnce,
-    in_records(plan_push_tokens_once, operands=HomeTokens, tables=TokenTables, sizes=TokenSizes),
-    _once_shapes,
-)
-
-
-def _sum_shapes(call: Any) -> Outputs:
-    dtype = TORCH_DTYPES[call.out_dtype] if call.out_dtype else call.y.dtype
-    return [((call.row_of_slot.shape[0], call.y.shape[1]), dtype)]
-
-
-class _Summed(Declaration[_Returned]):
-    y: Tensor
-    row_of_slot: Tensor
-    headers: MaybeTensor
-    agree: MaybeTensor
-    wanted: MaybeTensor
-    shared: MaybeTensor
-    shared_gate: MaybeTensor
-
-
-class _SumResults(_Summed[Tensor]):
-    memory: Memory
-    out_dtype: str | None
-
-
-class _SumResultsInto(_Summed[None]):
-    out: Written
-    memory: Memory
-
-
 _plan_sum_results = in_records(plan_sum_results, checks=Checks)
-SUM_RESULTS = Operator("sum_results", _SumResults, _plan_sum_results, _sum_shapes)
 
 
 def _plan_sum_into(*, out: ArraySpec, **arrays: Any) -> LaunchPlan:
@@ -238,21 +115,39 @@ class _IntoOperator(Operator[_Parameters, _Returned]):
         return []
 
 
-SUM_RESULTS_INTO = _IntoOperator("sum_results_into", _SumResultsInto, _plan_sum_into, _nothing)
-
-
-class _ResultAddresses(Declaration[Tensor]):
-    sources: Tensor
-    group_start: Tensor
-    slots_at: Tensor
-    num_slots: int
-    width: int
-    dtype: str | None
-
-
+#: Returns owners, rows, received, overflow.
+PEER_PLACES = Operator(_peer_places, plan_peer_places, _places_shapes)
+TAKE_ROWS = Operator(
+    _peer_take_rows,
+    plan_take_rows,
+    lambda call: [((call.rows.shape[0], call.x.shape[1]), out_dtype_of(call.x, call.dtype))],
+)
+PUSH_COUNTS = Operator(_push_counts, plan_push_counts, _nothing)
+DISPATCH_PUSH = Operator(_dispatch_push, in_records(plan_dispatch_push, places=Places), _nothing)
+PUSH_SLOTS = Operator(_push_slots, in_records(plan_push_slots, places=Places), _nothing)
+COMBINE_PULL = Operator(
+    _combine_pull,
+    _plan_combine_pull,
+    lambda call: [((call.owners.shape[0], call.width), TORCH_DTYPES[call.out_dtype or call.dtype])],
+)
+COMBINE_PULL_WEIGHTS = Operator(
+    _combine_pull_weights,
+    in_records(plan_combine_pull_weights, places=Places),
+    lambda call: [(tuple(call.rows.shape), torch.float32)],
+)
+COMBINE_PUSH = Operator(_combine_push, plan_combine_push, _nothing)
+#: Returns places, tokens_per_expert, invalid_ids, overflow, with visits also owners and rows.
+PUSH_TOKENS_ONCE = Operator(
+    _push_tokens_once,
+    in_records(plan_push_tokens_once, operands=HomeTokens, tables=TokenTables, sizes=TokenSizes),
+    _once_shapes,
+)
+SUM_RESULTS = Operator(
+    _sum_results,
+    _plan_sum_results,
+    lambda call: [((call.row_of_slot.shape[0], call.y.shape[1]), out_dtype_of(call.y, call.out_dtype))],
+)
+SUM_RESULTS_INTO = _IntoOperator(_sum_results_into, _plan_sum_into, _nothing)
 RESULT_ADDRESSES = Operator(
-    "result_addresses",
-    _ResultAddresses,
-    plan_result_addresses,
-    lambda call: [((call.sources.shape[0],), torch.int64)],
+    _result_addresses, plan_result_addresses, lambda call: [((call.sources.shape[0],), torch.int64)]
 )

@@ -63,6 +63,10 @@ def bounded_layout_shapes(call: Any) -> Outputs:
     return [sizes, groups, ((torch.sym_min(slots[0][0], call.rows),), torch.int32), slots, one, one]
 
 
+def taken_shapes(call: Any) -> Outputs:
+    return [((call.slot_of_row.shape[0], call.x.shape[1]), call.x.dtype)]
+
+
 def runs_shapes(call: Any) -> Outputs:
     rows, num_experts = call.num_rows, call.counts.shape[1]
     shapes = ((rows, 1), (num_experts,), (num_experts + 1,), (rows,), (rows,), (1,))

@@ -18,7 +18,7 @@ from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.ready import Begun
 from moe_torch.bridge.signature import Signature
 from moe_torch.operators import table
-from moe_torch.operators.kinds import BackwardOperator, TrainingOperator
+from moe_torch.operators.kinds import TrainingOperator
 from moe_torch.operators.requests import reads_formats
 from moe_torch.operators.shapes import wide_gradients
 
@@ -30,29 +30,31 @@ def _without_rows(shapes: Any, call: Any) -> Outputs:
     return [((0, *rows[1:]), dtype), *others]
 
 
-def _pushed(packet: str, *matrices: str) -> tuple[Operator, Operator]:
+def _pushed(name: str, *matrices: str) -> tuple[Operator, Operator]:
     """The forward, and the one that saves tensors for its backward."""
     tensors = (*table.moe_tensors(TopK, matrices), "results_at", "gradients_at?", "memory!")
-    declare = functools.partial(
-        Signature, tensors, ("spec",), _BUNDLES, matrices=matrices, unplanned=("gradients_at", "memory")
-    )
+    unplanned = ("gradients_at", "memory")
+
+    def declared(name: str, returns: int | None) -> Signature:
+        return Signature(name, tensors, ("spec",), _BUNDLES, matrices=matrices, returns=returns, unplanned=unplanned)
+
     forward, training = (functools.partial(_without_rows, one) for one in (table.moe_shapes, table.training_shapes))
     save = functools.partial(table.plan_forward, save=True)
     return (
-        Operator(packet, declare(returns=_RESULTS), table.plan_forward, forward),
-        TrainingOperator(f"{packet}_training", declare(returns=None), save, training),
+        Operator(declared(name, _RESULTS), table.plan_forward, forward),
+        TrainingOperator(declared(f"{name}_training", None), save, training),
     )
 
 
-def _in_two_parts(packet: str, *matrices: str) -> Operator:
+def _in_two_parts(name: str, *matrices: str) -> Operator:
     tensors = (*table.moe_tensors(TopK, matrices), "results_at?", "memory!")
     options = ("spec", "multiprocessors")
-    signature = Signature(tensors, options, _BUNDLES, matrices=matrices, returns=_RESULTS, unplanned=("memory",))
+    signature = Signature(name, tensors, options, _BUNDLES, matrices=matrices, returns=_RESULTS, unplanned=("memory",))
 
     def shapes(call: Any) -> Outputs:
         return table.moe_shapes(call) if call.results_at is None else _without_rows(table.moe_shapes, call)
 
-    return Operator(packet, signature, table.plan_forward, shapes)
+    return Operator(signature, table.plan_forward, shapes)
 
 
 def _gradients(call: Any) -> Outputs:
@@ -61,16 +63,8 @@ def _gradients(call: Any) -> Outputs:
     return wide_gradients(call)
 
 
-def _backward(packet: str, *matrices: str) -> Operator:
-    """The backward of `moe` that stores the rows of d_x at addresses."""
-    into = packet.endswith("_into")
-    tensors = table.backward_tensors(TopK, ("results_at", "memory!"), into=into)
-    options = ("spec", "wanted")
-    signature = Signature(tensors, options, _BUNDLES, matrices=matrices, returns=None, unplanned=("memory",))
-    planner = functools.partial(table.plan_backward, overwrite=into)
-    return BackwardOperator(packet, signature, planner, _gradients)
-
-
+#: The backward of `moe` that stores the rows of d_x at addresses.
+_backward = functools.partial(table.backward, TopK, more=("results_at", "memory!"), shapes=_gradients)
 EXPERTS_PUSH, EXPERTS_PUSH_TRAINING = _pushed("experts_push")
 EXPERTS_PUSH_QUANTIZED, EXPERTS_PUSH_QUANTIZED_TRAINING = _pushed("experts_push_quantized", *table.EXPERT_MATRICES)
 EXPERTS_IN_PARTS = _in_two_parts("experts_in_parts")

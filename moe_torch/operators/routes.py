@@ -15,7 +15,8 @@ from moe_core.specs.exchange import TableSpec
 from moe_core.specs.routing import LayoutSpec
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
-from moe_torch.bridge.signature import Declaration, MaybeTensor, Tensor
+from moe_torch.bridge.signature import MaybeTensor, Tensor
+from moe_torch.operators.layouts import taken_shapes
 
 
 def _typed(shapes: list[tuple[str, tuple[int, ...], str]]) -> Outputs:
@@ -36,54 +37,27 @@ def _plan_receive_tables(*, came: ArraySpec, header: Any, lost: Any, **options: 
     return plan_receive_tables(ReceiveOperands(came, header, lost), **options)
 
 
-class _SendTables(Declaration[list[Tensor]]):
-    ids: Tensor
-    weights: Tensor
-    places_of_experts: Tensor
-    start: Tensor
-    header: Tensor
-    token_mask: MaybeTensor
-    tokens: MaybeTensor
-    limits: MaybeTensor
-    spec: TableSpec
-    rank: int
-
-
-class _ReceiveTables(Declaration[list[Tensor]]):
-    came: Tensor
-    header: MaybeTensor
-    lost: MaybeTensor
-    spec: TableSpec
-    rank: int
-    top_k: int
-    num_rows: int
-    num_tokens: int
-
-
-class _TakeRows(Declaration[Tensor]):
-    x: Tensor
-    slot_of_row: Tensor
-    each: int
+def _send_tables(
+    *, ids: Tensor, weights: Tensor, places_of_experts: Tensor, start: Tensor, header: Tensor, token_mask: MaybeTensor,
+    tokens: MaybeTensor, limits: MaybeTensor, spec: TableSpec, rank: int,
+) -> list[Tensor]: ...  # fmt: skip
+def _receive_tables(
+    *, came: Tensor, header: MaybeTensor, lost: MaybeTensor, spec: TableSpec, rank: int, top_k: int, num_rows: int,
+    num_tokens: int,
+) -> list[Tensor]: ...  # fmt: skip
+def _take_rows(*, x: Tensor, slot_of_row: Tensor, each: int) -> Tensor: ...
 
 
 #: Returns the outputs of `send_shapes`.
 SEND_TABLES = Operator(
-    "send_tables",
-    _SendTables,
+    _send_tables,
     lambda *, spec, rank, target, **arrays: plan_send_tables(record_of(SendOperands, arrays), spec, rank, target),
     lambda call: _typed(send_shapes(call.ids.shape[0], call.ids.shape[1], call.spec)),
 )
 #: Returns the outputs of `receive_shapes`.
 RECEIVE_TABLES = Operator(
-    "receive_tables",
-    _ReceiveTables,
+    _receive_tables,
     _plan_receive_tables,
     lambda call: _typed(receive_shapes(call.num_rows, call.num_tokens, call.spec)),
 )
-
-
-def _taken(call: Any) -> Outputs:
-    return [((call.slot_of_row.shape[0], call.x.shape[1]), call.x.dtype)]
-
-
-TAKE_ROWS = Operator("take_rows", _TakeRows, _take_plan, _taken)
+TAKE_ROWS = Operator(_take_rows, _take_plan, taken_shapes)

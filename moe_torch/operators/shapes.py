@@ -32,6 +32,10 @@ def like(*tensors: Any) -> Outputs:
     return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors if tensor is not None]
 
 
+def like_logits(call: Any) -> Outputs:
+    return [(tuple(call.logits.shape), torch.float32)]
+
+
 def gradients_of(call: Any) -> Outputs:
     """The named gradients, except those added to tensors."""
     added = accumulated(call.wanted, getattr(call, "into", None))

@@ -23,233 +23,93 @@ from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
+from moe_core.ops.routing.rounding import plan_route_rounded, plan_route_rounded_backward
 from moe_core.ops.routing.runs import plan_layout_of_runs
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import Activation, LogitsSpec, NormSpec, RouterSpec
 from moe_core.specs import operands as bundles
+from moe_core.specs.routing import TokenRounding
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
-from moe_torch.bridge.signature import Declaration, MaybeTensor, Signature, Tensor, fields_of
-from moe_torch.operators import layouts
+from moe_torch.bridge.signature import MaybeTensor, Signature, Tensor, fields_of
+from moe_torch.operators import layouts, shapes
 from moe_torch.operators.kinds import BackwardOperator
-from moe_torch.operators.shapes import (
-    Names,
-    activated,
-    gradients_of,
-    like,
-    out_dtype_of,
-    routed,
-    wide_gradients,
-    width_of,
-)
+from moe_torch.operators.shapes import Names, activated, like, out_dtype_of, routed, width_of
 
 _WORD_BITS = 32
+_WeightGradients = Annotated[bundles.RoutingGradients, ("weights",)]
 
 
-class _Router(Declaration[Tensor]):
-    x: Tensor
-    weight: Tensor
-    bias: MaybeTensor
-    wide: MaybeTensor
-    spec: LogitsSpec
+def _router(*, x: Tensor, weight: Tensor, bias: MaybeTensor, wide: MaybeTensor, spec: LogitsSpec) -> Tensor: ...
+def _router_backward(
+    *, d_logits: Tensor, x: Tensor, weight: Tensor, bias: MaybeTensor, spec: LogitsSpec, wanted: Names
+) -> list[Tensor]: ...
+def _rms_norm(*, x: Tensor, weight: Tensor, spec: NormSpec) -> Tensor: ...
+def _rms_norm_backward(*, d_y: Tensor, x: Tensor, weight: Tensor, spec: NormSpec, wanted: Names) -> list[Tensor]: ...
+def _route(
+    *, logits: Tensor, correction_bias: MaybeTensor, token_mask: MaybeTensor, given: MaybeTensor, spec: RouterSpec
+) -> tuple[Tensor, Tensor]: ...
+def _route_backward(
+    *, gradients: _WeightGradients, logits: Tensor, ids: Tensor, token_mask: MaybeTensor, spec: RouterSpec
+) -> Tensor: ...
+def _route_rounded(
+    *, logits: Tensor, correction_bias: MaybeTensor, token_mask: MaybeTensor, spec: RouterSpec, rounding: TokenRounding
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+def _route_rounded_backward(
+    *, d_weights: Tensor, logits: Tensor, ids: Tensor, candidates: Tensor, spec: RouterSpec, rounding: TokenRounding
+) -> Tensor: ...
+def _make_layout(
+    *, ids: Tensor, expert_map: MaybeTensor, token_mask: MaybeTensor, num_experts: int, alignment: int,
+    max_rows: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+def _make_bounded_layout(
+    *, ids: Tensor, expert_map: MaybeTensor, token_mask: MaybeTensor, num_experts: int, alignment: int,
+    max_rows: int | None, rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+def _pack_bitmatrix(*, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]: ...
+def _unpack_bitmatrix(*, bitmatrix: Tensor, num_experts: int, top_k: int) -> Tensor: ...
+def _activation(*, x: Tensor, up: MaybeTensor, activation: Activation, out_dtype: str | None) -> Tensor: ...
+def _activation_backward(*, d_y: Tensor, x: Tensor, up: MaybeTensor, activation: Activation) -> list[Tensor]: ...
+def _layout_of_runs(
+    *, counts: Tensor, num_rows: int, stride: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+def _reduce(
+    *, y: Tensor, row_of_slot: Tensor, shared: MaybeTensor, shared_gate: MaybeTensor, sizes: layouts.Sizes, order: str,
+    out_dtype: str | None,
+) -> Tensor: ...  # fmt: skip
+def _gather_rows(
+    *, x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, wide: MaybeTensor, sizes: layouts.Sizes
+) -> Tensor: ...
+def _scale_rows(*, x: Tensor, weights: Tensor) -> Tensor: ...
+def _quantize_rows(
+    *, x: Tensor, static_scale: MaybeTensor, used_by: MaybeTensor, format: Format
+) -> tuple[Tensor, Tensor]: ...
 
 
-class _RouterBackward(Declaration[list[Tensor]]):
-    d_logits: Tensor
-    x: Tensor
-    weight: Tensor
-    bias: MaybeTensor
-    spec: LogitsSpec
-    wanted: Names
+def _router_shapes(call: Any) -> Outputs:
+    return [((call.x.shape[0], width_of(call.weight, call.spec.weight_layout)), torch.float32)]
 
 
-class _RmsNorm(Declaration[Tensor]):
-    x: Tensor
-    weight: Tensor
-    spec: NormSpec
+def _rounded_shapes(call: Any) -> Outputs:
+    tokens, num_experts = call.logits.shape[0], call.logits.shape[1]
+    table = (tokens, call.rounding.width(call.spec.require_top_k(), num_experts))
+    return [(table, torch.int32), (table, torch.float32), ((num_experts,), torch.int32), (table, torch.int32)]
 
 
-class _RmsNormBackward(Declaration[list[Tensor]]):
-    d_y: Tensor
-    x: Tensor
-    weight: Tensor
-    spec: NormSpec
-    wanted: Names
+def _bitmatrix_shapes(call: Any) -> Outputs:
+    words = call.ids.shape[0], -(-call.num_experts // _WORD_BITS)
+    return [(words, torch.uint32), *[((1,), torch.int32)] * 2]
 
 
-ROUTER = Operator(
-    "router",
-    _Router,
-    plan_router,
-    lambda call: [((call.x.shape[0], width_of(call.weight, call.spec.weight_layout)), torch.float32)],
-)
-ROUTER_BACKWARD = BackwardOperator("router_backward", _RouterBackward, plan_router_backward, wide_gradients)
-RMS_NORM = Operator("rms_norm", _RmsNorm, plan_rms_norm, lambda call: like(call.x))
-RMS_NORM_BACKWARD = BackwardOperator("rms_norm_backward", _RmsNormBackward, plan_rms_norm_backward, gradients_of)
+def _activation_shapes(call: Any) -> Outputs:
+    width = activated(call.x.shape[1], call.activation)
+    return [((call.x.shape[0], width), out_dtype_of(call.x, call.out_dtype))]
 
 
-class _Route(Declaration[tuple[Tensor, Tensor]]):
-    logits: Tensor
-    correction_bias: MaybeTensor
-    token_mask: MaybeTensor
-    given: MaybeTensor
-    spec: RouterSpec
-
-
-class _RouteBackward(Declaration[Tensor]):
-    gradients: Annotated[bundles.RoutingGradients, ("weights",)]
-    logits: Tensor
-    ids: Tensor
-    token_mask: MaybeTensor
-    spec: RouterSpec
-
-
-ROUTE = Operator("route", _Route, plan_routing, lambda call: routed(call.logits, call.spec.top_k))
-ROUTE_BACKWARD = BackwardOperator(
-    "route_backward",
-    _RouteBackward,
-    plan_routing_backward,
-    lambda call: [(tuple(call.logits.shape), torch.float32)],
-)
-
-
-class _MakeLayout(Declaration[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]):
-    ids: Tensor
-    expert_map: MaybeTensor
-    token_mask: MaybeTensor
-    num_experts: int
-    alignment: int
-    max_rows: int | None
-
-
-class _MakeBoundedLayout(Declaration[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]):
-    ids: Tensor
-    expert_map: MaybeTensor
-    token_mask: MaybeTensor
-    num_experts: int
-    alignment: int
-    max_rows: int | None
-    rows: int
-
-
-MAKE_LAYOUT = Operator("make_layout", _MakeLayout, layouts.make_layout_plan, layouts.layout_shapes)
-#: For `LayoutSpec.rows`, with the overflow as a result.
-MAKE_BOUNDED_LAYOUT = Operator(
-    "make_bounded_layout", _MakeBoundedLayout, layouts.make_layout_plan, layouts.bounded_layout_shapes
-)
-
-
-class _PackBitmatrix(Declaration[tuple[Tensor, Tensor, Tensor]]):
-    ids: Tensor
-    num_experts: int
-
-
-class _UnpackBitmatrix(Declaration[Tensor]):
-    bitmatrix: Tensor
-    num_experts: int
-    top_k: int
-
-
-#: Returns bitmatrix, duplicates, invalid_ids.
-PACK_BITMATRIX = Operator(
-    "pack_bitmatrix",
-    _PackBitmatrix,
-    plan_pack_bitmatrix,
-    lambda call: [
-        ((call.ids.shape[0], -(-call.num_experts // _WORD_BITS)), torch.uint32),
-        *[((1,), torch.int32)] * 2,
-    ],
-)
-UNPACK_BITMATRIX = Operator(
-    "unpack_bitmatrix",
-    _UnpackBitmatrix,
-    plan_unpack_bitmatrix,
-    lambda call: [((call.bitmatrix.shape[0], call.top_k), torch.int32)],
-)
-
-
-class _Activation(Declaration[Tensor]):
-    x: Tensor
-    up: MaybeTensor
-    activation: Activation
-    out_dtype: str | None
-
-
-class _ActivationBackward(Declaration[list[Tensor]]):
-    d_y: Tensor
-    x: Tensor
-    up: MaybeTensor
-    activation: Activation
-
-
-ACTIVATION = Operator(
-    "activation",
-    _Activation,
-    plan_activation,
-    lambda call: [
-        ((call.x.shape[0], activated(call.x.shape[1], call.activation)), out_dtype_of(call.x, call.out_dtype))
-    ],
-)
-ACTIVATION_BACKWARD = BackwardOperator(
-    "activation_backward",
-    _ActivationBackward,
-    plan_activation_backward,
-    lambda call: like(call.x, call.up),
-)
-
-
-class _LayoutOfRuns(Declaration[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]):
-    counts: Tensor
-    num_rows: int
-    stride: int | None
-
-
-class _Reduce(Declaration[Tensor]):
-    y: Tensor
-    row_of_slot: Tensor
-    shared: MaybeTensor
-    shared_gate: MaybeTensor
-    sizes: layouts.Sizes
-    order: str
-    out_dtype: str | None
-
-
-class _GatherRows(Declaration[Tensor]):
-    x: Tensor
-    slot_of_row: Tensor
-    row_of_slot: Tensor
-    wide: MaybeTensor
-    sizes: layouts.Sizes
-
-
-class _ScaleRows(Declaration[Tensor]):
-    x: Tensor
-    weights: Tensor
-
-
-#: Returns ids, then the arrays of a layout except invalid_ids.
-LAYOUT_OF_RUNS = Operator("layout_of_runs", _LayoutOfRuns, plan_layout_of_runs, layouts.runs_shapes)
-REDUCE = Operator(
-    "reduce",
-    _Reduce,
-    layouts.reduce_plan,
-    lambda call: [
-        ((call.row_of_slot.shape[0] // call.sizes[1], call.y.shape[1]), out_dtype_of(call.y, call.out_dtype))
-    ],
-)
-GATHER_ROWS = Operator(
-    "gather_rows",
-    _GatherRows,
-    layouts.gather_rows_plan,
-    lambda call: [((call.slot_of_row.shape[0], call.x.shape[1]), call.x.dtype)],
-)
-SCALE_ROWS = Operator(
-    "scale_rows",
-    _ScaleRows,
-    plan_scale_rows,
-    lambda call: [((call.x.shape[0], call.x.shape[1]), call.x.dtype)],
-)
+def _reduce_shapes(call: Any) -> Outputs:
+    tokens = call.row_of_slot.shape[0] // call.sizes[1]
+    return [((tokens, call.y.shape[1]), out_dtype_of(call.y, call.out_dtype))]
 
 
 def _quantize_rows_shapes(call: Any) -> Outputs:
@@ -267,15 +127,34 @@ def _plan_quantize_rows(
     return plan_quantize_rows(x, format, target, scales=static_scale, used_by=used_by)
 
 
-class _QuantizeRows(Declaration[tuple[Tensor, Tensor]]):
-    x: Tensor
-    static_scale: MaybeTensor
-    used_by: MaybeTensor
-    format: Format
-
-
+ROUTER = Operator(_router, plan_router, _router_shapes)
+ROUTER_BACKWARD = BackwardOperator(_router_backward, plan_router_backward, shapes.wide_gradients)
+RMS_NORM = Operator(_rms_norm, plan_rms_norm, lambda call: like(call.x))
+RMS_NORM_BACKWARD = BackwardOperator(_rms_norm_backward, plan_rms_norm_backward, shapes.gradients_of)
+ROUTE = Operator(_route, plan_routing, lambda call: routed(call.logits, call.spec.top_k))
+ROUTE_BACKWARD = BackwardOperator(_route_backward, plan_routing_backward, shapes.like_logits)
+#: Returns ids, weights, tokens_per_expert, candidates.
+ROUTE_ROUNDED = Operator(_route_rounded, plan_route_rounded, _rounded_shapes)
+ROUTE_ROUNDED_BACKWARD = BackwardOperator(_route_rounded_backward, plan_route_rounded_backward, shapes.like_logits)
+MAKE_LAYOUT = Operator(_make_layout, layouts.make_layout_plan, layouts.layout_shapes)
+#: For `LayoutSpec.rows`, with the overflow as a result.
+MAKE_BOUNDED_LAYOUT = Operator(_make_bounded_layout, layouts.make_layout_plan, layouts.bounded_layout_shapes)
+#: Returns bitmatrix, duplicates, invalid_ids.
+PACK_BITMATRIX = Operator(_pack_bitmatrix, plan_pack_bitmatrix, _bitmatrix_shapes)
+UNPACK_BITMATRIX = Operator(
+    _unpack_bitmatrix, plan_unpack_bitmatrix, lambda call: [((call.bitmatrix.shape[0], call.top_k), torch.int32)]
+)
+ACTIVATION = Operator(_activation, plan_activation, _activation_shapes)
+ACTIVATION_BACKWARD = BackwardOperator(
+    _activation_backward, plan_activation_backward, lambda call: like(call.x, call.up)
+)
+#: Returns ids, then the arrays of a layout except invalid_ids.
+LAYOUT_OF_RUNS = Operator(_layout_of_runs, plan_layout_of_runs, layouts.runs_shapes)
+REDUCE = Operator(_reduce, layouts.reduce_plan, _reduce_shapes)
+GATHER_ROWS = Operator(_gather_rows, layouts.gather_rows_plan, layouts.taken_shapes)
+SCALE_ROWS = Operator(_scale_rows, plan_scale_rows, lambda call: like(call.x))
 #: Returns values, scales.
-QUANTIZE_ROWS = Operator("quantize_rows", _QuantizeRows, _plan_quantize_rows, _quantize_rows_shapes)
+QUANTIZE_ROWS = Operator(_quantize_rows, _plan_quantize_rows, _quantize_rows_shapes)
 
 _OPERANDS = tuple(name for name, _ in bundles.array_fields(bundles.MatmulOperands))
 #: The layout's arrays that a product reads.
@@ -302,11 +181,14 @@ def _products(suffix: str, *matrices: str) -> tuple[Operator, Operator]:
     """The product and its backward. matrices: may be quantised."""
     tensors = (*fields_of(bundles.MatmulOperands), *(f"{name}?" for name in LAYOUT))
     forward, backward = (functools.partial(_product, one) for one in (plan_matmul_ogs, plan_matmul_ogs_backward))
-    signature = Signature(tensors, ("spec", "sizes"), matrices=matrices)
-    with_gradient = Signature(("d_y", *tensors), ("spec", "sizes", "wanted"), matrices=matrices, returns=None)
+    name, options = f"matmul_ogs{suffix}", ("spec", "sizes")
+    signature = Signature(name, tensors, options, matrices=matrices)
+    with_gradient = Signature(
+        f"{name}_backward", ("d_y", *tensors), (*options, "wanted"), matrices=matrices, returns=None
+    )
     return (
-        Operator(f"matmul_ogs{suffix}", signature, forward, _product_shapes),
-        BackwardOperator(f"matmul_ogs{suffix}_backward", with_gradient, backward, gradients_of),
+        Operator(signature, forward, _product_shapes),
+        BackwardOperator(with_gradient, backward, shapes.gradients_of),
     )
 
 

@@ -27,8 +27,8 @@ EXPERT_MATRICES = ("experts.gate_up", "experts.down", "experts.up")
 
 
 #: Everything that a forward may save, in the order of backwards' arguments.
-SAVED = ("saved.pre_activation?", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
-SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
+_SAVED = ("saved.pre_activation?", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
+_SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
 
 
 def moe_tensors(kind: type, matrices: Sequence[str] = ()) -> tuple[str, ...]:
@@ -115,50 +115,53 @@ def plan_backward(
     return plan_moe_backward(gradients, operands, spec, target, options=options)
 
 
-def _moe(kind: type, packet: str, *matrices: str) -> Operator:
+def _declare(name: str, kind: type, tensors: tuple[str, ...], *options: str, **more: Any) -> Signature:
+    return Signature(name, tensors, options, moe_bundles(kind), **more)
+
+
+def _moe(kind: type, name: str, *matrices: str) -> Operator:
     """Returns `result_names(kind)`."""
-    tensors = moe_tensors(kind, matrices)
-    returns = len(result_names(kind))
-    signature = Signature(tensors, ("spec",), moe_bundles(kind), matrices=matrices, returns=returns)
-    return Operator(f"{packet}.{_OVERLOADS[kind]}", signature, plan_forward, moe_shapes)
+    tensors, returns = moe_tensors(kind, matrices), len(result_names(kind))
+    return Operator(_declare(name, kind, tensors, "spec", matrices=matrices, returns=returns), plan_forward, moe_shapes)
 
 
-def _training(kind: type, packet: str, *matrices: str) -> Operator:
-    signature = Signature(moe_tensors(kind, matrices), ("spec",), moe_bundles(kind), matrices=matrices, returns=None)
-    planner = functools.partial(plan_forward, save=True)
-    return TrainingOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, training_shapes)
+def _training(kind: type, name: str, *matrices: str) -> Operator:
+    declaration = _declare(name, kind, moe_tensors(kind, matrices), "spec", matrices=matrices, returns=None)
+    return TrainingOperator(declaration, functools.partial(plan_forward, save=True), training_shapes)
 
 
-def backward_tensors(kind: type, more: tuple[str, ...] = (), *, into: bool) -> tuple[str, ...]:
-    """Gradients of the forward's results, the forward's tensors, its results, its saved ones, then `more`.
+def backward(
+    kind: type,
+    name: str,
+    *matrices: str,
+    more: tuple[str, ...] = (),
+    shapes: Callable[[Any], Outputs] = wide_gradients,
+) -> Operator:
+    """Takes gradients of the forward's results, the forward's tensors, its results, its saved ones, then `more`.
 
-    into: the backward adds gradients of matrices to `into` and overwrites the saved pre-activation.
+    If the name has `_into`, the backward adds gradients of matrices to `into` and overwrites the saved pre-activation.
     """
-    results = [name for name in result_names(kind) if name not in ("output", "invalid_ids")]
-    gradients = [f"gradients.{name}" + "?" * (name != "output") for name in FLOWING if name in result_names(kind)]
-    added = [f"into.{name}!" for name in MATRICES if into]
-    saved = [name.replace("?", "!") if into and name == "saved.pre_activation?" else name for name in SAVED]
-    return (*gradients, *moe_tensors(kind), *results, *saved, *more, *added)
-
-
-def _backward(kind: type, packet: str, *matrices: str) -> Operator:
-    into = packet.endswith("_into")
-    tensors, options = backward_tensors(kind, into=into), ("spec", "wanted")
-    signature = Signature(tensors, options, moe_bundles(kind), matrices=matrices, returns=None)
+    into = name.partition(".")[0].endswith("_into")
+    results = [result for result in result_names(kind) if result not in ("output", "invalid_ids")]
+    gradients = [f"gradients.{one}" + "?" * (one != "output") for one in FLOWING if one in result_names(kind)]
+    added = [f"into.{matrix}!" for matrix in MATRICES if into]
+    saved = [one.replace("?", "!") if into and one == "saved.pre_activation?" else one for one in _SAVED]
+    tensors = (*gradients, *moe_tensors(kind), *results, *saved, *more, *added)
+    rest: dict[str, Any] = {"matrices": matrices, "returns": None, "unplanned": ("memory",)}
     planner = functools.partial(plan_backward, overwrite=into)
-    return BackwardOperator(f"{packet}.{_OVERLOADS[kind]}", signature, planner, wide_gradients)
+    return BackwardOperator(_declare(name, kind, tensors, "spec", "wanted", **rest), planner, shapes)
 
 
 def _by_kind(make: Callable[..., Operator], packet: str, *matrices: str) -> dict[type, Operator]:
-    return {kind: make(kind, packet, *matrices) for kind in _OVERLOADS}
+    return {kind: make(kind, f"{packet}.{overload}", *matrices) for kind, overload in _OVERLOADS.items()}
 
 
 MOE = _by_kind(_moe, "moe")
 MOE_QUANTIZED = _by_kind(_moe, "moe_quantized", *EXPERT_MATRICES)
 #: See docs/user/training.md.
 TRAINING = _by_kind(_training, "moe_training")
-BACKWARD = _by_kind(_backward, "moe_backward")
-BACKWARD_INTO = _by_kind(_backward, "moe_backward_into")
+BACKWARD = _by_kind(backward, "moe_backward")
+BACKWARD_INTO = _by_kind(backward, "moe_backward_into")
 QUANTIZED_TRAINING = _by_kind(_training, "moe_quantized_training", *EXPERT_MATRICES)
-QUANTIZED_BACKWARD = _by_kind(_backward, "moe_quantized_backward", *EXPERT_MATRICES)
-QUANTIZED_BACKWARD_INTO = _by_kind(_backward, "moe_quantized_backward_into", *EXPERT_MATRICES)
+QUANTIZED_BACKWARD = _by_kind(backward, "moe_quantized_backward", *EXPERT_MATRICES)
+QUANTIZED_BACKWARD_INTO = _by_kind(backward, "moe_quantized_backward_into", *EXPERT_MATRICES)
