@@ -30,6 +30,8 @@ def functions(path: pathlib.Path, source: str) -> Iterator[tuple[str, bool, int]
     """(name, compiled by Triton, parameters without self and cls) of every function of a file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if path.parts[:2] == ("moe_torch", "operators") and ast.unparse(node.body) == "...":
+                continue  # It declares an operator's schema, which is flat, and callers name every argument.
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             compiled = any("jit" in ast.unparse(one) or "constexpr" in ast.unparse(one) for one in node.decorator_list)
             yield node.name, compiled, len([one for one in arguments if one.arg not in ("self", "cls")])
@@ -76,4 +78,6 @@ def test_device_functions_take_few_parameters() -> None:
 def test_a_ninth_parameter_is_found() -> None:
     parameters = ", ".join("abcdefghi")
     assert too_long({"new.py": f"def one({parameters}): ...\n"}) == ["new.py: one takes 9 parameters"]
+    assert not too_long({"moe_torch/operators/new.py": f"def one({parameters}): ...\n"})
+    assert too_long({"moe_torch/operators/new.py": f"def one({parameters}): return a\n"})
     assert not too_long({"new.py": f"class A:\n    def one(self, {parameters[:-3]}): ...\n"})
