@@ -10,13 +10,12 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_core.base.checks import require_at_least
-from moe_core.base.files import file_writer, open_file
+from moe_core.base.files import file_writer, open_file, path_of
 from moe_core.errors import InvalidInput
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
@@ -115,7 +114,7 @@ class RoutingTrace:
         layers = enumerate(self.layers)
         arrays = {f"layers.{i}.{name}": getattr(layer, name) for i, layer in layers for name in _ARRAYS}
         sizes = json.dumps([layer.num_experts for layer in self.layers])
-        save_file(arrays, os.fspath(path), {"format": _FORMAT, "version": _VERSION, "num_experts": sizes})
+        save_file(arrays, path_of(path), {"format": _FORMAT, "version": _VERSION, "num_experts": sizes})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingTrace:
@@ -123,7 +122,7 @@ class RoutingTrace:
 
         Raises InvalidInput for a missing, damaged or other file, Unsupported if safetensors is not installed.
         """
-        with open_file(Path(path)) as file:
+        with open_file(path_of(path)) as file:
             metadata = file.metadata()
             if (metadata.get("format"), metadata.get("version")) != (_FORMAT, _VERSION):
                 raise InvalidInput(

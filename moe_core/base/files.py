@@ -28,9 +28,18 @@ _MOST_LEVELS, _MOST_INTEGER = 64, 2**63
 _LENGTH_BYTES = 8
 
 
+def path_of(path: Any, name: str = "path") -> Path:
+    """Raises InvalidInput for bytes, numbers and others that are no path."""
+    try:
+        return Path(path)
+    except TypeError as error:
+        raise InvalidInput(f"{name} must be a str or pathlib.Path, got {type(path).__name__}; pass one") from error
+
+
 @contextlib.contextmanager
 def open_regular(path: str | os.PathLike[str], what: str = "file") -> Iterator[Any]:
     """Open a file for unbuffered reading. Raises InvalidInput for pipes, devices, directories and unreadable files."""
+    path = path_of(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
@@ -211,8 +220,11 @@ def file_writer(what: str) -> Callable[..., None]:
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary name to write a file under, renamed when all is on the disk. After an error the earlier file
-    stays."""
-    target = Path(path)
+    stays. A device or pipe is written itself."""
+    target = path_of(path)
+    if target.exists() and not target.is_file() and not target.is_dir():
+        yield target
+        return
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         yield partial

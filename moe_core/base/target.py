@@ -123,11 +123,16 @@ class Target:
 _CPU_TARGETS = {kind: Target(kind) for kind in ("interpreter", "reference")}
 
 
+def interprets() -> bool:
+    """Return True if TRITON_INTERPRET says 1, true, yes, on or y in any case: what Triton takes as true."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
 def cpu_target() -> Target:
     """`interpreter` under TRITON_INTERPRET=1 or `cpu_engine`, else `reference`."""
     chosen = _cpu_engine.get()
     if chosen is None:
-        chosen = "interpreter" if os.environ.get("TRITON_INTERPRET", "0") == "1" else "reference"
+        chosen = "interpreter" if interprets() else "reference"
     return _CPU_TARGETS[chosen]
 
 

@@ -58,8 +58,9 @@ def count() -> int:
 @functools.cache
 def _default_count() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    stated = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return min(cores, int(stated) if stated.isdigit() and int(stated) else cores, _MOST)
+    stated = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    limit = int(stated[:9]) if stated.isascii() and stated.isdecimal() else 0
+    return min(cores, limit or cores, _MOST)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.base.files import open_file, open_regular
+from moe_core.base.files import open_file, open_regular, path_of
 from moe_core.checkpoint.storage import Stack, StackReader, TensorIndex
 from moe_core.errors import InvalidInput
 
@@ -21,7 +21,7 @@ def load_hidden_states(path: str | os.PathLike[str], d_model: int | None = None)
     expected width, or None for any. The array is row-major and owned. Raises InvalidInput for a missing or unreadable
     file, a wrong rank, width or dtype; Unsupported without safetensors and for quantised tensors.
     """
-    file = Path(path)
+    file = path_of(path)
     if not file.is_file():
         raise InvalidInput(f"hidden states must be an existing .npy or .safetensors file, got {file}; correct the path")
     if file.suffix not in (".npy", ".safetensors"):

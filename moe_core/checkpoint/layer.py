@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_core.base import dtypes
+from moe_core.base.files import path_of
 from moe_core.checkpoint import quantized
 from moe_core.checkpoint.config import read_config
 from moe_core.checkpoint.families import Architecture, architecture_of, text_model
@@ -194,7 +195,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises InvalidInput for a missing directory, config.json or tensor index and for settings that are missing or
     disagree; Unsupported for an unknown model_type, an unreadable quantization_config, or without safetensors.
     """
-    directory = Path(path)
+    directory = path_of(path)
     config = text_model(read_config(directory))
     architecture = architecture_of(config)
     packing = read_quantization(config.quantization, config.model_type)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_core.base.checks import require_at_least, require_choice
-from moe_core.base.files import file_writer, whole_file
+from moe_core.base.files import file_writer, path_of, whole_file
 from moe_core.checkpoint.config import settings_of
 from moe_core.checkpoint.families import Architecture, architecture_of, text_model
 from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
@@ -228,7 +228,7 @@ class Shards:
     """Write a file whenever a shard is full. A context manager that leaves no file after an error."""
 
     def __init__(self, name: str, path: str | os.PathLike[str], shard_bytes: int, progress: Any = None) -> None:
-        directory = Path(path)
+        directory = path_of(path, name)
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise InvalidInput(
                 f"{name} must be a new or empty directory, got {directory}, which has content; name another"

@@ -1,7 +1,7 @@
 """The command `moe-parity`.
 
-Exit status: 0 every engine agrees with the reference on every stage, 1 something differs or was not truly tested, 2 the
-comparison could not run.
+Exit status: 0 every engine agrees with the reference on every stage, 1 something differs, 2 the comparison could not
+run, or an engine was not truly tested.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import moe_core
+from moe_core.base import command
+from moe_core.base.checks import require_at_least
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.builtin_cases import BUILT_IN, Draw, built_in_case
@@ -33,7 +34,7 @@ from moe_core.parity.report import NOT_TESTED, CaseReport, untested_engines
 from moe_core.parity.run import run_case
 from moe_core.parity.summary import case_lines, closing_table
 
-AGREE, DIFFER, COULD_NOT_RUN = 0, 1, 2
+AGREE, DIFFER, COULD_NOT_RUN = 0, 1, command.COULD_NOT_RUN
 #: Quantised cases take the first dtype.
 _CASE_DTYPES = ("bfloat16", "float32")
 #: They cover every gradient except biases.
@@ -50,7 +51,7 @@ _DESCRIPTION = """\
 Run one MoE layer through the NumPy reference and other engines, and tell whether, and where first, they differ.
 Without a GPU the real kernels run in Triton's interpreter (TRITON_INTERPRET=1 asks for it on any machine).
 """
-_EPILOG = "exit status: 0 all agree, 1 a stage differs or an engine was not truly tested, 2 could not run"
+_EPILOG = "exit status: 0 all agree, 1 a stage differs, 2 could not run, or an engine was not truly tested"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,9 +93,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    return command.run("moe-parity", lambda: _compare(options))
+
+
+def _compare(options: argparse.Namespace) -> int:
     if options.list:
         print(_listing())
         return AGREE
+    write = command.report_writer(options.json)
     # stdout must hold JSON only.
     text_file = sys.stderr if options.json == "-" else sys.stdout
     reports: list[CaseReport] = []
@@ -123,12 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             error = f"{type(problem).__name__}: {problem}"
         status, conclusion = COULD_NOT_RUN, f"could not run: {error}"
     print(f"moe-parity: {conclusion}", file=sys.stderr if error else text_file, flush=True)
-    if options.json is not None:
-        text = json.dumps(_document(reports, status, conclusion, error), indent=1, allow_nan=False)
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text + "\n")
+    write(json.dumps(_document(reports, status, conclusion, error), indent=1, allow_nan=False))
     return status
 
 
@@ -138,8 +139,9 @@ def _check(options: argparse.Namespace) -> None:
         if options.checkpoint is None and value is not None and value is not False:
             flag = "--" + name.replace("_", "-")
             raise InvalidInput(f"{flag} must come with --checkpoint, got it alone; name a checkpoint directory")
-    if options.ranks is not None and options.ranks < 1:
-        raise InvalidInput(f"--ranks must be at least 1, got {options.ranks}; for example --ranks 4")
+    require_at_least("--seed", options.seed, 0)
+    if options.ranks is not None:
+        require_at_least("--ranks", options.ranks, 1)
 
 
 def _engines(options: argparse.Namespace) -> tuple[list[Engine], list[str]]:
@@ -247,7 +249,7 @@ def _conclude(reports: Sequence[CaseReport]) -> tuple[int, str]:
         if untested:
             remedy = _HOW_TO_TEST if has_triton() else _NO_TRITON
             parts.append(f"NOT TESTED: {', '.join(untested)} ran the NumPy reference itself; {remedy}")
-        return DIFFER, "; ".join(parts)
+        return DIFFER if failed else COULD_NOT_RUN, "; ".join(parts)
     idle = untested_engines(reports)
     if idle:
         return COULD_NOT_RUN, f"could not run: {', '.join(idle)} supports none of these cases (see `skipped`)"

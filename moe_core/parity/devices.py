@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
+from moe_core.base.target import interprets
 from moe_core.runtime.cuda import cuda_available, cuda_target, driver
 
 INTERPRETER = "triton interpreter (cpu)"
@@ -30,7 +31,7 @@ def has_triton() -> bool:
 
 def use_gpu() -> bool:
     """Return True if there is a GPU and the interpreter was not requested."""
-    return cuda_available() and os.environ.get(_VARIABLE, "0") != "1"
+    return cuda_available() and not interprets()
 
 
 def describe(device: tuple[str, int], explanation: str) -> tuple[str, bool]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_core.base import codec
-from moe_core.base.files import whole_file
+from moe_core.base.files import path_of, whole_file
 from moe_core.base.recent import Recent, process_lock
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.check import check_plan
@@ -80,7 +80,7 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
     Load only files that you would also run as code: a plan says which kernels run on which memory. Another or a changed
     file, or version of the kernels, raises InvalidInput and registers nothing.
     """
-    content = pathlib.Path(path).read_bytes()
+    content = path_of(path).read_bytes()
     try:
         version, sources, plans = json.loads(content)
     except (ValueError, TypeError, RecursionError) as error:

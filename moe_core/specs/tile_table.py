@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moe_core.base import codec
+from moe_core.base.checks import require_at_least, require_choice
 from moe_core.base.codec import plan_type
 from moe_core.base.files import load_json, whole_file
 from moe_core.errors import InvalidInput
@@ -24,6 +25,8 @@ from moe_core.specs.tile import TileConfig
 #: Raised when the meaning of a file changes.
 FORMAT_VERSION = 1
 _SHIPPED = pathlib.Path(__file__).parent / "tables"
+#: Families of plain weights.
+_FAMILIES = ("portable", "sm90")
 _NOT_SM90 = "the product that was measured cannot run in it"
 PROVENANCE_FIELDS = ("gpu", "driver", "versions", "commit", "command", "date")
 
@@ -64,13 +67,24 @@ def entry_key(key: TileKey) -> TileKey:
 @plan_type
 @dataclass(frozen=True)
 class TileEntry:
-    """One configuration for one product, by `entry_key`, on one architecture."""
+    """One configuration for one product, by `entry_key`, on one architecture. Raises InvalidInput for tiles that no
+    plain weights have."""
 
     arch: int
     problem: TileKey
     config: TileConfig
 
     def __post_init__(self) -> None:
+        config = self.config
+        require_choice("family of a table's configuration", config.family, _FAMILIES)
+        for name in ("block_m", "block_n", "block_k"):
+            if getattr(config, name) < 16 or getattr(config, name) % 16:
+                raise InvalidInput(
+                    f"{name} of a table's configuration must be a multiple of 16 (tensor-core tile), got {config}; "
+                    "measure again with moebius-tune"
+                )
+        for name in ("num_warps", "num_stages", "group_m"):
+            require_at_least(f"{name} of a table's configuration", getattr(config, name), 1)
         reason = _NOT_SM90 if self.problem.not_sm90 else ""
         object.__setattr__(self, "problem", dataclasses.replace(self.problem, not_sm90=reason))
 
@@ -224,7 +238,10 @@ def _measurement(record: Any, name: str) -> Measurement:
         raise InvalidInput(f"{name} must have positive numbers for arch and microseconds, got {numbers}; correct it")
     problem = _from_fields(TileKey, record["problem"], f"problem of {name}")
     config = _from_fields(TileConfig, record["config"], f"config of {name}")
-    return Measurement(TileEntry(numbers[0], problem, config), *numbers[1:])
+    try:
+        return Measurement(TileEntry(numbers[0], problem, config), *numbers[1:])
+    except InvalidInput as error:
+        raise InvalidInput(f"{name} must be of a tile of plain weights: {error}") from error
 
 
 def _from_fields(kind: type[T], fields: Any, name: str) -> T:

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 
 import moe_core
-from moe_core.base.files import whole_file
+from moe_core.base import command
 from moe_core.checkpoint.convert import ConversionProgress, convert_checkpoint
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import format_named, format_names
 
-CONVERTED, COULD_NOT_CONVERT = 0, 2
+CONVERTED, COULD_NOT_CONVERT = 0, command.COULD_NOT_RUN
 
 _DESCRIPTION = """\
 Quantise the routed experts of a Hugging Face checkpoint (bfloat16, float16 or float32) and report the relative
@@ -37,6 +37,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    return command.run("moebius-convert", lambda: _convert(options))
+
+
+def _convert(options: argparse.Namespace) -> int:
+    write = command.report_writer(options.json, options.destination)
     try:
         report = convert_checkpoint(
             options.source,
@@ -46,14 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shard_bytes=options.shard_mib * 2**20,
             progress=_print_progress,
         )
-        text = json.dumps(report.as_dict(), indent=1, allow_nan=False)
-        if options.json not in (None, "-"):
-            with whole_file(options.json) as partial:
-                partial.write_text(text + "\n", encoding="utf-8")
     except (InvalidInput, Unsupported, OSError) as problem:
         print(f"moebius-convert: could not convert: {problem}", file=sys.stderr)
         return COULD_NOT_CONVERT
-    print(text if options.json == "-" else report)
+    if options.json != "-":
+        print(report)
+    try:
+        write(json.dumps(report.as_dict(), indent=1, allow_nan=False))
+    except OSError as problem:
+        print(f"moebius-convert: {options.destination} is written, its report is not: {problem}", file=sys.stderr)
+        return COULD_NOT_CONVERT
     return CONVERTED
 
 

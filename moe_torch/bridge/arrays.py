@@ -17,8 +17,8 @@ from moe_torch.bridge.private import plain_tensor
 MAKE_MEMORY = "call to_empty(device=...) on the module that holds it, then load or initialise its values"
 
 
-def array_spec(name: str, tensor: Any) -> ArraySpec:
-    """Return the spec of a tensor, with hints for symbolic sizes. Raises InvalidInput unless it is a dense tensor."""
+def require_dense(name: str, tensor: Any) -> None:
+    """Raise InvalidInput unless it is a dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         fix = "dequantize" if isinstance(tensor, QuantizedTensor) else "from_dlpack"
         raise InvalidInput(
@@ -30,6 +30,11 @@ def array_spec(name: str, tensor: Any) -> ArraySpec:
         )
     if tensor.layout != torch.strided:
         raise InvalidInput(f"{name} must be a dense tensor, got layout {tensor.layout}; call to_dense() on it")
+
+
+def array_spec(name: str, tensor: Any) -> ArraySpec:
+    """Return the spec of a tensor, with hints for symbolic sizes. Raises InvalidInput unless it is a dense tensor."""
+    require_dense(name, tensor)
     if tensor.dtype not in DTYPE_NAMES:
         raise InvalidInput(f"{name} must have a dtype among {', '.join(TORCH_DTYPES)}, got {tensor.dtype}; cast it")
     sizes, strides = [_hint(size) for size in tensor.shape], [_hint(step) for step in tensor.stride()]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moe_core.errors import InvalidInput
+from moe_torch.bridge.arrays import require_dense
 from moe_torch.bridge.operator import call_first
 from moe_torch.bridge.ready import dense
 from moe_torch.bridge.seen import SeenCalls
@@ -82,15 +83,14 @@ def output_of(layer: Any, x: torch.Tensor, arrays: list[Any], key: str, tensors:
     return output if x.dim() == 2 else output.view_as(x)
 
 
-def rows_of(x: torch.Tensor, d_model: int, weight: Any) -> torch.Tensor:
-    """Return x as `[T, D]` with dense rows. `weight` has the required dtype."""
-    if not isinstance(x, torch.Tensor):
-        raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}; use moe_torch.from_dlpack")
+def rows_of(x: torch.Tensor, d_model: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return x as `[T, D]` with dense rows."""
+    require_dense("x", x)
     shape = x.shape
     if not shape or shape[-1] != d_model:
         raise InvalidInput(f"x must be [..., d_model] with d_model = {d_model}, got {tuple(shape)}; pass such an array")
-    if x.dtype != weight.dtype:
-        raise InvalidInput(f"x must be {weight.dtype} like the layer's parameters, got {x.dtype}; cast x or the layer")
+    if x.dtype != dtype:
+        raise InvalidInput(f"x must be {dtype} like the layer's parameters, got {x.dtype}; cast x or the layer")
     if not x.is_contiguous():
         # Rows may be slices of wider rows, but not strided inside, and must not overlap.
         apart = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= d_model

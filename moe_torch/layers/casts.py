@@ -23,5 +23,10 @@ def autocast(tensor: Any, name: str = "x") -> Any:
     return tensor.to(torch.get_autocast_dtype(kind))
 
 
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of a tensor that `torch.autocast` casts, on the device of this one."""
+    return torch.get_autocast_dtype(tensor.device.type) if tensor.dtype in _AUTOCAST_DTYPES else tensor.dtype
+
+
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()

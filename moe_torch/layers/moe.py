@@ -28,7 +28,7 @@ from moe_torch.bridge.private import any_autocast
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
 from moe_torch.layers.blocks import block_weights, without_input_ids
 from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output, tensors_of
-from moe_torch.layers.casts import autocast
+from moe_torch.layers.casts import autocast, autocast_dtype
 from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import (
@@ -275,21 +275,21 @@ class MoE(PrepackedExperts, PlannedLayer):
         shared_out = self._modules["experts"].__dict__.get("exchange") is not None
         staged = shared_out or routed_by or self._runs_stages()
         arrays = self._arrays(self._parts() if staged else self._modules)
+        dtype, d_model = arrays[self._like_place].dtype, self.spec.d_model
         if torch.is_autocast_enabled("cuda" if arrays[self._like_place].is_cuda else "cpu"):
-            key, x = self._cast_key, self._autocast(x, arrays)
+            key, x, dtype = self._cast_key, self._autocast(x, arrays), autocast_dtype(arrays[self._like_place])
             gate_inputs = gate_inputs if gate_inputs is None else gate_inputs.to(x.dtype)
             if tensors is not None:
                 tensors = [x, *[arrays[position] for position in self._held_places[1:]]]
                 if (output := seen_output(key, tensors)) is not None:
                     return output
-        like, d_model = arrays[self._like_place], self.spec.d_model
-        arrays[0] = rows_of(x, d_model, like)
+        arrays[0] = rows_of(x, d_model, dtype)
         if token_mask is not None:
             arrays[self._mask_place] = mask_of_tokens(x, token_mask)
         if not (staged or return_aux):
             return output_of(self, x, arrays, key, tensors)
         if staged:
-            scored = arrays[0] if gate_inputs is None else rows_of(like_x(gate_inputs, x), d_model, like)
+            scored = arrays[0] if gate_inputs is None else rows_of(like_x(gate_inputs, x), d_model, dtype)
             preset_ids = given_ids(self, x, expert_ids, input_ids)
             stage_results = run_stages(self, arrays[0], arrays[self._mask_place], scored, preset_ids)
             output, ids, chosen, logits, counts, invalid, *_ = stage_results

@@ -14,7 +14,7 @@ from moe_core.parallel import ParallelOutput
 from moe_core.specs import RouterSpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
 from moe_torch import ops
-from moe_torch.bridge.options import require_instance
+from moe_torch.bridge.arrays import require_dense
 from moe_torch.layers.casts import at_least_float32, autocast
 from moe_torch.layers.parameters import has_own_call, own_part
 
@@ -103,7 +103,7 @@ def _sparse_mixed(
 
 
 def like_x(gate_inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    require_instance("gate_inputs", gate_inputs, torch.Tensor)
+    require_dense("gate_inputs", gate_inputs)
     if gate_inputs.shape != x.shape or gate_inputs.dtype != x.dtype:
         raise InvalidInput(
             f"gate_inputs must be {x.dtype} {tuple(x.shape)} like x, got {gate_inputs.dtype} "
@@ -131,7 +131,7 @@ def given_ids(
         return ids_of_tokens(expert_ids, x, layer.spec.top_k)
     if table is None or input_ids is None:
         return None
-    require_instance("input_ids", input_ids, torch.Tensor)
+    require_dense("input_ids", input_ids)
     if input_ids.shape != x.shape[:-1] or input_ids.dtype not in (torch.int64, torch.int32):
         raise InvalidInput(
             f"input_ids must be torch.int64 or torch.int32 {tuple(x.shape[:-1])}, one for each token of x, got "
@@ -144,7 +144,7 @@ def given_ids(
 
 
 def ids_of_tokens(expert_ids: torch.Tensor, x: torch.Tensor, top_k: int) -> torch.Tensor:
-    require_instance("expert_ids", expert_ids, torch.Tensor)
+    require_dense("expert_ids", expert_ids)
     shape = (*x.shape[:-1], top_k)
     if expert_ids.shape != shape or expert_ids.dtype != torch.int32:
         raise InvalidInput(
@@ -171,7 +171,7 @@ def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, layer: Any) -> tor
 
 
 def mask_of_tokens(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
-    require_instance("token_mask", token_mask, torch.Tensor)
+    require_dense("token_mask", token_mask)
     if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
         raise InvalidInput(
             f"token_mask must be bool {tuple(x.shape[:-1])}, one for each token of x, got {token_mask.dtype} "

@@ -12,6 +12,7 @@ from moe_core.base import checks
 from moe_core.base.sizes import elementwise_tile, first_holding, padded
 from moe_core.base.target import Target, cpu_engine, cpu_target
 from moe_core.errors import InvalidInput
+from moe_core.parity.devices import has_triton
 from moe_core.specs.routing import RouterSpec
 
 
@@ -81,10 +82,36 @@ def test_tiles_are_powers_of_two_that_hold_what_there_is() -> None:
 
 
 def test_the_engine_of_a_cpu_follows_the_block_and_else_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, engine in (("1", "interpreter"), ("0", "reference"), (None, "reference")):
+    values = (
+        None,
+        "",
+        "0",
+        "1",
+        " 1",
+        "01",
+        "2",
+        "true",
+        "True",
+        "TRUE",
+        "t",
+        "yes",
+        "Yes",
+        "on",
+        "oN",
+        "y",
+        "Y",
+        "off",
+        "no",
+    )
+    for value in values:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         if value is not None:
             monkeypatch.setenv("TRITON_INTERPRET", value)
+        engine = "interpreter" if (value or "").lower() in ("1", "true", "yes", "on", "y") else "reference"
+        if has_triton():
+            import triton
+
+            assert triton.knobs.runtime.interpret == (engine == "interpreter"), value
         assert cpu_target() == Target(engine)
         with cpu_engine("interpreter"):
             with cpu_engine("reference"):

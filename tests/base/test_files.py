@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import numpy as np
 import pytest
 
 from moe_core.base.files import file_writer, load_json, open_file, whole_file
+from moe_core.checkpoint import convert_checkpoint, load_hidden_states, open_checkpoint, save_checkpoint
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import format_named
+from moe_core.parallel.machine import MachineRecord
+from moe_core.plan.registry import export_plans, load_plans
+from moe_core.specs.tile_table import TileTable
+from moe_core.trace import LayerRouting, RoutingTrace
 
 NESTED = 4 * 2**20
 
@@ -155,3 +162,22 @@ def test_a_file_of_ours_has_its_name_when_it_is_on_the_disk(tmp_path: Path, monk
     with whole_file(path) as partial:
         partial.write_text("first")
     assert synced == [(path.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+
+
+def test_devices_are_written_and_not_replaced() -> None:
+    with whole_file("/dev/null") as path:
+        path.write_text("x")
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("path", [3, b"x", None, ["x"]], ids=repr)
+def test_paths_that_are_none(path: Any) -> None:
+    plans = RoutingTrace((LayerRouting(np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32), 1),))
+    calls: list[Callable[[Any], object]] = [
+        open_checkpoint, load_hidden_states, RoutingTrace.load, plans.save, TileTable.load, load_plans, export_plans,
+        MachineRecord.load, lambda path: convert_checkpoint(path, "x", format_named("int8_channel")),
+        lambda path: save_checkpoint(path, {"model_type": "mixtral"}, ()),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(InvalidInput):
+            call(path)

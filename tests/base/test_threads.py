@@ -23,6 +23,13 @@ def test_every_piece_is_worked_on_once(count, pieces):
     assert sorted(done) == list(range(pieces))
 
 
+@pytest.mark.parametrize("stated", ["", "²", "٣", "-3", "x", "1_0", "0", "1", " 1 ", "1,4", "9" * 5000])
+def test_the_number_of_the_environment_counts_if_it_is_one(monkeypatch, stated):
+    monkeypatch.setenv("OMP_NUM_THREADS", stated)
+    cores = min(len(os.sched_getaffinity(0)), threads._MOST)
+    assert threads._default_count.__wrapped__() == (1 if stated.strip() in ("1", "1,4") else cores)
+
+
 def test_several_threads_take_part_and_keep_numpys_error_state():
     seen, barrier = set(), threading.Barrier(8, timeout=30)
 

@@ -38,11 +38,14 @@ def test_other_families_are_refused_by_name(family: str) -> None:
     assert REFUSED[settings["model_type"]] in str(error.value)
 
 
-def test_every_second_layer_of_llama4() -> None:
+def test_every_second_layer_of_llama4_and_the_listed_ones() -> None:
     settings = {**text_model(settings_of(*ROWS["llama4"])).settings, "moe_layers": None, "num_hidden_layers": 7}
     for step, layers in ((1, (0, 1, 2, 3, 4, 5, 6)), (2, (1, 3, 5)), (3, (2, 5))):
         config = ModelConfig("llama4_text", {**settings, "interleave_moe_layer_step": step})
         assert FAMILIES["llama4_text"].layers(config).moe == layers
+    for chosen in ([], [2], [0, 6]):
+        config = ModelConfig("llama4_text", {**settings, "moe_layers": chosen})
+        assert FAMILIES["llama4_text"].layers(config).moe == tuple(chosen)
 
 
 def test_the_first_layers_of_minimax_m3_may_be_dense() -> None:

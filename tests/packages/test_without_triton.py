@@ -47,7 +47,7 @@ def test_examples_run(name: str) -> None:
 
 
 def test_parity_says_that_no_kernel_can_run() -> None:
-    found = run(COMMANDS / "moe-parity", "--case", "llama4", "--tokens", "5", status=1)
+    found = run(COMMANDS / "moe-parity", "--case", "llama4", "--tokens", "5", status=2)
     assert found.count("NOT TESTED: the NumPy reference ran") == 4
     assert "no kernel can run here, because Triton is not installed (it exists for Linux)\n" in found
 

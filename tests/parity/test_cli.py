@@ -105,8 +105,8 @@ def test_a_fault_in_a_backward_kernel_turns_it_red(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(cuda_available(), reason="on a GPU machine the engines run on the GPU")
 def test_forcing_the_reference_on_the_cpu_is_not_tested() -> None:
-    done = in_subprocess(*QUICK, "--engines", "reference,torch", TRITON_INTERPRET="0")
-    assert done.returncode == 1
+    done = in_subprocess(*QUICK, "--engines", "reference,torch", TRITON_INTERPRET="off")
+    assert done.returncode == 2
     assert "torch on numpy reference (cpu): NOT TESTED" in done.stdout
     assert "NOT TESTED: torch ran the NumPy reference itself" in done.stdout
 
@@ -134,7 +134,7 @@ def test_the_json_report_holds_every_row(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_reference_alone_is_not_tested(capsys: pytest.CaptureFixture[str]) -> None:
     status, document = run_json(capsys, *QUICK, "--engines", "reference")
-    assert status == 1
+    assert status == 2
     assert document["cases"][0]["engines"][0]["verdict"] == "not tested"
     assert document["conclusion"].startswith("NOT TESTED: reference ran the NumPy reference itself")
 
@@ -193,6 +193,8 @@ def test_an_engine_that_fails_could_not_run(
         (["--engines", ","], "engines must name at least one engine, got none"),
         (["--case", "gpt2"], "case must be one of mixtral, qwen3_moe"),
         (["--case", "mixtral", "--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["--seed", "-1"], "--seed must be an integer of at least 0, got -1"),
+        (["--ranks", "0"], "--ranks must be an integer of at least 1, got 0"),
         (["--layer", "0"], "--layer must come with --checkpoint"),
         (["--hidden-states", "x.npy"], "--hidden-states must come with --checkpoint"),
         (["--dequantize"], "--dequantize must come with --checkpoint"),

@@ -109,6 +109,23 @@ def test_entries_that_contradict_each_other() -> None:
         TileTable.of([other_rows(ENTRY, 100)])
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"family": "nonesuch"}, "family of a table's configuration must be one of portable, sm90, got 'nonesuch'"),
+        ({"block_m": 3}, "block_m of a table's configuration must be a multiple of 16"),
+        ({"block_n": 0}, "block_n of a table's configuration must be a multiple of 16"),
+        ({"num_stages": 0}, "num_stages of a table's configuration must be an integer of at least 1, got 0"),
+    ],
+)
+def test_tiles_that_no_plain_weights_have(tmp_path: pathlib.Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{message}"):
+        dataclasses.replace(ENTRY, config=dataclasses.replace(CONFIG, **change))
+    path = file_with(tmp_path / "table.json", **{f"config__{name}": value for name, value in change.items()})
+    with pytest.raises(InvalidInput, match=f"^entry 0 must be of a tile of plain weights: {message}"):
+        TileTable.load(path)
+
+
 @pytest.mark.parametrize("text", ["", "not json", "{}", "[1]", '[{"type":"TileConfig"}]', codec.dumps(ENTRY)])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput):

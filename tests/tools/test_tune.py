@@ -331,7 +331,7 @@ def test_a_failed_measurement(
 
     monkeypatch.setattr(measuring, "measure", fail)
     path = tmp_path / "table.json"
-    assert run("--preset", "mixtral-8x7b", "--output", str(path)) == 1
+    assert run("--preset", "mixtral-8x7b", "--output", str(path)) == 2
     assert "a measurement failed: illegal address" in capsys.readouterr().err and not path.exists()
 
 

@@ -23,6 +23,7 @@ from tests.support.torch import D_FF, D_MODEL, NUM_EXPERTS, REAL_KERNELS, runnin
 
 LAYER = torch_layer()
 X, EXPERTS, ROUTING, SPEC = LAYER
+MODULE = moe_torch.MoE(D_MODEL, D_FF, NUM_EXPERTS, 2)
 SILU = SPEC.activation
 IDS = torch.zeros(4, 2, dtype=torch.int32)
 LOGITS = torch.zeros(9, NUM_EXPERTS)
@@ -109,6 +110,12 @@ INVALID: dict[str, tuple[Callable[[], Any], str]] = {
         r"shared must be a SharedExpert, got tuple; build one from moe_torch"),
     "sparse tensor": (lambda: moe_torch.router(X.to_sparse(), ROUTING.weight),
         r"x must be a dense tensor, got layout torch\.sparse_coo; call to_dense\(\) on it"),
+    **{f"sparse {name} of a layer": (
+        lambda name=name, value=value: MODULE(**{"x": X, name: value.to_sparse()}),
+        rf"{name} must be a dense tensor, got layout torch\.sparse_coo; call to_dense\(\) on it")
+        for name, value in (("x", X), ("token_mask", X[:, 0] > 0), ("gate_inputs", X), ("expert_ids", X[:, :2].int()))},
+    "nested x of a layer": (lambda: MODULE(nested()),
+        r"x must be one dense tensor, got a nested tensor; call \.to_padded_tensor\(0\) or pass its \.values\(\)"),
     "nested tensor": (lambda: moe_torch.router(nested(), ROUTING.weight),
         r"x must be one dense tensor, got a nested tensor; call \.to_padded_tensor\(0\) or pass its \.values\(\)"),
     "nested tensor in quantize_rows": (lambda: moe_torch.quantize_rows(nested(), FP8),

@@ -85,7 +85,7 @@ def _dbrx_layers(config: ModelConfig) -> Layers:
 def _llama4_layers(config: ModelConfig) -> Layers:
     """moe_layers, or one layer in interleave_moe_layer_step."""
     count, chosen = config.num_layers(), set(config.integers("moe_layers"))
-    if chosen:
+    if config.settings.get("moe_layers") is not None:
         return Layers(count, tuple(n for n in range(count) if n in chosen), f"moe_layers = {sorted(chosen)}")
     step = config.integer("interleave_moe_layer_step", default=1)
     return Layers(count, tuple(range(step - 1, count, step)), f"interleave_moe_layer_step = {step}")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from moe_core.base.recent import process_lock
+from moe_core.base.target import interprets
 from moe_core.errors import Unsupported
 from moe_core.plan.steps import Scalar
 
@@ -51,7 +52,7 @@ def require_interpreter() -> None:
             f"the interpreter engine supports Triton 3.6 to 3.9, got {triton.__version__}; install one of these or use "
             "the NumPy reference engine: unset TRITON_INTERPRET"
         )
-    if os.environ.get("TRITON_INTERPRET", "0") != "1":
+    if not interprets():
         raise Unsupported(
             "the interpreter engine needs TRITON_INTERPRET=1 in the environment before any kernel is imported, got "
             f"{os.environ.get('TRITON_INTERPRET', 'nothing')!r}; set it and start a new process"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import moe_core
-from moe_core.base import threads
+from moe_core.base import command, threads
 from moe_core.base.target import cpu_target
 from moe_core.parity.devices import has_triton, prefer_interpreter, use_gpu
 from moe_core.runtime.cuda import why_no_gpu
@@ -24,7 +24,7 @@ from moe_core.tools.doctor.kernels import Kernels, kernels_of
 from moe_core.tools.doctor.machine import TUNED_ARCH, Gpu, Package, gpus, packages
 from moe_core.tools.doctor.self_test import FAIL, FRONT_ENDS, PASS, UNTESTED, Outcome, run_self_tests
 
-HEALTHY, FAILED, NOTHING_TESTED = 0, 1, 2
+HEALTHY, FAILED, NOTHING_TESTED = 0, 1, command.COULD_NOT_RUN
 _CONCLUSIONS = {
     HEALTHY: "healthy: every op that ran agrees with the reference",
     FAILED: "FAILED: a self-test failed; do not trust what is named above",
@@ -187,6 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else, to stdout")
     parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     options = parser.parse_args(arguments)
-    diagnosis = diagnose(lambda line: print(f"moebius-doctor: {line}", file=sys.stderr, flush=True))
-    print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else diagnosis)
-    return diagnosis.status
+
+    def examine() -> int:
+        diagnosis = diagnose(lambda line: print(f"moebius-doctor: {line}", file=sys.stderr, flush=True))
+        print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else diagnosis)
+        return diagnosis.status
+
+    return command.run("moebius-doctor", examine)

@@ -1,6 +1,6 @@
 """The command line of `moebius-tune`.
 
-Exit status: 0 table written, 1 a measurement failed, 2 nothing to measure here or wrong arguments.
+Exit status: 0 table written, 1 written, and a configuration computed a wrong result, 2 not measured.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import moe_core
+from moe_core.base import command
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.base.target import Target
@@ -29,7 +30,7 @@ from moe_core.tools.tune.products import PRESETS, Product, distinct_products, pr
 from moe_core.tools.tune.provenance import joined, provenance
 from moe_core.tools.tune.search import Limits, Result, candidates, search
 
-WRITTEN, FAILED, NOTHING_MEASURED = 0, 1, 2
+WRITTEN, WRONG, NOTHING_MEASURED = 0, 1, command.COULD_NOT_RUN
 _TOKENS = tuple(2**exponent for exponent in range(15))
 _SIZES = (("d-model", "D"), ("d-ff", "F, of one expert"), ("experts", "E"), ("top-k", "K"))
 _DRY_TARGET = Target("cuda", 90, 132)
@@ -40,32 +41,32 @@ that of the built-in choice before it is timed.
 
 With --links: time messages between ranks instead, and write what `moe_core.parallel` predicts and chooses modes by.
 """
-_EPILOG = "exit status: 0 written, 1 a measurement failed, 2 nothing could be measured or the arguments are wrong"
+_EPILOG = "exit status: 0 written, 1 written, but a configuration was wrong (not in the table), 2 could not measure"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     command_line = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(command_line)
-    try:
-        if options.links:
-            return links.measure(options, command_line)
-        products = _products(options)
-        if options.dry_run:
-            return _dry_run(products, options.candidates)
-        if not cuda_available():
-            print(
-                f"moebius-tune times kernels on a CUDA GPU, and there is none ({why_no_gpu()}); run it on the machine "
-                "that has it, or list the candidates with --dry-run",
-                file=sys.stderr,
-            )
-            return NOTHING_MEASURED
-        if options.output is None:
-            raise InvalidInput("--output must name the table to write, got none; add --output table.json")
-        return _measure(products, options, command_line)
-    except (InvalidInput, Unsupported) as error:
-        print(f"moebius-tune: {error}", file=sys.stderr)
-        return NOTHING_MEASURED
+    return command.run("moebius-tune", lambda: _tune(options, command_line))
+
+
+def _tune(options: argparse.Namespace, command_line: Sequence[str]) -> int:
+    if options.output is not None and not options.dry_run:
+        command.require_writable("--output", options.output)
+    if options.links:
+        return links.measure(options, command_line)
+    products = _products(options)
+    if options.dry_run:
+        return _dry_run(products, options.candidates)
+    if not cuda_available():
+        raise Unsupported(
+            f"moebius-tune times kernels on a CUDA GPU, and there is none ({why_no_gpu()}); run it on the machine that "
+            "has it, or list the candidates with --dry-run"
+        )
+    if options.output is None:
+        raise InvalidInput("--output must name the table to write, got none; add --output table.json")
+    return _measure(products, options, command_line)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -182,10 +183,9 @@ def _measure(products: Sequence[Product], options: argparse.Namespace, given: Se
             _, left = search(wanted, target, GpuBench(device, target, options.workers), limits, report)
     except RuntimeError as error:
         print(f"moebius-tune: a measurement failed: {error}", file=sys.stderr)
-        return FAILED
+        return NOTHING_MEASURED
     write()
-    _summary(results, left, options)
-    return WRITTEN
+    return _summary(results, left, options)
 
 
 _HEADER = f"{'product':16} {'tokens':>6} {'built in':>9} {'best':>9} {'gain':>6} {'invariant':>9}  winner (us; refused)"
@@ -201,11 +201,14 @@ def _row(result: Result) -> str:
     )
 
 
-def _summary(results: Sequence[Result], left: Sequence[Product], options: argparse.Namespace) -> None:
+def _summary(results: Sequence[Result], left: Sequence[Product], options: argparse.Namespace) -> int:
+    status = WRITTEN
     for product, timing in [(result.product, timing) for result in results for timing in result.refused]:
         if "wrong result" in timing.reason:
+            status = WRONG
             print(f"wrong: {product.name}, {product.num_tokens} tokens, {timing.config}: {timing.reason}")
     if left:
         names = ", ".join(f"{product.name} at {product.num_tokens} tokens" for product in left)
         print(f"not measured, {options.seconds:g} seconds are over: {names}; run again with --extend")
     print(f"{options.output}: {len(results)} entries measured now")
+    return status

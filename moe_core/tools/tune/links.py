@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from moe_core.base import command
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.machine import VARIABLE, MachineRecord
 from moe_core.runtime.cuda import cuda_available
@@ -17,7 +18,7 @@ from moe_core.tools.tune.provenance import provenance
 #: Senders of messages. The core imports neither by name.
 _TORCH, _JAX = "moe_torch.parallel.links", "moe_jax.parallel.links"
 _SECONDS = 30.0
-WRITTEN, FAILED = 0, 1
+WRITTEN, FAILED = 0, command.COULD_NOT_RUN
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

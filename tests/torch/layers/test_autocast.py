@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import scheme_named
+from moe_core.formats import scheme_named, scheme_names
 from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
 from moe_core.specs import Activation, RouterSpec
-from moe_torch import MoE
+from moe_core.specs.operands import RouterWeights
+from moe_torch import MoE, moe
+from tests.support.quantized.layers import D_MODEL, quantized_weights
 from tests.support.torch import running_on
 
 D, F, E, K, T = 32, 48, 4, 2, 9
@@ -100,6 +103,25 @@ def test_parts_with_hooks_run_as_without() -> None:
         layer.experts.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
         assert torch.equal(layer(x), y)
     assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("scheme", scheme_names())
+@pytest.mark.parametrize("shared", [None, SharedExpertsSpec(16)], ids=["routed", "shared"])
+def test_quantised_experts_take_rows_of_autocast(scheme: str, shared: SharedExpertsSpec | None) -> None:
+    """The router keeps its float32, quantised matrices their bytes, and x is rounded once."""
+    x, dtype = torch.randn(T, D_MODEL, generator=torch.Generator().manual_seed(0)), torch.bfloat16
+    with running_on("reference"), torch.no_grad():
+        plain = MoE.from_weights(quantized_weights(scheme)[0])
+        layer = MoE.from_spec(dataclasses.replace(plain.spec, shared_experts=shared))
+        layer.load_state_dict(plain.state_dict(), strict=False)
+        with torch.autocast("cpu", dtype):
+            dense = None if layer.shared_experts is None else layer.shared_experts.operands()
+            arguments: Any = (layer.experts.operands(), RouterWeights(layer.router.weight), layer.moe_spec)
+            wanted = moe(x.to(dtype), *arguments, shared=dense)
+            for rows in (x, x.to(dtype)):
+                assert torch.equal(layer(rows), wanted.output)
+            y, aux = layer(x, return_aux=True, gate_inputs=x)
+    assert y.dtype == dtype and wanted.output.abs().max() > 0 and torch.equal(aux.ids, wanted.ids)
 
 
 def test_compiled() -> None:
