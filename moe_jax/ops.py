@@ -61,15 +61,7 @@ from moe_core.specs.tuning import MatmulTuning, Tuning
 from moe_jax.autodiff.moe import run_moe
 from moe_jax.autodiff.stages import run_stage
 from moe_jax.bridge import pytrees as pytrees
-from moe_jax.bridge.calls import (
-    Array,
-    OpCall,
-    dtype_name,
-    moe_request,
-    on_host,
-    require_type,
-    training_plans,
-)
+from moe_jax.bridge.calls import Array, OpCall, dtype_name, moe_request, on_host, require_type, training_plans
 from moe_jax.norm import NormSpec, rms_norm
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_jax.rounding import route_rounded

@@ -158,12 +158,7 @@ _RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
     "router": (_Router, ("logits",), ("logits",), ("x", "weight", "bias", "wide")),
     "rms_norm": (_Norm, ("y",), ("y",), ("x", "weight")),
     "route": (_Route, ("ids", "weights"), ("weights",), ("logits",)),
-    "route_rounded": (
-        _RouteRounded,
-        ("ids", "weights", "tokens_per_expert", "candidates"),
-        ("weights",),
-        ("logits",),
-    ),
+    "route_rounded": (_RouteRounded, ("ids", "weights", "tokens_per_expert", "candidates"), ("weights",), ("logits",)),
     "matmul_ogs": (_Product, ("y",), ("y",), DIFFERENTIABLE),
     "gather_rows": (_Gather, ("y",), ("y",), ("x", "wide")),
     "activation": (_Activation, ("y",), ("y",), ("x", "up")),

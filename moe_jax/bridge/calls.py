@@ -241,14 +241,7 @@ execute = jax.jit(undifferentiable, static_argnums=0, inline=True)
 
 
 def moe_request(
-    x: Any,
-    experts: Any,
-    routing: Any,
-    spec: Any,
-    *,
-    token_mask: Any = None,
-    expert_map: Any = None,
-    shared: Any = None,
+    x: Any, experts: Any, routing: Any, spec: Any, *, token_mask: Any = None, expert_map: Any = None, shared: Any = None
 ) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
     """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments. Refuses spec.main_grad."""
     require_type("experts", experts, bundles.ExpertWeights)

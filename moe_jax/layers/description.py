@@ -1,15 +1,7 @@
 """Names of specs that `moe_jax.layers` and both Flax layers export."""
 
 from moe_core.checkpoint.presets import layer_spec_from_config
-from moe_core.layers import (
-    ExpertsSpec,
-    LatentSpec,
-    LayerWeights,
-    MoEAux,
-    MoELayerSpec,
-    OutputSpec,
-    SharedExpertsSpec,
-)
+from moe_core.layers import ExpertsSpec, LatentSpec, LayerWeights, MoEAux, MoELayerSpec, OutputSpec, SharedExpertsSpec
 from moe_core.specs import Activation, NormSpec, RouterSpec, TokenRounding, Tuning
 from moe_jax.layers.axes import LogicalAxes
 from moe_jax.layers.functional import update_correction_bias

@@ -90,14 +90,7 @@ def reads_formats(experts: Any, routing: Any, spec: Any, shared: Any = None) -> 
 
 
 def moe_request(
-    x: Any,
-    experts: Any,
-    routing: Any,
-    spec: Any,
-    *,
-    token_mask: Any = None,
-    expert_map: Any = None,
-    shared: Any = None,
+    x: Any, experts: Any, routing: Any, spec: Any, *, token_mask: Any = None, expert_map: Any = None, shared: Any = None
 ) -> Request:
     operators = MOE_QUANTIZED if reads_formats(experts, routing, spec, shared) else MOE
     operator = operators[type(routing)]

@@ -131,11 +131,7 @@ def _training(kind: type, name: str, *matrices: str) -> Operator:
 
 
 def backward(
-    kind: type,
-    name: str,
-    *matrices: str,
-    more: tuple[str, ...] = (),
-    shapes: Callable[[Any], Outputs] = wide_gradients,
+    kind: type, name: str, *matrices: str, more: tuple[str, ...] = (), shapes: Callable[[Any], Outputs] = wide_gradients
 ) -> Operator:
     """Takes gradients of the forward's results, the forward's tensors, its results, its saved ones, then `more`.
 

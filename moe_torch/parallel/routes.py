@@ -238,12 +238,7 @@ class _Planner:
         )  # fmt: skip
 
     def routes(
-        self,
-        tables: _Tables,
-        ways: tuple[Way, Way],
-        owner: Sequence[torch.Tensor],
-        returned: int,
-        **counted: Any,
+        self, tables: _Tables, ways: tuple[Way, Way], owner: Sequence[torch.Tensor], returned: int, **counted: Any
     ) -> CollectiveRoutes:
         """ways: out and home. owner: ids, weights and slots, if any. returned: rows that come home."""
         (out, home), (ids, weights, *slots) = ways, owner
