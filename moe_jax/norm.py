@@ -13,13 +13,7 @@ _PLAIN_NORM = NormSpec()
 
 
 def rms_norm(x: Array, weight: Array, spec: NormSpec = _PLAIN_NORM) -> jax.Array:
-    """Divide rows by their root mean square, in fp32, with one cast to the dtype of x.
-
-    Args:
-        x: bf16, fp16 or fp32 `[R, D]`.
-        weight: bf16, fp16 or fp32 `[D]`, multiplies the columns.
-        spec: epsilon, and a constant factor.
-    """
+    """Divide rows of x `[R, D]` by their root mean square in fp32, as `moe_torch.rms_norm`."""
     call = OpCall("rms_norm")
     require_type("spec", spec, NormSpec)
     return run_stage(call, plan_rms_norm, call.array("x", x), call.array("weight", weight), spec)[0]

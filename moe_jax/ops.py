@@ -13,6 +13,8 @@ program holds one custom call per op, and vmap runs one per element, in order.
 - Errors: InvalidInput for wrong types, shapes and dtypes, arrays of several devices, and contradictory options,
   Unsupported for platforms without kernels.
 
+The ops take, return and raise the same as in `moe_torch.ops`, with arrays of JAX. Its docstrings say it in full.
+
 Letters: T tokens, K top-k, E experts (local), D d_model, F d_ff per expert, N output width. Slot `s = t * K + k`.
 """
 
@@ -84,14 +86,9 @@ _PLAIN_LOGITS = LogitsSpec()
 def router(
     x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSpec = _PLAIN_LOGITS, wide: Array | None = None
 ) -> jax.Array:
-    """Compute the router's logits fp32 `[T, E]`, accumulated in fp32.
+    """Compute the router's logits fp32 `[T, E]` of x `[T, D]`, as `moe_torch.router`.
 
-    Args:
-        x: bf16, fp16 or fp32 `[T, D]`.
-        weight: bf16, fp16 or fp32 `[D, E]`, or `[E, D]` if `spec.weight_layout` is `out_in`.
-        bias: bf16, fp16 or fp32 `[E]`.
-        spec: weight layout and precision. fp32 products are IEEE unless `spec.allow_tf32`.
-        wide: `x.astype(float32)`; see `gather_rows`.
+    wide: `x.astype(float32)`, see `gather_rows`.
     """
     call = OpCall("router")
     require_type("spec", spec, LogitsSpec)
@@ -108,22 +105,7 @@ def route(
     token_mask: Array | None = None,
     ids: Array | None = None,
 ) -> Routing:
-    """Choose each token's experts and their weights from logits.
-
-    Args:
-        logits: fp32 `[T, E]`.
-        spec: the rules of the choice.
-        correction_bias: fp32 `[E]`, added to the scores for the selection only.
-        token_mask: bool `[T]`. False tokens get ids -1 and weights 0.
-        ids: int32 `[T, K]`, distinct experts chosen elsewhere. The weights follow this order, and their logits get the
-            gradient. A token with an id outside [0, E) gets ids -1 and weights 0.
-
-    Returns:
-        ids int32 `[T, K]` and weights fp32 `[T, K]`.
-
-    Raises:
-        InvalidInput: K > E, groups that do not fit E, or ids with a correction bias.
-    """
+    """Choose ids int32 `[T, K]` and weights fp32 `[T, K]` from logits fp32 `[T, E]`, as `moe_torch.route`."""
     call = OpCall("route")
     require_type("spec", spec, RouterSpec)
     array = call.array("logits", logits)
@@ -143,22 +125,7 @@ def make_layout(
     rows: int | None = None,
     checked: bool = False,
 ) -> RaggedLayout:
-    """Group the slots of ids by expert. An expert's rows are in slot order.
-
-    Args:
-        ids: int32 or int64 `[T, K]`. -1 means no expert and no row.
-        num_experts: E, the local experts.
-        expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
-        token_mask: bool `[T]`. False tokens have no rows.
-        alignment: each expert's rows start at a multiple of it.
-        max_rows: rows of every expert. Later ones are dropped. None: no limit.
-        rows: limit for all experts together. `overflow` int32 `[1]` counts the slots beyond it.
-        checked: raise InvalidInput if `invalid_ids` is not 0. Waits, so a traced or captured program raises
-            Unsupported.
-
-    Returns:
-        the layout. Ids outside [-1, E), or [-1, E_global) with expert_map, act as -1 and count in `invalid_ids`.
-    """
+    """Group the slots of ids int32 or int64 `[T, K]` by expert, as `moe_torch.make_layout`."""
     call = OpCall("make_layout")
     shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), ID_DTYPES)
     require_flag("checked", checked)
@@ -172,15 +139,7 @@ def make_layout(
 
 
 def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> jax.Array:
-    """Pack ids into one bit per token and expert. Returns a bitmatrix uint32 `[T, ceil(E / 32)]`.
-
-    Expert e sets bit `e % 32` of word `e // 32`. -1 and ids outside [0, E) set nothing.
-
-    Args:
-        ids: int32 `[T, K]`.
-        num_experts: E.
-        checked: raise InvalidInput for a repeated id, or one outside [-1, E). Waits, as in `make_layout`.
-    """
+    """Pack ids int32 `[T, K]` into a bitmatrix uint32 `[T, ceil(E / 32)]`, as `moe_torch.pack_bitmatrix`."""
     call = OpCall("pack_bitmatrix")
     require_flag("checked", checked)
     num_experts = as_integer("num_experts", num_experts, 1)
@@ -192,13 +151,7 @@ def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> ja
 
 
 def unpack_bitmatrix(bitmatrix: Array, num_experts: int, top_k: int) -> jax.Array:
-    """Unpack a bitmatrix into ids int32 `[T, K]`, ascending, then -1.
-
-    Args:
-        bitmatrix: uint32 `[T, ceil(E / 32)]`.
-        num_experts: E.
-        top_k: K. A token with more bits keeps its K lowest ids.
-    """
+    """Unpack a bitmatrix uint32 `[T, ceil(E / 32)]` into ids int32 `[T, K]`, as `moe_torch.unpack_bitmatrix`."""
     call = OpCall("unpack_bitmatrix")
     num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
     (ids,) = call.run(plan_unpack_bitmatrix, call.array("bitmatrix", bitmatrix), num_experts, top_k)
@@ -206,20 +159,7 @@ def unpack_bitmatrix(bitmatrix: Array, num_experts: int, top_k: int) -> jax.Arra
 
 
 def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> jax.Array:
-    """Multiply the rows of each expert with its weight: a ragged grouped matmul.
-
-    `y[row] = cast(act(x[source of row] @ weight[expert of row] + bias) * row_weight)`, in fp32 up to the cast.
-    Gradients go through quantised weights, which are frozen. With a quantised x nothing has a gradient.
-
-    Args:
-        operands: x is bf16, fp16 or fp32. weight with up, and x with them, may be quantised.
-        layout: the rows' experts. None: one dense product of x `[T, D]` and weight `[D, N]` or `[N, D]`.
-        spec: gather, scatter, fused activation, weight layout, dtypes.
-
-    Returns:
-        y `[capacity, N]` (scatter `row`), `[T * K, N]` (`slot`) or `[T, N]` (dense), in `spec.out_dtype`, N after
-            gating. Rows without an expert are exact zeros.
-    """
+    """Multiply the rows of each expert with its weight: a ragged grouped matmul, as `moe_torch.matmul_ogs`."""
     call = OpCall("matmul_ogs")
     require_type("operands", operands, MatmulOperands)
     require_type("spec", spec, MatmulSpec)
@@ -235,14 +175,7 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
 
 
 def activation(x: Array, activation: Activation, *, up: Array | None = None, out_dtype: Any = None) -> jax.Array:
-    """Apply an activation in fp32, with one cast at the end. Returns y `[R, F]`.
-
-    Args:
-        x: `[R, 2F]` (gated, one buffer), or `[R, F]` (ungated, or the gate if `up` is passed).
-        activation: its name, gating and gate layout.
-        up: `[R, F]`, the second buffer of gate_layout `separate`.
-        out_dtype: None: the dtype of x.
-    """
+    """Apply an activation to x `[R, 2F]` or `[R, F]`, as `moe_torch.activation`. Returns y `[R, F]`."""
     call = OpCall("activation")
     require_type("activation", activation, Activation)
     rows, other = call.array("x", x), call.optional("up", up)
@@ -259,17 +192,7 @@ def reduce(
     shared_gate: Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Sum the rows of each token's slots, in fp32 in the order k = 0..K-1, with one cast at the end. Returns out `[T,
-    D]`.
-
-    Args:
-        y: `[T * K, D]` (order `slot`) or `[capacity, D]` (order `row`). Slots without a row add nothing.
-        layout: maps slots to rows.
-        order: order of the rows of y, `slot` or `row`.
-        shared: `[T, D]`, added last.
-        shared_gate: fp32 `[T, 1]`. Its sigmoid scales shared.
-        out_dtype: None: the dtype of y.
-    """
+    """Sum y `[T * K, D]` or `[capacity, D]` by token to `[T, D]`, as `moe_torch.reduce`."""
     call = OpCall("reduce")
     require_type("layout", layout, RaggedLayout)
     require_type("layout.spec", layout.spec, LayoutSpec)
@@ -293,31 +216,9 @@ def moe(
     shared: SharedExpert | None = None,
     checked: bool = False,
 ) -> MoEOutput:
-    """Run one whole MoE forward as one custom call, and its gradients as one more.
+    """Run one whole MoE forward as one custom call, and its gradients as one more, as `moe_torch.moe`.
 
-    Logits and weights are fp32. Both products accumulate in fp32 and are cast once to the dtype of x, after bias,
-    activation and router weight. The sum over k is fp32 in the order k = 0..K-1, plus shared, cast once.
-
-    Gradients: x, weights and biases of experts, router and shared, and passed logits or weights, from output and from
-    weights and logits computed here (docs/user/training.md). They go through quantised matrices, which are frozen. With
-    `spec.activations` there are none.
-
-    Args:
-        x: bf16, fp16 or fp32 `[T, D]`.
-        experts: the local ones. Matrices may be `QuantizedTensor`s (docs/user/quantization.md).
-        routing: RouterWeights (routes from x), RouterLogits (routes from logits) or TopK (ids and weights).
-        spec: options. `spec.activations` is the quantised format of x and the hidden rows.
-        token_mask: bool `[T]`. False tokens have no expert: their rows are zero (plus shared), and no statistic counts
-            them.
-        expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
-        shared: a dense expert that every token visits.
-        checked: raise InvalidInput for an id outside [-1, E_global). Waits, as in `make_layout`.
-
-    Returns:
-        a MoEOutput. Passed ids and weights are returned unchanged.
-
-    Raises:
-        Unsupported: also for second derivatives, and a gradient that does not exist.
+    x: bf16, fp16 or fp32 `[T, D]`.
     """
     arrays = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared}
     return run_moe(x, experts, routing, spec, checked=checked, **arrays)

@@ -29,19 +29,7 @@ _untile = jax.jit(lambda tensor: core.untile(tensor, _JAX))
 def quantize_rows(
     x: Array, format: Format, *, scales: Array | None = None, used_by: Array | None = None
 ) -> QuantizedTensor:
-    """Quantise rows to a format of activations with one custom call, under every transformation the ops support.
-
-    Args:
-        x: bf16, fp16 or fp32 `[R, D]`.
-        format: e4m3, e2m1 or int8, with one scale per row, per group of columns in a row, or for all of x (`FP8_TOKEN`,
-            `FP8_GROUP`, `INT8_TOKEN`, `MXFP8`, `MXFP4`, `FP8_TENSOR`, ...).
-        scales: fp32 `[1]`, a static scale, for formats with one per tensor. None: computed from x.
-        used_by: int32 `[R * n]`, a layout's row_of_slot for tokens, slot_of_row for its rows. Rows with only negative
-            entries become zeros.
-
-    Returns:
-        the rows, `out_in`, with the bits of `moe_core.ops.quantize.reference.quantize_rows`, without a gradient.
-    """
+    """Quantise rows `[R, D]` with one custom call, under every transformation, as `moe_torch.quantize_rows`."""
     call = OpCall("quantize_rows")
     require_type("format", format, Format)
     rows = call.array("x", x)
@@ -94,25 +82,7 @@ def _on_host(op: str, name: str, array: Any) -> tuple[Any, np.ndarray]:
 
 
 def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
-    """Put quantised weights into the order in which Hopper's kernels for bf16 rows read and decode them.
-
-    Do this once, when weights are loaded, eagerly or in any program. `restore_weights` is the exact inverse. Prepacked
-    weights come back as they are, and work wherever published ones do, except in gradients (docs/user/quantization.md).
-
-    Args:
-        weights: a `QuantizedTensor` `[..., N, D]`, or an `ExpertWeights` of them (one layer or a stack), in mxfp4,
-            mxfp4_ceil, or 4- or 8-bit integers with a scale per row or per 32, 64, 128, ... columns. `in_out` tensors
-            are transposed exactly.
-        spec: with ExpertWeights, their MoESpec, for the layout of gate and up.
-        gate_layout: with a tensor, `interleaved` or `halves` if its rows are gate and up, else None.
-
-    Returns:
-        the weights, `out_in`, to use with the same `MoESpec.weight_layout`.
-
-    Raises:
-        InvalidInput: other formats and types, gate_layout `separate`, sizes that do not divide into blocks
-            (`moe_core.formats.Tiling`), and weights prepacked for another gate_layout.
-    """
+    """Put quantised weights into the order of Hopper's kernels, as `moe_torch.prepack_weights`, in any program."""
     return core.prepack_weights(weights, spec, gate_layout=gate_layout, tile=tile)
 
 

@@ -14,21 +14,7 @@ from moe_jax.bridge.calls import Array, OpCall, require_type
 
 
 def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -> tuple[jax.Array, RaggedLayout]:
-    """Group rows by expert that arrived as runs: source 0 for expert 0, 1, ..., then source 1, as all-to-all brings
-    them.
-
-    Needs no sort and no wait. An expert's rows keep the order of arrival, which is slot order if sources are in rank
-    order.
-
-    Args:
-        counts: int32 `[W, L]`, the rows that source w sent for local expert e.
-        num_rows: R, the allocated rows.
-        stride: rows per source, `R / W`, unused after its runs. None: runs are adjacent.
-
-    Returns:
-        ids int32 `[R, 1]`, the local expert of each row (-1: unused), and the layout, with one slot per row. Its
-            `overflow` int32 `[1]` counts rows of runs that were cut at their memory.
-    """
+    """Group rows that arrived as runs of counts int32 `[W, L]` by expert, as `moe_torch.layout_of_runs`."""
     call = OpCall("layout_of_runs")
     num_rows = as_integer("num_rows", num_rows, 0)
     stride = None if stride is None else as_integer("stride", stride, 0)
@@ -39,18 +25,10 @@ def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -
 
 
 def gather_rows(x: Array, layout: RaggedLayout, *, wide: Array | None = None) -> jax.Array:
-    """Copy each token's row to the rows of its slots, grouped by expert. Rows without a slot are zeros.
+    """Copy each row of x `[T, D]` to the rows of its slots, `[capacity, D]`, as `moe_torch.gather_rows`.
 
-    Its gradient is `reduce(d_y, layout, order="row")`: fp32 sums in the order k = 0..K-1, one cast, no atomic addition.
-
-    Args:
-        x: bf16, fp16 or fp32 `[T, D]`.
-        layout: the rows.
-        wide: `x.astype(float32)`, which gets the unrounded gradient instead of x. With the same `wide` in `router` both
-            gradients are added before the one cast, as in `moe`.
-
-    Returns:
-        y `[capacity, D]` in the dtype of x.
+    wide: `x.astype(float32)`, which gets the unrounded gradient instead of x. With the same `wide` in `router` both
+    gradients are added before the one cast, as in `moe`.
     """
     call = OpCall("gather_rows")
     require_type("layout", layout, RaggedLayout)

@@ -40,19 +40,10 @@ def warmup(
     training: bool = False,
     **optional: Unpack[OptionalArguments],
 ) -> WarmupReport:
-    """Compile and load, on every local device, every kernel that `moe` runs for these arguments. Nothing runs.
+    """Compile and load, on every local device, every kernel that `moe` runs for these arguments, as `moe_torch.warmup`.
 
-    Raises as `moe`. XLA still compiles the program. Inside `moe_jax.export_target(...)` kernels are only compiled.
-
-    Args:
-        x, experts, routing, spec: as for `moe`, or `jax.ShapeDtypeStruct`s for the default device.
-        tokens: numbers of tokens, which replace the first axis of x and of every other array by token. A few from small
-            to large find every kernel.
-        training: also compile training steps with a gradient for every array.
-        optional: token_mask, expert_map and shared, as for `moe`.
-
-    Returns:
-        the kernels, the seconds for each, and which existed before. On a CPU there are none.
+    XLA still compiles the program. Inside `moe_jax.export_target(...)` kernels are only compiled. Arrays may be
+    `jax.ShapeDtypeStruct`s for the default device.
     """
     plans, token_mask = [], optional.get("token_mask")
     for count in core.token_counts(tokens):

@@ -50,18 +50,7 @@ def router_losses(
 def load_balance_loss(
     logits: Any, ids: Any, *, scoring: str = "softmax", scale: float = 1.0, token_mask: Any = None
 ) -> jax.Array:
-    """A load-balancing loss from `MoEAux.logits` and `MoEAux.ids`; see `moe_torch.load_balance_loss` for recipes.
-
-    Args:
-        logits: fp32 `[..., S, E]`, S tokens of each sequence.
-        ids: int32 `[..., S, K]`.
-        scoring: of P: `softmax`, `sigmoid` or `sqrt_softplus`.
-        scale: multiplies the loss.
-        token_mask: bool `[..., S]`. False tokens are left out.
-
-    Returns:
-        an fp32 scalar.
-    """
+    """A load-balancing loss, fp32, of logits `[..., S, E]` and ids `[..., S, K]`, as `moe_torch.load_balance_loss`."""
     logits, ids = jnp.asarray(logits), jnp.asarray(ids)
     kept = jnp.ones(ids.shape[:-1], bool) if token_mask is None else jnp.asarray(token_mask)
     check_balance(logits, ids, kept, scoring, scale)

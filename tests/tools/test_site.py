@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from tests.support.paths import ROOT
 from tools.site.links import linked_files, place_of, rewritten
 from tools.site.notebooks import FOLDER, as_markdown
-from tools.site.sections import with_sections
+from tools.site.sections import LIKE, completed, with_sections
 
 PROSE = """Sizes of a layout: rows by expert.
 
@@ -46,6 +48,40 @@ def test_parameters_that_share_a_line_of_a_section_get_their_own() -> None:
 )
 def test_other_docstrings_stay(text: str) -> None:
     assert with_sections(text, ["rows", "columns"], "Args") == text.rstrip() or "Args:" in text
+
+
+def test_a_docstring_gets_what_only_the_other_front_end_says() -> None:
+    rows = "    rows: of one matrix,\n        in this order.\n"
+    full = f"Sum.\n\nIn fp32.\n\nArgs:\n{rows}    wide: of torch.\n\nReturns:\n    a sum.\n"
+    text = with_sections("Add, as `moe_torch.sum`.\n\nwide: of JAX. axis: its own.", ["rows", "wide", "axis"], "Args")
+    assert completed(text, full) == (
+        f"Add, as `moe_torch.sum`.\n\nIn fp32.\n\nArgs:\n{rows}"
+        "    wide: of JAX.\n    axis: its own.\n\nReturns:\n    a sum."
+    )
+    assert completed("Add.", full).startswith("Add.\n\nIn fp32.\n\nArgs:\n    rows: ")
+
+
+def test_what_docstrings_leave_to_the_other_front_end_is_there() -> None:
+    """Every parameter of the JAX function is one of the torch function, which describes it."""
+    functions = {
+        package: {
+            node.name: node
+            for path in sorted((ROOT / package).rglob("*.py"))
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef) and "parallel" not in path.parts
+        }
+        for package in ("moe_torch", "moe_jax")
+    }
+    names = []
+    for node in functions["moe_jax"].values():
+        if like := LIKE.search(ast.get_docstring(node) or ""):
+            names.append(like[1].rpartition(".")[2])
+            full = functions["moe_torch"][names[-1]]
+            parameters = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
+            assert parameters == [one.arg for one in (*full.args.args, *full.args.kwonlyargs)]
+            text = with_sections(str(ast.get_docstring(full)), parameters, "Args")
+            assert [one for one in parameters if re.search(rf"\b{one}\b", text) is None] == [], node.name
+    assert {"moe", "router", "warmup", "load_balance_loss"} <= set(names)
 
 
 @pytest.mark.parametrize(

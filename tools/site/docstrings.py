@@ -3,12 +3,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import griffe
 
-from tools.site.sections import with_sections
+from tools.site.links import ROOT
+from tools.site.sections import LIKE, completed, with_sections
+
+
+@functools.cache
+def _torch() -> Any:
+    """The torch front-end, with docstrings as they are written."""
+    loader = griffe.GriffeLoader(search_paths=[ROOT])
+    package = loader.load("moe_torch")
+    loader.resolve_aliases(implicit=True, external=False)
+    return package
 
 
 class Sections(griffe.Extension):
@@ -27,5 +38,14 @@ class Sections(griffe.Extension):
             cls.docstring.value = cls.docstring.value.replace("\nArgs:\n", "\nAttributes:\n")
 
     def _rewrite(self, subject: griffe.Function | griffe.Class, names: Sequence[str], title: str) -> None:
-        if subject.docstring is not None:
-            subject.docstring.value = with_sections(subject.docstring.value, names, title)
+        if subject.docstring is None:
+            return
+        text = subject.docstring.value
+        like = LIKE.search(text) if subject.path.startswith("moe_jax.") else None
+        subject.docstring.value = with_sections(text, names, title)
+        if like is not None:
+            name = like[1].partition(".")[2]
+            other = _torch()[name]
+            other = other[name] if other.is_module else other  # such as `warmup`, which is in a module of its name
+            full = with_sections(other.docstring.value, [one.name for one in other.parameters], title)
+            subject.docstring.value = completed(subject.docstring.value, full)

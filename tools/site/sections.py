@@ -16,6 +16,10 @@ _JOINT = re.compile(r"^( +)(\w+(?:, \w+)+): (.*(?:\n\1 +.*)*)", re.MULTILINE)
 _RAISES = re.compile(r"(?<![\w.])Raises ((?:InvalidInput|Unsupported)[^.]*(?:\.(?![ \n]|$)[^.]*)*)\.?\s*$")
 
 
+#: A docstring that leaves to the other front-end's function what is equal.
+LIKE = re.compile(r"\bas `(moe_torch(?:\.\w+)+)`")
+
+
 def parameters_of(text: str, names: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
     """(the text without its parameters, (names, meaning) of each) of a docstring's prose."""
     known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
@@ -55,3 +59,23 @@ def with_sections(text: str, names: Sequence[str], title: str) -> str:
         reasons = " ".join(raises[1].split())
         parts.append(f"**Raises** {reasons}.")
     return "\n\n".join(part for part in parts if part)
+
+
+def completed(text: str, full: str) -> str:
+    """A docstring with sections, with what only `full` says: paragraphs, parameters, results and errors."""
+    (prose, *own), (paragraphs, *others) = _SECTION.split(text.strip()), _SECTION.split(full.strip())
+    sections, mine = dict(zip(others[::2], others[1::2], strict=True)), dict(zip(own[::2], own[1::2], strict=True))
+    if "Args" in mine and "Args" in sections:
+        items, known = _items(mine["Args"]), _items(sections["Args"])
+        mine["Args"] = "\n" + "".join(items.pop(name, item) for name, item in known.items()) + "".join(items.values())
+    sections |= mine
+    summary, *more = prose.strip().split("\n\n")
+    parts = [summary, *paragraphs.strip().split("\n\n")[1:], *more]
+    parts += [f"{title}:\n{body.strip(chr(10)).rstrip()}" for title, body in sections.items()]
+    return "\n\n".join(parts)
+
+
+def _items(section: str) -> dict[str, str]:
+    """Name -> the lines of each item of a section."""
+    items = re.split(r"^    (?=\w+: )", section.strip("\n").rstrip() + "\n", flags=re.MULTILINE)[1:]
+    return {item.partition(":")[0]: f"    {item}" for item in items}
