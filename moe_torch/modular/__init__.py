@@ -35,6 +35,18 @@ from moe_torch.modular.gpt_oss import (
     triton_kernel_moe_forward,
 )
 from moe_torch.modular.kernel import FusedMoEModularKernel
+from moe_torch.modular.newest.experts import FusedMoEExperts
+from moe_torch.modular.newest.moe_config import FusedMoEConfig, RoutingMethodType
+from moe_torch.modular.newest.monolithic import (
+    FusedMoEExpertsMonolithic,
+    FusedMoEKernel,
+    FusedMoEKernelModularImpl,
+    FusedMoEKernelMonolithicImpl,
+    FusedMoEPrepareAndFinalizeMonolithic,
+    PrepareMonolithicResultType,
+    PrepareResultType,
+    ReceiverType,
+)
 from moe_torch.modular.parallel.deep_ep import DeepEPHTPrepareAndFinalize, DeepEPLLPrepareAndFinalize
 from moe_torch.modular.parallel.exchange import MoEPrepareAndFinalizeAllToAll, MoEPrepareAndFinalizeNaiveEP
 from moe_torch.modular.parallel.peer import PeerBatchedPrepareAndFinalize, PeerPrepareAndFinalize
@@ -67,12 +79,19 @@ __all__ = [
     "DeepGemmExperts",
     "ExpertTokensMetadata",
     "FusedMoEActivationFormat",
+    "FusedMoEConfig",
+    "FusedMoEExperts",
     "FusedMoEExpertsModular",
+    "FusedMoEExpertsMonolithic",
+    "FusedMoEKernel",
+    "FusedMoEKernelModularImpl",
+    "FusedMoEKernelMonolithicImpl",
     "FusedMoEModularKernel",
     "FusedMoEParallelConfig",
     "FusedMoEPermuteExpertsUnpermute",
     "FusedMoEPrepareAndFinalize",
     "FusedMoEPrepareAndFinalizeModular",
+    "FusedMoEPrepareAndFinalizeMonolithic",
     "FusedMoEQuantConfig",
     "GatherIndx",
     "MoEPrepareAndFinalizeAllToAll",
@@ -81,10 +100,14 @@ __all__ = [
     "OAITritonExperts",
     "PeerBatchedPrepareAndFinalize",
     "PeerPrepareAndFinalize",
+    "PrepareMonolithicResultType",
+    "PrepareResultType",
     "PreparedTokens",
     "ProblemSize",
     "QuantKey",
+    "ReceiverType",
     "RoutingData",
+    "RoutingMethodType",
     "ScaleDesc",
     "ScatterIndx",
     "SlotContext",

@@ -101,6 +101,14 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     def output_is_reduced(self) -> bool:
         return False
 
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Called once with the kernel's experts."""
+        return
+
+    def supports_deferred_moe_finalize(self) -> bool:
+        """True if the caller may take over `finalize`."""
+        return False
+
 
 def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, apply_router_weight_on_input: bool) -> torch.Tensor:
     """a1, or with the flag a1 times its weight in fp32, rounded once (topk 1), in a new tensor."""

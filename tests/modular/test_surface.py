@@ -28,6 +28,12 @@ NEWEST_PREPARE = (
     "a1, topk_weights, topk_ids, num_experts, expert_map=None, apply_router_weight_on_input=False, "
     "quant_config=modular.FUSED_MOE_UNQUANTIZED_CONFIG, defer_input_quant=True"
 )
+KERNEL = (
+    "hidden_states, w1, w2, {}, activation, global_num_experts, expert_map, apply_router_weight_on_input, "
+    "shared_experts=None, shared_experts_input=None"
+)
+MONOLITHIC_CALL = "hidden_states, w1, w2, router_logits, activation, global_num_experts, expert_map"
+GROUPED = "num_expert_group=None, e_score_correction_bias=None, routed_scaling_factor=None, topk_group=None"
 EXPERTS = "FusedMoEPermuteExpertsUnpermute"
 #: Name -> its published parameters. More parameters, all with defaults, may follow.
 SIGNATURES = {
@@ -36,6 +42,22 @@ SIGNATURES = {
         "hidden_states, w1, w2, topk_weights, topk_ids, inplace=False, activation='silu', global_num_experts=-1, "
         "expert_map=None, w1_scale=None, w2_scale=None, w1_zp=None, w2_zp=None, a1_scale=None, a2_scale=None, "
         "apply_router_weight_on_input=False"
+    ),
+    "FusedMoEKernel": "prepare_finalize, fused_experts",
+    "FusedMoEKernel.apply": KERNEL.format("topk_weights, topk_ids"),
+    "FusedMoEKernelModularImpl.apply": (
+        "hidden_states, w1, w2, topk_ids, topk_weights, activation='silu', global_num_experts=-1, expert_map=None, "
+        "apply_router_weight_on_input=False, shared_experts=None, shared_experts_input=None"
+    ),
+    "FusedMoEKernelMonolithicImpl.apply": f"{MONOLITHIC_CALL}, apply_router_weight_on_input, {GROUPED}",
+    "FusedMoEExpertsMonolithic.apply": (
+        f"{MONOLITHIC_CALL}, a1q_scale, apply_router_weight_on_input, {GROUPED}, routing_replay_out=None"
+    ),
+    "FusedMoEPrepareAndFinalizeMonolithic.prepare": "a1, router_logits, quant_config, defer_input_quant=False",
+    "FusedMoEPrepareAndFinalizeMonolithic.finalize": "fused_expert_output",
+    "FusedMoEConfig": (
+        "num_experts, experts_per_token, hidden_dim, intermediate_size, num_local_experts, num_logical_experts, "
+        "activation, device, routing_method, moe_parallel_config, in_dtype, router_logits_dtype=None"
     ),
     "FusedMoEPrepareAndFinalize.prepare": PREPARE,
     "FusedMoEPrepareAndFinalize.finalize": REDUCE,
@@ -116,7 +138,8 @@ PLAIN = (
     *("FusedMoEActivationFormat.Standard", "FusedMoEActivationFormat.BatchedExperts"),
     *("FUSED_MOE_UNQUANTIZED_CONFIG", "FusedMoEPermuteExpertsUnpermute.activation_formats"),
     *("FusedMoEParallelConfig", "QuantKey", "TopKWeightAndReduceNoOP", "TopKWeightAndReduceContiguous"),
-    *("TopKWeightAndReduceDelegate", "BaseOAITritonExperts", "DeepGemmExperts"),
+    *("TopKWeightAndReduceDelegate", "BaseOAITritonExperts", "DeepGemmExperts", "RoutingMethodType"),
+    *("PrepareResultType", "PrepareMonolithicResultType", "ReceiverType", "FusedMoEExperts"),
 )
 
 

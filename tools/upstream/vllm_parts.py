@@ -30,19 +30,7 @@ def theirs() -> Mapping[str, Names]:
 def ours() -> Mapping[str, Names]:
     """`modular_kernel` is our `moe_torch.modular`, under vLLM's names, and configurations are ours."""
 
-    def named(name: str, older: str) -> Any:
-        return getattr(modular, name, None) or getattr(modular, older)
-
-    kernel = {name: getattr(modular, name) for name in modular.__all__} | {
-        "FusedMoEExpertsModular": named("FusedMoEExpertsModular", "FusedMoEPermuteExpertsUnpermute"),
-        "FusedMoEPrepareAndFinalizeModular": named("FusedMoEPrepareAndFinalizeModular", "FusedMoEPrepareAndFinalize"),
-        # Experts that route by themselves are no part of ours, nor of the cases.
-        "FusedMoEExpertsMonolithic": object,
-        "FusedMoEPrepareAndFinalizeMonolithic": object,
-        "PrepareResultType": tuple,
-        "PrepareMonolithicResultType": tuple,
-        WHOLE: True,
-    }
+    kernel = {name: getattr(modular, name) for name in modular.__all__} | {WHOLE: True}
     names = ("FusedMoEQuantConfig", "FUSED_MOE_UNQUANTIZED_CONFIG")
     return {f"{MOE}.modular_kernel": kernel, f"{MOE}.config": {name: getattr(modular, name) for name in names}}
 

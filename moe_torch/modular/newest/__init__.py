@@ -1,0 +1,1 @@
+"""Names that only the newest published generation has."""
