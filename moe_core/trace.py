@@ -17,8 +17,7 @@ import numpy as np
 from moe_core.base.checks import require_at_least
 from moe_core.base.files import file_writer, open_file, path_of
 from moe_core.errors import InvalidInput
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, TopK
+from moe_core.specs import ExpertWeights, MoESpec, RouterLogits, RouterWeights, TopK
 
 _FORMAT, _VERSION = "moebius.routing_trace", "1"
 _ARRAYS = ("ids", "weights")

@@ -22,6 +22,11 @@ def process_lock() -> Any:
     return lock
 
 
+def keep_plans(planner: Callable[..., V]) -> functools._lru_cache_wrapper[V]:
+    """Decorate a planner, whose arguments are frozen: its last plans are kept."""
+    return functools.lru_cache(PLANS_KEPT)(planner)
+
+
 class Recent(Generic[V]):
     """Values by key. The `kept` last used are never forgotten, and it holds at most twice this number.
 

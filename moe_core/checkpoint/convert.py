@@ -32,7 +32,7 @@ from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES, Shards
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.quantize.reference import ErrorSum, dequantize, quantize
-from moe_core.specs.operands import named_fields
+from moe_core.specs import named_fields
 
 _SIDE_FILES = (".json", ".txt", ".jinja", ".model")
 _OWN_FILES = ("config.json", "model.safetensors.index.json")

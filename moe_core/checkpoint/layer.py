@@ -22,8 +22,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor, Scheme
 from moe_core.layers.around import LayerPart
 from moe_core.layers.weights import layer_parts, layer_router
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, named_fields
+from moe_core.specs import ExpertWeights, MoESpec, RouterWeights, SharedExpert, named_fields
 
 #: Endings of tensor names in quantised storage only.
 _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "weight_packed", "qweight")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_at_least, require_kind
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.convert import convert_weights

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_core.base.arrays import ArraySpec
-from moe_core.base.target import Target
+from moe_core.base import ArraySpec, Target
 from moe_core.layers.spec import MoELayerSpec, Storage
 from moe_core.layers.stage_plans import StagePlans
 from moe_core.ops.moe.backward import explain_training, plan_training
@@ -17,11 +16,10 @@ from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.rounding import plan_route_rounded, plan_route_rounded_backward
 from moe_core.ops.routing.topk import plan_routing
+from moe_core.plan import LaunchPlan
 from moe_core.plan.float64 import any_precision
-from moe_core.plan.steps import LaunchPlan
-from moe_core.specs import MoESpec, RouterSpec, TokenRounding
+from moe_core.specs import LayoutSpec, MoESpec, RouterSpec, TokenRounding
 from moe_core.specs.operands import MoEOperands, RouterWeights, RoutingGradients, TopK
-from moe_core.specs.routing import LayoutSpec
 
 Plans = tuple[LaunchPlan, ...]
 

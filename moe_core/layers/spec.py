@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base import WEIGHT_LAYOUTS, dtypes
 from moe_core.base.checks import (
     finite_float,
     require_at_least,

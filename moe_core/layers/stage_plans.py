@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from moe_core.base.arrays import ArraySpec
-from moe_core.base.target import Target
+from moe_core.base import ArraySpec, Target
 from moe_core.layers.spec import MoELayerSpec
 from moe_core.ops.activation.backward import plan_activation_backward
 from moe_core.ops.activation.forward import plan_activation
@@ -18,11 +17,9 @@ from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.layout import plan_layout
-from moe_core.plan.steps import LaunchPlan
-from moe_core.specs import MatmulSpec, MoESpec, NormSpec
-from moe_core.specs.matmul import Activation
+from moe_core.plan import LaunchPlan
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, NormSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert
-from moe_core.specs.routing import LayoutSpec, LogitsSpec
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_choice
 from moe_core.base.codec import plan_type
 from moe_core.specs import MoESpec

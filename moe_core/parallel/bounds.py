@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
-from moe_core.specs.matmul import Activation
+from moe_core.specs import Activation
 
 
 class Bounds(NamedTuple):

@@ -18,8 +18,8 @@ from moe_core.base.checks import require_choice
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parallel.placement import Placement
+from moe_core.specs import LayoutSpec
 from moe_core.specs.operands import RaggedLayout
-from moe_core.specs.routing import LayoutSpec
 
 ORDERS = ("expert", "source", "padded")
 

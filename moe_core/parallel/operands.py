@@ -6,14 +6,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Recent, require_spec
 from moe_core.base.dtypes import ID_DTYPES, ROUTER_WEIGHT_DTYPES
-from moe_core.base.recent import Recent
 from moe_core.errors import InvalidInput
 from moe_core.ops.moe.checks import check_weights
 from moe_core.parallel.placement import Placement
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, SharedExpert, map_arrays, named_arrays, named_fields
+from moe_core.specs import ExpertWeights, MoESpec, SharedExpert, map_arrays, named_arrays, named_fields
 
 _known: Recent[int] = Recent()
 

@@ -6,10 +6,9 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from moe_core.base import dtypes
+from moe_core.base import dtypes, keep_plans
 from moe_core.base.checks import require_choice, require_flag, require_kind, set_integer
 from moe_core.base.codec import plan_type
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.direct import TOLD
@@ -161,7 +160,7 @@ class ExchangePlan:
         return "\n".join(lines)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_exchange(
     tokens: int,
     top_k: int,

@@ -20,7 +20,7 @@ from moe_core.parallel.exchange import physical_ids
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.reference_routes import Routes, make_routes
 from moe_core.parallel.spec import ExchangeSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec
 from moe_core.specs.operands import MoEOperands, MoEOutput, OutputGradients, TopK
 
 #: An owner's op: stages of a forward, with matmul2 and tokens_per_expert; and d_slots, `d_routing.weights` and

@@ -22,7 +22,7 @@ from moe_core.parallel.exchange import physical_ids
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.parallel.tensor import TensorSplit
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, MoEOutput, OutputGradients, TopK
 
 Grid = Sequence[Sequence[MoEOperands]]

@@ -9,7 +9,7 @@ import numpy as np
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
 from moe_core.parallel.placement import HOLE, Placement
-from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
+from moe_core.specs import ExpertWeights, map_arrays, named_fields
 
 _WHOLE = ("layer_index", "gate_up_input_scale", "down_input_scale")
 

@@ -18,7 +18,7 @@ from moe_core.base.checks import require_choice, set_integer
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
-from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
+from moe_core.specs import ExpertWeights, map_arrays, named_fields
 
 TOKENS = ("split", "replicated")
 _MOST_RANKS = 2**13

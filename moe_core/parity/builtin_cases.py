@@ -20,8 +20,7 @@ from moe_core.base.checks import require_choice
 from moe_core.formats import Scheme, scheme_named
 from moe_core.ops.quantize.reference import quantize
 from moe_core.parity.case import Case, token_count
-from moe_core.specs import Activation, MoESpec, RouterSpec
-from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
+from moe_core.specs import Activation, ExpertWeights, MoESpec, RouterSpec, RouterWeights, SharedExpert
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor, Scheme, known_scheme
-from moe_core.specs import LogitsSpec, MoESpec, RouterSpec
-from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
+from moe_core.specs import ExpertWeights, LogitsSpec, MoESpec, RouterSpec, RouterWeights, SharedExpert
 
 
 @dataclass(frozen=True)

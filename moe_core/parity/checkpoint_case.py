@@ -17,7 +17,7 @@ from moe_core.checkpoint.quantized import plain_array
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.parity.case import Case, token_count
-from moe_core.specs.operands import named_fields
+from moe_core.specs import named_fields
 
 QUANTIZED_DTYPE = "bfloat16"
 #: Enough to visit many experts, few for an interpreter.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_core.ops.activation.reference import sigmoid
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import RouterSpec
 
 #: Softmax: 2 p (1 - p), all logits moving. Sigmoid: p (1 - p). sqrt(softplus): 0.319 at most.
 _SLOPE = {"softmax": 0.5, "sigmoid": 0.25, "sqrt_softplus": 0.32}

@@ -27,7 +27,7 @@ from moe_core.parity.reference_engine import reference_stages
 from moe_core.parity.report import DIFFER, CaseReport, Report, StageRow
 from moe_core.parity.run import compare_bits, reference_ran
 from moe_core.parity.tolerance import Tolerance
-from moe_core.specs.operands import MoEOperands, OutputGradients, TopK, map_arrays, named_fields
+from moe_core.specs import MoEOperands, OutputGradients, TopK, map_arrays, named_fields
 
 _SEED = 0x60AD
 

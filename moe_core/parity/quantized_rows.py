@@ -16,8 +16,7 @@ from moe_core.ops.reduction.reference import scale_rows
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.case import Case
 from moe_core.parity.tolerance import Tolerance, quantized_matmul_tolerance
-from moe_core.specs import LayoutSpec, MatmulSpec
-from moe_core.specs.operands import MatmulOperands
+from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec
 
 #: uint8 `[rows, bytes]`, see `row_bytes`.
 QUANTIZED_X, QUANTIZED_HIDDEN = "quantized_x", "quantized_hidden"

@@ -10,7 +10,7 @@ from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.case import Case
 from moe_core.parity.devices import NUMPY
 from moe_core.parity.engines import REFERENCE, EngineRun
-from moe_core.specs.operands import TopK
+from moe_core.specs import TopK
 
 
 class ReferenceEngine:

@@ -28,8 +28,7 @@ from moe_core.parity.quantized_rows import QUANTIZED_HIDDEN, QUANTIZED_X, OwnRow
 from moe_core.parity.reference_engine import reference_stages
 from moe_core.parity.report import DIFFER, GIVEN, MISSING, NOT_TESTED, BitwiseRow, CaseReport, Report, StageRow
 from moe_core.parity.tolerance import EXACT, Tolerance, activation_tolerance, stage_tolerances
-from moe_core.specs.operands import TopK
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import LayoutSpec, TopK
 
 REQUIRED = ("logits", "ids", "weights", "matmul1", "activation", "matmul2", "output")
 ORDER = (

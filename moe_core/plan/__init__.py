@@ -4,5 +4,8 @@ Planners raise InvalidInput for wrong arguments, and Unsupported for what a targ
 are the arrays that its planner takes, in order, unless the docstring lists others.
 """
 
+from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.registry import export_plans as export_plans
 from moe_core.plan.registry import load_plans as load_plans
+from moe_core.plan.roles import Held, Role
+from moe_core.plan.steps import Argument, Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap, declare_kernel, passed

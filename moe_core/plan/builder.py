@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moe_core.base.arrays import ArraySpec
-from moe_core.base.target import Target
+from moe_core.base import ArraySpec, Target
 from moe_core.errors import Unsupported
 from moe_core.plan.roles import Held, Role, role_of
 from moe_core.plan.steps import (
@@ -22,8 +21,7 @@ from moe_core.plan.steps import (
     TensorMap,
     function_name,
 )
-from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import LAYOUT_INPUTS, LayoutArrays, LayoutSpec
 
 GRID_LIMITS = (2**31, 2**16, 2**16)
 

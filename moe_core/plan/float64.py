@@ -11,8 +11,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from moe_core.base.arrays import ArraySpec
-from moe_core.base.target import Target
+from moe_core.base import ArraySpec, Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.steps import LaunchPlan
 

@@ -8,9 +8,8 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from moe_core.base import codec
+from moe_core.base import Recent, codec, process_lock
 from moe_core.base.files import path_of, whole_file
-from moe_core.base.recent import Recent, process_lock
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.check import check_plan
 from moe_core.plan.steps import FORMAT_VERSION, LaunchPlan, sources_version

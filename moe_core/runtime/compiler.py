@@ -9,8 +9,7 @@ import json
 import re
 from typing import Any
 
-from moe_core.base import dtypes
-from moe_core.base.target import Target
+from moe_core.base import Target, dtypes
 from moe_core.errors import Unsupported
 from moe_core.plan.steps import Constant, Kernel, KernelLaunch, LaunchPlan, Pointer, TensorMap
 

@@ -13,11 +13,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ALIGNMENT
-from moe_core.base.target import Target
+from moe_core.base import ALIGNMENT, Target, dtypes
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 from moe_core.runtime.compiler import compile_launch
 from moe_core.runtime.prepared import Prepared
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moe_core.base.target import Target, cpu_target
+from moe_core.base import Target, cpu_target
 from moe_core.errors import Unsupported
 from moe_core.runtime.cuda import CudaPrepared, cuda_target
 from moe_core.runtime.prepared import HostPrepared, Prepared

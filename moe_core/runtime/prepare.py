@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moe_core.base import dtypes
+from moe_core.base import Recent, dtypes, process_lock
 from moe_core.base.arrays import TensorView
-from moe_core.base.recent import Recent, process_lock
 from moe_core.errors import InvalidInput
-from moe_core.plan.steps import LaunchPlan
+from moe_core.plan import LaunchPlan
 from moe_core.runtime.devices import prepared_class
 from moe_core.runtime.prepared import Prepared
 

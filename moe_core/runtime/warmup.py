@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
-from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan
 from moe_core.runtime.compiler import compile_launch, launch_signature, load_kernel
 from moe_core.runtime.prepare import prepare
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base import WEIGHT_LAYOUTS
 from moe_core.base.checks import (
     finite_float,
     require_choice,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_choice, require_flags, require_kind, set_matmul_dtype
 from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, require_spec
 from moe_core.formats.tensor import QuantizedTensor
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.routing import LayoutSpec

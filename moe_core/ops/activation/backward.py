@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.checks import require_choice
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.activation.forward import check_input, function_constants, input_constants
 from moe_core.ops.activation.kernels import backward as kernels
 from moe_core.ops.common.zero_rows import launch_zero_rows
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Role
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
-from moe_core.specs.matmul import Activation
+from moe_core.plan import LaunchPlan, PlanBuilder, Role, declare_kernel, passed
+from moe_core.specs import Activation
 from moe_core.specs.operands import ExpertActivationOperands, named_arrays
 
 ACTIVATION_BACKWARD = declare_kernel(kernels.activation_backward)
@@ -31,7 +25,7 @@ _ELEMENTS = {"gpu": 1024, "interpreter": 65536}
 _COLUMNS = {"gpu": (512, 256, 128), "interpreter": (1024, 32)}
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_activation_backward(
     d_y: ArraySpec, x: ArraySpec, activation: Activation, target: Target, *, up: ArraySpec | None = None
 ) -> LaunchPlan:
@@ -92,7 +86,7 @@ def _validate(operands: ExpertActivationOperands, activation: Activation, order:
     return width, slots
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_expert_activation_backward(
     operands: ExpertActivationOperands,
     activation: Activation,

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.checks import require_choice
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.activation.kernels import forward as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, LaunchPlan, declare_kernel, passed
-from moe_core.specs.matmul import Activation
+from moe_core.plan import Argument, LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import Activation
 
 ACTIVATION = declare_kernel(kernels.activation)
 
@@ -44,7 +38,7 @@ def function_constants(activation: Activation) -> dict[str, Argument]:
     return passed(NAME=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_activation(
     x: ArraySpec, activation: Activation, target: Target, *, up: ArraySpec | None = None, out_dtype: str | None = None
 ) -> LaunchPlan:

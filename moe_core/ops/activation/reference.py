@@ -14,7 +14,7 @@ import numpy as np
 from moe_core.base.threads import elements, row_blocks, spread
 from moe_core.ops.common.bundles import bundle_of
 from moe_core.ops.common.rounding import round_to, to_float32, working_dtype
-from moe_core.specs.matmul import Activation
+from moe_core.specs import Activation
 from moe_core.specs.operands import ExpertActivationOperands
 
 #: erfc beyond this argument times x is below the smallest fp32 number.

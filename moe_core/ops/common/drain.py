@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.base.target import Target
+from moe_core.base import Target
 
 #: Products that compute their left factor: three parts of an fp32 number, or 16-bit numbers made fp32.
 _COMPUTED_LEFT = ("split_a", "widen_tf32")

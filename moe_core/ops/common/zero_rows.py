@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from moe_core.ops.common.kernels import zero_rows as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import declare_kernel, passed
+from moe_core.plan import PlanBuilder, declare_kernel, passed
 
 ZERO_ROWS = declare_kernel(kernels.zero_rows)
 

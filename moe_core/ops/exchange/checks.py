@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ALIGNMENT, ArraySpec, require_spec
+from moe_core.base import ALIGNMENT, ArraySpec, Target, dtypes, require_spec
 from moe_core.base.checks import require_at_least
 from moe_core.base.sizes import INT32_LIMIT, elementwise_tile, padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 
 _MOST_AT_ONCE = 8

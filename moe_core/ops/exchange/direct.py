@@ -5,14 +5,9 @@ Every home has rows of its own at every owner, row `home * most + t` for token t
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.checks import as_integer, require_at_least, require_choice, require_flag
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.checks import copy_tile, require_programs, require_table, require_width
 from moe_core.ops.exchange.kernels import direct as kernels
@@ -20,8 +15,7 @@ from moe_core.ops.exchange.operands import Checks, HomeTokens, TokenSizes, Token
 from moe_core.ops.exchange.send_tables import HEADER, columns_of
 from moe_core.ops.reduction.reduce import reduce_tile, require_beside, unrolled
 from moe_core.ops.routing.layout import require_experts
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 
 PUSH_TOKENS_ONCE = declare_kernel(kernels.push_tokens_once, counts_slots=True)
 SUM_RESULTS = declare_kernel(kernels.sum_results)
@@ -36,7 +30,7 @@ _FILL, _FILLED = {"gpu": 512, "interpreter": 16}, 8192
 _NO_CHECKS = Checks()
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_push_tokens_once(
     operands: HomeTokens,
     header: ArraySpec,
@@ -122,7 +116,7 @@ def plan_push_tokens_once(
     return builder.build()
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_sum_results(
     y: ArraySpec,
     row_of_slot: ArraySpec,

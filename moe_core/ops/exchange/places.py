@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base import ArraySpec, Target, keep_plans, require_spec, row_stride
 from moe_core.base.checks import as_integer, require_at_least
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.checks import require_places, slots_block
 from moe_core.ops.exchange.kernels import places as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 
 RUN_STARTS = declare_kernel(kernels.run_starts)
 SLOT_PLACES = declare_kernel(kernels.slot_places)
@@ -21,7 +16,7 @@ SLOT_PLACES = declare_kernel(kernels.slot_places)
 MAX_COUNTS = 8192
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_peer_places(
     ids: ArraySpec,
     group_start: ArraySpec,

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.checks import as_integer, require_choice
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.checks import (
     at_once,
@@ -23,14 +18,13 @@ from moe_core.ops.exchange.checks import (
 )
 from moe_core.ops.exchange.kernels import pull as kernels
 from moe_core.ops.exchange.operands import Places, RowsAt
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 
 PULL_ROWS = declare_kernel(kernels.pull_rows)
 PULL_WEIGHTS = declare_kernel(kernels.pull_weights)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_combine_pull(
     places: Places,
     results_at: RowsAt,
@@ -86,7 +80,7 @@ def plan_combine_pull(
     return builder.build()
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_combine_pull_weights(places: Places, weights_at: ArraySpec, target: Target, *, num_rows: int) -> LaunchPlan:
     """out fp32 `[T, K]` = entry rows[t, k] of the fp32 `[num_rows]` of peer owners[t, k]; 0 where rows is -1.
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.checks import as_integer, require_at_least, require_kind
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, quantized_shapes
 from moe_core.ops.exchange.checks import (
@@ -26,8 +21,7 @@ from moe_core.ops.exchange.checks import (
 from moe_core.ops.exchange.kernels import push as kernels
 from moe_core.ops.exchange.operands import Places
 from moe_core.ops.quantize.rows import rule_of
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 
 PUSH_ROWS = declare_kernel(kernels.push_rows)
 PUSH_QUANTIZED_ROWS = declare_kernel(kernels.push_quantized_rows)
@@ -39,7 +33,7 @@ PUSH_RESULTS = declare_kernel(kernels.push_results)
 _SECTIONS = 13
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_dispatch_push(
     x: ArraySpec,
     places: Places,
@@ -120,7 +114,7 @@ def _require_format(format: Format, width: int, scales_at: ArraySpec | None, num
     require_table("scales_at", scales_at, num_ranks)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_push_slots(
     weights: ArraySpec,
     places: Places,
@@ -166,7 +160,7 @@ def plan_push_slots(
     return builder.build()
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_push_counts(counts: ArraySpec, counts_at: ArraySpec, target: Target, *, rank: int) -> LaunchPlan:
     """Store counts int32 `[N]` to row `rank` of the int32 `[W, N]` of every peer, at addresses counts_at `[W]`.
 
@@ -187,7 +181,7 @@ def plan_push_counts(counts: ArraySpec, counts_at: ArraySpec, target: Target, *,
     return builder.build()
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_combine_push(
     y: ArraySpec,
     sources: ArraySpec,

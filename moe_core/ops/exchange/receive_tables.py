@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Target, keep_plans, require_spec
 from moe_core.base.checks import as_integer, require_kind
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.kernels import receive_tables as kernels
 from moe_core.ops.exchange.operands import ReceiveOperands
 from moe_core.ops.exchange.send_tables import HEADER, LANES, blocks_of, columns_of
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 from moe_core.specs.exchange import TableSpec
 
 RECEIVE_SLOTS = declare_kernel(kernels.receive_slots)
@@ -25,7 +20,7 @@ _BLOCK = {"gpu": 512, "interpreter": 32}
 _LANES = {"gpu": 8 * LANES, "interpreter": 2 * LANES}
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_receive_tables(
     operands: ReceiveOperands,
     spec: TableSpec,

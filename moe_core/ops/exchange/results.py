@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec
 from moe_core.base.checks import as_integer, require_at_least, require_choice
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT
-from moe_core.base.target import Target
 from moe_core.ops.exchange.checks import require_table, require_width, slots_block
 from moe_core.ops.exchange.kernels import results as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 
 RESULT_ADDRESSES = declare_kernel(kernels.result_addresses)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_result_addresses(
     sources: ArraySpec,
     group_start: ArraySpec,

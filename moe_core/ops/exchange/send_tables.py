@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Target, keep_plans, require_spec
 from moe_core.base.checks import as_integer, require_kind
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
-from moe_core.base.target import Target
 from moe_core.errors import Unsupported
 from moe_core.ops.exchange.kernels import send_tables as kernels
 from moe_core.ops.exchange.operands import SendOperands
 from moe_core.ops.routing.layout import require_experts
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import LayoutSpec
 from moe_core.specs.exchange import TableSpec
-from moe_core.specs.routing import LayoutSpec
 
 COUNT_SENDS = declare_kernel(kernels.count_sends, writes_layout=True, counts_slots=True)
 PLACE_SENDS = declare_kernel(kernels.place_sends, writes_layout=True, counts_slots=True)
@@ -45,7 +40,7 @@ def columns_of(top_k: int) -> int:
     return padded(top_k, 1)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target: Target) -> LaunchPlan:
     """Make the tables of a rank's slots before rows travel: what goes where, and what comes home.
 

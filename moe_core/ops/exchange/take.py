@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec
 from moe_core.base.checks import require_at_least, require_choice
-from moe_core.base.recent import PLANS_KEPT
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats.fp8 import BLOCK
 from moe_core.ops.exchange.checks import copy_grid, copy_tile, most_programs, require_programs, require_width
 from moe_core.ops.exchange.kernels import take as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 
 TAKE_ROWS = declare_kernel(kernels.take_rows)
 
 _GROUP = BLOCK
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_take_rows(
     x: ArraySpec,
     rows: ArraySpec,

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from moe_core.base.arrays import ArraySpec
+from moe_core.base import ArraySpec
 from moe_core.base.sizes import padded
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.common.zero_rows import launch_zero_rows
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.routing.layout import ZERO_COUNTERS
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, Pointer, passed
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
+from moe_core.plan import Argument, Constant, PlanBuilder, Pointer, passed
+from moe_core.specs import LAYOUT_INPUTS, LayoutSpec, MatmulOperands, MatmulSpec, TileConfig
 
 SCHEDULED_INPUTS = (*LAYOUT_INPUTS, "schedule")
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import TRANSPOSED, ArraySpec, require_spec
+from moe_core.base import TRANSPOSED, ArraySpec, Target, dtypes, keep_plans, require_spec
 from moe_core.base.checks import require_wanted
-from moe_core.base.recent import PLANS_KEPT
-from moe_core.base.target import Target
 from moe_core.errors import Unsupported
 from moe_core.ops.matmul.arguments import zero_counters
 from moe_core.ops.matmul.forward import plan_matmul_ogs, plan_product
@@ -23,13 +19,9 @@ from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.reduction.rowwise import cast_gradient, plan_weighted_input
 from moe_core.ops.routing.layout import add_schedule
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Role
-from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import MatmulSpec, WeightGradientSpec
+from moe_core.plan import LaunchPlan, PlanBuilder, Role
+from moe_core.specs import LayoutSpec, MatmulSpec, MatmulTuning, WeightGradientSpec
 from moe_core.specs.operands import LAYOUT_INPUTS, MatmulOperands, WeightGradientOperands, named_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tuning import MatmulTuning
 
 DIFFERENTIABLE = ("x", "weight", "bias", "row_weight")
 
@@ -71,7 +63,7 @@ def _validate(
     require_spec("d_y", d_y, (rows, n), dtypes.MATMUL_DTYPES)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_matmul_ogs_backward(
     d_y: ArraySpec,
     operands: MatmulOperands,

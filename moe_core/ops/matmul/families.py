@@ -10,7 +10,7 @@ from moe_core.ops.matmul.sm90.fp8_plan import SM90_FP8
 from moe_core.ops.matmul.sm90.plan import SM90
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import FEW_ROWS
 from moe_core.ops.matmul.sm90_packed.plan import MIXED_INPUT
-from moe_core.specs.tile import TileConfig
+from moe_core.specs import TileConfig
 
 #: The first that can run a product and has no `Family.why_not_chosen` is used.
 FAMILIES: tuple[Family, ...] = (FEW_ROWS, MIXED_INPUT, SM90_FP8, QUANTIZED, SM90, PORTABLE)

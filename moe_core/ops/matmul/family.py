@@ -6,8 +6,8 @@ import abc
 from collections.abc import Iterable
 
 from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.plan.builder import PlanBuilder
-from moe_core.specs.tile import TileConfig
+from moe_core.plan import PlanBuilder
+from moe_core.specs import TileConfig
 
 
 class Family(abc.ABC):

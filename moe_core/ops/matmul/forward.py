@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from moe_core.base.arrays import ArraySpec
-from moe_core.base.recent import PLANS_KEPT
-from moe_core.base.target import Target
+from moe_core.base import ArraySpec, Target, keep_plans
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, quantized_specs
 from moe_core.ops.matmul.arguments import fill_absent, zero_counters
 from moe_core.ops.matmul.problem import MAXIMA, MatmulProblem
 from moe_core.ops.matmul.tile_choice import TileChoice, choose_tile, given_tile
 from moe_core.ops.routing.layout import add_schedule
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import MatmulOperands, named_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
+from moe_core.plan import LaunchPlan, PlanBuilder
+from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec, TileConfig, named_arrays
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_matmul_ogs(
     operands: MatmulOperands,
     layout: LayoutSpec | None,

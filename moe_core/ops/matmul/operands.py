@@ -6,14 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base import ArraySpec, dtypes, require_spec, row_stride
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.operands import MatmulOperands, named_fields
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import Activation, LayoutSpec, MatmulOperands, MatmulSpec, named_fields
 
 #: For weights only: their grid is not centred.
 _UNSIGNED = ("uint8", "uint4")

@@ -6,19 +6,13 @@ import functools
 import math
 from dataclasses import dataclass, field
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec
+from moe_core.base import ArraySpec, Target, dtypes
 from moe_core.base.checks import set_integer
 from moe_core.base.sizes import INT32_LIMIT
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.matmul.operands import MatmulSizes, check_operands, quantized_operands
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
-from moe_core.specs.tuning import MatmulTuning
+from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec, MatmulTuning, TileConfig
 
 PLAIN, QUANTISED, PREPACKED = "plain", "quantised", "prepacked"
 #: Partial maxima: one for each row of the sm90 family's consumers.

@@ -11,9 +11,8 @@ from moe_core.ops.matmul.families import families_for, family_of, why_illegal
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.ops.matmul.sm90.plan import why_not_operands
-from moe_core.specs.tile import TileConfig
+from moe_core.specs import MatmulTuning, TileConfig
 from moe_core.specs.tile_table import TileKey, shipped_table
-from moe_core.specs.tuning import MatmulTuning
 
 
 class TileSource(enum.Enum):

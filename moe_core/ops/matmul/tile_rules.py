@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from moe_core.base.target import Target
+from moe_core.base import Target
 from moe_core.specs.tile import TileConfig, shared_limit
 
 SMALLEST_SIDE = 16

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
-from moe_core.base.recent import PLANS_KEPT
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.sizes import INT32_LIMIT, padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.common.drain import must_drain
 from moe_core.ops.matmul.portable import weight_gradient_kernel as kernels
@@ -19,12 +15,9 @@ from moe_core.ops.matmul.sm90.weight_gradient_plan import (
     launch_sm90_gradient,
     why_not_sm90_gradient,
 )
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
-from moe_core.specs.matmul import WeightGradientSpec
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import LayoutSpec, TileConfig, WeightGradientSpec
 from moe_core.specs.operands import LAYOUT_INPUTS, WeightGradientOperands, named_arrays
-from moe_core.specs.routing import LayoutSpec
-from moe_core.specs.tile import TileConfig
 
 WEIGHT_GRADIENT = declare_kernel(kernels.weight_gradient)
 SUM_PARTS = declare_kernel(kernels.sum_parts)
@@ -110,7 +103,7 @@ def _validate(
     return left, right
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_weight_gradient(
     operands: WeightGradientOperands,
     layout: LayoutSpec | None,

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec
 from moe_core.base.checks import require_wanted
-from moe_core.base.recent import PLANS_KEPT
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.exchange.checks import require_width
@@ -20,20 +16,10 @@ from moe_core.ops.moe.forward import SAVED, plan_moe
 from moe_core.ops.moe.names import CONSTANTS, INPUT_SCALES
 from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.routing.backward import gradient_shapes
-from moe_core.plan.builder import PlanBuilder
+from moe_core.plan import LaunchPlan, PlanBuilder, Role
 from moe_core.plan.float64 import any_precision
-from moe_core.plan.roles import Role
-from moe_core.plan.steps import LaunchPlan
+from moe_core.specs import MoEOperands, OutputGradients, RouterLogits, RouterWeights, TopK, named_arrays, named_fields
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import (
-    MoEOperands,
-    OutputGradients,
-    RouterLogits,
-    RouterWeights,
-    TopK,
-    named_arrays,
-    named_fields,
-)
 
 #: Matrices whose gradients may be accumulated.
 _MATRICES = ("gate_up", "up", "down", "weight")
@@ -116,7 +102,7 @@ def _forward(operands: MoEOperands, spec: MoESpec, target: Target) -> LaunchPlan
     return plan_moe(operands.x, operands.experts, operands.routing, spec, target, options=options)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_moe_backward(
     gradients: OutputGradients,
     operands: MoEOperands,

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_core.base.arrays import ArraySpec
+from moe_core.base import ArraySpec
 from moe_core.ops.activation.backward import plan_expert_activation_backward
 from moe_core.ops.matmul.backward import Side, add_input_gradient, add_weight_gradient, stage_inputs
 from moe_core.ops.matmul.forward import plan_product
@@ -20,13 +20,10 @@ from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.router.backward import add_router_input_gradient
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.layout import plan_layout
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Role
+from moe_core.plan import PlanBuilder, Role
+from moe_core.specs import LayoutSpec, MatmulSpec, MoESpec
 from moe_core.specs import operands as bundles
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import MatmulOperands, RouterWeights, SharedExpert, TopK, named_arrays
-from moe_core.specs.routing import LayoutSpec
 
 
 @dataclass

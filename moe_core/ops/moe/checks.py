@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, dtypes, require_spec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
 from moe_core.ops.matmul import operands as matmul
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec
 from moe_core.specs.operands import ExpertWeights, LayerRouter, SharedExpert, named_fields
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec
-from moe_core.base.recent import PLANS_KEPT
-from moe_core.base.target import Target
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.exchange.checks import require_width
@@ -31,21 +27,16 @@ from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.topk import plan_route_and_layout
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Role
-from moe_core.plan.steps import LaunchPlan
+from moe_core.plan import LaunchPlan, PlanBuilder, Role
+from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec, MoESpec, RouterWeights, TopK, named_arrays
 from moe_core.specs import operands as bundles
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import MatmulOperands, RouterWeights, TopK, named_arrays
-from moe_core.specs.routing import LayoutSpec
 
 Routing = RouterWeights | bundles.RouterLogits | TopK
 #: Outputs that only a backward reads.
 SAVED = "saved."
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_moe(
     x: ArraySpec,
     experts: bundles.ExpertWeights,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from moe_core.base import Target
 from moe_core.base.sizes import elementwise_tile, padded
-from moe_core.base.target import Target
 from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.tile_choice import TileChoice
 from moe_core.ops.moe.kernels import chained as chained_kernels

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from moe_core.base.arrays import ArraySpec
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK
+from moe_core.base import ArraySpec
+from moe_core.specs import ExpertWeights, MoESpec, RouterWeights, SharedExpert, TopK
 
 #: Arrays without a gradient.
 CONSTANTS = ("experts.layer_index", "routing.ids", "routing.correction_bias", "token_mask", "expert_map")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base.arrays import ArraySpec
+from moe_core.base import ArraySpec
 from moe_core.base.codec import plan_type
-from moe_core.specs.operands import SharedExpert
+from moe_core.specs import SharedExpert
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
+from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 
 #: Plans of more tokens launch ordinarily, unless blocks take a multiprocessor each, so that later ones take no room.
 MOST_TOKENS = 64

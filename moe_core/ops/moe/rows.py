@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from moe_core.base.arrays import ArraySpec
+from moe_core.base import ArraySpec
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.matmul.forward import plan_product
 from moe_core.ops.matmul.problem import MAXIMA, MatmulProblem
 from moe_core.ops.matmul.tile_choice import TileChoice
 from moe_core.ops.quantize.rows import chooses_one_scale, plan_quantize_rows
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Held, Role
-from moe_core.specs.operands import LayoutArrays, named_arrays
+from moe_core.plan import Held, PlanBuilder, Role
+from moe_core.specs import LayoutArrays, named_arrays
 
 _HIDDEN_SCALE, _HIDDEN_MAXIMA = "experts.down_input_scale", "hidden.maxima"
 

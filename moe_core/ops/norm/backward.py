@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec
 from moe_core.base.checks import require_wanted
-from moe_core.base.recent import PLANS_KEPT
-from moe_core.base.target import Target
 from moe_core.ops.matmul.backward import Side, add_weight_gradient
 from moe_core.ops.norm.forward import check_norm, norm_launch, order_of_sums
 from moe_core.ops.norm.kernels import norm as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Role
-from moe_core.plan.steps import LaunchPlan, declare_kernel
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.norm import NormSpec
+from moe_core.plan import LaunchPlan, PlanBuilder, Role, declare_kernel
+from moe_core.specs import MatmulSpec, NormSpec
 
 RMS_NORM_BACKWARD = declare_kernel(kernels.rms_norm_backward)
 NORM_GRADIENTS = ("d_x", "d_weight")
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_rms_norm_backward(
     d_y: ArraySpec, x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Target, *, wanted: tuple[str, ...]
 ) -> LaunchPlan:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
-from moe_core.base.recent import PLANS_KEPT
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.sizes import padded
-from moe_core.base.target import Target
 from moe_core.ops.norm.kernels import norm as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, LaunchPlan, declare_kernel, passed
-from moe_core.specs.norm import NormSpec
+from moe_core.plan import Argument, LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import NormSpec
 
 RMS_NORM = declare_kernel(kernels.rms_norm)
 
@@ -39,7 +33,7 @@ def order_of_sums(x: ArraySpec, target: Target) -> str:
     return f"means over d_model: {columns} partial sums in order, then a tree over them, fp32"
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_rms_norm(x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Target) -> LaunchPlan:
     """y `[R, D]`, in the dtype of x, of x `[R, D]` and weight `[D]`; formula: `NormSpec`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_core.ops.common.rounding import round_to, to_float32
-from moe_core.specs.norm import NormSpec
+from moe_core.specs import NormSpec
 
 
 def _factors(x: np.ndarray, spec: NormSpec) -> np.ndarray:

@@ -12,8 +12,7 @@ import numpy as np
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor, Tiling
 from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, ROW_BYTES, SIDE_ROWS, block_of, why_not_tileable
-from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, map_arrays, named_fields
+from moe_core.specs import ExpertWeights, MoESpec, map_arrays, named_fields
 
 #: Converts a signed 8-bit code to one with zero point 128, and back.
 _SIGN = -128

@@ -20,7 +20,7 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.prepack.prepack import untile
-from moe_core.specs.operands import named_arrays
+from moe_core.specs import named_arrays
 
 #: Lower bound of amax for a scale, so that zeros divide.
 SMALLEST_AMAX = np.float32(1e-10)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.checks import require_kind
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, quantized_shapes
 from moe_core.ops.quantize.kernels import rows as kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Held, Role
-from moe_core.plan.steps import Argument, LaunchPlan, declare_kernel, passed
+from moe_core.plan import Argument, Held, LaunchPlan, PlanBuilder, Role, declare_kernel, passed
 
 QUANTIZE_GROUPS = declare_kernel(kernels.quantize_groups, pdl="start")
 PARTIAL_MAXIMA = declare_kernel(kernels.partial_maxima, pdl="start")
@@ -34,7 +27,7 @@ _MANY, _MANY_COLUMNS, _MANY_WARPS = 4096, 1024, 8
 _WIDEST_GROUP = 16384
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_quantize_rows(
     x: ArraySpec,
     format: Format,

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
-from moe_core.base.recent import PLANS_KEPT
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.sizes import elementwise_tile
-from moe_core.base.target import Target
 from moe_core.ops.reduction.kernels import rowwise as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
-from moe_core.specs.routing import LayoutSpec
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import LayoutSpec
 
 GATHER_ROWS = declare_kernel(kernels.gather_rows)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_gather_rows(
     x: ArraySpec,
     slot_of_row: ArraySpec,

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.checks import require_choice
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import elementwise_tile, padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.reduction.kernels import reduce as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
-from moe_core.specs.routing import LayoutSpec
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import LayoutSpec
 
 REDUCE = declare_kernel(kernels.reduce, pdl="layout")
 SCALE_ROWS = declare_kernel(kernels.scale_rows, pdl="start")
@@ -53,7 +47,7 @@ def require_beside(shared: ArraySpec | None, shared_gate: ArraySpec | None, shap
         require_spec("shared_gate", shared_gate, (shape[0], 1), "float32")
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_reduce(
     y: ArraySpec,
     row_of_slot: ArraySpec,
@@ -100,7 +94,7 @@ def plan_reduce(
     return builder.build()
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchPlan:
     """x `[T, D]` * weights fp32 `[T, 1]` in fp32, cast to the dtype of x."""
     row_stride("x", require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))

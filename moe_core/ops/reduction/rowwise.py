@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base.arrays import ArraySpec, row_stride
-from moe_core.base.recent import PLANS_KEPT
+from moe_core.base import ArraySpec, Target, keep_plans, row_stride
 from moe_core.base.sizes import elementwise_tile, padded
-from moe_core.base.target import Target
 from moe_core.ops.reduction.kernels import rowwise as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Role
+from moe_core.plan import PlanBuilder, Role
 from moe_core.plan.steps import Kernel, LaunchPlan, Scalar, declare_kernel, passed
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import LayoutSpec
 
 BIAS_PRODUCT = declare_kernel(kernels.bias_product)
 GATE_WEIGHT = declare_kernel(kernels.gate_weight)
@@ -31,7 +26,7 @@ def _row_tile(width: int, target: Target) -> tuple[int, int]:
     return rows, min(columns, padded(width))
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_bias_product(
     d_y: ArraySpec, bias: ArraySpec, layout: LayoutSpec, target: Target, *, layer_index: ArraySpec | None = None
 ) -> LaunchPlan:
@@ -58,7 +53,7 @@ def plan_bias_product(
     return builder.build()
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def _plan_elementwise(kernel: Kernel, inputs: tuple[str, ...], output: str, shape: tuple[int, ...], target: Target):
     builder = PlanBuilder(kernel.function, target)
     array = ArraySpec(shape, "float32")
@@ -82,7 +77,7 @@ def plan_add(array: ArraySpec, target: Target) -> LaunchPlan:
     return _plan_elementwise(ADD, ("first", "second"), "total", array.shape, target)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_cast_rows(x: ArraySpec, dtype: str, target: Target) -> LaunchPlan:
     rows, width = x.shape
     builder = PlanBuilder("cast_rows", target)
@@ -102,7 +97,7 @@ def cast_gradient(builder: PlanBuilder, label: str, rows: str, dtype: str) -> st
     return builder.call(plan, label, {"x": rows}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_weighted_input(
     d_rows: ArraySpec, x: ArraySpec, target: Target, *, outputs: tuple[str, ...], with_extra: bool = False
 ) -> LaunchPlan:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base.arrays import TRANSPOSED, ArraySpec, require_spec
+from moe_core.base import TRANSPOSED, ArraySpec, Target, keep_plans, require_spec
 from moe_core.base.checks import require_wanted
-from moe_core.base.recent import PLANS_KEPT
-from moe_core.base.target import Target
 from moe_core.ops.matmul.backward import Side, add_weight_gradient
 from moe_core.ops.reduction.rowwise import plan_cast_rows
 from moe_core.ops.router.forward import plan_router
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Role
-from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.routing import LogitsSpec
+from moe_core.plan import LaunchPlan, PlanBuilder, Role
+from moe_core.specs import LogitsSpec, MatmulSpec
 
 ROUTER_GRADIENTS = ("d_x", "d_wide", "d_weight", "d_bias")
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_router_backward(
     d_logits: ArraySpec,
     x: ArraySpec,

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
-from moe_core.base.recent import PLANS_KEPT
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.sizes import INT32_LIMIT, padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.common.drain import must_drain
 from moe_core.ops.reduction.gather import require_wide
 from moe_core.ops.router.kernels import router as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
-from moe_core.specs.routing import LogitsSpec
-from moe_core.specs.tile import TileConfig
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import LogitsSpec, TileConfig
 
 ROUTER = declare_kernel(kernels.router, pdl="start")
 
@@ -54,7 +47,7 @@ def router_tile(num_tokens: int | None, num_experts: int, d: int, kind: str, tar
     return tiles[-1]
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_router(
     x: ArraySpec,
     weight: ArraySpec,

@@ -9,7 +9,7 @@ import numpy as np
 from moe_core.base.threads import products, row_blocks, spread
 from moe_core.ops.common.product import product
 from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
-from moe_core.specs.routing import LogitsSpec
+from moe_core.specs import LogitsSpec
 
 
 def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *, spec: LogitsSpec) -> np.ndarray:

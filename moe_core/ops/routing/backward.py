@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-from moe_core.base.arrays import ArraySpec, require_spec
-from moe_core.base.recent import PLANS_KEPT
+from moe_core.base import ArraySpec, Target, keep_plans, require_spec
 from moe_core.base.sizes import padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.kernels import backward as kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import LayoutSpec, RouterSpec
 from moe_core.specs.operands import RoutingGradients, named_arrays
-from moe_core.specs.routing import LayoutSpec, RouterSpec
 
 COUNT_TOKENS = declare_kernel(kernels.count_tokens)
 ROUTING_BACKWARD = declare_kernel(kernels.routing_backward)
@@ -64,7 +60,7 @@ def _validate(
         require_spec("token_mask", mask, (num_tokens,), "bool")
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_routing_backward(
     gradients: RoutingGradients,
     logits: ArraySpec,

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Target, keep_plans, require_spec
 from moe_core.base.checks import as_integer
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
-from moe_core.base.target import Target
 from moe_core.ops.routing.kernels import bitmatrix as kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
-from moe_core.specs.routing import LayoutSpec
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import LayoutSpec
 
 PACK = declare_kernel(kernels.pack)
 SUM_COUNTS = declare_kernel(kernels.sum_counts)
@@ -26,7 +21,7 @@ def _block_tokens(num_tokens: int, width: int, target: Target) -> int:
     return min(_MOST_TOKENS, padded(num_tokens, 1), max(1, _ELEMENTS[target.engine] // width))
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> LaunchPlan:
     """bitmatrix uint32 `[T, ceil(E / 32)]` of ids int32 `[T, K]`: bit e % 32 of word e // 32 means that e was chosen.
 
@@ -64,7 +59,7 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
     return builder.build()
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, target: Target) -> LaunchPlan:
     """ids int32 `[T, K]` of a bitmatrix uint32 `[T, ceil(E / 32)]`: the lowest K of the bits below E, ascending, then
     -1.

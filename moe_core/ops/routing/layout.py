@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Target, keep_plans, require_spec
 from moe_core.base.checks import require_at_least
 from moe_core.base.dtypes import ID_DTYPES, ROUTER_WEIGHT_DTYPES
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.routing.kernels import layout as layout_kernels
 from moe_core.ops.routing.kernels import schedule as schedule_kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Held, Role
-from moe_core.plan.steps import Argument, LaunchPlan, declare_kernel, passed
-from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays, named_arrays
-from moe_core.specs.routing import LayoutSpec
+from moe_core.plan import Argument, Held, LaunchPlan, PlanBuilder, Role, declare_kernel, passed
+from moe_core.specs import LAYOUT_INPUTS, LayoutArrays, LayoutSpec, named_arrays
 
 LAYOUT_AT_ONCE = declare_kernel(layout_kernels.layout_at_once, pdl="start", writes_layout=True, counts_slots=True)
 COUNT_BLOCKS = declare_kernel(layout_kernels.count_blocks, writes_layout=True, counts_slots=True)
@@ -76,7 +70,7 @@ def _schedule_spec(layout: LayoutSpec, block_m: int) -> ArraySpec:
     return ArraySpec((blocks, 2), "int32")
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_layout(
     ids: ArraySpec,
     layout: LayoutSpec,
@@ -266,7 +260,7 @@ def add_schedule(
         builder.call(plan_schedule(layout, block_m, builder.target), name, {"schedule": name})
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPlan:
     """schedule int32 `[max_blocks, 2]` of group_sizes int32 `[E]`: (row block within the expert, expert), both
     ascending, then (-1, -1). Kernels stop at the first of these.

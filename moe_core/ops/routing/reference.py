@@ -8,7 +8,7 @@ from moe_core.ops.activation.reference import sigmoid
 from moe_core.ops.common.rounding import to_float32
 from moe_core.ops.routing.reference_bitmatrix import pack_bitmatrix
 from moe_core.ops.routing.reference_bounds import bounded
-from moe_core.specs.routing import LayoutSpec, RouterSpec
+from moe_core.specs import LayoutSpec, RouterSpec
 
 #: Smaller keys are better: numbers first, then NaN, then experts of discarded groups.
 _NAN_KEY = np.uint32(0xFFFFFFFE)

@@ -14,8 +14,8 @@ from moe_core.ops.common.bundles import bundle_of
 from moe_core.ops.common.rounding import to_float32
 from moe_core.ops.routing.reference import scores_of, shares_of, softmax_and_log_sum
 from moe_core.ops.routing.reference_bounds import bounded, through_bounds
+from moe_core.specs import RouterSpec
 from moe_core.specs.operands import RoutingGradients
-from moe_core.specs.routing import RouterSpec
 
 #: exp(-17) and exp(-37) are less than half a unit in the last place of 1.
 _TINY = {"float32": 17.0, "float64": 37.0}

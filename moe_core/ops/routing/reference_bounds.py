@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_core.ops.activation.reference import softcap, softcap_derivative
-from moe_core.specs.routing import RouterSpec
+from moe_core.specs import RouterSpec
 
 
 def bounded(logits: np.ndarray, spec: RouterSpec) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_core.ops.routing.reference import route, topk_keys
-from moe_core.specs.routing import RouterSpec, TokenRounding
+from moe_core.specs import RouterSpec, TokenRounding
 
 
 def rounded_rows(chosen: np.ndarray, candidates: np.ndarray, rounding: TokenRounding) -> np.ndarray:

@@ -8,22 +8,17 @@ ids, weights              = the candidates that their experts keep, the others -
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Target, keep_plans, require_spec
 from moe_core.base.checks import require_kind
-from moe_core.base.recent import PLANS_KEPT
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.kernels import rounding as kernels
 from moe_core.ops.routing.layout import plan_layout, require_experts
 from moe_core.ops.routing.topk import describe_selection, launch_routing, require_routing
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.roles import Role
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
+from moe_core.plan import LaunchPlan, PlanBuilder, Role, declare_kernel, passed
+from moe_core.specs import LayoutSpec, RouterSpec, TokenRounding
 from moe_core.specs.operands import RoutingGradients
-from moe_core.specs.routing import LayoutSpec, RouterSpec, TokenRounding
 
 KEEP_CANDIDATES = declare_kernel(kernels.keep_candidates, counts_slots=True)
 SPLIT_GRADIENTS = declare_kernel(kernels.split_gradients)
@@ -31,7 +26,7 @@ SPLIT_GRADIENTS = declare_kernel(kernels.split_gradients)
 _BLOCK, _WARPS = {"gpu": 1024, "interpreter": 64}, 8
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_candidates(
     logits: ArraySpec,
     spec: RouterSpec,
@@ -62,7 +57,7 @@ def plan_candidates(
     return builder.reference(twins.route_candidates, inputs, constants, outputs)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_keep_candidates(
     candidates: ArraySpec,
     top_k: int,
@@ -123,7 +118,7 @@ def _check(logits: ArraySpec, spec: RouterSpec, rounding: TokenRounding, has_bia
     return wide
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_route_rounded(
     logits: ArraySpec,
     spec: RouterSpec,
@@ -154,7 +149,7 @@ def plan_route_rounded(
     return builder.build()
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_route_rounded_backward(
     d_weights: ArraySpec,
     logits: ArraySpec,

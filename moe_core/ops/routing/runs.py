@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, Target, keep_plans, require_spec
 from moe_core.base.checks import require_at_least
-from moe_core.base.recent import PLANS_KEPT
 from moe_core.base.sizes import padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.routing.kernels import runs as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
-from moe_core.specs.operands import LayoutArrays, named_arrays
-from moe_core.specs.routing import LayoutSpec
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import LayoutArrays, LayoutSpec, named_arrays
 
 LAYOUT_OF_RUNS = declare_kernel(kernels.layout_of_runs, writes_layout=True)
 
@@ -26,7 +20,7 @@ def runs_spec(num_rows: int, num_experts: int) -> LayoutSpec:
     return LayoutSpec(num_rows, 1, num_experts, rows=num_rows)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_layout_of_runs(counts: ArraySpec, num_rows: int, target: Target, *, stride: int | None = None) -> LaunchPlan:
     """Group received rows by expert. Rows arrive in runs, ordered by source, then by expert.
 

@@ -6,21 +6,17 @@ places them. The arithmetic: docs/notebook/launches.md.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-from moe_core.base.arrays import ArraySpec, require_spec
-from moe_core.base.recent import PLANS_KEPT
+from moe_core.base import ArraySpec, Target, keep_plans, require_spec
 from moe_core.base.sizes import first_holding, padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.kernels import route_and_layout as route_and_layout_kernels
 from moe_core.ops.routing.kernels import topk as topk_kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, LayoutLauncher, most_blocks, plan_layout, require_experts
-from moe_core.plan.builder import PlanBuilder
+from moe_core.plan import PlanBuilder
 from moe_core.plan.steps import Argument, LaunchPlan, ReferenceCall, declare_kernel, passed
-from moe_core.specs.operands import RouterLogits
-from moe_core.specs.routing import LayoutSpec, RouterSpec
+from moe_core.specs import LayoutSpec, RouterLogits, RouterSpec
 
 ROUTE = declare_kernel(topk_kernels.route, pdl="start", writes_layout=True, counts_slots=True)
 ROUTE_AND_LAYOUT = declare_kernel(
@@ -110,7 +106,7 @@ def require_routing(
         require_spec("token_mask", token_mask, (num_tokens,), "bool")
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_routing(
     logits: ArraySpec,
     spec: RouterSpec,
@@ -183,7 +179,7 @@ def _launch_route(
     builder.launch(ROUTE, (programs,), builder.pointers(*names) | counts | constants | passed(PDL=None), num_warps)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_route_and_layout(
     routing: RouterLogits,
     spec: RouterSpec,

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import moe_core
-from moe_core.base import command, threads
-from moe_core.base.target import cpu_target
+from moe_core.base import command, cpu_target, threads
 from moe_core.parity.devices import has_triton, prefer_interpreter, use_gpu
 from moe_core.runtime.cuda import why_no_gpu
 from moe_core.tools.doctor.kernels import Kernels, kernels_of

@@ -7,14 +7,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.base.arrays import ArraySpec
-from moe_core.base.target import Target
+from moe_core.base import ArraySpec, Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.matmul.families import why_illegal
 from moe_core.ops.matmul.portable.plan import PORTABLE
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.moe.forward import plan_moe
-from moe_core.plan.steps import KernelLaunch
+from moe_core.plan import KernelLaunch
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights
 

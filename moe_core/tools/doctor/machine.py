@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import moe_core
-from moe_core.base.target import Target
+from moe_core.base import Target
 from moe_core.errors import Unsupported
 from moe_core.runtime.cuda import cuda_available, cuda_target, driver
 

@@ -10,17 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_core.base.arrays import ArraySpec
-from moe_core.base.target import Target
+from moe_core.base import ArraySpec, Target
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference import schedule as make_schedule
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
-from moe_core.plan.steps import KernelLaunch, LaunchPlan
+from moe_core.plan import KernelLaunch, LaunchPlan
 from moe_core.runtime.compiler import compile_launch
 from moe_core.runtime.prepare import prepare
-from moe_core.specs import LayoutSpec, TileConfig
-from moe_core.specs.operands import named_arrays
+from moe_core.specs import LayoutSpec, TileConfig, named_arrays
 from moe_core.tools.tune.device import Device
 from moe_core.tools.tune.products import Product
 

@@ -12,10 +12,8 @@ import sys
 from collections.abc import Sequence
 
 import moe_core
-from moe_core.base import command
-from moe_core.base.arrays import WEIGHT_LAYOUTS
+from moe_core.base import WEIGHT_LAYOUTS, Target, command
 from moe_core.base.dtypes import MATMUL_DTYPES
-from moe_core.base.target import Target
 from moe_core.checkpoint.config import settings_of
 from moe_core.checkpoint.families import architecture_of, text_model
 from moe_core.errors import InvalidInput, Unsupported

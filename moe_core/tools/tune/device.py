@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.base.arrays import ArraySpec
+from moe_core.base import ArraySpec
 from moe_core.base.dtypes import numpy_dtype
 from moe_core.runtime.cuda import driver
 

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.base.arrays import ArraySpec
-from moe_core.base.target import Target
+from moe_core.base import ArraySpec, Target
 from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec, Storage
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import tile_key
-from moe_core.specs import Activation, LayoutSpec, MatmulSpec
-from moe_core.specs.operands import MatmulOperands
+from moe_core.specs import Activation, LayoutSpec, MatmulOperands, MatmulSpec
 from moe_core.specs.tile_table import TileKey, entry_key
 
 _GPT_OSS = ExpertsSpec(Activation("swiglu_oai"))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moe_core.base.target import Target
+from moe_core.base import Target
 from moe_core.ops.matmul.families import families_for, why_illegal
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import heuristic_tile

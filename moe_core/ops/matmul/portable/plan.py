@@ -6,8 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, row_stride
+from moe_core.base import ArraySpec, dtypes, row_stride
 from moe_core.base.sizes import padded
 from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.arguments import (
@@ -21,9 +20,8 @@ from moe_core.ops.matmul.arguments import (
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.portable import kernel as kernels
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, declare_kernel, passed
-from moe_core.specs.tile import TileConfig
+from moe_core.plan import Argument, PlanBuilder, declare_kernel, passed
+from moe_core.specs import TileConfig
 
 MATMUL_OGS = declare_kernel(kernels.matmul_ogs, pdl="layout")
 

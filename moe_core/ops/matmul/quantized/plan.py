@@ -6,20 +6,16 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, row_stride
+from moe_core.base import ArraySpec, Target, dtypes, row_stride
 from moe_core.base.sizes import padded
-from moe_core.base.target import Target
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import MAXIMA, QUANTISED, MatmulProblem
 from moe_core.ops.matmul.quantized import kernel as kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Pointer, declare_kernel, passed
-from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.tile import TileConfig
+from moe_core.plan import Argument, PlanBuilder, Pointer, declare_kernel, passed
+from moe_core.specs import MatmulOperands, TileConfig
 
 ORDER_COLUMNS = declare_kernel(kernels.order_columns)
 MATMUL_QUANTIZED = declare_kernel(kernels.matmul_quantized, pdl="layout")

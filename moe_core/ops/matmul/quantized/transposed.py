@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import TRANSPOSED, ArraySpec, require_spec, row_stride
-from moe_core.base.recent import PLANS_KEPT
+from moe_core.base import TRANSPOSED, ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.sizes import padded
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.matmul import arguments as common
@@ -21,17 +17,14 @@ from moe_core.ops.matmul.quantized import transposed_kernel as kernels
 from moe_core.ops.matmul.quantized.plan import QUANTIZED
 from moe_core.ops.matmul.tile_choice import TileChoice, TileSource
 from moe_core.ops.routing.layout import add_schedule
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan, declare_kernel, passed
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import MatmulOperands, named_arrays
-from moe_core.specs.routing import LayoutSpec
+from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
+from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec, named_arrays
 from moe_core.specs.tile import TileConfig, shared_limit
 
 MATMUL_QUANTIZED_TRANSPOSED = declare_kernel(kernels.matmul_quantized_transposed)
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_matmul_quantized_transposed(
     operands: MatmulOperands,
     layout: LayoutSpec | None,

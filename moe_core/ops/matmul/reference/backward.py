@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import TRANSPOSED
+from moe_core.base import TRANSPOSED, dtypes
 from moe_core.base.threads import Later, column_blocks, elements, products, spread, threads_for
 from moe_core.formats import QuantizedSpec, QuantizedTensor
 from moe_core.ops.common.bundles import bundle_of, quantized_from
@@ -20,9 +19,7 @@ from moe_core.ops.matmul.reference.forward import matmul_ogs, pick_layer
 from moe_core.ops.matmul.reference.rows import Rows, dense_rows, planned_rows
 from moe_core.ops.quantize.reference import dequantize
 from moe_core.ops.reduction.reference import reduce, scale_rows
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec
 
 
 def input_gradient(

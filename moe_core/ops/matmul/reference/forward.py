@@ -17,9 +17,7 @@ from moe_core.ops.common.product import narrow_columns, operands, product
 from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference.quantized import quantized_product
 from moe_core.ops.matmul.reference.rows import FEWEST_ROWS, Piece, Rows, dense_rows, planned_rows
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import MatmulOperands, map_arrays
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec, map_arrays
 
 Matrix = np.ndarray | QuantizedTensor
 _ALL = (slice(None),)

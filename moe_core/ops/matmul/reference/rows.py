@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_core.base.threads import BLOCK_ROWS
-from moe_core.specs.operands import LAYOUT_INPUTS
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import LAYOUT_INPUTS, LayoutSpec
 
 _ALL = slice(None)
 #: Fewer rows take about as long: reading the matrix dominates.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.base.arrays import row_stride
+from moe_core.base import row_stride
 from moe_core.base.sizes import INT32_LIMIT
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.matmul.arguments import (
@@ -17,10 +17,8 @@ from moe_core.ops.matmul.problem import QUANTISED, MatmulProblem
 from moe_core.ops.matmul.sm90 import plan as sm90
 from moe_core.ops.matmul.sm90.kernels import fp8 as kernels
 from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_M, SM90_STAGES, SM90_WIDTH
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, Constant, TensorMap, declare_kernel, passed
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.tile import TileConfig
+from moe_core.plan import Argument, Constant, PlanBuilder, TensorMap, declare_kernel, passed
+from moe_core.specs import MatmulSpec, TileConfig
 
 MATMUL_FP8 = declare_kernel(kernels.matmul_fp8)
 

@@ -6,9 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 
-from moe_core.base.arrays import row_stride
+from moe_core.base import Target, row_stride
 from moe_core.base.sizes import INT32_LIMIT
-from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.matmul.arguments import (
     SCHEDULED_INPUTS,
@@ -22,9 +21,8 @@ from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.ops.matmul.sm90.kernels import matmul as matmul_kernels
 from moe_core.ops.matmul.sm90.kernels import tall as tall_kernels
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, TensorMap, declare_kernel, passed
-from moe_core.specs.tile import TileConfig
+from moe_core.plan import Argument, PlanBuilder, TensorMap, declare_kernel, passed
+from moe_core.specs import TileConfig
 
 SM90_MATMUL_OGS = declare_kernel(matmul_kernels.matmul_ogs, pdl="start", whole_multiprocessor=True)
 #: PDL at any number of tokens has not been measured here.

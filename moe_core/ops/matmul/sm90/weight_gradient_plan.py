@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from moe_core.base.arrays import ArraySpec, row_stride
+from moe_core.base import ArraySpec, Target, row_stride
 from moe_core.base.sizes import INT32_LIMIT
-from moe_core.base.target import Target
 from moe_core.ops.matmul.sm90.kernels import weight_gradient as kernels
 from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_K, SM90_STAGES, SM90_WIDTH
 from moe_core.ops.routing.layout import ZERO_COUNTERS
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import TensorMap, declare_kernel, passed
-from moe_core.specs.matmul import WeightGradientSpec
+from moe_core.plan import PlanBuilder, TensorMap, declare_kernel, passed
+from moe_core.specs import LayoutSpec, WeightGradientSpec
 from moe_core.specs.operands import LAYOUT_INPUTS, WeightGradientOperands
-from moe_core.specs.routing import LayoutSpec
 
 SM90_WEIGHT_GRADIENT = declare_kernel(kernels.weight_gradient)
 

@@ -9,10 +9,8 @@ from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
 from moe_core.ops.matmul.sm90_packed.kernels import few_rows as kernels
 from moe_core.ops.matmul.sm90_packed.plan import block_width, tiled_constants, why_not
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import declare_kernel, passed
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.tile import TileConfig
+from moe_core.plan import PlanBuilder, declare_kernel, passed
+from moe_core.specs import MatmulSpec, TileConfig
 
 MATMUL_FEW_ROWS = declare_kernel(kernels.matmul_few_rows, pdl="layout", prepacked_weight="weight")
 

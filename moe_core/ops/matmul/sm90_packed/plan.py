@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, row_stride
+from moe_core.base import ArraySpec, Target, dtypes, row_stride
 from moe_core.base.sizes import INT32_LIMIT
-from moe_core.base.target import Target
 from moe_core.formats import QuantizedTensor
 from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, SIDE_ROWS, block_of
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, result, row_counts
@@ -16,9 +14,8 @@ from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
 from moe_core.ops.matmul.sm90_packed.kernels import matmul as kernels
 from moe_core.ops.matmul.tile_rules import INVARIANT_ROWS
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import Argument, TensorMap, declare_kernel, passed
-from moe_core.specs.matmul import MatmulSpec
+from moe_core.plan import Argument, PlanBuilder, TensorMap, declare_kernel, passed
+from moe_core.specs import MatmulSpec
 from moe_core.specs.tile import TileConfig, shared_limit
 
 MATMUL_MIXED_INPUT = declare_kernel(kernels.matmul_mixed_input, pdl="start", prepacked_weight="weight_map")

@@ -29,8 +29,7 @@ from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.router.reference import router, router_backward
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference_backward import routing_backward
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MoESpec
 from moe_core.specs.operands import (
     ExpertActivationOperands,
     ExpertWeights,
@@ -43,7 +42,6 @@ from moe_core.specs.operands import (
     SharedExpert,
     TopK,
 )
-from moe_core.specs.routing import LayoutSpec, LogitsSpec
 
 _ROUTING: dict[str, type] = {"routing.weight": RouterWeights, "routing.logits": RouterLogits, "routing.ids": TopK}
 #: Saved array of the forward -> its stage.

@@ -12,9 +12,7 @@ from moe_core.base.threads import spread
 from moe_core.ops.common.bundles import bundle_of
 from moe_core.ops.matmul.reference.forward import Product
 from moe_core.ops.matmul.reference.rows import planned_rows
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec
 
 
 def both_products(

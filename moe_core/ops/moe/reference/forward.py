@@ -18,8 +18,7 @@ from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.router.reference import router
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference import route
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
     LayerRouter,
@@ -29,8 +28,6 @@ from moe_core.specs.operands import (
     SharedExpert,
     TopK,
 )
-from moe_core.specs.routing import LayoutSpec, LogitsSpec
-from moe_core.specs.tuning import MatmulTuning
 
 
 def routing_stages(
