@@ -67,7 +67,7 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
     builder = PlanBuilder("matmul_ogs", problem.target)
     inputs = builder.inputs(dict(named_arrays(operands))) | builder.layout_inputs(layout)
     if tile is None:
-        _declare_outputs(builder, problem)
+        declare_outputs(builder, problem)
         return _reference(builder, inputs, problem)
     if layout is not None:
         add_schedule(builder, layout, tile.config.block_m, given=stage is not None)
@@ -78,12 +78,11 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
                 zero_counters(builder)
     maxima = ArraySpec((MAXIMA,), "int32") if problem.finds_maxima else None
     builder.inputs({"static_scale": problem.out_scale, "maxima": maxima})
-    _declare_outputs(builder, problem)
+    declare_outputs(builder, problem)
     if stage is None and layout is not None:
         fill_absent(builder, layout, spec)
     tile.family.launch(builder, problem, tile.config, stage)
-    shape = f", {problem.d} x {problem.n}" if problem.out_format is None else ""
-    builder.note(f"{tile.config} for {problem.rows} rows, {problem.expected_groups} experts{shape}; {tile}")
+    add_notes(builder, problem, tile)
     if problem.out_format is not None:
         builder.note(f"rounded to {spec.out_dtype} and quantised to {problem.out_format} before it is stored")
     if problem.finds_maxima:
@@ -91,7 +90,12 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
     return builder.build()
 
 
-def _declare_outputs(builder: PlanBuilder, problem: MatmulProblem) -> None:
+def add_notes(builder: PlanBuilder, problem: MatmulProblem, tile: TileChoice) -> None:
+    shape = f", {problem.d} x {problem.n}" if problem.out_format is None else ""
+    builder.note(f"{tile.config} for {problem.rows} rows, {problem.expected_groups} experts{shape}; {tile}")
+
+
+def declare_outputs(builder: PlanBuilder, problem: MatmulProblem) -> None:
     rows, n, spec = problem.sizes.out_rows, problem.n, problem.spec
     if problem.addressed:
         assert problem.target.compiled, "the twin of a push is a call of its own"

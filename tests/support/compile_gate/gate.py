@@ -20,6 +20,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.activation.forward import plan_activation
 from moe_core.ops.matmul import forward as matmul_ogs
+from moe_core.ops.matmul import grouped
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.sm90.fp8_plan import MATMUL_FP8
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS
@@ -29,6 +30,7 @@ from moe_core.ops.moe import backward as moe_backward
 from moe_core.ops.moe import forward as moe
 from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.reduction import reduce as reduction
+from moe_core.ops.routing.groups import Groups
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer
 from moe_core.runtime.compiler import compile_launch, launch_signature
 from moe_core.specs import LayoutSpec, MoESpec, RouterSpec, Tuning
@@ -254,6 +256,11 @@ def _matmul_variants(target: Target) -> Iterator[LaunchPlan]:
         tf32 = MatmulSpec("in_out", "slot", "row", out_dtype="bfloat16", allow_tf32=True)
         operands = MatmulOperands(rows, ArraySpec((e, d, n), "float32"), row_weight=ArraySpec((tokens * 4,), "float32"))
         yield matmul_ogs.plan_matmul_ogs(operands, layout, tf32, target)
+    for tokens, number, dtype, first in ((64, 8, "bfloat16", None), (4096, 300, "float32", layer)):
+        x, sizes = ArraySpec((tokens, 360), dtype), ArraySpec((number,), "int32" if first else "int64")
+        operands, groups = MatmulOperands(x, ArraySpec((8, 360, 256), dtype)), Groups(sizes, first is None, first, 8)
+        yield grouped.plan_grouped_mm(operands, groups, MatmulSpec("in_out"), target)
+        yield grouped.plan_grouped_contraction(x, x, groups, target)
 
 
 def _sm90(target: Target) -> Iterator[LaunchPlan]:

@@ -79,6 +79,15 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("tl.load(group_sizes + group, cache_modifier=CACHE)", "tl.load(group_sizes + group) - 1"),
         OpFault("(slots // TOP_K)", "(slots * 0)"),
     ),
+    "routing.kernels.groups": (
+        OpFault("tl.maximum(values, 0)", "values"),
+        OpFault("tl.maximum(tl.associative_scan(values, 0, _larger), base)", "tl.maximum(values, base)"),
+        OpFault("tl.cumsum(values, axis=0) + base", "tl.cumsum(values, axis=0)"),
+        OpFault("places < skipped, base", "places < skipped + 1, base"),
+        OpFault("fill_zeros(y, begin, base", "fill_zeros(y, begin, 0 * base"),
+        OpFault("end * WIDTH, step", "0 * end, step"),
+        OpFault("tl.zeros((BLOCK,), dtype=y", "tl.full((BLOCK,), 1.0, dtype=y"),
+    ),
     "exchange.kernels.places": (
         OpFault("homes < rank, counted", "homes <= rank, counted"),
         OpFault("tl.cumsum(total, axis=0) - total", "tl.cumsum(total, axis=0)"),
@@ -238,6 +247,7 @@ TESTS = {
     "norm.kernels.norm": "tests/ops/norm/test_norm.py",
     "routing.kernels.runs": "tests/ops/routing/test_runs.py",
     "routing.kernels.rounding": "tests/ops/routing/test_rounding.py",
+    "routing.kernels.groups": "tests/ops/matmul/test_grouped.py",
     "exchange.kernels.send_tables": "tests/ops/exchange/test_send_tables.py",
     "exchange.kernels.receive_tables": "tests/ops/exchange/test_receive_tables.py",
     "exchange.kernels.places": "tests/ops/exchange/test_places.py",

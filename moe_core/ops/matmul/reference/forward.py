@@ -41,7 +41,7 @@ def pick_layer(array: Any, layer_index: np.ndarray | None) -> Any:
     return pick(array, index)
 
 
-def _rows(x: Matrix, rows: Any) -> Matrix:
+def take_rows(x: Matrix, rows: Any) -> Matrix:
     if isinstance(x, QuantizedTensor):
         scales = x.scales if x.format.group_rows is None else x.scales[rows]
         return QuantizedTensor(x.spec, x.values[rows], scales)
@@ -144,7 +144,7 @@ class Product:
 
     def _rows(self, rows: Any) -> Matrix:
         """x may be written after construction."""
-        selected = _rows(self.x, rows)
+        selected = take_rows(self.x, rows)
         return to_float32(selected) if self.widens and isinstance(selected, np.ndarray) else selected
 
     def _ready(self, left: Matrix, sums: np.ndarray, expert: int, side: int, columns: slice) -> Callable[[], Any]:
@@ -194,7 +194,7 @@ class Product:
             left = self._rows(rows)
         for expert, rows_of_expert in piece:
             part = slice(rows_of_expert.start - block.start, rows_of_expert.stop - block.start)
-            mine = _rows(left, part)
+            mine = take_rows(left, part)
             for side, (matrix, _) in enumerate(self.sides):
                 narrow = not _invariant(self.spec) and narrow_columns(mine, matrix, self.spec.weight_layout)
                 for columns in _ALL if narrow else self.columns:
@@ -241,7 +241,7 @@ class Product:
 
             blocks = [block for piece in self.rows.pieces(1 << 30, 0) for block in piece]
             parts = [
-                (expert, self._ready(_rows(gathered, block), sums[block], expert, side, part))
+                (expert, self._ready(take_rows(gathered, block), sums[block], expert, side, part))
                 for expert, block in blocks
                 for side in range(len(self.sides))
                 for part in self.columns
