@@ -64,6 +64,7 @@ from moe_jax.autodiff.moe import run_moe
 from moe_jax.autodiff.stages import run_stage
 from moe_jax.bridge import pytrees as pytrees
 from moe_jax.bridge.calls import Array, OpCall, dtype_name, moe_request, on_host, require_type, training_plans
+from moe_jax.grouped import gmm, ragged_dot, ragged_dot_general
 from moe_jax.norm import NormSpec, rms_norm
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_jax.rounding import route_rounded
@@ -75,9 +76,9 @@ __all__ = [
     "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RoundedRouting",
     "RouterLogits", "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable",
     "Tiling", "TokenRounding", "TopK", "Tuning", "activation", "dequantize", "explain_moe", "format_named",
-    "gather_rows", "layout_of_runs", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix", "prepack_weights",
-    "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm", "route", "route_rounded", "router",
-    "scale_rows", "scheme_named", "unpack_bitmatrix",
+    "gather_rows", "gmm", "layout_of_runs", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix", "prepack_weights",
+    "quantize", "quantize_rows", "ragged_dot", "ragged_dot_general", "reduce", "restore_weights", "rms_norm", "route",
+    "route_rounded", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
 _PLAIN_LOGITS = LogitsSpec()

@@ -45,6 +45,7 @@ from moe_core.specs.tuning import MatmulTuning, Tuning
 from moe_torch.bridge.arrays import target_of_device
 from moe_torch.bridge.operator import call
 from moe_torch.bridge.options import dtype_name, layout_spec, require_instance
+from moe_torch.grouped import grouped_mm, scaled_grouped_mm
 from moe_torch.operators import stages
 from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, training_plans
 from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
@@ -56,9 +57,9 @@ __all__ = [
     "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RoundedRouting",
     "RouterLogits", "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable",
     "Tiling", "TokenRounding", "TopK", "Tuning", "activation", "dequantize", "explain_moe", "format_named",
-    "gather_rows", "layout_of_runs", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix", "prepack_weights",
-    "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm", "route", "route_rounded", "router",
-    "scale_rows", "scheme_named", "unpack_bitmatrix",
+    "gather_rows", "grouped_mm", "layout_of_runs", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix",
+    "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm", "route", "route_rounded",
+    "router", "scale_rows", "scaled_grouped_mm", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
 _DEFAULT_LOGITS, _DEFAULT_NORM = LogitsSpec(), NormSpec()

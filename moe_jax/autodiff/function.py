@@ -1,7 +1,7 @@
 """One `jax.custom_vjp` that differentiates ops by a rule for each call.
 
 An undifferentiated call is only its custom call. In reverse mode the forward saves what the backward reads, and the
-backward is usually one custom call. Second derivatives are refused (`moe_jax.bridge.calls`).
+backward is usually one custom call. Second derivatives are refused (`moe_jax.bridge.calls`), unless a rule `repeats`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Rule:
     names: tuple[str, ...]
     results: tuple[str, ...]
     flowing: tuple[str, ...]
+    #: True: `gradients` has gradients, and reads arguments only.
+    repeats = False
 
     def differentiable(self) -> tuple[str, ...]:
         raise NotImplementedError
@@ -74,7 +76,10 @@ def _forward_rule(rule: Rule, everywhere: bool, *primals: Any) -> tuple[tuple[An
     rule.refuse(asked)
     bits = sum(1 << index for index, name in enumerate(rule.differentiable()) if name in asked)
     with placement.everywhere(everywhere):
-        outputs = rule.forward(arrays, save=bits > 0)
+        if rule.repeats:
+            outputs = dict(zip(rule.results, _function(rule, everywhere, *arrays.values()), strict=True))
+        else:
+            outputs = rule.forward(arrays, save=bits > 0)
     saved = Saved(arrays, rule.saved(outputs, bits > 0), jnp.zeros((0, bits), bool))
     return tuple(outputs[name] for name in rule.results), saved
 

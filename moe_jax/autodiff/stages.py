@@ -9,19 +9,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_core.base.arrays import ArraySpec
+from moe_core.base.arrays import TRANSPOSED, ArraySpec
 from moe_core.errors import Unsupported
 from moe_core.ops.activation.backward import plan_activation_backward
 from moe_core.ops.matmul.backward import DIFFERENTIABLE, plan_matmul_ogs_backward, why_no_gradient
+from moe_core.ops.matmul.grouped import plan_grouped_contraction, plan_grouped_mm
 from moe_core.ops.norm.backward import plan_rms_norm_backward
 from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.routing.backward import plan_routing_backward
+from moe_core.ops.routing.groups import Groups
 from moe_core.ops.routing.rounding import plan_route_rounded_backward
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.operands import RoutingGradients
+from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs.operands import MatmulOperands, RoutingGradients
 from moe_jax.autodiff.function import Rule, differentiated, varying_alike
-from moe_jax.bridge.calls import OpCall, Request, undifferentiable
+from moe_jax.bridge.calls import Array, OpCall, Request, undifferentiable
 
 Arrays = dict[str, Any]
 Names = tuple[str, ...]
@@ -153,6 +156,35 @@ class _Reduce(_Stage):
         return gradients
 
 
+class _GroupedMM(_Stage):
+    repeats = True
+
+    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        (_, _, spec), made = self.request.arguments, {}
+        x, weight, d_y = arrays["x"], arrays["weight"], upstream["y"].astype(arrays["x"].dtype)
+        groups = (arrays["groups"], arrays.get("first_group"))
+        if "x" in asked:
+            back = MatmulSpec(TRANSPOSED[spec.weight_layout], allow_tf32=spec.allow_tf32)
+            made["x"] = run_grouped_mm(d_y, weight, groups, back)
+        if "weight" in asked:
+            left, right = (x, d_y) if spec.weight_layout == "in_out" else (d_y, x)
+            made["weight"] = run_contraction(left, right, groups, weight.shape[0], allow_tf32=spec.allow_tf32)
+        return made
+
+
+class _GroupedContraction(_Stage):
+    repeats = True
+
+    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        weight, tf32 = upstream["y"].astype(arrays["left"].dtype), dict(self.request.keywords)["allow_tf32"]
+        groups, sides = (arrays["groups"], arrays.get("first_group")), (("left", "right"), ("right", "left"))
+        return {
+            name: run_grouped_mm(arrays[other], weight, groups, MatmulSpec(layout, allow_tf32=tf32))
+            for (name, other), layout in zip(sides, ("out_in", "in_out"), strict=True)
+            if name in asked
+        }
+
+
 #: op -> (rule, results, results through which gradients flow back, differentiable arrays).
 _RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
     "router": (_Router, ("logits",), ("logits",), ("x", "weight", "bias", "wide")),
@@ -163,6 +195,8 @@ _RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
     "gather_rows": (_Gather, ("y",), ("y",), ("x", "wide")),
     "activation": (_Activation, ("y",), ("y",), ("x", "up")),
     "reduce": (_Reduce, ("out",), ("out",), ("y", "shared")),
+    "grouped_mm": (_GroupedMM, ("y",), ("y",), ("x", "weight")),
+    "grouped_contraction": (_GroupedContraction, ("y",), ("y",), ("left", "right")),
 }
 
 
@@ -171,3 +205,23 @@ def run_stage(call: OpCall, planner: Callable[..., LaunchPlan], *arguments: Any,
     rule, results, flowing, asking = _RULES[request.op]
     stage = rule(request.names, results, flowing, request, asking)
     return tuple(differentiated(stage, call.placed().values()).values())
+
+
+def _groups(call: OpCall, groups: tuple[Array, Array | None], count: int | None = None) -> Groups:
+    return Groups(call.array("groups", groups[0]), False, call.optional("first_group", groups[1]), count)
+
+
+def run_grouped_mm(x: Array, weight: Array, groups: tuple[Array, Array | None], spec: MatmulSpec) -> jax.Array:
+    """`plan_grouped_mm`. groups: their sizes, and the first one that has a weight."""
+    call = OpCall("grouped_mm")
+    operands = MatmulOperands(call.array("x", x), call.array("weight", weight))
+    return run_stage(call, plan_grouped_mm, operands, _groups(call, groups), spec)[0]
+
+
+def run_contraction(
+    left: Array, right: Array, groups: tuple[Array, Array | None], count: int | None = None, **options: Any
+) -> jax.Array:
+    """`plan_grouped_contraction` of groups as in `run_grouped_mm`, `count` of which are in the result."""
+    call = OpCall("grouped_contraction")
+    sides = call.array("left", left), call.array("right", right)
+    return run_stage(call, plan_grouped_contraction, *sides, _groups(call, groups, count), **options)[0]

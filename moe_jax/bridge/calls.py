@@ -33,7 +33,7 @@ T = TypeVar("T")
 Array = jax.Array | np.ndarray
 
 DIFFERENTIABLE_OPS = ("moe", "router", "rms_norm", "route", "route_rounded", "matmul_ogs")
-DIFFERENTIABLE_OPS += ("gather_rows", "activation", "reduce")
+DIFFERENTIABLE_OPS += ("gather_rows", "activation", "reduce", "grouped_mm", "grouped_contraction")
 
 
 @dataclass(frozen=True)

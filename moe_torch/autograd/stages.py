@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
+from moe_core.base.arrays import TRANSPOSED
 from moe_core.errors import Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.matmul.backward import why_no_gradient
+from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import MatmulOperands, RoutingGradients, array_fields
 from moe_torch.autograd.function import Rule, define_gradient
 from moe_torch.bridge.operator import Operator, call
-from moe_torch.bridge.options import decode
+from moe_torch.bridge.options import DTYPE_NAMES, decode
 from moe_torch.operators import stages
+from moe_torch.operators.grouped import GROUPED_CONTRACTION, GROUPED_MM
 from moe_torch.operators.stages import ROUTE_ROUNDED, ROUTE_ROUNDED_BACKWARD
 
 
@@ -132,7 +135,42 @@ class _Reduce(Rule):
         return gradients
 
 
+class _GroupedMM(Rule):
+    """The gradients are grouped matmuls, which have gradients too."""
+
+    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
+        (spec,), made = decode(ctx.options), {}
+        x, bias, groups = saved["x"], saved["bias"], saved["groups"]
+        d_y = upstream[0].to(x.dtype)
+        if "x" in asked:
+            back = MatmulSpec(TRANSPOSED[spec.weight_layout])
+            made["x"] = GROUPED_MM.call(x=d_y, weight=saved["weight"], bias=None, groups=groups, spec=back)
+        if "weight" in asked:
+            left, right = (x, d_y) if spec.weight_layout == "in_out" else (d_y, x)
+            made["weight"] = GROUPED_CONTRACTION.call(left=left, right=right, groups=groups, out_dtype=None)
+        if "bias" in asked:
+            ones, dtype = d_y.new_ones(len(d_y), 1), DTYPE_NAMES[bias.dtype]
+            sums = GROUPED_CONTRACTION.call(left=ones, right=d_y, groups=groups, out_dtype=dtype)
+            made["bias"] = sums.squeeze(1)
+        return made
+
+
+class _GroupedContraction(Rule):
+    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
+        weight = upstream[0].to(saved["left"].dtype)
+        sides = {"left": ("right", "out_in"), "right": ("left", "in_out")}
+        return {
+            name: GROUPED_MM.call(
+                x=saved[other], weight=weight, bias=None, groups=saved["groups"], spec=MatmulSpec(layout)
+            )
+            for name, (other, layout) in sides.items()
+            if name in asked
+        }
+
+
 def define_stage_gradients() -> None:
+    define_gradient(_GroupedMM(GROUPED_MM, ("x", "weight", "bias")))
+    define_gradient(_GroupedContraction(GROUPED_CONTRACTION, ("left", "right")))
     for forward, backward, upstream in (
         (stages.ROUTER, stages.ROUTER_BACKWARD, "d_logits"),
         (stages.RMS_NORM, stages.RMS_NORM_BACKWARD, "d_y"),

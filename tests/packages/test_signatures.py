@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from tests.support.paths import ROOT
 
 MOST, MOST_OF_DEVICE_FUNCTIONS = 8, 12
-#: Functions and methods with the published parameters of vLLM and triton_kernels. Layers and calls of whole layers too:
-#: users name their options one by one.
+#: Functions and methods with the published parameters of vLLM, triton_kernels, torch and megablox. Layers and calls of
+#: whole layers too: users name their options one by one.
 PUBLISHED = {
     "moe_torch/compat/triton_kernels/matmul_ogs.py": {"matmul_ogs"},
     "moe_torch/modular/deep_gemm_dispatch.py": {"__init__"},
@@ -20,6 +20,8 @@ PUBLISHED = {
     "moe_torch/modular/newest/monolithic.py": {"apply"},
     "moe_jax/modular/deep_gemm.py": {"deep_gemm_experts", "batched_deep_gemm_experts", "triton_or_deep_gemm_experts"},
     "moe_jax/modular/experts.py": {"fused_experts", "unfused_experts"},
+    "moe_torch/grouped.py": {"scaled_grouped_mm"},
+    "moe_jax/grouped.py": {"gmm"},
     "moe_torch/layers/moe.py": {"__init__"},
     "moe_jax/nnx.py": {"__init__"},
     "moe_jax/layers/functional.py": {"forward"},
