@@ -50,11 +50,12 @@ def _vllm(arguments: argparse.Namespace) -> int:
     wanted = {"TRITON_INTERPRET": "0"} if arguments.engine == "cuda" else _ON_CPU
     if any(os.environ.get(name, "0") != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, "-m", "tools.upstream", *sys.argv[1:]], {**os.environ, **wanted})
-    from tools.upstream import object_cases, recipe_cases, vllm_cases
+    from tools.upstream import adapt_cases, object_cases, oracle_cases, recipe_cases, vllm_cases
     from tools.upstream.refusals import VLLM
     from tools.upstream.running import run_cases, table
 
-    cases = [*vllm_cases.cases(), *object_cases.cases(), *recipe_cases.cases()]
+    modules = (vllm_cases, object_cases, recipe_cases, adapt_cases, oracle_cases)
+    cases = [case for module in modules for case in module.cases()]
     chosen = [case for case in cases if arguments.only in case.name]
     results = run_cases(chosen, arguments.engine, files, VLLM)
     if arguments.traces:

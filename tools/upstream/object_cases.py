@@ -60,7 +60,7 @@ def _converted(layout: str, size: tuple[int, int]) -> Run:
 def cases() -> list[Case]:
     """d: layouts of weights; which of them a size can have is upstream's choice."""
     return [
-        Case(f"d from_upstream, {layout}, mxfp4 {size[0]} x {size[1]}", dict, _converted(layout, size))
+        Case(f"c from_upstream, {layout}, mxfp4 {size[0]} x {size[1]}", dict, _converted(layout, size))
         for layout in _LAYOUTS
         for size in _SIZES
     ]

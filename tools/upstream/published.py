@@ -41,6 +41,12 @@ def vllm_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
     return _unpacked("vllm", VLLM, wheel)
 
 
+def local_vllm_files() -> pathlib.Path | None:
+    """`vllm_files` without a download; None where they are absent."""
+    wheels, folder = sorted(CACHE.glob(f"vllm-{VLLM}-*.whl")), CACHE / f"vllm-{VLLM}" / "unpacked"
+    return vllm_files() if wheels or folder.exists() else None
+
+
 def maxtext_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
     """The folder `maxtext` of MaxText's wheel, with its configs and the sources of its layers."""
     return _unpacked("maxtext", MAXTEXT, wheel) / "maxtext"

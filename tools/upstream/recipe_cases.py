@@ -40,7 +40,10 @@ def imported_names(files: pathlib.Path, module: str) -> set[str]:
     """What vLLM's MoE files take from a module of `fused_moe`, by name or as an attribute."""
     names: set[str] = set()
     for file in (files / MOE.replace(".", "/")).rglob("*.py"):
-        tree, aliases = ast.parse(file.read_text()), set[str]()
+        text, aliases = file.read_text(), set[str]()
+        if f"{MOE}.{module}" not in text:
+            continue
+        tree = ast.parse(text)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == f"{MOE}.{module}":
                 names |= {alias.name for alias in node.names}
@@ -133,18 +136,18 @@ def _monolithic(is_ours: bool, problem: Callable[[], Problem]) -> Run:
 
 
 def cases() -> list[Case]:
-    found = [Case("e names of vLLM's kernel", theirs, _names)]
+    found = [Case("d names of vLLM's kernel", theirs, _names)]
     for name, problem in DRAWS.items():
         for kind in ("OAITritonExperts", "UnfusedOAITritonExperts"):
             found += [
-                Case(f"e {kind} in our kernel, {name}", ours, _experts(kind, problem)),
-                Case(f"e NoDPEP, our {kind}, {name}, bits of ours", ours_reducing, _no_dp_ep(kind, problem)),
+                Case(f"d {kind} in our kernel, {name}", ours, _experts(kind, problem)),
+                Case(f"d NoDPEP, our {kind}, {name}, bits of ours", ours_reducing, _no_dp_ep(kind, problem)),
             ]
         if "bf16" in name:
             run = _no_dp_ep("TritonExperts", problem)
-            found.append(Case(f"e NoDPEP, our TritonExperts, {name}, bits of ours", ours_reducing, run))
+            found.append(Case(f"d NoDPEP, our TritonExperts, {name}, bits of ours", ours_reducing, run))
         for is_ours in (True, False):
-            label = f"e OAITritonMxfp4ExpertsMonolithic, {name}, {'our' if is_ours else 'vLLM'} kernel"
+            label = f"d OAITritonMxfp4ExpertsMonolithic, {name}, {'our' if is_ours else 'vLLM'} kernel"
             found.append(Case(label, ours_reducing if is_ours else theirs, _monolithic(is_ours, problem)))
     run = _no_dp_ep("TritonExperts", draw, on_input=True)
-    return [*found, Case("e NoDPEP, weight on the input, bits of ours", ours_reducing, run)]
+    return [*found, Case("d NoDPEP, weight on the input, bits of ours", ours_reducing, run)]

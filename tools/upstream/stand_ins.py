@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -48,8 +47,11 @@ class _No:
         return lambda *_, **__: False
 
 
-class _Unset:
-    """Environment variables that nobody has set."""
+class Settings:
+    """vLLM's environment variables: those that are named, all others unset."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -141,9 +143,9 @@ def _register(op_name: str, op_func: Any, **_: Any) -> None:
 
 #: Names by module.
 STAND_INS: dict[str, dict[str, Any]] = {
-    "vllm": {"envs": _Unset()},
+    "vllm": {"envs": Settings()},
     "vllm.envs": {"__getattr__": lambda name: None},
-    "vllm.logger": {"init_logger": logging.getLogger},
+    "vllm.logger": {"init_logger": lambda name: _No()},
     "vllm.platforms": {"current_platform": _Platform()},
     "vllm.config": {"SchedulerConfig": _Scheduler},
     "vllm._aiter_ops": {"rocm_aiter_ops": _No()},
@@ -156,6 +158,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "get_triton_kernels_version": lambda: "3.5.1",
     },
     "vllm.utils.torch_utils": {"PIN_MEMORY": False, "direct_register_custom_op": _register},
+    "vllm.model_executor.layers.quantization.utils.humming": {"prioritize_humming": lambda backends: backends},
     "vllm.v1.worker.workspace": {"current_workspace_manager": _Workspaces},
     "vllm.v1.worker.ubatching": {
         "dbo_enabled": _no,

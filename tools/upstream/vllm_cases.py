@@ -32,7 +32,6 @@ from tools.upstream.vllm_parts import (
     their_moe_config,
     their_no_dp_ep,
     theirs,
-    theirs_reducing_as_ours,
     vllm_file,
 )
 
@@ -200,29 +199,8 @@ def _reduced(name: str) -> Run:
     return run
 
 
-def _our_experts(name: str, problem: Callable[[], Problem], activation: str = "silu") -> Run:
-    """Our experts in vLLM's kernel, with vLLM's prepare and finalize."""
-
-    def run(device: str) -> Answer:
-        layer = problem()
-        given = tensors(layer, device)
-        biases: dict[str, Any] = {"w1_bias": given.b1, "w2_bias": given.b2}
-        if "OAI" in name:
-            w1, w2, arrays = gpt_oss_weights(given)
-            experts = getattr(modular, name)(our_config(given, arrays))
-        else:
-            w1, w2 = given.w1, given.w2
-            options = (M, 1) if name.startswith("Batched") else ()
-            experts = getattr(modular, name)(*options, modular.FusedMoEQuantConfig(**biases))
-        prepare_finalize = their_batched(layer) if name.startswith("Batched") else their_no_dp_ep()
-        actual = in_their_kernel(prepare_finalize, experts, given, (w1, w2), activation)
-        return Answer(actual, layer.expected(activation))
-
-    return run
-
-
-def _deep_gemm(call: Any, prepare_quantizes: bool, batched: bool = False) -> Run:
-    """Our DeepGEMM experts with vLLM's prepare, which quantises or leaves it to them; call: in which kernel."""
+def _deep_gemm(prepare_quantizes: bool, batched: bool = False) -> Run:
+    """Our DeepGEMM experts and kernel with vLLM's prepare, which quantises or leaves it to them."""
 
     def run(device: str) -> Answer:
         layer = draw(FP8_BLOCK, hidden=256, width=128)
@@ -245,7 +223,7 @@ def _deep_gemm(call: Any, prepare_quantizes: bool, batched: bool = False) -> Run
             return prepared[-1]
 
         prepare_finalize.prepare = watched
-        actual = call(prepare_finalize, Experts(*options, config), given, (given.w1, given.w2), "silu")
+        actual = in_our_kernel(prepare_finalize, Experts(*options, config), given, (given.w1, given.w2), "silu")
         dtypes = [found[0].dtype for found in prepared]
         assert dtypes == [torch.float8_e4m3fn if prepare_quantizes else torch.bfloat16], f"prepare gave {dtypes}"
         expected = layer.expected("silu", biases=False, activations=FP8_GROUP)
@@ -253,42 +231,6 @@ def _deep_gemm(call: Any, prepare_quantizes: bool, batched: bool = False) -> Run
         return Answer(actual, expected, bound=0.04)
 
     return run
-
-
-def _as_their_kind(device: str) -> Answer:
-    """Our experts in the kernel class that serving code makes, which asks for vLLM's kinds and enumeration."""
-    layer = draw()
-    given = tensors(layer, device)
-    kernels = vllm_file("modular_kernel")
-
-    class Experts(modular.TritonExperts, kernels.FusedMoEExpertsModular):
-        def __init__(self, moe_config: Any, quant_config: Any) -> None:
-            modular.TritonExperts.__init__(self, quant_config)
-            self.moe_config = moe_config
-
-        @staticmethod
-        def activation_format() -> Any:
-            return kernels.FusedMoEActivationFormat.Standard
-
-    config = modular.FusedMoEQuantConfig(w1_bias=given.b1, w2_bias=given.b2)
-    experts = Experts(their_moe_config(layer, "silu"), config)
-    actual = in_their_kernel(their_no_dp_ep(), experts, given, (given.w1, given.w2), "silu")
-    return Answer(actual, layer.expected("silu"))
-
-
-def _is_supported(device: str) -> Answer:
-    """vLLM's question whether a class can run a layer, put to our experts; its enumeration of formats is not asked."""
-    layer = draw()
-    kernels = vllm_file("modular_kernel")
-    answers = []
-    kinds: tuple[Any, ...] = (modular.TritonExperts, modular.OAITritonExperts, modular.UnfusedOAITritonExperts)
-    for kind in kinds:
-        format = kind.activation_format()
-        question = kernels.FusedMoEExperts.is_supported_config
-        supported, reason = question(kind, their_moe_config(layer, SWIGLU), None, None, format)
-        assert supported, reason
-        answers.append(float(supported))
-    return Answer(torch.tensor(answers), torch.ones(3).numpy())
 
 
 def _choices(kind: str, top_k: int, dtype: torch.dtype) -> Run:
@@ -316,7 +258,7 @@ def _batched_experts(given: Tensors) -> Any:
 
 
 def cases() -> list[Case]:
-    """a: vLLM's experts; b: its prepare and finalize classes in our kernel; c: our experts in its kernel."""
+    """a: vLLM's experts; b: its prepare and finalize classes in our kernel."""
     found = [
         Case("a make_routing_data", theirs, _routing_data),
         Case("a mxfp4 weights laid out by vLLM", theirs, _swizzled),
@@ -333,22 +275,11 @@ def cases() -> list[Case]:
                 found += [
                     Case(f"a {label}, vLLM's kernel", theirs, experts_in_their_kernel(kind, problem, activation)),
                     Case(f"a {label}, our kernel", ours, experts_in_our_kernel(kind, problem, activation)),
-                    Case(
-                        f"c our {label}, vLLM's kernel",
-                        theirs_reducing_as_ours,
-                        _our_experts(kind, problem, activation),
-                    ),
                 ]
     for name in ("bf16", "bf16, expert_map"):
         problem = DRAWS[name]
-        found += [
-            Case(f"b NoDPEP, {name}, our kernel and experts", ours_reducing, _their_prepare(problem, _standard)),
-            Case(
-                f"c our TritonExperts, {name}, vLLM's kernel",
-                theirs_reducing_as_ours,
-                _our_experts("TritonExperts", problem),
-            ),
-        ]
+        run = _their_prepare(problem, _standard)
+        found.append(Case(f"b NoDPEP, {name}, our kernel and experts", ours_reducing, run))
     found += [
         Case("b NoDPEP, weight on the input, our kernel and experts", ours_reducing, _on_input),
         Case("b Batched, bf16, our kernel and experts", ours_reducing, _their_prepare(draw, _batched_experts, True)),
@@ -360,13 +291,6 @@ def cases() -> list[Case]:
                 "TopKWeightAndReduceNaiveBatched",
             )
         ),
-        Case(
-            "c our BatchedTritonExperts, bf16, vLLM's kernel",
-            theirs_reducing_as_ours,
-            _our_experts("BatchedTritonExperts", draw),
-        ),
-        Case("c our TritonExperts as vLLM's kind, FusedMoEKernel", theirs_reducing_as_ours, _as_their_kind),
-        Case("c our experts, vLLM's is_supported_config", theirs, _is_supported),
     ]
     found += [
         Case("a OAITritonExperts, bf16, made as vLLM makes them, our kernel", ours_reducing, _made_as_theirs),
@@ -379,14 +303,7 @@ def cases() -> list[Case]:
             label = (
                 f"{'Batched' * batched}DeepGemmExperts, fp8 blocks quantised by {'prepare' if quantizes else 'experts'}"
             )
-            found += [
-                Case(f"b {label}, our kernel", ours_reducing, _deep_gemm(in_our_kernel, quantizes, batched)),
-                Case(
-                    f"c our {label}, vLLM's kernel",
-                    theirs_reducing_as_ours,
-                    _deep_gemm(in_their_kernel, quantizes, batched),
-                ),
-            ]
+            found.append(Case(f"b {label}, our kernel", ours_reducing, _deep_gemm(quantizes, batched)))
     for kind in activations:
         for top_k, dtype in ((1, torch.int32), (3, torch.int64), (6, torch.int32)):
             name = f"a {kind}, bf16, {top_k} choices, {str(dtype).removeprefix('torch.')} ids, vLLM's kernel"

@@ -37,13 +37,8 @@ def ours() -> Mapping[str, Names]:
 
 def ours_reducing() -> Mapping[str, Names]:
     """The same, and the classes that weight and reduce are ours too."""
-    return {**ours(), **theirs_reducing_as_ours()}
-
-
-def theirs_reducing_as_ours() -> Mapping[str, Names]:
-    """vLLM's kernel, with our classes that weight and reduce."""
     reducing = {name: getattr(modular, name) for name in modular.__all__ if name.startswith("TopKWeight")}
-    return {f"{MOE}.topk_weight_and_reduce": reducing | {WHOLE: True}}
+    return {**ours(), f"{MOE}.topk_weight_and_reduce": reducing | {WHOLE: True}}
 
 
 # --- Objects of vLLM -------------------------------------------------------------------------------------------------

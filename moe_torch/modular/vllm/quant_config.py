@@ -1,0 +1,126 @@
+"""vLLM's quantisation, read into ours."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular import weights as core
+from moe_core.modular.types import QuantKey, quant_key
+from moe_torch.modular.quant_config import FusedMoEQuantConfig
+
+_FP8 = torch.float8_e4m3fn
+#: Dtypes of activations and weights -> scheme.
+_SCHEMES: dict[tuple[Any, Any], str | None] = {
+    (None, None): None,
+    (_FP8, _FP8): "fp8_w8a8",
+    (torch.int8, torch.int8): "int8_w8a8",
+    (None, torch.int8): "int8_w8a16",
+    (None, "int4"): "int4_w4a16",
+    ("mxfp4", "mxfp4"): "mxfp4_w4a4",
+    (None, "mxfp4"): "mxfp4_w4a16",
+}
+_W8A8, _GROUPED = ("fp8_w8a8", "int8_w8a8"), ("int8_w8a16", "int4_w4a16")
+#: Names of vLLM's integer elements.
+_INTEGERS = {"uint4b8": "int4", "uint4": "int4", "uint8b128": torch.int8}
+#: Fields that no scheme above has.
+_UNREAD = ("a1_gscale", "a2_gscale", "g1_alphas", "g2_alphas", "is_scale_transposed", "mx_alignment")
+
+
+def quant_config_of(quant_config: Any) -> FusedMoEQuantConfig:
+    """Read vLLM's `FusedMoEQuantConfig`: the scheme, scales, zero points, and biases cast to fp32.
+
+    `adapt` reads the constants of activations (`gemm1_alpha` and others). Raises Unsupported for other dtypes, for
+    scales of weights per channel with activations per tensor and the reverse, and for fields that no scheme here has.
+    """
+    parts: list[Any] = [getattr(quant_config, f"_{name}", None) for name in ("a1", "a2", "w1", "w2")]
+    if None in parts:
+        raise InvalidInput(
+            f"quant_config must be vLLM's FusedMoEQuantConfig, got {type(quant_config).__name__}; make it with vLLM's "
+            "functions"
+        )
+    a1, a2, w1, w2 = parts
+    if (a1.dtype, w1.dtype) not in _SCHEMES or (a2.dtype, w2.dtype) != (a1.dtype, w1.dtype):
+        known = ", ".join(f"{pair[0]} and {pair[1]}" for pair in _SCHEMES)
+        raise Unsupported(
+            f"quant_config must have one of these dtypes of activations and weights for both products: {known}, got "
+            f"{a1.dtype} and {w1.dtype}, {a2.dtype} and {w2.dtype}; choose experts of vLLM"
+        )
+    for name in _UNREAD:
+        value = getattr(quant_config, name)
+        if isinstance(value, torch.Tensor) or value:
+            raise Unsupported(f"quant_config.{name} must not be set, as no scheme of these experts has it, got a value")
+    scheme = _SCHEMES[a1.dtype, w1.dtype]
+    block, per_token = _block(scheme, w1.shape), scheme in _W8A8 and quant_config.per_act_token_quant
+    if scheme in _W8A8 and block is None:
+        _require_granularity("w1_scale", w1.scale, per_token)
+        _require_granularity("w2_scale", w2.scale, per_token)
+    arrays = {"w1_scale": w1.scale, "w2_scale": w2.scale, "w1_zp": w1.zp, "w2_zp": w2.zp}
+    for name, scale in (("a1_scale", a1.scale), ("a2_scale", a2.scale)):
+        if scale is not None and (scheme not in _W8A8 or block or per_token or math.prod(scale.shape) != 1):
+            raise Unsupported(
+                f"quant_config.{name} must be None, or one number for activations with a scale per tensor, got "
+                f"{list(scale.shape)}; leave it out, or pass the largest"
+            )
+        arrays[name] = scale
+    for name, bias in (("w1_bias", w1.bias), ("w2_bias", w2.bias)):
+        arrays[name] = None if bias is None else bias.to(torch.float32)
+    return FusedMoEQuantConfig(scheme, per_token, block, **arrays)
+
+
+def _block(scheme: str | None, shape: Any) -> tuple[int, int] | None:
+    """Rows and columns of a group of weights. None: a scale per tensor or per row."""
+    if shape is None or shape[1] == -1 or scheme not in (*_W8A8, *_GROUPED):
+        return None
+    if scheme in _GROUPED:
+        return 0, int(shape[1])
+    return None if shape[0] == -1 else (int(shape[0]), int(shape[1]))
+
+
+def _require_granularity(name: str, scale: Any, per_token: bool) -> None:
+    per_tensor = scale.numel() == scale.shape[0]
+    if per_tensor == per_token:
+        got = ("tensor", "token") if per_tensor else ("output channel", "tensor")
+        raise Unsupported(
+            f"quant_config.{name} must be per output channel with activations per token, and per tensor with "
+            f"activations per tensor, got one per {got[0]} with activations per {got[1]}; change one of them"
+        )
+
+
+def keys_of(weight_key: Any, activation_key: Any) -> tuple[QuantKey | None, QuantKey | None] | None:
+    """Our keys for vLLM's. None: no experts here run the scheme."""
+    if weight_key is activation_key is None:
+        return None, None
+    keys = [key for key in (weight_key, activation_key) if key is not None]
+    scheme = _SCHEMES.get((_element(activation_key), _element(weight_key)))
+    if scheme is None or any(key.scale2 is not None for key in keys):
+        return None
+    if scheme in _W8A8 and any(key.scale.dtype != torch.float32 or not key.symmetric for key in keys):
+        return None
+    group = tuple(weight_key.scale.group_shape)
+    per_channel = scheme in _W8A8 and group in ((-1, 1), (1, -1))
+    try:
+        config = FusedMoEQuantConfig(scheme, per_channel, None if per_channel else _block(scheme, group))
+    except InvalidInput:
+        return None
+    weights, activations = core.weight_quantization(config), core.activation_quantization(config)
+    assert weights is not None, "a scheme quantises weights"
+    if activations is None:
+        return quant_key(weights, static=True), None
+    wanted, static = quant_key(activations, activation_key.scale.static), activation_key.scale.static
+    if wanted.scale.group_shape != tuple(activation_key.scale.group_shape) or (
+        static and wanted.scale.group_shape != (-1, -1)
+    ):
+        return None
+    return quant_key(weights, static=True), wanted
+
+
+def _element(key: Any) -> Any:
+    if key is None:
+        return None
+    if key.dtype == key.scale.dtype == torch.uint8 and tuple(key.scale.group_shape) == (1, 32):
+        return "mxfp4"
+    return _INTEGERS.get(str(key.dtype), key.dtype)
