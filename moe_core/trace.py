@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.base.checks import require_at_least
+from moe_core.base import require_at_least
 from moe_core.base.files import file_writer, open_file, path_of
 from moe_core.errors import InvalidInput
 from moe_core.specs import ExpertWeights, MoESpec, RouterLogits, RouterWeights, TopK

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 
 from moe_core.base.checks import as_integer
-from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.ops.reduction.reduce import plan_scale_rows
-from moe_core.ops.routing.runs import plan_layout_of_runs, runs_spec
+from moe_core.ops.reduction.rowwise import plan_gather_rows
+from moe_core.ops.routing.layout import plan_layout_of_runs, runs_spec
 from moe_core.specs.operands import RaggedLayout
 from moe_jax.autodiff.stages import run_stage
 from moe_jax.bridge.calls import Array, OpCall, require_type

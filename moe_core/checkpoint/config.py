@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_core.base.files import MOST_JSON_BYTES, load_json
-from moe_core.checkpoint.inside import inside
 from moe_core.errors import InvalidInput, Unsupported
 
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_CONFIG_BYTES = 10_000, 100_000, 4 * 2**20
@@ -183,3 +182,30 @@ def read_config(directory: Path) -> Mapping[str, Any]:
             "pass the directory that holds config.json"
         )
     return read_json(path, _MOST_CONFIG_BYTES)
+
+
+def require_relative(name: str, index: Path) -> None:
+    """Raise InvalidInput unless a file name stays below the index's directory, links aside."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or len(name) > 255:
+        raise InvalidInput(
+            f"weight_map in {index} must name files in the directory of the index, got {name!r:.200}; "
+            "put the files there, or download the checkpoint again"
+        )
+
+
+def inside(directory: Path, name: str) -> Path:
+    """`directory`/`name`. Raises InvalidInput for a link that leads out of the checkpoint."""
+    path = directory / name
+    try:
+        root, target = directory.resolve(), path.resolve()
+        snapshots = [folder.parent for folder in (root, *root.parents) if folder.parent.name == "snapshots"]
+        if any(target.is_relative_to(allowed) for allowed in (root, *(each.parent / "blobs" for each in snapshots))):
+            return path
+    except (OSError, RuntimeError) as error:
+        # Names that are too long, and circular links.
+        raise InvalidInput(f"{path!s:.400} must be a readable file, got: {error!s:.400}; correct the name") from error
+    raise InvalidInput(
+        f"{path} must lie in the checkpoint's directory, or in the blobs of Hugging Face's cache, got a link to "
+        f"{target}; pass the directory that holds the files, or copy them"
+    )

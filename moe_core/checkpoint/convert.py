@@ -16,14 +16,12 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moe_core.base.checks import require_at_least, require_flag, require_kind
-from moe_core.checkpoint.config import read_json
-from moe_core.checkpoint.inside import inside
+from moe_core.checkpoint.config import inside, read_json
 from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
 from moe_core.checkpoint.packing import Packing, packing_for
 from moe_core.checkpoint.quantized import module_of
@@ -120,18 +118,13 @@ def convert_checkpoint(
         )
     packing = packing_for(format, checkpoint.family == "gpt_oss")
     conversion = _Conversion(checkpoint, packing, allow_not_finite, progress)
-    conversion.require_sizes()
-    side_files = _side_files(checkpoint.path)
+    named = [path for path in checkpoint.path.iterdir() if path.suffix in _SIDE_FILES and path.name not in _OWN_FILES]
+    # A link that leads out of the checkpoint is refused: its target would be published.
+    side_files = [path for path in named if inside(checkpoint.path, path.name).is_file()]
     with Shards("destination", destination, shard_bytes) as shards:
         shards.extend(conversion.tensors())
         shards.finish(conversion.settings(), side_files)
     return conversion.report()
-
-
-def _side_files(directory: Path) -> list[Path]:
-    """Refuses a link that leads out of the checkpoint: its target would be published."""
-    named = [path for path in directory.iterdir() if path.suffix in _SIDE_FILES and path.name not in _OWN_FILES]
-    return [path for path in named if inside(directory, path.name).is_file()]
 
 
 class _Conversion:
@@ -166,12 +159,11 @@ class _Conversion:
                 self._weights |= {part.tensor: (layer, field) for part in parts}
                 self._turned |= {part.tensor for part in parts if len(part.shape) == 3 and part.is_turned != in_out}
 
-    def require_sizes(self) -> None:
-        sizes = self._checkpoint.architecture
+        sizes = checkpoint.architecture
         shapes = {"gate_up": (sizes.d_ff, sizes.expert_width), "down": (sizes.expert_width, sizes.d_ff)}
         for name, (_, field) in self._weights.items():
             try:
-                quantized_shapes(QuantizedSpec(self._packing.format), shapes[field])
+                quantized_shapes(QuantizedSpec(packing.format), shapes[field])
             except InvalidInput as problem:
                 raise InvalidInput(f"{name} cannot be quantised: {problem}") from problem
 
@@ -214,7 +206,9 @@ class _Conversion:
         if per_expert is None:
             turn = name in self._turned
             quantized = [self._matrix(name, matrix.T if turn else matrix) for matrix in matrices]
-            yield from self._packing.tensors(module, _stacked(quantized), fused=fused)
+            arrays = zip(*(dict(named_fields(matrix)).values() for matrix in quantized), strict=True)
+            stacked = QuantizedTensor(quantized[0].spec, *map(np.stack, arrays))
+            yield from self._packing.tensors(module, stacked, fused=fused)
             return
         experts = module.rpartition(".")[0]
         names = per_expert[-1:] if weight[1] == "down" else per_expert[:-1]
@@ -242,8 +236,3 @@ class _Conversion:
             for layer in self._checkpoint.moe_layers
         )
         return ConversionReport(self._packing.format, layers, self._before, self._after, tuple(self._not_finite))
-
-
-def _stacked(tensors: list[QuantizedTensor]) -> QuantizedTensor:
-    arrays = zip(*(dict(named_fields(tensor)).values() for tensor in tensors), strict=True)
-    return QuantizedTensor(tensors[0].spec, *map(np.stack, arrays))

@@ -22,7 +22,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor, Scheme
 from moe_core.layers.around import LayerPart
 from moe_core.layers.weights import layer_parts, layer_router
-from moe_core.specs import ExpertWeights, MoESpec, RouterWeights, SharedExpert, named_fields
+from moe_core.specs import ExpertWeights, MoESpec, RouterWeights, SharedExpert
 
 #: Endings of tensor names in quantised storage only.
 _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "weight_packed", "qweight")
@@ -68,17 +68,13 @@ class MoELayer:
         The router and fp32 biases are kept; other plain weights and biases are cast.
         """
 
-        def bundle(weights: Any) -> Any:
-            plain = {
-                name: quantized.plain_array(array, dtype)
-                for name, array in named_fields(weights)
-                if not (name.endswith("_bias") and array.dtype.name == "float32")
-            }
-            return dataclasses.replace(weights, **plain)
+        def is_cast(name: str, array: Any) -> bool:
+            return not (name.endswith("_bias") and array.dtype.name == "float32")
 
-        parts = {name: getattr(self, name) for name in ("shared", "before", "after", "output")}
-        plain = {name: bundle(part) for name, part in parts.items() if part is not None}
-        return dataclasses.replace(self, experts=bundle(self.experts), scheme=None, **plain)
+        parts = {name: getattr(self, name) for name in ("experts", "shared", "before", "after", "output")}
+        present = {name: part for name, part in parts.items() if part is not None}
+        plain = {name: quantized.plain_bundle(part, dtype, is_cast) for name, part in present.items()}
+        return dataclasses.replace(self, scheme=None, **plain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +112,17 @@ class Checkpoint:
         of range or without experts, missing tensors, and shapes or dtypes that disagree; Unsupported for quantised
         tensors that config.json does not describe.
         """
-        self._require_moe_layer(layer)
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self.num_layers:
+            raise InvalidInput(
+                f"layer must be an integer from 0 to {self.num_layers - 1}, got {layer!r}; {self.path} has "
+                f"{self.num_layers} layers"
+            )
+        if layer not in self.moe_layers:
+            first = f"the first MoE layer is {self.moe_layers[0]}" if self.moe_layers else "no layer has experts"
+            raise InvalidInput(
+                f"layer must be one with experts ({self.architecture.moe_layers_rule}), got {layer}, which is dense; "
+                f"{first}"
+            )
         names = self._names(layer)
         with StackReader(self.index) as reader:
             if self.packing is None:
@@ -163,19 +169,6 @@ class Checkpoint:
         quantized.refuse_unread(self.index, names.block, stacks)
         return architecture, stacks
 
-    def _require_moe_layer(self, layer: int) -> None:
-        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self.num_layers:
-            raise InvalidInput(
-                f"layer must be an integer from 0 to {self.num_layers - 1}, got {layer!r}; {self.path} has "
-                f"{self.num_layers} layers"
-            )
-        if layer not in self.moe_layers:
-            first = f"the first MoE layer is {self.moe_layers[0]}" if self.moe_layers else "no layer has experts"
-            raise InvalidInput(
-                f"layer must be one with experts ({self.architecture.moe_layers_rule}), got {layer}, which is dense; "
-                f"{first}"
-            )
-
     def block(self, layer: int) -> str:
         """The prefix of the layer's router and experts: `model.layers.3.mlp.`."""
         return self._names(layer).block
@@ -203,7 +196,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> None:
-    """Refuse packed blocks or scales that config.json does not mention."""
     for name in index.below(block):
         if name.endswith(_QUANTISED):
             raise Unsupported(
@@ -213,7 +205,6 @@ def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> No
 
 
 def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, Stack], reader: StackReader) -> None:
-    """Refuse biases or shared experts that config.json does not mention."""
     read = {part.tensor for stack in stacks.values() for part in stack.parts}
     modules = sorted({name.removesuffix("weight") for name in read if name.endswith(".weight")})
     held = [(module, name) for module in modules for name in index.below(module)]

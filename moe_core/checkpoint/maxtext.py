@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.base import WEIGHT_LAYOUTS
-from moe_core.base.checks import require_at_least, require_kind
+from moe_core.base import WEIGHT_LAYOUTS, require_at_least, require_kind
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.convert import convert_weights
 from moe_core.layers.spec import MAXTEXT, MoELayerSpec, Storage

@@ -90,29 +90,22 @@ class Packing:
 
 def mxfp4_packing(scheme: Scheme, settings: Mapping[str, Any]) -> Packing:
     """gpt-oss: 16 bytes of two elements in an axis of their own."""
-
-    def values_shape(rows: int, columns: int) -> Shape:
-        return rows, columns // (2 * _MX_BYTES), _MX_BYTES
-
-    def join(blocks: np.ndarray) -> np.ndarray:
-        return blocks.reshape(*blocks.shape[:-2], -1)
-
-    def split(packed: np.ndarray) -> np.ndarray:
-        return packed.reshape(*packed.shape[:-1], -1, _MX_BYTES)
-
-    values = Component("values", "_blocks", ("U8",), values_shape, join, split)
+    values = Component(
+        "values",
+        "_blocks",
+        ("U8",),
+        lambda rows, columns: (rows, columns // (2 * _MX_BYTES), _MX_BYTES),
+        decode=lambda blocks: blocks.reshape(*blocks.shape[:-2], -1),
+        encode=lambda packed: packed.reshape(*packed.shape[:-1], -1, _MX_BYTES),
+    )
     return Packing(scheme, (values, _e8m0_scales(scheme.weights, "_scales")), settings)
 
 
 def plain_packing(scheme: Scheme, settings: Mapping[str, Any], scale_suffix: str = ".weight_scale") -> Packing:
     """Values and scales as in our arrays: fp8, int-quantized, float-quantized, mxfp4-pack, mxfp8."""
     format = scheme.weights
-
-    def values_shape(rows: int, columns: int) -> Shape:
-        return quantized_shapes(QuantizedSpec(format), (rows, columns)).values
-
     suffix = ".weight" if format.own_element.per_byte == 1 else ".weight_packed"
-    values = Component("values", suffix, _ELEMENT_HEADERS[format.element], values_shape)
+    values = Component("values", suffix, _ELEMENT_HEADERS[format.element], _shape(format, "values"))
     if format.has_e8m0_scales:
         scales = _e8m0_scales(format, scale_suffix)
     elif format.group_rows is None:
@@ -121,7 +114,7 @@ def plain_packing(scheme: Scheme, settings: Mapping[str, Any], scale_suffix: str
         scales = Component("scales", scale_suffix, _SCALE_HEADERS, lambda rows, columns: (1,), decode, encode)
     else:
         # e8m0 scales of DeepSeek's later files become numbers.
-        scales = Component("scales", scale_suffix, (*_SCALE_HEADERS, "F8_E8M0"), _scales_shape(format))
+        scales = Component("scales", scale_suffix, (*_SCALE_HEADERS, "F8_E8M0"), _shape(format, "scales"))
     return Packing(scheme, (values, scales), settings)
 
 
@@ -151,26 +144,24 @@ def words_packing(scheme: Scheme, settings: Mapping[str, Any]) -> Packing:
     def words_to_bytes(array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array).view(np.uint8)
 
-    def values_shape(rows: int, columns: int) -> Shape:
-        return rows, words(columns)
-
     def points_shape(rows: int, columns: int) -> Shape:
-        return words(rows), _scales_shape(format)(rows, columns)[1]
+        return words(rows), scales.file_shape(rows, columns)[1]
 
-    values = Component("values", ".weight_packed", ("I32",), values_shape, words_to_bytes, pad_to_words)
-    scales = Component("scales", ".weight_scale", _SCALE_HEADERS, _scales_shape(format))
+    shapes = (lambda rows, columns: (rows, words(columns))), words_to_bytes, pad_to_words
+    values = Component("values", ".weight_packed", ("I32",), *shapes)
+    scales = Component("scales", ".weight_scale", _SCALE_HEADERS, _shape(format, "scales"))
     points = Component("zero_points", ".weight_zero_point", ("I32",), points_shape, words_to_points, points_to_words)
     components = (values, scales, points) if format.zero_points else (values, scales)
     return Packing(scheme, components, settings, stores_shape=True)
 
 
-def _scales_shape(format: Format) -> Callable[[int, int], Shape]:
-    return lambda rows, columns: quantized_shapes(QuantizedSpec(format), (rows, columns)).scales
+def _shape(format: Format, field: str) -> Callable[[int, int], Shape]:
+    return lambda rows, columns: getattr(quantized_shapes(QuantizedSpec(format), (rows, columns)), field)
 
 
 def _e8m0_scales(format: Format, suffix: str) -> Component:
     # Bytes are viewed, never converted.
-    return Component("scales", suffix, _E8M0_HEADERS, _scales_shape(format), lambda scale: scale.view(np.uint8))
+    return Component("scales", suffix, _E8M0_HEADERS, _shape(format, "scales"), lambda scale: scale.view(np.uint8))
 
 
 def packing_for(format: Format, interleaved: bool) -> Packing:

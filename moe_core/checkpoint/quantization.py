@@ -39,7 +39,12 @@ def read_quantization(settings: Any, family: str) -> Packing | None:
             raise _unsupported(f"quant_method mxfp4 for {family}", "only gpt_oss is published in it")
         return mxfp4_packing(Scheme("mxfp4_w4a16", MXFP4), settings)
     if method == "fp8":
-        return _fp8(settings)
+        if settings.get("weight_block_size") != _BLOCK:
+            raise _unsupported(f"weight_block_size {settings.get('weight_block_size')!r}", f"it must be {_BLOCK}")
+        for key, wanted in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("expert_dtype", "fp8")):
+            if settings.get(key, wanted) != wanted:
+                raise _unsupported(f"{key} {settings[key]!r}", f"it must be {wanted!r}")
+        return plain_packing(Scheme("fp8_block", FP8_BLOCK, FP8_GROUP), settings, ".weight_scale_inv")
     if method == "compressed-tensors":
         return _compressed_tensors(settings)
     raise _unsupported(f"quant_method {method!r}", f"the methods that can be read are {', '.join(METHODS)}")
@@ -47,16 +52,6 @@ def read_quantization(settings: Any, family: str) -> Packing | None:
 
 def _unsupported(what: str, why: str) -> Unsupported:
     return Unsupported(f"quantization_config in config.json has {what}; {why}: dequantise to bfloat16 first")
-
-
-def _fp8(settings: Mapping[str, Any]) -> Packing:
-    """DeepSeek's: e4m3 in blocks of 128 x 128, activations in groups of 128."""
-    if settings.get("weight_block_size") != _BLOCK:
-        raise _unsupported(f"weight_block_size {settings.get('weight_block_size')!r}", f"it must be {_BLOCK}")
-    for key, wanted in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("expert_dtype", "fp8")):
-        if settings.get(key, wanted) != wanted:
-            raise _unsupported(f"{key} {settings[key]!r}", f"it must be {wanted!r}")
-    return plain_packing(Scheme("fp8_block", FP8_BLOCK, FP8_GROUP), settings, ".weight_scale_inv")
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from moe_core.checkpoint.storage import Part, Stack, TensorIndex
 from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedShapes, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.quantize.reference import dequantize
+from moe_core.specs import named_fields
 
 #: Stacks of a quantised weight.
 ARRAYS = (".values", ".scales", ".zero_points")
@@ -103,7 +104,6 @@ def _apart(name: str, stack: Stack) -> dict[str, Stack]:
 
 
 def _component_stack(stack: Stack, shapes: QuantizedShapes, packing: Packing, component: Component) -> Stack:
-    """One array of a quantised weight. shapes: of the whole weight's arrays."""
     format = packing.format
     dtypes_of = format.scale_dtypes if component.field == "scales" else (format.own_element.dtype,)
     parts = []
@@ -144,7 +144,13 @@ def assemble(arrays: Mapping[str, np.ndarray], packing: Packing) -> dict[str, An
     return fields
 
 
-def plain_array(array: Any, dtype: str) -> np.ndarray:
-    if isinstance(array, QuantizedTensor):
-        return dequantize(array, dtype)
-    return array.astype(dtypes.numpy_dtype(dtype), copy=False)
+def plain_bundle(bundle: Any, dtype: str, which: Callable[[str, Any], bool] = lambda name, array: True) -> Any:
+    """A bundle with the fields that `which` selects as plain arrays in `dtype`."""
+
+    def plain(array: Any) -> np.ndarray:
+        if isinstance(array, QuantizedTensor):
+            return dequantize(array, dtype)
+        return array.astype(dtypes.numpy_dtype(dtype), copy=False)
+
+    fields = {name: plain(array) for name, array in named_fields(bundle) if which(name, array)}
+    return dataclasses.replace(bundle, **fields)

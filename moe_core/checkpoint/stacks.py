@@ -143,7 +143,8 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
     if names.table:
         assert architecture.spec.router is not None
         shape = (architecture.vocab_size, architecture.spec.router.require_top_k())
-        part = Part(names.table, shape, decode=_to_int32, encode=_to_int64)
+        casts = (lambda ids: ids.astype(np.int32)), (lambda ids: ids.astype(np.int64))
+        part = Part(names.table, shape, (), *casts)
         stacks["router.table"] = Stack(shape, (part,), dtype="int32", accepts=("I64", "I32"))
     elif architecture.correction_bias:
         shape = (1, num_experts) if architecture.naming.bias_row else (num_experts,)
@@ -166,14 +167,6 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         turned = one.role == "weight" and architecture.spec.weight_layout == "in_out"
         stacks[one.name] = Stack(one.shape, (_part(names.around[one.name], one.shape, turned=turned),))
     return stacks
-
-
-def _to_int32(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.int32)
-
-
-def _to_int64(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.int64)
 
 
 def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:

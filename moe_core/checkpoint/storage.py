@@ -21,8 +21,7 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.base.files import TensorFile, open_file
-from moe_core.checkpoint.config import read_json
-from moe_core.checkpoint.inside import inside, require_relative
+from moe_core.checkpoint.config import inside, read_json, require_relative
 from moe_core.errors import InvalidInput, Unsupported
 
 FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -268,10 +267,12 @@ class StackReader(contextlib.ExitStack):
                 # Tensors with another number of axes are read at once.
                 whole = len(part.shape) != target.ndim
                 for piece in [slice(0, len(target))] if whole else _pieces(target):
-                    if part.decode is None and _is_as_stored(source, target):
-                        source.read_into(piece, target[piece])
-                    elif part.decode is None:
-                        target[piece] = source[piece]
+                    if part.decode is None:
+                        same = _NUMPY_DTYPES[source.get_dtype()] == target.dtype
+                        if same and target.flags.c_contiguous and target.ndim:
+                            source.read_into(piece, target[piece])
+                        else:
+                            target[piece] = source[piece]
                     else:
                         # A matrix is one piece, because the tensor may pack its rows. Words may have padding at the
                         # end.
@@ -289,10 +290,6 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _is_as_stored(source: RawTensor, target: np.ndarray) -> bool:
-    return _NUMPY_DTYPES[source.get_dtype()] == target.dtype and target.flags.c_contiguous and target.ndim > 0
 
 
 def _pieces(target: np.ndarray) -> Iterator[slice]:

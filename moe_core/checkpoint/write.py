@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.base.checks import require_at_least, require_choice
+from moe_core.base import require_at_least, require_choice
 from moe_core.base.files import file_writer, path_of, whole_file
 from moe_core.checkpoint.config import settings_of
 from moe_core.checkpoint.families import Architecture, architecture_of, text_model

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.base import dtypes
+from moe_core.base import dtypes, plan_type
 from moe_core.base.checks import require_at_least, require_choice, require_flag, require_kind
-from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 
 

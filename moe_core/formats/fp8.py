@@ -19,13 +19,8 @@ FP8_BLOCK = register_format(Format("fp8_block", "e4m3", BLOCK, BLOCK))
 FP8_GROUP = register_format(Format("fp8_group", "e4m3", 1, BLOCK))
 
 
-def power_of_two_scales(format: Format) -> Format:
-    """The format with scales rounded up to powers of two: `fp8_block` -> `fp8_block_pow2`."""
-    return dataclasses.replace(format, name=f"{format.name}_pow2", scale_rule="power_of_two")
-
-
 FP8_TENSOR_POW2, FP8_CHANNEL_POW2, FP8_TOKEN_POW2, FP8_BLOCK_POW2, FP8_GROUP_POW2 = (
-    register_format(power_of_two_scales(format))
+    register_format(dataclasses.replace(format, name=f"{format.name}_pow2", scale_rule="power_of_two"))
     for format in (FP8_TENSOR, FP8_CHANNEL, FP8_TOKEN, FP8_BLOCK, FP8_GROUP)
 )
 

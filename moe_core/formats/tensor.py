@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moe_core.base import WEIGHT_LAYOUTS, ArraySpec
-from moe_core.base.checks import require_choice, require_kind
-from moe_core.base.codec import plan_type
+from moe_core.base import WEIGHT_LAYOUTS, ArraySpec, plan_type, require_choice, require_kind
 from moe_core.base.dtypes import canonical, itemsize
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format

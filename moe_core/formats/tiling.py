@@ -37,8 +37,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_core.base.checks import require_at_least, require_choice
-from moe_core.base.codec import plan_type
+from moe_core.base import plan_type, require_at_least, require_choice
 from moe_core.errors import InvalidInput
 from moe_core.formats.format import Format
 

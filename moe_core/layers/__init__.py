@@ -5,6 +5,7 @@ from moe_core.layers.around import LayerPart as LayerPart
 from moe_core.layers.around import OutputSpec as OutputSpec
 from moe_core.layers.convert import convert_weights as convert_weights
 from moe_core.layers.convert import placements as placements
+from moe_core.layers.convert import tiled_specs as tiled_specs
 from moe_core.layers.costs import LayerCost as LayerCost
 from moe_core.layers.costs import layer_cost as layer_cost
 from moe_core.layers.parameter import Parameter as Parameter
@@ -17,5 +18,4 @@ from moe_core.layers.spec import ExpertsSpec as ExpertsSpec
 from moe_core.layers.spec import MoELayerSpec as MoELayerSpec
 from moe_core.layers.spec import SharedExpertsSpec as SharedExpertsSpec
 from moe_core.layers.spec import Storage as Storage
-from moe_core.layers.tiling import tiled_specs as tiled_specs
 from moe_core.layers.weights import LayerWeights as LayerWeights

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from moe_core.base import plan_type
 from moe_core.base.checks import finite_float, require_at_least, require_choice, require_flag, require_kind
-from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 from moe_core.specs import NormSpec
 

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.base.checks import require_kind
-from moe_core.errors import Unsupported
-from moe_core.layers.spec import Storage
+from moe_core.base import require_kind
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import QuantizedSpec, Tiling
+from moe_core.layers.spec import MoELayerSpec, Storage
 from moe_core.layers.weights import LayerWeights
+from moe_core.ops.prepack.prepack import order_for
 
 Place = tuple[Any, ...]
 WHOLE: Place = (...,)
@@ -103,3 +105,21 @@ def convert_weights(weights: LayerWeights, storage: Storage) -> LayerWeights:
             arrays[name] = np.empty(shapes[name], array.dtype)
         arrays[name][place] = array
     return LayerWeights.from_named(arrays, spec, storage)
+
+
+def tiled_specs(spec: MoELayerSpec, storage: Storage) -> dict[str, QuantizedSpec]:
+    """The specs of `experts.gate_up` and `experts.down` in a prepacked layer. storage: of the layer.
+
+    Raises InvalidInput for experts that are not quantised `out_in`, or that cannot be tiled.
+    """
+    scheme = spec.experts.scheme
+    if scheme is None or storage.weight_layout != "out_in":
+        raise InvalidInput(
+            f"prepack_weights takes layers of quantised experts stored out_in, got scheme {scheme} and "
+            f"{storage.weight_layout}; make it with ExpertsSpec(scheme=..., weight_layout='out_in')"
+        )
+    order = order_for(storage.gate_layout if spec.gated else None, "experts.gate_up")
+    rows = 2 * spec.d_ff if spec.gated else spec.d_ff
+    gate_up, down = Tiling(rows, spec.d_model, order), Tiling(spec.d_model, spec.d_ff, "rows")
+    tilings = {"experts.gate_up": gate_up, "experts.down": down}
+    return {name: QuantizedSpec(scheme.weights, tiling=tiling) for name, tiling in tilings.items()}

@@ -63,20 +63,16 @@ def layer_plans(
         last.projection(rows, spec.d_model, moe_spec)
     if shared is not None and operands.shared is None:
         last.shared(x, shared, moe_spec)
-    _output_plans(last, x, spec)
+    output = spec.output
+    if output is not None and output.norm is not None and not output.of_experts:
+        last.norm(x, output.norm)
+    if output is not None and output.bias:
+        last.rows_of_bias(*x.shape)
     forward = (*first.forward, *whole, *last.forward)
     if not training:
         return forward, ()
     backward = (*reversed(last.backward), *steps[1:], *reversed(first.backward))
     return forward, (*first.forward, *steps[:1], *last.forward, *backward)
-
-
-def _output_plans(plans: StagePlans, x: ArraySpec, spec: MoELayerSpec) -> None:
-    output = spec.output
-    if output is not None and output.norm is not None and not output.of_experts:
-        plans.norm(x, output.norm)
-    if output is not None and output.bias:
-        plans.rows_of_bias(*x.shape)
 
 
 def _routing_plans(

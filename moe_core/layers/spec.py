@@ -10,16 +10,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from moe_core.base import WEIGHT_LAYOUTS, dtypes
-from moe_core.base.checks import (
-    finite_float,
-    require_at_least,
-    require_choice,
-    require_flag,
-    require_flags,
-    require_kind,
-)
-from moe_core.base.codec import plan_type
+from moe_core.base import WEIGHT_LAYOUTS, checks, dtypes, plan_type
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, Scheme
 from moe_core.layers.around import LatentSpec, OutputSpec
@@ -54,11 +45,11 @@ class ExpertsSpec:
     scheme: Scheme | None = None
 
     def __post_init__(self) -> None:
-        require_kind("activation", self.activation, Activation)
-        require_kind("scheme", self.scheme, Scheme, optional=True)
-        require_flag("bias", self.bias)
+        checks.require_kind("activation", self.activation, Activation)
+        checks.require_kind("scheme", self.scheme, Scheme, optional=True)
+        checks.require_flag("bias", self.bias)
         if self.weight_layout is not None:
-            require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+            checks.require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         if not self.activation.gated:
             if self.gate_layout is not None:
                 raise InvalidInput(
@@ -73,7 +64,7 @@ class ExpertsSpec:
                 )
             object.__setattr__(self, "gate_layout", stated)
         if self.gate_layout is not None:
-            require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
+            checks.require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
         # Equal choices must be equal specs.
         plain = dataclasses.replace(self.activation, gate_layout=self.gate_layout or _UNSTATED_GATE_LAYOUT)
         object.__setattr__(self, "activation", plain)
@@ -95,9 +86,9 @@ class SharedExpertsSpec:
     activation: Activation | None = None
 
     def __post_init__(self) -> None:
-        require_at_least("shared_experts.d_ff", self.d_ff, 1)
-        require_flag("shared_experts.gate", self.gate)
-        require_kind("shared_experts.activation", self.activation, Activation, optional=True)
+        checks.require_at_least("shared_experts.d_ff", self.d_ff, 1)
+        checks.require_flag("shared_experts.gate", self.gate)
+        checks.require_kind("shared_experts.activation", self.activation, Activation, optional=True)
         if self.activation is not None and self.activation.gate_layout not in (_UNSTATED_GATE_LAYOUT, None):
             raise InvalidInput(
                 f"shared_experts.activation must state no gate_layout, got {self.activation.gate_layout!r}; the layout "
@@ -165,17 +156,17 @@ class MoELayerSpec:
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_experts", "top_k"):
-            require_at_least(name, getattr(self, name), 1)
-        require_kind("router", self.router, RouterSpec)
-        require_kind("experts", self.experts, ExpertsSpec)
-        require_kind("shared_experts", self.shared_experts, SharedExpertsSpec, optional=True)
-        require_kind("tuning", self.tuning, Tuning, optional=True)
-        require_kind("router_norm", self.router_norm, NormSpec, optional=True)
-        require_kind("output", self.output, OutputSpec, optional=True)
-        require_kind("latent", self.latent, LatentSpec, optional=True)
-        require_at_least("token_table", self.token_table, 0)
+            checks.require_at_least(name, getattr(self, name), 1)
+        checks.require_kind("router", self.router, RouterSpec)
+        checks.require_kind("experts", self.experts, ExpertsSpec)
+        checks.require_kind("shared_experts", self.shared_experts, SharedExpertsSpec, optional=True)
+        checks.require_kind("tuning", self.tuning, Tuning, optional=True)
+        checks.require_kind("router_norm", self.router_norm, NormSpec, optional=True)
+        checks.require_kind("output", self.output, OutputSpec, optional=True)
+        checks.require_kind("latent", self.latent, LatentSpec, optional=True)
+        checks.require_at_least("token_table", self.token_table, 0)
         flags = ("router_bias", "correction_bias", "apply_router_weight_on_input", "allow_tf32", "expert_scale")
-        require_flags(self, *flags)
+        checks.require_flags(self, *flags)
         if self.router.top_k not in (None, self.top_k):
             raise InvalidInput(
                 f"router.top_k must be the layer's top_k = {self.top_k}, got {self.router.top_k}; leave it out"
@@ -203,7 +194,7 @@ class MoELayerSpec:
         self._check_around()
         if self.sparse_mixer is not None:
             self._check_sparse_mixer()
-        require_kind("token_rounding", self.token_rounding, TokenRounding, optional=True)
+        checks.require_kind("token_rounding", self.token_rounding, TokenRounding, optional=True)
         if self.token_rounding is not None:
             check_token_rounding(self)
         if self.experts.scheme is not None:
@@ -236,7 +227,7 @@ class MoELayerSpec:
             raise InvalidInput(f"{name} must be left out beside {kind}, got True; leave one of the two out")
 
     def _check_sparse_mixer(self) -> None:
-        object.__setattr__(self, "sparse_mixer", finite_float("sparse_mixer", self.sparse_mixer))
+        object.__setattr__(self, "sparse_mixer", checks.finite_float("sparse_mixer", self.sparse_mixer))
         if self.sparse_mixer is not None and self.sparse_mixer < 0:
             raise InvalidInput(f"sparse_mixer must be at least 0, got {self.sparse_mixer}; pass the jitter's epsilon")
         if self.router != RouterSpec(2) or self.correction_bias or self.token_table:

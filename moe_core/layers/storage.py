@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base import WEIGHT_LAYOUTS
-from moe_core.base.checks import require_choice
-from moe_core.base.codec import plan_type
+from moe_core.base import WEIGHT_LAYOUTS, plan_type, require_choice
 from moe_core.specs import MoESpec
 from moe_core.specs.matmul import GATE_LAYOUTS
 

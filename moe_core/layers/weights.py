@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.base import dtypes
-from moe_core.base.checks import require_choice, require_kind
+from moe_core.base import dtypes, require_choice, require_kind
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, known_scheme
 from moe_core.layers.around import LatentSpec, LayerPart, OutputSpec

@@ -8,12 +8,12 @@ from moe_core.parallel.cost import predict as predict
 from moe_core.parallel.cost import simulate as simulate
 from moe_core.parallel.header import PeerFailed as PeerFailed
 from moe_core.parallel.header import compare_headers as compare_headers
-from moe_core.parallel.links import Link as Link
-from moe_core.parallel.links import LinkTiming as LinkTiming
-from moe_core.parallel.links import fit_link as fit_link
+from moe_core.parallel.machine import Link as Link
+from moe_core.parallel.machine import LinkTiming as LinkTiming
 from moe_core.parallel.machine import Machine as Machine
 from moe_core.parallel.machine import MachineRecord as MachineRecord
 from moe_core.parallel.machine import choose_mode as choose_mode
+from moe_core.parallel.machine import fit_link as fit_link
 from moe_core.parallel.machine import machine_of as machine_of
 from moe_core.parallel.placement import Move as Move
 from moe_core.parallel.placement import Placement as Placement

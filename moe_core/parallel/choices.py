@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_core.base.checks import as_integer
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, as_integer
 from moe_core.formats import Format
 from moe_core.layers.spec import MoELayerSpec
 from moe_core.parallel.cost import predict

@@ -20,16 +20,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_core.base import dtypes
+from moe_core.base import INT32_LIMIT, dtypes
 from moe_core.base.checks import as_integer, finite_float, require_flag, require_kind
-from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
-from moe_core.formats import QuantizedSpec, quantized_shapes
 from moe_core.layers.spec import HUGGING_FACE, MoELayerSpec
 from moe_core.parallel.bounds import bounds_of, runs_in_lanes
 from moe_core.parallel.exchange import owners_of, physical_ids
-from moe_core.parallel.links import Link
-from moe_core.parallel.machine import Machine, machine_of
+from moe_core.parallel.machine import Link, Machine, machine_of
+from moe_core.parallel.messages import quantized_bytes
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec, refuse_chunks
 from moe_core.trace import RoutingTrace
@@ -101,12 +99,6 @@ class Prediction:
     def exchange_us(self) -> float:
         """All stages but compute."""
         return sum(us for name, us in self.stages if name != "compute")
-
-    def hidden_for(self, efficiency: float) -> float:
-        """Return the share of the exchange that must overlap for this efficiency; above 1: impossible."""
-        compute = dict(self.stages)["compute"]
-        exposed = self.alone_us / efficiency - compute
-        return max(0.0, 1 - exposed / self.exchange_us) if self.exchange_us else 0.0
 
     def __str__(self) -> str:
         stages = ", ".join(f"{name} {us:.0f}" for name, us in self.stages)
@@ -249,11 +241,17 @@ def _price(
             f"machine must have a network for {ranks} ranks in domains of {machine.domain}, got None; pass a Link"
         )
     uneven = float(traffic.slots.max() * ranks)
+    slot, token, expert, dense = _work(layer)
+    most = float(traffic.slots.max()) * ranks * tokens * layer.top_k
+    read = min(per_rank, most * tensor) * expert / tensor
     if machine.products is None:
-        alone, share = _alone_us(layer, tokens, machine), _share_us(layer, tokens, machine, traffic, per_rank, tensor)
+        touched = min(layer.num_experts, tokens * layer.top_k)
+        alone = _roofline_us(machine, tokens * (layer.top_k * slot + token), touched * expert + dense)
+        share = _roofline_us(machine, most * slot + tokens * token, read + dense)
     else:
         alone, share = machine.products[0], machine.products[1] * uneven
-    plain, sent = layer.d_model * dtypes.itemsize(_DTYPE), _row_bytes(layer, spec)
+    plain = layer.d_model * dtypes.itemsize(_DTYPE)
+    sent = plain if spec.format is None else sum(size for *_, size in quantized_bytes(spec, layer.d_model))
     out, back = _rows(layer, tokens * tensor, spec, traffic, per_rank)
     near = machine.link(spec.mode)
     stages = [("dispatch", _push_us(out, sent, machine, near)), ("combine", _push_us(back, plain, machine, near))]
@@ -267,16 +265,22 @@ def _price(
         alone, share = 3 * alone, 3 * share
     hidden = 0.0
     if spec.mode == "peer":
-        hidden = _hidden_us(layer, share, _push_us(back, plain, machine, near), training)
+        # Rows travel home during product 2, one of 3 equal matrices, and the last product of a backward, the others.
+        combine, matrices = _push_us(back, plain, machine, near), 3 if layer.gated else 2
+        each = share / 3 / matrices
+        hidden = min(combine, share / matrices)
+        if training:
+            hidden = min(combine, each) + min(combine, (matrices - 1) * each)
     if spec.mode == "all_to_all" and ranks > 1:
         far = machine.network if machine.network is not None and ranks > machine.domain else near
         stages.insert(0, ("counts", far.latency_us))
     # The last product already sent its rows. The rest of their way does not overlap.
     stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
     others = sum(us for _, us in stages) - stored
-    weights = _read_bytes(layer, _most_slots(layer, tokens, traffic), per_rank, tensor) / machine.memory / 1e3
     if runs_in_lanes(spec):
-        exposed = _exposed_in_lanes(share, others, stored, hidden, spec.chunks, weights)
+        # The first chunk's arrival and the last product 2 do not overlap.
+        again = _SHARING * share + _READ_AGAIN * (read / machine.memory / 1e3) * (spec.chunks - 1)
+        exposed = (others + stored - hidden) / spec.chunks + max(0.0, others + stored - share) + again
     else:
         # The first chunk's arrival and the last chunk's way back do not overlap.
         uncovered = max(0.0, (others - share) * (1 - 1 / spec.chunks))
@@ -286,33 +290,6 @@ def _price(
     stages.insert(1 + [name for name, _ in stages].index("dispatch"), ("compute", share))
     bound = max(parts, key=lambda name: parts[name])
     return Prediction(ranks * tensor, tokens, tuple(stages), share + exposed, alone, uneven, bound)
-
-
-def _hidden_us(layer: MoELayerSpec, share: float, combine: float, training: bool) -> float:
-    """How long rows travel home during products (share: us). combine: us of one way."""
-    # Product 2 uses one of 3 equal matrices, the last product of a backward the others.
-    matrices = 3 if layer.gated else 2
-    if not training:
-        return min(combine, share / matrices)
-    each = share / 3 / matrices
-    return min(combine, each) + min(combine, (matrices - 1) * each)
-
-
-def _exposed_in_lanes(share: float, others: float, stored: float, hidden: float, chunks: int, weights: float) -> float:
-    """Time of a forward in lanes beyond products. others, stored: us of rows sent before and by product 2 (it hides
-    `hidden`)."""
-    # The first chunk's arrival and the last product 2 do not overlap.
-    ends = (others + stored - hidden) / chunks
-    again = _SHARING * share + _READ_AGAIN * weights * (chunks - 1)
-    return ends + max(0.0, others + stored - share) + again
-
-
-def _row_bytes(layer: MoELayerSpec, spec: ExchangeSpec) -> int:
-    if spec.format is None:
-        return layer.d_model * dtypes.itemsize(_DTYPE)
-    shapes = quantized_shapes(QuantizedSpec(spec.format), (1, layer.d_model))
-    values = shapes.values[-1] * dtypes.itemsize(spec.format.own_element.dtype)
-    return values + shapes.scales[-1] * dtypes.itemsize(spec.format.scale_dtypes[0])
 
 
 def _rows(
@@ -360,26 +337,3 @@ def _work(layer: MoELayerSpec) -> tuple[float, float, float, float]:
 
 def _roofline_us(machine: Machine, operations: float, size: float) -> float:
     return max(operations / machine.tflops / 1e6, size / machine.memory / 1e3)
-
-
-def _alone_us(layer: MoELayerSpec, tokens: int, machine: Machine) -> float:
-    slot, token, expert, others = _work(layer)
-    touched = min(layer.num_experts, tokens * layer.top_k)
-    return _roofline_us(machine, tokens * (layer.top_k * slot + token), touched * expert + others)
-
-
-def _share_us(
-    layer: MoELayerSpec, tokens: int, machine: Machine, traffic: Traffic, per_rank: int, tensor: int
-) -> float:
-    slot, token, _, others = _work(layer)
-    slots = _most_slots(layer, tokens, traffic)
-    size = _read_bytes(layer, slots, per_rank, tensor) + others
-    return _roofline_us(machine, slots * slot + tokens * token, size)
-
-
-def _most_slots(layer: MoELayerSpec, tokens: int, traffic: Traffic) -> float:
-    return float(traffic.slots.max()) * len(traffic.slots) * tokens * layer.top_k
-
-
-def _read_bytes(layer: MoELayerSpec, slots: float, per_rank: int, tensor: int) -> float:
-    return min(per_rank, slots * tensor) * _work(layer)[2] / tensor

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_core.base.checks import require_choice
+from moe_core.base import require_choice
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parallel.placement import Placement

@@ -56,11 +56,6 @@ class Header(NamedTuple):
     def of_experts(self, digest: int) -> Header:
         return self._replace(options=self.options ^ (digest & _DIGEST) << 14)
 
-    def on_tensor_axis(self, tokens: int, rank: int) -> Header:
-        """Return the header for the tensor axis, with its ranks' tokens and their rank on the other axis."""
-        others = self.tensor & ~(0x1FFF << 14)
-        return self._replace(tokens=tokens, tensor=others | (rank & 0x1FFF) << 14)
-
 
 FAILED = (0,) * len(Header._fields)
 

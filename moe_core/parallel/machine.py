@@ -3,20 +3,103 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from moe_core.base import INT32_LIMIT
 from moe_core.base.checks import as_integer, finite_float, require_choice, require_flag, require_kind, set_integer
-from moe_core.base.files import load_json, whole_file
-from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
-from moe_core.parallel.links import KINDS, Link, LinkTiming, fit_link, set_positive
 from moe_core.parallel.placement import Placement
-from moe_core.specs.tile_table import PROVENANCE_FIELDS
+from moe_core.specs.tile_table import read_record, require_provenance, write_record
+
+#: Kinds of messages. peer: stores to other ranks' memory, peer_pull: loads. ragged_all_to_all: of XLA.
+KINDS = ("all_gather", "all_to_all", "peer", "peer_pull", "ragged_all_to_all")
+WHERE = ("domain", "network")
+_MOST_BYTES = 2**63
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between two ranks: microseconds until a message's first byte arrives, and GB/s per direction."""
+
+    latency_us: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "latency_us", finite_float("latency_us", self.latency_us))
+        if self.latency_us < 0:
+            raise InvalidInput(f"latency_us must be at least 0, got {self.latency_us}; measure it")
+        set_positive(self, "bandwidth")
+
+    def us(self, size: float) -> float:
+        return self.latency_us + size / self.bandwidth / 1e3 if size else 0.0
+
+
+@dataclass(frozen=True)
+class LinkTiming:
+    """One measured message.
+
+    kind: of KINDS. backend: such as `nccl`, `gloo` or `xla`. where: of WHERE. ranks: that took part. bytes: the most
+    that a rank exchanges with others. us: median over repeats of the slowest rank. Raises InvalidInput.
+    """
+
+    kind: str
+    backend: str
+    where: str
+    ranks: int
+    bytes: int
+    us: float
+
+    def __post_init__(self) -> None:
+        require_choice("kind", self.kind, KINDS)
+        require_choice("where", self.where, WHERE)
+        if not isinstance(self.backend, str) or not self.backend:
+            raise InvalidInput(f"backend must be a name, got {self.backend!r}; say what moved the message")
+        set_integer(self, "ranks", 2, INT32_LIMIT)
+        object.__setattr__(self, "bytes", as_integer("bytes", self.bytes, 1, _MOST_BYTES))
+        set_positive(self, "us")
+
+    @property
+    def gb_s(self) -> float:
+        """GB/s of the busiest rank per direction, latency included."""
+        return self.bytes / self.us / 1e3
+
+
+def fit_link(timings: Sequence[LinkTiming]) -> Link:
+    """Fit a link to timings, by squares of relative errors, so that all sizes count equally.
+
+    One size gives a latency of 0. Example: 1000 bytes in 11 us and 1000000 bytes in 20 us fit a latency of 10.99 us and
+    111 GB/s. Raises InvalidInput without a timing.
+    """
+    if not timings:
+        raise InvalidInput("timings must hold at least one message, got none; measure some")
+    size, us = np.array([[timing.bytes, timing.us] for timing in timings], np.float64).T
+    if np.ptp(size):
+        # Scaled columns keep the arithmetic exact enough.
+        columns = np.stack([us.min() / us, size / us * (us / size).min()], axis=1)
+        latency, per_byte = np.linalg.lstsq(columns, np.ones(len(us)), rcond=None)[0] * (us.min(), (us / size).min())
+    else:
+        latency, per_byte = 0.0, float(np.mean(us / size))
+    if latency < 0:
+        latency, per_byte = 0.0, float((size / us).sum() / (size / us).dot(size / us))
+    if per_byte <= 0:
+        # Only latency shows. The largest message bounds the bandwidth from below.
+        last = int(size.argmax())
+        latency, per_byte = float(np.median(us)), us[last] / size[last]
+    return Link(float(latency), float(1 / per_byte / 1e3))
+
+
+def set_positive(options: object, name: str) -> None:
+    value = finite_float(name, getattr(options, name))
+    if value <= 0:
+        raise InvalidInput(f"{name} must be above 0, got {value}; measure it, or take it from a data sheet")
+    object.__setattr__(options, name, value)
+
 
 #: The environment variable for a file of `moebius-tune --links`.
 VARIABLE = "MOEBIUS_MACHINE"
@@ -119,31 +202,19 @@ class MachineRecord:
 
     def save(self, path: str | Path) -> None:
         """Write the file. Raises InvalidInput if provenance lacks a field."""
-        _require_provenance(self.provenance, "provenance")
+        require_provenance(self.provenance, "provenance")
         machine = {name: value for name, value in dataclasses.asdict(self.machine).items() if name in _FIELDS}
         machine["measured"] = {kind: dataclasses.asdict(link) for kind, link in self.machine.measured}
         content = {"format": FORMAT_VERSION, "provenance": dict(self.provenance), "machine": machine}
-        head = json.dumps(content | {"not_measured": dict(self.not_measured)}, indent=2).removesuffix("\n}")
-        lines = ",\n".join(f"    {json.dumps(dataclasses.asdict(timing))}" for timing in self.timings)
-        with whole_file(path) as partial:
-            partial.write_text(f'{head},\n  "timings": [\n{lines}\n  ]\n}}\n')
+        head = content | {"not_measured": dict(self.not_measured)}
+        write_record(path, head, "timings", map(dataclasses.asdict, self.timings))
 
     @staticmethod
     def load(path: str | Path) -> MachineRecord:
         """Read a file. Raises InvalidInput for other files."""
-        try:
-            content = load_json(path)
-        except InvalidInput as error:
-            raise InvalidInput(
-                f"path must be a record that moebius-tune --links wrote, got {str(path)!r} ({error}); make one"
-            ) from error
         where = f"of {str(path)!r}"
-        fields = ("format", "provenance", "machine", "not_measured", "timings")
-        version = content.get("format") if isinstance(content, dict) else type(content).__name__
-        if not isinstance(content, dict) or version != FORMAT_VERSION:
-            raise InvalidInput(f"format {where} must be {FORMAT_VERSION}, got {version!r}; measure with this version")
-        _fields(content, fields, f"the record {where}")
-        _require_provenance(content["provenance"], f"provenance {where}")
+        content = read_record(path, "a record that moebius-tune --links wrote", FORMAT_VERSION)
+        _fields(content, ("format", "provenance", "machine", "not_measured", "timings"), f"the record {where}")
         machine = _machine(content["machine"], f"machine {where}")
         timings = content["timings"]
         if not isinstance(timings, list):
@@ -192,12 +263,6 @@ def _fields(content: Any, names: Sequence[str], name: str) -> dict[str, Any]:
     if not isinstance(content, dict) or set(content) != set(names):
         raise InvalidInput(f"{name} must have the fields {', '.join(names)}, got {content!r:.120}; measure again")
     return content
-
-
-def _require_provenance(provenance: Any, name: str) -> None:
-    missing = [field for field in PROVENANCE_FIELDS if not isinstance(provenance, Mapping) or field not in provenance]
-    if missing:
-        raise InvalidInput(f"{name} must say {', '.join(PROVENANCE_FIELDS)}, got no {', '.join(missing)}; add them")
 
 
 def choose_mode(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_core.base import dtypes
-from moe_core.base.codec import plan_type
+from moe_core.base import dtypes, plan_type
 from moe_core.formats import QuantizedSpec, quantized_shapes
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.parallel.tensor import TensorSplit

@@ -5,19 +5,20 @@ Letters: E experts, W ranks, L places per rank. Physical id of a place: rank * L
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.base.checks import as_integer, set_integer
-from moe_core.base.codec import plan_type
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, as_integer, plan_type, set_integer
 from moe_core.errors import InvalidInput
+from moe_core.formats import QuantizedTensor
+from moe_core.specs import ExpertWeights, map_arrays, named_fields
 
 HOLE = -1
 
@@ -186,7 +187,18 @@ class Placement:
             loads = np.ones(experts)
         owners: list[tuple[int, ...]] = []
         for group in _share_out(loads, nodes):
-            owners += _Node(loads, _copies(loads, group, in_node * per_rank, most), in_node, per_rank).owners()
+            places = in_node * per_rank
+            copies = dict.fromkeys(group, 1)
+            hottest = [(-loads[expert], expert) for expert in group] if most > 1 else []
+            heapq.heapify(hottest)
+            for _ in range(places - len(group)):
+                if not hottest:
+                    break
+                expert = heapq.heappop(hottest)[1]
+                copies[expert] += 1
+                if copies[expert] < most:
+                    heapq.heappush(hottest, (-loads[expert] / copies[expert], expert))
+            owners += _Node(loads, copies, in_node, per_rank).owners()
         return Placement(experts, tuple(owners))
 
     def balancedness(self, load: Sequence[float] | np.ndarray) -> float:
@@ -297,21 +309,6 @@ def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
     return parts
 
 
-def _copies(loads: np.ndarray, experts: list[int], places: int, most: int) -> dict[int, int]:
-    """Return the places of each expert. Spare ones go to the first expert with the heaviest replicas."""
-    copies = dict.fromkeys(experts, 1)
-    hottest = [(-loads[expert], expert) for expert in experts] if most > 1 else []
-    heapq.heapify(hottest)
-    for _ in range(places - len(experts)):
-        if not hottest:
-            break
-        expert = heapq.heappop(hottest)[1]
-        copies[expert] += 1
-        if copies[expert] < most:
-            heapq.heappush(hottest, (-loads[expert] / copies[expert], expert))
-    return copies
-
-
 class _Node:
     def __init__(self, loads: np.ndarray, copies: dict[int, int], ranks: int, per_rank: int) -> None:
         self.part = {expert: loads[expert] / count for expert, count in copies.items()}
@@ -323,7 +320,6 @@ class _Node:
                 self._place(expert)
 
     def _place(self, expert: int) -> None:
-        """Use the lightest rank with room and without this expert."""
         passed_over = []
         while self.lightest and expert in self.held[self.lightest[0][1]]:
             passed_over.append(heapq.heappop(self.lightest))
@@ -355,3 +351,43 @@ class _Node:
 
     def owners(self) -> list[tuple[int, ...]]:
         return [(*sorted(rank), *[HOLE] * (self.per_rank - len(rank))) for rank in self.held]
+
+
+_WHOLE = ("layer_index", "gate_up_input_scale", "down_input_scale")
+
+
+def shard_experts(experts: ExpertWeights, placement: Placement) -> tuple[ExpertWeights, ...]:
+    """Return the experts of each rank, `[L, ...]`, from all, `[E, ...]` (behind the layers of a stack).
+
+    An empty place holds NaN, or an expert's numbers if the dtype has no NaN. Raises InvalidInput for another number
+    than E.
+    """
+    axis = 0 if experts.layer_index is None else 1
+    shards = []
+    for owners in placement.owners:
+        holes = np.array(owners) == HOLE
+
+        def take(array: np.ndarray, owners: tuple[int, ...] = owners, holes: np.ndarray = holes) -> np.ndarray:
+            if array.shape[axis] != placement.num_experts:
+                raise InvalidInput(
+                    f"experts must hold the placement's {placement.num_experts} experts, got {array.shape}; pass all"
+                )
+            part = np.take(array, np.maximum(owners, 0), axis)
+            if np.issubdtype(part.dtype, np.inexact) or part.dtype.name == "bfloat16":
+                part[(slice(None),) * axis + (holes,)] = np.nan
+            return part
+
+        parts = {
+            name: map_arrays(array, take) if isinstance(array, QuantizedTensor) else take(array)
+            for name, array in named_fields(experts)
+            if name not in _WHOLE
+        }
+        shards.append(dataclasses.replace(experts, **parts))
+    return tuple(shards)
+
+
+def gather_experts(parts: Sequence[Any], placement: Placement, axis: int = 0) -> np.ndarray:
+    """Join each rank's experts `[L, ...]`, with the first place of replicas."""
+    by_place = np.concatenate(parts, axis)
+    _, places, start = placement.tables
+    return np.take(by_place, places[start[:-1]], axis)

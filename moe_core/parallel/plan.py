@@ -6,22 +6,11 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from moe_core.base import dtypes, keep_plans
+from moe_core.base import INT32_LIMIT, dtypes, keep_plans, plan_type
 from moe_core.base.checks import require_choice, require_flag, require_kind, set_integer
-from moe_core.base.codec import plan_type
-from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.direct import TOLD
-from moe_core.parallel.bounds import (
-    Bounds,
-    bounds_of,
-    is_direct,
-    rows_received,
-    runs_in_lanes,
-    sets_of_buffers,
-    slots_received,
-    tokens_at_once,
-)
+from moe_core.parallel import bounds as limits
 from moe_core.parallel.header import Header, header_of
 from moe_core.parallel.messages import Collective, ExchangeBuffer, TensorMessages, quantized_bytes
 from moe_core.parallel.placement import Placement
@@ -70,12 +59,12 @@ class ExchangePlan:
     @property
     def direct(self) -> bool:
         """See `is_direct`."""
-        return is_direct(self.spec)
+        return limits.is_direct(self.spec)
 
     @functools.cached_property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> limits.Bounds:
         """Bounds of one chunk."""
-        return bounds_of(self.spec, tokens_at_once(self.brought, self.spec), self.top_k, self.placement)
+        return limits.bounds_of(self.spec, limits.tokens_at_once(self.brought, self.spec), self.top_k, self.placement)
 
     @functools.cached_property
     def header(self) -> Header:
@@ -86,7 +75,8 @@ class ExchangePlan:
 
     def tensor_header(self, rank: int) -> Header:
         """The header that ranks of the tensor axis compare. rank: on the axis of experts."""
-        return self.header.on_tensor_axis(self.tokens, rank)
+        others = self.header.tensor & ~(0x1FFF << 14)
+        return self.header._replace(tokens=self.tokens, tensor=others | (rank & 0x1FFF) << 14)
 
     @functools.cached_property
     def tables(self) -> TableSpec:
@@ -220,7 +210,7 @@ def _over_tensor(plan: ExchangePlan) -> TensorMessages:
 class _Planner:
     def __init__(self, plan: ExchangePlan) -> None:
         self.plan, self.spec, self.bounds = plan, plan.spec, plan.bounds
-        self.tokens = tokens_at_once(plan.brought, plan.spec)
+        self.tokens = limits.tokens_at_once(plan.brought, plan.spec)
         self.ranks, self.top_k = plan.placement.num_ranks, plan.top_k
         self.width = plan.top_k if plan.spec.rows == "tokens" else 1
         self.row_bytes = plan.d_model * dtypes.itemsize(plan.dtype)
@@ -260,8 +250,8 @@ class _Planner:
             return self.ranks * self.bounds.back
         if self.plan.direct:
             return self.ranks * self.tokens * self.top_k
-        received = rows_received(self.spec, self.tokens, self.top_k, self.plan.placement)
-        return slots_received(self.spec, received, self.top_k, self.plan.placement)
+        received = limits.rows_received(self.spec, self.tokens, self.top_k, self.plan.placement)
+        return limits.slots_received(self.spec, received, self.top_k, self.plan.placement)
 
     def forward(self) -> tuple[Collective, ...]:
         mode, header = self.spec.mode, len(Header._fields)
@@ -320,7 +310,7 @@ class _Planner:
         return {"peer": "push", "all_gather": "all_gather"}.get(self.spec.mode, "all_to_all")
 
     def worst_buffers(self) -> tuple[ExchangeBuffer, ...]:
-        return self.buffers(rows_received(self.spec, self.tokens, self.top_k, self.plan.placement), self.given)
+        return self.buffers(limits.rows_received(self.spec, self.tokens, self.top_k, self.plan.placement), self.given)
 
     def buffers(self, received: int, given: int) -> tuple[ExchangeBuffer, ...]:
         incoming, symmetric = self.row_bytes, self.spec.mode == "peer"
@@ -348,7 +338,7 @@ class _Planner:
         if not symmetric:
             buffers.append(ExchangeBuffer("results", given * self.row_bytes, False))
         buffers.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
-        symmetric_sets = sets_of_buffers(self.spec)
+        symmetric_sets = limits.sets_of_buffers(self.spec)
         over = _over_tensor(self.plan).buffers() if self.plan.tensor.size > 1 else ()
         sets = {True: symmetric_sets, False: min(symmetric_sets, 2)}
         return (*(dataclasses.replace(one, bytes=sets[one.symmetric] * one.bytes) for one in buffers), *over)
@@ -364,7 +354,7 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
     ends = parts + size.get("returned parts", 0) + output + kept
     if symmetric:
         # Gathered rows stay until the last chunk has been sent. Lanes compute two chunks at once.
-        scratch *= 1 + runs_in_lanes(plan.spec)
+        scratch *= 1 + limits.runs_in_lanes(plan.spec)
         behind = parts or output
         if plan.spec.chunks > 1:
             # The output is allocated first, since each chunk writes to it.

@@ -104,13 +104,14 @@ def moe(
         output = reduce(rows, order, *shared, top_k=order.shape[1], order="row", out_dtype=dtype)
         if exchange.on_overflow == "error":
             output[routes.lost[number].any(axis=1)] = np.nan
-        valid = places[number] >= 0
-        counts = np.bincount(stage["ids"][valid], minlength=placement.num_experts).astype(np.int32)
-        outputs.append(
-            MoEOutput(output, stage["ids"], stage["weights"], stage.get("logits"), counts, stage["invalid_ids"])
-        )
+        outputs.append(output_of(output, stage, places[number], placement))
     received = tuple(owner.stages["tokens_per_expert"] for owner in owners)
     return GroupForward(tuple(outputs), received, routes.overflow, routes, tuple(owners), tuple(stages))
+
+
+def output_of(output: np.ndarray, stages: dict[str, np.ndarray], places: np.ndarray, placement: Placement) -> MoEOutput:
+    counts = np.bincount(stages["ids"][places >= 0], minlength=placement.num_experts).astype(np.int32)
+    return MoEOutput(output, stages["ids"], stages["weights"], stages.get("logits"), counts, stages["invalid_ids"])
 
 
 def _at_owner(spec: MoESpec) -> MoESpec:

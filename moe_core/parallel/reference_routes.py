@@ -78,16 +78,12 @@ def make_routes(places: Sequence[np.ndarray], placement: Placement, spec: Exchan
         arrivals = Arrivals(owners[token, k], token, slot, targets.row[token, k])
         kept = targets.row if by_slot else slot_rows(token_rows(targets.row, owners, num_ranks), owners)
         if spec.mode == "all_gather":
-            arrivals = _to_everyone(number, tokens[number], num_ranks)
+            owner, token = np.divmod(np.arange(num_ranks * tokens[number]), max(tokens[number], 1))
+            arrivals = Arrivals(owner, token, np.full(len(owner), -1), number * tokens[number] + token)
             kept = owners
         homes.append(_coming_back(rank_places, arrivals, kept, int(targets.overflow[0]), bounds, spec, placement))
     sources = tuple(_sources(counts, owner, order, bounds) for owner in range(num_ranks))
     return Routes(spec, placement, bounds, tuple(homes), counts, sources)
-
-
-def _to_everyone(number: int, tokens: int, num_ranks: int) -> Arrivals:
-    owner, token = np.divmod(np.arange(num_ranks * tokens), max(tokens, 1))
-    return Arrivals(owner, token, np.full(len(owner), -1), number * tokens + token)
 
 
 def _sources(counts: np.ndarray, owner: int, order: str, bounds: Bounds) -> np.ndarray:
@@ -186,7 +182,9 @@ class Routes:
         receiver = self.homes[home]
         buffer = np.full((receiver.back_rows, results[0].shape[1]), np.nan, results[0].dtype)
         for owner, values in enumerate(results):
-            rows = self._returned(owner, home)
+            mine = self.sources[owner] == home
+            valid = (self.ids[owner] >= 0) & mine[:, None]
+            rows = np.flatnonzero(valid.reshape(-1))[: self.bounds.back]
             buffer[receiver.begins[owner] : receiver.begins[owner] + len(rows)] = values[rows]
         return buffer
 
@@ -197,8 +195,3 @@ class Routes:
         returned = np.zeros(rows.shape, came.dtype)
         returned[rows >= 0] = came[rows[rows >= 0], 0]
         return returned
-
-    def _returned(self, owner: int, home: int) -> np.ndarray:
-        mine = self.sources[owner] == home
-        valid = (self.ids[owner] >= 0) & mine[:, None]
-        return np.flatnonzero(valid.reshape(-1))[: self.bounds.back]

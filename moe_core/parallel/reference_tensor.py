@@ -72,18 +72,12 @@ def moe(
     outputs = []
     for number, row in enumerate(ranks):
         parts = [group.outputs[number].output for group in groups]
-        outputs.append(
-            tuple(
-                _output(
-                    rank,
-                    routed,
-                    spec,
-                    placement,
-                    _added(parts, index, split, spec.out_dtype or plain_name(rank.x), rank, spec),
-                )
-                for index, (rank, routed) in enumerate(zip(row, stages[number], strict=True))
-            )
-        )
+        of_row = []
+        for index, (rank, routed) in enumerate(zip(row, stages[number], strict=True)):
+            output = _added(parts, index, split, spec.out_dtype or plain_name(rank.x), rank, spec)
+            places, routed["invalid_ids"] = physical_ids(routed["ids"], placement, token_mask=rank.token_mask)
+            of_row.append(reference.output_of(output, routed, places, placement))
+        outputs.append(tuple(of_row))
     return GridForward(tuple(outputs), tuple(groups), tuple(map(tuple, inner)), tuple(map(tuple, stages)), split)
 
 
@@ -116,15 +110,6 @@ def _added(
     order = np.arange(len(pieces) * len(pieces[0]), dtype=np.int32).reshape(len(pieces), -1).T
     rows = np.concatenate(pieces)
     return reduce(rows, np.ascontiguousarray(order), *shared, top_k=len(pieces), order="row", out_dtype=out_dtype)
-
-
-def _output(
-    rank: MoEOperands, stages: dict[str, np.ndarray], spec: MoESpec, placement: Placement, output: np.ndarray
-) -> MoEOutput:
-    places, invalid_ids = physical_ids(stages["ids"], placement, token_mask=rank.token_mask)[:2]
-    counts = np.bincount(stages["ids"][places >= 0], minlength=placement.num_experts).astype(np.int32)
-    stages["invalid_ids"] = invalid_ids
-    return MoEOutput(output, stages["ids"], stages["weights"], stages.get("logits"), counts, invalid_ids)
 
 
 class _Home(MoEBackward):

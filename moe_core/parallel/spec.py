@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base.checks import require_choice, require_kind, set_integer
-from moe_core.base.codec import plan_type
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, plan_type, require_choice, require_kind, set_integer
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.base.checks import require_choice, set_integer
-from moe_core.base.codec import plan_type
+from moe_core.base import plan_type, require_choice, set_integer
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.specs import ExpertWeights, map_arrays, named_fields
@@ -142,24 +140,15 @@ def split_experts(
     for index in range(size):
         split, arrays = TensorSplit(size, index), {}
         for name, one in fields.items():
-            cut = cut_of(name, weight_layout, gate_layout)
-            take = functools.partial(cut_array, cut=cut, split=split)
+            take = functools.partial(_cut_array, cut=cut_of(name, weight_layout, gate_layout), split=split)
             arrays[name] = map_arrays(one, take) if isinstance(one, QuantizedTensor) else take(one)
         slices.append(dataclasses.replace(experts, **arrays))
     return tuple(slices)
 
 
-def cut_array(array: np.ndarray, cut: Cut | None, split: TensorSplit) -> np.ndarray:
+def _cut_array(array: np.ndarray, cut: Cut | None, split: TensorSplit) -> np.ndarray:
     if cut is None or array.shape[cut.axis] == 1:
         # One entry for all of F, such as a scale per channel.
         return array
     taken = [array[cut.index(part)] for part in cut.slices(array.shape[cut.axis], split)]
     return np.concatenate(taken, cut.axis)
-
-
-def join_arrays(slices: Sequence[np.ndarray], cut: Cut | None) -> np.ndarray:
-    """Join the slices of all ranks of the axis, or without a cut return the first."""
-    if cut is None:
-        return slices[0]
-    parts = [np.split(one, cut.parts, cut.axis) for one in slices]
-    return np.concatenate([part[number] for number in range(cut.parts) for part in parts], cut.axis)

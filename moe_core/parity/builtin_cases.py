@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.base import dtypes
-from moe_core.base.checks import require_choice
+from moe_core.base import dtypes, require_choice
 from moe_core.formats import Scheme, scheme_named
 from moe_core.ops.quantize.reference import quantize
 from moe_core.parity.case import Case, token_count

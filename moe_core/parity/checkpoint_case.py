@@ -13,11 +13,10 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.checkpoint import MoELayer, ReadProgress, load_hidden_states, open_checkpoint
-from moe_core.checkpoint.quantized import plain_array
+from moe_core.checkpoint.quantized import plain_bundle
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.parity.case import Case, token_count
-from moe_core.specs import named_fields
 
 QUANTIZED_DTYPE = "bfloat16"
 #: Enough to visit many experts, few for an interpreter.
@@ -79,36 +78,27 @@ def checkpoint_case(source: CheckpointInput, progress: Callable[[ReadProgress], 
 
 
 def _as_stored(layer: MoELayer, dtype: str) -> MoELayer:
-    """Quantised experts as they are, all else plain in `dtype`."""
     assert layer.scheme is not None
-    biases = _plain_fields(layer.experts, dtype, lambda array: array.dtype.name != "float32")
-    shared = layer.shared
-    if shared is not None:
-        plain = {name: plain_array(array, dtype) for name, array in named_fields(shared)}
-        shared = dataclasses.replace(shared, **plain)
+    experts = plain_bundle(layer.experts, dtype, lambda _, array: _is_plain(_, array) and array.dtype.name != "float32")
+    shared = None if layer.shared is None else plain_bundle(layer.shared, dtype)
     spec = dataclasses.replace(layer.spec, activations=layer.scheme.activations)
-    return dataclasses.replace(layer, spec=spec, experts=dataclasses.replace(layer.experts, **biases), shared=shared)
+    return dataclasses.replace(layer, spec=spec, experts=experts, shared=shared)
 
 
 def _cast_weights(layer: MoELayer, dtype: str) -> MoELayer:
     """Cast plain weights. The correction bias is always fp32."""
     bundles = {"experts": layer.experts, "router": layer.router, "shared": layer.shared}
-    cast = {
-        name: dataclasses.replace(bundle, **_plain_fields(bundle, dtype))
-        for name, bundle in bundles.items()
-        if bundle is not None
-    }
+    present = {name: bundle for name, bundle in bundles.items() if bundle is not None}
+    cast = {name: plain_bundle(bundle, dtype, _is_plain) for name, bundle in present.items()}
     cast["router"] = dataclasses.replace(cast["router"], correction_bias=layer.router.correction_bias)
     return dataclasses.replace(layer, **cast)
 
 
-def _plain_fields(bundle: Any, dtype: str, which: Callable[[Any], bool] = lambda array: True) -> dict[str, Any]:
-    plain = {name: array for name, array in named_fields(bundle) if not isinstance(array, QuantizedTensor)}
-    return {name: plain_array(array, dtype) for name, array in plain.items() if which(array)}
+def _is_plain(name: str, array: Any) -> bool:
+    return not isinstance(array, QuantizedTensor)
 
 
 def _hidden_states(source: CheckpointInput, d_model: int) -> tuple[np.ndarray, str]:
-    """(x `[T, d_model]`, its origin)."""
     num_tokens = token_count(source.num_tokens, DEFAULT_TOKENS)
     if source.hidden_states is not None:
         x = load_hidden_states(source.hidden_states, d_model)

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import moe_core
-from moe_core.base import command
-from moe_core.base.checks import require_at_least
+from moe_core.base import command, require_at_least
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.builtin_cases import BUILT_IN, Draw, built_in_case
@@ -30,9 +29,8 @@ from moe_core.parity.devices import has_triton, prefer_interpreter, use_gpu
 from moe_core.parity.engines import DEFAULT_ENGINES, REFERENCE, Engine, load_engines, registered_engines
 from moe_core.parity.gradients import run_gradients
 from moe_core.parity.ranks import run_ranks
-from moe_core.parity.report import NOT_TESTED, CaseReport, untested_engines
+from moe_core.parity.report import NOT_TESTED, CaseReport, case_lines, closing_table, untested_engines
 from moe_core.parity.run import run_case
-from moe_core.parity.summary import case_lines, closing_table
 
 AGREE, DIFFER, COULD_NOT_RUN = 0, 1, command.COULD_NOT_RUN
 #: Quantised cases take the first dtype.
@@ -147,30 +145,26 @@ def _check(options: argparse.Namespace) -> None:
 def _engines(options: argparse.Namespace) -> tuple[list[Engine], list[str]]:
     prefer_interpreter()
     if options.engines is None:
-        return _installed_engines()
+        # An installed engine that does not start is an error.
+        engines, left_out = [], []
+        for name in DEFAULT_ENGINES:
+            if name == REFERENCE:
+                continue
+            try:
+                engines += load_engines([name])
+            except Unsupported as error:
+                if (missing := _missing_module(error)) is None:
+                    raise
+                left_out.append(f"left out: {name}, which needs {missing}: install moebius with its extra `{name}`")
+                print(f"moe-parity: {left_out[-1]}", file=sys.stderr, flush=True)
+        if not engines:
+            raise Unsupported(f"{_DEFAULT} or another engine must be installed, got none; {'; '.join(left_out)}")
+        return engines, left_out
     names = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
     if not names:
         raise InvalidInput("engines must name at least one engine, got none; for example --engines reference,torch")
     # A lone reference is compared with itself: not tested.
     return load_engines([name for name in names if name != REFERENCE] or [REFERENCE]), []
-
-
-def _installed_engines() -> tuple[list[Engine], list[str]]:
-    """An installed engine that does not start is an error."""
-    engines, left_out = [], []
-    for name in DEFAULT_ENGINES:
-        if name == REFERENCE:
-            continue
-        try:
-            engines += load_engines([name])
-        except Unsupported as error:
-            if (missing := _missing_module(error)) is None:
-                raise
-            left_out.append(f"left out: {name}, which needs {missing}: install moebius with its extra `{name}`")
-            print(f"moe-parity: {left_out[-1]}", file=sys.stderr, flush=True)
-    if not engines:
-        raise Unsupported(f"{_DEFAULT} or another engine must be installed, got none; {'; '.join(left_out)}")
-    return engines, left_out
 
 
 def _missing_module(error: BaseException) -> str | None:
@@ -200,18 +194,14 @@ def _run(steps: Sequence[_Step], engines: Sequence[Engine], ranks: int | None) -
             yield run_gradients(case, engines, say)
 
 
-def _with_backward(options: argparse.Namespace, case: str) -> bool:
-    unasked = options.checkpoint is None and not options.case and case in _BACKWARD_CASES
-    return unasked if options.backward is None else options.backward
-
-
 def _steps(options: argparse.Namespace) -> list[_Step]:
     steps: list[_Step] = []
 
     def add(name: str, dtype: str, make: Callable[[], Case]) -> None:
         steps.append(_Step(f"{name}{dtype}", make))
         # Across ranks, gradients are stages like others.
-        if options.ranks is None and _with_backward(options, name):
+        unasked = options.checkpoint is None and not options.case and name in _BACKWARD_CASES
+        if options.ranks is None and (unasked if options.backward is None else options.backward):
             steps.append(_Step(f"{name} backward{dtype}", None))
 
     if options.checkpoint is not None:

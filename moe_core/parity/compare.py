@@ -164,7 +164,6 @@ def _matching_slots(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
 def _row_behind_flips(
     stage: str, expected: np.ndarray, actual: np.ndarray, tolerance: Tolerance, slots: np.ndarray
 ) -> StageRow:
-    """slots: see `_matching_slots`."""
     num_tokens, top_k = slots.shape
     rows_per_token = {num_tokens: 1, num_tokens * top_k: top_k}.get(expected.shape[0] if expected.ndim else -1)
     if rows_per_token is None or expected.shape != actual.shape or np.shares_memory(expected, actual):

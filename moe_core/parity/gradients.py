@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.base import dtypes
-from moe_core.base.checks import require_choice
+from moe_core.base import dtypes, require_choice
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.common.rounding import round_to
 from moe_core.ops.moe.backward import gradient_names
@@ -89,21 +88,17 @@ def run_gradients(case: Case, engines: Sequence[Any], progress: Callable[[str], 
 def compare_gradients(case: Case, run: GradientRun) -> Report:
     if run.is_reference:
         return reference_ran(run)
-    expected = reference_gradients(case, run.forward)
-    tolerances = gradient_tolerances(case)
-    names = [f"d_{name}" for name in differentiated(case)]
-    rows = tuple(gradient_row(name, expected[name], run.gradients.get(name), tolerances) for name in names)
-    return Report(run.engine, run.device, rows)
-
-
-def reference_gradients(case: Case, forward: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """The reference's gradients, by `d_<name>`, after an engine's own routing."""
+    forward = run.forward
     stages = dict(reference_stages(case, TopK(forward["ids"], forward["weights"])))
     stages |= {name: forward[name] for name in ("logits", "ids", "weights")}
     incoming = upstream(case)
     gradients = OutputGradients(incoming["output"], logits=incoming["logits"])
     operands = MoEOperands(case.x, case.experts, case.routing, case.token_mask, shared=case.shared)
-    return moe_backward_stages(gradients, operands, case.spec, stages)
+    expected = moe_backward_stages(gradients, operands, case.spec, stages)
+    tolerances = gradient_tolerances(case)
+    names = [f"d_{name}" for name in differentiated(case)]
+    rows = tuple(gradient_row(name, expected[name], run.gradients.get(name), tolerances) for name in names)
+    return Report(run.engine, run.device, rows)
 
 
 def gradient_row(

@@ -21,7 +21,7 @@ import numpy as np
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.parallel import Placement
-from moe_core.parallel.shards import gather_experts, shard_experts
+from moe_core.parallel.placement import gather_experts, shard_experts
 from moe_core.parity.case import Case
 from moe_core.parity.compare import stage_row
 from moe_core.parity.gradients import differentiated, gradient_row, gradient_tolerances, upstream

@@ -18,8 +18,7 @@ import numpy as np
 
 from moe_core.ops.activation.reference import activation
 from moe_core.ops.routing.reference import layout as make_layout
-from moe_core.ops.routing.reference import route
-from moe_core.ops.routing.reference_bitmatrix import pack_bitmatrix, unpack_bitmatrix
+from moe_core.ops.routing.reference import pack_bitmatrix, route, unpack_bitmatrix
 from moe_core.parity.case import Case
 from moe_core.parity.compare import ids_row, logit_tolerance, stage_row
 from moe_core.parity.engines import Engine, EngineRun
@@ -186,7 +185,6 @@ class _Comparison:
         return stage_row("weights", expected, found, tolerance, note)
 
     def _composed_row(self, composed: Mapping[str, Any]) -> StageRow:
-        """Routed exactly like the stages, counted right, output within tolerance."""
         row = stage_row(COMPOSED_STAGE, self._behind["output"], composed["output"], self._tolerances["output"])
         ids, weights = self._run.stages["ids"], self._run.stages["weights"]
         counts = np.bincount(ids[(ids >= 0) & (ids < self._case.num_experts)], minlength=self._case.num_experts)

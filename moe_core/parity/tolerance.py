@@ -36,8 +36,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moe_core.base import dtypes
-from moe_core.base.checks import require_at_least, require_choice
+from moe_core.base import dtypes, require_at_least, require_choice
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
 from moe_core.specs import Activation, MatmulSpec, MoESpec
@@ -125,12 +124,6 @@ def _quantized_product(
     unpromoted = length if spec.fast_accumulate else min(length, _PROMOTED)
     truncation = unpromoted / 32 * _FP8_TRUNCATION
     return product + Tolerance(truncation, DEVIATIONS * truncation)
-
-
-def _requantized(before: Tolerance, format: Format) -> Tolerance:
-    step, worst_step = _STEPS[format.element]
-    flips = math.sqrt(step * min(2 * before.relative_frobenius, step))
-    return Tolerance(2 * before.relative_frobenius + flips, 2 * before.worst + worst_step)
 
 
 def _carried(source: Tolerance, length: int, sums: float) -> Tolerance:
@@ -227,7 +220,9 @@ def stage_tolerances(
         if weights_format is None:
             return product_tolerance(source, dtype, length, spec.allow_tf32)
         if spec.activations is not None and source != EXACT:
-            source = _requantized(source, spec.activations)
+            step, worst_step = _STEPS[spec.activations.element]
+            flips = math.sqrt(step * min(2 * source.relative_frobenius, step))
+            source = Tolerance(2 * source.relative_frobenius + flips, 2 * source.worst + worst_step)
         return _quantized_product(source, dtype, length, weights_format, spec, spec.activations)
 
     first = product(source, d_model)

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_core.base import ArraySpec, Target
 from moe_core.errors import Unsupported
+from moe_core.plan import steps
 from moe_core.plan.roles import Held, Role, role_of
-from moe_core.plan.steps import (
-    Argument,
-    Buffer,
-    Constant,
-    Kernel,
-    KernelLaunch,
-    LaunchPlan,
-    Pointer,
-    ReferenceCall,
-    TensorMap,
-    function_name,
-)
 from moe_core.specs import LAYOUT_INPUTS, LayoutArrays, LayoutSpec
 
 GRID_LIMITS = (2**31, 2**16, 2**16)
@@ -29,26 +18,26 @@ GRID_LIMITS = (2**31, 2**16, 2**16)
 class PlanBuilder:
     def __init__(self, name: str, target: Target) -> None:
         self.name, self.target = name, target
-        self._inputs: list[Buffer] = []
-        self._outputs: list[Buffer] = []
-        self._scratch: list[Buffer] = []
-        self._buffers: dict[str, Buffer] = {}
+        self._inputs: list[steps.Buffer] = []
+        self._outputs: list[steps.Buffer] = []
+        self._scratch: list[steps.Buffer] = []
+        self._buffers: dict[str, steps.Buffer] = {}
         self._filled: set[str] = set()
-        self._steps: list[KernelLaunch | ReferenceCall] = []
+        self._steps: list[steps.KernelLaunch | steps.ReferenceCall] = []
         self._summation: list[str] = []
         self._notes: list[str] = []
         self._of_role: dict[Held | None, list[str]] = {}
         self.lent: list[str] = []
         self._over: dict[str, str] = {}
 
-    def _add(self, into: list[Buffer], buffer: Buffer) -> str:
+    def _add(self, into: list[steps.Buffer], buffer: steps.Buffer) -> str:
         assert not self.has(buffer.name), f"buffer {buffer.name} is declared twice"
         into.append(buffer)
         self._buffers[buffer.name] = buffer
         return buffer.name
 
-    def _declare(self, into: list[Buffer], name: str, spec: ArraySpec, role: Held | Role | None) -> str:
-        buffer = Buffer(name, spec, _role(name, role))
+    def _declare(self, into: list[steps.Buffer], name: str, spec: ArraySpec, role: Held | Role | None) -> str:
+        buffer = steps.Buffer(name, spec, _role(name, role))
         self._of_role.setdefault(buffer.role, []).append(name)
         return self._add(into, buffer)
 
@@ -91,29 +80,29 @@ class PlanBuilder:
     def has(self, name: str) -> bool:
         return name in self._buffers
 
-    def optional(self, name: str) -> Pointer | Constant:
-        return Pointer(name) if self.has(name) else Constant(None)
+    def optional(self, name: str) -> steps.Pointer | steps.Constant:
+        return steps.Pointer(name) if self.has(name) else steps.Constant(None)
 
-    def pointers(self, *names: str) -> dict[str, Argument]:
+    def pointers(self, *names: str) -> dict[str, steps.Argument]:
         return {name: self.optional(name) for name in names}
 
     def launch(
         self,
-        kernel: Kernel,
+        kernel: steps.Kernel,
         grid: tuple[int, ...],
-        arguments: Mapping[str, Argument],
+        arguments: Mapping[str, steps.Argument],
         num_warps: int = 4,
         num_stages: int = 3,
     ) -> None:
         """Add a kernel launch, unless its grid has a zero. Raises Unsupported and `KernelLaunch`'s errors."""
         x, y, z = (*grid, 1, 1)[:3]
-        step = KernelLaunch(kernel, (x, y, z), tuple(arguments.items()), num_warps, num_stages)
+        step = steps.KernelLaunch(kernel, (x, y, z), tuple(arguments.items()), num_warps, num_stages)
         if any(size >= limit for size, limit in zip((x, y, z), GRID_LIMITS, strict=True)):
             raise Unsupported(
                 f"{kernel.name} would need a grid of {(x, y, z)}, at or beyond {GRID_LIMITS}; split the arrays"
             )
         for value in arguments.values():
-            if isinstance(value, Pointer | TensorMap):
+            if isinstance(value, steps.Pointer | steps.TensorMap):
                 assert self.has(value.buffer), f"unknown buffer {value}"
                 self._filled.add(value.buffer)
         if x and y and z:
@@ -121,16 +110,18 @@ class PlanBuilder:
 
     def reference(
         self,
-        function: Callable[..., Any],
+        function: str,
         inputs: Mapping[str, str],
         constants: Mapping[str, Any],
         outputs: Sequence[str],
-    ) -> LaunchPlan:
-        arguments = tuple(inputs.items()), tuple(constants.items())
-        self.add_reference(ReferenceCall(function_name(function), *arguments, tuple(outputs)))
+    ) -> steps.LaunchPlan:
+        """Add a call of a NumPy twin, `module:name` below moe_core.ops, and build the plan."""
+        self.add_reference(
+            steps.ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), tuple(outputs))
+        )
         return self.build()
 
-    def add_reference(self, step: ReferenceCall) -> None:
+    def add_reference(self, step: steps.ReferenceCall) -> None:
         for name in (*(buffer for _, buffer in step.inputs), *step.outputs):
             assert self.has(name), f"unknown buffer {name}"
         self._filled.update(step.outputs)
@@ -138,7 +129,7 @@ class PlanBuilder:
 
     def call(
         self,
-        plan: LaunchPlan,
+        plan: steps.LaunchPlan,
         prefix: str,
         bindings: Mapping[str, str],
         roles: Mapping[str, Held | Role] | None = None,
@@ -156,14 +147,14 @@ class PlanBuilder:
         names = self._bind(plan, prefix, bindings, roles or {})
         self._filled.update(names[buffer.name] for buffer in plan.outputs)
         for buffer in plan.scratch:
-            names[buffer.name] = self._add(self._scratch, Buffer(f"{prefix}.{buffer.name}", buffer.spec))
+            names[buffer.name] = self._add(self._scratch, steps.Buffer(f"{prefix}.{buffer.name}", buffer.spec))
         self._steps += [_rename(step, names) for step in plan.steps]
         self._summation += [f"{prefix}: {line}" for line in plan.summation]
         self._notes += [f"{prefix}: {line}" for line in plan.notes]
         return names[plan.outputs[0].name] if plan.outputs else ""
 
     def _bind(
-        self, plan: LaunchPlan, prefix: str, bindings: Mapping[str, str], roles: Mapping[str, Held | Role]
+        self, plan: steps.LaunchPlan, prefix: str, bindings: Mapping[str, str], roles: Mapping[str, Held | Role]
     ) -> dict[str, str]:
         wanted = {buffer.name: buffer for buffer in (*plan.inputs, *plan.outputs)}
         known = {*wanted, *(name.rpartition(".")[0] for name in wanted)}
@@ -186,7 +177,7 @@ class PlanBuilder:
                 )
                 (bound,) = candidates
             elif bound is None:
-                bound = self._add(self._scratch, Buffer(f"{prefix}.{name}", buffer.spec, role))
+                bound = self._add(self._scratch, steps.Buffer(f"{prefix}.{name}", buffer.spec, role))
             names[name] = bound
             existing = self._buffers[bound]
             takes = f"{prefix}: {'input' if is_input else 'output'} {name} of {plan.name} takes"
@@ -203,11 +194,11 @@ class PlanBuilder:
     def note(self, line: str) -> None:
         self._notes.append(line)
 
-    def build(self) -> LaunchPlan:
+    def build(self) -> steps.LaunchPlan:
         buffers = (tuple(self._inputs), tuple(self._outputs), tuple(self._scratch))
         texts = (tuple(self._summation), tuple(self._notes))
         memory = tuple(self.lent), tuple(self._over.items())
-        return LaunchPlan(self.name, self.target, *buffers, tuple(self._steps), *texts, *memory)
+        return steps.LaunchPlan(self.name, self.target, *buffers, tuple(self._steps), *texts, *memory)
 
 
 def _role(name: str, role: Held | Role | None) -> Held | None:
@@ -219,12 +210,14 @@ def _same_memory(array: ArraySpec, other: ArraySpec) -> bool:
     return array == other or (dense and (array.size, array.dtype) == (other.size, other.dtype))
 
 
-def _rename(step: KernelLaunch | ReferenceCall, names: Mapping[str, str]) -> KernelLaunch | ReferenceCall:
-    if isinstance(step, ReferenceCall):
+def _rename(
+    step: steps.KernelLaunch | steps.ReferenceCall, names: Mapping[str, str]
+) -> steps.KernelLaunch | steps.ReferenceCall:
+    if isinstance(step, steps.ReferenceCall):
         inputs = tuple((keyword, names[buffer]) for keyword, buffer in step.inputs)
-        return ReferenceCall(step.function, inputs, step.constants, tuple(names[name] for name in step.outputs))
+        return steps.ReferenceCall(step.function, inputs, step.constants, tuple(names[name] for name in step.outputs))
     arguments = dict(step.arguments)
     for name, value in step.arguments:
-        if isinstance(value, Pointer | TensorMap):
+        if isinstance(value, steps.Pointer | steps.TensorMap):
             arguments[name] = dataclasses.replace(value, buffer=names[value.buffer])
     return dataclasses.replace(step, arguments=tuple(arguments.items()))

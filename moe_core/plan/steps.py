@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moe_core.base import ArraySpec, Target, codec
-from moe_core.base.codec import plan_type
+from moe_core.base import ArraySpec, Target, codec, plan_type
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.plan.arena import aligned, lend_memory, place_buffers
 from moe_core.plan.roles import Held

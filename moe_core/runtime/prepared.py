@@ -56,9 +56,6 @@ class Prepared:
                     "resize_(0); allocate it again before the call"
                 )
 
-    def _scratch_addresses(self, pointers: Sequence[int]) -> list[int]:
-        return [pointers[home] + offset for home, offset in self._places]
-
     def _run(self, pointers: Sequence[int], stream: int, steps: slice) -> None:
         raise NotImplementedError
 
@@ -112,7 +109,7 @@ class HostPrepared(Prepared):
 
     def _run(self, pointers: Sequence[int], stream: int, steps: slice) -> None:
         addressed = [*pointers, 0][: self._count + 1]
-        addresses = [*addressed, *self._scratch_addresses(addressed)]
+        addresses = [*addressed, *[addressed[home] + offset for home, offset in self._places]]
         for index, size in self._large:
             prefer_huge_pages(pointers[index], size)
         # NumPy's error state belongs to the context, and an interrupt may leave it changed.

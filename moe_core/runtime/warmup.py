@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from moe_core.base.checks import require_at_least
+from moe_core.base import require_at_least
 from moe_core.errors import InvalidInput
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan
 from moe_core.runtime.compiler import compile_launch, launch_signature, load_kernel

@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.base import WEIGHT_LAYOUTS
-from moe_core.base.checks import (
-    finite_float,
-    require_choice,
-    require_flag,
-    require_flags,
-    require_kind,
-    set_matmul_dtype,
-)
-from moe_core.base.codec import plan_type
+from moe_core.base import WEIGHT_LAYOUTS, checks, plan_type
 from moe_core.errors import InvalidInput
 from moe_core.specs.tuning import MatmulTuning
 
@@ -52,15 +43,15 @@ class WeightGradientSpec:
 
     def __post_init__(self) -> None:
         if self.family is not None:
-            require_choice("family", self.family, ("portable", "sm90"))
+            checks.require_choice("family", self.family, ("portable", "sm90"))
         for side in self.gather:
-            require_choice("gather", side, _GATHERS)
+            checks.require_choice("gather", side, _GATHERS)
         if self.bias_side is not None:
-            require_choice("bias_side", self.bias_side, ("left", "right"))
+            checks.require_choice("bias_side", self.bias_side, ("left", "right"))
         elif self.out_dtype is None:
             raise InvalidInput("out_dtype must be a dtype where bias_side is None, got None; ask for one of the two")
-        set_matmul_dtype(self, "out_dtype", optional=True)
-        set_matmul_dtype(self, "bias_dtype", optional=True)
+        checks.set_matmul_dtype(self, "out_dtype", optional=True)
+        checks.set_matmul_dtype(self, "bias_dtype", optional=True)
 
 
 #: The default of (alpha, limit). alpha None: the activation has none.
@@ -108,19 +99,10 @@ class Activation:
     def __post_init__(self) -> None:
         if isinstance(self.name, str) and self.name == "swigluoai":
             object.__setattr__(self, "name", "swiglu_oai")
-        require_choice("activation", self.name, ACTIVATIONS)
-        require_flag("gated", self.gated)
+        checks.require_choice("activation", self.name, ACTIVATIONS)
+        checks.require_flag("gated", self.gated)
         if self.name in ALWAYS_GATED and not self.gated:
             raise InvalidInput(f"gated must be True for {self.name}, got False; it has no ungated form")
-        self._set_constants()
-        if self.gated:
-            require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
-        elif self.gate_layout in ("halves", None):  # the default: not stated
-            object.__setattr__(self, "gate_layout", None)
-        else:
-            raise InvalidInput(f"gate_layout must be None where gated=False, got {self.gate_layout!r}; leave it out")
-
-    def _set_constants(self) -> None:
         for field, default in zip(("alpha", "limit"), _CONSTANTS[self.name], strict=True):
             value = getattr(self, field)
             if isinstance(value, str) and value == _DEFAULT:
@@ -135,10 +117,16 @@ class Activation:
             elif not self.gated:
                 raise InvalidInput(f"limit must be None where gated=False, got {value}; leave it out")
             else:
-                value = finite_float(field, value)
+                value = checks.finite_float(field, value)
                 if value <= 0 and (field, self.name) != ("alpha", "swiglu_oai"):
                     raise InvalidInput(f"{field} must be positive, got {value}; leave it out for the default")
             object.__setattr__(self, field, value)
+        if self.gated:
+            checks.require_choice("gate_layout", self.gate_layout, GATE_LAYOUTS)
+        elif self.gate_layout in ("halves", None):  # the default: not stated
+            object.__setattr__(self, "gate_layout", None)
+        else:
+            raise InvalidInput(f"gate_layout must be None where gated=False, got {self.gate_layout!r}; leave it out")
 
     def input_width(self, width: int) -> int:
         """Columns of its input for `width` columns of its output."""
@@ -171,10 +159,10 @@ class MatmulSpec:
     fast_accumulate: bool = False
 
     def __post_init__(self) -> None:
-        require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
-        require_kind("tuning", self.tuning, MatmulTuning, optional=True)
-        require_choice("gather", self.gather, ("row", "token", "slot"))
-        require_choice("scatter", self.scatter, ("row", "slot"))
-        require_kind("activation", self.activation, Activation, optional=True)
-        require_flags(self, "fast_accumulate", "allow_tf32")
-        set_matmul_dtype(self, "out_dtype", optional=True)
+        checks.require_choice("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        checks.require_kind("tuning", self.tuning, MatmulTuning, optional=True)
+        checks.require_choice("gather", self.gather, ("row", "token", "slot"))
+        checks.require_choice("scatter", self.scatter, ("row", "slot"))
+        checks.require_kind("activation", self.activation, Activation, optional=True)
+        checks.require_flags(self, "fast_accumulate", "allow_tf32")
+        checks.set_matmul_dtype(self, "out_dtype", optional=True)

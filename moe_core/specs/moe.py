@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from moe_core.base import WEIGHT_LAYOUTS
+from moe_core.base import WEIGHT_LAYOUTS, plan_type
 from moe_core.base.checks import require_choice, require_flags, require_kind, set_matmul_dtype
-from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
-from moe_core.formats.format import Format
+from moe_core.formats import Format
 from moe_core.specs.matmul import Activation
 from moe_core.specs.routing import LogitsSpec, RouterSpec, RowLimit
 from moe_core.specs.tuning import MatmulTuning, Tuning

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_core.base import plan_type
 from moe_core.base.checks import finite_float, require_flags
-from moe_core.base.codec import plan_type
 from moe_core.errors import InvalidInput
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moe_core.base import ArraySpec, require_spec
-from moe_core.formats.tensor import QuantizedTensor
+from moe_core.formats import QuantizedTensor
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.routing import LayoutSpec
 

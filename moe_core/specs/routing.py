@@ -5,16 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from moe_core.base import WEIGHT_LAYOUTS
-from moe_core.base.checks import (
-    finite_float,
-    require_choice,
-    require_flags,
-    set_integer,
-    set_matmul_dtype,
-)
-from moe_core.base.codec import plan_type
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, WEIGHT_LAYOUTS, plan_type
+from moe_core.base.checks import finite_float, require_choice, require_flags, set_integer, set_matmul_dtype
 from moe_core.errors import InvalidInput, Unsupported
 
 SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
@@ -98,16 +90,6 @@ class RouterSpec:
                 f"got {self.order!r}; leave it out"
             )
         require_flags(self, "renormalize")
-        self._check_arithmetic()
-        object.__setattr__(self, "scale", finite_float("scale", self.scale))
-        set_integer(self, "num_groups", 1)
-        set_integer(self, "topk_group", 1)
-        if self.topk_group > self.num_groups:
-            raise InvalidInput(
-                f"topk_group must be at most num_groups = {self.num_groups}, got {self.topk_group}; lower it"
-            )
-
-    def _check_arithmetic(self) -> None:
         for name in ("epsilon", "logit_scale", *(() if self.softcap is None else ("softcap",))):
             object.__setattr__(self, name, finite_float(name, getattr(self, name)))
         if self.epsilon < 0 or (self.epsilon and (not self.renormalize or self.scoring == "softmax")):
@@ -121,6 +103,13 @@ class RouterSpec:
         require_choice("bias_on", self.bias_on, ("scores", "logits"))
         if self.group_score is not None:
             require_choice("group_score", self.group_score, ("best", "pair"))
+        object.__setattr__(self, "scale", finite_float("scale", self.scale))
+        set_integer(self, "num_groups", 1)
+        set_integer(self, "topk_group", 1)
+        if self.topk_group > self.num_groups:
+            raise InvalidInput(
+                f"topk_group must be at most num_groups = {self.num_groups}, got {self.topk_group}; lower it"
+            )
 
     def require_top_k(self) -> int:
         """Return K. Raises InvalidInput if a layer's."""

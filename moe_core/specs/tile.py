@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base.checks import require_kind, set_integer
-from moe_core.base.codec import plan_type
+from moe_core.base import plan_type, require_kind, set_integer
 
 #: By compute capability (CUDA programming guide, technical specifications).
 _SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 88: 99 * 1024, 89: 99 * 1024}

@@ -15,9 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from moe_core.base import codec
-from moe_core.base.checks import require_at_least, require_choice
-from moe_core.base.codec import plan_type
+from moe_core.base import codec, plan_type, require_at_least, require_choice
 from moe_core.base.files import load_json, whole_file
 from moe_core.errors import InvalidInput
 from moe_core.specs.tile import TileConfig
@@ -179,52 +177,59 @@ def write_measurements(
 ) -> None:
     """Write a table's file. provenance: PROVENANCE_FIELDS and more. Raises InvalidInput if one is missing, or entries
     contradict each other."""
-    _require_provenance(provenance, "provenance")
+    require_provenance(provenance, "provenance")
     TileTable.of(measurement.entry for measurement in measurements)
-    ordered = sorted(measurements, key=lambda measurement: _reading_order(measurement.entry))
-    lines = ",\n".join(f"    {json.dumps(_record(measurement))}" for measurement in ordered)
-    head = json.dumps({"format": FORMAT_VERSION, "provenance": dict(provenance)}, indent=2).removesuffix("\n}")
+
+    def reading_order(measurement: Measurement) -> tuple[Any, ...]:
+        rows, *product = dataclasses.astuple(measurement.entry.problem)
+        return measurement.entry.arch, *product, rows
+
+    def record(measurement: Measurement) -> dict[str, Any]:
+        times = {name: round(getattr(measurement, name), 2) for name in ("microseconds", "heuristic_microseconds")}
+        return dataclasses.asdict(measurement.entry) | times
+
+    head = {"format": FORMAT_VERSION, "provenance": dict(provenance)}
+    write_record(path, head, "entries", map(record, sorted(measurements, key=reading_order)))
+
+
+def write_record(
+    path: str | pathlib.Path, head: Mapping[str, Any], name: str, records: Iterable[Mapping[str, Any]]
+) -> None:
+    """Write JSON whose last field has a line for each record."""
+    lines = ",\n".join(f"    {json.dumps(record)}" for record in records)
     body = f"[\n{lines}\n  ]" if lines else "[]"
     with whole_file(path) as partial:
-        partial.write_text(f'{head},\n  "entries": {body}\n}}\n')
+        partial.write_text(json.dumps(head, indent=2).removesuffix("\n}") + f',\n  "{name}": {body}\n}}\n')
 
 
 def read_measurements(path: str | pathlib.Path) -> tuple[Mapping[str, Any], tuple[Measurement, ...]]:
     """(provenance, measurements) of a table's file. Raises InvalidInput for others."""
-    try:
-        content = load_json(path)
-    except InvalidInput as error:
-        raise InvalidInput(
-            f"path must be a table that moebius-tune wrote, got {str(path)!r} ({error}); make one with moebius-tune"
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
-        version = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise InvalidInput(
-            f"format of {str(path)!r} must be {FORMAT_VERSION}, got {version!r}; run moebius-tune of this version"
-        )
-    _require_provenance(content.get("provenance"), f"provenance of {str(path)!r}")
+    content = read_record(path, "a table that moebius-tune wrote", FORMAT_VERSION)
     records = content.get("entries")
     if not isinstance(records, list):
         raise InvalidInput(f"entries of {str(path)!r} must be a list, got {type(records).__name__}; correct the file")
     return content["provenance"], tuple(_measurement(record, f"entry {i}") for i, record in enumerate(records))
 
 
-def _reading_order(entry: TileEntry) -> tuple[Any, ...]:
-    rows, *product = dataclasses.astuple(entry.problem)
-    return entry.arch, *product, rows
+def read_record(path: str | pathlib.Path, what: str, version: int) -> dict[str, Any]:
+    """The content of a file of `moebius-tune`. Raises InvalidInput unless it has this format and a provenance."""
+    try:
+        content = load_json(path)
+    except InvalidInput as error:
+        raise InvalidInput(f"path must be {what}, got {str(path)!r} ({error}); make one with moebius-tune") from error
+    found = content.get("format") if isinstance(content, dict) else type(content).__name__
+    if not isinstance(content, dict) or found != version:
+        raise InvalidInput(
+            f"format of {str(path)!r} must be {version}, got {found!r}; run moebius-tune of this version"
+        )
+    require_provenance(content.get("provenance"), f"provenance of {str(path)!r}")
+    return content
 
 
-def _require_provenance(provenance: Any, name: str) -> None:
+def require_provenance(provenance: Any, name: str) -> None:
     missing = [field for field in PROVENANCE_FIELDS if not isinstance(provenance, Mapping) or field not in provenance]
     if missing:
-        raise InvalidInput(
-            f"{name} must say {', '.join(PROVENANCE_FIELDS)}, got none of {', '.join(missing)}; add them"
-        )
-
-
-def _record(measurement: Measurement) -> dict[str, Any]:
-    times = {name: round(getattr(measurement, name), 2) for name in ("microseconds", "heuristic_microseconds")}
-    return dataclasses.asdict(measurement.entry) | times
+        raise InvalidInput(f"{name} must say {', '.join(PROVENANCE_FIELDS)}, got no {', '.join(missing)}; add them")
 
 
 def _measurement(record: Any, name: str) -> Measurement:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_core.base import INT32_LIMIT, plan_type
 from moe_core.base.checks import require_flag, require_kind, set_integer
-from moe_core.base.codec import plan_type
-from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
 from moe_core.specs.tile import TileConfig
 from moe_core.specs.tile_table import TileTable

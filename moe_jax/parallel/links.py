@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from moe_core.parallel.links import LinkTiming
+from moe_core.parallel.machine import LinkTiming
 
 #: Chained calls in a program, and programs for the median.
 _CALLS, _BATCHES = 8, 5

@@ -11,11 +11,15 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import Format
 from moe_core.ops.exchange.direct import plan_push_tokens_once, plan_sum_results
 from moe_core.ops.exchange.operands import Checks, HomeTokens, Places, RowsAt, TokenSizes, TokenTables, in_records
-from moe_core.ops.exchange.places import plan_peer_places
-from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
-from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
-from moe_core.ops.exchange.results import plan_result_addresses
-from moe_core.ops.exchange.take import plan_take_rows
+from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights, plan_take_rows
+from moe_core.ops.exchange.push import (
+    plan_combine_push,
+    plan_dispatch_push,
+    plan_push_counts,
+    plan_push_slots,
+    plan_result_addresses,
+)
+from moe_core.ops.exchange.tables import plan_peer_places
 from moe_core.plan.steps import LaunchPlan
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES

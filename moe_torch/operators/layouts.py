@@ -10,8 +10,8 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.dtypes import ID_DTYPES
 from moe_core.base.target import Target
-from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.ops.reduction.reduce import plan_reduce
+from moe_core.ops.reduction.rowwise import plan_gather_rows
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import LayoutSpec

@@ -7,9 +7,8 @@ from typing import Any
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.target import Target
 from moe_core.ops.exchange.operands import ReceiveOperands, SendOperands, record_of
-from moe_core.ops.exchange.receive_tables import plan_receive_tables, receive_shapes
-from moe_core.ops.exchange.send_tables import plan_send_tables, send_shapes
-from moe_core.ops.reduction.gather import plan_gather_rows
+from moe_core.ops.exchange.tables import plan_receive_tables, plan_send_tables, receive_shapes, send_shapes
+from moe_core.ops.reduction.rowwise import plan_gather_rows
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.exchange import TableSpec
 from moe_core.specs.routing import LayoutSpec

@@ -23,8 +23,8 @@ from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
+from moe_core.ops.routing.layout import plan_layout_of_runs
 from moe_core.ops.routing.rounding import plan_route_rounded, plan_route_rounded_backward
-from moe_core.ops.routing.runs import plan_layout_of_runs
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import Activation, LogitsSpec, NormSpec, RouterSpec

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from moe_core.base.checks import as_integer, finite_float, require_choice
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.parallel.links import LinkTiming
+from moe_core.parallel.machine import LinkTiming
 from moe_torch.parallel import peer_ops
 from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.peer.symmetric import Part, Symmetric, symmetric

@@ -10,8 +10,8 @@ import pytest
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.checkpoint.convert import ConversionReport, LayerError
 from moe_core.checkpoint.families import FAMILIES
-from moe_core.checkpoint.families.around import muse_around
-from moe_core.checkpoint.families.qwen import _ernie_layers
+from moe_core.checkpoint.families.deepseek import _muse_around
+from moe_core.checkpoint.families.mixtral import _ernie_layers
 from moe_core.checkpoint.families.record import describe
 from moe_core.checkpoint.stacks import written_names
 from moe_core.errors import InvalidInput
@@ -54,7 +54,7 @@ def test_layers_of_ernie(settings: dict[str, Any], layers: tuple[int, ...]) -> N
 
 
 def test_the_norms_of_muse() -> None:
-    found = muse_around(config(rms_norm_eps=1e-5, post_norm_eps=1e-3, moe_hidden_size=48))
+    found = _muse_around(config(rms_norm_eps=1e-5, post_norm_eps=1e-3, moe_hidden_size=48))
     after = NormSpec(1e-3, centred=True, weight_first=True)
     assert found == {"latent": LatentSpec(48, NormSpec(1e-5, centred=True)), "output": OutputSpec(after, "experts")}
 

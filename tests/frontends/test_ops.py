@@ -15,9 +15,9 @@ from moe_core.ops.matmul.reference.rows import rows_of
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.reduction import reference as reduction_reference
 from moe_core.ops.router import reference as router_reference
+from moe_core.ops.routing import reference
 from moe_core.ops.routing import reference as routing_reference
-from moe_core.ops.routing import reference_bitmatrix
-from moe_core.ops.routing.reference_runs import layout_of_runs
+from moe_core.ops.routing.reference import layout_of_runs
 from moe_core.parity.tolerance import (
     EXACT,
     activation_tolerance,
@@ -142,10 +142,10 @@ def test_layout_and_bitmatrix(frontend: Frontend, engine: str) -> None:
         assert layout.spec == LayoutSpec(4, 2, 40, alignment=4)
         check_layout(frontend, layout, routing_reference.layout(ids, layout=layout.spec))
         bitmatrix = frontend.ops.pack_bitmatrix(given, 40, checked=True)
-        packed, *_ = reference_bitmatrix.pack_bitmatrix(ids, num_experts=40)
+        packed, *_ = reference.pack_bitmatrix(ids, num_experts=40)
         assert bitmatrix.dtype == frontend.dtype("uint32")
         assert_close(frontend.numpy(bitmatrix), packed, EXACT, "bitmatrix")
-        want = reference_bitmatrix.unpack_bitmatrix(packed, num_experts=40, top_k=2)
+        want = reference.unpack_bitmatrix(packed, num_experts=40, top_k=2)
         assert_close(frontend.numpy(frontend.ops.unpack_bitmatrix(bitmatrix, 40, 2)), want, EXACT, "unpacked ids")
 
 

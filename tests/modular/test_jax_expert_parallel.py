@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangeSpec, Placement
-from moe_core.parallel.shards import gather_experts
+from moe_core.parallel.placement import gather_experts
 from moe_core.specs.tuning import Tuning
 from moe_jax import modular
 from moe_jax.parallel import routes

@@ -21,9 +21,14 @@ from moe_core.ops.common.zero_rows import launch_zero_rows
 from moe_core.ops.norm.backward import plan_rms_norm_backward
 from moe_core.ops.norm.forward import plan_rms_norm
 from moe_core.ops.quantize.rows import plan_quantize_rows
-from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
-from moe_core.ops.reduction.rowwise import plan_add, plan_bias_product, plan_cast_rows, plan_weighted_input
+from moe_core.ops.reduction.rowwise import (
+    plan_add,
+    plan_bias_product,
+    plan_cast_rows,
+    plan_gather_rows,
+    plan_weighted_input,
+)
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.topk import plan_routing

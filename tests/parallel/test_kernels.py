@@ -10,8 +10,8 @@ import pytest
 
 from moe_core.base.target import Target
 from moe_core.parallel import ExchangeSpec, plan_exchange
+from moe_core.parallel.placement import gather_experts
 from moe_core.parallel.reference import moe, moe_backward
-from moe_core.parallel.shards import gather_experts
 from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import MoEOperands, OutputGradients
 from tests.support.harness import engine_target

@@ -9,7 +9,7 @@ import pytest
 from moe_core.formats import QuantizedSpec, QuantizedTensor, format_named
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.parallel.bounds import Bounds, bounds_of, rows_received, slots_received, tokens_at_once
-from moe_core.parallel.shards import gather_experts, shard_experts
+from moe_core.parallel.placement import gather_experts, shard_experts
 from moe_core.specs.operands import ExpertWeights
 
 #: Two places a rank.

@@ -17,8 +17,9 @@ from moe_core.layers.spec import MoELayerSpec
 from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_core.parallel import ExchangeSpec, Placement, TensorSplit, plan_exchange, predict
 from moe_core.parallel.machine import H200
-from moe_core.parallel.tensor import cut_of, join_arrays, require_splittable, split_experts
+from moe_core.parallel.tensor import cut_of, require_splittable, split_experts
 from moe_core.specs.operands import ExpertWeights, named_arrays
+from tests.support.parallel.grid import join_arrays
 
 LINEAR = Placement.linear(8, 4)
 

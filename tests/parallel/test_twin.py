@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.parallel import exchange as arithmetic
+from moe_core.parallel.placement import gather_experts, shard_experts
 from moe_core.parallel.reference import GroupForward, moe, moe_backward
-from moe_core.parallel.shards import gather_experts, shard_experts
 from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import ExpertWeights, TopK
 from tests.support.parallel.placements import placement_of

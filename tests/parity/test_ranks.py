@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("jax", reason="needs JAX")
 
 from moe_core.errors import InvalidInput
-from moe_core.parallel.shards import shard_experts
+from moe_core.parallel.placement import shard_experts
 from moe_core.parity import cli
 from moe_core.parity.builtin_cases import Draw, built_in_case
 from moe_core.parity.ranks import RanksRun, run_ranks

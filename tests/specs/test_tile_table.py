@@ -171,7 +171,7 @@ def file_with(path: pathlib.Path, **changes: object) -> pathlib.Path:
     ("changes", "message"),
     [
         ({"format": 2}, "format of .* must be 1, got 2"),
-        ({"provenance": {"gpu": "H200"}}, "provenance of .* must say .* got none of driver"),
+        ({"provenance": {"gpu": "H200"}}, "provenance of .* must say .* got no driver"),
         ({"entries": {}}, "entries of .* must be a list"),
         ({"entries": [{}]}, "entry 0 must have the fields arch"),
         ({"record__microseconds": "fast"}, "must have positive numbers"),

@@ -11,7 +11,7 @@ import pytest
 
 from moe_core.ops.activation.reference import activation
 from moe_core.ops.routing.reference import layout as make_layout
-from moe_core.ops.routing.reference_bitmatrix import pack_bitmatrix, unpack_bitmatrix
+from moe_core.ops.routing.reference import pack_bitmatrix, unpack_bitmatrix
 from moe_core.parity import cli, engines
 from moe_core.parity.case import Case
 from moe_core.parity.engines import EngineRun

@@ -7,9 +7,7 @@ from typing import Any
 
 from moe_core.checkpoint.config import ModelConfig
 from moe_core.checkpoint.families.deepseek import DEEPSEEK
-from moe_core.checkpoint.families.gemma import GEMMA
-from moe_core.checkpoint.families.mixtral import MIXTRAL
-from moe_core.checkpoint.families.qwen import QWEN
+from moe_core.checkpoint.families.mixtral import GEMMA, MIXTRAL, QWEN
 from moe_core.checkpoint.families.record import Architecture as Architecture
 from moe_core.checkpoint.families.record import Family as Family
 from moe_core.checkpoint.families.record import Naming as Naming

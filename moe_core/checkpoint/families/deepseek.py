@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from moe_core.checkpoint.config import ModelConfig
-from moe_core.checkpoint.families.around import latent_size, muse_around, muse_router, normalised_sum
 from moe_core.checkpoint.families.record import (
     NO_BIAS,
     Activations,
@@ -24,7 +24,8 @@ from moe_core.checkpoint.families.record import (
     silu,
 )
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs import Activation, RouterSpec
+from moe_core.layers.around import LatentSpec, OutputSpec
+from moe_core.specs import Activation, NormSpec, RouterSpec
 
 _SCALE, _NORM, _GROUPS = ("routed_scaling_factor",), ("norm_topk_prob",), (("n_group",), ("topk_group",))
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
@@ -41,7 +42,6 @@ _V3 = Family(
 
 
 def _deepseek_v2_router(config: ModelConfig) -> RouterSpec:
-    """Chosen within the best groups if topk_method says so."""
     config.require("scoring_func", "softmax", "another score")
     method = config.find("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
@@ -51,12 +51,6 @@ def _deepseek_v2_router(config: ModelConfig) -> RouterSpec:
         )
     groups = None if method == "greedy" else _GROUPS
     return routing(renormalize=False, scale=_SCALE, groups=groups)(config)
-
-
-def _axk2_router(config: ModelConfig) -> RouterSpec:
-    """No groups: its block scores other groups 0, which may win over a negative score."""
-    config.require("n_group", 1, "groups in which experts outside of the best have the score 0")
-    return routing("sigmoid", renormalize=_NORM, scale=_SCALE)(config)
 
 
 _V2 = replace(
@@ -93,7 +87,6 @@ _KIMI_SHARED = Shared(copies=("num_shared_experts", "n_shared_experts"))
 
 
 def _nemotron_layers(config: ModelConfig) -> Layers:
-    """Layers in layers_block_type, or `E` in hybrid_override_pattern."""
     kinds = config.strings("layers_block_type")
     if kinds:
         return Layers(len(kinds), tuple(n for n, kind in enumerate(kinds) if kind == "moe"), "layers_block_type")
@@ -123,18 +116,7 @@ def _laguna_router(config: ModelConfig) -> RouterSpec:
     return routing("sigmoid", scale=("moe_routed_scaling_factor",), softcap=cap or None)(config)
 
 
-def _kolibri_router(config: ModelConfig) -> RouterSpec:
-    """The correction bias is added to the logits; the order of the sums decides."""
-    return routing("sigmoid", renormalize=_NORM, bias_on="logits")(config)
-
-
-def _soft_capped(config: ModelConfig) -> Activation:
-    gate, up = config.number("mlp_gate_softcap"), config.number("mlp_up_softcap")
-    return Activation("softcapped_silu", alpha=gate, limit=up)
-
-
 def _deepseek_v4_layers(config: ModelConfig) -> Layers:
-    """Every layer, or the `moe` and `hash_moe` of mlp_layer_types."""
     count, kinds = config.num_layers(), config.strings("mlp_layer_types")
     if not kinds:
         return every_layer(config)
@@ -143,7 +125,6 @@ def _deepseek_v4_layers(config: ModelConfig) -> Layers:
 
 
 def _deepseek_v4_tables(config: ModelConfig) -> tuple[int, ...]:
-    """The `hash_moe` of mlp_layer_types, or the first num_hash_layers."""
     kinds = config.strings("mlp_layer_types")
     if kinds:
         return tuple(layer for layer, kind in enumerate(kinds[: config.num_layers()]) if kind == "hash_moe")
@@ -151,7 +132,6 @@ def _deepseek_v4_tables(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _step3p5_layers(config: ModelConfig) -> Layers:
-    """`sparse` of mlp_layer_types, or moe_layers_enum."""
     layers = dense_first(3)(config)
     chosen = config.settings.get("moe_layers_enum")
     if isinstance(chosen, str) and not config.strings("mlp_layer_types"):
@@ -172,9 +152,23 @@ def _step3p5_activations(config: ModelConfig) -> Mapping[int, Activations]:
     return by_layer
 
 
-def _longcat_layers(config: ModelConfig) -> Layers:
-    count = config.num_layers("num_layers")
-    return Layers(count, tuple(range(count)), "every layer")
+def _muse_router(config: ModelConfig) -> RouterSpec:
+    """Sigmoid of scaled logits, renormalised with a small number in the divisor."""
+    scale = config.number("output_multiplier")
+    return routing("sigmoid", scale=("routed_scaling_factor",), logit_scale=scale, epsilon=1e-15)(config)
+
+
+def _muse_around(config: ModelConfig) -> Mapping[str, Any]:
+    before = NormSpec(config.number("rms_norm_eps"), centred=True)
+    each = NormSpec(config.number("post_norm_eps"), centred=True, weight_first=True)
+    width = config.integer("moe_hidden_size")
+    return {"latent": LatentSpec(width, before), "output": OutputSpec(each, "experts")}
+
+
+def _latent_size(config: ModelConfig) -> Mapping[str, Any]:
+    if config.settings.get("moe_latent_size") is None:
+        return {}
+    return {"latent": LatentSpec(config.integer("moe_latent_size"))}
 
 
 DEEPSEEK = {
@@ -192,21 +186,27 @@ DEEPSEEK = {
     "dots3_note_text": replace(
         _V3, layers=dense_first(1), shared=Shared(("n_shared_experts",), ("shared_experts_intermediate_size",))
     ),
-    "axk2": replace(_V3, router=_axk2_router, layers=dense_first(1)),
+    # No groups: its block scores other groups 0, which may win over a negative score.
+    "axk2": replace(
+        _V3,
+        router=routing("sigmoid", renormalize=_NORM, scale=_SCALE),
+        layers=dense_first(1),
+        requires=(("n_group", 1, "groups in which experts outside of the best have the score 0"),),
+    ),
     # Files keep the norm of the sum outside the block.
     "axk1": replace(
         _V3,
         layers=dense_first(1),
-        around=normalised_sum,
+        around=lambda config: {"output": OutputSpec(NormSpec(config.number("rms_norm_eps", default=1e-6)))},
         naming=Naming(around={"output.norm": ("post_mlp_layernorm.weight", "/post_mlp_layernorm.weight")}),
     ),
     "muse_spark_text": replace(
         _V3,
-        router=muse_router,
+        router=_muse_router,
         layers=dense_first(0),
         experts=("num_local_experts", "num_experts"),
         shared=None,
-        around=muse_around,
+        around=_muse_around,
         naming=Naming(
             per_expert=None,
             around={
@@ -276,7 +276,7 @@ DEEPSEEK = {
     ),
     "kolibri1": replace(
         _V3,
-        router=_kolibri_router,
+        router=routing("sigmoid", renormalize=_NORM, bias_on="logits"),
         layers=every_layer,
         experts=("num_experts", "num_local_experts"),
         shared=Shared(width=("shared_expert_intermediate_size",)),
@@ -295,7 +295,7 @@ DEEPSEEK = {
             prefixes=("model.", "backbone."),
             around={"before.weight": ("fc1_latent_proj.weight",), "after.weight": ("fc2_latent_proj.weight",)},
         ),
-        around=latent_size,
+        around=_latent_size,
         requires=(NO_BIAS,),
     ),
     "mistral4": replace(
@@ -338,7 +338,9 @@ DEEPSEEK = {
         _V3,
         router=_scored_router,
         layers=every_layer,
-        activation=_soft_capped,
+        activation=lambda config: Activation(
+            "softcapped_silu", alpha=config.number("mlp_gate_softcap"), limit=config.number("mlp_up_softcap")
+        ),
         shared=None,
         naming=Naming(
             correction_bias=("gate.e_score_correction_bias", "gate.bias"),
@@ -365,7 +367,7 @@ DEEPSEEK = {
     "longcat_flash": replace(
         _V3,
         router=routing(renormalize=False, scale=_SCALE, top_k=("moe_topk",)),
-        layers=_longcat_layers,
+        layers=lambda config: every_layer(config, "num_layers"),
         width=("expert_ffn_hidden_size",),
         experts=("n_routed_experts",),
         shared=None,

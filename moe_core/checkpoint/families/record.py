@@ -337,8 +337,8 @@ def routing(
     return router
 
 
-def every_layer(config: ModelConfig) -> Layers:
-    count = config.num_layers()
+def every_layer(config: ModelConfig, *settings: str) -> Layers:
+    count = config.num_layers(*settings)
     return Layers(count, tuple(range(count)), "every layer")
 
 

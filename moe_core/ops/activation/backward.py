@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
-from moe_core.base.checks import require_choice
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_choice, require_spec, row_stride
 from moe_core.base.sizes import elementwise_tile
 from moe_core.errors import InvalidInput
 from moe_core.ops.activation.forward import check_input, function_constants, input_constants
@@ -44,10 +43,8 @@ def plan_activation_backward(
     if up is not None:
         outputs.append(builder.output("d_up", ArraySpec((rows, width), x.dtype)))
     if not target.compiled:
-        from moe_core.ops.activation import reference as twins
-
         constants = {"activation": activation}
-        return builder.reference(twins.activation_backward, inputs, constants, outputs)
+        return builder.reference("activation.reference:activation_backward", inputs, constants, outputs)
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("d_y", "x", "up", "d_x", "d_up")
     arguments |= passed(num_rows=rows, WIDTH=width, D_Y_STRIDE=d_y_stride)
@@ -136,11 +133,9 @@ def plan_expert_activation_backward(
     for name in outputs:
         builder.output(name, shapes[name], roles.get(name))
     if not target.compiled:
-        from moe_core.ops.activation import reference as twins
-
         builder.sums("d_weight: NumPy's pairwise sum over d_ff, fp32")
         options = {"activation": activation, "order": order, "outputs": outputs}
-        return builder.reference(twins.expert_activation_backward_plan, present, options, outputs)
+        return builder.reference("activation.reference:expert_activation_backward_plan", present, options, outputs)
     block_m, block_n = _row_tile(width, target)
     builder.sums(
         f"d_weight: d_ff in {block_n} partial sums in order, then a tree over them, fp32; then the bias product"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
-from moe_core.base.checks import require_choice
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_choice, require_spec, row_stride
 from moe_core.base.sizes import elementwise_tile
 from moe_core.errors import InvalidInput
 from moe_core.ops.activation.kernels import forward as kernels
@@ -56,10 +55,8 @@ def plan_activation(
     inputs = builder.inputs({"x": x, "up": up})
     builder.output("y", ArraySpec((rows, width), out_dtype))
     if not target.compiled:
-        from moe_core.ops.activation import reference as twins
-
         constants = {"activation": activation, "out_dtype": out_dtype}
-        return builder.reference(twins.activation, inputs, constants, ("y",))
+        return builder.reference("activation.reference:activation", inputs, constants, ("y",))
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("x", "up", "y") | passed(num_rows=rows, WIDTH=width)
     arguments |= input_constants(x, up, activation) | passed(BLOCK_M=block_m, BLOCK_N=block_n)

@@ -80,13 +80,6 @@ def softcap_derivative(x: np.ndarray, limit: float | None) -> np.ndarray:
     return 4 * power / np.square(1 + power)
 
 
-def _silu(x: np.ndarray) -> np.ndarray:
-    divisor = np.negative(x)
-    np.exp(divisor, out=divisor)
-    divisor += 1
-    return np.divide(x, divisor, out=divisor)
-
-
 def _silu_and_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(x s, s (1 + x s(-x))), s the sigmoid. s(-x) = exp(-x) s avoids cancellation."""
     slope = np.negative(x)
@@ -128,7 +121,10 @@ def apply(gate: np.ndarray, up: np.ndarray | None, activation: Activation, out: 
             assert up is not None and activation.alpha is not None
             return gate * sigmoid(activation.alpha * gate) * (up + 1)
         if activation.name in ("silu", "clamped_silu"):
-            activated = _silu(gate)
+            divisor = np.negative(gate)
+            np.exp(divisor, out=divisor)
+            divisor += 1
+            activated = np.divide(gate, divisor, out=divisor)
             if limit is not None and activation.name == "clamped_silu":
                 activated = np.minimum(activated, limit)
         elif activation.name == "gelu":
@@ -177,19 +173,6 @@ def activation_derivative(x: np.ndarray, name: str) -> np.ndarray:
         return sigmoid(inner) * (1 + x * sigmoid(-inner) * slope)
 
 
-def apply_backward(
-    d_y: np.ndarray, gate: np.ndarray, up: np.ndarray | None, activation: Activation
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """(d_gate, d_up) of `apply` as fp32 arrays `[R, F]`. d_up is None if ungated.
-
-    Ungated: d_gate = d_y * act'(gate). Gated: d_gate = (d_y * up) * act'(gate), d_up = d_y * act(gate), with clamped
-    gate and up, and exactly 0 where a clamp holds. swiglu_oai, a = alpha: act(g) = g s(a g), act'(g) = s(a g) (1 + a g
-    s(-a g)) and up + 1 for up. softcapped_silu, c(x) = limit tanh(x / limit): act'(g) = c'(g) s(g) + c(g) s(g) s(-g),
-    and d_up is times c'(up).
-    """
-    return _value_and_gradients(d_y, gate, up, activation)[1:]
-
-
 def _value_and_gradients(
     d_y: np.ndarray,
     gate: np.ndarray,
@@ -197,6 +180,13 @@ def _value_and_gradients(
     activation: Activation,
     places: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """(y, d_gate, d_up) of `apply` as fp32 arrays `[R, F]`. d_up is None if ungated.
+
+    Ungated: d_gate = d_y * act'(gate). Gated: d_gate = (d_y * up) * act'(gate), d_up = d_y * act(gate), with clamped
+    gate and up, and exactly 0 where a clamp holds. swiglu_oai, a = alpha: act(g) = g s(a g), act'(g) = s(a g) (1 + a g
+    s(-a g)) and up + 1 for up. softcapped_silu, c(x) = limit tanh(x / limit): act'(g) = c'(g) s(g) + c(g) s(g) s(-g),
+    and d_up is times c'(up).
+    """
     with np.errstate(all="ignore"):
         if up is None:
             value, slope = _value_and_slope(gate, activation.name)
@@ -253,7 +243,7 @@ def activation_backward(
     d_y: np.ndarray, x: np.ndarray, up: np.ndarray | None = None, *, activation: Activation
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     gate_values, up_values = _split_wide(x, up, activation)
-    d_gate, d_up = apply_backward(to_float32(d_y), gate_values, up_values, activation)
+    d_gate, d_up = _value_and_gradients(to_float32(d_y), gate_values, up_values, activation)[1:]
     if up is None:
         return round_to(join(d_gate, d_up, activation), x.dtype)
     assert d_up is not None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_core.base import ALIGNMENT, ArraySpec, Target, dtypes, require_spec
-from moe_core.base.checks import require_at_least
+from moe_core.base import ALIGNMENT, ArraySpec, Target, dtypes, require_at_least, require_spec
 from moe_core.base.sizes import INT32_LIMIT, elementwise_tile, padded
 from moe_core.errors import InvalidInput
 

@@ -12,7 +12,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.checks import copy_tile, require_programs, require_table, require_width
 from moe_core.ops.exchange.kernels import direct as kernels
 from moe_core.ops.exchange.operands import Checks, HomeTokens, TokenSizes, TokenTables
-from moe_core.ops.exchange.send_tables import HEADER, columns_of
+from moe_core.ops.exchange.tables import HEADER, columns_of
 from moe_core.ops.reduction.reduce import reduce_tile, require_beside, unrolled
 from moe_core.ops.routing.layout import require_experts
 from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
@@ -92,10 +92,8 @@ def plan_push_tokens_once(
     if visits:
         outputs += [builder.output(name, ArraySpec((tokens, num_ranks), "int32")) for name in ("owners", "rows")]
     if not target.compiled:
-        from moe_core.ops.exchange import reference_direct as twins
-
         constants = sizes._asdict() | {"visits": visits}
-        return builder.reference(twins.push_tokens_once, present, constants, outputs)
+        return builder.reference("exchange.reference:push_tokens_once", present, constants, outputs)
     require_experts(num_experts)
     if x is None:
         block_t, block_n, warps = _TOKENS[target.engine], 1, _WARPS
@@ -160,9 +158,7 @@ def plan_sum_results(
     builder.output("out", ArraySpec((tokens, width), out_dtype))
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
     if not target.compiled:
-        from moe_core.ops.exchange import reference_direct as twins
-
-        return builder.reference(twins.sum_results, present, {"out_dtype": out_dtype}, ("out",))
+        return builder.reference("exchange.reference:sum_results", present, {"out_dtype": out_dtype}, ("out",))
     block_t, block_n, warps = reduce_tile(tokens, width, target)
     arguments = builder.pointers(*arrays, "out")
     arguments |= passed(num_tokens=tokens, num_rows=rows, num_ranks=num_ranks, TOP_K=top_k, COLUMNS=columns_of(top_k))

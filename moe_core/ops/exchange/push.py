@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
-from moe_core.base.checks import as_integer, require_at_least, require_kind
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
+from moe_core.base.checks import as_integer, require_at_least, require_choice, require_kind
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, quantized_shapes
-from moe_core.ops.exchange.checks import (
-    at_once,
-    copy_grid,
-    copy_tile,
-    most_programs,
-    require_places,
-    require_programs,
-    require_table,
-    require_width,
-    slots_block,
-)
+from moe_core.ops.exchange import checks
 from moe_core.ops.exchange.kernels import push as kernels
+from moe_core.ops.exchange.kernels import results as result_kernels
 from moe_core.ops.exchange.operands import Places
 from moe_core.ops.quantize.rows import rule_of
 from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
@@ -56,62 +46,56 @@ def plan_dispatch_push(
     """
     require_spec("x", x, ("num_tokens", "d_model"), dtypes.MATMUL_DTYPES, contiguous=False)
     stride, (tokens, width) = row_stride("x", x), x.shape
-    _, top_k = require_places(*places, tokens)
-    num_ranks = require_table("rows_at", rows_at)
+    _, top_k = checks.require_places(*places, tokens)
+    num_ranks = checks.require_table("rows_at", rows_at)
     as_integer("num_rows", num_rows, 0, INT32_LIMIT)
-    require_programs(programs)
+    checks.require_programs(programs)
     if format is None:
-        require_width("x", width, x.dtype)
+        checks.require_width("x", width, x.dtype)
         if scales_at is not None:
             raise InvalidInput("scales_at must be None without a format, got an array; pass a format or leave it out")
     else:
-        _require_format(format, width, scales_at, num_ranks)
+        require_kind("format", format, Format)
+        group = format.group_columns or 0
+        if (
+            format.element != "e4m3"
+            or format.has_e8m0_scales
+            or format.group_rows != 1
+            or group < 16
+            or group & (group - 1)
+        ):
+            raise Unsupported(
+                f"format must be of e4m3 with fp32 scales of groups of one row, 16, 32, 64, ... columns wide, got "
+                f"{format.name}; take fp8_group, or push rows as they are"
+            )
+        checks.require_width("codes", quantized_shapes(QuantizedSpec(format), (1, width)).values[1], "uint8")
+        if scales_at is None:
+            raise InvalidInput(f"scales_at must be the addresses of scales with {format.name}, got None; pass them")
+        checks.require_table("scales_at", scales_at, num_ranks)
     builder = PlanBuilder("dispatch_push", target)
     arrays = {"x": x, **places._asdict(), "rows_at": rows_at, "scales_at": scales_at}
     present = builder.inputs(arrays)
     if not target.compiled:
-        from moe_core.ops.exchange import reference as twins
-
         constants = {"num_rows": num_rows, "format": format}
-        return builder.reference(twins.push_rows, present, constants, ())
+        return builder.reference("exchange.reference:push_rows", present, constants, ())
     sizes = passed(num_tokens=tokens, num_ranks=num_ranks, num_rows=num_rows)
-    sizes |= passed(TOP_K=top_k, AT_ONCE=at_once(top_k), WIDTH=width, X_STRIDE=stride)
+    sizes |= passed(TOP_K=top_k, AT_ONCE=checks.at_once(top_k), WIDTH=width, X_STRIDE=stride)
     if format is None:
-        block_t, block_n, warps = copy_tile(tokens, width, dtypes.itemsize(x.dtype), programs, target)
+        block_t, block_n, warps = checks.copy_tile(tokens, width, dtypes.itemsize(x.dtype), programs, target)
         arguments = builder.pointers("x", "owners", "rows", "rows_at") | sizes
         arguments |= passed(DTYPE=x.dtype, BLOCK_T=block_t, BLOCK_N=block_n)
         kernel, blocks = PUSH_ROWS, -(-width // block_n)
     else:
         assert format.group_columns is not None
         group, groups = format.group_columns, -(-width // format.group_columns)
-        block_t, block_n, warps = copy_tile(tokens, width, 1, programs, target, each=2)
+        block_t, block_n, warps = checks.copy_tile(tokens, width, 1, programs, target, each=2)
         block_g = max(1, block_n // group)
         arguments = builder.pointers("x", "owners", "rows", "rows_at", "scales_at") | sizes
         arguments |= passed(GROUP=group, GROUPS=groups) | rule_of(format, target)
         arguments |= passed(BLOCK_T=block_t, BLOCK_G=block_g)
         kernel, blocks = PUSH_QUANTIZED_ROWS, -(-groups // block_g)
-    builder.launch(kernel, copy_grid(tokens, blocks, block_t, programs), arguments, warps, 1)
+    builder.launch(kernel, checks.copy_grid(tokens, blocks, block_t, programs), arguments, warps, 1)
     return builder.build()
-
-
-def _require_format(format: Format, width: int, scales_at: ArraySpec | None, num_ranks: int) -> None:
-    require_kind("format", format, Format)
-    group = format.group_columns or 0
-    if (
-        format.element != "e4m3"
-        or format.has_e8m0_scales
-        or format.group_rows != 1
-        or group < 16
-        or group & (group - 1)
-    ):
-        raise Unsupported(
-            f"format must be of e4m3 with fp32 scales of groups of one row, 16, 32, 64, ... columns wide, got "
-            f"{format.name}; take fp8_group, or push rows as they are"
-        )
-    require_width("codes", quantized_shapes(QuantizedSpec(format), (1, width)).values[1], "uint8")
-    if scales_at is None:
-        raise InvalidInput(f"scales_at must be the addresses of scales with {format.name}, got None; pass them")
-    require_table("scales_at", scales_at, num_ranks)
 
 
 @keep_plans
@@ -132,14 +116,14 @@ def plan_push_slots(
 
     Inputs: weights, owners, rows, [weights_at], [sources_at]. No outputs.
     """
-    require_places(*places)
+    checks.require_places(*places)
     rows = places.rows
     require_spec("weights", weights, rows.shape, "float32")
     tables = {"weights_at": weights_at, "sources_at": sources_at}
     supplied = {name: table for name, table in tables.items() if table is not None}
     if not supplied:
         raise InvalidInput("weights_at or sources_at must be given, got neither; leave out the call")
-    num_ranks = {require_table(name, table) for name, table in supplied.items()}
+    num_ranks = {checks.require_table(name, table) for name, table in supplied.items()}
     if len(num_ranks) > 1:
         raise InvalidInput(
             f"weights_at and sources_at must have as many ranks, got {sorted(num_ranks)}; pass all peers'"
@@ -149,11 +133,9 @@ def plan_push_slots(
     builder = PlanBuilder("push_slots", target)
     present = builder.inputs({"weights": weights, **places._asdict(), **tables})
     if not target.compiled:
-        from moe_core.ops.exchange import reference as twins
-
         constants = {"rank": rank, "num_rows": num_rows}
-        return builder.reference(twins.push_slots, present, constants, ())
-    block = slots_block(target)
+        return builder.reference("exchange.reference:push_slots", present, constants, ())
+    block = checks.slots_block(target)
     arguments = builder.pointers("weights", "owners", "rows", "weights_at", "sources_at")
     arguments |= passed(num_slots=rows.size, num_ranks=min(num_ranks), num_rows=num_rows, rank=rank, BLOCK=block)
     builder.launch(PUSH_SLOTS, (-(-rows.size // block),), arguments)
@@ -167,15 +149,13 @@ def plan_push_counts(counts: ArraySpec, counts_at: ArraySpec, target: Target, *,
     No outputs.
     """
     require_spec("counts", counts, ("size",), "int32")
-    num_ranks = require_table("counts_at", counts_at)
+    num_ranks = checks.require_table("counts_at", counts_at)
     as_integer("rank", rank, 0, num_ranks)
     builder = PlanBuilder("push_counts", target)
     present = builder.inputs({"counts": counts, "counts_at": counts_at})
     if not target.compiled:
-        from moe_core.ops.exchange import reference as twins
-
-        return builder.reference(twins.push_counts, present, {"rank": rank}, ())
-    block, size = slots_block(target), counts.shape[0]
+        return builder.reference("exchange.reference:push_counts", present, {"rank": rank}, ())
+    block, size = checks.slots_block(target), counts.shape[0]
     arguments = builder.pointers("counts", "counts_at") | passed(size=size, rank=rank, BLOCK=block)
     builder.launch(PUSH_COUNTS, (num_ranks, -(-size // block)), arguments)
     return builder.build()
@@ -199,25 +179,65 @@ def plan_combine_push(
     No outputs.
     """
     require_spec("y", y, ("num_rows", "d_model"), dtypes.MATMUL_DTYPES)
-    require_width("y", y.shape[1], y.dtype)
+    checks.require_width("y", y.shape[1], y.dtype)
     require_spec("sources", sources, (y.shape[0], 2), "int32")
     require_spec("group_start", group_start, ("num_experts + 1",), "int32")
     require_at_least("length of group_start", group_start.shape[0], 2)
-    num_ranks = require_table("slots_at", slots_at)
+    num_ranks = checks.require_table("slots_at", slots_at)
     as_integer("num_slots", num_slots, 0, INT32_LIMIT)
-    require_programs(programs)
+    checks.require_programs(programs)
     builder = PlanBuilder("combine_push", target)
     present = builder.inputs({"y": y, "sources": sources, "group_start": group_start, "slots_at": slots_at})
     if not target.compiled:
-        from moe_core.ops.exchange import reference as twins
-
-        return builder.reference(twins.push_results, present, {"num_slots": num_slots}, ())
+        return builder.reference("exchange.reference:push_results", present, {"num_slots": num_slots}, ())
     rows, width = y.shape
-    block_m, block_n, warps = copy_tile(rows, width, dtypes.itemsize(y.dtype), programs, target)
+    block_m, block_n, warps = checks.copy_tile(rows, width, dtypes.itemsize(y.dtype), programs, target)
     arguments = builder.pointers("y", "sources", "group_start", "slots_at")
     arguments |= passed(num_ranks=num_ranks, num_rows=rows, num_slots=num_slots)
     arguments |= passed(NUM_EXPERTS=group_start.shape[0] - 1, WIDTH=width, DTYPE=y.dtype)
     arguments |= passed(SECTIONS=_SECTIONS, BLOCK_M=block_m, BLOCK_N=block_n)
-    grid = copy_grid(rows, -(-width // block_n), block_m, most_programs(programs, target))
+    grid = checks.copy_grid(rows, -(-width // block_n), block_m, checks.most_programs(programs, target))
     builder.launch(PUSH_RESULTS, grid, arguments, warps, 1)
+    return builder.build()
+
+
+RESULT_ADDRESSES = declare_kernel(result_kernels.result_addresses)
+
+
+@keep_plans
+def plan_result_addresses(
+    sources: ArraySpec,
+    group_start: ArraySpec,
+    slots_at: ArraySpec,
+    target: Target,
+    *,
+    num_slots: int,
+    width: int,
+    dtype: str,
+) -> LaunchPlan:
+    """results_at int64 `[R]`: the address of row slot of an array `[num_slots, width]` of dtype of peer home.
+
+    (home, slot) = sources[r], int32 `[R, 2]`, of `plan_push_slots`; 0 if row r has none. group_start int32 `[L + 1]`:
+    its last entry is the number of rows with a source. slots_at int64 `[W]`: addresses of the peers' arrays.
+    """
+    require_spec("sources", sources, ("num_rows", 2), "int32")
+    require_spec("group_start", group_start, ("num_experts + 1",), "int32")
+    require_at_least("length of group_start", group_start.shape[0], 2)
+    num_ranks = checks.require_table("slots_at", slots_at)
+    as_integer("num_slots", num_slots, 0, INT32_LIMIT)
+    as_integer("width", width, 1, INT32_LIMIT)
+    require_choice("dtype", dtype, dtypes.MATMUL_DTYPES)
+    checks.require_width("results", width, dtype)
+    builder = PlanBuilder("result_addresses", target)
+    present = builder.inputs({"sources": sources, "group_start": group_start, "slots_at": slots_at})
+    rows, row_bytes = sources.shape[0], width * dtypes.itemsize(dtype)
+    builder.output("results_at", ArraySpec((rows,), "int64"))
+    if not target.compiled:
+        constants = {"num_slots": num_slots, "row_bytes": row_bytes}
+        return builder.reference("exchange.reference:result_addresses", present, constants, ("results_at",))
+    block = checks.slots_block(target)
+    arguments = builder.pointers("sources", "group_start", "slots_at", "results_at")
+    arguments |= passed(num_ranks=num_ranks, num_rows=rows, num_slots=num_slots)
+    arguments |= passed(NUM_EXPERTS=group_start.shape[0] - 1, ROW_BYTES=row_bytes, BLOCK=block)
+    builder.launch(RESULT_ADDRESSES, (-(-rows // block),), arguments)
     return builder.build()

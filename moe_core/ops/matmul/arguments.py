@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.base import ArraySpec
-from moe_core.base.sizes import padded
+from moe_core.base import ArraySpec, padded
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.common.zero_rows import launch_zero_rows
 from moe_core.ops.matmul.problem import MatmulProblem

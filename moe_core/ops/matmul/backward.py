@@ -92,55 +92,40 @@ def plan_matmul_ogs_backward(
         array = getattr(operands, name.removeprefix("d_"))
         builder.output(name, ArraySpec(array.shape, array.dtype))
     if not target.compiled:
-        from moe_core.ops.matmul.reference import backward as twins
-
         builder.sums("products and sums: the order of NumPy, fp32")
         constants = {"layout": layout, "spec": spec, "wanted": wanted}
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
         constants |= {"tensors": tensors} if tensors else {}
-        return builder.reference(twins.matmul_ogs_backward_plan, present, constants, wanted)
+        return builder.reference("matmul.reference.backward:matmul_ogs_backward_plan", present, constants, wanted)
     gradient = cast_gradient(builder, "cast", "d_y", operands.x.dtype)
     if "d_row_weight" in wanted:
         assert layout is not None
-        _plan_d_row_weight(builder, operands, layout, spec, gradient)
+        plain = dataclasses.replace(operands, row_weight=None)
+        unrounded = dataclasses.replace(spec, scatter="row", out_dtype="float32", tuning=_tuning(spec))
+        rows = builder.call(plan_matmul_ogs(plain, layout, unrounded, builder.target), "product", {})
+        plan = plan_weighted_input(builder.spec(rows), builder.spec(gradient), builder.target, outputs=("d_weight",))
+        bindings = {"d_rows": rows, "x": gradient, "d_weight": "d_row_weight"}
+        builder.call(plan, "row weight's gradient", bindings, {"d_rows": Role.ROWS, "x": Role.D_ROWS})
     if operands.row_weight is not None and set(wanted) - {"d_row_weight"}:
         rows = builder.spec(gradient)
         plan = plan_scale_rows(rows, ArraySpec((rows.shape[0], 1), "float32"), target)
         gradient = builder.call(plan, "row weight", {"x": gradient}, {"x": Role.D_ROWS, "y": Role.D_ROWS})
     if "d_x" in wanted:
-        _plan_d_x(builder, operands, layout, spec, gradient)
+        by_token = spec.gather == "token"
+        pulled = MatmulOperands(builder.spec(gradient), operands.weight, layer_index=operands.layer_index)
+        scatter = "row" if by_token else spec.gather
+        back = MatmulSpec(spec.weight_layout, spec.scatter, scatter, allow_tf32=spec.allow_tf32, tuning=_tuning(spec))
+        bindings = {"x": gradient} | ({} if by_token else {"y": "d_x"})
+        y = add_input_gradient(builder, "input gradient", pulled, layout, back, bindings)
+        if by_token:
+            assert layout is not None
+            plan = plan_reduce(builder.spec(y), builder.spec("row_of_slot"), layout, builder.target, order="row")
+            builder.call(plan, "sum of slots", {"y": y, "out": "d_x"}, {"y": Role.D_ROWS, "out": Role.D_ROWS})
     # g includes the row weight.
     bindings = {name: name for name in ("layer_index", *wanted)}
     left, right = Side("x", spec.gather) if "d_weight" in wanted else None, Side(gradient, spec.scatter)
     add_weight_gradient(builder, "weight gradient", left, right, layout, spec, bindings, trusted=False)
     return builder.build()
-
-
-def _plan_d_row_weight(
-    builder: PlanBuilder, operands: MatmulOperands, layout: LayoutSpec, spec: MatmulSpec, gradient: str
-) -> None:
-    """Run the product again by layout row, unweighted and unrounded."""
-    plain = dataclasses.replace(operands, row_weight=None)
-    unrounded = dataclasses.replace(spec, scatter="row", out_dtype="float32", tuning=_tuning(spec))
-    rows = builder.call(plan_matmul_ogs(plain, layout, unrounded, builder.target), "product", {})
-    plan = plan_weighted_input(builder.spec(rows), builder.spec(gradient), builder.target, outputs=("d_weight",))
-    bindings = {"d_rows": rows, "x": gradient, "d_weight": "d_row_weight"}
-    builder.call(plan, "row weight's gradient", bindings, {"d_rows": Role.ROWS, "x": Role.D_ROWS})
-
-
-def _plan_d_x(
-    builder: PlanBuilder, operands: MatmulOperands, layout: LayoutSpec | None, spec: MatmulSpec, gradient: str
-) -> None:
-    by_token = spec.gather == "token"
-    pulled = MatmulOperands(builder.spec(gradient), operands.weight, layer_index=operands.layer_index)
-    scatter = "row" if by_token else spec.gather
-    back = MatmulSpec(spec.weight_layout, spec.scatter, scatter, allow_tf32=spec.allow_tf32, tuning=_tuning(spec))
-    bindings = {"x": gradient} | ({} if by_token else {"y": "d_x"})
-    y = add_input_gradient(builder, "input gradient", pulled, layout, back, bindings)
-    if by_token:
-        assert layout is not None
-        plan = plan_reduce(builder.spec(y), builder.spec("row_of_slot"), layout, builder.target, order="row")
-        builder.call(plan, "sum of slots", {"y": y, "out": "d_x"}, {"y": Role.D_ROWS, "out": Role.D_ROWS})
 
 
 def _tuning(spec: MatmulSpec) -> MatmulTuning | None:

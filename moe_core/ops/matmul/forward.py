@@ -117,8 +117,6 @@ def declare_outputs(builder: PlanBuilder, problem: MatmulProblem) -> None:
 
 
 def _reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProblem) -> LaunchPlan:
-    from moe_core.ops.matmul.reference import forward as twins
-
     outputs, axis = problem.outputs, "the whole reduction axis"
     constants: dict[str, Any] = {"layout": problem.layout, "spec": problem.spec, "outputs": outputs}
     if problem.quantized:
@@ -127,4 +125,4 @@ def _reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProb
         builder.note(", ".join(f"{name} {tensor}" for name, tensor in problem.quantized.items()))
     by_row = ", one row at a time" if problem.batch_invariant else ""
     builder.sums(f"reference: float32 BLAS over {axis}{by_row}")
-    return builder.reference(twins.matmul_ogs_plan, inputs, constants, outputs)
+    return builder.reference("matmul.reference.forward:matmul_ogs_plan", inputs, constants, outputs)

@@ -3,27 +3,21 @@ have them: the ragged axis is that of the rows, or the reduction."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from moe_core.base import dtypes
-from moe_core.base.arrays import ArraySpec, require_spec, row_stride
-from moe_core.base.recent import PLANS_KEPT
-from moe_core.base.target import Target
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.errors import InvalidInput
 from moe_core.ops.matmul.forward import add_notes, declare_outputs
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import choose_tile
 from moe_core.ops.matmul.weight_gradient import plan_weight_gradient
 from moe_core.ops.routing.groups import Groups, add_row_groups
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import MatmulSpec, WeightGradientSpec
+from moe_core.plan import LaunchPlan, PlanBuilder
+from moe_core.specs import LayoutSpec, MatmulSpec, WeightGradientSpec
 from moe_core.specs.operands import MatmulOperands, WeightGradientOperands, named_arrays
-from moe_core.specs.routing import LayoutSpec
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_grouped_mm(operands: MatmulOperands, groups: Groups, spec: MatmulSpec, target: Target) -> LaunchPlan:
     """y `[R, N]`: `plan_matmul_ogs` of rows x `[R, D]` in the order of their groups, without a layout.
 
@@ -42,12 +36,10 @@ def plan_grouped_mm(operands: MatmulOperands, groups: Groups, spec: MatmulSpec, 
     inputs = builder.inputs(dict(named_arrays(operands)) | groups.arrays())
     declare_outputs(builder, problem)
     if tile is None:
-        from moe_core.ops.matmul.reference import grouped as twins
-
         tensors = tuple((name, tensor.spec) for name, tensor in problem.quantized.items())
         constants: dict[str, Any] = {"spec": spec, "ends": groups.ends, "tensors": tensors}
         builder.sums("reference: float32 BLAS over the whole reduction axis")
-        return builder.reference(twins.grouped_mm_plan, inputs, constants, ("y",))
+        return builder.reference("matmul.reference.grouped:grouped_mm_plan", inputs, constants, ("y",))
     height, counts = tile.config.block_m, tile.family.counts_tiles
     add_row_groups(builder, groups, num_rows, block_m=height, counts_tiles=counts)
     tile.family.launch(builder, problem, tile.config, 0)
@@ -55,7 +47,7 @@ def plan_grouped_mm(operands: MatmulOperands, groups: Groups, spec: MatmulSpec, 
     return builder.build()
 
 
-@functools.lru_cache(PLANS_KEPT)
+@keep_plans
 def plan_grouped_contraction(
     left: ArraySpec,
     right: ArraySpec,
@@ -84,10 +76,9 @@ def plan_grouped_contraction(
     shape = (groups.count or 0, left.shape[1], right.shape[1])
     builder.output("d_weight", ArraySpec(shape, out_dtype or left.dtype))
     if not target.compiled:
-        from moe_core.ops.matmul.reference import grouped as twins
-
         builder.sums("products and sums: the order of NumPy, fp32")
-        return builder.reference(twins.grouped_contraction_plan, inputs, {"ends": groups.ends}, ("d_weight",))
+        twin, constants = "matmul.reference.grouped:grouped_contraction_plan", {"ends": groups.ends}
+        return builder.reference(twin, inputs, constants, ("d_weight",))
     layout = add_row_groups(builder, groups, left.shape[0])
     plan = plan_weight_gradient(operands, layout, options, target)
     builder.call(plan, "contraction", {"left": "left", "right": "right", "d_weight": "d_weight"})

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.base import ArraySpec, dtypes, require_spec, row_stride
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, ArraySpec, dtypes, require_spec, row_stride
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.specs import Activation, LayoutSpec, MatmulOperands, MatmulSpec, named_fields

@@ -6,9 +6,7 @@ import functools
 import math
 from dataclasses import dataclass, field
 
-from moe_core.base import ArraySpec, Target, dtypes
-from moe_core.base.checks import set_integer
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, set_integer
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.matmul.operands import MatmulSizes, check_operands, quantized_operands

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
-from moe_core.base.sizes import INT32_LIMIT, padded
+from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, keep_plans, padded, require_spec, row_stride
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.common.drain import must_drain
 from moe_core.ops.matmul.portable import weight_gradient_kernel as kernels
@@ -154,7 +153,6 @@ def plan_weight_gradient(
 
 
 def _faster_family(layout: LayoutSpec, spec: WeightGradientSpec, shape: tuple[int, int], tile: TileConfig) -> str:
-    """`sm90` if experts have enough rows and its large tiles are not mostly padding."""
     tokens = layout.num_tokens if spec.expected_tokens is None else spec.expected_tokens
     if tokens * layout.top_k < _SM90_ROWS * (spec.expected_experts or layout.num_experts):
         return "portable"

@@ -148,8 +148,6 @@ def plan_moe_backward(
         is_wide = name in accumulate or (wide and name == "d_x")
         builder.output(name, ArraySpec(shape, "float32" if is_wide else dtype))
     if not target.compiled:
-        from moe_core.ops.moe.reference import backward as twins
-
         tensors = tuple((name, matrix.spec) for name, matrix in quantized_experts(operands.experts).items())
         constants = {"spec": spec, "options": dataclasses.replace(options, results_at=None), "tensors": tensors}
         builder.sums("products and sums: the order of NumPy, fp32")
@@ -161,13 +159,11 @@ def plan_moe_backward(
             constants |= {"by_slot": True}
         made = tuple("rows of d_x" if pushes and name == "d_x" else name for name in wanted)
 
-        plan = builder.reference(twins.moe_backward_plan, present, constants, made)
+        plan = builder.reference("moe.reference.backward:moe_backward_plan", present, constants, made)
         if not pushes:
             return plan
         names = {"y": "rows of d_x", "row_of_slot": f"{SAVED}row_of_slot", "results_at": "results_at"}
-        from moe_core.ops.exchange import reference as exchange
-
-        return builder.reference(exchange.push_to_addresses, names, {}, ())
+        return builder.reference("exchange.reference:push_to_addresses", names, {}, ())
     builder.lend(*(name for name in wanted if name not in accumulate))
     overwrites = options.overwrite and builder.has(f"{SAVED}pre_activation")
     BackwardPlanner(builder, operands, gradients, spec, overwrites).plan()

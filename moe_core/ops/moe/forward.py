@@ -11,13 +11,7 @@ from moe_core.ops.exchange.checks import require_width
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import choose_tile
-from moe_core.ops.moe.checks import (
-    check_weights,
-    quantized_rows,
-    require_op_router,
-    shared_is_stacked,
-    why_no_moe_gradient,
-)
+from moe_core.ops.moe import checks
 from moe_core.ops.moe.fuse import fuse_launches, fusion_counters, join_twins, why_not_fused
 from moe_core.ops.moe.names import saved_pre_activation
 from moe_core.ops.moe.options import PLAIN, ForwardOptions
@@ -54,7 +48,7 @@ def plan_moe(
     may be quantised, and with spec.activations x and the hidden rows, too (docs/user/quantization.md). This rules out
     save: its rounding has no gradient.
     """
-    reason = why_no_moe_gradient(experts, spec, ()) if options.save else None
+    reason = checks.why_no_moe_gradient(experts, spec, ()) if options.save else None
     if reason is not None:
         raise Unsupported(reason)
     if options.multiprocessors is not None and (options.save or options.shared is not None):
@@ -98,7 +92,7 @@ class _MoEPlanner:
         shared = () if self.shared is None else named_arrays(self.shared, "shared.")
         builder.inputs({"x": self.x, **dict(arrays), "token_mask": self.token_mask, "expert_map": self.expert_map})
         builder.inputs(dict(shared) | {"results_at": self.results_at})
-        num_local = check_weights(self.x, self.experts, self.shared, self.spec)
+        num_local = checks.check_weights(self.x, self.experts, self.shared, self.spec)
         rows = self.tokens if self.results_at is None else 0
         builder.output("output", ArraySpec((rows, self.d_model), self.out_dtype))
         builder.output("tokens_per_expert", ArraySpec((num_local,), "int32"))
@@ -166,7 +160,7 @@ class _MoEPlanner:
         top_k = spec.router.require_top_k()
         ids = builder.output("ids", ArraySpec((self.tokens, top_k), "int32"))
         weights = builder.output("weights", ArraySpec((self.tokens, top_k), "float32"))
-        require_op_router(routing)
+        checks.require_op_router(routing)
         if isinstance(routing, RouterWeights):
             plan = plan_router(self.x, routing.weight, routing.bias, spec.logits_spec(), self.target)
             logits = plan.spec("logits")
@@ -196,7 +190,7 @@ class _MoEPlanner:
         rows_2: ArraySpec | QuantizedTensor = hidden_spec
         out_dtype = None
         if spec.activations is not None:
-            rows_1, rows_2 = (quantized_rows(array, spec.activations) for array in (source, hidden_spec))
+            rows_1, rows_2 = (checks.quantized_rows(array, spec.activations) for array in (source, hidden_spec))
             out_dtype = self.x.dtype
         first = MatmulOperands(
             rows_1, experts.gate_up, experts.up, experts.gate_up_bias, experts.up_bias, layer_index=experts.layer_index
@@ -256,10 +250,8 @@ class _MoEPlanner:
         names |= {} if on_input else {"row_weight": weights}
         products[1].add(builder, 1, names | ({} if addressed else {"y": slots}))
         if pushes and not addressed:
-            from moe_core.ops.exchange import reference as twins
-
             names = {"y": slots, "row_of_slot": self.arrays.row_of_slot, "results_at": "results_at"}
-            builder.reference(twins.push_to_addresses, names, {}, ())
+            builder.reference("exchange.reference:push_to_addresses", names, {}, ())
             slots = "output"
         return slots, products[1].problem.spec.scatter
 
@@ -320,7 +312,7 @@ class _MoEPlanner:
         shared, spec, builder = self.shared, self.spec.of_shared(), self.builder
         if shared is None:
             return None, None
-        layer_index = self.experts.layer_index if shared_is_stacked(self.experts, shared) else None
+        layer_index = self.experts.layer_index if checks.shared_is_stacked(self.experts, shared) else None
         first = MatmulOperands(self.x, shared.gate_up, shared.up, layer_index=layer_index)
         plain = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning())
         dense = dataclasses.replace(plain, activation=spec.activation)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_core.base import Target
 from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.tile_choice import TileChoice
@@ -28,7 +27,6 @@ from moe_core.plan.steps import (
     ReferenceCall,
     Scalar,
     declare_kernel,
-    function_name,
     passed,
 )
 
@@ -105,42 +103,10 @@ def _stages(plan: LaunchPlan) -> tuple[tuple[KernelLaunch, ...], KernelLaunch, K
 def _chain(plan: LaunchPlan) -> LaunchPlan:
     before, first, second, reduction = _stages(plan)
     note = "matmul 1, matmul 2 and reduce are one launch, whose blocks wait for each other's results"
-    steps = (*before, _chained(first, second, reduction, plan.target))
-    return dataclasses.replace(plan, steps=steps, notes=(*plan.notes, note))
-
-
-def _fuse_one_token(plan: LaunchPlan) -> LaunchPlan:
-    before, first, second, reduction = _stages(plan)
-    steps, notes = [*before, first], [*plan.notes]
-    if before and before[-1].kernel == ROUTE_AND_LAYOUT and dict(before[-1].arguments)["expert_map"] == Constant(None):
-        steps[-2:] = [_route_and_multiply(before[-1], first)]
-        notes.append("routing and matmul 1 are one launch, whose blocks choose the token's experts themselves")
-    steps.append(_multiply_and_reduce(second, reduction))
-    notes.append("matmul 2 and reduce are one launch, whose last block of a tile of columns adds up its slots")
-    return dataclasses.replace(plan, steps=tuple(steps), notes=tuple(notes))
-
-
-def _of(step: KernelLaunch, *names: str, prefix: str = "") -> dict[str, Argument]:
-    return _renamed(step, **{(prefix.upper() if name.isupper() else prefix) + name: name for name in names})
-
-
-def _renamed(step: KernelLaunch, **names: str) -> dict[str, Argument]:
-    arguments = dict(step.arguments)
-    return {new: arguments[name] for new, name in names.items()}
-
-
-def _number(step: KernelLaunch, name: str) -> int:
-    argument = dict(step.arguments)[name]
-    assert isinstance(argument, Constant | Scalar) and isinstance(argument.value, int), argument
-    return argument.value
-
-
-def _chained(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch, target: Target) -> KernelLaunch:
-    """Product 1's launch, with product 2's own arguments under a prefix."""
     d, num_tokens = _number(first, "D"), _number(reduction, "num_tokens")
     block_t, block_d = 1, min(_REDUCED_COLUMNS, padded(d))
-    if target.interpreted:
-        block_t, block_d = elementwise_tile(d, target)
+    if plan.target.interpreted:
+        block_t, block_d = elementwise_tile(d, plan.target)
     arguments = {
         **_of(first, "x", "weight", "up", "bias", "up_bias"),
         **_of(second, "weight", "bias", prefix="second_"),
@@ -158,7 +124,42 @@ def _chained(first: KernelLaunch, second: KernelLaunch, reduction: KernelLaunch,
     }
     programs = first.grid[0] + second.grid[0] + -(-num_tokens // block_t) * -(-d // block_d)
     stages = max(first.num_stages, second.num_stages)
-    return KernelLaunch(CHAINED, (programs, 1, 1), tuple(arguments.items()), first.num_warps, stages)
+    steps = (*before, KernelLaunch(CHAINED, (programs, 1, 1), tuple(arguments.items()), first.num_warps, stages))
+    return dataclasses.replace(plan, steps=steps, notes=(*plan.notes, note))
+
+
+def _fuse_one_token(plan: LaunchPlan) -> LaunchPlan:
+    before, first, second, reduction = _stages(plan)
+    steps, notes = [*before, first], [*plan.notes]
+    if before and before[-1].kernel == ROUTE_AND_LAYOUT and dict(before[-1].arguments)["expert_map"] == Constant(None):
+        steps[-2:] = [_route_and_multiply(before[-1], first)]
+        notes.append("routing and matmul 1 are one launch, whose blocks choose the token's experts themselves")
+    arguments = {
+        **_of(second, "x", "weight", "bias", "row_weight", "layer_index", "group_sizes", "group_start", "slot_of_row"),
+        **(_of(reduction, "row_of_slot") | _of(second, "schedule") | _renamed(second, slots="y")),
+        **(_of(reduction, "out") | passed(tile_counters="tile_counters")),
+        **_of(second, "num_blocks", "num_rows", "num_slots", *_SIZES),
+        **(_of(reduction, "TOP_K") | _of(second, *_TILE)),
+    }
+    arguments = tuple(arguments.items())
+    steps.append(KernelLaunch(MULTIPLY_AND_REDUCE, second.grid, arguments, second.num_warps, second.num_stages))
+    notes.append("matmul 2 and reduce are one launch, whose last block of a tile of columns adds up its slots")
+    return dataclasses.replace(plan, steps=tuple(steps), notes=tuple(notes))
+
+
+def _of(step: KernelLaunch, *names: str, prefix: str = "") -> dict[str, Argument]:
+    return _renamed(step, **{(prefix.upper() if name.isupper() else prefix) + name: name for name in names})
+
+
+def _renamed(step: KernelLaunch, **names: str) -> dict[str, Argument]:
+    arguments = dict(step.arguments)
+    return {new: arguments[name] for new, name in names.items()}
+
+
+def _number(step: KernelLaunch, name: str) -> int:
+    argument = dict(step.arguments)[name]
+    assert isinstance(argument, Constant | Scalar) and isinstance(argument.value, int), argument
+    return argument.value
 
 
 def _route_and_multiply(routing: KernelLaunch, product: KernelLaunch) -> KernelLaunch:
@@ -179,18 +180,7 @@ def _route_and_multiply(routing: KernelLaunch, product: KernelLaunch) -> KernelL
     return KernelLaunch(ROUTE_AND_MULTIPLY, grid, tuple(arguments.items()), product.num_warps, product.num_stages)
 
 
-def _multiply_and_reduce(product: KernelLaunch, reduction: KernelLaunch) -> KernelLaunch:
-    arguments = {
-        **_of(product, "x", "weight", "bias", "row_weight", "layer_index", "group_sizes", "group_start", "slot_of_row"),
-        **(_of(reduction, "row_of_slot") | _of(product, "schedule") | _renamed(product, slots="y")),
-        **(_of(reduction, "out") | passed(tile_counters="tile_counters")),
-        **_of(product, "num_blocks", "num_rows", "num_slots", *_SIZES),
-        **(_of(reduction, "TOP_K") | _of(product, *_TILE)),
-    }
-    arguments = tuple(arguments.items())
-    return KernelLaunch(MULTIPLY_AND_REDUCE, product.grid, arguments, product.num_warps, product.num_stages)
-
-
+_PRODUCT = "matmul.reference.forward:matmul_ogs_plan"
 _COMMON = ("group_sizes", "group_start", "slot_of_row", "layer_index")
 
 
@@ -206,13 +196,10 @@ def join_twins(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | ReferenceCall) -> ReferenceCall | None:
-    from moe_core.ops.matmul.reference.forward import matmul_ogs_plan
-    from moe_core.ops.moe.reference.experts import both_products
-
     if not (isinstance(first, ReferenceCall) and isinstance(second, ReferenceCall)):
         return None
     options, others = dict(first.constants), dict(second.constants)
-    if {first.function, second.function} != {function_name(matmul_ogs_plan)} or "tensors" in {*options, *others}:
+    if {first.function, second.function} != {_PRODUCT} or "tensors" in {*options, *others}:
         return None
     outputs = options["outputs"]
     if options["layout"] != others["layout"] or others["outputs"] != ("y",):
@@ -227,5 +214,4 @@ def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | Referenc
         inputs |= {name if name in _COMMON else f"{prefix}.{name}": buffer for name, buffer in buffers.items()}
     constants = {"layout": options["layout"], "first": options["spec"], "second": others["spec"], "outputs": outputs}
     made = (*first.outputs, *second.outputs)
-    function = function_name(both_products)
-    return ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), made)
+    return ReferenceCall("moe.reference.experts:both_products", tuple(inputs.items()), tuple(constants.items()), made)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base import ArraySpec
-from moe_core.base.codec import plan_type
+from moe_core.base import ArraySpec, plan_type
 from moe_core.specs import SharedExpert
 
 

@@ -41,7 +41,6 @@ def why_not_pdl(plan: LaunchPlan, num_tokens: int, batch_invariant: bool) -> str
 
 
 def _takes_whole(plan: LaunchPlan) -> bool:
-    """True if a kernel's blocks take a multiprocessor each."""
     return any(isinstance(step, KernelLaunch) and step.kernel.whole_multiprocessor for step in plan.steps)
 
 

@@ -31,11 +31,9 @@ def plan_rms_norm_backward(
     for name in wanted:
         builder.output(name, made[name], Role.D_BIAS if name == "d_weight" else None)
     if not target.compiled:
-        from moe_core.ops.norm import reference as twins
-
         builder.sums("means over d_model and sums over rows: NumPy's pairwise sums, fp32")
         constants = {"spec": spec, "wanted": wanted}
-        return builder.reference(twins.rms_norm_backward, present, constants, wanted)
+        return builder.reference("norm.reference:rms_norm_backward", present, constants, wanted)
     if "d_weight" in wanted:
         builder.scratch("products", ArraySpec(x.shape, "float32"), Role.D_ROWS)
     builder.sums(order_of_sums(x, target))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
-from moe_core.base.sizes import padded
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, padded, require_spec, row_stride
 from moe_core.ops.norm.kernels import norm as kernels
 from moe_core.plan import Argument, LaunchPlan, PlanBuilder, declare_kernel, passed
 from moe_core.specs import NormSpec
@@ -44,10 +43,8 @@ def plan_rms_norm(x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Targe
     present = builder.inputs({"x": x, "weight": weight})
     builder.output("y", ArraySpec(x.shape, x.dtype))
     if not target.compiled:
-        from moe_core.ops.norm import reference as twins
-
         builder.sums("means over d_model: NumPy's pairwise sums, fp32")
-        return builder.reference(twins.rms_norm, present, {"spec": spec}, ("y",))
+        return builder.reference("norm.reference:rms_norm", present, {"spec": spec}, ("y",))
     builder.sums(order_of_sums(x, target))
     grid, arguments, num_warps = norm_launch(x, spec, target)
     builder.launch(RMS_NORM, grid, builder.pointers("x", "weight", "y") | arguments, num_warps)

@@ -97,7 +97,9 @@ def untile(tensor: QuantizedTensor, functions: ArrayFunctions = NUMPY) -> Quanti
     if points is not None:
         points = in_rows(points, records, block.groups)[..., : tiling.rows, :groups]
         if format.own_element.per_byte == 2:
-            points = _pack_rows(points, functions)
+            lead, (rows, groups) = points.shape[:-2], points.shape[-2:]
+            pairs = functions.pad(points, rows % 2, 0).reshape(*lead, (rows + 1) // 2, 2, groups)
+            points = pairs[..., 0, :] | (pairs[..., 1, :] << 4)
     return map_arrays(QuantizedTensor(spec, values, scales, points), functions.finish)
 
 
@@ -150,16 +152,12 @@ def _quantized(weights: ExpertWeights) -> dict[str, QuantizedTensor]:
     return {name: value for name, value in named_fields(weights) if isinstance(value, QuantizedTensor)}
 
 
-def _split_rows(tiling: Tiling) -> tuple[int, ...]:
-    sizes = dict(zip(_ROW_AXES[tiling.order], (tiling.blocks, 2, SIDE_ROWS), strict=True))
-    return tuple(sizes[axis] for axis in range(3))
-
-
 def _to_blocks(array: Any, tiling: Tiling, steps: int, width: int, functions: ArrayFunctions) -> Any:
     """`[..., blocks, steps, 2, 32, width]` of `[..., rows, columns]`. width: columns per step."""
     lead = array.shape[:-2]
     missing = tiling.blocks * BLOCK_ROWS - array.shape[-2], steps * width - array.shape[-1]
-    array = functions.pad(array, *missing).reshape(*lead, *_split_rows(tiling), steps, width)
+    sizes = dict(zip(_ROW_AXES[tiling.order], (tiling.blocks, 2, SIDE_ROWS), strict=True))
+    array = functions.pad(array, *missing).reshape(*lead, *(sizes[axis] for axis in range(3)), steps, width)
     block, side, row = (len(lead) + axis for axis in _ROW_AXES[tiling.order])
     step = len(lead) + 3
     return functions.permute(array, (*range(len(lead)), block, step, side, row, step + 1))
@@ -229,9 +227,3 @@ def _unpack_rows(points: Any, rows: int, functions: ArrayFunctions) -> Any:
     lead, groups = points.shape[:-2], points.shape[-1]
     pairs = functions.stack([points & 15, points >> 4], -2)
     return pairs.reshape(*lead, 2 * points.shape[-2], groups)[..., :rows, :]
-
-
-def _pack_rows(points: Any, functions: ArrayFunctions) -> Any:
-    lead, (rows, groups) = points.shape[:-2], points.shape[-2:]
-    pairs = functions.pad(points, rows % 2, 0).reshape(*lead, (rows + 1) // 2, 2, groups)
-    return pairs[..., 0, :] | (pairs[..., 1, :] << 4)

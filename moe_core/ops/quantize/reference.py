@@ -14,8 +14,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from moe_core.base import dtypes
-from moe_core.base.checks import require_choice
+from moe_core.base import dtypes, require_choice
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.common.rounding import round_to, to_float32

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
-from moe_core.base.checks import require_kind
-from moe_core.base.sizes import padded
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, padded, require_kind, require_spec, row_stride
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, quantized_shapes
 from moe_core.ops.quantize.kernels import rows as kernels
@@ -84,9 +82,7 @@ def plan_quantize_rows(
     if zeros:
         builder.output("zeros", ArraySpec((zeros,), "int32"), Role.MAXIMA)
     if not target.compiled:
-        from moe_core.ops.quantize import reference as twins
-
-        return builder.reference(twins.quantize_rows, inputs, {"format": format}, (values, scale_buffer))
+        return builder.reference("quantize.reference:quantize_rows", inputs, {"format": format}, (values, scale_buffer))
     add = _add_whole_rows if format.group_columns is None else _add_groups
     add(builder, format, stride)
     return builder.build()
@@ -124,13 +120,6 @@ def _rows_of_tile(columns: int, rows: int, target: Target, elements: int = _TILE
     return max(1, elements // columns)
 
 
-def _whole_rows_tile(width: int, rows: int, target: Target) -> tuple[int, int, int]:
-    many = rows >= _MANY_ROWS and not target.interpreted
-    elements, columns, num_warps = (_MANY, _MANY_COLUMNS, _MANY_WARPS) if many else (_TILE, _TILE, 4)
-    block_k = min(padded(width), columns)
-    return _rows_of_tile(block_k, rows, target, elements), block_k, num_warps
-
-
 def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
     (rows, width), group = builder.spec("x").shape, format.group_columns
     assert group is not None
@@ -155,7 +144,10 @@ def _add_groups(builder: PlanBuilder, format: Format, stride: int) -> None:
 def _add_whole_rows(builder: PlanBuilder, format: Format, stride: int) -> None:
     rows, width = builder.spec("x").shape
     whole = format.group_rows is None
-    block_m, block_k, num_warps = _whole_rows_tile(width, rows, builder.target)
+    many = rows >= _MANY_ROWS and not builder.target.interpreted
+    elements, columns, num_warps = (_MANY, _MANY_COLUMNS, _MANY_WARPS) if many else (_TILE, _TILE, 4)
+    block_k = min(padded(width), columns)
+    block_m, block_k, num_warps = _rows_of_tile(block_k, rows, builder.target, elements), block_k, num_warps
     partials, operand = 1 if builder.target.interpreted else _MAXIMA, "partials"
     shape = passed(num_rows=rows, WIDTH=width, STRIDE=stride, USERS=_users(builder))
     tile = passed(BLOCK_M=block_m, BLOCK_K=block_k, PDL=None)

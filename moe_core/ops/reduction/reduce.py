@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
-from moe_core.base.checks import require_choice
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_choice, require_spec, row_stride
 from moe_core.base.sizes import elementwise_tile, padded
 from moe_core.errors import InvalidInput
 from moe_core.ops.reduction.kernels import reduce as kernels
@@ -80,10 +79,8 @@ def plan_reduce(
     builder.output("out", ArraySpec((tokens, width), out_dtype))
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
     if not target.compiled:
-        from moe_core.ops.reduction import reference as twins
-
         options = {"top_k": top_k, "order": order, "out_dtype": out_dtype}
-        return builder.reference(twins.reduce, present, options, ("out",))
+        return builder.reference("reduction.reference:reduce", present, options, ("out",))
     block_t, block_n, num_warps = reduce_tile(tokens, width, target)
     stride = row_stride("shared", shared) if shared is not None else 0
     arguments = builder.pointers("y", "row_of_slot", "shared", "shared_gate", "out")
@@ -104,9 +101,7 @@ def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchP
     present = builder.inputs({"x": x, "weights": weights})
     builder.output("y", ArraySpec((rows, width), x.dtype))
     if not target.compiled:
-        from moe_core.ops.reduction import reference as twins
-
-        return builder.reference(twins.scale_rows, present, {}, ("y",))
+        return builder.reference("reduction.reference:scale_rows", present, {}, ("y",))
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("x", "weights", "y") | passed(num_rows=rows, WIDTH=width, X_STRIDE=row_stride("x", x))
     arguments |= passed(BLOCK_M=block_m, BLOCK_N=block_n, PDL=None)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
-from moe_core.base.sizes import INT32_LIMIT, padded
+from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, keep_plans, padded, require_spec, row_stride
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.common.drain import must_drain
-from moe_core.ops.reduction.gather import require_wide
+from moe_core.ops.reduction.rowwise import require_wide
 from moe_core.ops.router.kernels import router as kernels
 from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 from moe_core.specs import LogitsSpec, TileConfig
@@ -86,11 +85,9 @@ def plan_router(
     present = builder.inputs({"x": x, "weight": weight, "bias": bias})
     builder.output("logits", ArraySpec((num_tokens, num_experts), "float32"))
     if not target.compiled:
-        from moe_core.ops.router import reference as twins
-
         by_row = ", one row at a time" if spec.batch_invariant else ""
         builder.sums(f"logits: d_model in the order of NumPy's matmul, fp32{by_row}")
-        return builder.reference(twins.router, present, {"spec": spec}, ("logits",))
+        return builder.reference("router.reference:router", present, {"spec": spec}, ("logits",))
     widened = x.dtype != weight.dtype
     is_fp32 = widened or x.dtype == "float32"
     precision = "tf32" if is_fp32 and spec.allow_tf32 else "ieee"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_core.base import ArraySpec, Target, keep_plans, require_spec
-from moe_core.base.sizes import padded
+from moe_core.base import ArraySpec, Target, keep_plans, padded, require_spec
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.kernels import backward as kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
@@ -84,10 +83,9 @@ def plan_routing_backward(
     present = builder.inputs(arrays)
     builder.output("d_logits", ArraySpec((num_tokens, num_experts), "float32"))
     if not target.compiled:
-        from moe_core.ops.routing import reference_backward as twins
-
         builder.sums("softmax and sums over experts and slots: NumPy's pairwise sums, fp32")
-        return builder.reference(twins.routing_backward_plan, present, {"spec": spec}, ("d_logits",))
+        constants = {"spec": spec}
+        return builder.reference("routing.reference_backward:routing_backward_plan", present, constants, ("d_logits",))
     require_experts(num_experts)
     top_k = spec.require_top_k()
     columns, slots = padded(num_experts, 1), padded(top_k, 1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.base import ArraySpec, Target, keep_plans, require_spec
-from moe_core.base.checks import as_integer
-from moe_core.base.sizes import padded
+from moe_core.base import ArraySpec, Target, as_integer, keep_plans, padded, require_spec
 from moe_core.ops.routing.kernels import bitmatrix as kernels
 from moe_core.ops.routing.layout import BLOCK_ELEMENTS, require_experts
 from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
@@ -38,11 +36,9 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
     builder.output("bitmatrix", ArraySpec((num_tokens, words), "uint32"))
     counters = [builder.output(name, ArraySpec((1,), "int32")) for name in ("duplicates", "invalid_ids")]
     if not target.compiled:
-        from moe_core.ops.routing import reference_bitmatrix as twins
-
         outputs = ("bitmatrix", *counters)
         constants = {"num_experts": num_experts}
-        return builder.reference(twins.pack_bitmatrix, {"ids": "ids"}, constants, outputs)
+        return builder.reference("routing.reference:pack_bitmatrix", {"ids": "ids"}, constants, outputs)
     require_experts(num_experts)
     block_t = _block_tokens(num_tokens, padded(words, 1), target)
     # Without tokens one program still writes the counters.
@@ -74,11 +70,9 @@ def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, ta
     builder.input("bitmatrix", bitmatrix)
     builder.output("ids", ArraySpec((num_tokens, top_k), "int32"))
     if not target.compiled:
-        from moe_core.ops.routing import reference_bitmatrix as twins
-
         constants = {"num_experts": num_experts, "top_k": top_k}
         inputs = {"bitmatrix": "bitmatrix"}
-        return builder.reference(twins.unpack_bitmatrix, inputs, constants, ("ids",))
+        return builder.reference("routing.reference:unpack_bitmatrix", inputs, constants, ("ids",))
     require_experts(max(num_experts, top_k))
     experts, slots = padded(num_experts, 1), padded(top_k, 1)
     block_t = _block_tokens(num_tokens, max(experts, slots), target)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moe_core.base.arrays import ArraySpec, require_spec
+from moe_core.base import ArraySpec, padded, require_spec
 from moe_core.base.dtypes import ID_DTYPES
-from moe_core.base.sizes import padded
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.kernels import groups as kernels
 from moe_core.ops.routing.layout import require_experts
-from moe_core.plan.builder import PlanBuilder
-from moe_core.plan.steps import declare_kernel, passed
-from moe_core.specs.operands import LAYOUT_INPUTS, LayoutArrays
-from moe_core.specs.routing import LayoutSpec
+from moe_core.plan import PlanBuilder, declare_kernel, passed
+from moe_core.specs import LAYOUT_INPUTS, LayoutArrays, LayoutSpec
 
 ROW_GROUPS = declare_kernel(kernels.row_groups, writes_layout=True)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_core.base import ArraySpec, Target, keep_plans, require_spec
-from moe_core.base.checks import require_at_least
+from moe_core.base import ArraySpec, Target, keep_plans, padded, require_at_least, require_spec
 from moe_core.base.dtypes import ID_DTYPES, ROUTER_WEIGHT_DTYPES
-from moe_core.base.sizes import INT32_LIMIT, first_holding, padded
+from moe_core.base.sizes import INT32_LIMIT, first_holding
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.routing.kernels import layout as layout_kernels
+from moe_core.ops.routing.kernels import runs as run_kernels
 from moe_core.ops.routing.kernels import schedule as schedule_kernels
 from moe_core.plan import Argument, Held, LaunchPlan, PlanBuilder, Role, declare_kernel, passed
 from moe_core.specs import LAYOUT_INPUTS, LayoutArrays, LayoutSpec, named_arrays
@@ -125,10 +125,8 @@ def plan_layout(
     if tile_counters:
         builder.output("tile_counters", ArraySpec((tile_counters,), "int32"))
     if not target.compiled:
-        from moe_core.ops.routing import reference as twins
-
         constants = {"layout": layout, "block_ms": block_ms}
-        return builder.reference(twins.layout, present, constants, outputs)
+        return builder.reference("routing.reference:layout", present, constants, outputs)
     require_experts(layout.num_experts)
     num_global = layout.num_experts if expert_map is None else expert_map.size
     read = builder.pointers(*arrays)
@@ -160,12 +158,24 @@ class LayoutLauncher:
         slots = self.layout.num_slots
         if slots <= SLOTS_AT_ONCE[self.target.engine]:
             self.builder.note(f"{slots} slots: one launch, every program counts all slots")
-            self._at_once()
+            layout, block_slots = self.layout, _BLOCK_SLOTS[self.target.engine]
+            chunk = first_holding(_CHUNK_SLOTS[self.target.engine], layout.num_slots)
+            num_warps = _expert_warps(self.experts, 4)
+            arguments = self.read | self.outputs(*_PLACING, num_slots=layout.num_slots, capacity=layout.capacity)
+            arguments |= passed(COUNT_LOST=layout.limit is not None) | self.sizes
+            arguments |= self.tail(num_warps, BLOCK_S=block_slots, CHUNK=chunk)
+            programs = max(-(-layout.num_slots // block_slots), self._sharing())
+            self.builder.launch(LAYOUT_AT_ONCE, (programs,), arguments, num_warps)
         else:
             step = _PLACED_SLOTS[self.target.engine][-1]
             block_slots = -(-slots // (most_blocks(self.target) * step)) * step
             self.builder.note(f"{slots} slots: counted in blocks of {block_slots}, then placed")
-            self._count_blocks(block_slots)
+            blocks = self.block_counts(block_slots)
+            self.builder.scratch("block_invalid", ArraySpec((blocks,), "int32"))
+            arguments = self.read | self.builder.pointers("block_counts", "block_invalid")
+            arguments |= passed(num_slots=self.layout.num_slots, block_slots=block_slots) | self.sizes
+            arguments |= passed(CHUNK=_CHUNK_SLOTS[self.target.engine][-1], EXPERTS=self.experts)
+            self.builder.launch(COUNT_BLOCKS, (blocks,), arguments, _expert_warps(self.experts, 4))
             self.place_blocks(block_slots, "block_invalid")
         self.further_schedules()
 
@@ -198,28 +208,10 @@ class LayoutLauncher:
             **passed(EXPERTS=self.experts, BLOCK_PAD=pad, BLOCK_FILL=128 * num_warps, PDL=None),
         }
 
-    def _at_once(self) -> None:
-        layout, block_slots = self.layout, _BLOCK_SLOTS[self.target.engine]
-        chunk = first_holding(_CHUNK_SLOTS[self.target.engine], layout.num_slots)
-        num_warps = _expert_warps(self.experts, 4)
-        arguments = self.read | self.outputs(*_PLACING, num_slots=layout.num_slots, capacity=layout.capacity)
-        arguments |= passed(COUNT_LOST=layout.limit is not None) | self.sizes
-        arguments |= self.tail(num_warps, BLOCK_S=block_slots, CHUNK=chunk)
-        programs = max(-(-layout.num_slots // block_slots), self._sharing())
-        self.builder.launch(LAYOUT_AT_ONCE, (programs,), arguments, num_warps)
-
     def block_counts(self, block_slots: int) -> int:
         blocks = -(-self.layout.num_slots // block_slots)
         self.builder.scratch("block_counts", ArraySpec((blocks, self.layout.num_experts), "int32"))
         return blocks
-
-    def _count_blocks(self, block_slots: int) -> None:
-        blocks = self.block_counts(block_slots)
-        self.builder.scratch("block_invalid", ArraySpec((blocks,), "int32"))
-        arguments = self.read | self.builder.pointers("block_counts", "block_invalid")
-        arguments |= passed(num_slots=self.layout.num_slots, block_slots=block_slots) | self.sizes
-        arguments |= passed(CHUNK=_CHUNK_SLOTS[self.target.engine][-1], EXPERTS=self.experts)
-        self.builder.launch(COUNT_BLOCKS, (blocks,), arguments, _expert_warps(self.experts, 4))
 
     def _placing_sizes(self, blocks: int, block_slots: int) -> tuple[int, int, int]:
         sizes = _PLACED_SLOTS[self.target.engine]
@@ -272,11 +264,64 @@ def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPla
     builder.input("group_sizes", ArraySpec((layout.num_experts,), "int32"))
     builder.output("schedule", _schedule_spec(layout, block_m), Held(Role.SCHEDULE, str(block_m)))
     if not target.compiled:
-        from moe_core.ops.routing import reference as twins
-
         constants = {"layout": layout, "block_m": block_m}
         inputs = {"group_sizes": "group_sizes"}
-        return builder.reference(twins.schedule, inputs, constants, ("schedule",))
+        return builder.reference("routing.reference:schedule", inputs, constants, ("schedule",))
     require_experts(layout.num_experts)
     _launch_schedule(builder, layout, block_m, "schedule")
+    return builder.build()
+
+
+LAYOUT_OF_RUNS = declare_kernel(run_kernels.layout_of_runs, writes_layout=True)
+
+MAX_COUNTS = 8192
+_BLOCK = {"gpu": 1024, "interpreter": 64}
+
+
+def runs_spec(num_rows: int, num_experts: int) -> LayoutSpec:
+    return LayoutSpec(num_rows, 1, num_experts, rows=num_rows)
+
+
+@keep_plans
+def plan_layout_of_runs(counts: ArraySpec, num_rows: int, target: Target, *, stride: int | None = None) -> LaunchPlan:
+    """Group received rows by expert. Rows arrive in runs, ordered by source, then by expert.
+
+    counts int32 `[W, L]`: rows per run. stride: rows per source, unused after its runs (None: runs are contiguous). An
+    expert's rows keep their order. A row is a slot (K = 1). Runs are cut where their memory ends, and overflow counts
+    the missing rows.
+
+    Outputs, int32, R = num_rows: ids `[R, 1]`, the local expert of every row, -1 = unused; group_sizes `[L]`,
+    group_start `[L + 1]`, slot_of_row `[R]`, row_of_slot `[R]`, overflow `[1]`.
+    """
+    require_spec("counts", counts, ("num_sources", "num_experts"), "int32")
+    num_sources, num_experts = counts.shape
+    for name, size in (("num_sources", num_sources), ("num_experts", num_experts)):
+        require_at_least(f"{name} of counts", size, 1)
+    require_at_least("num_rows", num_rows, 0)
+    if stride is not None:
+        require_at_least("stride", stride, 0)
+        if stride * num_sources != num_rows:
+            raise InvalidInput(
+                f"stride must be num_rows / num_sources = {num_rows} / {num_sources}, got {stride}; give every source "
+                "as many rows"
+            )
+    layout = runs_spec(num_rows, num_experts)
+    builder = PlanBuilder("layout_of_runs", target)
+    present = builder.inputs({"counts": counts})
+    outputs = [builder.output("ids", ArraySpec((num_rows, 1), "int32"))]
+    outputs += [builder.output(name, array) for name, array in named_arrays(LayoutArrays.specs(layout))]
+    outputs.append(builder.output("overflow", ArraySpec((1,), "int32")))
+    if not target.compiled:
+        constants = {"num_rows": num_rows, "stride": stride}
+        return builder.reference("routing.reference:layout_of_runs", present, constants, outputs)
+    sources, experts = padded(num_sources, 1), padded(num_experts, 1)
+    if sources * experts > MAX_COUNTS:
+        raise Unsupported(
+            f"one program holds all counts and takes at most {MAX_COUNTS}, got {num_sources} x {num_experts}; use the "
+            "NumPy reference engine"
+        )
+    arguments = builder.pointers("counts", *outputs)
+    arguments |= passed(num_rows=num_rows, num_sources=num_sources, stride=stride, NUM_EXPERTS=num_experts)
+    arguments |= passed(SOURCES=sources, EXPERTS=experts, BLOCK=_BLOCK[target.engine])
+    builder.launch(LAYOUT_OF_RUNS, (num_sources, num_experts), arguments, 4 if sources * experts <= 2048 else 8)
     return builder.build()

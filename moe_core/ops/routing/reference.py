@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_core.ops.activation.reference import sigmoid
+from moe_core.ops.activation.reference import sigmoid, softcap, softcap_derivative
 from moe_core.ops.common.rounding import to_float32
-from moe_core.ops.routing.reference_bitmatrix import pack_bitmatrix
-from moe_core.ops.routing.reference_bounds import bounded
 from moe_core.specs import LayoutSpec, RouterSpec
 
 #: Smaller keys are better: numbers first, then NaN, then experts of discarded groups.
@@ -220,3 +218,69 @@ def schedule(group_sizes: np.ndarray, *, layout: LayoutSpec, block_m: int) -> np
     table[: len(experts), 0] = np.arange(len(experts)) - first
     table[: len(experts), 1] = experts
     return table
+
+
+def pack_bitmatrix(ids: np.ndarray, *, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    num_tokens, top_k = ids.shape
+    valid = (ids >= 0) & (ids < num_experts)
+    tokens = np.repeat(np.arange(num_tokens), top_k).reshape(ids.shape)
+    chosen = np.zeros((num_tokens, -(-num_experts // 32) * 32), bool)
+    chosen[tokens[valid], ids[valid]] = True
+    packed = np.packbits(chosen, axis=-1, bitorder="little").view(np.dtype("<u4")).astype(np.uint32)
+    duplicates = np.array([valid.sum() - chosen.sum()], np.int32)
+    invalid = np.array([(~valid & (ids != -1)).sum()], np.int32)
+    return packed, duplicates, invalid
+
+
+def unpack_bitmatrix(bitmatrix: np.ndarray, *, num_experts: int, top_k: int) -> np.ndarray:
+    little = np.ascontiguousarray(bitmatrix).astype(np.dtype("<u4"))
+    chosen = np.unpackbits(little.view(np.uint8), axis=-1, bitorder="little")[:, :num_experts].astype(bool)
+    position = np.cumsum(chosen, axis=-1) - 1
+    tokens, experts = np.nonzero(chosen & (position < top_k))
+    ids = np.full((len(bitmatrix), top_k), -1, np.int32)
+    ids[tokens, position[tokens, experts]] = experts
+    return ids
+
+
+def bounded(logits: np.ndarray, spec: RouterSpec) -> np.ndarray:
+    """The logits that are scored: softcap * tanh(logits * logit_scale / softcap), or logits * logit_scale."""
+    with np.errstate(all="ignore"):
+        scaled = logits if spec.logit_scale == 1 else logits * logits.dtype.type(spec.logit_scale)
+        return scaled if spec.softcap is None else softcap(scaled, spec.softcap)
+
+
+def through_bounds(d_bounded: np.ndarray, logits: np.ndarray, spec: RouterSpec) -> np.ndarray:
+    if spec.softcap is None and spec.logit_scale == 1:
+        return d_bounded
+    # Logits of a token without a gradient are undefined.
+    untouched = d_bounded == 0
+    with np.errstate(all="ignore"):
+        if spec.softcap is not None:
+            d_bounded = d_bounded * softcap_derivative(logits * logits.dtype.type(spec.logit_scale), spec.softcap)
+        if spec.logit_scale != 1:
+            d_bounded = d_bounded * logits.dtype.type(spec.logit_scale)
+    return np.where(untouched, 0.0, d_bounded)
+
+
+def layout_of_runs(counts: np.ndarray, *, num_rows: int, stride: int | None = None) -> tuple[np.ndarray, ...]:
+    num_sources, num_experts = counts.shape
+    requested = np.maximum(counts.astype(np.int64), 0)
+    total = requested.sum(axis=1)
+    begin = np.cumsum(total) - total if stride is None else np.arange(num_sources) * stride
+    limit = np.full(num_sources, num_rows) if stride is None else begin + stride
+    first = begin[:, None] + np.cumsum(requested, axis=1) - requested
+    kept = np.minimum(requested, np.maximum(limit[:, None] - first, 0))
+    ids = np.full((num_rows, 1), -1, np.int32)
+    arrived = [np.zeros(0, np.int64)]
+    for expert in range(num_experts):
+        for source in range(num_sources):
+            rows = first[source, expert] + np.arange(kept[source, expert])
+            ids[rows] = expert
+            arrived.append(rows)
+    slots = np.concatenate(arrived)
+    slot_of_row, row_of_slot = np.full(num_rows, -1, np.int32), np.full(num_rows, -1, np.int32)
+    slot_of_row[: len(slots)], row_of_slot[slots] = slots, np.arange(len(slots))
+    sizes = kept.sum(axis=0)
+    start = np.concatenate([[0], np.cumsum(sizes)])
+    missing = min(int((requested - kept).sum()), 2**31 - 1)
+    return ids, sizes.astype(np.int32), start.astype(np.int32), slot_of_row, row_of_slot, np.array([missing], np.int32)

@@ -12,8 +12,7 @@ import numpy as np
 from moe_core.ops.activation.reference import sigmoid
 from moe_core.ops.common.bundles import bundle_of
 from moe_core.ops.common.rounding import to_float32
-from moe_core.ops.routing.reference import scores_of, shares_of, softmax_and_log_sum
-from moe_core.ops.routing.reference_bounds import bounded, through_bounds
+from moe_core.ops.routing.reference import bounded, scores_of, shares_of, softmax_and_log_sum, through_bounds
 from moe_core.specs import RouterSpec
 from moe_core.specs.operands import RoutingGradients
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_core.base import ArraySpec, Target, keep_plans, require_spec
-from moe_core.base.checks import require_kind
+from moe_core.base import ArraySpec, Target, keep_plans, require_kind, require_spec
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.kernels import rounding as kernels
@@ -41,8 +40,6 @@ def plan_candidates(
     The first K columns equal `plan_routing`. Later weights are scores (softmax: among all experts) times scale, not
     renormalised.
     """
-    from moe_core.ops.routing import reference_rounding as twins
-
     wide = _check(logits, spec, rounding, correction_bias is not None)
     require_routing(logits, wide, correction_bias, token_mask)
     builder = PlanBuilder("candidates", target)
@@ -54,7 +51,7 @@ def plan_candidates(
     describe_selection(builder, spec, correction_bias is not None)
     builder.sums("softmax and renormalisation: NumPy's pairwise sums, fp32")
     constants = {"spec": spec, "wide": wide}
-    return builder.reference(twins.route_candidates, inputs, constants, outputs)
+    return builder.reference("routing.reference_rounding:route_candidates", inputs, constants, outputs)
 
 
 @keep_plans
@@ -84,11 +81,9 @@ def plan_keep_candidates(
         f"counts of tokens are rounded to multiples of {rounding.tile} ({rounding.mode}), among {width} candidates each"
     )
     if not target.compiled:
-        from moe_core.ops.routing import reference_rounding as twins
-
         inputs = {name: name for name in ("candidates", "candidate_weights")}
         constants = {"top_k": top_k, "rounding": rounding, "num_experts": num_experts}
-        return builder.reference(twins.keep_candidates, inputs, constants, outputs)
+        return builder.reference("routing.reference_rounding:keep_candidates", inputs, constants, outputs)
     require_experts(num_experts)
     layout = LayoutSpec(num_tokens, width, num_experts)
     plan = plan_layout(candidates, layout, target)
@@ -184,10 +179,8 @@ def plan_route_rounded_backward(
         split.append(builder.scratch(name, ArraySpec((num_tokens, columns), "int32"), Role.IDS))
         split.append(builder.scratch(f"d_{name}", ArraySpec((num_tokens, columns), "float32"), Role.D_ROW_WEIGHT))
     if not target.compiled:
-        from moe_core.ops.routing import reference_rounding as twins
-
         inputs = {name: name for name in ("d_weights", "ids", "candidates")}
-        builder.reference(twins.split_gradients, inputs, {"top_k": top_k}, split)
+        builder.reference("routing.reference_rounding:split_gradients", inputs, {"top_k": top_k}, split)
     else:
         arguments = builder.pointers("d_weights", "ids", "candidates", "chosen", "d_chosen", "extra", "d_extra")
         slots, block = num_tokens * width, _BLOCK[target.engine]

@@ -143,12 +143,10 @@ def plan_routing(
     if with_bitmatrix:
         outputs.append(builder.output("bitmatrix", ArraySpec((num_tokens, -(-num_experts // 32)), "uint32")))
     if not target.compiled:
-        from moe_core.ops.routing import reference as twins
-
         describe_selection(builder, spec, correction_bias is not None)
         builder.sums("softmax and renormalisation: NumPy's pairwise sums, fp32")
         constants = {"spec": spec, "with_bitmatrix": with_bitmatrix}
-        return builder.reference(twins.route, present, constants, outputs)
+        return builder.reference("routing.reference:route", present, constants, outputs)
     return launch_routing(builder, spec, spec.require_top_k())
 
 
@@ -242,7 +240,6 @@ def plan_route_and_layout(
 
 
 def _few_tokens(selection: _Selection, launcher: LayoutLauncher) -> int | str:
-    """The token capacity of the one-launch kernel, or why there is none."""
     engine, num_tokens = launcher.target.engine, launcher.layout.num_tokens
     if launcher.layout.rows is not None:
         return "rows are bounded"

@@ -70,13 +70,6 @@ class Diagnosis:
                 yield package.problem
         if outcome.tested and not (outcome.poisoned.outputs and outcome.poisoned.workspaces):
             yield "memory was not poisoned: an output that nobody writes may have gone unseen"
-        yield from self._untrusted_gpus()
-        if free := threads.why_blas_is_free():
-            yield f"speed of the NumPy engine: {free}, which is slow beside other work; start with OMP_NUM_THREADS=1"
-        if all(result.direction != "backward" for result in outcome.results):
-            yield "gradients: none was tested"
-
-    def _untrusted_gpus(self) -> Iterator[str]:
         if not self.gpus:
             unseen = "and the interpreter shows neither races nor stray accesses"
             yield f"compiled kernels and speed: there is no GPU ({self.no_gpu}), {unseen}"
@@ -91,6 +84,10 @@ class Diagnosis:
                 yield f"speed on {gpu.name}: tile configurations are tuned for sm_{TUNED_ARCH} only"
         if self.gpus and self.outcome.tested and self.outcome.interpreted():
             yield "compiled kernels: there is a GPU, but the kernels ran in the interpreter (TRITON_INTERPRET=1)"
+        if free := threads.why_blas_is_free():
+            yield f"speed of the NumPy engine: {free}, which is slow beside other work; start with OMP_NUM_THREADS=1"
+        if all(result.direction != "backward" for result in outcome.results):
+            yield "gradients: none was tested"
 
     def as_dict(self) -> dict[str, Any]:
         outcome = self.outcome

@@ -56,7 +56,14 @@ def _tune(options: argparse.Namespace, command_line: Sequence[str]) -> int:
         return links.measure(options, command_line)
     products = _products(options)
     if options.dry_run:
-        return _dry_run(products, options.candidates)
+        target = cuda_target(0) if cuda_available() else _DRY_TARGET
+        print(f"candidates on {target}, the built-in choice first; nothing is timed")
+        for product in products:
+            configs = candidates(product.problem(target), options.candidates)
+            print(f"{product.name}, {product.num_tokens} tokens: {product.key}, {len(configs)} candidates")
+            for config in configs:
+                print(f"  {config}")
+        return WRITTEN
     if not cuda_available():
         raise Unsupported(
             f"moebius-tune times kernels on a CUDA GPU, and there is none ({why_no_gpu()}); run it on the machine that "
@@ -143,17 +150,6 @@ def _layers(options: argparse.Namespace) -> list[MoELayerSpec]:
     return layers
 
 
-def _dry_run(products: Sequence[Product], limit: int) -> int:
-    target = cuda_target(0) if cuda_available() else _DRY_TARGET
-    print(f"candidates on {target}, the built-in choice first; nothing is timed")
-    for product in products:
-        configs = candidates(product.problem(target), limit)
-        print(f"{product.name}, {product.num_tokens} tokens: {product.key}, {len(configs)} candidates")
-        for config in configs:
-            print(f"  {config}")
-    return WRITTEN
-
-
 def _measure(products: Sequence[Product], options: argparse.Namespace, given: Sequence[str]) -> int:
     target = cuda_target(options.device)
     origin, kept = provenance(options.device, given), ()
@@ -183,7 +179,16 @@ def _measure(products: Sequence[Product], options: argparse.Namespace, given: Se
         print(f"moebius-tune: a measurement failed: {error}", file=sys.stderr)
         return NOTHING_MEASURED
     write()
-    return _summary(results, left, options)
+    status = WRITTEN
+    for product, timing in [(result.product, timing) for result in results for timing in result.refused]:
+        if "wrong result" in timing.reason:
+            status = WRONG
+            print(f"wrong: {product.name}, {product.num_tokens} tokens, {timing.config}: {timing.reason}")
+    if left:
+        names = ", ".join(f"{product.name} at {product.num_tokens} tokens" for product in left)
+        print(f"not measured, {options.seconds:g} seconds are over: {names}; run again with --extend")
+    print(f"{options.output}: {len(results)} entries measured now")
+    return status
 
 
 _HEADER = f"{'product':16} {'tokens':>6} {'built in':>9} {'best':>9} {'gain':>6} {'invariant':>9}  winner (us; refused)"
@@ -197,16 +202,3 @@ def _row(result: Result) -> str:
         f"{product.name:16} {product.num_tokens:6} {result.heuristic[1]:9.1f} {result.best[1]:9.1f} "
         f"{100 * result.gain:5.1f}% {invariant:>9}  {winner} ({len(result.refused)} of {result.tried} refused)"
     )
-
-
-def _summary(results: Sequence[Result], left: Sequence[Product], options: argparse.Namespace) -> int:
-    status = WRITTEN
-    for product, timing in [(result.product, timing) for result in results for timing in result.refused]:
-        if "wrong result" in timing.reason:
-            status = WRONG
-            print(f"wrong: {product.name}, {product.num_tokens} tokens, {timing.config}: {timing.reason}")
-    if left:
-        names = ", ".join(f"{product.name} at {product.num_tokens} tokens" for product in left)
-        print(f"not measured, {options.seconds:g} seconds are over: {names}; run again with --extend")
-    print(f"{options.output}: {len(results)} entries measured now")
-    return status

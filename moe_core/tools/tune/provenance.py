@@ -26,9 +26,10 @@ def provenance(
     versions = {"moebius": moe_core.__version__, "kernels": sources_version()[:12]}
     versions |= {name: importlib.metadata.version(name) for name in packages}
     versions |= {"python": platform.python_version()}
+    version = driver().number(driver().lib.cuDriverGetVersion, "cuDriverGetVersion")
     return {
         "gpu": f"none, {platform.machine()} CPU" if device_index is None else driver().name(device_index),
-        "driver": "none" if device_index is None else _cuda_version(),
+        "driver": "none" if device_index is None else f"CUDA {version // 1000}.{version % 1000 // 10}",
         "versions": versions,
         "commit": _commit(),
         "command": " ".join(["moebius-tune", *arguments]),
@@ -57,8 +58,3 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "none: an installed package"
-
-
-def _cuda_version() -> str:
-    version = driver().number(driver().lib.cuDriverGetVersion, "cuDriverGetVersion")
-    return f"CUDA {version // 1000}.{version % 1000 // 10}"

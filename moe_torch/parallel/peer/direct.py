@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.ops.exchange.direct import TOLD
-from moe_core.ops.exchange.reference_direct import last_told
+from moe_core.ops.exchange.reference import last_told
 from moe_core.parallel.bounds import tokens_at_once
 from moe_core.parallel.plan import ExchangePlan
 from moe_torch.bridge.options import TORCH_DTYPES

@@ -14,9 +14,8 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.formats import format_named
 from moe_core.ops.exchange.direct import TOLD, plan_push_tokens_once
 from moe_core.ops.exchange.operands import HomeTokens, Places, RowsAt, TokenSizes, TokenTables, in_records
-from moe_core.ops.exchange.pull import plan_combine_pull
+from moe_core.ops.exchange.pull import plan_combine_pull, plan_take_rows
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push
-from moe_core.ops.exchange.take import plan_take_rows
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.plan.steps import Constant, KernelLaunch
 from tests.support.harness import engine_target, spec_of

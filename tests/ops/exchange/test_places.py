@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_core import InvalidInput, Unsupported
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.exchange.places import MAX_COUNTS, plan_peer_places
+from moe_core.ops.exchange.tables import MAX_COUNTS, plan_peer_places
 from moe_core.parallel.exchange import destinations, first_owners, owners_of, run_starts, sends
 from moe_core.plan.steps import Constant, KernelLaunch
 from tests.support import harness

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_core import InvalidInput
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.exchange import receive_tables
+from moe_core.ops.exchange import tables
 from moe_core.ops.exchange.operands import ReceiveOperands, in_records
 from moe_core.parallel import Placement
 from moe_core.plan.steps import Constant, KernelLaunch
@@ -24,7 +24,7 @@ from tests.support.parallel.tables import HEADER, WAYS, draw_sends, expected_tab
 from tests.support.strategies import seeds
 
 ENGINES = (engine_target(), Target("reference"))
-plan_receive_tables = in_records(receive_tables.plan_receive_tables, operands=ReceiveOperands)
+plan_receive_tables = in_records(tables.plan_receive_tables, operands=ReceiveOperands)
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 STATIC = tuple(way for way in WAYS if way[0] != "all_to_all")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_core import InvalidInput, Unsupported
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.exchange import send_tables
+from moe_core.ops.exchange import tables
 from moe_core.ops.exchange.operands import SendOperands, in_records
 from moe_core.parallel import Placement
 from moe_core.plan.steps import Constant, KernelLaunch
@@ -25,7 +25,7 @@ from tests.support.parallel.tables import WAYS, Sends, draw_sends, expected_tabl
 from tests.support.strategies import seeds
 
 ENGINES = (engine_target(), Target("reference"))
-plan_send_tables = in_records(send_tables.plan_send_tables, operands=SendOperands)
+plan_send_tables = in_records(tables.plan_send_tables, operands=SendOperands)
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 LOADS = ("random", "hot", "none", "invalid")
 

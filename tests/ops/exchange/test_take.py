@@ -11,7 +11,7 @@ from moe_core import InvalidInput
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import QuantizedSpec, QuantizedTensor, format_named
-from moe_core.ops.exchange.take import plan_take_rows
+from moe_core.ops.exchange.pull import plan_take_rows
 from moe_core.ops.quantize.reference import dequantize, quantize_rows
 from tests.support.harness import H200, POISON, engine_target, run_plan, spec_of
 from tests.support.strategies import draw_array

@@ -9,8 +9,8 @@ from moe_core import InvalidInput
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.dtypes import numpy_dtype
 from moe_core.base.target import Target
-from moe_core.ops.reduction.gather import plan_gather_rows
 from moe_core.ops.reduction.reduce import plan_reduce
+from moe_core.ops.reduction.rowwise import plan_gather_rows
 from moe_core.ops.routing import reference as routing
 from moe_core.specs.routing import LayoutSpec
 from tests.support.harness import engine_target, run_plan, spec_of

@@ -12,8 +12,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.routing import reference, reference_backward
 from moe_core.ops.routing.backward import plan_routing_backward
-from moe_core.ops.routing.reference import route
-from moe_core.ops.routing.reference_bounds import bounded, through_bounds
+from moe_core.ops.routing.reference import bounded, route, through_bounds
 from moe_core.parity.tolerance import Tolerance, assert_close
 from moe_core.specs.operands import RoutingGradients, map_arrays, named_arrays
 from moe_core.specs.routing import RouterSpec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_core import Unsupported
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.routing import reference_bitmatrix
+from moe_core.ops.routing import reference
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
 from moe_core.ops.routing.layout import MAX_EXPERTS
 from moe_core.plan.steps import LaunchPlan
@@ -43,7 +43,7 @@ def unpack(bitmatrix: np.ndarray, num_experts: int, top_k: int, target: Target |
 def assert_packs(ids: np.ndarray, num_experts: int) -> np.ndarray:
     found = pack(ids, num_experts)
     names = ("bitmatrix", "duplicates", "invalid_ids")
-    for name, wanted in zip(names, reference_bitmatrix.pack_bitmatrix(ids, num_experts=num_experts), strict=True):
+    for name, wanted in zip(names, reference.pack_bitmatrix(ids, num_experts=num_experts), strict=True):
         np.testing.assert_array_equal(found[name], wanted, err_msg=name, strict=True)
     return found["bitmatrix"]
 
@@ -53,7 +53,7 @@ def test_hard_routings(name: str) -> None:
     case = hard_routing(name)
     bitmatrix = assert_packs(case.ids, case.num_experts)
     for top_k in (1, case.top_k, case.top_k + 3):
-        expected = reference_bitmatrix.unpack_bitmatrix(bitmatrix, num_experts=case.num_experts, top_k=top_k)
+        expected = reference.unpack_bitmatrix(bitmatrix, num_experts=case.num_experts, top_k=top_k)
         np.testing.assert_array_equal(unpack(bitmatrix, case.num_experts, top_k), expected, strict=True)
 
 
@@ -68,7 +68,7 @@ def test_unpacking_gives_the_distinct_ids_ascending(num_tokens: int, num_experts
     ids = strategies.distinct_ids(rng, num_tokens, min(top_k, num_experts), num_experts)
     bitmatrix = assert_packs(ids, num_experts)
     assert (unpack(bitmatrix, num_experts, ids.shape[1]) == np.sort(ids, axis=1)).all()
-    expected = reference_bitmatrix.unpack_bitmatrix(bitmatrix, num_experts=num_experts, top_k=top_k)
+    expected = reference.unpack_bitmatrix(bitmatrix, num_experts=num_experts, top_k=top_k)
     np.testing.assert_array_equal(unpack(bitmatrix, num_experts, top_k), expected, strict=True)
 
 
@@ -112,10 +112,10 @@ def test_no_tokens_still_write_the_counters() -> None:
 def test_reference_engine_is_the_twin() -> None:
     case = hard_routing("out_of_range")
     found = pack(case.ids, case.num_experts, Target("reference"))
-    expected = reference_bitmatrix.pack_bitmatrix(case.ids, num_experts=case.num_experts)
+    expected = reference.pack_bitmatrix(case.ids, num_experts=case.num_experts)
     assert all((left == right).all() for left, right in zip(found.values(), expected, strict=True))
     ids = unpack(expected[0], case.num_experts, 4, Target("reference"))
-    assert (ids == reference_bitmatrix.unpack_bitmatrix(expected[0], num_experts=case.num_experts, top_k=4)).all()
+    assert (ids == reference.unpack_bitmatrix(expected[0], num_experts=case.num_experts, top_k=4)).all()
 
 
 IDS, WORDS = ArraySpec((3, 2), "int32"), ArraySpec((3, 2), "uint32")

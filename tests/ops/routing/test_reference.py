@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moe_core.ops.router import reference as router_reference
 from moe_core.ops.router.reference import router_backward
+from moe_core.ops.routing import reference
 from moe_core.ops.routing import reference as routing
-from moe_core.ops.routing import reference_bitmatrix
 from moe_core.ops.routing.reference_backward import router_losses
 from moe_core.parity.tolerance import assert_close, router_tolerance, routing_weights_tolerance
 from moe_core.specs.routing import LayoutSpec, LogitsSpec, RouterSpec
@@ -282,7 +282,7 @@ def test_map_entries_outside_the_local_experts_mean_not_here():
 @given(strategies.routings())
 def test_bitmatrix_holds_the_distinct_valid_ids(case: RoutingCase):
     num_experts = case.num_experts if case.expert_map is None else len(case.expert_map)
-    packed, duplicates, invalid = reference_bitmatrix.pack_bitmatrix(case.ids, num_experts=num_experts)
+    packed, duplicates, invalid = reference.pack_bitmatrix(case.ids, num_experts=num_experts)
     assert packed.shape == (case.num_tokens, -(-num_experts // 32)) and packed.dtype == np.uint32
     rows = case.ids.tolist()
     valid = [[e for e in row if 0 <= e < num_experts] for row in rows]
@@ -291,7 +291,7 @@ def test_bitmatrix_holds_the_distinct_valid_ids(case: RoutingCase):
     for words, row in zip(packed.tolist(), valid, strict=True):
         assert {e for e in range(len(words) * 32) if words[e // 32] >> (e % 32) & 1} == set(row)
     for top_k in {case.top_k, 1}:
-        ids = reference_bitmatrix.unpack_bitmatrix(packed, num_experts=num_experts, top_k=top_k)
+        ids = reference.unpack_bitmatrix(packed, num_experts=num_experts, top_k=top_k)
         assert ids.dtype == np.int32
         padded = [sorted(set(row))[:top_k] for row in valid]
         assert ids.tolist() == [row + [-1] * (top_k - len(row)) for row in padded]
@@ -299,14 +299,14 @@ def test_bitmatrix_holds_the_distinct_valid_ids(case: RoutingCase):
 
 def test_unpacking_ignores_bits_past_the_last_expert():
     words = np.array([[0xFFFFFFFF]], np.uint32)
-    assert reference_bitmatrix.unpack_bitmatrix(words, num_experts=3, top_k=5).tolist() == [[0, 1, 2, -1, -1]]
+    assert reference.unpack_bitmatrix(words, num_experts=3, top_k=5).tolist() == [[0, 1, 2, -1, -1]]
 
 
 def test_routing_gives_the_bitmatrix_of_its_ids():
     logits = strategies.draw_logits(np.random.default_rng(5), "normal", 9, 70)
     mask = np.arange(9) % 3 > 0
     ids, _, packed = routing.route(logits, None, mask, spec=RouterSpec(4), with_bitmatrix=True)
-    assert np.array_equal(reference_bitmatrix.unpack_bitmatrix(packed, num_experts=70, top_k=4), np.sort(ids, axis=1))
+    assert np.array_equal(reference.unpack_bitmatrix(packed, num_experts=70, top_k=4), np.sort(ids, axis=1))
 
 
 @given(strategies.router_cases())

@@ -13,7 +13,7 @@ from moe_core import InvalidInput, Unsupported
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.routing import reference
-from moe_core.ops.routing.runs import MAX_COUNTS, plan_layout_of_runs, runs_spec
+from moe_core.ops.routing.layout import MAX_COUNTS, plan_layout_of_runs, runs_spec
 from moe_core.plan.steps import Constant
 from tests.support import harness
 from tests.support.harness import H200, engine_target, run_plan, spec_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_core import Unsupported
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.routing import reference, reference_bitmatrix
+from moe_core.ops.routing import reference
 from moe_core.ops.routing.layout import MAX_EXPERTS
 from moe_core.ops.routing.rounding import plan_candidates
 from moe_core.ops.routing.topk import plan_routing
@@ -89,7 +89,7 @@ def assert_matches_reference(case: RouterCase) -> None:
     scale = np.full_like(expected_weights, SMALLEST_WEIGHT)
     tolerance = routing_weights_tolerance(case.num_experts)
     assert_close(weights[same], expected_weights[same], tolerance, "weights", scale[same])
-    assert (bitmatrix == reference_bitmatrix.pack_bitmatrix(ids, num_experts=case.num_experts)[0]).all()
+    assert (bitmatrix == reference.pack_bitmatrix(ids, num_experts=case.num_experts)[0]).all()
 
 
 @given(strategies.router_cases(bounds=True))

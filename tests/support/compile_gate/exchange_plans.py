@@ -11,10 +11,9 @@ from moe_core.base.target import Target
 from moe_core.formats import format_named
 from moe_core.ops.exchange.direct import PUSH_TOKENS_ONCE, TOLD, plan_push_tokens_once, plan_sum_results
 from moe_core.ops.exchange.operands import Checks, HomeTokens, Places, RowsAt, TokenSizes, TokenTables
-from moe_core.ops.exchange.places import plan_peer_places
-from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
+from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights, plan_take_rows
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
-from moe_core.ops.exchange.take import plan_take_rows
+from moe_core.ops.exchange.tables import plan_peer_places
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from tests.support.compile_gate import exchange_tables, pushed_plans
 

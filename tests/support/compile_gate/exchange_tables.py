@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.exchange.operands import ReceiveOperands, SendOperands
-from moe_core.ops.exchange.receive_tables import plan_receive_tables
-from moe_core.ops.exchange.send_tables import plan_send_tables
+from moe_core.ops.exchange.tables import plan_receive_tables, plan_send_tables
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.exchange import TableSpec
 

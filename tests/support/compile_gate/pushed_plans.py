@@ -9,7 +9,7 @@ from benchmarks.shapes import SHAPES
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import QuantizedSpec, format_named, quantized_specs, scheme_named
-from moe_core.ops.exchange.results import plan_result_addresses
+from moe_core.ops.exchange.push import plan_result_addresses
 from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.options import BackwardOptions, ForwardOptions

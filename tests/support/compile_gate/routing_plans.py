@@ -8,12 +8,11 @@ from collections.abc import Iterator
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.reduction.gather import plan_gather_rows
+from moe_core.ops.reduction.rowwise import plan_gather_rows
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
-from moe_core.ops.routing.layout import plan_layout, plan_schedule
+from moe_core.ops.routing.layout import plan_layout, plan_layout_of_runs, plan_schedule
 from moe_core.ops.routing.rounding import plan_candidates, plan_keep_candidates
-from moe_core.ops.routing.runs import plan_layout_of_runs
 from moe_core.ops.routing.topk import plan_route_and_layout, plan_routing
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.operands import RouterLogits

@@ -12,7 +12,7 @@ import torch
 
 from moe_core.errors import InvalidInput
 from moe_core.parallel import ExchangeSpec
-from moe_core.parallel.shards import gather_experts
+from moe_core.parallel.placement import gather_experts
 from moe_core.specs.tuning import Tuning
 from moe_torch import modular
 from moe_torch.modular import FusedMoEModularKernel

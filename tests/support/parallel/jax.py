@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import moe_jax
 from moe_core.parallel import ExchangeSpec, Placement
-from moe_core.parallel.shards import gather_experts, shard_experts
+from moe_core.parallel.placement import gather_experts, shard_experts
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, named_fields
 from moe_jax import parallel

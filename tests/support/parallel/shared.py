@@ -13,11 +13,11 @@ import numpy as np
 from moe_core.base.arrays import ArraySpec, host_array
 from moe_core.base.target import Target
 from moe_core.ops.exchange.operands import Places, RowsAt
-from moe_core.ops.exchange.places import plan_peer_places
 from moe_core.ops.exchange.pull import plan_combine_pull
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
+from moe_core.ops.exchange.tables import plan_peer_places
 from moe_core.ops.reduction.reference import reduce
-from moe_core.ops.routing.reference_runs import layout_of_runs
+from moe_core.ops.routing.reference import layout_of_runs
 from moe_core.parallel.exchange import physical_ids, sends
 from moe_core.parallel.reference import _at_owner, numpy_forward
 from moe_core.plan.steps import LaunchPlan

@@ -16,7 +16,7 @@ import moe_torch
 from moe_core.formats import format_named
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.parallel import ExchangeSpec
-from moe_core.parallel.shards import gather_experts
+from moe_core.parallel.placement import gather_experts
 from moe_core.specs.operands import named_fields
 from moe_torch.parallel import ExpertParallel, function, group, routes
 from moe_torch.parallel import moe as parallel_moe

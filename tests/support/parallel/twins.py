@@ -11,7 +11,7 @@ import numpy as np
 from moe_core.ops.moe.reference.backward import moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parallel import Placement
-from moe_core.parallel.shards import shard_experts
+from moe_core.parallel.placement import shard_experts
 from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,

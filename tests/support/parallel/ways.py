@@ -10,9 +10,9 @@ import pytest
 
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel import exchange as arithmetic
+from moe_core.parallel.placement import gather_experts
 from moe_core.parallel.reference import moe as twin
 from moe_core.parallel.reference import moe_backward as twin_backward
-from moe_core.parallel.shards import gather_experts
 from tests.support.parallel.twins import Problem
 
 WAYS = (

@@ -6,17 +6,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 
-from moe_core.base import ArraySpec, dtypes, row_stride
-from moe_core.base.sizes import padded
+from moe_core.base import ArraySpec, dtypes, padded, row_stride
+from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul import tile_rules as rules
-from moe_core.ops.matmul.arguments import (
-    SCHEDULED_INPUTS,
-    bias_strides,
-    block_constants,
-    fused_constants,
-    result,
-    row_counts,
-)
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.portable import kernel as kernels
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
@@ -149,12 +141,12 @@ def _arguments(builder: PlanBuilder, problem: MatmulProblem, config: TileConfig)
     joined = passed(GATE_LAYOUT="joined") if problem.joined else {}
     tf32 = spec.allow_tf32 and operands.x.dtype == "float32"
     layer_stride, expert_stride = weight.stride[0] if stacked else 0, weight.stride[-3] if ragged else 0
-    names = ("x", "weight", "up", "bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS, "y", "pre")
+    names = ("x", "weight", "up", "bias", "up_bias", "row_weight", "layer_index", *common.SCHEDULED_INPUTS, "y", "pre")
     return {
-        **(builder.pointers(*names) | passed(y=result(builder)) | row_counts(problem, config)),
+        **(builder.pointers(*names) | passed(y=common.result(builder)) | common.row_counts(problem, config)),
         **passed(D=sizes.d, N=sizes.n, WEIGHT_N=sizes.weight_n, NUM_LAYERS=sizes.num_layers),
         **passed(X_STRIDE=row_stride("x", operands.x), LAYER_STRIDE=layer_stride, EXPERT_STRIDE=expert_stride),
         **passed(K_STRIDE=weight.stride[k_axis], N_STRIDE=weight.stride[n_axis]),
-        **(bias_strides(operands) | fused_constants(problem) | joined),
-        **(passed(INPUT_PRECISION="tf32" if tf32 else "ieee") | block_constants(config) | passed(PDL=None)),
+        **(common.bias_strides(operands) | common.fused_constants(problem) | joined),
+        **(passed(INPUT_PRECISION="tf32" if tf32 else "ieee") | common.block_constants(config) | passed(PDL=None)),
     }

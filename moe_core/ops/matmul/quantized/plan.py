@@ -6,8 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from moe_core.base import ArraySpec, Target, dtypes, row_stride
-from moe_core.base.sizes import padded
+from moe_core.base import ArraySpec, Target, dtypes, padded, row_stride
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul import tile_rules as rules

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from moe_core.base import TRANSPOSED, ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
-from moe_core.base.sizes import padded
+from moe_core.base import TRANSPOSED, ArraySpec, Target, dtypes, keep_plans, padded, require_spec, row_stride
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.ops.matmul import arguments as common
@@ -52,13 +51,11 @@ def plan_matmul_quantized_transposed(
     inputs = builder.inputs(dict(named_arrays(operands))) | builder.layout_inputs(layout)
     y = ArraySpec((problem.sizes.out_rows, problem.n), spec.out_dtype or problem.dtype)
     if (tile := tile or _choose(problem, operands.weight.format)) is None:
-        from moe_core.ops.matmul.reference import backward as twins
-
         builder.output("y", y)
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
         constants: dict[str, Any] = {"layout": layout, "spec": spec, "tensors": tensors}
         builder.sums("reference: float32 BLAS over the whole reduction axis of dequantised weights")
-        return builder.reference(twins.input_gradient_plan, inputs, constants, ("y",))
+        return builder.reference("matmul.reference.backward:input_gradient_plan", inputs, constants, ("y",))
     if layout is not None:
         add_schedule(builder, layout, tile.config.block_m, given=composed)
     if addressed:

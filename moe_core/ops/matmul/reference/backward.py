@@ -220,7 +220,11 @@ def matmul_ogs_backward_plan(
         assert row_weight is not None and row_of_slot is not None
         unrounded = dataclasses.replace(spec, scatter="row", out_dtype="float32", tuning=None)
         y = matmul_ogs(dataclasses.replace(operands, row_weight=None), unrounded, rows)
-        made["d_row_weight"] = _rows_product(y, g, row_of_slot).reshape(row_weight.shape)
+        products = np.zeros(len(row_of_slot), working_dtype(g))
+        slots = np.flatnonzero(row_of_slot >= 0)
+        with np.errstate(all="ignore"):
+            products[slots] = (y[row_of_slot[slots]] * to_float32(g[slots])).sum(axis=1)
+        made["d_row_weight"] = products.reshape(row_weight.shape)
     if row_weight is not None:
         g = scale_rows(g, row_weight.reshape(-1, 1))
     if "d_x" in wanted:
@@ -239,12 +243,3 @@ def matmul_ogs_backward_plan(
         d_bias = bias_gradient(g, rows, gather=spec.scatter, out_dtype=plain_name(bias))
         made["d_bias"] = Trained(bias, operands.layer_index).in_stack(d_bias)
     return tuple(made[name] for name in wanted)
-
-
-def _rows_product(rows: np.ndarray, g: np.ndarray, row_of_slot: np.ndarray) -> np.ndarray:
-    """fp32 by slot: the dot product of both rows, 0 without a row."""
-    products = np.zeros(len(row_of_slot), working_dtype(g))
-    slots = np.flatnonzero(row_of_slot >= 0)
-    with np.errstate(all="ignore"):
-        products[slots] = (rows[row_of_slot[slots]] * to_float32(g[slots])).sum(axis=1)
-    return products

@@ -11,9 +11,7 @@ from moe_core.ops.common.bundles import bundle_of, quantized_from
 from moe_core.ops.matmul.reference.backward import weight_gradient
 from moe_core.ops.matmul.reference.forward import Product, take_rows
 from moe_core.ops.matmul.reference.rows import Rows, dense_rows
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.operands import MatmulOperands
-from moe_core.specs.routing import LayoutSpec
+from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec
 
 
 def grouped_rows(arrays: Mapping[str, np.ndarray], count: int, num_rows: int, ends: bool) -> tuple[slice, Rows]:

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from moe_core.base import row_stride
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, row_stride
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.ops.matmul.arguments import (
-    SCHEDULED_INPUTS,
-    bias_strides,
-    fused_constants,
-    result,
-    row_counts,
-    size_constants,
-)
+from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul.problem import QUANTISED, MatmulProblem
 from moe_core.ops.matmul.sm90 import plan as sm90
 from moe_core.ops.matmul.sm90.kernels import fp8 as kernels
@@ -154,15 +146,17 @@ def _arguments(
         **passed(x="x.values", x_map=x_map if spec.gather == "row" else None, x_scales="x.scales"),
         **passed(weight_map=weight_map("weight.values"), up_map=up_map, scales="weight.scales"),
         **passed(up_scales=builder.optional("up.scales")),
-        **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
-        **passed(counters="tile_counters", y=result(builder, y), y_scales=builder.optional("y.scales"), y_map=y_map),
+        **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *common.SCHEDULED_INPUTS),
+        **passed(
+            counters="tile_counters", y=common.result(builder, y), y_scales=builder.optional("y.scales"), y_map=y_map
+        ),
         **(passed(given=builder.optional("static_scale")) | builder.pointers("maxima")),
-        **(row_counts(problem, config) | size_constants(problem)),
+        **(common.row_counts(problem, config) | common.size_constants(problem)),
         **passed(X_STRIDE=stride, X_SCALE_STRIDE=x.scales.shape[1] if x.format.group_rows else 0),
         **passed(X_GROUP=x.format.group_columns or 0, SCALE_ROWS=weight.scales.shape[-2]),
         **passed(SCALE_COLUMNS=weight.scales.shape[-1], GROUP_ROWS=weight.format.group_rows or 0),
         **passed(GROUP=weight.format.group_columns or 0),
-        **(bias_strides(operands) | fused_constants(problem)),
+        **(common.bias_strides(operands) | common.fused_constants(problem)),
         **passed(FAST=spec.fast_accumulate and weight.format.group_columns is None, TRUSTED=stage is not None),
         **passed(COUNTER=stage or 0, STAGES=config.num_stages, GROUP_M=config.group_m, HIDDEN=spec.out_dtype),
         **(passed(RULE=rule) | _REGISTERS),

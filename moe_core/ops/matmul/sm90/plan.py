@@ -6,17 +6,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 
-from moe_core.base import Target, row_stride
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, Target, row_stride
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.ops.matmul.arguments import (
-    SCHEDULED_INPUTS,
-    bias_strides,
-    fused_constants,
-    result,
-    row_counts,
-    size_constants,
-)
+from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.ops.matmul.sm90.kernels import matmul as matmul_kernels
@@ -183,10 +175,10 @@ def sm90_arguments(
     up_map = weight_map("up") if operands.up is not None else None
     return {
         **passed(x="x", x_map=x_map if spec.gather == "row" else None, weight_map=weight_map("weight"), up_map=up_map),
-        **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *SCHEDULED_INPUTS),
-        **passed(counters="tile_counters", y=result(builder), y_map=output_map("y")),
-        **(({} if tall else pre) | row_counts(problem, config) | size_constants(problem)),
-        **(passed(X_STRIDE=stride) | bias_strides(operands) | fused_constants(problem)),
+        **builder.pointers("bias", "up_bias", "row_weight", "layer_index", *common.SCHEDULED_INPUTS),
+        **passed(counters="tile_counters", y=common.result(builder), y_map=output_map("y")),
+        **(({} if tall else pre) | common.row_counts(problem, config) | common.size_constants(problem)),
+        **(passed(X_STRIDE=stride) | common.bias_strides(operands) | common.fused_constants(problem)),
         **passed(IN_OUT=in_out, TRUSTED=stage is not None, COUNTER=stage or 0, STAGES=config.num_stages),
         **passed(GROUP_M=config.group_m, PDL=None),
     }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.base import ArraySpec, Target, row_stride
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, ArraySpec, Target, row_stride
 from moe_core.ops.matmul.sm90.kernels import weight_gradient as kernels
 from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_K, SM90_STAGES, SM90_WIDTH
 from moe_core.ops.routing.layout import ZERO_COUNTERS

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from moe_core.base import ArraySpec, Target, dtypes, row_stride
-from moe_core.base.sizes import INT32_LIMIT
+from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, row_stride
 from moe_core.formats import QuantizedTensor
 from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, SIDE_ROWS, block_of
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, result, row_counts

@@ -19,29 +19,21 @@ from moe_core.ops.router.reference import router
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.ops.routing.reference import route
 from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MatmulTuning, MoESpec
-from moe_core.specs.operands import (
-    ExpertWeights,
-    LayerRouter,
-    MatmulOperands,
-    RouterLogits,
-    RouterWeights,
-    SharedExpert,
-    TopK,
-)
+from moe_core.specs import operands as bundles
 
 
 def routing_stages(
     x: np.ndarray,
-    routing: RouterWeights | RouterLogits | TopK,
+    routing: bundles.RouterWeights | bundles.RouterLogits | bundles.TopK,
     spec: MoESpec,
     token_mask: np.ndarray | None,
     given: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """logits (unless routing has ids), ids and weights. given: replaces the router's ids."""
-    if isinstance(routing, TopK):
+    if isinstance(routing, bundles.TopK):
         return {"ids": routing.ids, "weights": to_float32(routing.weights)}
-    from_x = isinstance(routing, RouterWeights)
-    if isinstance(routing, LayerRouter) and routing.spec is not None:
+    from_x = isinstance(routing, bundles.RouterWeights)
+    if isinstance(routing, bundles.LayerRouter) and routing.spec is not None:
         x = rms_norm(x, routing.norm, spec=routing.spec)
     logits = router(x, routing.weight, routing.bias, spec=spec.logits_spec()) if from_x else routing.logits
     if spec.router is None:
@@ -49,22 +41,22 @@ def routing_stages(
             "spec.router must be a RouterSpec where ids are not given, got None; pass MoESpec(router=...)"
         )
     ids, weights = route(logits, routing.correction_bias, token_mask, given, spec=spec.router)
-    if isinstance(routing, LayerRouter) and routing.expert_scale is not None:
+    if isinstance(routing, bundles.LayerRouter) and routing.expert_scale is not None:
         weights = weights * to_float32(routing.expert_scale)[np.maximum(ids, 0)]
     return {"logits": logits, "ids": ids, "weights": weights}
 
 
 def shared_output(
-    x: np.ndarray, shared: SharedExpert, spec: MoESpec, layer_index: np.ndarray | None
+    x: np.ndarray, shared: bundles.SharedExpert, spec: MoESpec, layer_index: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The shared expert's output fp32 `[T, D]` (unrounded) and gate logits fp32 `[T, 1]`."""
     # The shared expert may be unstacked in a stack of layers.
     layer_index = layer_index if shared.gate_up.ndim == 3 else None
     product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
     first = dataclasses.replace(product, activation=spec.of_shared().activation)
-    hidden_TF = matmul_ogs(MatmulOperands(x, shared.gate_up, shared.up, layer_index=layer_index), first)
+    hidden_TF = matmul_ogs(bundles.MatmulOperands(x, shared.gate_up, shared.up, layer_index=layer_index), first)
     second = dataclasses.replace(product, out_dtype="float32")
-    output_TD = matmul_ogs(MatmulOperands(hidden_TF, shared.down, layer_index=layer_index), second)
+    output_TD = matmul_ogs(bundles.MatmulOperands(hidden_TF, shared.down, layer_index=layer_index), second)
     if shared.gate is None:
         return output_TD, None
     return output_TD, router(x, shared.gate, spec=LogitsSpec(spec.weight_layout, allow_tf32=spec.allow_tf32))
@@ -81,13 +73,13 @@ def _quantized(rows: np.ndarray, spec: MoESpec, static_scale: np.ndarray | None,
 
 def moe_stages(
     x: np.ndarray,
-    experts: ExpertWeights,
-    routing: RouterWeights | RouterLogits | TopK,
+    experts: bundles.ExpertWeights,
+    routing: bundles.RouterWeights | bundles.RouterLogits | bundles.TopK,
     spec: MoESpec,
     *,
     token_mask: np.ndarray | None = None,
     expert_map: np.ndarray | None = None,
-    shared: SharedExpert | None = None,
+    shared: bundles.SharedExpert | None = None,
 ) -> dict[str, np.ndarray]:
     """Every stage of one MoE forward on x `[T, D]`, in order.
 
@@ -118,21 +110,23 @@ def moe_stages(
 
     tuning = MatmulTuning(batch_invariant=True) if spec.batch_invariant else None
 
-    def by_slot(operands: MatmulOperands, gather: str, out_dtype: str) -> np.ndarray:
+    def by_slot(operands: bundles.MatmulOperands, gather: str, out_dtype: str) -> np.ndarray:
         matmul = MatmulSpec(spec.weight_layout, gather, "slot", None, out_dtype, spec.allow_tf32, tuning=tuning)
         return matmul_ogs(dataclasses.replace(operands, layer_index=experts.layer_index), matmul, rows)
 
     source_TD = _quantized(source_TD, spec, experts.gate_up_input_scale, row_of_slot)
-    gate_up_SN = by_slot(MatmulOperands(source_TD, experts.gate_up, bias=experts.gate_up_bias), "token", "float32")
+    gate_up_SN = by_slot(
+        bundles.MatmulOperands(source_TD, experts.gate_up, bias=experts.gate_up_bias), "token", "float32"
+    )
     up_SF = None
     if experts.up is not None:
-        up_SF = by_slot(MatmulOperands(source_TD, experts.up, bias=experts.up_bias), "token", "float32")
+        up_SF = by_slot(bundles.MatmulOperands(source_TD, experts.up, bias=experts.up_bias), "token", "float32")
     slot_dtype = plain_name(x)
     hidden_SF = activation(gate_up_SN, up_SF, activation=spec.activation, out_dtype=slot_dtype)
     before_SN = gate_up_SN if up_SF is None else np.concatenate([gate_up_SN, up_SF], axis=1)
     row_weight_S = None if spec.apply_router_weight_on_input else weights_S
     second_SF = _quantized(hidden_SF, spec, experts.down_input_scale, row_of_slot)
-    product = MatmulOperands(second_SF, experts.down, bias=experts.down_bias, row_weight=row_weight_S)
+    product = bundles.MatmulOperands(second_SF, experts.down, bias=experts.down_bias, row_weight=row_weight_S)
     slots_SD = by_slot(product, "slot", slot_dtype)
     extra_TD = (None, None) if shared is None else shared_output(x, shared, spec, experts.layer_index)
     output_TD = reduce(

@@ -1,5 +1,3 @@
-"""Triton kernels; planners name them unloaded."""
-
 from moe_core.base.lazy import keep_unloaded
 
 keep_unloaded(__name__)
