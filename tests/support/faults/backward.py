@@ -31,7 +31,7 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         ),
         OpFault("tl.where(activated > LIMIT, LIMIT, activated) * up", "activated * up"),
         OpFault(
-            "softcap(gate, ALPHA) * sigmoid(gate) * softcap(up, LIMIT)", "softcap(gate, ALPHA) * sigmoid(gate) * up"
+            "softcap(gate, ALPHA) * SIGMOID(gate) * softcap(up, LIMIT)", "softcap(gate, ALPHA) * sigmoid(gate) * up"
         ),
         OpFault("size < 0.625, small", "size < 0.0, small"),
         OpFault("tl.where(activated > LIMIT, 0.0, d_gate)", "d_gate"),

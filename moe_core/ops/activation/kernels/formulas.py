@@ -10,15 +10,26 @@ def sigmoid(x):
 
 
 @triton.jit
-def activate(x, NAME: tl.constexpr):
+def sigmoid_ptx(x):
+    """The bits of `sigmoid` on NVIDIA in half its instructions, because no branch for tiny numbers is needed: a
+    subnormal exp(-x) is lost in the sum, and a quarter of 1 + exp(-x) has a normal reciprocal."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 e; neg.f32 e, $1; mul.rn.f32 e, e, 0f3FB8AA3B; ex2.approx.ftz.f32 e, e;"
+        " fma.rn.f32 e, e, 0f3E800000, 0f3E800000; rcp.approx.ftz.f32 e, e; mul.rn.f32 $0, e, 0f3E800000; }",
+        "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def activate(x, NAME: tl.constexpr, SIGMOID: tl.constexpr = sigmoid):
     """act(x), ungated. Comparisons with NaN are false, so `where` keeps NaN."""
     if NAME == "silu":
-        return x * sigmoid(x)
+        return x * SIGMOID(x)
     elif NAME == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif NAME == "gelu_tanh":
         # 0.5 * x * (1 + tanh(u)) = x * sigmoid(2 * u)
-        return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return x * SIGMOID(1.5957691216057308 * (x + 0.044715 * x * x * x))
     else:
         tl.static_assert(NAME == "relu2", "unknown activation")
         positive = tl.where(x < 0.0, 0.0, x)
@@ -26,22 +37,24 @@ def activate(x, NAME: tl.constexpr):
 
 
 @triton.jit
-def activate_gated(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def activate_gated(
+    gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SIGMOID: tl.constexpr = sigmoid
+):
     """act(gate) * up with its bounds. Formulas: `moe_core.specs.matmul.Activation`."""
     if NAME == "softcapped_silu":
-        return softcap(gate, ALPHA) * sigmoid(gate) * softcap(up, LIMIT)
+        return softcap(gate, ALPHA) * SIGMOID(gate) * softcap(up, LIMIT)
     else:
         if LIMIT is not None:
             up = clamp(up, LIMIT)
             if NAME != "clamped_silu":
                 gate = tl.where(gate > LIMIT, LIMIT, gate)
         if NAME == "swiglu_oai":
-            return gate * sigmoid(ALPHA * gate) * (up + 1.0)
+            return gate * SIGMOID(ALPHA * gate) * (up + 1.0)
         elif NAME == "clamped_silu":
-            activated = activate(gate, "silu")
+            activated = activate(gate, "silu", SIGMOID)
             return tl.where(activated > LIMIT, LIMIT, activated) * up
         else:
-            return activate(gate, NAME) * up
+            return activate(gate, NAME, SIGMOID) * up
 
 
 @triton.jit

@@ -4,7 +4,7 @@ the other alternate, so that a thread has gate and up of the same output column.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_core.ops.activation.kernels.formulas import activate, activate_gated
+from moe_core.ops.activation.kernels.formulas import activate, activate_gated, sigmoid_ptx
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.exchange.kernels.addresses import slots_at
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, UNIT
@@ -38,11 +38,11 @@ def activated(accumulator, epilogue):
     if epilogue.GATE_LAYOUT is not None:
         gate, up = gl.split(gl.permute(values, [0, 2, 3, 1]))
         gate, up = gl.reshape(gate, [UNIT, TOKENS]), gl.reshape(up, [UNIT, TOKENS])
-        result = activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
+        result = activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT, sigmoid_ptx)
     else:
         result = gl.reshape(gl.permute(values, [1, 0, 2, 3]), [HEIGHT, TOKENS])
         if epilogue.ACTIVATION is not None:
-            result = activate(result, epilogue.ACTIVATION)
+            result = activate(result, epilogue.ACTIVATION, sigmoid_ptx)
     return result
 
 
