@@ -2,7 +2,7 @@
 
     python -m benchmarks.tiles --shapes gptoss120b,mixtral --tokens 4096,16384 --output record.json
 
-Every combination of 128 and 192 rows in both products; the other fields are those of the built-in choice, or else of
+Every combination of 128, 160 (swapped operands) and 192 rows in both products; the other fields are those of the built-in choice, or else of
 the heuristics, where they have that height, and else as many stages as there is room for, in groups of 4. All outputs
 must be equal bit by bit, or nothing of that cell is timed. Graphs are replayed by turns, so that the chip's clock is
 the same for all. `moebius-tune` times products alone.
@@ -34,7 +34,14 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.matmul.families import why_illegal
 from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.ops.matmul.sm90.plan import SM90_BLOCK_M, SM90_STAGES, SM90_TALL_BLOCK_M, SM90_TALL_STAGES, sm90_config
+from moe_core.ops.matmul.sm90.plan import (
+    SM90_BLOCK_M,
+    SM90_STAGES,
+    SM90_SWAPPED_BLOCK_M,
+    SM90_TALL_BLOCK_M,
+    SM90_TALL_STAGES,
+    sm90_config,
+)
 from moe_core.ops.matmul.tile_choice import choose_tile, heuristic_tile
 from moe_core.runtime.devices import target_of
 from moe_core.specs.matmul import MatmulSpec
@@ -44,10 +51,10 @@ from moe_core.specs.tile import TileConfig
 from moe_core.specs.tuning import Tuning
 
 SCHEMA = 1
-HEIGHTS = (SM90_BLOCK_M, SM90_TALL_BLOCK_M)
+HEIGHTS = (SM90_BLOCK_M, SM90_SWAPPED_BLOCK_M, SM90_TALL_BLOCK_M)
 #: Row blocks that share weights, of a height that nothing chooses, and its stages.
 _GROUP_M = 4
-_STAGES = {SM90_BLOCK_M: SM90_STAGES, SM90_TALL_BLOCK_M: SM90_TALL_STAGES}
+_STAGES = {SM90_BLOCK_M: SM90_STAGES, SM90_SWAPPED_BLOCK_M: SM90_STAGES, SM90_TALL_BLOCK_M: SM90_TALL_STAGES}
 
 
 def products(shape: Shape, tokens: int, target: Target) -> tuple[MatmulProblem, MatmulProblem]:

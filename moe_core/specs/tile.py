@@ -22,9 +22,9 @@ class TileConfig:
     block_m, block_n, block_k: tile sides in elements; block_n counts output columns. group_m: row blocks that share a
     column tile before the next.
 
-    family: `portable` runs everywhere; `sm90` is warp-specialised with TMA for sm_90: block_m 128 or 192, block_k 64,
-    block_n 256 accumulator columns (128 of a gated product), num_warps per consumer. For quantised weights, `quantized`
-    replaces `portable`, and `mixed_input` and `few_rows` take tiled weights on sm_90.
+    family: `portable` runs everywhere; `sm90` is warp-specialised with TMA for sm_90: block_m 128, 192 or 160 (swapped
+    operands), block_k 64, block_n 256 accumulator columns (128 of a gated product), num_warps per consumer. For
+    quantised weights, `quantized` replaces `portable`, and `mixed_input` and `few_rows` take tiled weights on sm_90.
     """
 
     block_m: int

@@ -17,7 +17,7 @@ from tests.support.faults.kernel_copies import OpFault, kernel_files, plant
 from tests.support.faults.pdl import FAULTS as PDL_FAULTS
 from tests.support.faults.quantized import FAULTS as QUANTIZED_FAULTS
 from tests.support.faults.sm90 import FAULTS as SM90_FAULTS
-from tests.support.faults.sm90 import MIXED_INPUT_TALL_FAULTS, TALL_FAULTS
+from tests.support.faults.sm90 import MIXED_INPUT_TALL_FAULTS, SWAPPED_FAULTS, TALL_FAULTS
 from tests.support.paths import ROOT
 
 #: Kernel files whose faults share a process, since importing the frameworks takes longer than finding a fault.
@@ -53,7 +53,7 @@ def test_every_kernel_file_has_faults() -> None:
     files = set(kernel_files()) - {"common.kernels.aggregates"}
     # Gluon has no interpreter: tests/ops/matmul/sm90/test_faults.py runs the Hopper kernels' faults on a GPU.
     # Waiting shows in what is compiled alone: tests/ops/moe/test_pdl.py runs the faults of launches that overlap.
-    planted = (SM90_FAULTS, TALL_FAULTS, MIXED_INPUT_TALL_FAULTS, PDL_FAULTS)
+    planted = (SM90_FAULTS, TALL_FAULTS, SWAPPED_FAULTS, MIXED_INPUT_TALL_FAULTS, PDL_FAULTS)
     compiled = {name for products in planted for found in products.values() for name in found}
     quantized = {name for found in QUANTIZED_FAULTS.values() for name, _ in found}
     assert set(FAULTS) | set(BACKWARD_FAULTS) | quantized | compiled == files

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from moe_core.ops.matmul.sm90.kernels.fp8 import matmul_fp8
 from moe_core.ops.matmul.sm90.kernels.matmul import matmul_ogs
+from moe_core.ops.matmul.sm90.kernels.swapped import matmul_ogs as matmul_swapped
 from moe_core.ops.matmul.sm90.kernels.tall import matmul_ogs as matmul_tall
 from moe_core.ops.matmul.sm90.kernels.weight_gradient import weight_gradient
 from moe_core.ops.matmul.sm90_packed.kernels.few_rows import matmul_few_rows
@@ -109,6 +110,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "tall": (matmul_tall, dense(192)),
     "tall, gathered": (matmul_tall, dense(192, GATHER="token", IN_OUT=False, STAGES=2)),
     "tall, no activation": (matmul_tall, dense(192, GATE_LAYOUT=None, ACTIVATION=None, SCATTER="slot")),
+    "swapped": (matmul_swapped, dense(160)),
+    "swapped, gathered": (matmul_swapped, dense(160, GATHER="token", IN_OUT=False, GATE_LAYOUT="interleaved")),
+    "swapped, narrow, slots": (matmul_swapped, dense(160, GATE_LAYOUT=None, ACTIVATION=None, SCATTER="slot", N=320)),
+    "swapped, pre-activation": (matmul_swapped, dense(160, pre=OPAQUE, row_weight=OPAQUE, N=72, STAGES=2)),
     "fp8": (matmul_fp8, codes()),
     "fp8, gathered": (matmul_fp8, codes(GATHER="token", STAGES=2)),
     "fp8, fast": (matmul_fp8, codes(FAST=True, GROUP=0, X_GROUP=0, GROUP_ROWS=0)),
@@ -167,6 +172,12 @@ FAULTS = (
     ("gathered", OpFault("async_copy.mbarrier_arrive(ready, increment_count=False)", "pass"), Hang),
     ("tall", OpFault("num_outstanding=2", "num_outstanding=4"), Race),
     ("tall, gathered", OpFault("CHUNKS * stage + chunk", "CHUNKS * stage + chunk // 2"), Race),
+    ("swapped", OpFault("tma.store_wait(1)", "tma.store_wait(2)"), Race),
+    # A parity that flips with pieces instead of bulk stores.
+    ("swapped", OpFault("turn ^= 1", "turn = FIRST // PART % 2"), Race),
+    ("swapped", OpFault("(WIDE + (chunk + 1) * HEIGHT) * BYTES", "(WIDE + HEIGHT) * BYTES"), (Race, Hang)),
+    ("swapped, gathered", OpFault("fence_async_shared()", "pass"), Race),
+    ("swapped, narrow, slots", OpFault("        stage, phase = skip_tile(", "        skip_tile("), (Race, Hang)),
     ("fp8", OpFault("  release_stage(pipeline, stage)", "  release_previous_stage(pipeline, stage)"), (Race, Hang)),
     ("gradient", OpFault("    release_tile(pipeline, place)", "    pass"), Hang),
     ("gradient", OpFault("LEFT_BYTES + RIGHT_BYTES)", "LEFT_BYTES)"), (Race, Hang)),

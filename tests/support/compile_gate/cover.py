@@ -24,7 +24,7 @@ from tests.support.compile_gate.gate import GROUPS, NUM_SMS, distinct_launches, 
 #: Groups of kernels for one architecture alone.
 ONLY: dict[str, str] = dict.fromkeys(
     (
-        *("sm90", "sm90_tall", "shipped_table", "prepared", "prepared_integers", "prepared_tall"),
+        *("sm90", "sm90_tall", "sm90_swapped", "shipped_table", "prepared", "prepared_integers", "prepared_tall"),
         *("quantized_sm90", "pushed_prepacked"),
     ),
     "90",

@@ -315,6 +315,7 @@ GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     "matmul_variants": _matmul_variants,
     "sm90": _sm90,
     "sm90_tall": sm90_plans.tall,
+    "sm90_swapped": sm90_plans.swapped,
     "shipped_table": sm90_plans.shipped,
     "overlap": pdl_order.plans,
     "backward_ops": backward_plans.plans,

@@ -1,8 +1,9 @@
-"""Products of the Hopper matmul that store the pre-activation or have tall row blocks, and those of the shipped table,
-for the compile gate."""
+"""Products of the Hopper matmul that store the pre-activation, have tall row blocks or swapped operands, and those of
+the shipped table, for the compile gate."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -48,6 +49,17 @@ def tall(target: Target) -> Iterator[LaunchPlan]:
     for layers in (_tall_layers, _tall_options):
         for operands, layout, spec, stage in layers():
             yield plan_matmul_ogs(operands, layout, spec, target, config=tall_config(spec), stage=stage)
+
+
+def swapped(target: Target) -> Iterator[LaunchPlan]:
+    """Row blocks of 160 with swapped operands: the products of tall blocks, and pre-activations."""
+    for layers in (_tall_layers, _tall_options):
+        for operands, layout, spec, stage in layers():
+            full = spec.gather != "row" and operands.row_weight is not None
+            config = dataclasses.replace(tall_config(spec, 3 if full else 4), block_m=160)
+            keeps = spec.activation is not None and stage == 0
+            outputs = ("y", "pre") if keeps and operands.layer_index is not None else ("y",)
+            yield plan_matmul_ogs(operands, layout, spec, target, config=config, stage=stage, outputs=outputs)
 
 
 def _tall_layers() -> Iterator[tuple[MatmulOperands, LayoutSpec, MatmulSpec, int | None]]:

@@ -22,7 +22,7 @@ import numpy as np
 from moe_core.base.target import Target
 from moe_core.formats import MXFP4, Format, format_named
 from moe_core.ops.matmul.forward import plan_matmul_ogs
-from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS
+from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_SWAPPED_MATMUL_OGS, SM90_TALL_MATMUL_OGS
 from moe_core.ops.matmul.sm90.weight_gradient_plan import SM90_WEIGHT_GRADIENT
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS, few_rows_config
 from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT, mixed_input_config
@@ -69,7 +69,7 @@ FAULTS: Planted = {
     },
     "halves and their result": {
         "matmul.sm90.kernels.matmul": (
-            OpFault("tile.column * PIECE + PART * N", "tile.column * PIECE + PART * PIECE"),
+            OpFault("tile.column * PIECE + PART * product.output.N", "tile.column * PIECE + PART * PIECE"),
             OpFault("start.to(gl.int64) + FIRST + above", "start.to(gl.int64) + FIRST + above // 2"),
         )
     },
@@ -169,11 +169,43 @@ TALL_FAULTS: Planted = {
         ),
         "matmul.sm90.kernels.tall_producer": (
             OpFault("gl.where(within < rows, numbers, -1)", "gl.where(within < rows - 1, numbers, -1)"),
-            OpFault("place % 4 * 16", "place % 4 * 8"),
+            OpFault("place % EACH * 16", "place % EACH * 8"),
         ),
         "matmul.sm90.kernels.producer": (OpFault("slice((2 * part + 1) * PANEL", "slice(2 * part * PANEL"),),
         "routing.kernels.schedule": (OpFault("CHUNKS * block - tl.minimum(block, low)", "CHUNKS * block - 0 * low"),),
     }
+}
+#: The same of swapped operands.
+SWAPPED_FAULTS: Planted = {
+    "swapped": {
+        "matmul.sm90.kernels.swapped": (
+            OpFault("            within += weights.N", "            within += 0"),
+            OpFault(
+                "biases_of(weights, layer_number, tile.expert, column, False",
+                "biases_of(weights, layer_number, tile.expert, 0, False",
+            ),
+            OpFault("slice(FIRST, PART)", "slice(0, PART)"),
+            OpFault("activate_gated(left, right,", "activate_gated(right, left,"),
+        ),
+        "matmul.sm90.kernels.swapped_products": (
+            OpFault('"apart": (which, 2 + which)', '"apart": (2 + which, which)'),
+            OpFault("setp.eq.u32 more, flag, 0;", "setp.eq.u32 more, flag, 1;"),
+            OpFault(
+                'for name, pitch, offset in (("left", 4 * left_bytes, 0)',
+                'for name, pitch, offset in (("left", left_bytes, 0)',
+            ),
+        ),
+        "matmul.sm90.kernels.tall_producer": (
+            OpFault("gl.where(within < rows, numbers, -1)", "gl.where(within < rows - 1, numbers, -1)"),
+        ),
+    },
+    "swapped pairs": {
+        "matmul.sm90.kernels.swapped": (
+            OpFault("[[8, 0, 0], [16, 0, 0]], [], [LEFT // 2", "[[16, 0, 0], [8, 0, 0]], [], [LEFT // 2"),
+            OpFault("right, column + LEFT, turn", "right, column, turn"),
+            OpFault("column // 2, turn, FIRST)", "column // 4, turn, FIRST)"),
+        ),
+    },
 }
 #: The same of tiles of 256 rows for prepacked weights.
 MIXED_INPUT_TALL_FAULTS: Planted = {
@@ -194,7 +226,9 @@ MIXED_INPUT_TALL_FAULTS: Planted = {
 RESULT_DIFFERS = 10
 
 
-_CONFIG, _TALL = (TileConfig(height, 128, 64, 4, stages, 8, "sm90") for height, stages in ((128, 4), (192, 3)))
+_CONFIG, _TALL, _SWAPPED = (
+    TileConfig(height, 128, 64, 4, stages, 8, "sm90") for height, stages in ((128, 4), (192, 3), (160, 3))
+)
 
 
 @dataclass(frozen=True)
@@ -306,6 +340,12 @@ PRODUCTS = {
     # Groups of 2 + 3 chunks.
     "tall": Product(
         _case("slot", Activation("silu"), row_weight=True, num_tokens=600), config=_TALL, kernel=SM90_TALL_MATMUL_OGS
+    ),
+    "swapped": Product(
+        _case("slot", Activation("silu"), row_weight=True), config=_SWAPPED, kernel=SM90_SWAPPED_MATMUL_OGS
+    ),
+    "swapped pairs": Product(
+        _case("row", Activation("silu", gate_layout="interleaved")), ("y", "pre"), _SWAPPED, SM90_SWAPPED_MATMUL_OGS
     ),
 }
 

@@ -104,6 +104,11 @@ class Operations:
         """A kernel's function with names that mean what they mean here."""
         if function.__name__ == "join" and function.__module__.endswith("pdl"):
             return lambda: None
+        if function.__module__.endswith("swapped_products") and function.__name__ in (
+            "multiply_stage",
+            "await_products",
+        ):
+            return self.swapped_stage if function.__name__ == "multiply_stage" else self.await_products
         defaults = tuple(self.rebound(value) for value in function.__defaults__ or ())
         code = self._planted(function) or function.__code__
         return types.FunctionType(code, self._globals(function), function.__name__, defaults)
@@ -194,10 +199,10 @@ class Operations:
         warp.until(lambda: barrier.phase % 2 != parity, f"{barrier.name}, parity {parity}")
         join(warp.clock, barrier.released)
 
-    def arrive(self, place: Shared, count: int = 1) -> None:
+    def arrive(self, place: Shared, count: int = 1, pred: Any = True) -> None:
         """One thread of the partition arrives."""
         warp = self.machine.warp
-        if warp.leads:
+        if warp.leads and pred:
             self._barrier(place).arrive(int(count), warp.tick())
         warp.until(lambda: True, "its turn")
 
@@ -277,6 +282,26 @@ class Operations:
             join(warp.clock, clock)
         warp.products = warp.products[max(done, 0) :]
         return deps[0] if len(deps) == 1 else tuple(deps)
+
+    def swapped_stage(
+        self, tiles: Any, stage: int, _first: Any, sums: Any, which: int, kind: str, height: int, _in_out: Any
+    ) -> Any:
+        """What `multiply_stage` writes as PTX: one group of products, of which the one before is waited for."""
+        warp, pieces = self.machine.warp, 5
+        actor, clock = self._start(warp, warp.tick())
+        for piece in range(-(-int(height) // 32)):
+            self.machine.access(tiles.left.index(pieces * stage + piece), False, "async", actor, clock)
+        blocks = {"apart": (which, 2 + which), "adjacent": (2 * which, 2 * which + 1), "one": (which,)}[kind]
+        weights = tiles.right.index(stage)
+        for block in blocks:
+            axis = int(weights.shape[0] == 64)
+            self.machine.access(weights.slice(64 * block, 64, dim=axis), False, "async", actor, clock)
+        warp.products.append((actor, clock))
+        self.product_wait(1, [sums])
+        return sums
+
+    def await_products(self, sums: Any) -> Any:
+        return self.product_wait(0, [sums])
 
     def tma_store(self, _map: Any, _place: Any, source: Shared) -> None:
         """One thread starts a store."""

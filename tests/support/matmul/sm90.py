@@ -95,3 +95,9 @@ KEEPING = {
 
 def tall(config: TileConfig) -> TileConfig:
     return dataclasses.replace(config, block_m=192, num_stages=3)
+
+
+def swapped(case: Case) -> TileConfig:
+    """Rows, row weights and lists of rows of x leave room for three stages."""
+    full = case.spec.gather != "row" and case.row_weight
+    return dataclasses.replace(config_of(case), block_m=160, num_stages=3 if full else 4, group_m=4)

@@ -66,8 +66,8 @@ Schedule = aggregate_of("Schedule", "schedule counters num_blocks COUNTER GROUP_
 Tile = aggregate_of("Tile", "expert start rows column")
 
 #: Shared memory: operands of all stages, biases of all slots of the ring, results to store. row_lists: rows of x of
-#: tall row blocks, for all slots of the ring.
-Tiles = aggregate_of("Tiles", "left right biases results row_lists", row_lists=None)
+#: tall row blocks, for all slots of the ring. row_scales: row weights of swapped ones.
+Tiles = aggregate_of("Tiles", "left right biases results row_lists row_scales", row_lists=None, row_scales=None)
 
 #: Barriers of a producer and two consumers, and the ring that announces tiles. COPIED: rows come by cp.async instead of
 #: TMA.

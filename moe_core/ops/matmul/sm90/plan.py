@@ -1,4 +1,4 @@
-"""Planning of Hopper's warp-specialised grouped matmuls (`kernels.matmul`, `kernels.tall`)."""
+"""Planning of Hopper's warp-specialised grouped matmuls (`kernels.matmul`, `kernels.tall`, `kernels.swapped`)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.ops.matmul.sm90.kernels import matmul as matmul_kernels
+from moe_core.ops.matmul.sm90.kernels import swapped as swapped_kernels
 from moe_core.ops.matmul.sm90.kernels import tall as tall_kernels
 from moe_core.plan import Argument, PlanBuilder, TensorMap, declare_kernel, passed
 from moe_core.specs import TileConfig
@@ -19,6 +20,7 @@ from moe_core.specs import TileConfig
 SM90_MATMUL_OGS = declare_kernel(matmul_kernels.matmul_ogs, pdl="start", whole_multiprocessor=True)
 #: PDL at any number of tokens has not been measured here.
 SM90_TALL_MATMUL_OGS = declare_kernel(tall_kernels.matmul_ogs, pdl="start")
+SM90_SWAPPED_MATMUL_OGS = declare_kernel(swapped_kernels.matmul_ogs, pdl="start")
 
 _CONSUMER_ROWS, _PIECE, _PANEL = 64, 128, 64
 
@@ -26,14 +28,32 @@ _CONSUMER_ROWS, _PIECE, _PANEL = 64, 128, 64
 SM90_BLOCK_M, SM90_WIDTH, SM90_BLOCK_K, SM90_STAGES = 128, 256, 64, 4
 #: Rows and stages of tall row blocks.
 SM90_TALL_BLOCK_M, SM90_TALL_STAGES = 192, 3
+#: Most rows of row blocks with swapped operands, and rows of their boxes.
+SM90_SWAPPED_BLOCK_M, _SWAPPED_ROWS = 160, 32
+_KERNELS = {
+    SM90_BLOCK_M: SM90_MATMUL_OGS,
+    SM90_TALL_BLOCK_M: SM90_TALL_MATMUL_OGS,
+    SM90_SWAPPED_BLOCK_M: SM90_SWAPPED_MATMUL_OGS,
+}
+_PRODUCTS = {
+    SM90_BLOCK_M: "wgmma 64 x 256 x 16",
+    SM90_TALL_BLOCK_M: "wgmma 64 x 256 x 16 and 64 x 128 x 16",
+    SM90_SWAPPED_BLOCK_M: "wgmma 64 x (8 to 160) x 16 of swapped operands",
+}
 #: Mean rows per expert from which these kernels beat the portable ones. 16-bit operands were measured on both sides,
 #: fp8 from 64 on: 1.2 times as fast.
 _LEAST_ROWS = 48
 #: Mean rows where tall blocks win. Measured at means of 128 and 160: 3 to 14 % faster; at 64, 96, 192, 256 and 512
 #: mostly 1 to 4 % slower.
 _TALL_ROWS = (120, 180)
+#: Reductions over which blocks that read the same weights drift apart. Swapped operands were not measured there.
+_LONG = 4096
+#: Mean rows where swapped operands win, by the layout of gate and up. One block of at most 160 holds most groups of the
+#: first range, two those of the second. Measured at means of 64 to 512: at 128 rows 0 to 12 % faster than the best
+#: other blocks, at 256 with gate and up apart 5 to 9 %. Outside the ranges up to 26 % slower.
+_SWAPPED_MEANS = {None: ((104, 140),), "apart": ((104, 140), (232, 272)), "interleaved": ((104, 140),)}
 _VECTOR = 8
-CHOICES: Mapping[str, tuple[int, ...]] = {"num_stages": (3, 4, 2), "group_m": (4, 8, 2), "block_m": (128, 192)}
+CHOICES: Mapping[str, tuple[int, ...]] = {"num_stages": (3, 4, 2), "group_m": (4, 8, 2), "block_m": (128, 160, 192)}
 
 
 def why_not_target(target: Target) -> str | None:
@@ -73,6 +93,13 @@ def sm90_config(
     return TileConfig(block_m, SM90_WIDTH // problem.buffers, SM90_BLOCK_K, 4, num_stages, group_m, Sm90Family.name)
 
 
+def _most_stages(block_m: int, problem: MatmulProblem) -> int:
+    # Beside four stages of swapped operands there is room for lists of rows of x or for row weights.
+    both = problem.spec.gather != "row" and problem.operands.row_weight is not None
+    full = both if block_m == SM90_SWAPPED_BLOCK_M else block_m == SM90_TALL_BLOCK_M
+    return SM90_TALL_STAGES if full else SM90_STAGES
+
+
 def why_not_stages(config: TileConfig, most: int) -> str | None:
     if not 2 <= config.num_stages <= most:
         return f"num_stages must be 2 to {most} (shared memory), got {config.num_stages}"
@@ -99,34 +126,35 @@ class _Sm90(Sm90Family):
         return why_not_target(problem.target) or why_not_operands(problem)
 
     def tile(self, problem: MatmulProblem) -> TileConfig:
-        rows = problem.rows_per_group
+        rows, gate_layout = problem.rows_per_group, problem.gate_layout
+        ranges = _SWAPPED_MEANS["apart" if gate_layout in ("halves", "separate") else gate_layout]
+        if problem.d < _LONG and any(low <= rows <= high for low, high in ranges):
+            return sm90_config(problem, _most_stages(SM90_SWAPPED_BLOCK_M, problem), 4, SM90_SWAPPED_BLOCK_M)
         if _TALL_ROWS[0] <= rows <= _TALL_ROWS[1]:
             return sm90_config(problem, SM90_TALL_STAGES, 4, SM90_TALL_BLOCK_M)
-        # Over a long reduction blocks that read the same weights drift apart. A shorter queue keeps them together.
-        together = problem.d >= 4096 and rows <= 2 * SM90_BLOCK_M
+        # A shorter queue keeps blocks together.
+        together = problem.d >= _LONG and rows <= 2 * SM90_BLOCK_M
         return sm90_config(problem, SM90_STAGES - 1 if together else SM90_STAGES, 4)
 
     def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
         only = sm90_config(problem, config.num_stages, config.group_m)
-        tall = config.block_m == SM90_TALL_BLOCK_M
-        if config != only and config != dataclasses.replace(only, block_m=SM90_TALL_BLOCK_M):
-            return f"the sm90 family's tiles are {only}, or the same with block_m {SM90_TALL_BLOCK_M}, got {config}"
-        return why_not_stages(config, SM90_TALL_STAGES if tall else SM90_STAGES)
+        if config.block_m not in _KERNELS or dataclasses.replace(config, block_m=SM90_BLOCK_M) != only:
+            return f"the sm90 family's tiles are {only}, or the same with block_m 160 or 192, got {config}"
+        return why_not_stages(config, _most_stages(config.block_m, problem))
 
     def storing(self, config: TileConfig, problem: MatmulProblem) -> TileConfig:
         # The tall kernel does not store the pre-activation. Bits are the same.
-        return config if problem.outputs == ("y",) else dataclasses.replace(config, block_m=SM90_BLOCK_M)
+        tall = config.block_m == SM90_TALL_BLOCK_M
+        return dataclasses.replace(config, block_m=SM90_BLOCK_M) if tall and problem.outputs != ("y",) else config
 
     def candidates(self, problem: MatmulProblem) -> Iterable[TileConfig]:
         return (sm90_config(problem, *chosen) for chosen in itertools.product(*CHOICES.values()))
 
     def launch(self, builder: PlanBuilder, problem: MatmulProblem, config: TileConfig, stage: int | None) -> None:
-        tall = config.block_m == SM90_TALL_BLOCK_M
-        kernel = SM90_TALL_MATMUL_OGS if tall else SM90_MATMUL_OGS
         arguments = sm90_arguments(builder, problem, config, stage)
         grid = min(problem.tiles(config), problem.most_multiprocessors)
-        builder.launch(kernel, (grid,), arguments, config.num_warps, 1)
-        products = "wgmma 64 x 256 x 16" + (" and 64 x 128 x 16" if tall else "")
+        builder.launch(_KERNELS[config.block_m], (grid,), arguments, config.num_warps, 1)
+        products = _PRODUCTS[config.block_m]
         builder.sums(f"k in blocks of {config.block_k}, in order, fp32 accumulator, {products}; no split")
 
 
@@ -155,7 +183,9 @@ def sm90_arguments(
         )
     two_tiles = problem.gate_layout in ("halves", "separate")
     columns = (_PANEL if tall else _PIECE) if two_tiles else SM90_WIDTH
-    box = _PANEL if tall and problem.gated else _PIECE
+    rows, box = _CONSUMER_ROWS, _PANEL if tall and problem.gated else _PIECE
+    if config.block_m == SM90_SWAPPED_BLOCK_M:
+        rows, box = _SWAPPED_ROWS, _PANEL
 
     def weight_map(name: str) -> TensorMap:
         if in_out:
@@ -165,13 +195,13 @@ def sm90_arguments(
     def output_map(name: str, columns: int | None = None) -> TensorMap | None:
         if not builder.has(name):
             return None
-        rows, width = builder.spec(name).shape
-        return TensorMap(name, (rows, columns or width), width, (_CONSUMER_ROWS, box))
+        length, width = builder.spec(name).shape
+        return TensorMap(name, (length, columns or width), width, (rows, box))
 
     gate_map = output_map("pre", n) if two_tiles else None
     pre = builder.pointers("pre") | passed(pre_map=output_map("pre"), gate_map=gate_map)
     stride = row_stride("x", x)
-    x_map = TensorMap("x", (x.shape[0], d), stride, (_CONSUMER_ROWS, SM90_BLOCK_K))
+    x_map = TensorMap("x", (x.shape[0], d), stride, (rows, SM90_BLOCK_K))
     up_map = weight_map("up") if operands.up is not None else None
     return {
         **passed(x="x", x_map=x_map if spec.gather == "row" else None, weight_map=weight_map("weight"), up_map=up_map),

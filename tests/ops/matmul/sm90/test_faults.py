@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 
 from tests.support.faults.kernel_copies import NO_FAULT, kernel_files
-from tests.support.faults.sm90 import FAULTS, MIXED_INPUT_TALL_FAULTS, RESULT_DIFFERS, TALL_FAULTS, run_on_faulty_copies
+from tests.support.faults.sm90 import (
+    FAULTS,
+    MIXED_INPUT_TALL_FAULTS,
+    RESULT_DIFFERS,
+    SWAPPED_FAULTS,
+    TALL_FAULTS,
+    run_on_faulty_copies,
+)
 from tests.support.matmul.sm90 import needs_sm_90
 
 on_families = pytest.mark.parametrize(
-    "faults", [FAULTS, TALL_FAULTS, MIXED_INPUT_TALL_FAULTS], ids=["sm90", "tall", "mixed"]
+    "faults", [FAULTS, TALL_FAULTS, SWAPPED_FAULTS, MIXED_INPUT_TALL_FAULTS], ids=["sm90", "tall", "swapped", "mixed"]
 )
 
 

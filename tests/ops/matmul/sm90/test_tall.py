@@ -17,7 +17,7 @@ from moe_core.base.target import Target
 from moe_core.ops.matmul.families import why_illegal
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
-from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_TALL_MATMUL_OGS
+from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS, SM90_SWAPPED_MATMUL_OGS, SM90_TALL_MATMUL_OGS
 from moe_core.ops.matmul.tile_choice import heuristic_tile
 from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.moe.forward import plan_moe
@@ -137,14 +137,18 @@ def test_what_stores_the_pre_activation_refuses_it() -> None:
 def test_a_backward_that_recomputes_has_lower_blocks() -> None:
     """To the forward's bits, which keeps no pre-activation and may have tall ones, chosen or given."""
     x, experts, routing, given = moe_arguments(heights=(192, 128))
-    for spec in (dataclasses.replace(given, recompute=True), dataclasses.replace(given, recompute=True, tuning=None)):
+    chosen = dataclasses.replace(given, recompute=True, tuning=None)
+    for spec, forward, backward in (
+        (dataclasses.replace(given, recompute=True), SM90_TALL_MATMUL_OGS, SM90_MATMUL_OGS),
+        (chosen, SM90_SWAPPED_MATMUL_OGS, SM90_SWAPPED_MATMUL_OGS),
+    ):
         first, _ = launches(plan_moe(x, experts, routing, spec, SM_90, options=ForwardOptions(save=True)))
-        assert first[0] == SM90_TALL_MATMUL_OGS
+        assert first[0] == forward
         operands = MoEOperands(x, experts, routing)
         again = launches(
             plan_moe_backward(OutputGradients(x), operands, spec, SM_90, options=BackwardOptions(wanted=("d_x",)))
         )[0]
-        assert again[0] == SM90_MATMUL_OGS and again[1]["pre"] == Pointer("pre_activation")
+        assert again[0] == backward and again[1]["pre"] == Pointer("pre_activation")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_a_backward_that_recomputes_has_lower_blocks() -> None:
         ({}, SM_90, None),
         ({"num_stages": 2}, SM_90, None),
         ({"num_stages": 4}, SM_90, "num_stages must be 2 to 3 "),
-        ({"block_m": 256}, SM_90, "or the same with block_m 192, got"),
+        ({"block_m": 256}, SM_90, "or the same with block_m 160 or 192, got"),
         ({"block_n": 128}, SM_90, "tiles are"),
         ({"group_m": 0}, SM_90, "group_m"),
         ({"family": "portable"}, SM_90, "block_m must be a power of two"),
@@ -172,14 +176,16 @@ def test_what_is_legal(change: dict[str, Any], target: Target, reason: str | Non
         plan_matmul_ogs(operands, layout, spec, target, config=config)
 
 
-def test_it_is_chosen_where_most_groups_have_more_than_128_rows_and_at_most_192() -> None:
+def test_blocks_follow_the_mean_rows_of_a_group() -> None:
+    """192 rows where most groups have 140 to 192, swapped operands where most have 100 to 160."""
     heights = {}
-    for mean in (48, 100, 120, 128, 160, 180, 192, 256, 8000):
-        problem = plain_problem(mean * 128, 128, 4096, 768, target=SM_90)
+    for mean in (48, 100, 104, 128, 140, 160, 180, 192, 256, 8000):
+        problem = plain_problem(mean * 128, 128, 2048, 768, target=SM_90)
         heights[mean] = heuristic_tile(problem).config.block_m
         assert why_illegal(heuristic_tile(problem).config, problem) is None
-    assert [mean for mean, height in heights.items() if height == 192] == [120, 128, 160, 180]
-    assert set(heights.values()) == {128, 192}
+    assert [mean for mean, height in heights.items() if height == 192] == [160, 180]
+    assert [mean for mean, height in heights.items() if height == 160] == [104, 128, 140]
+    assert set(heights.values()) == {128, 160, 192}
 
 
 def both(case: Case) -> tuple[np.ndarray, np.ndarray]:

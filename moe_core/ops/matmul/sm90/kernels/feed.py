@@ -15,9 +15,11 @@ def producer(product):
 
     The rows of x of a tall tile replace a list at its slot of the ring that nobody reads: all warps have announced a
     tile since. For tall tiles, the last bias tile holds the biases of the next tile.
+    Consumers of swapped tiles read biases themselves, and `biases` holds row weights.
     """
     tiles, pipeline, weights = product.tiles, product.pipeline, product.weights
     TALL: gl.constexpr = tiles.row_lists is not None
+    BIASED: gl.constexpr = (tiles.biases is not None) and ((weights.bias is not None) or (weights.up_bias is not None))
     # Constants of the kernel: Triton 3.6 passes no function through `warp_specialize`.
     TAKE: gl.constexpr = take_tall_tile if TALL else take_tile
     LOAD: gl.constexpr = load_tall_steps if TALL else load_steps
@@ -25,7 +27,7 @@ def producer(product):
     STAGED: gl.constexpr = pipeline.STAGES * tiles.left.shape[2]
     LEAD: gl.constexpr = STAGED if STAGED < weights.D else weights.D
     layer_number, _ = layer_in_stack(weights.layer_index, weights.NUM_LAYERS)
-    last_biases = tiles.biases.index(RING) if TALL else None
+    last_biases = tiles.biases.index(RING) if TALL and tiles.biases is not None else None
     stage, phase, place, ring_phase = 0, 0, 0, 0
     tile, upper, lower, biases = TAKE(
         product, layer_number, tiles.row_lists.index(place) if TALL else None, last_biases
@@ -35,12 +37,14 @@ def producer(product):
         sources = tiles.row_lists.index(place) if TALL else (upper, lower)
         if tile.expert >= 0:
             mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
-            if (weights.bias is not None) or (weights.up_bias is not None):
+            if BIASED:
                 if TALL:
                     kept = last_biases.load(gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
                     tiles.biases.index(place).store(kept)
                 else:
                     tiles.biases.index(place).store(biases)
+            if tiles.row_scales is not None:
+                tiles.row_scales.index(place).store(biases)
             announce(pipeline, place, tile.expert, tile.start, tile.rows, tile.column)
             place, ring_phase = advance(place, ring_phase, RING)
             stage, phase = LOAD(product, sources, tile, group, stage, phase, 0, LEAD)

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from moe_core.ops.activation.kernels.formulas import activate, activate_gated
+from moe_core.ops.activation.kernels.formulas import activate, activate_gated, sigmoid_ptx
 from moe_core.ops.common.kernels.aggregates import (
     Epilogue,
     Layout,
@@ -91,7 +91,7 @@ def halves(accumulator):
 @gluon.jit
 def activate_pairs(half, epilogue):
     gate, up = gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))
-    return activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
+    return activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT, sigmoid_ptx)
 
 
 @gluon.jit
@@ -134,53 +134,75 @@ def store_piece(values, buffer, target, layout, tile, column, FIRST: gl.constexp
                     tma_store(target.map, [tile.start + FIRST, column + part], buffer.slice(part, BOX, dim=1))
     else:
         barrier()
-        # If slots are read: all rows at once. Else in parts of one row per thread, which share addresses.
-        ACROSS: gl.constexpr = COLUMNS // 8
-        HEIGHT: gl.constexpr = 32 // ACROSS * gl.num_warps() if IN_ORDER else ROWS
-        places: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
-        row = zero + gl.arange(0, HEIGHT, gl.SliceLayout(1, places))
-        columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, places))
-        for above in gl.static_range(0, ROWS, HEIGHT):
-            cast = buffer.slice(above, HEIGHT, dim=0).load(places)
-            first_row = tile.start.to(gl.int64) + FIRST + above
-            exists = row < tile.rows - FIRST - above
-            if not IN_ORDER:
-                slots = gl.load(layout.slot_of_row + first_row + row, mask=exists, other=-1)
-                exists = exists & (slots >= 0) & (slots < layout.num_slots)
-            if (target.SCATTER == "row") or (target.SCATTER == "slot"):
-                if target.SCATTER == "slot":
-                    first_row = 0
-                    row = slots.to(gl.int64)
-                pointers = target.array + first_row * target.WIDTH + row[:, None] * target.WIDTH + columns[None, :]
-            else:
-                there, exists = slots_at(target.array, slots, exists, target.SCATTER)
-                pointers = there[:, None] + columns[None, :]
-            mask = exists[:, None] & (columns < target.END)[None, :]
-            gl.store(pointers, cast, mask=mask)
+        store_rows(buffer, target, layout, tile, column, FIRST, zero)
+
+
+@gluon.jit
+def store_rows(buffer, target, layout, tile, column, FIRST: gl.constexpr, zero=0):
+    """Write a buffer by row, for blocks without all of its rows and for slots."""
+    ROOM: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    IN_ORDER: gl.constexpr = target.TRUSTED and target.SCATTER == "row"
+    # If slots are read: all rows at once. Else in parts of one row per thread, which share addresses.
+    ACROSS: gl.constexpr = COLUMNS // 8
+    ONCE: gl.constexpr = 32 // ACROSS * gl.num_warps()
+    HEIGHT: gl.constexpr = ONCE if IN_ORDER and ONCE < ROOM else ROOM
+    places: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
+    row = zero + gl.arange(0, HEIGHT, gl.SliceLayout(1, places))
+    columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, places))
+    for above in gl.static_range(0, ROOM, HEIGHT):
+        cast = buffer.slice(above, HEIGHT, dim=0).load(places)
+        first_row = tile.start.to(gl.int64) + FIRST + above
+        exists = row < tile.rows - FIRST - above
+        if not IN_ORDER:
+            slots = gl.load(layout.slot_of_row + first_row + row, mask=exists, other=-1)
+            exists = exists & (slots >= 0) & (slots < layout.num_slots)
+        if (target.SCATTER == "row") or (target.SCATTER == "slot"):
+            if target.SCATTER == "slot":
+                first_row = 0
+                row = slots.to(gl.int64)
+            pointers = target.array + first_row * target.WIDTH + row[:, None] * target.WIDTH + columns[None, :]
+        else:
+            there, exists = slots_at(target.array, slots, exists, target.SCATTER)
+            pointers = there[:, None] + columns[None, :]
+        mask = exists[:, None] & (columns < target.END)[None, :]
+        gl.store(pointers, cast, mask=mask)
 
 
 @gluon.jit
 def store_pre(product, tile, values, buffer, PART: gl.constexpr, FIRST: gl.constexpr):
     """Write the first or the last 128 columns of a tile of the pre-activation by layout row. If up columns follow, gate
     columns have their own descriptor, because a narrow last tile would overwrite up columns."""
+    GATE_LAYOUT: gl.constexpr = product.epilogue.GATE_LAYOUT
+    if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
+        column = tile.column * PIECE + PART * product.output.N
+    else:
+        column = tile.column * WIDE + PART * PIECE
+    store_piece(values, buffer, pre_target(product, PART), product.layout, tile, column, FIRST)
+
+
+@gluon.jit
+def pre_target(product, PART: gl.constexpr):
     output = product.output
     GATE_LAYOUT: gl.constexpr = product.epilogue.GATE_LAYOUT
     N: gl.constexpr = output.N
     if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
-        column = tile.column * PIECE + PART * N
         target = Target(output.pre, output.gate_map if PART == 0 else output.pre_map, 2 * N, N + PART * N, "row", True)
     else:
         WIDTH: gl.constexpr = N if GATE_LAYOUT is None else 2 * N
-        column = tile.column * WIDE + PART * PIECE
         target = Target(output.pre, output.pre_map, WIDTH, WIDTH, "row", True)
-    store_piece(values, buffer, target, product.layout, tile, column, FIRST)
+    return target
+
+
+@gluon.jit
+def result_target(product):
+    output = product.output
+    return Target(output.y, output.y_map, output.N, output.N, output.SCATTER, output.TRUSTED)
 
 
 @gluon.jit
 def store_result(product, tile, result, buffer, column, FIRST: gl.constexpr, zero=0):
-    output = product.output
-    target = Target(output.y, output.y_map, output.N, output.N, output.SCATTER, output.TRUSTED)
-    store_piece(result, buffer, target, product.layout, tile, column, FIRST, zero)
+    store_piece(result, buffer, result_target(product), product.layout, tile, column, FIRST, zero)
 
 
 @gluon.jit
@@ -209,7 +231,7 @@ def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRS
         else:
             last = add_bias(last, biases, PIECE)
             if output.y is not None:
-                result = activate_gated(first, last, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
+                result = activate_gated(first, last, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT, sigmoid_ptx)
         if output.y is not None:
             result = weigh(result, scale, layer_exists)
             if epilogue.RULE == "given":
@@ -232,7 +254,7 @@ def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRS
                 store_pre(product, tile, result, buffer, part, FIRST)
             if output.y is not None:
                 if epilogue.ACTIVATION is not None:
-                    result = activate(result, epilogue.ACTIVATION)
+                    result = activate(result, epilogue.ACTIVATION, sigmoid_ptx)
                 result = weigh(result, scale, layer_exists)
                 if epilogue.maxima is not None:
                     result = result.to(epilogue.DTYPE)

@@ -125,9 +125,9 @@ def release_stage(pipeline, stage):
 
 
 @gluon.jit
-def release_previous_stage(pipeline, stage):
+def release_previous_stage(pipeline, stage, exists=True):
     barrier()
-    mbarrier.arrive(pipeline.empty.index(gl.where(stage == 0, pipeline.STAGES - 1, stage - 1)), count=1)
+    mbarrier.arrive(pipeline.empty.index(gl.where(stage == 0, pipeline.STAGES - 1, stage - 1)), count=1, pred=exists)
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
-from moe_core.ops.activation.kernels.formulas import activate, activate_gated
+from moe_core.ops.activation.kernels.formulas import activate, activate_gated, sigmoid_ptx
 from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Product, Rows, Schedule, Tiles, Weights
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
@@ -90,7 +90,7 @@ def finish_third(product, tile, third, biases, scale, layer_exists, buffer, WHIC
         column = tile.column * WIDE + WHICH * PIECE
         result = add_bias(third, biases, WHICH * PIECE)
         if epilogue.ACTIVATION is not None:
-            result = activate(result, epilogue.ACTIVATION)
+            result = activate(result, epilogue.ACTIVATION, sigmoid_ptx)
     else:
         # The other consumer stores the other panel.
         buffer = buffer.slice(0, PANEL, dim=1)
@@ -101,7 +101,7 @@ def finish_third(product, tile, third, biases, scale, layer_exists, buffer, WHIC
             gate, up = panel_halves(third)
             gate = add_bias(gate, biases, WHICH * PANEL)
             up = add_bias(up, biases, PIECE + WHICH * PANEL)
-            result = activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
+            result = activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT, sigmoid_ptx)
     result = weigh(result, scale, layer_exists)
     store_result(product, tile, result, buffer, column, 2 * ROWS, tile.column >> 31)
 
