@@ -2,10 +2,10 @@
 
     python -m benchmarks.tiles --shapes gptoss120b,mixtral --tokens 4096,16384 --output record.json
 
-Every combination of 128, 160 (swapped operands) and 192 rows in both products; the other fields are those of the built-in choice, or else of
-the heuristics, where they have that height, and else as many stages as there is room for, in groups of 4. All outputs
-must be equal bit by bit, or nothing of that cell is timed. Graphs are replayed by turns, so that the chip's clock is
-the same for all. `moebius-tune` times products alone.
+Every combination of 128, 160 (swapped operands) and 192 rows in both products. The other fields are those of the
+built-in choice, or else of the heuristics, where they have that height, and else as many stages as there is room for,
+in groups of 4. All outputs must be equal bit by bit, or nothing of that cell is timed. Graphs are replayed by turns,
+so that the chip's clock is the same for all. `moebius-tune` times products alone.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ bit by bit, on an sm_90 GPU."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,8 +34,8 @@ def moe_arguments(gate_layout: str = "halves", block_m: tuple[int, int] = (160, 
     """x, experts, routing and spec of a layer whose products have row blocks of those heights."""
     width, up = (192, ArraySpec((8, 256, 192), "bfloat16")) if gate_layout == "separate" else (384, None)
     experts = ExpertWeights(ArraySpec((8, 256, width), "bfloat16"), ArraySpec((8, 192, 256), "bfloat16"), up)
-    tiles = (TileConfig(height, width, 64, 4, 4, 4, "sm90") for height, width in zip(block_m, (128, 256), strict=True))
-    spec = MoESpec(Activation("silu", gate_layout=gate_layout), RouterSpec(2), tuning=Tuning(*tiles))
+    tuning = Tuning(*(TileConfig(rows, n, 64, 4, 4, 4, "sm90") for rows, n in zip(block_m, (128, 256), strict=True)))
+    spec = MoESpec(Activation("silu", gate_layout=gate_layout), RouterSpec(2), tuning=tuning)
     return ArraySpec((tokens, 256), "bfloat16"), experts, RouterLogits(ArraySpec((tokens, 8), "float32")), spec
 
 
@@ -45,7 +45,7 @@ def test_both_products_are_planned(gate_layout: str, save: bool) -> None:
     """Training keeps the pre-activation in the same blocks. Boxes are 32 rows of 64 columns, weights as in `matmul`."""
     plan = plan_moe(*moe_arguments(gate_layout), SM_90, options=ForwardOptions(save=save))
     first, second = [
-        dict(step.arguments)
+        cast("dict[str, Any]", dict(step.arguments))
         for step in plan.steps
         if isinstance(step, KernelLaunch) and step.kernel == SM90_SWAPPED_MATMUL_OGS
     ]

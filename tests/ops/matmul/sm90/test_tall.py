@@ -95,7 +95,7 @@ def moe_arguments(gate_layout: str = "halves", heights: tuple[int, int] = (192, 
     return ArraySpec((tokens, 256), "bfloat16"), experts, RouterLogits(ArraySpec((tokens, 8), "float32")), spec
 
 
-def launches(plan: LaunchPlan) -> list[tuple[str, dict[str, Any]]]:
+def launches(plan: LaunchPlan) -> list[tuple[Any, dict[str, Any]]]:
     """Kernel and arguments of both products."""
     steps = [step for step in plan.steps if isinstance(step, KernelLaunch)]
     return [(step.kernel, dict(step.arguments)) for step in steps if step.kernel.name.endswith(":matmul_ogs")]

@@ -106,7 +106,7 @@ def free_buffer(product, turn, WHICH: gl.constexpr):
 
 @gluon.jit
 def send(product, target, tile, buffer, column, turn, FIRST: gl.constexpr):
-    """Write a buffer of 32 rows and return whose turn is next, which flips with every bulk store and no other."""
+    """Write a buffer of 32 rows. Return the next turn: it flips with every bulk store and no other."""
     BULK: gl.constexpr = (
         target.TRUSTED and target.SCATTER == "row" and target.map is not None and buffer.shape[1] == LEFT
     )
@@ -136,11 +136,11 @@ def store_part(product, target, tile, values, column, turn, WHICH: gl.constexpr,
 def finish_part(
     product, tile, place, left, right, turn, layer_exists, WHICH: gl.constexpr, KIND: gl.constexpr, FIRST: gl.constexpr
 ):
-    """Finish 32 rows of both of a consumer's left operands, biases added. Return whose turn is next."""
+    """Finish 32 rows of both of a consumer's left operands, biases added. Return the next turn."""
     epilogue, output = product.epilogue, product.output
     GATE_LAYOUT: gl.constexpr = epilogue.GATE_LAYOUT
     if GATE_LAYOUT == "interleaved":
-        # Columns of the pre-activation, twice those of the result.
+        # A column of the pre-activation: the result has half as many.
         column = tile.column * WIDE + (WHICH if KIND == "one" else 2 * WHICH) * LEFT
         if output.pre is not None:
             turn = store_part(product, pre_target(product, 0), tile, left, column, turn, WHICH, FIRST)
@@ -185,7 +185,7 @@ def finish_part(
 def multiply_and_finish(
     product, tile, place, stage, phase, turn, layer_number, layer_exists, WHICH: gl.constexpr, KIND: gl.constexpr
 ):
-    """Compute a consumer's part of a tile. Return the next stage and phase, and whose turn is next."""
+    """Compute a consumer's part of a tile. Return the next stage, phase and turn."""
     weights = product.weights
     BIASED: gl.constexpr = (weights.bias is not None) or (weights.up_bias is not None)
     APART: gl.constexpr = (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate")

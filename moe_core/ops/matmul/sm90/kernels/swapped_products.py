@@ -44,7 +44,7 @@ def left_operands(which, kind):
 def product_text(element, height, blocks, in_out, stages):
     """Return (PTX, constraints) of one stage: 4 steps of 16 for each of `blocks`, the left operands.
 
-    Operands: sums in and out, then 2 * stage + (1 for the first stage of a tile, whose products start from zero).
+    Operands: sums in and out, then 2 * stage + (1 for the first stage of a tile: its products start from zero).
     Weights come first in shared memory and rows follow, both in 128-byte swizzles with 1024 bytes between groups of 8
     (PTX ISA, matrix descriptor). At most one group of products is under way at the end.
     """
@@ -90,7 +90,7 @@ def element_name(dtype):
 def multiply_stage(
     tiles, stage, first, sums, WHICH: gl.constexpr, KIND: gl.constexpr, HEIGHT: gl.constexpr, IN_OUT: gl.constexpr
 ):
-    """Start the products of a stage once those of the previous one are done. first: this stage begins a tile."""
+    """Start the products of a stage and wait for the previous stage's. first: this stage begins a tile."""
     STAGES: gl.constexpr = tiles.left.shape[0] // PIECES
     BLOCKS: gl.constexpr = left_operands(WHICH, KIND)
     TEXT: gl.constexpr = product_text(element_name(tiles.left.dtype), HEIGHT, BLOCKS, IN_OUT, STAGES)
