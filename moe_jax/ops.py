@@ -33,14 +33,17 @@ from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.moe.backward import explain_training
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.options import ForwardOptions
+from moe_core.ops.norm.forward import plan_rms_norm
 from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
 from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
 from moe_core.ops.routing.layout import plan_layout
+from moe_core.ops.routing.rounding import plan_route_rounded
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
+from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import (
     ExpertWeights,
     LayoutArrays,
@@ -65,9 +68,7 @@ from moe_jax.autodiff.stages import run_stage
 from moe_jax.bridge import pytrees as pytrees
 from moe_jax.bridge.calls import Array, OpCall, dtype_name, moe_request, on_host, require_type, training_plans
 from moe_jax.grouped import gmm, ragged_dot, ragged_dot_general
-from moe_jax.norm import NormSpec, rms_norm
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
-from moe_jax.rounding import route_rounded
 from moe_jax.rows import gather_rows, layout_of_runs, scale_rows
 from moe_jax.trace import watched
 
@@ -81,7 +82,7 @@ __all__ = [
     "route_rounded", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
 ]  # fmt: skip
 
-_PLAIN_LOGITS = LogitsSpec()
+_PLAIN_LOGITS, _PLAIN_NORM = LogitsSpec(), NormSpec()
 
 
 def router(
@@ -96,6 +97,13 @@ def router(
     x = x if wide is None else jax.lax.stop_gradient(x)
     arrays = (call.array("x", x), call.array("weight", weight), call.optional("bias", bias))
     return run_stage(call, plan_router, *arrays, spec, wide=call.optional("wide", wide))[0]
+
+
+def rms_norm(x: Array, weight: Array, spec: NormSpec = _PLAIN_NORM) -> jax.Array:
+    """Divide rows of x `[R, D]` by their root mean square in fp32, as `moe_torch.rms_norm`."""
+    call = OpCall("rms_norm")
+    require_type("spec", spec, NormSpec)
+    return run_stage(call, plan_rms_norm, call.array("x", x), call.array("weight", weight), spec)[0]
 
 
 def route(
@@ -113,6 +121,24 @@ def route(
     bias, mask = call.optional("correction_bias", correction_bias), call.optional("token_mask", token_mask)
     options = {"correction_bias": bias, "token_mask": mask, "given": call.optional("given", ids)}
     return Routing(*run_stage(call, plan_routing, array, spec, **options))
+
+
+def route_rounded(
+    logits: Array,
+    spec: RouterSpec,
+    rounding: TokenRounding,
+    *,
+    correction_bias: Array | None = None,
+    token_mask: Array | None = None,
+) -> RoundedRouting:
+    """Route logits fp32 `[T, E]`, then round each expert's number of tokens, as `moe_torch.route_rounded`."""
+    call = OpCall("route_rounded")
+    require_type("spec", spec, RouterSpec)
+    require_type("rounding", rounding, TokenRounding)
+    array = call.array("logits", logits)
+    bias, mask = call.optional("correction_bias", correction_bias), call.optional("token_mask", token_mask)
+    options = {"correction_bias": bias, "token_mask": mask}
+    return RoundedRouting(*run_stage(call, plan_route_rounded, array, spec, rounding, **options)[:3])
 
 
 def make_layout(

@@ -49,7 +49,6 @@ from moe_torch.grouped import grouped_mm, scaled_grouped_mm
 from moe_torch.operators import stages
 from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, training_plans
 from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
-from moe_torch.rounding import route_rounded
 from moe_torch.rows import gather_rows, layout_of_runs, scale_rows
 
 __all__ = [
@@ -126,6 +125,43 @@ def route(
     require_instance("spec", spec, RouterSpec)
     route = stages.ROUTE.call
     return Routing(*route(logits=logits, correction_bias=correction_bias, token_mask=token_mask, given=ids, spec=spec))
+
+
+def route_rounded(
+    logits: torch.Tensor,
+    spec: RouterSpec,
+    rounding: TokenRounding,
+    *,
+    correction_bias: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+) -> RoundedRouting:
+    """Route, then round the number of tokens of each expert, see `TokenRounding`. For training only
+    (docs/user/routing.md).
+
+    A chosen expert keeps its weight from `route`. An added expert's weight is its score times `spec.scale`, not
+    renormalised.
+
+    Args:
+        logits: fp32 `[T, E]`. T is 0 or at least `rounding.tile`.
+        spec: the rules of the top-K choice, with slot_order `score` and a scale above 0.
+        rounding: tile, mode and candidates.
+        correction_bias: fp32 `[E]`, added to the scores for the selection only.
+        token_mask: bool `[T]`. False tokens get ids -1 and weights 0, and are never added.
+
+    Returns:
+        ids int32 and weights fp32 `[T, W]`, W = `rounding.width(K, E)`: a token's W best experts in order, with -1 and
+            0 for those not visited. tokens_per_expert int32 `[E]`, before rounding.
+
+    Raises:
+        InvalidInput: K > E, fewer tokens than a tile, or candidates outside [K, E].
+        Unsupported: slot_order `expert`, or topk_then_softmax with groups.
+    """
+    require_instance("spec", spec, RouterSpec)
+    require_instance("rounding", rounding, TokenRounding)
+    results = stages.ROUTE_ROUNDED.call(
+        logits=logits, correction_bias=correction_bias, token_mask=token_mask, spec=spec, rounding=rounding
+    )
+    return RoundedRouting(*results[:3])
 
 
 def make_layout(

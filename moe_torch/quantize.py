@@ -75,12 +75,9 @@ def quantize(weight: torch.Tensor, format: Format, *, layout: str = "out_in") ->
     require_memory("weight", weight)
     spec, element = QuantizedSpec(format, layout), format.own_element
     shapes, dtype = quantized_shapes(spec, weight.shape), TORCH_DTYPES[element.dtype]
-    tensor = QuantizedTensor(
-        spec,
-        weight.new_empty(shapes.values, dtype=dtype),
-        weight.new_empty(shapes.scales, dtype=TORCH_DTYPES[format.scale_dtypes[0]]),
-        None if shapes.zero_points is None else weight.new_empty(shapes.zero_points, dtype=dtype),
-    )
+    scales = weight.new_empty(shapes.scales, dtype=TORCH_DTYPES[format.scale_dtypes[0]])
+    points = None if shapes.zero_points is None else weight.new_empty(shapes.zero_points, dtype=dtype)
+    tensor = QuantizedTensor(spec, weight.new_empty(shapes.values, dtype=dtype), scales, points)
     for matrix, values, own_scales, *own_points in _matrices(tensor, weight):
         codes, scales, zero_points = _quantize_matrix(matrix.float(), format)
         values.copy_(_packed(codes, 1) if element.per_byte == 2 else codes)

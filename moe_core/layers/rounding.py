@@ -1,4 +1,4 @@
-"""Checks of layers with token rounding."""
+"""Checks of layers with token rounding, and of ids that a caller gives."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ def refuse_expert_parallel(parallel: bool) -> None:
         raise Unsupported(
             "token_rounding is not there for experts on several ranks, whose counts of tokens no rank knows while it "
             "routes; make the layer without token_rounding, or with all experts on every rank"
+        )
+
+
+def require_ids(spec: Any, expert_ids: Any, input_ids: Any) -> None:
+    """Raise InvalidInput for ids that a layer does not take, and for none or both with a table of ids."""
+    if spec.sparse_mixer is not None and expert_ids is not None:
+        raise InvalidInput("expert_ids must be None for a layer with a sparse_mixer, got an array; leave them out")
+    if not spec.token_table and input_ids is not None:
+        raise InvalidInput("input_ids must be None for a layer without a table of ids, got an array; leave them out")
+    if spec.token_table and (input_ids is None) == (expert_ids is None):
+        raise InvalidInput(
+            "input_ids or expert_ids must be given for a layer with a table of ids, got "
+            f"{'neither' if input_ids is None else 'both'}; pass the ids of the tokens as input_ids"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -55,19 +55,26 @@ def _spec(array: Any) -> ArraySpec:
     return ArraySpec(array.shape, array.dtype.name)
 
 
-class _Router(_Stage):
+class _Asked(_Stage):
+    """A backward that takes the gradient of the result, the arrays it reads, and the names of the wanted gradients."""
+
+    planner: ClassVar[Callable[..., LaunchPlan]]
+    gradient: ClassVar[str] = "d_y"
+    unread: ClassVar[Names] = ()
+
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
-        inputs = {"d_logits": upstream["logits"], "x": arrays["x"], "weight": arrays["weight"]}
-        arguments = (_spec(upstream["logits"]), *self.request.arguments)
-        wanted = tuple(f"d_{name}" for name in asked)
-        return dict(zip(asked, self._backward(plan_router_backward, inputs, *arguments, wanted=wanted), strict=True))
+        (d_result,) = upstream.values()
+        inputs = {self.gradient: d_result} | {name: one for name, one in arrays.items() if name not in self.unread}
+        arguments, wanted = (_spec(d_result), *self.request.arguments), tuple(f"d_{name}" for name in asked)
+        return dict(zip(asked, self._backward(type(self).planner, inputs, *arguments, wanted=wanted), strict=True))
 
 
-class _Norm(_Stage):
-    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
-        inputs, wanted = {"d_y": upstream["y"]} | arrays, tuple(f"d_{name}" for name in asked)
-        arguments = (_spec(upstream["y"]), *self.request.arguments)
-        return dict(zip(asked, self._backward(plan_rms_norm_backward, inputs, *arguments, wanted=wanted), strict=True))
+class _Router(_Asked):
+    planner, gradient, unread = plan_router_backward, "d_logits", ("bias", "wide")
+
+
+class _Norm(_Asked):
+    planner = plan_rms_norm_backward
 
 
 class _Route(_Stage):
@@ -95,19 +102,14 @@ class _RouteRounded(_Stage):
         return {"logits": self._backward(plan_route_rounded_backward, inputs, *arguments)[0]}
 
 
-class _Product(_Stage):
+class _Product(_Asked):
+    planner = plan_matmul_ogs_backward
+
     def refuse(self, asked: list[str]) -> None:
         operands, layout, spec = self.request.arguments
         reason = why_no_gradient(operands, layout, spec, set(asked))
         if reason is not None:
             raise Unsupported(reason)
-
-    def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
-        inputs, arguments = {"d_y": upstream["y"]} | arrays, (_spec(upstream["y"]), *self.request.arguments)
-        wanted = tuple(f"d_{name}" for name in asked)
-        return dict(
-            zip(asked, self._backward(plan_matmul_ogs_backward, inputs, *arguments, wanted=wanted), strict=True)
-        )
 
 
 class _Gather(_Stage):

@@ -253,17 +253,10 @@ def moe_request(
             "and add up the gradients of micro-batches in float32, as docs/user/training.md shows"
         )
     call = OpCall("moe")
-    arguments = (
-        call.array("x", x),
-        call.bundle("experts", experts, "experts."),
-        call.bundle("routing", routing, "routing."),
-        spec,
-    )
-    keywords: dict[str, Any] = {
-        "token_mask": call.optional("token_mask", token_mask),
-        "expert_map": call.optional("expert_map", expert_map),
-        "shared": None,
-    }
+    of_x, of_experts = call.array("x", x), call.bundle("experts", experts, "experts.")
+    arguments = of_x, of_experts, call.bundle("routing", routing, "routing."), spec
+    optional = {"token_mask": token_mask, "expert_map": expert_map}
+    keywords: dict[str, Any] = {name: call.optional(name, array) for name, array in optional.items()} | {"shared": None}
     if shared is not None:
         require_type("shared", shared, bundles.SharedExpert)
         keywords["shared"] = call.bundle("shared", shared, "shared.")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MAXTEXT, LayerPart, MoELayerSpec
-from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids
+from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids, require_ids
 from moe_core.parallel import ParallelOutput
 from moe_core.specs import MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
@@ -39,7 +39,7 @@ class RoutedBy:
 
 
 def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> RoutedBy:
-    _require_table(by, spec)
+    require_ids(spec, by.expert_ids, by.input_ids)
     rows, ids = by.gate_inputs, by.expert_ids
     if rows is not None:
         rows = jnp.asarray(rows)
@@ -74,19 +74,6 @@ def _by_table(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> j
     inside = (flat >= 0) & (flat < len(table))
     # A token outside of the table counts as an invalid id.
     return jnp.where(inside[:, None], table[jnp.where(inside, flat, 0)], spec.num_experts)
-
-
-def _require_table(by: RoutedBy, spec: MoELayerSpec) -> None:
-    if spec.sparse_mixer is not None and by.expert_ids is not None:
-        raise InvalidInput("expert_ids must be None for a layer with a sparse_mixer, got an array; leave them out")
-    if not spec.token_table and by.input_ids is not None:
-        raise InvalidInput("input_ids must be None for a layer without a table of ids, got an array; leave them out")
-    if spec.token_table and (by.input_ids is None) == (by.expert_ids is None):
-        which = "neither" if by.input_ids is None else "both"
-        raise InvalidInput(
-            f"input_ids or expert_ids must be given for a layer with a table of ids, got {which}; pass the ids of the "
-            "tokens as input_ids"
-        )
 
 
 class _Experts:

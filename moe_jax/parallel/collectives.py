@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -20,12 +21,8 @@ class _Rows(NamedTuple):
 def ragged_all_to_all(rows: jax.Array, splits: Splits, count: int, unused: float, axis_name: str) -> jax.Array:
     """Rows `[count, N]` from the peers by splits, sent from rows `[S, N]`. On CPUs every rank gathers all rows."""
     static = _Rows(count, unused, axis_name)
-    return jax.lax.platform_dependent(
-        rows,
-        splits,
-        cpu=lambda rows, splits: _gathered(rows, splits, static),
-        default=lambda rows, splits: _exchanged(rows, splits, static),
-    )
+    gathered, exchanged = (functools.partial(one, static=static) for one in (_gathered, _exchanged))
+    return jax.lax.platform_dependent(rows, splits, cpu=gathered, default=exchanged)
 
 
 def _exchanged(rows: jax.Array, splits: Splits, static: _Rows) -> jax.Array:

@@ -25,10 +25,6 @@ def dispatch(sizes: Sizes, routes: Routes, x: jax.Array, wide: jax.Array, weight
     return push(sizes, routes, x), routes.weights
 
 
-def _dispatch_forward(sizes: Sizes, routes: Routes, x: Any, wide: Any, weights: Any) -> Any:
-    return dispatch(sizes, routes, x, wide, weights), routes
-
-
 def _dispatch_backward(sizes: Sizes, routes: Routes, gradients: Any) -> Any:
     d_rows, d_weights = gradients
     d_wide = ops.reduce(pull(sizes, routes, d_rows), at_home(sizes, routes), order="row", out_dtype="float32")
@@ -36,7 +32,7 @@ def _dispatch_backward(sizes: Sizes, routes: Routes, gradients: Any) -> Any:
     return None, None, d_wide, by_slot.reshape(sizes.tokens, sizes.top_k)
 
 
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+dispatch.defvjp(lambda sizes, routes, *arrays: (dispatch(sizes, routes, *arrays), routes), _dispatch_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -75,15 +71,10 @@ def _used(x: jax.Array, count: int, dtype: Any) -> tuple[jax.Array, ...]:
     return (x.astype(dtype),) * count
 
 
-def _used_forward(x: jax.Array, count: int, dtype: Any) -> Any:
-    return _used(x, count, dtype), jnp.zeros(0, x.dtype)
-
-
-def _used_backward(count: int, dtype: Any, like: jax.Array, gradients: Any) -> Any:
-    return (functools.reduce(jnp.add, gradients).astype(like.dtype),)
-
-
-_used.defvjp(_used_forward, _used_backward)
+_used.defvjp(
+    lambda x, count, dtype: (_used(x, count, dtype), jnp.zeros(0, x.dtype)),
+    lambda count, dtype, like, gradients: (functools.reduce(jnp.add, gradients).astype(like.dtype),),
+)
 
 
 @jax.custom_vjp

@@ -52,17 +52,13 @@ def _around(axis: str, x: jax.Array, wide: jax.Array, weights: jax.Array) -> tup
     return x.astype(wide.dtype), jax.lax.all_gather(weights, axis, tiled=True)
 
 
-def _around_forward(axis: str, x: jax.Array, wide: jax.Array, weights: jax.Array) -> Any:
-    return _around(axis, x, wide, weights), None
-
-
 def _around_backward(axis: str, _: None, gradients: Any) -> Any:
     d_wide, d_weights = gradients
     came = _pulled(axis, d_weights)
     return None, _added(axis, d_wide), functools.reduce(jnp.add, jnp.split(came, jax.lax.axis_size(axis)))
 
 
-_around.defvjp(_around_forward, _around_backward)
+_around.defvjp(lambda axis, *arrays: (_around(axis, *arrays), None), _around_backward)
 
 
 def _pulled(axis: str, parts: jax.Array) -> jax.Array:

@@ -23,14 +23,8 @@ _grad_enabled = torch.is_grad_enabled
 def key_of(arguments: Sequence[Any], target: Target | None) -> tuple[Any, ...]:
     """Return the key of a plan: equal keys mean equal plans. target: of tensors on a CPU."""
     *tensors, options = arguments
-    return (
-        options,
-        target,
-        *[
-            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            for tensor in tensors
-        ],
-    )
+    keys = [None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in tensors]
+    return (options, target, *keys)
 
 
 def plain_key(arguments: Sequence[Any]) -> tuple[Any, ...] | None:

@@ -15,22 +15,8 @@ from moe_torch.parallel.group import ranks_of
 
 aten: Any = torch.ops.aten
 #: Other operations that keep the axis of experts.
-_ALIKE = frozenset(
-    (
-        aten.detach.default,
-        aten.alias.default,
-        aten.clone.default,
-        to_copy,
-        aten.copy_.default,
-        aten.empty_like.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.zero_.default,
-        aten.fill_.Scalar,
-        aten.view.dtype,
-    )
-)
+_NAMES = "detach alias clone copy_ empty_like zeros_like ones_like full_like zero_"
+_ALIKE = {to_copy, aten.fill_.Scalar, aten.view.dtype, *[getattr(aten, name).default for name in _NAMES.split()]}
 
 
 class Slice(NamedTuple):

@@ -20,7 +20,7 @@ from moe_torch.layers.moe import MoE
 from moe_torch.layers.parallel import LayerExchange
 from moe_torch.layers.placed import PlacedTensor
 from moe_torch.parallel.forward import ExpertParallel
-from moe_torch.parallel.group import Ranks, as_bytes
+from moe_torch.parallel.group import Ranks, Way, as_bytes
 from moe_torch.parallel.moving import MovingPlacement
 
 _WIDEST = (torch.int64, torch.int32, torch.int16)
@@ -285,7 +285,7 @@ class _Shares:
         for name, array in self._arrays():
             # Rows leave before any arrives, since a place may be source and target.
             rows = _wide_rows(array._local)
-            came = ranks.all_to_all(rows[source], f"experts.{name} of layers[{self.number}]", sent, received)
+            came = ranks.all_to_all(rows[source], f"experts.{name} of layers[{self.number}]", Way(sent, received))
             rows[target] = came
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_core.errors import InvalidInput
-from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids
+from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids, require_ids
 from moe_core.parallel import ParallelOutput
 from moe_core.specs import RouterSpec
 from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
@@ -117,16 +117,7 @@ def given_ids(
 ) -> torch.Tensor | None:
     """The caller's ids int32 `[T, K]`, or the table's. None: the router chooses."""
     table = own_part(layer.router, "router").table
-    if table is None and input_ids is not None:
-        raise InvalidInput("input_ids must be None for a layer without a table of ids, got a tensor; leave them out")
-    if table is not None and (input_ids is None) == (expert_ids is None):
-        which = "neither" if input_ids is None else "both"
-        raise InvalidInput(
-            f"input_ids or expert_ids must be given for a layer with a table of ids, got {which}; pass the ids of the "
-            "tokens as input_ids"
-        )
-    if expert_ids is not None and layer.spec.sparse_mixer is not None:
-        raise InvalidInput("expert_ids must be None for a layer with a sparse_mixer, got a tensor; leave them out")
+    require_ids(layer.spec, expert_ids, input_ids)
     if expert_ids is not None:
         return ids_of_tokens(expert_ids, x, layer.spec.top_k)
     if table is None or input_ids is None:

@@ -33,19 +33,12 @@ def layout_of(sizes: tuple[Any, ...], arrays: bundles.LayoutArrays) -> LayoutSpe
 
 
 def make_layout_plan(
-    ids: ArraySpec,
-    num_experts: int,
-    alignment: int,
-    max_rows: int | None,
-    target: Target,
-    *,
-    expert_map: ArraySpec | None,
-    token_mask: ArraySpec | None,
-    rows: int | None = None,
+    ids: ArraySpec, num_experts: int, alignment: int, max_rows: int | None, target: Target, **optional: Any
 ) -> LaunchPlan:
+    """optional: rows of `LayoutSpec`, and the arrays that `plan_layout` takes by name."""
     require_spec("ids", ids, ("num_tokens", "top_k"), ID_DTYPES)
-    layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows, rows)
-    return plan_layout(ids, layout, target, expert_map=expert_map, token_mask=token_mask)
+    layout = LayoutSpec(ids.shape[0], ids.shape[1], num_experts, alignment, max_rows, optional.pop("rows", None))
+    return plan_layout(ids, layout, target, **optional)
 
 
 def layout_shapes(call: Any) -> Outputs:
@@ -73,25 +66,14 @@ def runs_shapes(call: Any) -> Outputs:
     return [(shape, torch.int32) for shape in shapes]
 
 
-def reduce_plan(
-    y: ArraySpec,
-    row_of_slot: ArraySpec,
-    sizes: Sizes,
-    target: Target,
-    *,
-    order: str,
-    shared: ArraySpec | None,
-    shared_gate: ArraySpec | None,
-    out_dtype: str | None,
-) -> LaunchPlan:
+def reduce_plan(y: ArraySpec, row_of_slot: ArraySpec, sizes: Sizes, target: Target, **options: Any) -> LaunchPlan:
+    """options: of `plan_reduce`."""
     if sizes[2] is None:
         # The rows of modular kernels are in no layout of experts.
-        rows = y.shape[0] if order == "row" else None
+        rows = y.shape[0] if options["order"] == "row" else None
         sizes = (*sizes[:2], 1, 1, rows or None)
     layout = layout_of(sizes, bundles.LayoutArrays(row_of_slot=row_of_slot))
-    return plan_reduce(
-        y, row_of_slot, layout, target, order=order, shared=shared, shared_gate=shared_gate, out_dtype=out_dtype
-    )
+    return plan_reduce(y, row_of_slot, layout, target, **options)
 
 
 def gather_rows_plan(

@@ -39,13 +39,11 @@ def moe_tensors(kind: type, matrices: Sequence[str] = ()) -> tuple[str, ...]:
     return ("x", *experts, *fields_of(kind, "routing"), "token_mask?", "expert_map?", *shared, *scales)
 
 
+_BUNDLES = {"gradients": bundles.OutputGradients, "experts": bundles.ExpertWeights, "shared": bundles.SharedExpert}
+
+
 def moe_bundles(kind: type) -> dict[str, type]:
-    return {
-        "gradients": bundles.OutputGradients,
-        "experts": bundles.ExpertWeights,
-        "routing": kind,
-        "shared": bundles.SharedExpert,
-    }
+    return {**_BUNDLES, "routing": kind}
 
 
 def _num_experts(experts: bundles.ExpertWeights) -> Any:
@@ -54,11 +52,8 @@ def _num_experts(experts: bundles.ExpertWeights) -> Any:
 
 def moe_shapes(call: Any) -> Outputs:
     x, spec, routing = call.x, call.spec, call.routing
-    outputs: Outputs = [
-        ((x.shape[0], x.shape[1]), out_dtype_of(x, spec.out_dtype)),
-        ((_num_experts(call.experts),), torch.int32),
-        ((1,), torch.int32),
-    ]
+    outputs: Outputs = [((x.shape[0], x.shape[1]), out_dtype_of(x, spec.out_dtype))]
+    outputs += [((count,), torch.int32) for count in (_num_experts(call.experts), 1)]
     if not isinstance(routing, bundles.TopK):
         outputs += routed(x, spec.router.top_k)
     if isinstance(routing, bundles.RouterWeights):

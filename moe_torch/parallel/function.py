@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moe_torch.parallel.group import Arriving
-from moe_torch.parallel.route import Overlap, Routes
+from moe_torch.parallel.route import Gradients, Overlap, Routes
 
 
 class Dispatch(torch.autograd.Function):
@@ -42,7 +42,7 @@ class Dispatch(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:4]
         rows = d_rows if ctx.stored else d_rows.contiguous()
         gradients = [one if asked else None for one, asked in zip((rows, d_weights.contiguous()), wanted, strict=True)]
-        return None, None, *ctx.routes.gradients(*gradients, dtype=ctx.dtype, stored=ctx.stored), None
+        return None, None, *ctx.routes.gradients(Gradients(*gradients), dtype=ctx.dtype, stored=ctx.stored), None
 
 
 class Combine(torch.autograd.Function):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,17 @@ from moe_torch.bridge.options import require_instance
 
 #: Waits for a message, and returns it.
 Arriving = Callable[[], torch.Tensor]
+
+
+class Way(NamedTuple):
+    """Rows sent to and received from each rank, None: equally many. memory: rows that there is room for."""
+
+    sent: Sequence[int] | None = None
+    received: Sequence[int] | None = None
+    memory: int | None = None
+
+
+_EQUALLY = Way()
 
 
 def buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -47,30 +59,15 @@ class Ranks:
         into, sent = _moved(gathered).flatten(0, 1), _moved(values.contiguous())
         return self._start("all_gather", what, gathered, lambda: _all_gather(into, sent, self.group, async_op=True))
 
-    def all_to_all(
-        self,
-        rows: torch.Tensor,
-        what: str,
-        sent: Sequence[int] | None = None,
-        received: Sequence[int] | None = None,
-        memory: int | None = None,
-    ) -> torch.Tensor:
-        """Return rows `[R, ...]` from every rank, one rank after another.
+    def all_to_all(self, rows: torch.Tensor, what: str, way: Way = _EQUALLY) -> torch.Tensor:
+        """Return rows `[R, ...]` from every rank, one rank after another, from the first ones of each.
 
-        sent, received: rows by rank, the first ones. None: equally many. memory: R, if more than come; the rest holds
-        anything.
+        With memory, R is at least that; the rest holds anything.
         """
-        return self.start_all_to_all(rows, what, sent, received, memory)()
+        return self.start_all_to_all(rows, what, way)()
 
-    def start_all_to_all(
-        self,
-        rows: torch.Tensor,
-        what: str,
-        sent: Sequence[int] | None = None,
-        received: Sequence[int] | None = None,
-        memory: int | None = None,
-    ) -> Arriving:
-        count, going = len(rows), rows.contiguous()
+    def start_all_to_all(self, rows: torch.Tensor, what: str, way: Way = _EQUALLY) -> Arriving:
+        (sent, received, memory), count, going = way, len(rows), rows.contiguous()
         splits = None, None
         if sent is not None and received is not None:
             count, leaving = sum(received), sum(sent)
@@ -78,18 +75,13 @@ class Ranks:
             going = going if leaving == len(rows) else going[:leaving]
         came = buffer((max(count, memory or 0), *rows.shape[1:]), rows.dtype, rows.device)
         into, source = _moved(came if count == len(came) else came[:count]), _moved(going)
-        return self._start(
-            "all_to_all",
-            what,
-            came,
-            lambda: dist.all_to_all_single(into, source, *splits, group=self.group, async_op=True),
-        )
+        start = functools.partial(dist.all_to_all_single, into, source, *splits, group=self.group, async_op=True)
+        return self._start("all_to_all", what, came, start)
 
     def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """Add integers over ranks, in place."""
-        return self._start(
-            "all_reduce", what, values, lambda: dist.all_reduce(values, group=self.group, async_op=True)
-        )()
+        start = functools.partial(dist.all_reduce, values, group=self.group, async_op=True)
+        return self._start("all_reduce", what, values, start)()
 
     def _start(self, collective: str, what: str, result: torch.Tensor, start: Callable[[], Any]) -> Arriving:
         def checked(step: Callable[[], Any]) -> Any:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 
 from moe_torch.parallel.group import Arriving
+
+
+class TotalOptions(TypedDict, total=False):
+    shared: torch.Tensor | None
+    shared_gate: torch.Tensor | None
+    out_dtype: torch.dtype | None
 
 
 class Total(Protocol):
@@ -16,13 +22,14 @@ class Total(Protocol):
     Tokens that lost a slot are NaN, and all tokens if ranks disagree.
     """
 
-    def __call__(
-        self,
-        *,
-        shared: torch.Tensor | None = None,
-        shared_gate: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor: ...
+    def __call__(self, **options: Unpack[TotalOptions]) -> torch.Tensor: ...
+
+
+class Gradients(NamedTuple):
+    """Gradients of rows, and of slots' weights. None: nobody asks for it."""
+
+    rows: torch.Tensor | None
+    weights: torch.Tensor | None
 
 
 class Routes(Protocol):
@@ -49,17 +56,10 @@ class Routes(Protocol):
         """Send the results of slots home, `[R, D]`. None: experts have stored them."""
         ...
 
-    def gradients(
-        self,
-        d_rows: torch.Tensor | None,
-        d_weights: torch.Tensor | None,
-        *,
-        dtype: torch.dtype | None,
-        stored: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool = False) -> Gradients:
         """Send gradients of slots home. Return d_x `[T, D]` of dtype and the gradients of weights, fp32 `[T, K]`.
 
-        None: nobody asks for it. stored: experts have stored the rows of d_rows at home.
+        stored: experts have stored the rows at home.
         """
         ...
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from moe_core.ops.exchange.operands import SendOperands
 from moe_core.parallel.exchange import splits
 from moe_core.parallel.header import STATIC_MODES, Header, compare_headers
 from moe_core.parallel.placement import Placement
@@ -22,19 +23,11 @@ from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
 from moe_torch.operators import routes as operators
 from moe_torch.parallel.exchange import constants, placement_tables
-from moe_torch.parallel.group import Arriving, Ranks
+from moe_torch.parallel.group import Arriving, Ranks, Way
 from moe_torch.parallel.moving import MovingPlacement
-from moe_torch.parallel.route import Total
+from moe_torch.parallel.route import Gradients, Total
 
 _HEADER = len(Header._fields)
-
-
-class Way(NamedTuple):
-    """Rows sent to and received from each rank, None: equally many. memory: rows that there is room for."""
-
-    sent: Sequence[int] | None = None
-    received: Sequence[int] | None = None
-    memory: int | None = None
 
 
 def rounded(rows: int) -> int:
@@ -72,7 +65,7 @@ class CollectiveRoutes:
         if self.send is None:
             start = self.ranks.start_all_gather(values, what)
         else:
-            start = self.ranks.start_all_to_all(take_slots(values, self.send, self.plan.top_k), what, *self.out)
+            start = self.ranks.start_all_to_all(take_slots(values, self.send, self.plan.top_k), what, self.out)
 
         def arrived() -> torch.Tensor:
             came = start().flatten(0, 1) if self.send is None else start()
@@ -82,7 +75,7 @@ class CollectiveRoutes:
 
     def start_pull(self, rows: torch.Tensor, what: str) -> Arriving:
         """Send rows of slots home, `[R, N]`. The result waits and returns rows for `at_home`."""
-        return self.ranks.start_all_to_all(rows, what, *self.home)
+        return self.ranks.start_all_to_all(rows, what, self.home)
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
         assert rows is not None, "owners return their results"
@@ -96,22 +89,15 @@ class CollectiveRoutes:
     def spoil(self, y: torch.Tensor) -> torch.Tensor:
         return y if self.spoilt is None else y.masked_fill_(self.spoilt[:, None], torch.nan)
 
-    def gradients(
-        self,
-        d_rows: torch.Tensor | None,
-        d_weights: torch.Tensor | None,
-        *,
-        dtype: torch.dtype | None,
-        stored: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool = False) -> Gradients:
         assert not stored, "owners return the gradients of rows"
-        d_x = by_slot = None
+        (d_rows, d_weights), d_x, by_slot = of, None, None
         if d_rows is not None:
             d_x = ops.reduce(self.start_pull(d_rows, "d_x")(), self.at_home, order="row", out_dtype=dtype)
         if d_weights is not None:
             came = self.start_pull(d_weights, "d_weights")()
             by_slot = take_slots(came, self.at_home.row_of_slot).view(-1, self.at_home.spec.top_k)
-        return d_x, by_slot
+        return Gradients(d_x, by_slot)
 
 
 def take_slots(rows: torch.Tensor, slots: torch.Tensor, each: int = 1) -> torch.Tensor:
@@ -202,14 +188,7 @@ class _Planner:
             places, start, self.header = moving.places, moving.start, moving.header(plan.header)
         mask = None if token_mask is None else token_mask.contiguous()
         weights = (weights.detach() if weights.requires_grad else weights).contiguous()
-        self._given = {
-            "ids": ids.contiguous(),
-            "weights": weights,
-            "places_of_experts": places,
-            "start": start,
-            "header": self.header,
-            "token_mask": mask,
-        }
+        self._operands = SendOperands(ids.contiguous(), weights, places, start, self.header, mask)
         self.tokens: torch.Tensor | None = None
         if plan.spec.mode in STATIC_MODES and (moving is not None or plan.placement.has_replicas):
             # Ranks have equally many. Captured graphs must work for later placements.
@@ -219,10 +198,8 @@ class _Planner:
         self._first = None if asks else self.tables()
 
     def tables(self, limits: torch.Tensor | None = None) -> _Tables:
-        tables = operators.SEND_TABLES.call(
-            **self._given, tokens=self.tokens, limits=limits, spec=self.spec, rank=self.rank
-        )
-        return _Tables(*tables)
+        arrays = self._operands._replace(tokens=self.tokens, limits=limits)._asdict()
+        return _Tables(*operators.SEND_TABLES.call(**arrays, spec=self.spec, rank=self.rank))
 
     def first_tables(self) -> _Tables:
         tokens = tokens_of_ranks(self.ranks, self.plan, self.header.device)
@@ -297,7 +274,7 @@ class Counted(_Planner):
         sent, received = int(way.sent.sum()), int(way.received.sum())
         out = Way(way.sent.tolist(), way.received.tolist(), rounded(received))
         assert tables.slot_of_row is not None and tables.table is not None
-        came = ranks.all_to_all(tables.table, "weights" if by_slot else "ids and weights", *out)
+        came = ranks.all_to_all(tables.table, "weights" if by_slot else "ids and weights", out)
         tables = tables._replace(slot_of_row=tables.slot_of_row[: rounded(sent)])
         if by_slot:
             places = slice(self.rank * self.spec.per_rank, (self.rank + 1) * self.spec.per_rank)

@@ -158,15 +158,8 @@ class _Forward:
 
     def _first(self, weight: Any, bias: np.ndarray | None, fused: Any = None) -> np.ndarray:
         matrix, precision = self._weight(weight)
-        rows = self._upstream.matmul_ogs(
-            self._x,
-            matrix,
-            self._bias(bias),
-            self._data,
-            gather_indx=self._gather,
-            precision_config=precision,
-            fused_activation=fused,
-        )
+        options = {"gather_indx": self._gather, "precision_config": precision, "fused_activation": fused}
+        rows = self._upstream.matmul_ogs(self._x, matrix, self._bias(bias), self._data, **options)
         return self._by_slot(to_numpy(rows))
 
     def matmul1(self) -> np.ndarray:

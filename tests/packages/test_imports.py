@@ -107,11 +107,11 @@ ROOMS = {
         *("layers", "checkpoint", "trace", "parallel", "modular", "parity", "tools", "__main__"),
     ),
     "moe_torch": (
-        *("bridge", "operators", "autograd", "quantize", "rounding", "rows", "grouped", "trace", "launcher", "warmup"),
+        *("bridge", "operators", "autograd", "quantize", "rows", "grouped", "trace", "launcher", "warmup"),
         *("ops", "parallel", "layers", "parallel.__init__", "modular", "transformers", "compat", "parity", "__init__"),
     ),
     "moe_jax": (
-        *("bridge", "autodiff", "norm", "quantize", "rounding", "rows", "grouped", "trace", "ops", "warmup"),
+        *("bridge", "autodiff", "quantize", "rows", "grouped", "trace", "ops", "warmup"),
         *("parallel", "layers", "modular", "nnx", "linen", "parity", "parity_ranks", "__init__"),
     ),
 }

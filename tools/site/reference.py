@@ -33,7 +33,7 @@ def shown_first(path: str) -> tuple[int, str]:
     _, *inside, name = path.split(".")
     if name in ("MoE", "moe"):
         return 2 * (name == "moe"), name
-    rank = 1 if "layers" in inside else 3 if {"ops", "rows", "rounding", "norm"} & set(inside[:1]) else 4
+    rank = 1 if "layers" in inside else 3 if {"ops", "rows"} & set(inside[:1]) else 4
     return rank, name.lower()
 
 

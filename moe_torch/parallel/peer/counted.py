@@ -24,8 +24,9 @@ from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.parallel import exchange, peer_ops
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.peer import symmetric
-from moe_torch.parallel.peer.interface import PeerCall, PeerTotal, scales_of, summed
+from moe_torch.parallel.peer.interface import PeerCall, PeerTotal, Stored, scales_of
 from moe_torch.parallel.peer.symmetric import Part, Region
+from moe_torch.parallel.route import Gradients
 
 _HEADER = len(Header._fields)
 
@@ -90,7 +91,7 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
     return Memory(memory, *memory.regions)
 
 
-class CountedRoutes:
+class CountedRoutes(Stored):
     """The routes of one rank for one chunk, see `interface.PeerRoutes`.
 
     Making them stores everything but rows. places int32 and weights fp32 `[T, K]`: of slots. number: of the set of
@@ -184,9 +185,6 @@ class CountedRoutes:
             options |= {"format": self.plan.spec.format, "scales_at": self.memory.scales.addresses}
         peer_ops.dispatch_push(values, self.sent, self.memory.rows.addresses, **options)
 
-    def arrive(self, what: str) -> None:
-        self.memory.memory.barrier(self.ranks, what)
-
     def rows(self) -> torch.Tensor:
         if self.weights is None:
             self._take_routing()
@@ -230,22 +228,10 @@ class CountedRoutes:
             sizes: Any = {"num_slots": self.sizes.returned, "programs": self.programs}
             arrays = rows, self._sources, self._received.group_start, self.memory.returned.addresses
             peer_ops.combine_push(*arrays, **sizes)
+        return self.total_of(self.back.rows, checks, what)
 
-        def total(**options: Any) -> torch.Tensor:
-            self.arrive(what)
-            return summed(self.memory.returned.own, self.back.rows, checks, **options)
-
-        return total
-
-    def gradients(
-        self,
-        d_rows: torch.Tensor | None,
-        d_weights: torch.Tensor | None,
-        *,
-        dtype: torch.dtype | None,
-        stored: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        memory, d_x, by_slot, total = self.memory, None, None, None
+    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool = False) -> Gradients:
+        (d_rows, d_weights), memory, d_x, by_slot, total = of, self.memory, None, None, None
         if d_rows is not None:
             total = self._start_total(None if stored else d_rows, "d_x and d_weights", peer_ops.Checks())
         if d_weights is not None:
@@ -257,4 +243,4 @@ class CountedRoutes:
         if d_weights is not None:
             addresses = memory.d_weights.addresses
             by_slot = peer_ops.combine_pull_weights(self.back, addresses, num_rows=self.sizes.computed)
-        return d_x, by_slot
+        return Gradients(d_x, by_slot)

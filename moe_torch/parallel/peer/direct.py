@@ -26,8 +26,9 @@ from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.parallel import exchange, peer_ops
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.peer import symmetric
-from moe_torch.parallel.peer.interface import PeerCall, PeerTotal, scales_of, summed
+from moe_torch.parallel.peer.interface import PeerCall, PeerTotal, Stored, scales_of
 from moe_torch.parallel.peer.symmetric import Part, Region
+from moe_torch.parallel.route import Gradients
 
 
 class Memory(NamedTuple):
@@ -97,7 +98,7 @@ def _constants_of(memory: Memory, rank: int) -> _Constants:
     return constants
 
 
-class DirectRoutes:
+class DirectRoutes(Stored):
     """The routes of one rank for one chunk, see `interface.PeerRoutes`. ids and weights are of all slots of each row.
 
     ids to places_of_experts: see `peer_ops.HomeTokens`. number: of the set of buffers. programs: the most blocks of
@@ -156,9 +157,6 @@ class DirectRoutes:
         options |= {"num_rows": len(memory.rows.own), "programs": self.programs}
         peer_ops.dispatch_push(values, places, memory.rows.addresses, **options)
 
-    def arrive(self, what: str) -> None:
-        self.memory.memory.barrier(self.ranks, what)
-
     def rows(self) -> torch.Tensor:
         rows, scales = self.memory.rows.own, self.memory.scales.own
         if self.format is None:
@@ -186,25 +184,12 @@ class DirectRoutes:
         return self._constants.results_at
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal:
-        memory, places = self.memory, self.pushed.places
         assert rows is None, "experts store their results at their homes"
+        return self.total_of(self.pushed.places, peer_ops.Checks(self.memory.headers.own), what)
 
-        def total(**options: Any) -> torch.Tensor:
-            self.arrive(what)
-            return summed(memory.returned.own, places, peer_ops.Checks(memory.headers.own), **options)
-
-        return total
-
-    def gradients(
-        self,
-        d_rows: torch.Tensor | None,
-        d_weights: torch.Tensor | None,
-        *,
-        dtype: torch.dtype | None,
-        stored: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool = False) -> Gradients:
         assert stored, "experts store the gradients of their rows at their homes"
-        memory, pushed, d_x, by_slot = self.memory, self.pushed, None, None
+        (d_rows, d_weights), memory, pushed, d_x, by_slot = of, self.memory, self.pushed, None, None
         if d_weights is not None:
             memory.d_weights.own.copy_(d_weights)
         self.arrive("d_x and d_weights")
@@ -215,4 +200,4 @@ class DirectRoutes:
             places = peer_ops.PeerPlaces(owners, slots[: len(owners)], pushed.overflow, pushed.overflow)
             num_rows, addresses = memory.d_weights.own.numel(), memory.d_weights.addresses
             by_slot = peer_ops.combine_pull_weights(places, addresses, num_rows=num_rows)
-        return d_x, by_slot
+        return Gradients(d_x, by_slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 
@@ -12,7 +12,7 @@ from moe_core.formats import Format, QuantizedSpec, quantized_shapes
 from moe_core.parallel.plan import ExchangePlan
 from moe_torch.parallel import exchange, peer_ops
 from moe_torch.parallel.group import Ranks
-from moe_torch.parallel.route import Routes
+from moe_torch.parallel.route import Routes, TotalOptions
 
 
 class PeerCall(NamedTuple):
@@ -33,14 +33,7 @@ class PeerCall(NamedTuple):
 class PeerTotal(Protocol):
     """See `Total`. out: where the sum is written. None: a new tensor."""
 
-    def __call__(
-        self,
-        *,
-        shared: torch.Tensor | None = None,
-        shared_gate: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+    def __call__(self, *, out: torch.Tensor | None = None, **options: Unpack[TotalOptions]) -> torch.Tensor: ...
 
 
 class PeerRoutes(Routes, Protocol):
@@ -65,14 +58,28 @@ class PeerRoutes(Routes, Protocol):
     def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal: ...
 
 
-def summed(returned: torch.Tensor, places: torch.Tensor, checks: peer_ops.Checks, **options: Any) -> torch.Tensor:
-    """`peer_ops.sum_results`, also to an output that begins anywhere."""
-    out = options.get("out")
-    if out is None or out.data_ptr() % ALIGNMENT == 0:
-        return peer_ops.sum_results(returned, places, checks=checks, **options)
-    # Rows of fewer than 16 bytes, such as of fp32 tokens.
-    options |= {"out": None, "out_dtype": out.dtype}
-    return out.copy_(peer_ops.sum_results(returned, places, checks=checks, **options))
+class Stored:
+    """Routes with one allocation, into which others store."""
+
+    ranks: Ranks
+    memory: Any
+
+    def arrive(self, what: str) -> None:
+        self.memory.memory.barrier(self.ranks, what)
+
+    def total_of(self, places: torch.Tensor, checks: peer_ops.Checks, what: str) -> PeerTotal:
+        """Wait and run `peer_ops.sum_results`, also to an output that begins anywhere."""
+
+        def total(*, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+            self.arrive(what)
+            returned = self.memory.returned.own
+            if out is None or out.data_ptr() % ALIGNMENT == 0:
+                return peer_ops.sum_results(returned, places, checks=checks, out=out, **options)
+            # Rows of fewer than 16 bytes, such as of fp32 tokens.
+            options["out_dtype"] = out.dtype
+            return out.copy_(peer_ops.sum_results(returned, places, checks=checks, **options))
+
+        return total
 
 
 def scales_of(format: Format | None, d_model: int) -> int:

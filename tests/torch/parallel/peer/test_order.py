@@ -253,11 +253,11 @@ class Trained:
 
         return total
 
-    def gradients(self, d_rows: Any, d_weights: Any, **_: Any) -> Any:
+    def gradients(self, of: Any, **_: Any) -> Any:
         rank = self.rank
         rank.barrier(0)
         rank.now.step("d_x", [*rank.at("returned", 0), self.places.key], [("d_x", rank.number)])
-        return d_rows, None
+        return of.rows, None
 
 
 class Steps(torch.autograd.Function):
