@@ -164,6 +164,10 @@ class SharedExpert:
     gate: Any = None
 
 
+#: Arguments of ops, and so pytrees.
+BUNDLES = (ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK)
+
+
 @dataclass(frozen=True)
 class MoEOperands:
     """The arrays of one MoE, for `moe_core.ops.moe.forward.plan_moe`.

@@ -7,23 +7,14 @@ from typing import Any
 import jax
 
 from moe_core.formats import QuantizedTensor
-from moe_core.specs.operands import (
-    ExpertWeights,
-    MatmulOperands,
-    RaggedLayout,
-    RouterLogits,
-    RouterWeights,
-    SharedExpert,
-    TopK,
-    array_fields,
-)
+from moe_core.specs.operands import BUNDLES, RaggedLayout, array_fields
 
 
 def _keyed(tensor: QuantizedTensor) -> list[tuple[Any, Any]]:
     return [(jax.tree_util.GetAttrKey(name), getattr(tensor, name)) for name, _ in array_fields(QuantizedTensor)]
 
 
-for _bundle in (ExpertWeights, MatmulOperands, RaggedLayout, RouterLogits, RouterWeights, SharedExpert, TopK):
+for _bundle in (*BUNDLES, RaggedLayout):
     _arrays, _static = [name for name, _ in array_fields(_bundle)], ["spec"] if _bundle is RaggedLayout else []
     jax.tree_util.register_dataclass(_bundle, data_fields=_arrays, meta_fields=_static)
 jax.tree_util.register_pytree_with_keys(

@@ -23,26 +23,6 @@ Initializer = Callable[..., jax.Array]
 Path = tuple[str, ...]
 
 DEFAULT_KERNEL_INIT: Initializer = jax.nn.initializers.lecun_normal()
-_FIXED_PATHS: dict[str, Path] = {
-    "router.weight": ("gate", "kernel"),
-    "router.bias": ("gate", "bias"),
-    "router.correction_bias": ("gate", "correction_bias"),
-    "router.norm": ("gate", "norm"),
-    "router.table": ("gate", "table"),
-    "router.expert_scale": ("gate", "expert_scale"),
-    "experts.down": ("wo",),
-    "experts.down_bias": ("wo_bias",),
-    "experts.up": ("wi_1",),
-    "experts.up_bias": ("wi_1_bias",),
-    "shared_experts.up": ("shared_experts", "wi_1", "kernel"),
-    "shared_experts.down": ("shared_experts", "wo", "kernel"),
-    "shared_experts.gate": ("shared_experts", "gate", "kernel"),
-    "before.weight": ("before", "kernel"),
-    "before.norm": ("before", "norm"),
-    "after.weight": ("after", "kernel"),
-    "output.norm": ("output", "norm"),
-    "output.bias": ("output", "bias"),
-}
 TILED = "tiled_"
 
 
@@ -95,15 +75,21 @@ def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = 
     result, tiled = [], tiled_specs(spec, storage) if prepacked else {}
     for parameter in spec.parameters(MAXTEXT):
         group, field, *part = parameter.name.split(".")
-        path = _FIXED_PATHS.get(f"{group}.{field}")
-        if path is None:
-            path = (field.replace("gate_up", first),) if group == "experts" else (group, first, "kernel")
+        path = _path(group, field, first)
         if prepacked and parameter.role == "quantized":
             parameter, part = _tiled(parameter, tiled), [TILED + part[0]]
         shape = parameter.shape if num_layers is None else (num_layers, *parameter.shape)
         layout = storage.router_weight_layout if group == "router" else storage.weight_layout
         result.append(Leaf((*path, *part), parameter, shape, parameter.role == "weight" and layout == "out_in"))
     return tuple(result)
+
+
+def _path(group: str, field: str, first: str) -> Path:
+    """MaxText's names, such as `gate/kernel`, `wo_bias` or `shared_experts/wi_1/kernel`. first: of gate_up."""
+    if group in ("experts", "shared_experts"):
+        name = field.replace("gate_up", first).replace("down", "wo").replace("up", "wi_1")
+        return (name,) if group == "experts" else (group, name, "kernel")
+    return "gate" if group == "router" else group, "kernel" if field == "weight" else field
 
 
 def _tiled(parameter: Parameter, specs: Mapping[str, QuantizedSpec]) -> Parameter:

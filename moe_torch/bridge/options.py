@@ -107,21 +107,12 @@ def _checked_layout(*sizes: Any) -> specs.LayoutSpec:
     return specs.LayoutSpec(*sizes)
 
 
-def layout_spec(
-    num_tokens: int | torch.SymInt,
-    top_k: int,
-    num_experts: int,
-    alignment: int,
-    max_rows: int | None,
-    rows: int | None = None,
-) -> specs.LayoutSpec:
-    """Make a LayoutSpec. In traced code it is made field by field, because its checks would put guards on a symbolic
-    number of tokens. The operator checks the sizes when it runs."""
-    sizes = (num_tokens, top_k, num_experts, alignment, max_rows, rows)
+def layout_spec(num_tokens: int | torch.SymInt, *sizes: int | None) -> specs.LayoutSpec:
+    """Make a LayoutSpec of all its fields, in order. In traced code it is made field by field, because its checks would
+    put guards on a symbolic number of tokens. The operator checks the sizes when it runs."""
     if not torch.compiler.is_compiling() and not isinstance(num_tokens, torch.SymInt):
-        return _checked_layout(*sizes)
+        return _checked_layout(num_tokens, *sizes)
     layout = object.__new__(specs.LayoutSpec)
-    names = ("num_tokens", "top_k", "num_experts", "alignment", "max_rows", "rows")
-    for name, size in zip(names, sizes, strict=True):
+    for name, size in zip(specs.LayoutSpec.__match_args__, (num_tokens, *sizes), strict=True):
         object.__setattr__(layout, name, size)
     return layout

@@ -8,20 +8,12 @@ import torch
 
 from moe_core.base import codec
 from moe_core.formats import QuantizedTensor
-from moe_core.specs.operands import (
-    ExpertWeights,
-    MatmulOperands,
-    RouterLogits,
-    RouterWeights,
-    SharedExpert,
-    TopK,
-    array_fields,
-)
+from moe_core.specs.operands import BUNDLES, array_fields
 from moe_torch.bridge import private
 
 
 def register_pytrees() -> None:
-    for bundle in (ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK):
+    for bundle in BUNDLES:
         torch.export.register_dataclass(bundle)
     private.register_pytree(
         QuantizedTensor,

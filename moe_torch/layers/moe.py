@@ -11,15 +11,8 @@ import torch
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec
-from moe_core.layers import (
-    HUGGING_FACE,
-    ExpertsSpec,
-    LayerWeights,
-    MoEAux,
-    MoELayerSpec,
-    SharedExpertsSpec,
-    convert_weights,
-)
+from moe_core.layers import LayerWeights, MoEAux, convert_weights
+from moe_core.layers.spec import HUGGING_FACE, ExpertsSpec, MoELayerSpec, SharedExpertsSpec
 from moe_core.specs.operands import RouterWeights
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.operator import Operator, call
