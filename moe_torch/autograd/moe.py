@@ -134,18 +134,18 @@ class _Pushed(_MoE):
 
 
 def define_moe_gradients() -> None:
-    plain = (table.MOE, table.TRAINING, table.BACKWARD, table.BACKWARD_INTO)
-    quantized = (table.MOE_QUANTIZED, table.QUANTIZED_TRAINING)
-    quantized += (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO)
-    for operators in (plain, quantized):
-        for kind in table.MOE:
-            moe, training, *backwards = (operators[kind] for operators in operators)
-            define_gradient(_MoE(kind, moe, training, *backwards), *backwards)
-    operators = pushed.EXPERTS_PUSH, pushed.EXPERTS_PUSH_TRAINING, table.BACKWARD, table.BACKWARD_INTO
-    quantized = (pushed.EXPERTS_PUSH_QUANTIZED, pushed.EXPERTS_PUSH_QUANTIZED_TRAINING)
-    quantized += (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO)
-    for (push, training, *backwards), pushing in (
-        (operators, pushed.BACKWARDS),
-        (quantized, pushed.QUANTIZED_BACKWARDS),
+    plain = (table.MOE, table.TRAINING), (table.BACKWARD, table.BACKWARD_INTO)
+    quantized = (
+        (table.MOE_QUANTIZED, table.QUANTIZED_TRAINING),
+        (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO),
+    )
+    push = pushed.EXPERTS_PUSH, pushed.EXPERTS_PUSH_TRAINING
+    push_quantized = pushed.EXPERTS_PUSH_QUANTIZED, pushed.EXPERTS_PUSH_QUANTIZED_TRAINING
+    for (forwards, backwards), pushes, pushing in (
+        (plain, push, pushed.BACKWARDS),
+        (quantized, push_quantized, pushed.QUANTIZED_BACKWARDS),
     ):
-        define_gradient(_Pushed(TopK, push, training, *(one[TopK] for one in backwards), pushing=pushing), *pushing)
+        for kind in table.MOE:
+            of_kind = [operators[kind] for operators in backwards]
+            define_gradient(_MoE(kind, *(operators[kind] for operators in forwards), *of_kind), *of_kind)
+        define_gradient(_Pushed(TopK, *pushes, *(one[TopK] for one in backwards), pushing=pushing), *pushing)

@@ -108,11 +108,11 @@ def _checked_layout(*sizes: Any) -> specs.LayoutSpec:
 
 
 def layout_spec(num_tokens: int | torch.SymInt, *sizes: int | None) -> specs.LayoutSpec:
-    """Make a LayoutSpec of all its fields, in order. In traced code it is made field by field, because its checks would
+    """Make a LayoutSpec of its fields in order. In traced code it is made field by field, because its checks would
     put guards on a symbolic number of tokens. The operator checks the sizes when it runs."""
     if not torch.compiler.is_compiling() and not isinstance(num_tokens, torch.SymInt):
         return _checked_layout(num_tokens, *sizes)
     layout = object.__new__(specs.LayoutSpec)
-    for name, size in zip(specs.LayoutSpec.__match_args__, (num_tokens, *sizes), strict=True):
+    for name, size in zip(specs.LayoutSpec.__match_args__, (num_tokens, *sizes), strict=False):
         object.__setattr__(layout, name, size)
     return layout

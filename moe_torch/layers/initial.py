@@ -42,24 +42,18 @@ def _draw_experts(tensor: Any, std: float) -> None:
     if tensor.is_meta or not is_shared_out(tensor):
         _draw(tensor, std)
         return
-    owned = own_of(tensor)
-    local, experts = (
-        owned.local,
-        list(range(len(tensor)) if owned.experts is None else _numbers(owned.experts, len(tensor))),
-    )
+    owned, every = own_of(tensor), range(len(tensor))
+    local, held = owned.local, owned.experts
+    experts = every if held is None else every[held] if isinstance(held, slice) else held
     row_of = {expert: at for at, expert in enumerate(experts)}
     spare = local.new_empty(tensor.shape[1:]) if len(row_of) < len(tensor) or owned.cut is not None else None
-    for expert in range(len(tensor)):
+    for expert in every:
         at = row_of.get(expert)
         matrix = local[at] if at is not None and owned.cut is None else spare
         assert matrix is not None
         _draw(matrix, std)
         if at is not None and owned.cut is not None:
             local[at].copy_(owned.taken(matrix))
-
-
-def _numbers(experts: slice | list[int], count: int) -> Any:
-    return range(count)[experts] if isinstance(experts, slice) else experts
 
 
 def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | None) -> None:

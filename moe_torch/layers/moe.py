@@ -24,14 +24,7 @@ from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output,
 from moe_torch.layers.casts import autocast, autocast_dtype
 from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
 from moe_torch.layers.losses import router_losses
-from moe_torch.layers.parameters import (
-    ExpertParameters,
-    PrepackedExperts,
-    RouterParameters,
-    SharedParameters,
-    has_own_call,
-    own_part,
-)
+from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters, has_own_call, own_part
 from moe_torch.layers.plans import PlannedLayer
 from moe_torch.layers.routing import given_ids, like_x, mask_of_tokens, run_stages
 from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensors, require_same_layer
@@ -53,7 +46,7 @@ def _place(operator: Operator, part: str, *path: str) -> tuple[Any, ...]:
     return operator.names.index(name), part, *path
 
 
-class MoE(PrepackedExperts, PlannedLayer):
+class MoE(PlannedLayer):
     """A router, E experts of which each token visits K, and shared experts if asked for: `y = layer(x)`.
 
     `MoE.from_spec(MoELayerSpec(...))` makes layers with other options. Differentiable by x and every parameter, with

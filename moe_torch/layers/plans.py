@@ -9,24 +9,21 @@ from typing import Any
 import torch
 
 from moe_core.base.dtypes import canonical
-from moe_core.layers import HUGGING_FACE, LayerCost, MoELayerSpec, Storage, layer_cost
+from moe_core.layers import HUGGING_FACE, LayerCost, layer_cost
 from moe_core.layers.costs import count_tokens
 from moe_core.layers.plans import explain_layer, layer_plans
 from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
 from moe_core.specs.operands import MoEOperands
 from moe_torch.bridge.arrays import target_of_device
 from moe_torch.bridge.operator import Operator
+from moe_torch.layers.parameters import PrepackedExperts
 from moe_torch.operators.requests import operands_of
 
 
-class PlannedLayer(torch.nn.Module):
-    spec: MoELayerSpec
-    storage: Storage
-    is_prepacked: bool
+class PlannedLayer(PrepackedExperts):
     _operator: Operator
     _options: str
     _like_place: int
-    _parts: Callable[[], dict[str, Any]]
     _arrays: Callable[[Mapping[str, Any]], list[Any]]
 
     def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> str:

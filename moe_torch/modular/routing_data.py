@@ -156,7 +156,7 @@ def layout_of(
             f"src_indx and dst_indx must have as many elements as each other, a multiple of n_expts_act = "
             f"{routing_data.n_expts_act}, got {count} and {row_of_slot.shape[0]}; pass those of routing"
         )
-    spec = layout_spec(count // top_k, top_k, routing_data.n_expts_tot, 1, None, None)
+    spec = layout_spec(count // top_k, top_k, routing_data.n_expts_tot, 1, None)
     absent = torch.zeros(1, dtype=torch.int32, device=slot_of_row.device)
     return ops.RaggedLayout(spec, routing_data.expt_hist, group_start, slot_of_row, row_of_slot, absent)
 

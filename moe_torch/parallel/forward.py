@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,11 +217,16 @@ class Exchange:
             dense: Any = None
             if shared is not None:
                 arguments = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.token_ranks
-                dense = _shared(arguments, later=self._overlaps(x))
+                dense = functools.cache(functools.partial(shared_output, *arguments))
+                if self.parallel.exchange.mode != "peer" or not x.is_cuda:
+                    dense()  # Nothing overlaps with it.
                 if _asks_gradients([array for _, array in named_arrays(shared)]):
                     refuse_chunks(self.parallel.exchange)
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
-            plan = self._plan(x, ids, (x, weights, *[array for _, array in named_arrays(experts)]), digest)
+            asked = _asks_gradients((x, weights, *[array for _, array in named_arrays(experts)]))
+            if self.moving is not None:
+                self.moving.require_usable(asked)
+            plan = plan_of(self.parallel, placement, x, ids.shape[1], training=asked, experts=digest)
             brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
             if tensor is not None:
                 brought = tensor.gather(plan, self.ranks.rank, brought)
@@ -257,9 +263,6 @@ class Exchange:
         received = torch.nn.functional.pad(results.received, (0, missing)) if missing else results.received
         counts = results.tokens_per_expert, results.invalid_ids, received, results.overflow
         return ParallelOutput(results.output, ids, weights, logits, *counts)
-
-    def _overlaps(self, x: torch.Tensor) -> bool:
-        return self.parallel.exchange.mode == "peer" and x.is_cuda
 
     def _check(self, x: Any, experts: Any, routing: Any, spec: Any, mask: Any) -> None:
         require_instance("x", x, torch.Tensor)
@@ -317,22 +320,9 @@ class Exchange:
         require_scores(logits.shape, len(x), self.placement)
         return ids, weights, logits
 
-    def _plan(self, x: torch.Tensor, ids: torch.Tensor, arrays: tuple[Any, ...], experts: int) -> ExchangePlan:
-        asked = _asks_gradients(arrays)
-        if self.moving is not None:
-            self.moving.require_usable(asked)
-        return plan_of(self.parallel, self.placement, x, ids.shape[1], training=asked, experts=experts)
-
 
 def _asks_gradients(arrays: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(array, torch.Tensor) and array.requires_grad for array in arrays)
-
-
-def _shared(arguments: tuple[Any, ...], *, later: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-    if later:
-        return lambda: shared_output(*arguments)
-    result = shared_output(*arguments)
-    return lambda: result
 
 
 def plan_of(

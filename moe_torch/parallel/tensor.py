@@ -83,9 +83,6 @@ class TensorRanks:
         self.told = True
         self.ranks.all_gather(torch.zeros(len(FAILED), dtype=torch.int32, device=device), "header")
 
-    def own(self, values: torch.Tensor) -> torch.Tensor:
-        return self.by_rank(values)[self.split.index] if self.split.tokens == "split" else values
-
     def by_rank(self, values: torch.Tensor) -> torch.Tensor:
         """`[size, T, N]` of `[size * T, N]`."""
         return values.view(self.split.size, len(values) // self.split.size, *values.shape[1:])

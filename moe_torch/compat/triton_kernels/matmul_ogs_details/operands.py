@@ -260,7 +260,7 @@ def batched_rows(batch: int, rows: int, device: torch.device) -> Rows:
     integers = {"dtype": torch.int32, "device": device}
     slots = torch.arange(batch * rows, **integers)
     layout = RaggedLayout(
-        layout_spec(batch * rows, 1, batch, 1, None, None),
+        layout_spec(batch * rows, 1, batch, 1, None),
         torch.full((batch,), rows, **integers),
         torch.arange(batch + 1, **integers) * rows,
         slots,
@@ -295,7 +295,7 @@ def scattered(scatter: ScatterIndx, top_k: int) -> RaggedLayout:
             f"scatter_indx.src_indx must have a multiple of n_expts_act = {top_k} elements, got "
             f"{row_of_slot.shape[0]}; pass that of routing"
         )
-    spec = layout_spec(row_of_slot.shape[0] // top_k, top_k, 1, 1, None, None)
+    spec = layout_spec(row_of_slot.shape[0] // top_k, top_k, 1, 1, None)
     return RaggedLayout(spec, None, None, scatter.dst_indx, row_of_slot, None)
 
 
