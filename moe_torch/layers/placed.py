@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -60,8 +60,7 @@ class PlacedTensor(torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """This rank's experts, `[held, ...]`; differentiable."""
-        local: Any = _ToLocal.apply(self)
-        return local
+        return cast(Any, _ToLocal.apply(self))
 
     def of_local(self, local: torch.Tensor) -> PlacedTensor:
         return PlacedTensor(local, self._where, self.part)

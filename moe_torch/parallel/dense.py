@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -98,8 +98,7 @@ def shared_output(
     operands = dict((*named_arrays(none, "experts."), *named_arrays(nowhere, "routing.")))
     matrices = shared.gate_up, shared.down, shared.up, shared.gate
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (wide, *matrices)):
-        results: Any = _Dense.apply(operands, spec, x, wide, *matrices)
-        return results
+        return cast(Any, _Dense.apply(operands, spec, x, wide, *matrices))
     operands |= {"x": x} | dict(zip(_SHARED[:3], matrices[:3], strict=True))
     rows = call_first(_FORWARD, _FORWARD.by_name(operands, spec))
     return rows, gate_logits(x, shared.gate, spec)

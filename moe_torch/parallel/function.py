@@ -6,7 +6,7 @@ Rows of slots, and their gradients in fp32, come home and are added in the order
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -99,8 +99,7 @@ class _Awaited(torch.autograd.Function):
 
 def awaited(rows: torch.Tensor, overlap: Overlap) -> torch.Tensor:
     if torch.is_grad_enabled() and rows.requires_grad:
-        result: Any = _Awaited.apply(rows, overlap)
-        return result
+        return cast(Any, _Awaited.apply(rows, overlap))
     return rows
 
 
@@ -113,8 +112,9 @@ def dispatch(
     stored: bool = False,
 ) -> tuple[Any, Any]:
     if torch.is_grad_enabled() and (wide is not None or weights.requires_grad):
-        result: Any = Dispatch.apply(routes, x.detach() if isinstance(x, torch.Tensor) else x, wide, weights, stored)
-        return result
+        return cast(
+            Any, Dispatch.apply(routes, x.detach() if isinstance(x, torch.Tensor) else x, wide, weights, stored)
+        )
     arriving = routes.start_push(x, "rows") if isinstance(x, torch.Tensor) else x
     return arriving(), routes.weights
 
@@ -135,8 +135,7 @@ def combine(
     shared, gate = dense
     total = routes.start_total(None, "results") if stored else None
     if torch.is_grad_enabled() and (rows.requires_grad or (shared is not None and shared.requires_grad)):
-        result: Any = Combine.apply(routes, rows, shared, gate, out_dtype, total, overlap)
-        return result
+        return cast(Any, Combine.apply(routes, rows, shared, gate, out_dtype, total, overlap))
     total = routes.start_total(rows, "results") if total is None else total
     return total(shared=shared, shared_gate=gate, out_dtype=out_dtype)
 
@@ -168,5 +167,4 @@ def uses_of(x: torch.Tensor, count: int, *, summed: bool = False) -> tuple[torch
     """See `Uses`; None where x needs no gradient. summed: parts of the gradient are added on the way."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return (None,) * count
-    result: Any = Uses.apply(x, count, x.dtype if count == 1 and not summed else torch.float32)
-    return result
+    return cast(Any, Uses.apply(x, count, x.dtype if count == 1 and not summed else torch.float32))

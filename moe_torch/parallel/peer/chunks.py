@@ -140,17 +140,19 @@ def _direct(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingPl
         places, _ = _physical_ids(ranks, plan, ids, brought.token_mask, moving)
     elif moving is not None:
         table = moving.places
-    elif not _is_in_order(placement):
-        (table,) = constants((_places_of_experts(placement),), ids.device)
+    elif in_places := _places_of_experts(placement):
+        (table,) = constants((in_places,), ids.device)
     call = PeerCall.of(ranks, plan, ids, header)
     make = functools.partial(DirectRoutes, call, places_of_experts=table)
     return _Way(make, (ids, brought.weights, brought.token_mask, places), None)
 
 
 @functools.lru_cache(maxsize=256)
-def _places_of_experts(placement: Placement) -> tuple[int, ...]:
+def _places_of_experts(placement: Placement) -> tuple[int, ...] | None:
+    """None if expert e has place e."""
     _, places, start = placement.tables
-    return tuple(places[start[:-1]].tolist())
+    in_order = placement.num_places == placement.num_experts and places.tolist() == list(range(placement.num_experts))
+    return None if in_order else tuple(places[start[:-1]].tolist())
 
 
 def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor) -> CountedRoutes:
@@ -159,20 +161,13 @@ def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights:
     return CountedRoutes(PeerCall.of(ranks, plan, places), places, weights)
 
 
-@functools.lru_cache(maxsize=256)
-def _is_in_order(placement: Placement) -> bool:
-    return placement.num_places == placement.num_experts and placement.tables.places.tolist() == list(
-        range(placement.num_experts)
-    )
-
-
 def _places(
     ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places `[T, K]`, invalid_ids `[1]`, tokens_per_expert `[E]`. Sends the first messages, if any."""
     experts = plan.placement.num_experts
     _check_headers(ranks, plan, ids)
-    if moving is None and _is_in_order(plan.placement):
+    if moving is None and _places_of_experts(plan.placement) is None:
         layout = ops.make_layout(ids, experts, token_mask=token_mask)
         places = torch.where(layout.row_of_slot.view(ids.shape) < 0, -1, ids)
         return places, layout.invalid_ids, layout.group_sizes

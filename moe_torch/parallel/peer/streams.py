@@ -11,13 +11,8 @@ import torch
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
-
-
-@functools.cache
-def _store_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)
 
 
 class Streams:
@@ -26,9 +21,9 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self.computes = torch.cuda.current_stream(device) if on_gpu else None
-        self.copies = _copy_stream(device) if on_gpu else None
+        self.copies = _stream(device, -1) if on_gpu else None
         #: Products 2 beside products 1; in training a shared expert beside rows that travel.
-        self.stores = _store_stream(device) if on_gpu else None
+        self.stores = _stream(device, 0) if on_gpu else None
 
     @staticmethod
     def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from moe_torch.parallel.peer.streams import GradientOverlap, Streams, _copy_stream, _store_stream
+from moe_torch.parallel.peer.streams import GradientOverlap, Streams, _stream
 
 GPU = torch.device("cuda", 0)
 
@@ -44,15 +44,12 @@ def calls() -> Iterator[list[tuple[Any, ...]]]:
         found.append(("off", stream))
 
     current = Stream(GPU)
-    makers = _copy_stream, _store_stream
     with mock.patch.multiple(
         torch.cuda, Stream=Stream, Event=Event, stream=entered, current_stream=lambda device: current
     ):
-        for one in makers:
-            one.cache_clear()
+        _stream.cache_clear()
         yield found
-        for one in makers:
-            one.cache_clear()
+        _stream.cache_clear()
 
 
 def test_streams_of_a_gpu(calls: list[tuple[Any, ...]]) -> None:
