@@ -7,6 +7,7 @@ copies rows with torch's operations.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -26,19 +27,26 @@ from moe_torch.operators.stages import ROUTE_ROUNDED, ROUTE_ROUNDED_BACKWARD
 
 
 class _Rows(Rule):
-    def __init__(self, operator: Operator, differentiable: tuple[str, ...], backward: Operator, upstream: str) -> None:
+    """A backward whose options have the wanted gradients behind the first ones of the forward."""
+
+    upstream, first = "d_y", 1
+
+    def __init__(self, operator: Operator, differentiable: Collection[str], backward: Operator) -> None:
         super().__init__(operator, differentiable)
-        self._backward, self._upstream = backward, upstream
+        self._backward = backward
 
     def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         # The gradient of x needs no value of wide.
         return {name: tensor for name, tensor in tensors.items() if name != "wide"}
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
-        (spec,), backward = decode(ctx.options), self._backward
-        known = {**saved, self._upstream: upstream[0]}
-        gradients = call(backward, backward.by_name(known, spec, tuple(f"d_{name}" for name in asked)))
-        return dict(zip(asked, gradients, strict=True))
+        options, known = decode(ctx.options), {**saved, self.upstream: upstream[0]}
+        options = *options[: self.first], tuple(f"d_{name}" for name in asked), *options[self.first :]
+        return dict(zip(asked, call(self._backward, self._backward.by_name(known, *options)), strict=True))
+
+
+class _Router(_Rows):
+    upstream = "d_logits"
 
 
 class _Route(Rule):
@@ -64,11 +72,8 @@ class _RouteRounded(Rule):
         return {"logits": ROUTE_ROUNDED_BACKWARD.call(spec=spec, rounding=rounding, **arguments)}
 
 
-class _Product(Rule):
-    def __init__(self, operator: Operator, backward: Operator) -> None:
-        # `refuse` says which tensors cannot have a gradient.
-        super().__init__(operator, set(operator.names) - {"layer_index", *stages.LAYOUT})
-        self._backward = backward
+class _Product(_Rows):
+    first = 2
 
     def refuse(self, tensors: dict[str, Any], options: str, asked: list[str]) -> None:
         keywords = self.operator.signature.keywords(list(tensors.values()), decode(options), QuantizedTensor.unchecked)
@@ -76,12 +81,6 @@ class _Product(Rule):
         reason = why_no_gradient(operands, keywords["sizes"], keywords["spec"], set(asked))
         if reason is not None:
             raise Unsupported(reason)
-
-    def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
-        spec, sizes, *formats = decode(ctx.options)
-        known, wanted = {**saved, "d_y": upstream[0]}, tuple(f"d_{name}" for name in asked)
-        gradients = call(self._backward, self._backward.by_name(known, spec, sizes, wanted, *formats))
-        return dict(zip(asked, gradients, strict=True))
 
 
 class _Gather(Rule):
@@ -171,11 +170,11 @@ class _GroupedContraction(Rule):
 def define_stage_gradients() -> None:
     define_gradient(_GroupedMM(GROUPED_MM, ("x", "weight", "bias")))
     define_gradient(_GroupedContraction(GROUPED_CONTRACTION, ("left", "right")))
-    for forward, backward, upstream in (
-        (stages.ROUTER, stages.ROUTER_BACKWARD, "d_logits"),
-        (stages.RMS_NORM, stages.RMS_NORM_BACKWARD, "d_y"),
+    for kind, forward, backward in (
+        (_Router, stages.ROUTER, stages.ROUTER_BACKWARD),
+        (_Rows, stages.RMS_NORM, stages.RMS_NORM_BACKWARD),
     ):
-        define_gradient(_Rows(forward, forward.names, backward, upstream), backward)
+        define_gradient(kind(forward, forward.names, backward), backward)
     define_gradient(_Route(stages.ROUTE, ("logits",)), stages.ROUTE_BACKWARD)
     define_gradient(_RouteRounded(ROUTE_ROUNDED, ("logits",)), ROUTE_ROUNDED_BACKWARD)
     products = (
@@ -183,7 +182,9 @@ def define_stage_gradients() -> None:
         (stages.MATMUL_OGS_QUANTIZED, stages.MATMUL_OGS_QUANTIZED_BACKWARD),
     )
     for forward, backward in products:
-        define_gradient(_Product(forward, backward), backward)
+        # `refuse` says which tensors cannot have a gradient.
+        differentiable = set(forward.names) - {"layer_index", *stages.LAYOUT}
+        define_gradient(_Product(forward, differentiable, backward), backward)
     define_gradient(_Gather(stages.GATHER_ROWS, ("x", "wide")))
     define_gradient(_Activation(stages.ACTIVATION, ("x", "up")), stages.ACTIVATION_BACKWARD)
     define_gradient(_Reduce(stages.REDUCE, ("y", "shared", "shared_gate")))

@@ -105,19 +105,17 @@ def in_forward_mode() -> bool:
 
 
 _transforming = _named("_C._are_functorch_transforms_active")
-_is_wrapped = _named("_C._functorch.is_functorch_wrapped_tensor")
 BelowAutograd = _named("_C._AutoDispatchBelowAutograd")
-_keeps_graph = _named("_C._autograd._get_current_graph_task_keep_graph")
 #: True if torch does not tell: the caller then asks for its device.
 any_autocast: Callable[[], bool] = _named("_C._is_any_autocast_enabled", lambda: True)
 _executes = _named("_C._will_engine_execute_node")
-
-
 #: None if torch does not tell.
 transforming: Callable[[], bool | None] = _transforming or (lambda: None)
 #: Returns True if the current backward may run again, or torch does not tell.
-keeps_graph: Callable[[], bool] = _keeps_graph or (lambda: True)
-is_wrapped: Callable[[torch.Tensor], bool] = _is_wrapped or (lambda tensor: bool(transforming()))
+keeps_graph: Callable[[], bool] = _named("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
+is_wrapped: Callable[[torch.Tensor], bool] = _named(
+    "_C._functorch.is_functorch_wrapped_tensor", lambda tensor: bool(transforming())
+)
 
 
 def require_destinations() -> None:

@@ -294,11 +294,6 @@ def _wide_rows(local: torch.Tensor) -> torch.Tensor:
     rows = as_bytes(local)
     for dtype in _WIDEST:
         size = dtype.itemsize
-        if (
-            rows.shape[1]
-            and rows.shape[1] % size == 0
-            and rows.data_ptr() % size == 0
-            and rows.storage_offset() % size == 0
-        ):
+        if rows.shape[1] and not any(one % size for one in (rows.shape[1], rows.data_ptr(), rows.storage_offset())):
             return rows.view(dtype)
     return rows

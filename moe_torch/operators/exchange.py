@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -24,10 +24,8 @@ from moe_core.plan.steps import LaunchPlan
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.bridge.signature import MaybeTensor, Memory, Tensor, Written
+from moe_torch.operators.kinds import IntoOperator
 from moe_torch.operators.shapes import out_dtype_of
-
-_Parameters = ParamSpec("_Parameters")
-_Returned = TypeVar("_Returned")
 
 
 def _places_shapes(call: Any) -> Outputs:
@@ -108,17 +106,6 @@ def _plan_sum_into(*, out: ArraySpec, **arrays: Any) -> LaunchPlan:
     return plan
 
 
-class _IntoOperator(Operator[_Parameters, _Returned]):
-    _runs_plan_alone = False
-
-    def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-        ready, out = self.plans.get(key) or self._remember(key, arguments), arguments[self.names.index("out")]
-        self.require_alignment(arguments, ("out",))
-        self.run_ready(ready, arguments, (out,))
-        torch.autograd.graph.increment_version([out])
-        return []
-
-
 #: Returns owners, rows, received, overflow.
 PEER_PLACES = Operator(_peer_places, plan_peer_places, _places_shapes)
 TAKE_ROWS = Operator(
@@ -151,7 +138,7 @@ SUM_RESULTS = Operator(
     _plan_sum_results,
     lambda call: [((call.row_of_slot.shape[0], call.y.shape[1]), out_dtype_of(call.y, call.out_dtype))],
 )
-SUM_RESULTS_INTO = _IntoOperator(_sum_results_into, _plan_sum_into, _nothing)
+SUM_RESULTS_INTO = IntoOperator(_sum_results_into, _plan_sum_into, _nothing)
 RESULT_ADDRESSES = Operator(
     _result_addresses, plan_result_addresses, lambda call: [((call.sources.shape[0],), torch.int64)]
 )

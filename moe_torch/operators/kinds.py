@@ -73,3 +73,14 @@ class BackwardOperator(Operator[_Parameters, _Result]):
         destinations = [into.get(name) for name in wanted]
         outputs = self.run_ready(ready, arguments, destinations)
         return [output for name, output in zip(wanted, outputs, strict=True) if name not in into]
+
+
+class IntoOperator(Operator[_Parameters, _Result]):
+    _runs_plan_alone = False
+
+    def _run(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+        ready, out = self.plans.get(key) or self._remember(key, arguments), arguments[self.names.index("out")]
+        self.require_alignment(arguments, ("out",))
+        self.run_ready(ready, arguments, (out,))
+        torch.autograd.graph.increment_version([out])
+        return []

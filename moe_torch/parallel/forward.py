@@ -85,20 +85,16 @@ class ExpertParallel:
             require_apart(ranks_of(self.mesh, None, ""), ranks_of(self.tensor, None, "", "tensor", "tp"))
         elif self.tensor_tokens != "split":
             raise InvalidInput(f"tensor_tokens must be left out without tensor, got {self.tensor_tokens!r}; drop it")
-        exchange = self.exchange
-        if exchange.mode == "peer" and self.max_tokens is None:
+        exchange, peer = self.exchange, self.exchange.mode == "peer"
+        if peer and self.max_tokens is None:
             raise InvalidInput(
                 "max_tokens must be given with mode 'peer', whose memory is made for it, got None; pass the most that "
                 "a rank has in one call"
             )
-        peer = exchange.mode == "peer"
         if peer:
             require_peer_format(exchange.format)
-        for name, refused, instead in (
-            ("format", exchange.format is not None and not peer, None),
-            ("chunks", exchange.chunks != 1 and not peer, 1),
-        ):
-            if refused:
+        for name, instead in (("format", None), ("chunks", 1)):
+            if not peer and getattr(exchange, name) != instead:
                 raise Unsupported(
                     f"exchange.{name} must not be {getattr(exchange, name)!r} in moe_torch.parallel with mode "
                     f"{exchange.mode!r}; pass {instead!r}, or mode 'peer'"

@@ -246,6 +246,7 @@ def operator_samples(device: Any) -> dict[str, tuple[Operator, tuple[Any, ...]]]
             correction_bias=routing.correction_bias,
             token_mask=options["token_mask"],
         )
+        moe_torch.route_rounded(torch.randn(32, 4, device=device), moe_torch.RouterSpec(2), moe_torch.TokenRounding(16))
         layout = moe_torch.make_layout(
             chosen.ids, 3, expert_map=options["expert_map"], token_mask=options["token_mask"], max_rows=4
         )

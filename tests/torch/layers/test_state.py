@@ -212,7 +212,7 @@ WRONG_CALLS: dict[str, tuple[Any, str]] = {
         r"token_mask must be bool \(2, 3\), one for each token of x, got torch.bool \(6,\)",
     ),
     "mask dtype": (lambda layer, x: layer(x, torch.ones(2, 3)), r"token_mask must be bool \(2, 3\).*got torch.float32"),
-    "mask array": (lambda layer, x: layer(x, [True]), "token_mask must be a Tensor, got list"),
+    "mask array": (lambda layer, x: layer(x, [True]), "token_mask must be a torch.Tensor, got list"),
     "device": (lambda layer, x: layer(x.to("meta")), "must be on meta like x, got cpu"),
     "explain": (
         lambda layer, x: layer.explain((2, 3)),
