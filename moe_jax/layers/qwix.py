@@ -11,8 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import Format, Scheme, format_named, format_names, scheme_named
-from moe_core.formats.format import known_scheme
+from moe_core.formats import Format, Scheme, format_named, format_names, known_scheme, scheme_named
 
 #: Types without a tile size, or with a fixed one.
 _FORMATS = {

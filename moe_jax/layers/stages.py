@@ -13,9 +13,8 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MAXTEXT, LayerPart, MoELayerSpec
 from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids, require_ids
 from moe_core.parallel import ParallelOutput
-from moe_core.specs import MatmulSpec, MoESpec, NormSpec, RouterSpec
+from moe_core.specs import LogitsSpec, MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
-from moe_core.specs.routing import LogitsSpec
 from moe_jax import ops
 from moe_jax.ops import MoEOutput, Routing, TopK
 from moe_jax.parallel.axis import ExpertAxis

@@ -10,8 +10,7 @@ from jax.sharding import AbstractMesh
 
 from moe_core.base.checks import require_kind
 from moe_core.errors import InvalidInput
-from moe_core.parallel.placement import Placement
-from moe_core.parallel.spec import ExchangeSpec
+from moe_core.parallel import ExchangeSpec, Placement
 from moe_jax.parallel.forward import Group
 
 

@@ -10,14 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel import ExchangeSpec, ParallelOutput, Placement, plan_exchange
 from moe_core.parallel.operands import require_given, require_scores
-from moe_core.parallel.placement import Placement
-from moe_core.parallel.plan import plan_exchange
-from moe_core.parallel.result import ParallelOutput
-from moe_core.parallel.spec import ExchangeSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
-from moe_core.specs.tuning import Tuning
 from moe_jax import ops
 from moe_jax.autodiff.function import varying_alike
 from moe_jax.autodiff.moe import plain_top_k

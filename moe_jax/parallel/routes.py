@@ -12,9 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.parallel.bounds import bounds_of
-from moe_core.parallel.placement import Placement
-from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs.routing import LayoutSpec
 from moe_jax import ops
 from moe_jax.autodiff.function import varying_alike

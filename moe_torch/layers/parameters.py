@@ -12,8 +12,7 @@ import torch
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.layers import HUGGING_FACE, MoELayerSpec, Parameter, Storage, tiled_specs
-from moe_core.specs import MoESpec
-from moe_core.specs.matmul import MatmulSpec
+from moe_core.specs import MatmulSpec, MoESpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert, TopK, named_arrays
 from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES

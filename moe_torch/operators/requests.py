@@ -10,8 +10,7 @@ from moe_core.base.target import Target
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.moe.backward import plan_training
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import LayoutSpec, MatmulSpec, MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
     LayoutArrays,
@@ -24,7 +23,6 @@ from moe_core.specs.operands import (
     TopK,
     array_fields,
 )
-from moe_core.specs.routing import LayoutSpec
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode, require_instance
 from moe_torch.operators.stages import MATMUL_OGS, MATMUL_OGS_QUANTIZED

@@ -27,9 +27,8 @@ from moe_core.ops.routing.layout import plan_layout_of_runs
 from moe_core.ops.routing.rounding import plan_route_rounded, plan_route_rounded_backward
 from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.steps import LaunchPlan
-from moe_core.specs import Activation, LogitsSpec, NormSpec, RouterSpec
+from moe_core.specs import Activation, LogitsSpec, NormSpec, RouterSpec, TokenRounding
 from moe_core.specs import operands as bundles
-from moe_core.specs.routing import TokenRounding
 from moe_torch.bridge.operator import Operator, Outputs
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.bridge.signature import MaybeTensor, Signature, Tensor, fields_of

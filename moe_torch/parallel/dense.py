@@ -10,9 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from moe_core.errors import Unsupported
 from moe_core.ops.moe.names import result_names, saved_names
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, SharedExpert, TopK, named_arrays
-from moe_core.specs.tuning import Tuning
 from moe_torch.bridge.operator import call, call_first
 from moe_torch.bridge.options import require_instance
 from moe_torch.operators import stages, table

@@ -14,10 +14,8 @@ import torch
 from moe_core.base.arrays import require_spec
 from moe_core.base.checks import finite_float, require_choice, set_integer
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel import ExchangePlan, ParallelOutput, Placement, plan_exchange
 from moe_core.parallel.operands import experts_digest, require_given, require_scores
-from moe_core.parallel.placement import Placement
-from moe_core.parallel.plan import ExchangePlan, plan_exchange
-from moe_core.parallel.result import ParallelOutput
 from moe_core.parallel.spec import ExchangeSpec, refuse_chunks
 from moe_core.parallel.tensor import TOKENS, WHOLE, TensorSplit
 from moe_core.specs.moe import MoESpec

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.parallel.placement import Placement
-from moe_core.specs.moe import MoESpec
+from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MoEOutput, TopK
-from moe_core.specs.tuning import Tuning
 from moe_torch import ops
 from moe_torch.parallel import peer_ops
 

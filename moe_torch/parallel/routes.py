@@ -13,11 +13,9 @@ import numpy as np
 import torch
 
 from moe_core.ops.exchange.operands import SendOperands
+from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement
 from moe_core.parallel.exchange import splits
 from moe_core.parallel.header import STATIC_MODES, Header, compare_headers
-from moe_core.parallel.placement import Placement
-from moe_core.parallel.plan import ExchangePlan
-from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops

@@ -16,10 +16,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from moe_core.errors import InvalidInput
+from moe_core.parallel import ExchangePlan, Placement, TensorSplit
 from moe_core.parallel.header import FAILED, compare_headers
-from moe_core.parallel.placement import Placement
-from moe_core.parallel.plan import ExchangePlan
-from moe_core.parallel.tensor import TensorSplit
 from moe_core.specs.operands import ExpertWeights, RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from moe_core.parallel import ExchangePlan, Placement
 from moe_core.parallel.bounds import runs_in_lanes, second_multiprocessors, sets_of_buffers
-from moe_core.parallel.placement import Placement
-from moe_core.parallel.plan import ExchangePlan
 from moe_core.specs.operands import MoEOutput, TopK
 from moe_torch import ops
 from moe_torch.parallel.exchange import Places, constants, physical_ids
