@@ -40,6 +40,7 @@ from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.owner import Owner, Results
 from moe_torch.parallel.peer.chunks import run_peer
 from moe_torch.parallel.peer.interface import require_peer_format
+from moe_torch.parallel.route import ExchangeCall
 from moe_torch.parallel.routes import plan_routes, tell_failure
 from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of, require_apart
 
@@ -225,8 +226,9 @@ class Exchange:
             if tensor is not None:
                 brought = tensor.gather(plan, self.ranks.rank, brought)
                 experts = bias_once(experts, tensor.split)
+            call = ExchangeCall(self.ranks, plan, self.moving)
             if plan.spec.mode != "peer":
-                planner = plan_routes(self.ranks, plan, brought.ids, brought.weights, brought.token_mask, self.moving)
+                planner = plan_routes(call, brought.ids, brought.weights, brought.token_mask)
         except Exception:
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
             tell_peers(self.parallel, placement, device, self.tensor)
@@ -235,7 +237,7 @@ class Exchange:
         owner = Owner(experts, spec, placement, ids.shape[1], brought.wide is not None)
         dense_of_parts, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
         if planner is None:
-            results = run_peer((self.ranks, plan, self.moving), brought, owner, dense_of_parts, of_parts)
+            results = run_peer(call, brought, owner, dense_of_parts, of_parts)
             del brought
         else:
             routes = planner.start()()

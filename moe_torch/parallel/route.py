@@ -7,7 +7,25 @@ from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 
-from moe_torch.parallel.group import Arriving
+from moe_core.parallel import ExchangePlan
+from moe_torch.parallel.exchange import constants
+from moe_torch.parallel.group import Arriving, Ranks
+from moe_torch.parallel.moving import MovingPlacement
+
+
+class ExchangeCall(NamedTuple):
+    """What every step of a call needs. moving: the placement at the time of a replay, if it may change."""
+
+    ranks: Ranks
+    plan: ExchangePlan
+    moving: MovingPlacement | None = None
+
+    def header(self, device: torch.device) -> torch.Tensor:
+        """int32 `[8]` on the device."""
+        if self.moving is not None:
+            return self.moving.header(self.plan.header)
+        (header,) = constants((tuple(self.plan.header),), device)
+        return header
 
 
 class TotalOptions(TypedDict, total=False):

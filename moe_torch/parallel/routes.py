@@ -22,8 +22,7 @@ from moe_torch import ops
 from moe_torch.operators import routes as operators
 from moe_torch.parallel.exchange import constants, placement_tables
 from moe_torch.parallel.group import Arriving, Ranks, Way
-from moe_torch.parallel.moving import MovingPlacement
-from moe_torch.parallel.route import Gradients, Total
+from moe_torch.parallel.route import ExchangeCall, Gradients, Total
 
 _HEADER = len(Header._fields)
 
@@ -104,19 +103,13 @@ def take_slots(rows: torch.Tensor, slots: torch.Tensor, each: int = 1) -> torch.
 
 
 def plan_routes(
-    ranks: Ranks,
-    plan: ExchangePlan,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    token_mask: torch.Tensor | None = None,
-    moving: MovingPlacement | None = None,
+    call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None = None
 ) -> Counted | Blocks:
     """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`. `start` sends the first message.
 
-    token_mask bool `[T]`: False tokens have no slots. moving: placement at a replay. Raises InvalidInput, Unsupported.
+    token_mask bool `[T]`: False tokens have no slots. Raises InvalidInput, Unsupported.
     """
-    kind = Counted if plan.spec.mode == "all_to_all" else Blocks
-    return kind(ranks, plan, ids, weights, token_mask, moving)
+    return (Counted if call.plan.spec.mode == "all_to_all" else Blocks)(call, ids, weights, token_mask)
 
 
 def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> torch.Tensor | None:
@@ -169,21 +162,14 @@ class _Tables(NamedTuple):
 
 class _Planner:
     def __init__(
-        self,
-        ranks: Ranks,
-        plan: ExchangePlan,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        token_mask: torch.Tensor | None,
-        moving: MovingPlacement | None,
+        self, call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None
     ) -> None:
+        ranks, plan, moving = call
         self.ranks, self.plan, self.spec, self.rank = ranks, plan, plan.tables, ranks.rank
-        self.num_tokens, self.top_k = plan.brought, plan.top_k
-        if moving is None:
-            places, start = placement_tables(plan.placement, ids.device)
-            (self.header,) = constants((tuple(plan.header),), ids.device)
-        else:
-            places, start, self.header = moving.places, moving.start, moving.header(plan.header)
+        self.num_tokens, self.top_k, self.header = plan.brought, plan.top_k, call.header(ids.device)
+        places, start = (
+            placement_tables(plan.placement, ids.device) if moving is None else (moving.places, moving.start)
+        )
         mask = None if token_mask is None else token_mask.contiguous()
         weights = (weights.detach() if weights.requires_grad else weights).contiguous()
         self._operands = SendOperands(ids.contiguous(), weights, places, start, self.header, mask)

@@ -19,12 +19,12 @@ from moe_torch import ops
 from moe_torch.parallel.exchange import Places, constants, physical_ids
 from moe_torch.parallel.function import awaited, combine, dispatch
 from moe_torch.parallel.group import Ranks
-from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.owner import Multiprocessors, Owner, Results
 from moe_torch.parallel.peer.counted import CountedRoutes
 from moe_torch.parallel.peer.direct import DirectRoutes
 from moe_torch.parallel.peer.interface import PeerCall, PeerRoutes
 from moe_torch.parallel.peer.streams import GradientOverlap, Streams
+from moe_torch.parallel.route import ExchangeCall
 from moe_torch.parallel.routes import check_headers
 from moe_torch.parallel.tensor import Brought
 
@@ -56,19 +56,10 @@ class _Way(NamedTuple):
     counts: tuple[torch.Tensor, torch.Tensor] | None
 
 
-def run_peer(
-    call: tuple[Ranks, ExchangePlan, MovingPlacement | None],
-    brought: Brought,
-    owner: Owner,
-    shared: Shared | None,
-    dtype: torch.dtype,
-) -> Results:
-    """Run the forward of a rank. shared: called while rows travel, if possible. dtype: of the output.
-
-    call: ranks, plan, and the placement at the time of a replay, or None.
-    """
-    ranks, plan, moving = call
-    make, arrays, counts = (_direct if plan.direct else _counted)(ranks, plan, brought, moving)
+def run_peer(call: ExchangeCall, brought: Brought, owner: Owner, shared: Shared | None, dtype: torch.dtype) -> Results:
+    """Run the forward of a rank. shared: called while rows travel, if possible. dtype: of the output."""
+    plan = call.plan
+    make, arrays, counts = (_direct if plan.direct else _counted)(call, brought)
     x, size = brought.x, -(-len(brought.x) // plan.spec.chunks)
     bounds = [min(number * size, len(x)) for number in range(plan.spec.chunks + 1)]
     chunks = _cut((x, brought.wide, *arrays), bounds)
@@ -123,26 +114,22 @@ def _beside_shared(
     return output, _Part(results.tokens_per_expert, routes)
 
 
-def _counted(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingPlacement | None) -> _Way:
-    places, invalid, counts = _places(ranks, plan, brought.ids, brought.token_mask, moving)
-    header = None if moving is None else moving.header(plan.header)
-    call = PeerCall.of(ranks, plan, places, header)
-    return _Way(functools.partial(CountedRoutes, call), (places, brought.weights), (counts, invalid))
+def _counted(call: ExchangeCall, brought: Brought) -> _Way:
+    places, invalid, counts = _places(call, brought.ids, brought.token_mask)
+    make = functools.partial(CountedRoutes, PeerCall.of(call, places))
+    return _Way(make, (places, brought.weights), (counts, invalid))
 
 
-def _direct(ranks: Ranks, plan: ExchangePlan, brought: Brought, moving: MovingPlacement | None) -> _Way:
-    placement, ids, table, places, header = plan.placement, brought.ids, None, None, None
-    _check_headers(ranks, plan, ids)
-    if moving is not None:
-        header = moving.header(plan.header)
+def _direct(call: ExchangeCall, brought: Brought) -> _Way:
+    placement, moving, ids, table, places = call.plan.placement, call.moving, brought.ids, None, None
+    _check_headers(call, ids)
     if placement.num_places > placement.num_experts and (placement.has_replicas or moving is not None):
-        places, _ = _physical_ids(ranks, plan, ids, brought.token_mask, moving)
+        places, _ = _physical_ids(call, ids, brought.token_mask)
     elif moving is not None:
         table = moving.places
     elif in_places := _places_of_experts(placement):
         (table,) = constants((in_places,), ids.device)
-    call = PeerCall.of(ranks, plan, ids, header)
-    make = functools.partial(DirectRoutes, call, places_of_experts=table)
+    make = functools.partial(DirectRoutes, PeerCall.of(call, ids), places_of_experts=table)
     return _Way(make, (ids, brought.weights, brought.token_mask, places), None)
 
 
@@ -156,35 +143,34 @@ def _places_of_experts(placement: Placement) -> tuple[int, ...] | None:
 
 def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor) -> CountedRoutes:
     """The routes of this rank's ids and weights `[T, K]`. A collective."""
-    places, *_ = _places(ranks, plan, ids, None, None)
-    return CountedRoutes(PeerCall.of(ranks, plan, places), places, weights)
+    call = ExchangeCall(ranks, plan)
+    places, *_ = _places(call, ids, None)
+    return CountedRoutes(PeerCall.of(call, places), places, weights)
 
 
 def _places(
-    ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
+    call: ExchangeCall, ids: torch.Tensor, token_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places `[T, K]`, invalid_ids `[1]`, tokens_per_expert `[E]`. Sends the first messages, if any."""
-    experts = plan.placement.num_experts
-    _check_headers(ranks, plan, ids)
-    if moving is None and _places_of_experts(plan.placement) is None:
-        layout = ops.make_layout(ids, experts, token_mask=token_mask)
+    placement = call.plan.placement
+    _check_headers(call, ids)
+    if call.moving is None and _places_of_experts(placement) is None:
+        layout = ops.make_layout(ids, placement.num_experts, token_mask=token_mask)
         places = torch.where(layout.row_of_slot.view(ids.shape) < 0, -1, ids)
         return places, layout.invalid_ids, layout.group_sizes
-    places, invalid = _physical_ids(ranks, plan, ids, token_mask, moving)
-    return places, invalid, ops.make_layout(torch.where(places < 0, -1, ids), experts).group_sizes
+    places, invalid = _physical_ids(call, ids, token_mask)
+    return places, invalid, ops.make_layout(torch.where(places < 0, -1, ids), placement.num_experts).group_sizes
 
 
-def _check_headers(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor) -> None:
+def _check_headers(call: ExchangeCall, ids: torch.Tensor) -> None:
     if not ids.is_cuda:
         # Waiting costs nothing here. On a GPU headers travel with the first message. If they differ, the output is NaN.
-        check_headers(ranks, plan.header, ids.device)
+        check_headers(call.ranks, call.plan.header, ids.device)
 
 
-def _physical_ids(
-    ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, token_mask: torch.Tensor | None, moving: MovingPlacement | None
-) -> Places:
+def _physical_ids(call: ExchangeCall, ids: torch.Tensor, token_mask: torch.Tensor | None) -> Places:
     """Replicas depend on the tokens of ranks ahead."""
-    first_token: Any = 0
+    (ranks, plan, moving), first_token = call, cast(Any, 0)
     if plan.placement.has_replicas or moving is not None:
         (tokens,) = constants(((len(ids),),), ids.device)
         first_token = ranks.all_gather(tokens, "tokens")[: ranks.rank].sum()

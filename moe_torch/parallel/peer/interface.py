@@ -10,9 +10,9 @@ from moe_core.base.arrays import ALIGNMENT
 from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedSpec, quantized_shapes
 from moe_core.parallel.plan import ExchangePlan
-from moe_torch.parallel import exchange, peer_ops
+from moe_torch.parallel import peer_ops
 from moe_torch.parallel.group import Ranks
-from moe_torch.parallel.route import Routes, TotalOptions
+from moe_torch.parallel.route import ExchangeCall, Routes, TotalOptions
 
 
 class PeerCall(NamedTuple):
@@ -24,10 +24,8 @@ class PeerCall(NamedTuple):
     header: torch.Tensor
 
     @classmethod
-    def of(cls, ranks: Ranks, plan: ExchangePlan, tokens: torch.Tensor, header: torch.Tensor | None = None) -> PeerCall:
-        if header is None:
-            (header,) = exchange.constants((tuple(plan.header),), tokens.device)
-        return cls(ranks, plan, len(tokens), header)
+    def of(cls, call: ExchangeCall, tokens: torch.Tensor) -> PeerCall:
+        return cls(call.ranks, call.plan, len(tokens), call.header(tokens.device))
 
 
 class PeerTotal(Protocol):
