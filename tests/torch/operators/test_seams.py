@@ -14,13 +14,13 @@ import moe_torch
 from moe_torch.bridge import operator as bridge
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode
-from moe_torch.operators import exchange, pushed, requests, routes, stages, table
+from moe_torch.operators import exchange, grouped, pushed, requests, routes, stages, table
 
 
 def operators() -> dict[str, Operator]:
     """Every operator that is called by name, not by the names of a backward's tensors."""
     values: list[Any] = []
-    for module in (table, stages, exchange, pushed, routes):
+    for module in (table, stages, exchange, grouped, pushed, routes):
         for value in vars(module).values():
             values += value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
     found = {one.name: one for one in values if isinstance(one, Operator) and hasattr(one, "call")}
