@@ -113,12 +113,14 @@ memcheck: environment
 soak: environment
 	$(RUN) -m tools.soak $(SOAK)
 
-# Other people's code on ours: vLLM's files out of its wheel, and triton_kernels' own tests where they are there.
+# Other people's code on ours: files of vLLM and torchtitan out of their wheels, and triton_kernels' own tests where they
+# are there.
 upstream: environment
 	$(RUN) -m tools.upstream
+	$(RUN) -m tools.upstream torchtitan
 	$(RUN) -m tools.upstream triton-tests || [ $$? = 69 ]
 
-# MaxText's configs, out of its wheel, on the Flax layers.
+# MaxText's configs, out of its wheel, on the Flax layers, and its sparse layer on ragged_dot.
 maxtext: environment
 	$(RUN) -m tools.upstream maxtext
 

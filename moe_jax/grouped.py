@@ -74,7 +74,7 @@ def ragged_dot_general(
     Args:
         ragged_dot_dimension_numbers: they choose the form.
 
-    Other arguments, gradients and errors are those of `ragged_dot`.
+    Other arguments, gradients and errors are as in `ragged_dot`.
     """
     numbers = ragged_dot_dimension_numbers
     ((lhs_contracted, rhs_contracted), batch), ragged = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions

@@ -47,8 +47,8 @@ def grouped_mm(
     | `[G, M, K]` | `[G, K, N]` | none | `[G, M, N]` |
 
     Args:
-        mat_a: bf16, fp16 or fp32. A 2D operand may be a view with rows or columns in one piece. One whose ragged axis
-            is not its slow axis in memory is copied.
+        mat_a: bf16, fp16 or fp32. A 2D operand may be a view with rows or columns in one piece. It is
+            copied if its rows (along a ragged K its columns) are not in one piece.
         mat_b: like mat_a. 3D operands are row-major or column-major.
         offs: int32 or int64 `[G]`. An entry below an earlier one, or past the end, makes an empty or a shorter group.
         bias: `[G, N]` in fp32 or the dtype of mat_a, for 3D mat_b.
@@ -89,7 +89,7 @@ def scaled_grouped_mm(
 ) -> torch.Tensor:
     """Multiply groups of fp8 rows with their fp8 matrices: `torch.nn.functional.scaled_grouped_mm`.
 
-    Forms and offs are those of `grouped_mm`. Sums of codes are fp32, multiplied with both scales and cast once. Nothing
+    Forms and offs are as in `grouped_mm`. Sums of codes are fp32, multiplied with both scales and cast once. Nothing
     has a gradient.
 
     Args:

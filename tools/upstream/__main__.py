@@ -1,4 +1,5 @@
-"""Run other people's code on ours: `python -m tools.upstream` (vLLM), or with `triton-tests` or `maxtext` behind it."""
+"""Run other people's code on ours: `python -m tools.upstream` (vLLM), or with `triton-tests`, `maxtext` or `torchtitan`
+behind it."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ UNAVAILABLE = 69
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.upstream", description=__doc__)
-    parser.add_argument("what", nargs="?", choices=("vllm", "triton-tests", "maxtext"), default="vllm")
+    parser.add_argument("what", nargs="?", choices=("vllm", "triton-tests", "maxtext", "torchtitan"), default="vllm")
     parser.add_argument(
-        "--wheel", type=pathlib.Path, help="the wheel of vLLM or MaxText; else it is downloaded once (336 MB, 14 MB)"
+        "--wheel",
+        type=pathlib.Path,
+        help="the wheel of vLLM, MaxText or torchtitan; else it is downloaded once (336, 14, 1 MB)",
     )
     parser.add_argument("--source", type=pathlib.Path, help="the folder python/triton_kernels of Triton 3.5")
     parser.add_argument("--engine", choices=("cuda", "interpreter", "reference"), help="only on this one")
@@ -34,7 +37,13 @@ def main() -> int:
             return run_tests(arguments.source, arguments.only)
         if arguments.what == "maxtext":
             return _maxtext(arguments.wheel)
-        return _vllm(arguments)
+        if arguments.engine is None:
+            # Kernels are either compiled or interpreted in a process.
+            return max(_engine(name) for name in _engines())
+        wanted = {"TRITON_INTERPRET": "0"} if arguments.engine == "cuda" else _ON_CPU
+        if any(os.environ.get(name, "0") != value for name, value in wanted.items()):
+            os.execve(sys.executable, [sys.executable, "-m", "tools.upstream", *sys.argv[1:]], {**os.environ, **wanted})
+        return _torchtitan(arguments) if arguments.what == "torchtitan" else _vllm(arguments)
     except Missing as error:
         print(error, file=sys.stderr)
         return UNAVAILABLE
@@ -44,12 +53,6 @@ def _vllm(arguments: argparse.Namespace) -> int:
     from tools.upstream.published import vllm_files
 
     files = vllm_files(arguments.wheel)
-    if arguments.engine is None:
-        # Kernels are either compiled or interpreted in a process.
-        return max(_engine(name) for name in _engines())
-    wanted = {"TRITON_INTERPRET": "0"} if arguments.engine == "cuda" else _ON_CPU
-    if any(os.environ.get(name, "0") != value for name, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, "-m", "tools.upstream", *sys.argv[1:]], {**os.environ, **wanted})
     from tools.upstream import adapt_cases, object_cases, oracle_cases, recipe_cases, vllm_cases
     from tools.upstream.refusals import VLLM
     from tools.upstream.running import run_cases, table
@@ -65,15 +68,27 @@ def _vllm(arguments: argparse.Namespace) -> int:
     return int(any(result.failed for result in results))
 
 
+def _torchtitan(arguments: argparse.Namespace) -> int:
+    """torchtitan's experts with their one method replaced."""
+    from tools.upstream.published import torchtitan_files
+    from tools.upstream.torchtitan import check
+
+    problems = check(torchtitan_files(arguments.wheel), arguments.engine)
+    for problem in problems:
+        print(problem)
+    return int(bool(problems))
+
+
 def _maxtext(wheel: pathlib.Path | None) -> int:
-    """MaxText's configs on 8 host devices."""
+    """MaxText's configs on 8 host devices, and its sparse layer with ragged_dot replaced."""
     from tools.upstream.published import maxtext_files
 
     package = maxtext_files(wheel)
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     from tools.upstream.maxtext import check
+    from tools.upstream.maxtext_moe import check_layer
 
-    problems = check(package)
+    problems = [*check(package), *check_layer(package)]
     for problem in problems:
         print(problem)
     return int(bool(problems))

@@ -1,7 +1,7 @@
 """Other people's imports, changed: `vllm` from the files of its wheel and stand-ins, `triton_kernels` = our compat.
 
 A module of `vllm` is the wheel's file where `SERVED` names it, a stand-in of ours, or else a placeholder, whose names
-may be imported and annotated with, and raise when they are used.
+may be imported and annotated with, and raise when they are used. Another world has its own list.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
-
-from moe_torch.compat import triton_kernels
 
 MOE = "vllm.model_executor.layers.fused_moe"
 QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
@@ -67,22 +65,30 @@ class _Placeholder(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of `vllm`; replaced: names that take the place of a module's, by module."""
+    """Finds the modules of the packages that served and stand_ins name. served: modules that are the wheel's files.
+    replaced: names that take the place of a module's, by module."""
 
-    def __init__(self, files: pathlib.Path, stand_ins: Mapping[str, Names], replaced: Mapping[str, Names]) -> None:
-        self.files, self.stand_ins, self.replaced = files, stand_ins, replaced
+    def __init__(
+        self,
+        files: pathlib.Path,
+        stand_ins: Mapping[str, Names],
+        replaced: Mapping[str, Names],
+        served: Sequence[str] = SERVED,
+    ) -> None:
+        self.files, self.stand_ins, self.replaced, self.served = files, stand_ins, replaced, served
+        self.packages = {name.partition(".")[0] for name in (*served, *stand_ins)}
 
     def knows(self, name: str) -> bool:
         """Whether a module is more than a placeholder, or holds one that is."""
-        known = (*SERVED, *self.stand_ins, *self.replaced)
+        known = (*self.served, *self.stand_ins, *self.replaced)
         return any(one == name or one.startswith(f"{name}.") for one in known)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != "vllm":
+        if fullname.partition(".")[0] not in self.packages:
             return None
-        if fullname in SERVED:
+        if fullname in self.served:
             file = self.files / f"{fullname.replace('.', '/')}.py"
             return importlib.util.spec_from_file_location(fullname, file, loader=_File(fullname, str(file), self))
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -115,22 +121,30 @@ WHOLE = "__whole__"
 
 
 @contextlib.contextmanager
-def world(files: pathlib.Path, stand_ins: Mapping[str, Names], replaced: Mapping[str, Names]) -> Iterator[None]:
-    """Inside, `vllm` and `triton_kernels` are importable; afterwards what was imported of them is forgotten."""
-    finder = _Finder(files, stand_ins, replaced)
+def world(
+    files: pathlib.Path,
+    stand_ins: Mapping[str, Names],
+    replaced: Mapping[str, Names],
+    served: Sequence[str] = SERVED,
+) -> Iterator[None]:
+    """Inside, `vllm` and `triton_kernels` (or what served names) are importable; afterwards what was imported of them
+    is forgotten."""
+    finder = _Finder(files, stand_ins, replaced, served)
     sys.meta_path.insert(0, finder)
     try:
-        with compat_as_triton_kernels():
+        with compat_as_triton_kernels() if served is SERVED else contextlib.nullcontext():
             yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in finder.packages]:
             del sys.modules[name]
 
 
 @contextlib.contextmanager
 def compat_as_triton_kernels() -> Iterator[None]:
     """Inside, `triton_kernels` and its modules are those of `moe_torch.compat.triton_kernels`."""
+    from moe_torch.compat import triton_kernels
+
     base = triton_kernels.__name__
     modules = [base, *(found.name for found in pkgutil.walk_packages(triton_kernels.__path__, f"{base}."))]
     aliases = {f"triton_kernels{name.removeprefix(base)}": importlib.import_module(name) for name in modules}

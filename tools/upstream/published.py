@@ -1,4 +1,5 @@
-"""Where the files of others are: the wheels of vLLM and MaxText, fetched once, and the tests of `triton_kernels`.
+"""Where the files of others are: the wheels of vLLM, MaxText and torchtitan, fetched once, and the tests of
+`triton_kernels`.
 
 They stay below `build/`, which git ignores.
 """
@@ -12,7 +13,7 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "upstream"
-VLLM, MAXTEXT = "0.33.0", "0.2.5"
+VLLM, MAXTEXT, TORCHTITAN = "0.33.0", "0.2.5", "0.3.0"
 #: What is unpacked of the wheels, by the beginning of the path.
 _WANTED = {
     "vllm": (
@@ -22,7 +23,14 @@ _WANTED = {
         "vllm/utils/math_utils.py",
         "vllm/scalar_type.py",
     ),
-    "maxtext": ("maxtext/configs/base.yml", "maxtext/configs/custom_mesh_and_rule/", "maxtext/layers/"),
+    "torchtitan": ("torchtitan/models/", "torchtitan/ops/"),
+    "maxtext": (
+        "maxtext/configs/base.yml",
+        "maxtext/configs/custom_mesh_and_rule/",
+        "maxtext/layers/",
+        "maxtext/common/common_types.py",
+        "maxtext/utils/sharding.py",
+    ),
 }
 #: The folder `python/triton_kernels` of the Triton repository, with its tests.
 TRITON_KERNELS = CACHE / "triton_kernels"
@@ -52,10 +60,15 @@ def maxtext_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
     return _unpacked("maxtext", MAXTEXT, wheel) / "maxtext"
 
 
+def torchtitan_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
+    """The folder that holds the package `torchtitan` of its wheel, with the sources of its models."""
+    return _unpacked("torchtitan", TORCHTITAN, wheel)
+
+
 def _unpacked(name: str, version: str, wheel: pathlib.Path | None) -> pathlib.Path:
     folder = CACHE / f"{name}-{version}"
     done = folder / "unpacked"
-    if wheel is None and done.exists():
+    if wheel is None and done.exists() and all((folder / wanted).exists() for wanted in _WANTED[name]):
         return folder
     with zipfile.ZipFile(wheel or _downloaded(name, version)) as archive:
         for member in archive.namelist():
