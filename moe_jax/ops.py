@@ -66,7 +66,16 @@ from moe_core.specs.tuning import MatmulTuning, Tuning
 from moe_jax.autodiff.moe import run_moe
 from moe_jax.autodiff.stages import run_stage
 from moe_jax.bridge import pytrees as pytrees
-from moe_jax.bridge.calls import Array, OpCall, dtype_name, moe_request, on_host, require_type, training_plans
+from moe_jax.bridge.calls import (
+    Array,
+    OpCall,
+    dtype_name,
+    int32_ids,
+    moe_request,
+    on_host,
+    require_type,
+    training_plans,
+)
 from moe_jax.grouped import gmm, ragged_dot, ragged_dot_general
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_jax.rows import gather_rows, layout_of_runs, scale_rows
@@ -119,7 +128,7 @@ def route(
     require_type("spec", spec, RouterSpec)
     array = call.array("logits", logits)
     bias, mask = call.optional("correction_bias", correction_bias), call.optional("token_mask", token_mask)
-    options = {"correction_bias": bias, "token_mask": mask, "given": call.optional("given", ids)}
+    options = {"correction_bias": bias, "token_mask": mask, "given": call.optional("given", int32_ids(ids))}
     return Routing(*run_stage(call, plan_routing, array, spec, **options))
 
 
@@ -152,9 +161,9 @@ def make_layout(
     rows: int | None = None,
     checked: bool = False,
 ) -> RaggedLayout:
-    """Group the slots of ids int32 or int64 `[T, K]` by expert, as `moe_torch.make_layout`."""
+    """Group the slots of ids, integers `[T, K]`, by expert, as `moe_torch.make_layout`."""
     call = OpCall("make_layout")
-    shape = require_spec("ids", call.array("ids", ids), ("num_tokens", "top_k"), ID_DTYPES)
+    shape = require_spec("ids", call.array("ids", int32_ids(ids)), ("num_tokens", "top_k"), ID_DTYPES)
     require_flag("checked", checked)
     layout = LayoutSpec(shape.shape[0], shape.shape[1], num_experts, alignment, max_rows, rows)
     map_spec, mask = call.optional("expert_map", expert_map), call.optional("token_mask", token_mask)
@@ -166,11 +175,11 @@ def make_layout(
 
 
 def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> jax.Array:
-    """Pack ids int32 `[T, K]` into a bitmatrix uint32 `[T, ceil(E / 32)]`, as `moe_torch.pack_bitmatrix`."""
+    """Pack ids, integers `[T, K]`, into a bitmatrix uint32 `[T, ceil(E / 32)]`, as `moe_torch.pack_bitmatrix`."""
     call = OpCall("pack_bitmatrix")
     require_flag("checked", checked)
     num_experts = as_integer("num_experts", num_experts, 1)
-    bitmatrix, duplicates, invalid_ids = call.run(plan_pack_bitmatrix, call.array("ids", ids), num_experts)
+    bitmatrix, duplicates, invalid_ids = call.run(plan_pack_bitmatrix, call.array("ids", int32_ids(ids)), num_experts)
     if checked:
         require_known_ids(on_host("pack_bitmatrix", invalid_ids), num_experts)
         require_distinct_ids(on_host("pack_bitmatrix", duplicates))

@@ -53,7 +53,7 @@ def capture(function: Callable[..., Any]) -> Callable[..., tuple[Any, tuple[Laye
         def record(call: _Call) -> MoEOutput:
             result = call.run()
             _, num_experts = call.sizes
-            ids, weights = plain_top_k(jnp.asarray(result.ids), jnp.asarray(result.weights))
+            ids, weights = plain_top_k(result.ids, jnp.asarray(result.weights))
             layers.append(LayerRouting(ids, weights, num_experts))
             return result
 

@@ -47,6 +47,7 @@ from moe_torch.bridge.operator import call
 from moe_torch.bridge.options import dtype_name, layout_spec, require_instance
 from moe_torch.grouped import grouped_mm, scaled_grouped_mm
 from moe_torch.operators import stages
+from moe_torch.operators.kinds import as_int32
 from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, training_plans
 from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_torch.rows import gather_rows, layout_of_runs, scale_rows
@@ -111,10 +112,10 @@ def route(
     Args:
         logits: fp32 `[T, E]`.
         spec: the rules of the choice.
-        correction_bias: fp32 `[E]`, added to the scores for the selection only.
+        correction_bias: fp32 `[E]`, or `[T, E]` of each token, added to the scores for the selection only.
         token_mask: bool `[T]`. False tokens get ids -1 and weights 0.
-        ids: int32 `[T, K]`, distinct experts chosen elsewhere. The weights follow this order, and their logits get the
-            gradient. A token with an id outside [0, E) gets ids -1 and weights 0.
+        ids: integers `[T, K]`, distinct experts chosen elsewhere. The weights follow this order, and their logits get
+            the gradient. A token with an id outside [0, E) gets ids -1 and weights 0.
 
     Returns:
         ids int32 `[T, K]` and weights fp32 `[T, K]`.
@@ -123,7 +124,7 @@ def route(
         InvalidInput: K > E, groups that do not fit E, or ids with a correction bias.
     """
     require_instance("spec", spec, RouterSpec)
-    route = stages.ROUTE.call
+    route, ids = stages.ROUTE.call, None if ids is None else as_int32(ids)
     return Routing(*route(logits=logits, correction_bias=correction_bias, token_mask=token_mask, given=ids, spec=spec))
 
 
@@ -178,7 +179,7 @@ def make_layout(
     """Group the slots of ids by expert. An expert's rows are in slot order.
 
     Args:
-        ids: int32 or int64 `[T, K]`. -1 means no expert and no row.
+        ids: integers `[T, K]`. -1 means no expert and no row.
         num_experts: E, the local experts.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         token_mask: bool `[T]`. False tokens have no rows.
@@ -217,13 +218,13 @@ def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False
     Expert e sets bit `e % 32` of word `e // 32`. -1 and ids outside [0, E) set nothing.
 
     Args:
-        ids: int32 `[T, K]`.
+        ids: integers `[T, K]`.
         num_experts: E.
         checked: raise InvalidInput for a repeated id, or one outside [-1, E). Waits, as in `make_layout`.
     """
     _require_checkable(checked)
     num_experts = as_integer("num_experts", num_experts, 1)
-    bitmatrix, duplicates, invalid_ids = stages.PACK_BITMATRIX.call(ids=ids, num_experts=num_experts)
+    bitmatrix, duplicates, invalid_ids = stages.PACK_BITMATRIX.call(ids=as_int32(ids), num_experts=num_experts)
     if checked:
         require_known_ids(int(invalid_ids), num_experts)
         require_distinct_ids(int(duplicates))

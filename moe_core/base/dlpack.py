@@ -17,8 +17,8 @@ _SMALL_FLOATS = (
     *("float8_e5m2fnuz", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"),
 )
 _DTYPES = {
-    **{(0, bits): f"int{bits}" for bits in (8, 32, 64)},
-    **{(1, bits): f"uint{bits}" for bits in (8, 32)},
+    **{(0, bits): f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{(1, bits): f"uint{bits}" for bits in (8, 16, 32, 64)},
     **{(2, bits): f"float{bits}" for bits in (16, 32, 64)},
     **{(4, 16): "bfloat16", (6, 8): "bool", (10, 8): "float8_e4m3fn"},
 }

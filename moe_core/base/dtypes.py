@@ -21,13 +21,17 @@ _NAMES: dict[str, tuple[Any, str]] = {
     "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, "u8"),
     "int64": (np.int64, "i64"),
     "int32": (np.int32, "i32"),
+    "int16": (np.int16, "i16"),
     "int8": (np.int8, "i8"),
+    "uint64": (np.uint64, "u64"),
     "uint32": (np.uint32, "u32"),
+    "uint16": (np.uint16, "u16"),
     "uint8": (np.uint8, "u8"),
     "bool": (np.bool_, "u8"),
 }
 MATMUL_DTYPES = ("bfloat16", "float16", "float32")
-ID_DTYPES, ROUTER_WEIGHT_DTYPES = ("int32", "int64"), ("float32", "bfloat16", "float16")
+ROUTER_WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+ID_DTYPES = ("int32", "int64", "int16", "int8", "uint64", "uint32", "uint16", "uint8")
 
 
 def canonical(dtype: Any) -> str:

@@ -108,7 +108,8 @@ class MatmulOperands:
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """Route from x. weight `[D, E]` (`in_out`) or `[E, D]` (`out_in`), bias `[E]`, correction_bias fp32 `[E]`."""
+    """Route from x. weight `[D, E]` (`in_out`) or `[E, D]` (`out_in`), bias `[E]`, correction_bias fp32 `[E]` or
+    `[T, E]`."""
 
     weight: Any
     bias: Any = None
@@ -132,7 +133,7 @@ class LayerRouter(RouterWeights):
 
 @dataclass(frozen=True)
 class RouterLogits:
-    """Route from logits fp32 `[T, E]`; correction_bias fp32 `[E]`."""
+    """Route from logits fp32 `[T, E]`; correction_bias fp32 `[E]`, or `[T, E]` of each token."""
 
     logits: Any
     correction_bias: Any = None
@@ -142,8 +143,8 @@ class RouterLogits:
 class TopK:
     """Routing already decided.
 
-    ids: int32 or int64 `[T, K]`, -1 = no expert. Other ids outside the experts count as invalid. weights: fp32, bf16 or
-    fp16 `[T, K]`, multiplied in fp32; gradients have their dtype.
+    ids: integers of any width `[T, K]`, -1 = no expert. Other ids outside the experts count as invalid. weights: fp32,
+    bf16 or fp16 `[T, K]`, multiplied in fp32; gradients have their dtype.
     """
 
     ids: Any

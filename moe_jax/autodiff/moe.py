@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moe_core.base.dtypes import numpy_dtype
-from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
 from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
@@ -32,7 +31,7 @@ from moe_core.specs import operands as bundles
 from moe_core.specs.moe import MoESpec
 from moe_jax.autodiff.function import Rule, differentiated
 from moe_jax.bridge import platforms
-from moe_jax.bridge.calls import OpCall, Request, moe_request, on_host, undifferentiable
+from moe_jax.bridge.calls import OpCall, Request, int32_ids, moe_request, on_host, undifferentiable
 
 #: Checkpoint names for `jax.checkpoint` policies: the experts' pre-activations (large), and the routing with its layout
 #: (small). With both saved, a backward runs no forward.
@@ -138,9 +137,8 @@ class MoERule(Rule):
 
 
 def plain_top_k(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int64 ids as int32, with ids beyond it mapped to others out of range. bf16 and fp16 weights as fp32."""
-    if ids.dtype == jnp.int64:
-        ids = jnp.clip(ids, -2, INT32_LIMIT - 1).astype(jnp.int32)
+    """ids as int32, see `int32_ids`. bf16 and fp16 weights as fp32."""
+    ids = jnp.asarray(int32_ids(ids))
     return ids, weights.astype(jnp.float32) if weights.dtype in (jnp.bfloat16, jnp.float16) else weights
 
 

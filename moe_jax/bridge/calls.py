@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.checks import is_derived
-from moe_core.base.dtypes import canonical
+from moe_core.base.dtypes import ID_DTYPES, canonical
+from moe_core.base.sizes import INT32_LIMIT
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
@@ -240,6 +242,19 @@ def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> A
 execute = jax.jit(undifferentiable, static_argnums=0, inline=True)
 
 
+def int32_ids(ids: Any) -> Any:
+    """ids of any integer type as int32, with ids beyond int32 as others out of range. Others: unchanged."""
+    dtype = getattr(ids, "dtype", None)
+    if dtype is None or dtype.name not in ID_DTYPES or dtype.name == "int32":
+        return ids
+    if isinstance(ids, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(ids.shape, jnp.int32)
+    if dtype.itemsize >= 4:
+        least, most = max(-2, jnp.iinfo(dtype).min), INT32_LIMIT - 1
+        ids = ids.clip(np.array(least, dtype), np.array(most, dtype))
+    return ids.astype(np.int32)
+
+
 def moe_request(
     x: Any, experts: Any, routing: Any, spec: Any, *, token_mask: Any = None, expert_map: Any = None, shared: Any = None
 ) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
@@ -252,6 +267,8 @@ def moe_request(
             "spec.main_grad must be False in JAX, whose arrays nothing is added to in place, got True; leave it out, "
             "and add up the gradients of micro-batches in float32, as docs/user/training.md shows"
         )
+    if isinstance(routing, bundles.TopK):
+        routing = dataclasses.replace(routing, ids=int32_ids(routing.ids))
     call = OpCall("moe")
     of_x, of_experts = call.array("x", x), call.bundle("experts", experts, "experts.")
     arguments = of_x, of_experts, call.bundle("routing", routing, "routing."), spec

@@ -16,6 +16,7 @@ from moe_core.parallel import ParallelOutput
 from moe_core.specs import LogitsSpec, MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
 from moe_jax import ops
+from moe_jax.bridge.calls import int32_ids
 from moe_jax.ops import MoEOutput, Routing, TopK
 from moe_jax.parallel.axis import ExpertAxis
 from moe_jax.parallel.forward import run
@@ -27,8 +28,8 @@ class RoutedBy:
 
     Args:
         gate_inputs: like x. The router scores it instead of x.
-        expert_ids: int32 `[..., K]`, distinct experts of each token, weighted by the router without correction bias. A
-            token with an id outside [0, E) counts as masked.
+        expert_ids: integers `[..., K]`, distinct experts of each token, weighted by the router without correction bias.
+            A token with an id outside [0, E) counts as masked.
         input_ids: integers `[...]`, token ids for a layer with a table of ids, used without expert_ids.
     """
 
@@ -49,11 +50,11 @@ def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> Rou
             )
         rows = rows.reshape(given.x.shape).astype(given.x.dtype)
     if ids is not None:
-        ids, shape = jnp.asarray(ids), (*x.shape[:-1], spec.top_k)
+        ids, shape = jnp.asarray(int32_ids(ids)), (*x.shape[:-1], spec.top_k)
         if ids.shape != shape or ids.dtype != jnp.int32:
             raise InvalidInput(
-                f"expert_ids must be int32 {shape}, top_k for each token of x, got {ids.dtype} {ids.shape}; convert "
-                "them with .astype(jnp.int32) and give them that shape"
+                f"expert_ids must be integers {shape}, top_k for each token of x, got {ids.dtype} {ids.shape}; convert "
+                "them and give them that shape"
             )
         ids = ids.reshape(-1, spec.top_k)
     return RoutedBy(rows, _by_table(by, x, given, spec) if ids is None else ids)
@@ -63,7 +64,7 @@ def _by_table(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> j
     """ids int32 `[T, K]` from the table. None: the router chooses."""
     if by.input_ids is None:
         return None
-    tokens, table = jnp.asarray(by.input_ids), given.routing.table
+    tokens, table = jnp.asarray(int32_ids(by.input_ids)), given.routing.table
     if tokens.shape != x.shape[:-1] or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise InvalidInput(
             f"input_ids must be integers {x.shape[:-1]}, one for each token of x, got {tokens.dtype} {tokens.shape}; "

@@ -17,7 +17,7 @@ from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, 
 from moe_jax import ops
 from moe_jax.autodiff.function import varying_alike
 from moe_jax.autodiff.moe import plain_top_k
-from moe_jax.bridge.calls import Array, OpCall, require_array, require_type
+from moe_jax.bridge.calls import Array, OpCall, int32_ids, require_array, require_type
 from moe_jax.parallel import exchange as arithmetic
 from moe_jax.parallel.collectives import varying_over
 from moe_jax.parallel.dense import shared_output
@@ -151,9 +151,10 @@ def _route(
 ) -> tuple[Any, Any, Any, jax.Array]:
     """Returned ids, weights and logits, and the weights that travel."""
     if isinstance(routing, TopK):
+        routing = dataclasses.replace(routing, ids=int32_ids(routing.ids))
         specs = OpCall("moe").bundle("routing", routing, "routing.")
         require_given(specs.ids, specs.weights, x.shape[0])
-        ids, weights = plain_top_k(jnp.asarray(routing.ids), jnp.asarray(routing.weights))
+        ids, weights = plain_top_k(routing.ids, jnp.asarray(routing.weights))
         return ids, weights, None, weights
     if spec.router is None:
         raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")

@@ -19,7 +19,7 @@ def from_dlpack(exporter: Any) -> torch.Tensor:
     the exporter makes torch's current stream wait. For the way back use the other library's function, such as
     `jax.dlpack.from_dlpack(tensor)`.
 
-    dtypes: float32, float16, bfloat16, float64, float8_e4m3fn, int64, int32, int8, uint32, uint8 and bool.
+    dtypes: float32, float16, bfloat16, float64, float8_e4m3fn, integers and bool.
 
     Raises:
         InvalidInput: other dtypes (pass sub-byte data packed as uint8), NumPy arrays of bfloat16 (NumPy cannot export

@@ -18,7 +18,7 @@ from moe_core.base.checks import is_derived, shown
 from moe_core.errors import InvalidInput
 from moe_torch.bridge.private import constant_result
 
-_NAMES = "float32 float16 bfloat16 float64 float8_e4m3fn int64 int32 int8 uint32 uint8 bool"
+_NAMES = "float32 float16 bfloat16 float64 float8_e4m3fn int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

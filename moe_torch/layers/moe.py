@@ -244,7 +244,7 @@ class MoE(PlannedLayer):
             x: in the dtype of the experts' weights, or for quantised ones of the shared experts' or else the router's.
             token_mask: bool `[...]`. False tokens visit no routed expert and count in no statistic.
             gate_inputs: like x; the router scores it instead of x.
-            expert_ids: int32 `[..., K]`, distinct experts of each token, weighted by the router without correction
+            expert_ids: integers `[..., K]`, distinct experts of each token, weighted by the router without correction
                 bias. A token with an id outside [0, E) counts as masked.
             input_ids: integers `[...]`, token ids for a layer with a table of ids.
 

@@ -17,6 +17,7 @@ from moe_torch import ops
 from moe_torch.bridge.arrays import require_dense
 from moe_torch.layers.casts import at_least_float32, autocast
 from moe_torch.layers.parameters import has_own_call, own_part
+from moe_torch.operators.kinds import as_int32
 
 
 def run_stages(
@@ -123,9 +124,10 @@ def given_ids(
     if table is None or input_ids is None:
         return None
     require_dense("input_ids", input_ids)
-    if input_ids.shape != x.shape[:-1] or input_ids.dtype not in (torch.int64, torch.int32):
+    input_ids = as_int32(input_ids)
+    if input_ids.shape != x.shape[:-1] or input_ids.dtype != torch.int32:
         raise InvalidInput(
-            f"input_ids must be torch.int64 or torch.int32 {tuple(x.shape[:-1])}, one for each token of x, got "
+            f"input_ids must be integers {tuple(x.shape[:-1])}, one for each token of x, got "
             f"{input_ids.dtype} {tuple(input_ids.shape)}; convert them and give them that shape"
         )
     flat = input_ids.reshape(-1).long()
@@ -136,10 +138,10 @@ def given_ids(
 
 def ids_of_tokens(expert_ids: torch.Tensor, x: torch.Tensor, top_k: int) -> torch.Tensor:
     require_dense("expert_ids", expert_ids)
-    shape = (*x.shape[:-1], top_k)
+    shape, expert_ids = (*x.shape[:-1], top_k), as_int32(expert_ids)
     if expert_ids.shape != shape or expert_ids.dtype != torch.int32:
         raise InvalidInput(
-            f"expert_ids must be torch.int32 {shape}, top_k for each token of x, got {expert_ids.dtype} "
+            f"expert_ids must be integers {shape}, top_k for each token of x, got {expert_ids.dtype} "
             f"{tuple(expert_ids.shape)}; convert them with .int() and give them that shape"
         )
     return expert_ids.reshape(-1, top_k).contiguous()

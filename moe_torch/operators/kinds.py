@@ -8,9 +8,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from moe_core.base.dtypes import ID_DTYPES
 from moe_core.base.sizes import INT32_LIMIT
 from moe_torch.bridge.operator import Operator
-from moe_torch.bridge.options import decode
+from moe_torch.bridge.options import DTYPE_NAMES, decode
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -23,8 +24,14 @@ def accumulated(wanted: tuple[str, ...], into: Mapping[str, Any] | None) -> tupl
 
 
 def as_int32(ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 ids as int32, with ids beyond int32 as others out of range."""
-    return ids.clamp(-2, INT32_LIMIT - 1).to(torch.int32) if ids.dtype == torch.int64 else ids
+    """Return ids of any integer type as int32, with ids beyond int32 as others out of range. Others: unchanged."""
+    name = DTYPE_NAMES.get(ids.dtype, "")
+    if name not in ID_DTYPES or ids.dtype == torch.int32:
+        return ids
+    wide = ids.to(torch.int64)
+    if ids.dtype == torch.uint64:
+        wide = torch.where(wide < 0, INT32_LIMIT, wide)
+    return wide.clamp(-2, INT32_LIMIT - 1).to(torch.int32)
 
 
 def as_float32(weights: torch.Tensor) -> torch.Tensor:

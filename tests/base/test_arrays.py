@@ -37,8 +37,10 @@ def test_specs_normalise_what_libraries_disagree_about() -> None:
 
 def test_dtypes_have_one_name() -> None:
     assert dtypes.canonical(BF16) == dtypes.canonical("bfloat16") == dtypes.canonical(np.dtype(BF16)) == "bfloat16"
-    with pytest.raises(InvalidInput, match=r"dtype must be one of float32, .* got dtype\('int16'\); convert the array"):
-        dtypes.canonical(np.dtype(np.int16))
+    with pytest.raises(
+        InvalidInput, match=r"dtype must be one of float32, .* got dtype\('complex64'\); convert the array"
+    ):
+        dtypes.canonical(np.dtype(np.complex64))
 
 
 def test_require_spec_says_what_is_wrong() -> None:
@@ -161,7 +163,7 @@ def test_from_numpy_refusals() -> None:
         TensorView.from_numpy(np.zeros(3, np.complex64))
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(np.int16, "int16"), (np.uint64, "uint64"), (np.complex64, "complex64")])
+@pytest.mark.parametrize(("dtype", "name"), [(np.complex64, "complex64"), (np.complex128, "complex128")])
 def test_dtypes_that_plans_do_not_have(dtype: type, name: str) -> None:
     with pytest.raises(InvalidInput, match=rf"must have one of the dtypes int8, .*, got {name}; cast it first"):
         TensorView.from_dlpack(np.zeros(3, dtype))

@@ -82,7 +82,7 @@ def plan_layout(
     block_ms: tuple[int, ...] = (),
     tile_counters: int = 0,
 ) -> LaunchPlan:
-    """Group the slots of ids int32 or int64 `[T, K]` by expert, stably: an expert's rows are in slot order.
+    """Group the slots of ids, integers `[T, K]`, by expert, stably: an expert's rows are in slot order.
 
     Args:
         ids: outside [-1, E_global), and in slots past layout.limit, they act as -1 and count in invalid_ids.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_core.base.sizes import INT32_LIMIT
 from moe_core.ops.activation.reference import sigmoid, softcap, softcap_derivative
 from moe_core.ops.common.rounding import to_float32
 from moe_core.specs import LayoutSpec, RouterSpec
@@ -145,7 +146,10 @@ def _local_ids(
     ids: np.ndarray, expert_map: np.ndarray | None, token_mask: np.ndarray | None, num_experts: int
 ) -> tuple[np.ndarray, int]:
     """The local expert of every slot (int64 `[T * K]`, -1 = none) and the number of invalid ids."""
-    flat = np.asarray(ids, np.int64)
+    flat = np.asarray(ids)
+    if flat.dtype == np.uint64:
+        flat = np.minimum(flat, np.uint64(INT32_LIMIT))
+    flat = flat.astype(np.int64)
     if token_mask is not None:
         flat = np.where(token_mask[:, None], flat, -1)
     flat = flat.reshape(-1)

@@ -38,12 +38,20 @@ def local_experts(
     ids, expert_map, token_mask, slots, num_slots,
     NUM_GLOBAL: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """`to_local` of the int32 or int64 ids of slots. -1 past num_slots and for masked tokens."""
+    """`to_local` of the ids of slots, of any integer type. -1 past num_slots and for masked tokens."""
     inside = slots < num_slots
-    experts = tl.load(ids + slots, mask=inside, other=-1)
-    if ids.dtype.element_ty == tl.int64:
+    if ids.dtype.element_ty == tl.int32:
+        experts = tl.load(ids + slots, mask=inside, other=-1)
+    else:
+        experts = tl.load(ids + slots, mask=inside, other=0)
         # Ids beyond int32 stay invalid.
-        experts = tl.minimum(tl.maximum(experts, -2), NUM_GLOBAL).to(tl.int32)
+        if ids.dtype.element_ty == tl.int64:
+            experts = tl.minimum(tl.maximum(experts, -2), NUM_GLOBAL)
+        elif ids.dtype.element_ty == tl.uint64:
+            experts = tl.minimum(experts, tl.full((), NUM_GLOBAL, tl.uint64))
+        elif ids.dtype.element_ty == tl.uint32:
+            experts = tl.minimum(experts.to(tl.int64), NUM_GLOBAL)
+        experts = tl.where(inside, experts.to(tl.int32), -1)
     if token_mask is not None:
         kept = tl.load(token_mask + slots // TOP_K, mask=inside, other=0)
         experts = tl.where(kept != 0, experts, -1)
