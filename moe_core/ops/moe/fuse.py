@@ -171,8 +171,8 @@ def _route_and_multiply(routing: KernelLaunch, product: KernelLaunch) -> KernelL
         **_of(routing, "capacity", "max_blocks_0", "max_blocks_1"),
         **_of(product, "num_blocks"),
         **_of(routing, "NUM_EXPERTS", "TOP_K", "SCORING", "SOFTMAX_LAST", "RENORMALIZE", "SCALE", "NUM_GROUPS"),
-        **_of(routing, "TOPK_GROUP", "BY_EXPERT", "BY_PAIR", "BIAS_ON_LOGITS", "EPSILON", "LOGIT_SCALE", "SOFTCAP"),
-        **_of(routing, "GROUPS", "MEMBERS", "SLOTS", "SPAN"),
+        **_of(routing, "TOPK_GROUP", "BY_EXPERT", "BY_PAIR", "BIAS_ON_LOGITS", "BIAS_STRIDE", "EPSILON", "LOGIT_SCALE"),
+        **_of(routing, "SOFTCAP", "GROUPS", "MEMBERS", "SLOTS", "SPAN"),
         **_of(routing, "COUNTERS", "BLOCK_M_0", "BLOCK_M_1", "EXPERTS", "BLOCK_PAD", "BLOCK_FILL"),
         **_of(product, *_SIZES, "UP_BIAS_LAYER_STRIDE", "GATE_LAYOUT", "ACTIVATION", "ALPHA", "LIMIT", *_TILE),
     }

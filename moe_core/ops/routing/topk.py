@@ -44,6 +44,7 @@ class _Selection:
     spec: RouterSpec
     num_experts: int
     width: int
+    bias_by_token: bool = False
 
     @property
     def groups(self) -> int:
@@ -72,6 +73,7 @@ class _Selection:
             **passed(NUM_GROUPS=spec.num_groups, TOPK_GROUP=spec.topk_group, BY_EXPERT=spec.slot_order == "expert"),
             **passed(BY_PAIR=None if spec.group_score is None else spec.group_score == "pair"),
             **passed(BIAS_ON_LOGITS=spec.bias_on == "logits", EPSILON=spec.epsilon),
+            **passed(BIAS_STRIDE=self.num_experts if self.bias_by_token else 0),
             **passed(LOGIT_SCALE=spec.logit_scale, SOFTCAP=spec.softcap),
             **passed(GROUPS=self.groups, MEMBERS=self.members, SLOTS=self.slots),
             **passed(SPAN=self.columns if target.interpreted else min(self.columns, span), BLOCK_T=block_t),
@@ -101,7 +103,8 @@ def require_routing(
     spec.validate_experts(num_experts, correction_bias is not None)
     LayoutSpec(num_tokens, spec.require_top_k(), num_experts)  # Slots are numbered in int32.
     if correction_bias is not None:
-        require_spec("correction_bias", correction_bias, (num_experts,), "float32")
+        shape = (num_tokens, num_experts) if correction_bias.rank == 2 else (num_experts,)
+        require_spec("correction_bias", correction_bias, shape, "float32")
     if token_mask is not None:
         require_spec("token_mask", token_mask, (num_tokens,), "bool")
 
@@ -119,11 +122,11 @@ def plan_routing(
 ) -> LaunchPlan:
     """ids int32 `[T, K]` and weights fp32 `[T, K]` of logits fp32 `[T, E]`.
 
-    correction_bias fp32 `[E]` affects only the selection. token_mask bool `[T]`: a masked token gets ids -1 and weights
-    0. Without a bias experts are ordered by logits (every scoring is monotone), otherwise by fp32 score + bias
-    (topk_then_softmax: logit + bias). -0.0 ties with 0.0, NaN ranks below every number, ties go to the lower id. given
-    int32 `[T, K]`: experts already chosen, distinct within a token, in this order. A token with an id outside [0, E) is
-    masked. Outputs: ids, weights, [bitmatrix uint32 `[T, ceil(E / 32)]`].
+    correction_bias fp32 `[E]`, or `[T, E]` of each token, affects only the selection. token_mask bool `[T]`: a masked
+    token gets ids -1 and weights 0. Without a bias experts are ordered by logits (every scoring is monotone), otherwise
+    by fp32 score + bias (topk_then_softmax: logit + bias). -0.0 ties with 0.0, NaN ranks below every number, ties go to
+    the lower id. given int32 `[T, K]`: experts already chosen, distinct within a token, in this order. A token with an
+    id outside [0, E) is masked. Outputs: ids, weights, [bitmatrix uint32 `[T, ceil(E / 32)]`].
     """
     require_routing(logits, spec, correction_bias, token_mask)
     num_tokens, num_experts = logits.shape
@@ -153,7 +156,8 @@ def plan_routing(
 def launch_routing(builder: PlanBuilder, spec: RouterSpec, width: int) -> LaunchPlan:
     target, (num_tokens, num_experts) = builder.target, builder.spec("logits").shape
     require_experts(num_experts)
-    selection = _Selection(spec, num_experts, width)
+    by_token = builder.has("correction_bias") and builder.spec("correction_bias").rank == 2
+    selection = _Selection(spec, num_experts, width, by_token)
     selection.describe(builder, builder.has("correction_bias"))
     block_t, most = 1, num_tokens
     if target.interpreted:
@@ -224,7 +228,8 @@ def plan_route_and_layout(
         for line in routed.summation:
             builder.sums(line)
         return builder.build()
-    selection = _Selection(spec, num_experts, layout.top_k)
+    by_token = correction_bias is not None and correction_bias.rank == 2
+    selection = _Selection(spec, num_experts, layout.top_k, by_token)
     selection.describe(builder, correction_bias is not None)
     read = builder.pointers("ids", "expert_map") | passed(token_mask=None)
     launcher = LayoutLauncher(builder, layout, block_ms, num_experts, read, tile_counters)

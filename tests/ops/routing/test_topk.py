@@ -270,3 +270,14 @@ def test_candidates_begin_with_the_bits_of_plain_routing(
     for name, array in found.items():
         expected = np.concatenate([plain[name], wide[name][:, 2:]], axis=1)
         np.testing.assert_array_equal(array.view(np.int32), expected.view(np.int32), err_msg=name)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_bias_of_each_token_selects_as_its_row_alone(rule: RouterSpec) -> None:
+    random = np.random.default_rng(2)
+    logits, bias = (random.standard_normal((9, 16)).astype(F32) for _ in range(2))
+    found = route(logits, rule, bias)
+    expected = [route(logits[t : t + 1], rule, bias[t]) for t in range(9)]
+    for result, rows in zip(found, zip(*expected, strict=True), strict=True):
+        np.testing.assert_array_equal(result, np.concatenate(rows))
+    np.testing.assert_array_equal(found[0], reference.route(logits, bias, spec=rule)[0])

@@ -31,7 +31,8 @@ def route_and_multiply(
     max_blocks_1, num_blocks,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
+    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+    EPSILON: tl.constexpr,
     LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
     SPAN: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_PAD: tl.constexpr, BLOCK_FILL: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WEIGHT_N: tl.constexpr,
@@ -45,8 +46,8 @@ def route_and_multiply(
     num_blocks: one per expert."""
     router = Router(
         logits, correction_bias, token_mask, None, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
-        NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,
-        SLOTS, SPAN, TOP_K,
+        NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, BIAS_STRIDE, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS,
+        MEMBERS, SLOTS, SPAN, TOP_K,
     )  # fmt: skip
     if tl.program_id(0) == 0:
         groups = Groups(

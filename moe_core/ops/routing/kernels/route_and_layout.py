@@ -61,7 +61,8 @@ def route_and_layout(
     invalid_ids, schedule_0, schedule_1, tile_counters, num_tokens, capacity, max_blocks_0, max_blocks_1, max_rows,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
+    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+    EPSILON: tl.constexpr,
     LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_T: tl.constexpr, STEPS: tl.constexpr, NUM_LOCAL: tl.constexpr, ALIGNMENT: tl.constexpr,
     COUNTERS: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_M_1: tl.constexpr,
@@ -71,8 +72,8 @@ def route_and_layout(
         join()
     router = Router(
         logits, correction_bias, token_mask, None, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
-        NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,
-        SLOTS, SPAN, TOP_K,
+        NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, BIAS_STRIDE, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS,
+        MEMBERS, SLOTS, SPAN, TOP_K,
     )  # fmt: skip
     groups = Groups(
         group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, schedule_0, schedule_1, tile_counters, None,

@@ -18,7 +18,8 @@ NO_EXPERT = tl.constexpr(0x7FFFFFFF)
 Router = aggregate_of(
     "Router",
     """logits correction_bias token_mask given NUM_EXPERTS TOP_K SCORING SOFTMAX_LAST RENORMALIZE SCALE NUM_GROUPS
-    TOPK_GROUP BY_EXPERT BY_PAIR BIAS_ON_LOGITS EPSILON LOGIT_SCALE SOFTCAP GROUPS MEMBERS SLOTS SPAN WIDTH""",
+    TOPK_GROUP BY_EXPERT BY_PAIR BIAS_ON_LOGITS BIAS_STRIDE EPSILON LOGIT_SCALE SOFTCAP GROUPS MEMBERS SLOTS SPAN
+    WIDTH""",
 )
 
 
@@ -198,7 +199,7 @@ def choose_experts(router, tokens, inside):
                 scores = expert_scores(x, SCORING)
             if router.correction_bias is not None:
                 # Loaded as one row per token, so that threads hold biases as they hold scores.
-                biases = router.correction_bias + tl.zeros_like(tokens)
+                biases = router.correction_bias + tokens * router.BIAS_STRIDE
                 scores = scores + load_rows(biases, inside, router, 0, COLUMNS)
             keys = topk_keys(scores)
         keys = tl.where(real[None, :], keys, MASKED_KEY)
@@ -256,7 +257,8 @@ def route(
     block_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, SOFTMAX_LAST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr,
+    BY_EXPERT: tl.constexpr, BY_PAIR: tl.constexpr, BIAS_ON_LOGITS: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+    EPSILON: tl.constexpr,
     LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SLOTS: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_T: tl.constexpr, WORDS: tl.constexpr, NUM_LOCAL: tl.constexpr, EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
@@ -272,8 +274,8 @@ def route(
     slots = tl.arange(0, SLOTS)[None, :]
     router = Router(
         logits, correction_bias, token_mask, given, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
-        NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS, MEMBERS,
-        SLOTS, SPAN, WIDTH,
+        NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, BIAS_STRIDE, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS,
+        MEMBERS, SLOTS, SPAN, WIDTH,
     )  # fmt: skip
     counts = tl.zeros((EXPERTS,), dtype=tl.int32)
     for first in range(start, last, BLOCK_T):
