@@ -66,6 +66,7 @@ _CONSTANTS: dict[str, tuple[float | None, float | None]] = {
 }
 ACTIVATIONS = tuple(_CONSTANTS)
 ALWAYS_GATED = ("swiglu_oai", "clamped_silu", "softcapped_silu")
+_MAY_LACK = (("limit", "swiglu_oai"), ("limit", "softcapped_silu"))
 GATE_LAYOUTS = ("halves", "interleaved", "separate")
 #: A constant that the caller has not stated. torch.compile traces a string.
 _DEFAULT: Any = "default"
@@ -85,9 +86,10 @@ class Activation:
     - silu, gelu, gelu_tanh, relu2: `act(min(gate, limit)) * u`
     - clamped_silu: `min(silu(gate), limit) * u`
     - swiglu_oai: `g = min(gate, limit); g * sigmoid(alpha * g) * (u + 1)`, alpha 1.702 by default
-    - softcapped_silu: `alpha * tanh(gate / alpha) * sigmoid(gate) * limit * tanh(up / limit)`, alpha 4.0 by default
+    - softcapped_silu: `alpha * tanh(gate / alpha) * sigmoid(gate) * limit * tanh(up / limit)`, alpha 4.0 by default;
+      up itself without a limit
 
-    The last three are always gated, and clamped_silu and softcapped_silu always limited. The others have no alpha.
+    The last three are always gated, and clamped_silu always limited. The others have no alpha.
     """
 
     name: str
@@ -108,7 +110,7 @@ class Activation:
             if isinstance(value, str) and value == _DEFAULT:
                 value = default
             elif value is None:
-                if default is not None and (field, self.name) != ("limit", "swiglu_oai"):
+                if default is not None and (field, self.name) not in _MAY_LACK:
                     raise InvalidInput(f"{field} must be a number for {self.name}, got None; leave it out")
             elif field == "alpha" and default is None:
                 raise InvalidInput(

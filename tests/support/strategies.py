@@ -64,6 +64,7 @@ def all_activations() -> tuple[Activation, ...]:
     found += [Activation("silu", limit=0.75), Activation("gelu_tanh", True, "interleaved", limit=1.0)]
     found += [Activation("clamped_silu", True, "separate", limit=0.75)]
     found += [Activation("softcapped_silu", True, "interleaved", alpha=1.5, limit=0.75)]
+    found += [Activation("softcapped_silu", alpha=1.5, limit=None)]
     return tuple(found)
 
 

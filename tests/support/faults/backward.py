@@ -30,9 +30,7 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
             'if NAME != "clamped_silu":\n                gate =', 'if NAME == "swiglu_oai":\n                gate ='
         ),
         OpFault("tl.where(activated > LIMIT, LIMIT, activated) * up", "activated * up"),
-        OpFault(
-            "softcap(gate, ALPHA) * SIGMOID(gate) * softcap(up, LIMIT)", "softcap(gate, ALPHA) * sigmoid(gate) * up"
-        ),
+        OpFault("up = softcap(up, LIMIT)\n        return softcap", "up = up\n        return softcap"),
         OpFault("size < 0.625, small", "size < 0.0, small"),
         OpFault("tl.where(activated > LIMIT, 0.0, d_gate)", "d_gate"),
         OpFault("tl.where(activated > LIMIT, LIMIT, activated)\n", "activated\n"),

@@ -65,9 +65,9 @@ class Problem:
 
 def activate(gate: torch.Tensor, up: torch.Tensor | None, spec: Activation) -> torch.Tensor:
     if spec.name == "softcapped_silu":
-        assert up is not None and spec.alpha is not None and spec.limit is not None
+        assert up is not None and spec.alpha is not None
         capped = spec.alpha * torch.tanh(gate / spec.alpha) * torch.sigmoid(gate)
-        return capped * spec.limit * torch.tanh(up / spec.limit)
+        return capped * (up if spec.limit is None else spec.limit * torch.tanh(up / spec.limit))
     if spec.limit is not None:
         assert up is not None
         up = up.clamp(-spec.limit, spec.limit)

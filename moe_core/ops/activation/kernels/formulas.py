@@ -42,7 +42,9 @@ def activate_gated(
 ):
     """act(gate) * up with its bounds. Formulas: `moe_core.specs.matmul.Activation`."""
     if NAME == "softcapped_silu":
-        return softcap(gate, ALPHA) * SIGMOID(gate) * softcap(up, LIMIT)
+        if LIMIT is not None:
+            up = softcap(up, LIMIT)
+        return softcap(gate, ALPHA) * SIGMOID(gate) * up
     else:
         if LIMIT is not None:
             up = clamp(up, LIMIT)
@@ -111,10 +113,13 @@ def gated_backward(d_y, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT
     """(y, d_gate, d_up) of `activate_gated`, exact zeros where a factor is clamped."""
     if NAME == "softcapped_silu":
         share = sigmoid(gate)
-        capped, second = softcap(gate, ALPHA), softcap(up, LIMIT)
-        activated = capped * share
+        activated = softcap(gate, ALPHA) * share
         slope = softcap_slope(gate, ALPHA) * share + activated * (1.0 - share)
-        return activated * second, d_y * second * slope, d_y * activated * softcap_slope(up, LIMIT)
+        d_up = d_y * activated
+        if LIMIT is not None:
+            d_up = d_up * softcap_slope(up, LIMIT)
+            up = softcap(up, LIMIT)
+        return activated * up, d_y * up * slope, d_up
     else:
         g, u = gate, up
         if LIMIT is not None:
