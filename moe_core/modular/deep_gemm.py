@@ -20,7 +20,7 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_GROUP, Format, QuantizedSpec, QuantizedTensor, quantized_specs
 from moe_core.modular.quant_config import FusedMoEQuantConfig
-from moe_core.modular.weights import activation_quantization, weight_quantization
+from moe_core.modular.schemes import activation_quantization, weight_quantization
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import choose_tile

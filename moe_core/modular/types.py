@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from moe_core.base.arrays import WEIGHT_LAYOUTS
 from moe_core.base.checks import require_at_least, require_choice, require_flag
 from moe_core.errors import InvalidInput
-from moe_core.formats import Format
 from moe_core.specs.operands import RaggedLayout
 
 
@@ -91,30 +90,15 @@ def moe_problem_size(
     return ProblemSize(w1[0], a1[-2], w1[out_axis], w2[out_axis], topk_ids[1])
 
 
-@dataclass(frozen=True)
-class ScaleDesc:
-    """static: known before the call. group: (rows, columns) that share a scale, -1 for the whole axis."""
-
-    dtype: str
-    static: bool
-    group_shape: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class QuantKey:
-    """One side of a scheme: dtype of the elements (`e4m3`, `int8`, `uint8`, `uint4`, `e2m1`), their scales; symmetric:
-    no zero points."""
-
-    dtype: str
-    scale: ScaleDesc
-    symmetric: bool = True
-
-
-def quant_key(format: Format, static: bool) -> QuantKey:
-    group = tuple(-1 if extent is None else extent for extent in (format.group_rows, format.group_columns))
-    return QuantKey(
-        format.element, ScaleDesc(format.scale_dtypes[0], static, (group[0], group[1])), not format.zero_points
-    )
+def number_of_ids(global_num_experts: int, num_local: int, expert_map: Any) -> int:
+    """global_num_experts, or for -1 the number. Raises InvalidInput unless expert_map has as many entries."""
+    known = num_local if expert_map is None else expert_map.shape[0]
+    if expert_map is not None and global_num_experts not in (-1, known):
+        raise InvalidInput(
+            f"expert_map must have an entry for each of global_num_experts = {global_num_experts}, got {known}; pass "
+            "a map of these experts alone, without a sentinel or padding"
+        )
+    return known if global_num_experts == -1 else global_num_experts
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,8 @@
-"""Weights of modular experts: activations by name, quantisation, tiles."""
+"""Weights of modular experts, and their tiles."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from typing import Any
 
@@ -14,106 +13,14 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
 from moe_core.modular.quant_config import FusedMoEQuantConfig
+from moe_core.modular.schemes import NVFP4, activation_quantization, weight_quantization
 from moe_core.modular.types import ProblemSize
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import choose_tile
-from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands
 from moe_core.specs.routing import LayoutSpec
 from moe_core.specs.tuning import Tuning
-
-UNGATED_SUFFIX = "_no_mul"
-#: Gate first, but interleaved for gpt-oss.
-_NAMES = {
-    "silu": Activation("silu"),
-    "gelu": Activation("gelu"),
-    "gelu_tanh": Activation("gelu_tanh"),
-    "gelu_pytorch_tanh": Activation("gelu_tanh"),
-    "relu2": Activation("relu2"),
-    "swiglu_oai": Activation("swiglu_oai", gate_layout="interleaved"),
-    "swigluoai": Activation("swiglu_oai", gate_layout="interleaved"),
-}
-_NAMES |= {name + UNGATED_SUFFIX: Activation(name, gated=False) for name in ("silu", "gelu", "gelu_tanh", "relu2")}
-
-
-def activation_of(activation: str | enum.Enum | Activation) -> Activation:
-    """The activation of the family with this name or enumeration value. An `Activation` is returned as it is.
-
-    Gated names read a buffer of twice their width: `silu`, `gelu`, `gelu_tanh`, `relu2` with the gate columns first,
-    `swiglu_oai` (or `swigluoai`; alpha 1.702, limit 7) with gate and up interleaved. `silu_no_mul`, `gelu_no_mul`,
-    `gelu_tanh_no_mul`, `relu2_no_mul` are not gated. Pass an `Activation` for other options (not `separate`). Raises
-    InvalidInput for other names.
-    """
-    if isinstance(activation, Activation):
-        if activation.gate_layout == "separate":
-            raise InvalidInput(
-                "activation must have its gate and up columns in one buffer, as w1 has, got gate_layout='separate'; "
-                "choose halves or interleaved"
-            )
-        return activation
-    # Ported code may have the names in an enumeration.
-    name = activation.value if isinstance(activation, enum.Enum) else activation
-    known = _NAMES.get(name) if isinstance(name, str) else None
-    if known is None:
-        raise InvalidInput(
-            f"activation must be one of {', '.join(_NAMES)} or an Activation, got {activation!r}; name one of these"
-        )
-    return known
-
-
-def width_after(width: int, activation: str | Activation) -> int:
-    """Half the columns if it is gated."""
-    return width // 2 if activation_of(activation).gated else width
-
-
-_INT8_TENSOR = Format("int8_tensor", "int8", None, None)
-
-
-def _grouped(element: str, name: str, rows: int, columns: int, known: Format) -> Format:
-    if (known.group_rows, known.group_columns) == (rows, columns):
-        return known
-    return Format(f"{name}_{rows}x{columns}", element, rows, columns)
-
-
-def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
-    """The format of w1 and w2, or None.
-
-    fp8_w8a8, int8_w8a8: per block of block_shape, per output channel with per_act_token_quant, else per tensor.
-    int8_w8a16, int4_w4a16: unsigned codes in groups of block_shape[1] along the input axis (None: one group), perhaps
-    with zero points. mxfp4: e2m1 in groups of 32.
-    """
-    block, scheme = config.block_shape, config.scheme
-    if scheme == "fp8_w8a8":
-        if block is not None:
-            return _grouped("e4m3", "fp8_block", *block, known=formats.FP8_BLOCK)
-        return formats.FP8_CHANNEL if config.per_act_token_quant else formats.FP8_TENSOR
-    if scheme == "int8_w8a8":
-        if block is not None:
-            return Format(f"int8_block_{block[0]}x{block[1]}", "int8", *block)
-        return formats.INT8_CHANNEL if config.per_act_token_quant else _INT8_TENSOR
-    if scheme in ("int8_w8a16", "int4_w4a16"):
-        columns, zero_points = None if block is None else block[1], config.w1_zp is not None
-        grouped = formats.int8_grouped if scheme == "int8_w8a16" else formats.int4_grouped
-        return grouped(columns, zero_points)
-    if scheme in ("mxfp4_w4a4", "mxfp4_w4a16"):
-        return formats.MXFP4
-    return None
-
-
-def activation_quantization(config: FusedMoEQuantConfig) -> Format | None:
-    if not config.quantizes_activations:
-        return None
-    if config.scheme == "mxfp4_w4a4":
-        return formats.MXFP4
-    element, tensor, token = ("e4m3", formats.FP8_TENSOR, formats.FP8_TOKEN)
-    if config.scheme == "int8_w8a8":
-        element, tensor, token = ("int8", _INT8_TENSOR, formats.INT8_TOKEN)
-    if config.block_shape is not None:
-        columns = config.block_shape[1]
-        if element == "e4m3":
-            return _grouped(element, "fp8_group", 1, columns, formats.FP8_GROUP)
-        return Format(f"int8_group_1x{columns}", element, 1, columns)
-    return token if config.per_act_token_quant else tensor
 
 
 def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
@@ -152,6 +59,9 @@ def expert_weights(w1: Any, w2: Any, config: FusedMoEQuantConfig, weight_layout:
         format = formats.INT8_CHANNEL
     if format is None:
         return ExpertWeights(w1, w2, gate_up_bias=config.w1_bias, down_bias=config.w2_bias)
+    for number, scale in ((1, config.w1_scale), (2, config.w2_scale)):
+        if format == NVFP4 and scale is not None and canonical(scale.dtype) == "float8_e4m3fn":
+            raise InvalidInput(f"g{number}_alphas must be given with e4m3 w{number}_scale, got None; pass [E] in fp32")
     return ExpertWeights(
         _quantized("w1", w1, config.w1_scale, config.w1_zp, QuantizedSpec(format, weight_layout)),
         _quantized("w2", w2, config.w2_scale, config.w2_zp, QuantizedSpec(format, weight_layout)),

@@ -12,16 +12,16 @@ from moe_core.base.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_GROUP
 from moe_core.modular import deep_gemm as contract
+from moe_core.modular.activations import activation_of
 from moe_core.modular.quant_config import FusedMoEQuantConfig
 from moe_core.modular.types import moe_problem_size
-from moe_core.modular.weights import activation_of
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.operands import MatmulOperands, RaggedLayout
 from moe_core.specs.tuning import Tuning, tunings_of
 from moe_jax import ops
 from moe_jax.bridge import platforms
 from moe_jax.bridge.calls import OpCall, require_array
-from moe_jax.modular.experts import blocks_size, fused_experts, require_experts, weights_of
+from moe_jax.modular.experts import blocks_dtype, blocks_size, fused_experts, require_experts, weights_of
 from moe_jax.modular.prepare_finalize import blocks_layout, left_routing
 
 Quantized = tuple[Any, Any]
@@ -132,7 +132,8 @@ def batched_deep_gemm_experts(
 ) -> jax.Array:
     """Return blocks `[E, max_num_tokens, K]` of prepared blocks, neither weighted nor reduced, by masked products.
 
-    Rows past expert_num_tokens int32 `[E]` come out as zeros. The rest is as in `deep_gemm_experts`.
+    Rows past expert_num_tokens int32 `[E]` come out as zeros. Blocks of fp16 hidden states are fp32, see
+    `batched_experts`. The rest is as in `deep_gemm_experts`.
     """
     size = blocks_size(hidden_states, w1, w2, "out_in")
     layout = blocks_layout(size.E, size.M, jnp.clip(expert_num_tokens, 0, size.M))
@@ -234,8 +235,9 @@ def _slots(
         x, dtype = ops.quantize_rows(rows, format), rows.dtype.name
     tunings = tunings_of(tuning)
     first = MatmulSpec("out_in", *rows_of.first, out_dtype=dtype, tuning=tunings[0])
+    dtype = blocks_dtype(hidden_states) if rows_of.weights is None else dtype
     second = MatmulSpec("out_in", *rows_of.second, out_dtype=dtype, tuning=tunings[1])
     before = ops.matmul_ogs(MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias), rows_of.layout, first)
-    hidden = ops.quantize_rows(ops.activation(before, activation_of(activation)), format)
+    hidden = ops.quantize_rows(ops.activation(before, activation_of(activation, experts[2])), format)
     operands = MatmulOperands(hidden, weights.down, bias=weights.down_bias, row_weight=rows_of.weights)
     return ops.matmul_ogs(operands, rows_of.layout, second)

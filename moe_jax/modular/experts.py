@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput
+from moe_core.modular.activations import activation_of
 from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
-from moe_core.modular.types import ProblemSize, SlotContext, moe_problem_size
-from moe_core.modular.weights import activation_of, activation_quantization, expert_weights
+from moe_core.modular.schemes import activation_quantization
+from moe_core.modular.types import ProblemSize, SlotContext, moe_problem_size, number_of_ids
+from moe_core.modular.weights import expert_weights
 from moe_core.ops.quantize.rows import chooses_one_scale
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
@@ -41,11 +43,9 @@ def weights_of(w1: jax.Array, w2: jax.Array, quant_config: FusedMoEQuantConfig, 
 def require_experts(num_local: int, global_num_experts: int, expert_map: jax.Array | None) -> None:
     if expert_map is not None:
         require_array("expert_map", expert_map)
-    known = (-1, num_local) if expert_map is None else (-1, num_local, expert_map.shape[0])
-    if global_num_experts not in known:
+    if number_of_ids(global_num_experts, num_local, expert_map) != num_local and expert_map is None:
         raise InvalidInput(
-            f"global_num_experts must be {known[-1]} or -1, got {global_num_experts}; pass the expert_map of all "
-            "experts"
+            f"global_num_experts must be {num_local} or -1, got {global_num_experts}; pass an expert_map of all"
         )
 
 
@@ -56,6 +56,12 @@ def blocks_size(hidden_states: jax.Array, w1: jax.Array, w2: jax.Array, weight_l
             f"hidden_states must be [E, max_num_tokens, K], got {hidden_states.shape}; call prepare_batched"
         )
     return moe_problem_size(hidden_states.shape, w1.shape, w2.shape, (0, 1), weight_layout)
+
+
+def blocks_dtype(hidden_states: Any) -> str:
+    """Of batched experts' results: bf16 of quantised hidden states, fp32 of fp16 ones, which may pass 65,504."""
+    dtype = hidden_states.dtype.name
+    return {"float16": "float32", "float8_e4m3fn": "bfloat16"}.get(dtype, dtype)
 
 
 def fused_experts(
@@ -82,7 +88,7 @@ def fused_experts(
     experts = weights_of(w1, w2, quant_config, weight_layout)
     require_experts(w1.shape[0], global_num_experts, expert_map)
     spec = MoESpec(
-        activation_of(activation),
+        activation_of(activation, quant_config),
         weight_layout=weight_layout,
         tuning=tuning,
         activations=activation_quantization(quant_config),
@@ -95,7 +101,7 @@ def _product(
 ) -> jax.Array:
     format = activation_quantization(quant_config)
     if format is not None:
-        spec = dataclasses.replace(spec, out_dtype=operands.x.dtype.name)
+        spec = dataclasses.replace(spec, out_dtype=spec.out_dtype or operands.x.dtype.name)
         # Rows without a slot are unwritten and must not enter one common scale.
         used_by = layout.slot_of_row if spec.gather == "row" else None
         if used_by is None and chooses_one_scale(format, scale is not None):
@@ -149,6 +155,8 @@ def unfused_experts(
     operands = MatmulOperands(hidden_states, experts.gate_up, bias=experts.gate_up_bias)
     before = _product(operands, layout, first, quant_config, experts.gate_up_input_scale)
     context = SlotContext(hidden_states, layout, weights.reshape(-1))
+    if activation_function is activate:
+        activation = activation_of(activation, quant_config)
     rows = activation_function(activation, before, context)
     second = MatmulSpec(weight_layout, "slot", "slot", tuning=tunings[1])
     operands = MatmulOperands(rows, experts.down, bias=experts.down_bias, row_weight=context.row_weight)
@@ -171,16 +179,17 @@ def batched_experts(
     """Return blocks `[E, max_num_tokens, K]` of prepared blocks, neither weighted nor reduced.
 
     w1: `[E, N, K]`. w2: `[E, K, F]`. expert_num_tokens: int32 `[E]`. Rows past it are not read, and come out as zeros.
+    Blocks of fp16 hidden states are fp32: rows beyond 65,504 come back into range with their router weights.
     """
     experts = weights_of(w1, w2, quant_config, weight_layout)
     size = blocks_size(hidden_states, w1, w2, weight_layout)
     require_array("expert_num_tokens", expert_num_tokens)
     layout, tunings = blocks_layout(size.E, size.M, expert_num_tokens), tunings_of(tuning)
-    first = MatmulSpec(weight_layout, activation=activation_of(activation), tuning=tunings[0])
+    first = MatmulSpec(weight_layout, activation=activation_of(activation, quant_config), tuning=tunings[0])
     x = hidden_states.reshape(size.E * size.M, hidden_states.shape[2])
     operands = MatmulOperands(x, experts.gate_up, bias=experts.gate_up_bias)
     hidden = _product(operands, layout, first, quant_config, experts.gate_up_input_scale)
-    second = MatmulSpec(weight_layout, tuning=tunings[1])
+    second = MatmulSpec(weight_layout, out_dtype=blocks_dtype(hidden_states), tuning=tunings[1])
     operands = MatmulOperands(hidden, experts.down, bias=experts.down_bias)
     blocks = _product(operands, layout, second, quant_config, experts.down_input_scale)
     return blocks.reshape(size.E, size.M, size.K)

@@ -8,16 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_jax import ops
-from moe_jax.bridge.calls import require_array, require_type
-
-_INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
+from moe_jax.bridge.calls import int32_ids, require_array, require_type
 
 
 @dataclass(frozen=True)
@@ -37,21 +34,18 @@ def as_routing(topk_weights: Any, topk_ids: Any) -> tuple[jax.Array, jax.Array]:
     """weights fp32 and ids int32 `[M, topk]`. Raises InvalidInput."""
     require_array("topk_weights", topk_weights)
     require_array("topk_ids", topk_ids)
-    if topk_ids.ndim != 2 or topk_ids.dtype.name not in _INTEGERS:
+    ids = int32_ids(topk_ids)
+    if ids.ndim != 2 or ids.dtype != jnp.int32:
         raise InvalidInput(
             f"topk_ids must be integers [num_tokens, topk], got {topk_ids.dtype} {topk_ids.shape}; pass the ids of a "
             "top-k"
         )
-    if topk_weights.shape != topk_ids.shape or not jnp.issubdtype(topk_weights.dtype, jnp.floating):
+    if topk_weights.shape != ids.shape or not jnp.issubdtype(topk_weights.dtype, jnp.floating):
         raise InvalidInput(
-            f"topk_weights must be floats {topk_ids.shape} like topk_ids, got {topk_weights.dtype} "
+            f"topk_weights must be floats {ids.shape} like topk_ids, got {topk_weights.dtype} "
             f"{topk_weights.shape}; pass the weights of the same top-k"
         )
-    if topk_ids.dtype.name == "int64":
-        # Numbers beyond int32 stay out of range. JAX may cut NumPy's type first.
-        clip = np.clip if isinstance(topk_ids, np.ndarray) else jnp.clip
-        topk_ids = clip(topk_ids, -2, 2**31 - 1)
-    return jnp.asarray(topk_weights, jnp.float32), jnp.asarray(topk_ids, jnp.int32)
+    return jnp.asarray(topk_weights, jnp.float32), jnp.asarray(ids)
 
 
 def _require_rank(name: str, array: Any, wanted: str) -> None:
@@ -212,8 +206,9 @@ def finalize_batched(
             f"{fused_expert_output.shape}; pass the rows of its blocks"
         )
     rows, places = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]), layout.row_of_slot
+    dtype = "float16" if (rows.dtype, prepared.a1q.dtype) == (jnp.float32, jnp.float16) else None
     if apply_router_weight_on_input or not topk_weights.size:
-        return ops.reduce(rows, layout, order="row")
+        return ops.reduce(rows, layout, order="row", out_dtype=dtype)
     by_slot = weighted_rows(rows[jnp.maximum(places, 0)], topk_weights.astype(jnp.float32).reshape(-1, 1))
     slots = jnp.where(places >= 0, jnp.arange(places.shape[0], dtype=jnp.int32), -1)
-    return ops.reduce(by_slot, rows_by_slot(slots, layout.spec.top_k))
+    return ops.reduce(by_slot, rows_by_slot(slots, layout.spec.top_k), out_dtype=dtype)

@@ -10,7 +10,8 @@ import torch
 
 from moe_core.errors import InvalidInput
 from moe_core.modular import deep_gemm as contract
-from moe_core.modular.quant_config import FusedMoEQuantConfig
+from moe_core.modular.quant_config import FLAGGED_SCHEMES, FusedMoEQuantConfig
+from moe_core.modular.schemes import QuantKey, has_scheme
 from moe_core.modular.types import FusedMoEActivationFormat, ProblemSize
 from moe_core.specs.matmul import Activation
 from moe_core.specs.tuning import Tuning
@@ -75,6 +76,11 @@ class TritonOrDeepGemmExperts(StandardExperts):
                 f"e8m0 must be False where DeepGEMM is not allowed, got True, and {self._not_allowed}; leave it out, "
                 "or allow DeepGEMM"
             )
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+        """True for the schemes of its flags."""
+        return has_scheme(weight_key, activation_key, FLAGGED_SCHEMES)
 
     @property
     def allow_deep_gemm(self) -> bool:

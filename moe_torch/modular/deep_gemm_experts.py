@@ -12,7 +12,8 @@ from moe_core.formats import Format, QuantizedTensor
 from moe_core.modular import deep_gemm as contract
 from moe_core.modular.deep_gemm import ALIGNMENT
 from moe_core.modular.quant_config import FusedMoEQuantConfig
-from moe_core.modular.types import ProblemSize, QuantKey, quant_key
+from moe_core.modular.schemes import QuantKey, canonical_key, keys_of
+from moe_core.modular.types import ProblemSize
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights
 from moe_core.specs.tuning import Tuning
@@ -66,9 +67,9 @@ class DeepGemmContractExperts(GroupedExperts):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        known = ops.scheme_named("fp8_block")
-        assert known.activations is not None
-        return (weight_key, activation_key) == (quant_key(known.weights, True), quant_key(known.activations, False))
+        if weight_key is None or activation_key is None:
+            return False
+        return (canonical_key(weight_key), canonical_key(activation_key)) == keys_of(_CONFIG, static=False)
 
     def as_stored(self, w1, w2):
         return self, w1, w2
@@ -145,8 +146,8 @@ class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
         (E, R, N, K, _), meta = self.require_blocks(call)
         weights, rows = self.operands_of(call)
         layout = batched_layout(E, R, meta.expert_num_tokens.clamp(0, R))
-        before, after = view_as(call.workspace13, E * R, N), call.output.view(E * R, K)
-        hidden = view_as(call.workspace2, E * R, self.adjust_N_for_activation(N, call.activation))
+        before, after = self.rows_in(call.workspace13, call, N), call.output.view(E * R, K)
+        hidden = self.rows_in(call.workspace2, call, self.adjust_N_for_activation(N, call.activation))
         for number, weight_output in ((1, before), (2, after)):
             result = self.stages(weights).product(number, {"y": weight_output}, rows, layout, ("row", "row"))
             if number == 1:

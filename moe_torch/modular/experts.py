@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import enum
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from moe_core.base.checks import require_choice, require_kind
 from moe_core.errors import Unsupported
 from moe_core.modular import quant_config as core_config
 from moe_core.modular import weights as core
+from moe_core.modular.activations import activation_of, width_after
 from moe_core.modular.types import ExpertTokensMetadata, ProblemSize, moe_problem_size
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights
@@ -154,7 +156,7 @@ class FusedMoEPermuteExpertsUnpermute(FusedMoEExperts, abc.ABC):
 
         Classes without `activation` in `calls` fuse it into the first product and refuse a subclass that overrides it.
         """
-        chosen = core.activation_of(activation)
+        chosen = self.activation_of(activation)
         dtype = str(output.dtype).removeprefix("torch.")
         arguments = ACTIVATION.arguments(x=input, up=None, activation=chosen, out_dtype=dtype)
         write_into(ACTIVATION, {"y": output}, arguments)
@@ -166,7 +168,11 @@ class FusedMoEPermuteExpertsUnpermute(FusedMoEExperts, abc.ABC):
         return moe_problem_size(a1.shape, w1.shape, w2.shape, topk_ids.shape, self.weight_layout)
 
     def adjust_N_for_activation(self, N: int, activation: str | Activation) -> int:  # noqa: N802
-        return core.width_after(N, activation)
+        return width_after(N, activation)
+
+    def activation_of(self, activation: str | enum.Enum | Activation) -> Activation:
+        """With the constants of quant_config."""
+        return activation_of(activation, self.quant_config)
 
     def weights(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
         """Join w1 and w2 with the scales, zero points and biases of the configuration."""
@@ -190,6 +196,18 @@ class FusedMoEPermuteExpertsUnpermute(FusedMoEExperts, abc.ABC):
         self: Self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, size: ProblemSize, activation: str | Activation
     ) -> Self:
         """Experts that add up every chunk of x `[M, K]` in the order of the whole."""
+        return self
+
+    def with_common_scales(
+        self: Self,
+        x: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        options: tuple[Any, ...],
+        chunk_size: int,
+    ) -> Self:
+        """Experts that quantise chunks of x `[M, K]` with the scales of the whole. options: of `apply`, from activation
+        on."""
         return self
 
     def adding_as(self: Self, num_tokens: int, num_experts: int) -> Self:

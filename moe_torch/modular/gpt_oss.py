@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,8 +13,10 @@ import torch
 from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput
 from moe_core.modular import quant_config as core
+from moe_core.modular.activations import activation_of, width_after
+from moe_core.modular.schemes import activation_quantization
 from moe_core.modular.types import ProblemSize, SlotContext, moe_problem_size
-from moe_core.modular.weights import activation_of, activation_quantization, expert_weights, width_after
+from moe_core.modular.weights import expert_weights
 from moe_core.specs.matmul import Activation
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import RouterLogits
@@ -72,7 +76,7 @@ class OAITritonExperts(BaseOAITritonExperts):
         hidden = view_as(call.workspace2, M * topk, self.adjust_N_for_activation(N, call.activation))
         layout, row_weight = self._route(call, E)
         stages = self.stages(self.weights(call.w1, call.w2))
-        stages.run(call.output, call.hidden_states, layout, row_weight, activation_of(call.activation), hidden)
+        stages.run(call.output, call.hidden_states, layout, row_weight, self.activation_of(call.activation), hidden)
 
 
 class _Running(threading.local):
@@ -82,6 +86,16 @@ class _Running(threading.local):
 
 
 _running = _Running()
+
+
+@contextlib.contextmanager
+def _reading(context: SlotContext) -> Iterator[None]:
+    outer = _running.context
+    try:
+        _running.context = context
+        yield
+    finally:
+        _running.context = outer
 
 
 class UnfusedOAITritonExperts(BaseOAITritonExperts):
@@ -115,6 +129,15 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         every = torch.arange(M * topk, dtype=torch.int32, device=input.device)
         sum_by_token(output, input.reshape(-1, K), every, topk, "slot")
 
+    def hidden_rows(self, stages, x, layout, activation):
+        """In memory of its own."""
+        before = stages.product(1, {}, x, layout, self.places[0])
+        rows = x.new_empty(before.shape[0], self.adjust_N_for_activation(before.shape[1], activation))
+        ones = torch.ones(before.shape[0], dtype=torch.float32, device=x.device)
+        with _reading(SlotContext(x, layout, ones)):
+            self.activation(activation, rows, before)
+        return rows, layout.row_of_slot
+
     def run(self, call: ExpertsCall) -> None:
         self.require_input(call)
         self.require_experts(call)
@@ -124,28 +147,27 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         memory = {"y": view_as(call.workspace2, M * topk, N)}
         before = stages.product(1, memory, call.hidden_states, layout, self.places[0])
         rows = view_as(call.workspace13, M * topk, self.adjust_N_for_activation(N, call.activation))
-        outer, context = _running.context, SlotContext(call.hidden_states, layout, row_weight)
-        try:
-            _running.context = context
+        context = SlotContext(call.hidden_states, layout, row_weight)
+        with _reading(context):
             self.activation(call.activation, rows, before)
-            memory = {"y": view_as(call.workspace2, M * topk, K)}
-            slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=row_weight)
-            _running.context = dataclasses.replace(context, activated=rows)
+        memory = {"y": view_as(call.workspace2, M * topk, K)}
+        slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=row_weight)
+        with _reading(dataclasses.replace(context, activated=rows)):
             self.moe_sum(slots.view(M, topk, K), call.output)
-        finally:
-            _running.context = outer
 
 
-def _activation(activation: str | Activation, alpha: float, limit: float | None) -> Activation:
-    chosen = activation_of(activation)
-    if isinstance(activation, Activation) or chosen.name != "swiglu_oai":
-        if (alpha, limit) != (1.702, 7.0):
-            raise InvalidInput(
-                f"swiglu_alpha and swiglu_limit belong to activation='swiglu_oai', got {alpha} and {limit} for "
-                f"{activation!r}; leave them out"
-            )
+def _activation(
+    activation: str | Activation, alpha: float, limit: float | None, config: core.FusedMoEQuantConfig
+) -> Activation:
+    chosen = activation_of(activation, config)
+    if (alpha, limit) == (1.702, 7.0):
         return chosen
-    return Activation("swiglu_oai", gate_layout="interleaved", alpha=alpha, limit=limit)
+    if isinstance(activation, Activation) or chosen.name != "swiglu_oai" or config.constants != (None, None, None):
+        raise InvalidInput(
+            f"swiglu_alpha and swiglu_limit belong to activation='swiglu_oai' without gemm1_alpha and "
+            f"gemm1_clamp_limit, got {alpha} and {limit} for {activation!r}; leave them out"
+        )
+    return dataclasses.replace(chosen, alpha=alpha, limit=limit)
 
 
 def _stored(w1: Any, w2: Any, quant_config: core.FusedMoEQuantConfig | None) -> Stored:
@@ -230,7 +252,7 @@ def triton_kernel_fused_experts(
         )
     if apply_router_weight_on_input:
         hidden_states = weighted_input(hidden_states, row_weight.view(tokens, topk), True)
-    chosen = _activation(activation, swiglu_alpha, swiglu_limit)
+    chosen = _activation(activation, swiglu_alpha, swiglu_limit, config)
     output = _memory_for(output_tensor, hidden_states)
     hidden = intermediate_cache
     if hidden is not None:
@@ -269,7 +291,7 @@ def triton_kernel_moe_forward(
     router = RouterSpec(topk, order="topk_then_softmax" if renormalize else "softmax_then_topk")
     w1, w2, config, weight_layout = _stored(w1, w2, quant_config)
     spec = MoESpec(
-        activation_of(activation),
+        activation_of(activation, config),
         router,
         weight_layout,
         apply_router_weight_on_input=apply_router_weight_on_input,

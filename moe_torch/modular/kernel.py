@@ -12,7 +12,7 @@ from moe_core.base.arrays import ALIGNMENT
 from moe_core.base.checks import require_at_least, require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular.quant_config import QUANTIZATION_ARRAYS
-from moe_core.modular.types import ExpertTokensMetadata, ProblemSize
+from moe_core.modular.types import ExpertTokensMetadata, ProblemSize, number_of_ids
 from moe_core.specs.matmul import Activation
 from moe_torch.bridge.arrays import target_of_device
 from moe_torch.bridge.options import require_instance
@@ -171,8 +171,7 @@ class FusedMoEModularKernel(torch.nn.Module):
                 experts = experts.with_quant_config(experts.quant_config.with_arrays(**arrays))
             experts, w1, w2 = experts.as_stored(w1, w2)
             size = self._check(experts, hidden_states, w1, w2, ids, expert_map)
-            if global_num_experts == -1:
-                global_num_experts = size.E if expert_map is None else expert_map.shape[0]
+            global_num_experts = number_of_ids(global_num_experts, size.E, expert_map)
             scratch, on_input = self.workspaces.here(hidden_states.device), apply_router_weight_on_input
             output = _output_for(hidden_states, inplace, scratch)
         except (InvalidInput, Unsupported):
@@ -259,7 +258,10 @@ class FusedMoEModularKernel(torch.nn.Module):
         if chunk_size is None or chunk_size >= size.M or not _may_split(a1q.device):
             _apply(call, sizes, (output, a1q, *routing), meta)
             return output
-        call = call._replace(experts=experts.chunked_as_whole(a1q, *call.weights, size, call.options[0]))
+        experts = experts.chunked_as_whole(a1q, *call.weights, size, call.options[0])
+        call = call._replace(
+            experts=experts.with_common_scales(a1q, call.weights, routing[1], call.options, chunk_size)
+        )
         for begin in range(0, size.M, chunk_size):
             part = slice(begin, min(begin + chunk_size, size.M))
             # Standard experts count for themselves.

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from moe_core.errors import InvalidInput
 from moe_core.modular import quant_config as core
 
 #: A string where torch has no dtype.
-_ELEMENTS = {"fp8_w8a8": torch.float8_e4m3fn, "int8_w8a8": torch.int8, "mxfp4_w4a4": "mxfp4"}
+_ELEMENTS = {
+    "fp8_w8a8": torch.float8_e4m3fn,
+    "int8_w8a8": torch.int8,
+    "mxfp4_w4a4": "mxfp4",
+    "mxfp8": "mxfp8",
+    "mxfp4_mxfp8": "mxfp8",
+    "mxfp4_w4a8": "fp8",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +54,9 @@ class FusedMoEQuantConfig(core.FusedMoEQuantConfig):
     def per_out_ch_quant(self) -> bool:
         return self.per_act_token_quant
 
-    @property
-    def use_mxfp4_w4a16(self) -> bool:
-        return self.scheme == "mxfp4_w4a16"
-
     use_nvfp4_w4a4 = is_scale_swizzled = is_scale_transposed = False
     mx_alignment = 0
-    ocp_mx_scheme = a1_gscale = a2_gscale = gemm1_alpha = gemm1_beta = gemm1_clamp_limit = None
+    ocp_mx_scheme = a1_gscale = a2_gscale = None
 
     def scale_shape(self, max_tokens: int, hidden_dim: int) -> tuple[int, int] | None:
         """Shape of the scales of activations `[max_tokens, hidden_dim]`, None without quantisation."""
@@ -64,6 +69,28 @@ class FusedMoEQuantConfig(core.FusedMoEQuantConfig):
     def batched_scale_shape(self, num_experts: int, max_tokens: int, hidden_dim: int) -> tuple[int, int, int] | None:
         shape = self.scale_shape(max_tokens, hidden_dim)
         return None if shape is None else (num_experts, *shape)
+
+
+#: Fields of vLLM's moe_config for each constant.
+_FROM_MOE_CONFIG = {
+    "gemm1_alpha": ("activation_situ_beta", "swiglu_alpha"),
+    "gemm1_beta": ("activation_situ_linear_beta", "swiglu_beta"),
+    "gemm1_clamp_limit": ("swiglu_limit",),
+}
+
+
+def with_constants(config: FusedMoEQuantConfig, moe_config: Any) -> FusedMoEQuantConfig:
+    """The configuration with the constants of moe_config's activation. Raises InvalidInput for two values of one."""
+    found: dict[str, Any] = {}
+    for name, fields in _FROM_MOE_CONFIG.items():
+        values = {getattr(moe_config, field, None) for field in fields} | {getattr(config, name)}
+        values.discard(None)
+        if len(values) > 1:
+            raise InvalidInput(f"{name} must be one number, got {values} in moe_config and quant_config; keep one")
+        if values:
+            found[name] = values.pop()
+    changed = any(getattr(config, name) is None for name in found)
+    return dataclasses.replace(config, **found) if changed else config
 
 
 FUSED_MOE_UNQUANTIZED_CONFIG = FusedMoEQuantConfig()

@@ -22,19 +22,16 @@ from moe_torch.operators.kinds import as_int32
 from moe_torch.operators.requests import matmul_request
 from moe_torch.operators.stages import REDUCE
 
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-
 
 def as_ids(topk_ids: torch.Tensor) -> torch.Tensor:
-    """ids `[M, topk]` as contiguous int32. int64 ids beyond int32 stay out of range."""
-    if topk_ids.dtype == torch.int32 and topk_ids.dim() == 2:
-        return topk_ids.contiguous()
-    if topk_ids.dim() != 2 or topk_ids.dtype not in _INTEGERS:
+    """ids `[M, topk]` as contiguous int32. Ids beyond int32 stay out of range."""
+    ids = as_int32(topk_ids)
+    if ids.dim() != 2 or ids.dtype != torch.int32:
         raise InvalidInput(
             f"topk_ids must be integers [num_tokens, topk], got {topk_ids.dtype} {list(topk_ids.shape)}; pass the ids "
             "of a top-k"
         )
-    return as_int32(topk_ids).to(torch.int32).contiguous()
+    return ids.contiguous()
 
 
 def as_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -142,23 +139,22 @@ class Stages:
         activation: Activation | None = None,
         row_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Product 1 or 2, in `y` of memory if the call is plain. places: gather and scatter. x: rows; the result of
-        quantised ones has the dtype of `y`. row_weight: fp32 `[M * topk]` by slot."""
+        """Product 1 or 2, in the dtype of `y` of memory (without: of x), and there if the call is plain. places: gather
+        and scatter. x: rows. row_weight: fp32 `[M * topk]` by slot."""
         weight, bias, scale = self.weights.gate_up, self.weights.gate_up_bias, self.weights.gate_up_input_scale
         if number == 2:
             weight, bias, scale = self.weights.down, self.weights.down_bias, self.weights.down_input_scale
-        dtype = None
-        if isinstance(x, QuantizedTensor):
-            dtype = memory["y"].dtype
-        elif self.activations is not None:
-            dtype = x.dtype
+        dtype, plain = memory["y"].dtype if memory else x.dtype, None
+        if not isinstance(x, QuantizedTensor) and self.activations is None:
+            plain = x.dtype
+        elif not isinstance(x, QuantizedTensor) and self.activations is not None:
             # Rows without a slot are unwritten and must not enter one common scale.
             used_by = layout.slot_of_row if places[0] == "row" else None
             if used_by is None and chooses_one_scale(self.activations, scale is not None):
                 used_by = layout.row_of_slot
             x = ops.quantize_rows(x, self.activations, scales=scale, used_by=used_by)
         spec = MatmulSpec(self.weight_layout, *places, activation, tuning=self.tunings[number - 1])
-        if dtype is not None:
+        if dtype != plain:
             spec = dataclasses.replace(spec, out_dtype=str(dtype).removeprefix("torch."))
         operands = MatmulOperands(x, weight, bias=bias, row_weight=row_weight)
         operator, arguments = matmul_request(operands, layout, spec)

@@ -10,6 +10,7 @@ from typing import Any
 from moe_core.modular.types import FusedMoEActivationFormat, ProblemSize
 from moe_torch.modular.calls import ExpertsCall
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute, WorkspaceShapes
+from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.stored import as_stored, is_plain
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 
@@ -38,6 +39,10 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
 
     def apply(self, *arguments: Any, **named: Any) -> None:
         call = ExpertsCall(*arguments, **named)
+        ids = as_ids(call.topk_ids)
+        weights = as_weights(call.topk_weights, ids)
+        if ids is not call.topk_ids or weights is not call.topk_weights:
+            call = call._replace(topk_ids=ids, topk_weights=weights)
         experts, w1, w2 = self.as_stored(call.w1, call.w2)
         experts.run(call if experts is self else call._replace(w1=w1, w2=w2))
 

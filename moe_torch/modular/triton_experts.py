@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from typing import Any, TypeVar
 
@@ -12,8 +13,9 @@ from moe_core.base.checks import require_at_least
 from moe_core.base.recent import Recent
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
-from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationFormat, ProblemSize
-from moe_core.modular.weights import activation_of, activation_quantization, rows_are_alone, tuning_of_whole
+from moe_core.modular.schemes import activation_quantization
+from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationFormat, ProblemSize, number_of_ids
+from moe_core.modular.weights import rows_are_alone, tuning_of_whole
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import TopK, map_arrays
@@ -57,7 +59,7 @@ class GroupedExperts(StandardExperts):
     places = (("token", "row"), ("row", "slot"))
 
     def supports_chunking(self) -> bool:
-        return rows_are_alone(self.quant_config)
+        return True
 
     def require_input(self, call: ExpertsCall) -> None:
         hidden_states, w1, a2_scale = call.hidden_states, call.w1, call.a2_scale
@@ -79,11 +81,8 @@ class GroupedExperts(StandardExperts):
     def require_experts(self, call: ExpertsCall) -> None:
         local, expert_map, global_num_experts = call.w1.shape[0], call.expert_map, call.global_num_experts
         if expert_map is not None:
-            if global_num_experts not in (-1, local, expert_map.shape[0]):
-                raise InvalidInput(
-                    f"global_num_experts must be {expert_map.shape[0]}, the entries of expert_map, got "
-                    f"{global_num_experts}; pass the map of all experts"
-                )
+            # Other kernels pass the local number for -1.
+            number_of_ids(-1 if global_num_experts == local else global_num_experts, local, expert_map)
         elif global_num_experts not in (-1, local):
             raise InvalidInput(
                 f"global_num_experts must be {local}, the experts of w1, or -1 without an expert_map, got "
@@ -113,7 +112,10 @@ class GroupedExperts(StandardExperts):
         if slots is not None:
             memory["slots"] = view_as(slots, M * topk, K)
         routing, weights = TopK(call.topk_ids, weights_left(call)), self.weights(call.w1, call.w2)
-        make, activation = MoESpec if torch.compiler.is_compiling() else _known_moe_spec, activation_of(call.activation)
+        make, activation = (
+            MoESpec if torch.compiler.is_compiling() else _known_moe_spec,
+            self.activation_of(call.activation),
+        )
         spec = make(activation, weight_layout=self.weight_layout, tuning=self.tuning, activations=self.activations)
         operator, arguments = ops.moe_request(call.hidden_states, weights, routing, spec, expert_map=call.expert_map)
         write_into(operator, memory, arguments)
@@ -129,7 +131,10 @@ class GroupedExperts(StandardExperts):
         return activation_quantization(self.quant_config)
 
     def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
-        fused, tunings = activation_of(activation) if "activation" not in self.calls else None, tunings_of(self.tuning)
+        fused, tunings = (
+            self.activation_of(activation) if "activation" not in self.calls else None,
+            tunings_of(self.tuning),
+        )
         first = MatmulSpec(self.weight_layout, *self.places[0], fused, tuning=tunings[0])
         return first, MatmulSpec(self.weight_layout, *self.places[1], tuning=tunings[1])
 
@@ -147,6 +152,36 @@ class GroupedExperts(StandardExperts):
         changed = copy.copy(self)
         changed.tuning = tuning
         return changed
+
+    def with_common_scales(self, x, weights, topk_ids, options, chunk_size):
+        """One scale of all rows is found in a first pass over the chunks, which computes the first product."""
+        config, format = self.quant_config, self.activations
+        if rows_are_alone(config):
+            return self
+        assert format is not None
+        activation, expert_map, experts = options[0], options[2], weights[0].shape[0]
+
+        def scale_of(rows: torch.Tensor, used_by: torch.Tensor) -> torch.Tensor:
+            return ops.quantize_rows(rows, format, used_by=used_by).scales.reshape(1)
+
+        a1_scale, a2_scale = config.a1_scale, config.a2_scale
+        if a1_scale is None:
+            a1_scale = scale_of(x, ops.make_layout(topk_ids, experts, expert_map=expert_map).row_of_slot)
+        scaled = self.with_quant_config(dataclasses.replace(config, a1_scale=a1_scale))
+        if a2_scale is None:
+            stages = scaled.stages(scaled.weights(*weights))
+            for rows, ids in zip(x.split(chunk_size), topk_ids.split(chunk_size), strict=True):
+                layout = ops.make_layout(ids, experts, expert_map=expert_map)
+                scale = scale_of(*scaled.hidden_rows(stages, rows, layout, activation))
+                a2_scale = scale if a2_scale is None else torch.maximum(a2_scale, scale)
+        return scaled.with_quant_config(dataclasses.replace(scaled.quant_config, a2_scale=a2_scale))
+
+    def hidden_rows(
+        self, stages: Stages, x: torch.Tensor, layout: ops.RaggedLayout, activation: str | Activation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(input of the second product, the index that marks its used rows)."""
+        rows = stages.product(1, {}, x, layout, ("token", "row"), self.activation_of(activation))
+        return rows, layout.slot_of_row
 
 
 def weights_left(call: ExpertsCall) -> torch.Tensor:
@@ -197,6 +232,18 @@ class BatchedExperts(GroupedExperts):
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return TopKWeightAndReduceDelegate()
 
+    def workspace_dtype(self, activation_dtype: torch.dtype) -> torch.dtype:
+        """fp32 for fp16: rows beyond 65,504 come back into range with their router weights, in `finalize`."""
+        dtype = super().workspace_dtype(activation_dtype)
+        return torch.float32 if dtype == torch.float16 else dtype
+
+    def rows_in(self, workspace: torch.Tensor, call: ExpertsCall, columns: int) -> torch.Tensor:
+        """Rows between the products, in their dtype."""
+        if call.hidden_states.dtype == torch.float16 != workspace.dtype:
+            workspace = workspace.view(torch.float16)
+        E, rows, _ = call.hidden_states.shape
+        return view_as(workspace, E * rows, columns)
+
     def shapes(self, size: ProblemSize, F: int) -> WorkspaceShapes:
         rows = self.max_num_tokens * self.num_dispatchers
         return (0, 0), (size.E, rows, F), (size.E, rows, size.K)
@@ -225,8 +272,8 @@ class BatchedTritonExperts(BatchedExperts):
         (E, rows, N, K, _), meta = self.require_blocks(call)
         weights, layout = self.weights(call.w1, call.w2), batched_layout(E, rows, meta.expert_num_tokens)
         stages, x = self.stages(weights), call.hidden_states.reshape(E * rows, K)
-        memory = {"y": view_as(call.workspace2, E * rows, self.adjust_N_for_activation(N, call.activation))}
-        hidden = stages.product(1, memory, x, layout, ("row", "row"), activation_of(call.activation))
+        memory = {"y": self.rows_in(call.workspace2, call, self.adjust_N_for_activation(N, call.activation))}
+        hidden = stages.product(1, memory, x, layout, ("row", "row"), self.activation_of(call.activation))
         places = {"y": call.output.view(E * rows, K)}
         product = stages.product(2, places, hidden, layout, ("row", "row"))
         if product is not places["y"]:

@@ -13,8 +13,9 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import QuantizedSpec, quantized_specs
 from moe_core.modular import weights as core_weights
+from moe_core.modular.schemes import activation_quantization, weight_quantization
 from moe_core.modular.types import ProblemSize
-from moe_core.modular.weights import activation_quantization, tuning_of_whole, weight_quantization
+from moe_core.modular.weights import tuning_of_whole
 from moe_core.ops.matmul import forward as matmul_ogs
 from moe_core.ops.moe import forward as moe
 from moe_core.specs import Activation, MoESpec

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular.deep_gemm import DEEP_GEMM, TRITON, DispatchCase, choose_experts, why_not_allowed
+from moe_core.modular.quant_config import FLAGGED_SCHEMES
 from moe_torch import format_named, modular, quantize_rows
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, TritonOrDeepGemmExperts
 from moe_torch.modular import deep_gemm as products
@@ -201,7 +202,7 @@ def test_every_scheme_in_torch_and_jax(name: str) -> None:
     with running_on("reference") as device, torch.no_grad():
         arguments, arrays = converted(case, torch.float32, device)
         config = with_arrays(case, arrays)
-        flags = {f"use_{config.scheme}": True} if config.scheme != "mxfp4_w4a16" else {}
+        flags = {f"use_{config.scheme}": True} if config.scheme in FLAGGED_SCHEMES else {}
         expected = kernel_of(modular.TritonExperts(config))(*arguments)
         if flags:
             options = {"per_act_token_quant": config.per_act_token_quant, "block_shape": config.block_shape}

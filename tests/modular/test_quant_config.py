@@ -12,8 +12,9 @@ import pytest
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK, FP8_CHANNEL, FP8_GROUP, FP8_TENSOR, FP8_TOKEN, MXFP4, QuantizedTensor
 from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, SCHEMES, FusedMoEQuantConfig
-from moe_core.modular.types import FusedMoEParallelConfig, moe_problem_size, quant_key
-from moe_core.modular.weights import activation_quantization, expert_weights, weight_quantization
+from moe_core.modular.schemes import activation_quantization, quant_key, weight_quantization
+from moe_core.modular.types import FusedMoEParallelConfig, moe_problem_size
+from moe_core.modular.weights import expert_weights
 
 make = FusedMoEQuantConfig.make
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -157,7 +158,7 @@ def test_capabilities_answer_and_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
 
     cpu, key = torch.device("cpu"), quant_key(FP8_BLOCK, static=True)
     assert key == modular.QuantKey("e4m3", modular.ScaleDesc("float32", True, (128, 128)))
-    schemes = [make(**{f"use_{name}": True}) for name in SCHEMES if name != "mxfp4_w4a16"]
+    schemes = [FusedMoEQuantConfig(name) for name in SCHEMES]
     foreign = make(w1_precision=object())
     for experts in (modular.TritonExperts, modular.OAITritonExperts, modular.BatchedTritonExperts):
         for config in (FUSED_MOE_UNQUANTIZED_CONFIG, *schemes):
@@ -168,15 +169,19 @@ def test_capabilities_answer_and_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "config must be a FusedMoEQuantConfig" in experts.supports(None, cpu)
         odd = make(use_int4_w4a16=True, block_shape=[0, 7])
         assert "7" in experts.supports(odd, cpu)
-        assert "no activation ['silu']" in experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, cpu, activation=["silu"])
-        assert "no activation 'tanh'" in experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, cpu, activation="tanh")
+        for name in (["silu"], "tanh"):
+            reason = experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, cpu, activation=name)
+            assert reason.startswith("activation must be one of silu, ") and f"got {name!r}" in reason
+            assert not experts._supports_activation(name)
         parallel = FusedMoEParallelConfig(ep_size=4, ep_rank=3, use_ep=True)
         assert experts.supports(FUSED_MOE_UNQUANTIZED_CONFIG, cpu, parallel_config=parallel) is None
         assert experts._supports_current_device() and experts._supports_no_act_and_mul()
         assert experts._supports_quant_scheme(None, None) and experts._supports_quant_scheme(key, None)
         assert not experts._supports_quant_scheme(None, key)
     with monkeypatch.context() as patch:
-        patch.setattr("moe_torch.modular.experts.target_of_device", mock.Mock(side_effect=Unsupported("no kernels")))
+        patch.setattr(
+            "moe_torch.modular.newest.experts.target_of_device", mock.Mock(side_effect=Unsupported("no kernels"))
+        )
         assert not modular.TritonExperts._supports_current_device()
     with pytest.raises(Unsupported, match="w1_precision is a precision object"):
         modular.TritonExperts(foreign)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import moe_torch
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
-from moe_core.modular.weights import activation_quantization
+from moe_core.modular.schemes import activation_quantization
 from moe_torch import modular
 from moe_torch.modular import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP
 from tests.support.modular.problems import E
@@ -106,7 +106,7 @@ def test_scales_may_come_with_the_call() -> None:
 
 
 def test_static_scales_of_activations() -> None:
-    """Of both products; without them one scale is found from all tokens, so that chunks would differ."""
+    """Of both products, in the configuration or with the call."""
     case = draw("fp8_tensor", "out_in")
     with running_on("reference") as device, torch.no_grad():
         arguments, arrays = converted(case, torch.float32, device)
@@ -116,10 +116,24 @@ def test_static_scales_of_activations() -> None:
         scales = {"gate_up_input_scale": static["a1_scale"].reshape(1), "down_input_scale": static["a2_scale"]}
         require_equal(scaled, composed(case, arguments, "out_in", device, **scales), "static scales")
         assert not torch.equal(scaled, kernel(*arguments, **arrays))
-        with pytest.raises(InvalidInput, match="supports no chunking"):
-            FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), modular.TritonExperts(case.config), chunk_size=16)
-        experts = modular.TritonExperts(with_arrays(case, arrays | static))
-        FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), experts, chunk_size=16)
+
+
+@pytest.mark.parametrize("experts", CLASSES)
+def test_chunks_share_the_scales_of_the_whole(experts: Any) -> None:
+    """A scale that is found from all used rows, or given with the call, makes no chunk differ from the whole."""
+    case = draw("fp8_tensor", experts.default_weight_layout)
+    with running_on(REAL_KERNELS) as device, torch.no_grad():
+        arguments, arrays = converted(case, torch.bfloat16, device)
+        arguments[0][1] *= 100
+        scales = {f"a{number}_scale": torch.tensor([0.02], device=device) for number in (1, 2)}
+        for given in ({}, {"a2_scale": scales["a2_scale"]}, scales):
+            made = experts(with_arrays(case, arrays))
+            whole, *chunked = (
+                FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), made, chunk_size=size)(*arguments, **given)
+                for size in (None, 16, 32)
+            )
+            for result in chunked:
+                require_equal(result, whole, f"chunks with {list(given)}")
 
 
 def test_static_scales_stage_by_stage() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import types
 from typing import Any
 
@@ -11,12 +12,13 @@ from moe_core.base.checks import require_kind
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular import quant_config as core_config
 from moe_core.modular import weights as core
-from moe_core.modular.types import FusedMoEActivationFormat, FusedMoEParallelConfig, QuantKey, quant_key
+from moe_core.modular.activations import activation_of, width_after
+from moe_core.modular.schemes import QuantKey, has_scheme, keys_of
+from moe_core.modular.types import FusedMoEActivationFormat, FusedMoEParallelConfig
 from moe_core.specs.matmul import Activation
 from moe_torch.bridge.arrays import target_of_device
-from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig, with_constants
 
-_ACTIVATION_ELEMENTS = ("e4m3", "e2m1", "int8")
 _NO_MOE_CONFIG = types.SimpleNamespace(moe_parallel_config=None)
 
 
@@ -46,7 +48,7 @@ class FusedMoEExperts:
         settings: tuple[Any, ...] = (*configs, *named[len(configs) :])
         config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG if settings[1] is None else settings[1]
         require_kind("quant_config", config, core_config.FusedMoEQuantConfig)
-        config = FusedMoEQuantConfig.of(config)
+        config = with_constants(FusedMoEQuantConfig.of(config), settings[0])
         reason = core.why_unsupported(config)
         if reason is not None:
             raise Unsupported(reason)
@@ -118,15 +120,14 @@ class FusedMoEExperts:
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """None: not quantised. Activations run only with quantised weights."""
-        if activation_key is None:
-            return True
-        return weight_key is not None and activation_key.symmetric and activation_key.dtype in _ACTIVATION_ELEMENTS
+        """True for the keys of a configuration, also with another library's dtypes. None: not quantised."""
+        return has_scheme(weight_key, activation_key)
 
     @staticmethod
-    def _supports_activation(activation: str | Activation) -> bool:
+    def _supports_activation(activation: str | enum.Enum | Activation) -> bool:
+        """True for known names, whatever constants they need."""
         try:
-            core.activation_of(activation)
+            width_after(2, activation)
         except InvalidInput:
             return False
         return True
@@ -151,15 +152,13 @@ class FusedMoEExperts:
             require_kind("config", config, core_config.FusedMoEQuantConfig)
             target_of_device(torch.device(device))
             reason = core.why_unsupported(config)
-            weights, activations = core.weight_quantization(config), core.activation_quantization(config)
+            keys = keys_of(config, static=config.a1_scale is not None)
+            if activation is not None:
+                activation_of(activation, config)
         except (InvalidInput, Unsupported, RuntimeError) as error:  # torch has a RuntimeError for unknown devices
             return str(error)
         if reason is not None:
             return reason
-        keys = (
-            None if weights is None else quant_key(weights, static=True),
-            None if activations is None else quant_key(activations, static=config.a1_scale is not None),
-        )
         if not cls._supports_quant_scheme(*keys):
             return f"{cls.__name__} does not run weights and activations of {keys}"
         if activation is not None and not cls._supports_activation(activation):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from moe_core.modular.activations import width_after
 from moe_core.modular.types import FusedMoEParallelConfig
-from moe_core.modular.weights import activation_of
 
 
 class RoutingMethodType(enum.IntEnum):
@@ -32,7 +32,7 @@ class RoutingMethodType(enum.IntEnum):
 
 @dataclass
 class FusedMoEConfig:
-    """A layer, for classes that read it. This library's experts read nothing of it.
+    """A layer, for classes that read it. This library's experts read the constants of the activation.
 
     intermediate_size: of all ranks of moe_parallel_config.tp_size. activation: as in `activation_of`.
     """
@@ -54,6 +54,8 @@ class FusedMoEConfig:
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None
     swiglu_beta: float | None = None
+    activation_situ_beta: float | None = None
+    activation_situ_linear_beta: float | None = None
 
     @property
     def intermediate_size_per_partition(self) -> int:
@@ -61,7 +63,7 @@ class FusedMoEConfig:
 
     @property
     def is_act_and_mul(self) -> bool:
-        return activation_of(self.activation).gated
+        return width_after(2, self.activation) == 1
 
     @property
     def tp_size(self) -> int:

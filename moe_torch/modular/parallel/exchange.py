@@ -209,6 +209,7 @@ class AcrossRanks(InHalves):
         weights, ids = prepared.topk_weights, prepared.topk_ids
         assert weights is not None and ids is not None
         rows = impl.apply(None, call.fused_expert_output, weights, ids, call.apply_router_weight_on_input)
+        rows = rows.to(output.dtype)
         if torch.is_grad_enabled() and prepared.a1q.requires_grad and not rows.requires_grad:
             # Without rows, other ranks still wait for this one's backward.
             rows = cast(torch.Tensor, _Attached.apply(rows, prepared.a1q))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_core.base.dtypes import numpy_dtype
-from moe_core.modular.weights import activation_of
+from moe_core.modular.activations import activation_of
 from moe_core.ops.activation.reference import activation
 from moe_core.ops.matmul.reference.forward import matmul_ogs
 from moe_core.ops.matmul.reference.rows import rows_of

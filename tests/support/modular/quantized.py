@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from moe_core.formats import QuantizedTensor
-from moe_core.modular.weights import weight_quantization
+from moe_core.modular.quant_config import SCHEMES
+from moe_core.modular.schemes import weight_quantization
 from moe_core.ops.quantize.reference import quantize
 from moe_torch.modular import FusedMoEQuantConfig
 from tests.support.modular.problems import E, Problem
@@ -32,7 +33,8 @@ CONFIGURATIONS = {
     "int8_w8a16": make(use_int8_w8a16=True, block_shape=[0, 32]),
     "int4_w4a16_zp": make(use_int4_w4a16=True, block_shape=[0, 32], **ZERO_POINTS),
     "mxfp4_w4a4": make(use_mxfp4_w4a4=True),
-    "mxfp4_w4a16": FusedMoEQuantConfig("mxfp4_w4a16"),
+    "fp8_w8a16_blocks": FusedMoEQuantConfig("fp8_w8a16", block_shape=(128, 128)),
+    **{name: FusedMoEQuantConfig(name) for name in SCHEMES[5:]},
 }
 
 
