@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moe_core.formats import MXFP4, Format, QuantizedTensor
-from moe_core.modular.weights import activation_of
+from moe_core.modular.activations import activation_of
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.quantize.reference import quantize
 from moe_core.parity.tolerance import measure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_core.errors import Unsupported
-from moe_core.modular.weights import activation_of
+from moe_core.modular.activations import activation_of
 from moe_core.specs.matmul import Activation
 
 #: With a limit, alpha and beta.

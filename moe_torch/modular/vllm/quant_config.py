@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.modular import weights as core
-from moe_core.modular.types import QuantKey, quant_key
+from moe_core.modular import schemes as core
+from moe_core.modular.schemes import QuantKey, quant_key
 from moe_torch.modular.quant_config import FusedMoEQuantConfig
 
 _FP8 = torch.float8_e4m3fn

@@ -1,0 +1,1 @@
+"""What modular kernels take, and what their classes answer."""
