@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_core.base import ArraySpec, Target
@@ -110,15 +110,14 @@ class PlanBuilder:
 
     def reference(
         self,
-        function: str,
+        function: Callable[..., Any],
         inputs: Mapping[str, str],
         constants: Mapping[str, Any],
         outputs: Sequence[str],
     ) -> steps.LaunchPlan:
-        """Add a call of a NumPy twin, `module:name` below moe_core.ops, and build the plan."""
-        self.add_reference(
-            steps.ReferenceCall(function, tuple(inputs.items()), tuple(constants.items()), tuple(outputs))
-        )
+        """Add a call of a NumPy twin and build the plan."""
+        arguments = tuple(inputs.items()), tuple(constants.items())
+        self.add_reference(steps.ReferenceCall(steps.function_name(function), *arguments, tuple(outputs)))
         return self.build()
 
     def add_reference(self, step: steps.ReferenceCall) -> None:

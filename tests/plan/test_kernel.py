@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import pkgutil
-import re
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from moe_core.ops.reduction.rowwise import CAST_ROWS
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.check import check_plan
 from moe_core.plan.steps import Argument, Constant, Kernel, KernelLaunch
-from tests.support.paths import ROOT
 from tests.support.runtime.isolation import run_blocked
 
 
@@ -63,12 +60,6 @@ def test_kernels_are_named_as_they_are_loaded() -> None:
         "from moe_core.ops.reduction.kernels import rowwise\n"
         "assert rowwise is sys.modules['moe_core.ops.reduction.kernels.rowwise']\n",
     )
-
-
-def test_planners_name_twins_that_exist() -> None:
-    texts = "\n".join(path.read_text() for path in (ROOT / "moe_core" / "ops").rglob("*.py"))
-    twins = set(re.findall(r'"([a-z_.]+\.reference[a-z_.]*:\w+)"', texts))
-    assert len(twins) > 36 and all(callable(pkgutil.resolve_name(f"moe_core.ops.{name}")) for name in twins)
 
 
 def test_modules_that_do_not_exist_cannot_be_imported_unloaded() -> None:

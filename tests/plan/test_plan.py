@@ -17,6 +17,7 @@ from benchmarks.shapes import SHAPES
 from moe_core.base import codec
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
+from moe_core.ops.activation import reference
 from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
 from moe_core.ops.moe.options import BackwardOptions
 from moe_core.ops.reduction.rowwise import CAST_ROWS
@@ -232,7 +233,7 @@ def test_builder_refuses_what_it_was_not_told() -> None:
     with pytest.raises(AssertionError, match="unknown buffer"):
         builder.launch(CAST_ROWS, (1,), {"pointer": Pointer("z")})
     with pytest.raises(AssertionError, match="unknown buffer z"):
-        builder.reference("activation.reference:activation", {"x": "x"}, {}, ["z"])
+        builder.reference(reference.activation, {"x": "x"}, {}, ["z"])
 
 
 def test_call_inlines_a_plan() -> None:
@@ -341,9 +342,7 @@ def test_call_renames_reference_steps() -> None:
     inner = PlanBuilder("inner", target)
     inner.input("x", ArraySpec((2,), "float32"))
     inner.output("y", ArraySpec((2,), "float32"))
-    inner.reference(
-        "activation.reference:activation", {"x": "x"}, {"activation": Activation("silu", gated=False)}, ["y"]
-    )
+    inner.reference(reference.activation, {"x": "x"}, {"activation": Activation("silu", gated=False)}, ["y"])
     outer = PlanBuilder("outer", target)
     outer.input("a", ArraySpec((2,), "float32"), Role.ROWS)
     outer.output("b", ArraySpec((2,), "float32"), Role.ROWS)
@@ -378,7 +377,7 @@ def test_explain_names_the_reference() -> None:
     builder = PlanBuilder("stage", Target("reference"))
     builder.input("x", ArraySpec((2, 4), "float32", (1, 2)))
     builder.output("y", ArraySpec((2, 4), "float32"))
-    builder.reference("activation.reference:activation", {"x": "x"}, {}, ["y"])
+    builder.reference(reference.activation, {"x": "x"}, {}, ["y"])
     text = builder.build().explain()
     assert "  step 0  NumPy reference activation.reference:activation" in text
     assert "  input   x: float32[2, 4] strides (1, 2)" in text

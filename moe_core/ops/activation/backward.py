@@ -44,7 +44,9 @@ def plan_activation_backward(
         outputs.append(builder.output("d_up", ArraySpec((rows, width), x.dtype)))
     if not target.compiled:
         constants = {"activation": activation}
-        return builder.reference("activation.reference:activation_backward", inputs, constants, outputs)
+        from moe_core.ops.activation import reference as twins
+
+        return builder.reference(twins.activation_backward, inputs, constants, outputs)
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("d_y", "x", "up", "d_x", "d_up")
     arguments |= passed(num_rows=rows, WIDTH=width, D_Y_STRIDE=d_y_stride)
@@ -135,7 +137,9 @@ def plan_expert_activation_backward(
     if not target.compiled:
         builder.sums("d_weight: NumPy's pairwise sum over d_ff, fp32")
         options = {"activation": activation, "order": order, "outputs": outputs}
-        return builder.reference("activation.reference:expert_activation_backward_plan", present, options, outputs)
+        from moe_core.ops.activation import reference as twins
+
+        return builder.reference(twins.expert_activation_backward_plan, present, options, outputs)
     block_m, block_n = _row_tile(width, target)
     builder.sums(
         f"d_weight: d_ff in {block_n} partial sums in order, then a tree over them, fp32; then the bias product"

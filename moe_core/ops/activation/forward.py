@@ -56,7 +56,9 @@ def plan_activation(
     builder.output("y", ArraySpec((rows, width), out_dtype))
     if not target.compiled:
         constants = {"activation": activation, "out_dtype": out_dtype}
-        return builder.reference("activation.reference:activation", inputs, constants, ("y",))
+        from moe_core.ops.activation import reference as twins
+
+        return builder.reference(twins.activation, inputs, constants, ("y",))
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("x", "up", "y") | passed(num_rows=rows, WIDTH=width)
     arguments |= input_constants(x, up, activation) | passed(BLOCK_M=block_m, BLOCK_N=block_n)

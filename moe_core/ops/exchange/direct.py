@@ -93,7 +93,9 @@ def plan_push_tokens_once(
         outputs += [builder.output(name, ArraySpec((tokens, num_ranks), "int32")) for name in ("owners", "rows")]
     if not target.compiled:
         constants = sizes._asdict() | {"visits": visits}
-        return builder.reference("exchange.reference:push_tokens_once", present, constants, outputs)
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.push_tokens_once, present, constants, outputs)
     require_experts(num_experts)
     if x is None:
         block_t, block_n, warps = _TOKENS[target.engine], 1, _WARPS
@@ -158,7 +160,9 @@ def plan_sum_results(
     builder.output("out", ArraySpec((tokens, width), out_dtype))
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
     if not target.compiled:
-        return builder.reference("exchange.reference:sum_results", present, {"out_dtype": out_dtype}, ("out",))
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.sum_results, present, {"out_dtype": out_dtype}, ("out",))
     block_t, block_n, warps = reduce_tile(tokens, width, target)
     arguments = builder.pointers(*arrays, "out")
     arguments |= passed(num_tokens=tokens, num_rows=rows, num_ranks=num_ranks, TOP_K=top_k, COLUMNS=columns_of(top_k))

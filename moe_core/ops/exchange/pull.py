@@ -54,7 +54,9 @@ def plan_combine_pull(
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
     if not target.compiled:
         constants = {"num_rows": num_rows, "width": width, "dtype": dtype, "out_dtype": out_dtype}
-        return builder.reference("exchange.reference:pull_rows", present, constants, ("out",))
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.pull_rows, present, constants, ("out",))
     together = checks.at_once(top_k)
     tile = checks.copy_tile(tokens, width, dtypes.itemsize(dtype), programs, target, each=together)
     block_t, block_n, warps = tile
@@ -80,7 +82,9 @@ def plan_combine_pull_weights(places: Places, weights_at: ArraySpec, target: Tar
     present = builder.inputs({**places._asdict(), "weights_at": weights_at})
     builder.output("out", ArraySpec(rows.shape, "float32"))
     if not target.compiled:
-        return builder.reference("exchange.reference:pull_weights", present, {"num_rows": num_rows}, ("out",))
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.pull_weights, present, {"num_rows": num_rows}, ("out",))
     block = checks.slots_block(target)
     arguments = builder.pointers("owners", "rows", "weights_at", "out")
     arguments |= passed(num_slots=rows.size, num_ranks=num_ranks, num_rows=num_rows, BLOCK=block)
@@ -130,7 +134,9 @@ def plan_take_rows(
     present = builder.inputs({"x": x, "scales": scales, "rows": rows, "group_start": group_start})
     builder.output("y", ArraySpec((rows.shape[0], width), dtype or x.dtype))
     if not target.compiled:
-        return builder.reference("exchange.reference:take_rows", present, {}, ("y",))
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.take_rows, present, {}, ("y",))
     itemsize = dtypes.itemsize(builder.spec("y").dtype)
     block_m, block_n, warps = checks.copy_tile(rows.shape[0], width, itemsize, programs, target)
     arguments = builder.pointers("x", "scales", "rows", "group_start", "y")

@@ -77,7 +77,9 @@ def plan_dispatch_push(
     present = builder.inputs(arrays)
     if not target.compiled:
         constants = {"num_rows": num_rows, "format": format}
-        return builder.reference("exchange.reference:push_rows", present, constants, ())
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.push_rows, present, constants, ())
     sizes = passed(num_tokens=tokens, num_ranks=num_ranks, num_rows=num_rows)
     sizes |= passed(TOP_K=top_k, AT_ONCE=checks.at_once(top_k), WIDTH=width, X_STRIDE=stride)
     if format is None:
@@ -134,7 +136,9 @@ def plan_push_slots(
     present = builder.inputs({"weights": weights, **places._asdict(), **tables})
     if not target.compiled:
         constants = {"rank": rank, "num_rows": num_rows}
-        return builder.reference("exchange.reference:push_slots", present, constants, ())
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.push_slots, present, constants, ())
     block = checks.slots_block(target)
     arguments = builder.pointers("weights", "owners", "rows", "weights_at", "sources_at")
     arguments |= passed(num_slots=rows.size, num_ranks=min(num_ranks), num_rows=num_rows, rank=rank, BLOCK=block)
@@ -154,7 +158,9 @@ def plan_push_counts(counts: ArraySpec, counts_at: ArraySpec, target: Target, *,
     builder = PlanBuilder("push_counts", target)
     present = builder.inputs({"counts": counts, "counts_at": counts_at})
     if not target.compiled:
-        return builder.reference("exchange.reference:push_counts", present, {"rank": rank}, ())
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.push_counts, present, {"rank": rank}, ())
     block, size = checks.slots_block(target), counts.shape[0]
     arguments = builder.pointers("counts", "counts_at") | passed(size=size, rank=rank, BLOCK=block)
     builder.launch(PUSH_COUNTS, (num_ranks, -(-size // block)), arguments)
@@ -189,7 +195,9 @@ def plan_combine_push(
     builder = PlanBuilder("combine_push", target)
     present = builder.inputs({"y": y, "sources": sources, "group_start": group_start, "slots_at": slots_at})
     if not target.compiled:
-        return builder.reference("exchange.reference:push_results", present, {"num_slots": num_slots}, ())
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.push_results, present, {"num_slots": num_slots}, ())
     rows, width = y.shape
     block_m, block_n, warps = checks.copy_tile(rows, width, dtypes.itemsize(y.dtype), programs, target)
     arguments = builder.pointers("y", "sources", "group_start", "slots_at")
@@ -234,7 +242,9 @@ def plan_result_addresses(
     builder.output("results_at", ArraySpec((rows,), "int64"))
     if not target.compiled:
         constants = {"num_slots": num_slots, "row_bytes": row_bytes}
-        return builder.reference("exchange.reference:result_addresses", present, constants, ("results_at",))
+        from moe_core.ops.exchange import reference as twins
+
+        return builder.reference(twins.result_addresses, present, constants, ("results_at",))
     block = checks.slots_block(target)
     arguments = builder.pointers("sources", "group_start", "slots_at", "results_at")
     arguments |= passed(num_ranks=num_ranks, num_rows=rows, num_slots=num_slots)

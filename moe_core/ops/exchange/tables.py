@@ -84,7 +84,9 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
     ]
     if not target.compiled:
         constants = {"spec": spec, "rank": rank}
-        return builder.reference("exchange.reference_tables:send_tables", present, constants, outputs)
+        from moe_core.ops.exchange import reference_tables as table_twins
+
+        return builder.reference(table_twins.send_tables, present, constants, outputs)
     for size in (spec.num_experts, spec.num_places):
         require_experts(size)
     columns = columns_of(top_k)
@@ -206,7 +208,9 @@ def plan_receive_tables(
     ]
     if not target.compiled:
         constants = {"spec": spec, "rank": rank, "top_k": top_k, "num_rows": num_rows, "num_tokens": num_tokens}
-        return builder.reference("exchange.reference_tables:receive_tables", present, constants, outputs)
+        from moe_core.ops.exchange import reference_tables as table_twins
+
+        return builder.reference(table_twins.receive_tables, present, constants, outputs)
     head, padded_sources, block = HEADER if header is not None else 0, padded(sources, 1), _BLOCK[target.engine]
     if spec.by_slot:
         arguments = builder.pointers("came", "header", "lost", "ids", "weights", "spoilt")
@@ -292,7 +296,9 @@ def plan_peer_places(
     outputs.append(builder.output("overflow", ArraySpec((1,), "int32")))
     if not target.compiled:
         constants = {"rank": rank, "receive": receive}
-        return builder.reference("exchange.reference:peer_places", present, constants, outputs)
+        from moe_core.ops.exchange import reference as exchange_twins
+
+        return builder.reference(exchange_twins.peer_places, present, constants, outputs)
     ranks, experts = padded(num_ranks, 1), padded(per_rank, 1)
     if ranks * experts > MAX_COUNTS:
         raise Unsupported(

@@ -96,7 +96,9 @@ def plan_matmul_ogs_backward(
         constants = {"layout": layout, "spec": spec, "wanted": wanted}
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
         constants |= {"tensors": tensors} if tensors else {}
-        return builder.reference("matmul.reference.backward:matmul_ogs_backward_plan", present, constants, wanted)
+        from moe_core.ops.matmul.reference import backward as twins
+
+        return builder.reference(twins.matmul_ogs_backward_plan, present, constants, wanted)
     gradient = cast_gradient(builder, "cast", "d_y", operands.x.dtype)
     if "d_row_weight" in wanted:
         assert layout is not None

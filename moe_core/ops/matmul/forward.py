@@ -125,4 +125,6 @@ def _reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProb
         builder.note(", ".join(f"{name} {tensor}" for name, tensor in problem.quantized.items()))
     by_row = ", one row at a time" if problem.batch_invariant else ""
     builder.sums(f"reference: float32 BLAS over {axis}{by_row}")
-    return builder.reference("matmul.reference.forward:matmul_ogs_plan", inputs, constants, outputs)
+    from moe_core.ops.matmul.reference import forward as twins
+
+    return builder.reference(twins.matmul_ogs_plan, inputs, constants, outputs)

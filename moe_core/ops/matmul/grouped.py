@@ -39,7 +39,9 @@ def plan_grouped_mm(operands: MatmulOperands, groups: Groups, spec: MatmulSpec, 
         tensors = tuple((name, tensor.spec) for name, tensor in problem.quantized.items())
         constants: dict[str, Any] = {"spec": spec, "ends": groups.ends, "tensors": tensors}
         builder.sums("reference: float32 BLAS over the whole reduction axis")
-        return builder.reference("matmul.reference.grouped:grouped_mm_plan", inputs, constants, ("y",))
+        from moe_core.ops.matmul.reference import grouped as twins
+
+        return builder.reference(twins.grouped_mm_plan, inputs, constants, ("y",))
     height, counts = tile.config.block_m, tile.family.counts_tiles
     add_row_groups(builder, groups, num_rows, block_m=height, counts_tiles=counts)
     tile.family.launch(builder, problem, tile.config, 0)
@@ -77,8 +79,10 @@ def plan_grouped_contraction(
     builder.output("d_weight", ArraySpec(shape, out_dtype or left.dtype))
     if not target.compiled:
         builder.sums("products and sums: the order of NumPy, fp32")
-        twin, constants = "matmul.reference.grouped:grouped_contraction_plan", {"ends": groups.ends}
-        return builder.reference(twin, inputs, constants, ("d_weight",))
+        constants = {"ends": groups.ends}
+        from moe_core.ops.matmul.reference import grouped as twins
+
+        return builder.reference(twins.grouped_contraction_plan, inputs, constants, ("d_weight",))
     layout = add_row_groups(builder, groups, left.shape[0])
     plan = plan_weight_gradient(operands, layout, options, target)
     builder.call(plan, "contraction", {"left": "left", "right": "right", "d_weight": "d_weight"})

@@ -159,11 +159,15 @@ def plan_moe_backward(
             constants |= {"by_slot": True}
         made = tuple("rows of d_x" if pushes and name == "d_x" else name for name in wanted)
 
-        plan = builder.reference("moe.reference.backward:moe_backward_plan", present, constants, made)
+        from moe_core.ops.moe.reference import backward as twins
+
+        plan = builder.reference(twins.moe_backward_plan, present, constants, made)
         if not pushes:
             return plan
         names = {"y": "rows of d_x", "row_of_slot": f"{SAVED}row_of_slot", "results_at": "results_at"}
-        return builder.reference("exchange.reference:push_to_addresses", names, {}, ())
+        from moe_core.ops.exchange import reference as exchange_twins
+
+        return builder.reference(exchange_twins.push_to_addresses, names, {}, ())
     builder.lend(*(name for name in wanted if name not in accumulate))
     overwrites = options.overwrite and builder.has(f"{SAVED}pre_activation")
     BackwardPlanner(builder, operands, gradients, spec, overwrites).plan()

@@ -251,7 +251,9 @@ class _MoEPlanner:
         products[1].add(builder, 1, names | ({} if addressed else {"y": slots}))
         if pushes and not addressed:
             names = {"y": slots, "row_of_slot": self.arrays.row_of_slot, "results_at": "results_at"}
-            builder.reference("exchange.reference:push_to_addresses", names, {}, ())
+            from moe_core.ops.exchange import reference as twins
+
+            builder.reference(twins.push_to_addresses, names, {}, ())
             slots = "output"
         return slots, products[1].problem.spec.scatter
 

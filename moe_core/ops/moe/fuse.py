@@ -27,6 +27,7 @@ from moe_core.plan.steps import (
     ReferenceCall,
     Scalar,
     declare_kernel,
+    function_name,
     passed,
 )
 
@@ -180,7 +181,6 @@ def _route_and_multiply(routing: KernelLaunch, product: KernelLaunch) -> KernelL
     return KernelLaunch(ROUTE_AND_MULTIPLY, grid, tuple(arguments.items()), product.num_warps, product.num_stages)
 
 
-_PRODUCT = "matmul.reference.forward:matmul_ogs_plan"
 _COMMON = ("group_sizes", "group_start", "slot_of_row", "layer_index")
 
 
@@ -198,8 +198,14 @@ def join_twins(plan: LaunchPlan) -> LaunchPlan:
 def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | ReferenceCall) -> ReferenceCall | None:
     if not (isinstance(first, ReferenceCall) and isinstance(second, ReferenceCall)):
         return None
+    from moe_core.ops.matmul.reference import forward as matmul_twins
+    from moe_core.ops.moe.reference import experts as twins
+
     options, others = dict(first.constants), dict(second.constants)
-    if {first.function, second.function} != {_PRODUCT} or "tensors" in {*options, *others}:
+    if {first.function, second.function} != {function_name(matmul_twins.matmul_ogs_plan)} or "tensors" in {
+        *options,
+        *others,
+    }:
         return None
     outputs = options["outputs"]
     if options["layout"] != others["layout"] or others["outputs"] != ("y",):
@@ -214,4 +220,4 @@ def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | Referenc
         inputs |= {name if name in _COMMON else f"{prefix}.{name}": buffer for name, buffer in buffers.items()}
     constants = {"layout": options["layout"], "first": options["spec"], "second": others["spec"], "outputs": outputs}
     made = (*first.outputs, *second.outputs)
-    return ReferenceCall("moe.reference.experts:both_products", tuple(inputs.items()), tuple(constants.items()), made)
+    return ReferenceCall(function_name(twins.both_products), tuple(inputs.items()), tuple(constants.items()), made)

@@ -82,7 +82,9 @@ def plan_quantize_rows(
     if zeros:
         builder.output("zeros", ArraySpec((zeros,), "int32"), Role.MAXIMA)
     if not target.compiled:
-        return builder.reference("quantize.reference:quantize_rows", inputs, {"format": format}, (values, scale_buffer))
+        from moe_core.ops.quantize import reference as twins
+
+        return builder.reference(twins.quantize_rows, inputs, {"format": format}, (values, scale_buffer))
     add = _add_whole_rows if format.group_columns is None else _add_groups
     add(builder, format, stride)
     return builder.build()

@@ -80,7 +80,9 @@ def plan_reduce(
     builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
     if not target.compiled:
         options = {"top_k": top_k, "order": order, "out_dtype": out_dtype}
-        return builder.reference("reduction.reference:reduce", present, options, ("out",))
+        from moe_core.ops.reduction import reference as twins
+
+        return builder.reference(twins.reduce, present, options, ("out",))
     block_t, block_n, num_warps = reduce_tile(tokens, width, target)
     stride = row_stride("shared", shared) if shared is not None else 0
     arguments = builder.pointers("y", "row_of_slot", "shared", "shared_gate", "out")
@@ -101,7 +103,9 @@ def plan_scale_rows(x: ArraySpec, weights: ArraySpec, target: Target) -> LaunchP
     present = builder.inputs({"x": x, "weights": weights})
     builder.output("y", ArraySpec((rows, width), x.dtype))
     if not target.compiled:
-        return builder.reference("reduction.reference:scale_rows", present, {}, ("y",))
+        from moe_core.ops.reduction import reference as twins
+
+        return builder.reference(twins.scale_rows, present, {}, ("y",))
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("x", "weights", "y") | passed(num_rows=rows, WIDTH=width, X_STRIDE=row_stride("x", x))
     arguments |= passed(BLOCK_M=block_m, BLOCK_N=block_n, PDL=None)

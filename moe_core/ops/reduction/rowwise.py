@@ -150,7 +150,9 @@ def plan_gather_rows(
     present = builder.inputs({"x": x, "slot_of_row": slot_of_row})
     builder.output("y", ArraySpec((rows, width), x.dtype))
     if not target.compiled:
-        return builder.reference("reduction.reference:gather_rows", present, {"top_k": layout.top_k}, ("y",))
+        from moe_core.ops.reduction import reference as twins
+
+        return builder.reference(twins.gather_rows, present, {"top_k": layout.top_k}, ("y",))
     block_m, block_n = elementwise_tile(width, target)
     arguments = builder.pointers("x", "slot_of_row", "y") | passed(num_rows=rows, num_tokens=layout.num_tokens)
     arguments |= passed(TOP_K=layout.top_k, WIDTH=width, X_STRIDE=row_stride("x", x))

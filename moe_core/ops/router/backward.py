@@ -41,7 +41,9 @@ def plan_router_backward(
     if not target.compiled:
         constants = {"spec": spec, "wanted": wanted, "bias_dtype": None if bias is None else bias.dtype}
         builder.sums("products and sums: the order of NumPy, fp32")
-        return builder.reference("router.reference:router_backward_plan", inputs, constants, wanted)
+        from moe_core.ops.router import reference as twins
+
+        return builder.reference(twins.router_backward_plan, inputs, constants, wanted)
     options, results = MatmulSpec(spec.weight_layout), {name: name for name in wanted}
     sides = Side("x"), Side("d_logits", role=Role.D_LOGITS)
     add_weight_gradient(builder, "weight", *sides, None, options, results)

@@ -87,7 +87,9 @@ def plan_router(
     if not target.compiled:
         by_row = ", one row at a time" if spec.batch_invariant else ""
         builder.sums(f"logits: d_model in the order of NumPy's matmul, fp32{by_row}")
-        return builder.reference("router.reference:router", present, {"spec": spec}, ("logits",))
+        from moe_core.ops.router import reference as twins
+
+        return builder.reference(twins.router, present, {"spec": spec}, ("logits",))
     widened = x.dtype != weight.dtype
     is_fp32 = widened or x.dtype == "float32"
     precision = "tf32" if is_fp32 and spec.allow_tf32 else "ieee"

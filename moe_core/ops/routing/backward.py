@@ -85,7 +85,9 @@ def plan_routing_backward(
     if not target.compiled:
         builder.sums("softmax and sums over experts and slots: NumPy's pairwise sums, fp32")
         constants = {"spec": spec}
-        return builder.reference("routing.reference_backward:routing_backward_plan", present, constants, ("d_logits",))
+        from moe_core.ops.routing import reference_backward as twins
+
+        return builder.reference(twins.routing_backward_plan, present, constants, ("d_logits",))
     require_experts(num_experts)
     top_k = spec.require_top_k()
     columns, slots = padded(num_experts, 1), padded(top_k, 1)

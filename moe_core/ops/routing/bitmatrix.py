@@ -38,7 +38,9 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
     if not target.compiled:
         outputs = ("bitmatrix", *counters)
         constants = {"num_experts": num_experts}
-        return builder.reference("routing.reference:pack_bitmatrix", {"ids": "ids"}, constants, outputs)
+        from moe_core.ops.routing import reference as twins
+
+        return builder.reference(twins.pack_bitmatrix, {"ids": "ids"}, constants, outputs)
     require_experts(num_experts)
     block_t = _block_tokens(num_tokens, padded(words, 1), target)
     # Without tokens one program still writes the counters.
@@ -72,7 +74,9 @@ def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, ta
     if not target.compiled:
         constants = {"num_experts": num_experts, "top_k": top_k}
         inputs = {"bitmatrix": "bitmatrix"}
-        return builder.reference("routing.reference:unpack_bitmatrix", inputs, constants, ("ids",))
+        from moe_core.ops.routing import reference as twins
+
+        return builder.reference(twins.unpack_bitmatrix, inputs, constants, ("ids",))
     require_experts(max(num_experts, top_k))
     experts, slots = padded(num_experts, 1), padded(top_k, 1)
     block_t = _block_tokens(num_tokens, max(experts, slots), target)

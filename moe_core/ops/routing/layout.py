@@ -126,7 +126,9 @@ def plan_layout(
         builder.output("tile_counters", ArraySpec((tile_counters,), "int32"))
     if not target.compiled:
         constants = {"layout": layout, "block_ms": block_ms}
-        return builder.reference("routing.reference:layout", present, constants, outputs)
+        from moe_core.ops.routing import reference as twins
+
+        return builder.reference(twins.layout, present, constants, outputs)
     require_experts(layout.num_experts)
     num_global = layout.num_experts if expert_map is None else expert_map.size
     read = builder.pointers(*arrays)
@@ -266,7 +268,9 @@ def plan_schedule(layout: LayoutSpec, block_m: int, target: Target) -> LaunchPla
     if not target.compiled:
         constants = {"layout": layout, "block_m": block_m}
         inputs = {"group_sizes": "group_sizes"}
-        return builder.reference("routing.reference:schedule", inputs, constants, ("schedule",))
+        from moe_core.ops.routing import reference as twins
+
+        return builder.reference(twins.schedule, inputs, constants, ("schedule",))
     require_experts(layout.num_experts)
     _launch_schedule(builder, layout, block_m, "schedule")
     return builder.build()
@@ -313,7 +317,9 @@ def plan_layout_of_runs(counts: ArraySpec, num_rows: int, target: Target, *, str
     outputs.append(builder.output("overflow", ArraySpec((1,), "int32")))
     if not target.compiled:
         constants = {"num_rows": num_rows, "stride": stride}
-        return builder.reference("routing.reference:layout_of_runs", present, constants, outputs)
+        from moe_core.ops.routing import reference as twins
+
+        return builder.reference(twins.layout_of_runs, present, constants, outputs)
     sources, experts = padded(num_sources, 1), padded(num_experts, 1)
     if sources * experts > MAX_COUNTS:
         raise Unsupported(

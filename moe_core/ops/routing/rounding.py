@@ -51,7 +51,9 @@ def plan_candidates(
     describe_selection(builder, spec, correction_bias is not None)
     builder.sums("softmax and renormalisation: NumPy's pairwise sums, fp32")
     constants = {"spec": spec, "wide": wide}
-    return builder.reference("routing.reference_rounding:route_candidates", inputs, constants, outputs)
+    from moe_core.ops.routing import reference_rounding as twins
+
+    return builder.reference(twins.route_candidates, inputs, constants, outputs)
 
 
 @keep_plans
@@ -83,7 +85,9 @@ def plan_keep_candidates(
     if not target.compiled:
         inputs = {name: name for name in ("candidates", "candidate_weights")}
         constants = {"top_k": top_k, "rounding": rounding, "num_experts": num_experts}
-        return builder.reference("routing.reference_rounding:keep_candidates", inputs, constants, outputs)
+        from moe_core.ops.routing import reference_rounding as twins
+
+        return builder.reference(twins.keep_candidates, inputs, constants, outputs)
     require_experts(num_experts)
     layout = LayoutSpec(num_tokens, width, num_experts)
     plan = plan_layout(candidates, layout, target)
@@ -180,7 +184,9 @@ def plan_route_rounded_backward(
         split.append(builder.scratch(f"d_{name}", ArraySpec((num_tokens, columns), "float32"), Role.D_ROW_WEIGHT))
     if not target.compiled:
         inputs = {name: name for name in ("d_weights", "ids", "candidates")}
-        builder.reference("routing.reference_rounding:split_gradients", inputs, {"top_k": top_k}, split)
+        from moe_core.ops.routing import reference_rounding as twins
+
+        builder.reference(twins.split_gradients, inputs, {"top_k": top_k}, split)
     else:
         arguments = builder.pointers("d_weights", "ids", "candidates", "chosen", "d_chosen", "extra", "d_extra")
         slots, block = num_tokens * width, _BLOCK[target.engine]

@@ -149,7 +149,9 @@ def plan_routing(
         describe_selection(builder, spec, correction_bias is not None)
         builder.sums("softmax and renormalisation: NumPy's pairwise sums, fp32")
         constants = {"spec": spec, "with_bitmatrix": with_bitmatrix}
-        return builder.reference("routing.reference:route", present, constants, outputs)
+        from moe_core.ops.routing import reference as twins
+
+        return builder.reference(twins.route, present, constants, outputs)
     return launch_routing(builder, spec, spec.require_top_k())
 
 

@@ -55,7 +55,9 @@ def plan_matmul_quantized_transposed(
         tensors = tuple((name, tensor.spec) for name, tensor in quantized_operands(operands).items())
         constants: dict[str, Any] = {"layout": layout, "spec": spec, "tensors": tensors}
         builder.sums("reference: float32 BLAS over the whole reduction axis of dequantised weights")
-        return builder.reference("matmul.reference.backward:input_gradient_plan", inputs, constants, ("y",))
+        from moe_core.ops.matmul.reference import backward as twins
+
+        return builder.reference(twins.input_gradient_plan, inputs, constants, ("y",))
     if layout is not None:
         add_schedule(builder, layout, tile.config.block_m, given=composed)
     if addressed:
