@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -16,6 +17,24 @@ from moe_torch.operators.stages import PACK_BITMATRIX
 from moe_torch.operators.table import MOE, MOE_QUANTIZED
 
 _SEVERAL = frozenset((PACK_BITMATRIX.name, *(operator.name for operator in (*MOE.values(), *MOE_QUANTIZED.values()))))
+
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+class Launchable(Generic[_Parameters, _Result]):
+    """A function in the place of a kernel: ported code may launch it, `function[grid](...)`, on any grid."""
+
+    def __init__(self, function: Callable[_Parameters, _Result]) -> None:
+        self._function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        return self._function(*args, **kwargs)
+
+    def __getitem__(self, grid: Any) -> Callable[_Parameters, _Result]:
+        return self._function
 
 
 def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> bool:

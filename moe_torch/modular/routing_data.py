@@ -14,13 +14,18 @@ from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_torch import ops
 from moe_torch.bridge.options import layout_spec
-from moe_torch.modular.into import write_into
+from moe_torch.modular.into import Launchable, write_into
 from moe_torch.modular.stages import as_ids, as_weights, weight_of_row
 from moe_torch.operators.stages import PACK_BITMATRIX
 
 _WORD_BITS = 32
 #: Tile heights in `ExptData`. The smallest bounds the number of tiles.
-_BLOCK_MS = (16, 32, 64, 128)
+BLOCK_MS = (16, 32, 64, 128)
+
+
+def most_tiles(num_groups: int, num_rows: int, block_m: int) -> int:
+    """The most tiles of height block_m that groups with num_rows rows in all can need."""
+    return num_rows if num_rows <= num_groups else -(-(num_rows - num_groups + 1) // block_m) + num_groups - 1
 
 
 @dataclass(eq=False)
@@ -68,9 +73,7 @@ class RoutingData:
 
     def n_blocks(self, n_rows: int, block_m: int) -> int:
         """The most tiles of height block_m that n_rows rows can need."""
-        if n_rows <= self.n_expts_tot:
-            return n_rows
-        return -(-(n_rows - self.n_expts_tot + 1) // block_m) + self.n_expts_tot - 1
+        return most_tiles(self.n_expts_tot, n_rows, block_m)
 
 
 class _ByHeight(Mapping[int, torch.Tensor]):
@@ -79,17 +82,17 @@ class _ByHeight(Mapping[int, torch.Tensor]):
         self._known: dict[int, torch.Tensor] = {}
 
     def __getitem__(self, block_m: int) -> torch.Tensor:
-        if block_m not in _BLOCK_MS:
+        if block_m not in BLOCK_MS:
             raise KeyError(block_m)
         if block_m not in self._known:
             self._known[block_m] = self._compute(block_m)
         return self._known[block_m]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(_BLOCK_MS)
+        return iter(BLOCK_MS)
 
     def __len__(self) -> int:
-        return len(_BLOCK_MS)
+        return len(BLOCK_MS)
 
 
 def starts(sizes: torch.Tensor) -> torch.Tensor:
@@ -99,9 +102,7 @@ def starts(sizes: torch.Tensor) -> torch.Tensor:
 
 def expert_data(hist: torch.Tensor, group_start: torch.Tensor, n_gates: int) -> ExptData:
     num_experts = hist.shape[0]
-    most = n_gates
-    if n_gates > num_experts:
-        most = num_experts - 1 - (num_experts - n_gates - 1) // min(_BLOCK_MS)
+    most = most_tiles(num_experts, n_gates, min(BLOCK_MS))
 
     def tile_starts(block_m: int) -> torch.Tensor:
         return starts((hist + block_m - 1) // block_m)
@@ -171,6 +172,7 @@ def layout_and_weights(
     return layout_of(routing_data, slots, rows, routing_data.n_expts_act), weight_of_row(routing_data.gate_scal, rows)
 
 
+@Launchable
 def pack_bitmatrix(
     bitmatrix: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -182,7 +184,8 @@ def pack_bitmatrix(
 ) -> None:
     """Write bitmatrix uint32 `[n_rows, bm_cols]`: bit `e % 32` of word `e // 32` is set if e is among the row's ids.
 
-    topk_ids `[n_rows, n_expts_act]`. -1 and ids past the words set nothing. BLOCK_SIZE_M, BLOCK_SIZE_K: without effect.
+    topk_ids `[n_rows, n_expts_act]`. -1 and ids past the words set nothing. Without effect: BLOCK_SIZE_M, BLOCK_SIZE_K,
+    and the grid of `pack_bitmatrix[grid](...)`.
     """
     for name, value in (("BLOCK_SIZE_M", BLOCK_SIZE_M), ("BLOCK_SIZE_K", BLOCK_SIZE_K), ("bm_cols", bm_cols)):
         require_at_least(name, value, 1)

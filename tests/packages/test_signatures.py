@@ -13,6 +13,8 @@ MOST, MOST_OF_DEVICE_FUNCTIONS = 8, 12
 #: whole layers too: users name their options one by one.
 PUBLISHED = {
     "moe_torch/compat/triton_kernels/matmul_ogs.py": {"matmul_ogs"},
+    "moe_torch/compat/triton_kernels_38/matmul.py": {"matmul"},
+    "moe_torch/compat/triton_kernels_38/reduce.py": {"reduce"},
     "moe_torch/modular/deep_gemm_dispatch.py": {"__init__"},
     "moe_torch/modular/experts.py": {"apply"},
     "moe_torch/modular/gpt_oss.py": {"triton_kernel_fused_experts", "triton_kernel_moe_forward"},

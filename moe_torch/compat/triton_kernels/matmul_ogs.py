@@ -8,20 +8,16 @@ A row is cast once. gammas never precede the activation, unlike the original wit
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moe_core.base.checks import finite_float
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
-from moe_core.specs.matmul import MatmulSpec
-from moe_core.specs.tuning import MatmulTuning
 from moe_torch import ops
-from moe_torch.bridge.options import TORCH_DTYPES
+from moe_torch.bridge.options import require_instance
 from moe_torch.compat.triton_kernels.matmul_ogs_details import operands as inputs
-from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import Rows, Weight, memory_of
+from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import Operand, Weight, memory_of
 from moe_torch.compat.triton_kernels.matmul_ogs_details.options import (
     Epilogue,
     EpilogueSpecs,
@@ -32,11 +28,22 @@ from moe_torch.compat.triton_kernels.matmul_ogs_details.options import (
     PrecisionConfig,
     activation_of,
     checked_precision,
+    matmul_spec,
     require_no_epilogue,
 )
+from moe_torch.compat.triton_kernels.matmul_ogs_details.product import (
+    batched,
+    bias_of,
+    delivered,
+    factors_of,
+    rows_at,
+    scattered_product,
+)
+from moe_torch.compat.triton_kernels.matmul_ogs_details.rows import Rows
 from moe_torch.compat.triton_kernels.numerics import InFlexData, OutFlexData
 from moe_torch.compat.triton_kernels.routing import GatherIndx, RoutingData, ScatterIndx
 from moe_torch.compat.triton_kernels.tensor import FP4, Tensor, wrap_torch_tensor
+from moe_torch.modular.routing_data import group_starts, layout_of
 
 __all__ = [
     "FP4", "Epilogue", "EpilogueSpecs", "FlexCtx", "FnName", "FnSpecs", "FusedActivation", "GatherIndx", "InFlexData",
@@ -72,61 +79,53 @@ def matmul_ogs(
     """
     precision, activation = checked_precision(precision_config), activation_of(fused_activation)
     require_no_epilogue(epilogue)
-    routing = inputs.require_indices(routing_data, gather_indx, scatter_indx)
-    weight, shape = inputs.weight_of(w, precision), memory_of("x", x).shape
-    alpha = None if out_alpha is None else finite_float("out_alpha", out_alpha)
+    routing = _require_indices(routing_data, gather_indx, scatter_indx)
+    flex = precision.flex_ctx
+    weight = inputs.weight_of(
+        Operand("w", w, "precision_config.weight_scale", precision.weight_scale, "flex_ctx.rhs_data", flex.rhs_data)
+    )
+    shape = memory_of("x", x).shape
     batch = shape[0] if len(shape) == 3 else None
     if len(weight.shape) == 2 and routing.expt_hist is not None and routing.n_expts_tot == 1:
         weight = Weight(inputs.indexed(weight.array, None), weight.weight_layout, (1, *weight.shape))
-    values, rows = _rows(x, weight, precision, routing, (gather_indx, scatter_indx), routing_data is not None)
+    source = Operand("x", x, "precision_config.act_scale", precision.act_scale, "flex_ctx.lhs_data", flex.lhs_data)
+    indices = (gather_indx, scatter_indx)
+    values, rows = _rows(source, weight, precision.out_dtype, routing, indices, routing_data is not None)
     if rows.layout is None and len(weight.shape) == 3:
         weight = Weight(inputs.indexed(weight.array, 0), weight.weight_layout, weight.shape[1:])
-    out_dtype = str(values.dtype if precision.out_dtype is None else precision.out_dtype).removeprefix("torch.")
-    tuning = MatmulTuning(batch_invariant=True) if precision.enforce_bitwise_invariance else None
-    choices = (rows.gather, "row", activation, out_dtype, precision.allow_tf32, tuning)
-    spec = MatmulSpec(weight.weight_layout, *choices)
-    bias = _bias(bias, weight, values, rows)
-    operands = inputs.fitting(ops.MatmulOperands(values, weight.array, bias=bias), weight, shape)
-    factors = (_factors("betas", betas, rows.count, batch), _factors("gammas", gammas, rows.count, batch), alpha)
-    result, order = _product(operands, rows, spec, factors, scatter_indx)
-    if scatter_indx is not None:
-        result = ops.reduce(result, inputs.scattered(scatter_indx, routing.n_expts_act), order=order)
+    spec = matmul_spec(precision, weight, rows, values, activation)
+    operands = ops.MatmulOperands(values, weight.array, bias=bias_of(bias, weight, values, rows))
+    operands = inputs.fitting(operands, weight, ("x", "w"), shape)
+    factors = factors_of(betas, gammas, out_alpha, rows.count, batch)
+    result = scattered_product(operands, rows, spec, factors, scatter_indx, routing.n_expts_act)
     if not weight.shape[-1]:
         result = result[:, :0]
-    result = result[None] if batch is None else result.reshape(batch, shape[1], result.shape[-1])
-    if y is not None:
-        if y.shape != result.shape or y.dtype != result.dtype:
-            raise InvalidInput(
-                f"y must be {result.dtype} {list(result.shape)}, got {y.dtype} {list(y.shape)}; allocate it so"
-            )
-        result = y.copy_(result)
-    return result.squeeze(0) if batch is None else result
+    if batch is not None:
+        result = result.reshape(batch, shape[1], result.shape[-1])
+        return delivered("y", y, result, result.shape)
+    return delivered("y", y, result, (1, *result.shape)).reshape(result.shape)
 
 
 def _rows(
-    x: Any,
+    x: Operand,
     weight: Weight,
-    precision: PrecisionConfig,
+    out_dtype: torch.dtype | None,
     routing: RoutingData,
     indices: tuple[GatherIndx | None, ScatterIndx | None],
     routed: bool,
 ) -> tuple[Any, Rows]:
     gather, scatter = indices
-    shape = memory_of("x", x).shape
+    shape = memory_of("x", x.array).shape
     if len(shape) == 3:
         if routed or gather is not None or scatter is not None:
             raise InvalidInput(
                 f"routing_data, gather_indx and scatter_indx must be None for x [B, M, K], got x {list(shape)}; "
                 "flatten x"
             )
-        if weight.shape[:-2] != shape[:1]:
-            raise InvalidInput(f"w must be [{shape[0]}, K, N] like x, got {list(weight.shape)}; pass a matrix for each")
-        values = memory_of("x", x).reshape(shape[0] * shape[1], shape[2])
-        values = inputs.rows_of(values, inputs.with_scales_of_rows(precision, shape))
-        return values, inputs.batched_rows(shape[0], shape[1], memory_of("x", x).device)
+        return batched(x._replace(array=memory_of("x", x.array)), weight, "w", out_dtype)
     if len(shape) != 2:
         raise InvalidInput(f"x must be [M, K] or [B, M, K], got {list(shape)}; reshape it")
-    values = inputs.rows_of(x, precision)
+    values = inputs.rows_of(x, out_dtype)
     if routing.expt_hist is None:
         if len(weight.shape) == 3 and weight.shape[0] != 1:
             raise InvalidInput(
@@ -140,14 +139,12 @@ def _rows(
         raise InvalidInput(
             f"w must be [{routing.n_expts_tot}, K, N] for this routing, got {list(weight.shape)}; pass every expert's"
         )
-    rows = inputs.ragged_rows(routing, gather, scatter, shape[0])
+    rows = _ragged_rows(routing, gather, scatter, shape[0])
     assert rows.layout is not None
     wanted = rows.layout.spec.num_tokens
     if shape[0] < wanted:
         raise InvalidInput(f"x must have {wanted} rows for this routing, got {shape[0]}; pass all tokens")
-    if shape[0] > wanted:
-        values = _first(values, wanted)
-    return values, rows
+    return (rows_at(values, slice(wanted)) if shape[0] > wanted else values), rows
 
 
 def _gathered(values: Any, src_indx: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -159,67 +156,31 @@ def _gathered(values: Any, src_indx: torch.Tensor, top_k: int) -> torch.Tensor:
     return torch.where(src_indx[:, None] >= 0, rows, 0)
 
 
-def _first(values: Any, count: int) -> Any:
-    if isinstance(values, QuantizedTensor):
-        scales = values.scales if values.format.group_rows is None else values.scales[:count]
-        return replace(values, values=values.values[:count], scales=scales)
-    return values[:count]
+def _ragged_rows(
+    routing_data: RoutingData, gather: GatherIndx | None, scatter: ScatterIndx | None, num_rows: int
+) -> Rows:
+    """The rows of a routing. num_rows: of x, the last resort."""
+    top_k = 1
+    if gather is not None:
+        slot_of_row, row_of_slot, top_k = gather.src_indx, gather.dst_indx, routing_data.n_expts_act
+    elif scatter is not None:
+        slot_of_row, row_of_slot = scatter.dst_indx, scatter.src_indx
+    else:
+        group_start = group_starts(routing_data)
+        rows = torch.arange(num_rows, dtype=torch.int32, device=group_start.device)
+        slot_of_row = row_of_slot = torch.where(rows < group_start[-1], rows, -1)
+    layout = layout_of(routing_data, slot_of_row, row_of_slot, top_k)
+    return Rows(layout, "row" if gather is None else "token", slot_of_row.shape[0])
 
 
-def _factors(name: str, given: torch.Tensor | None, count: int, batch: int | None) -> torch.Tensor | None:
-    if given is None:
-        return None
-    wanted = count if batch is None else count // max(batch, 1)
-    if tuple(given.shape) != (wanted,):
-        raise InvalidInput(f"{name} must be [{wanted}], one for each row, got {list(given.shape)}; pass such a tensor")
-    given = given.to(torch.float32)
-    return given if batch is None else given.repeat(batch)
-
-
-def _bias(bias: torch.Tensor | None, weight: Weight, values: Any, rows: Rows) -> torch.Tensor | None:
-    """`[E, N]` or `[N]`, in fp32 unless it has the dtype of x."""
-    if bias is None:
-        return None
-    plain = None if isinstance(values, QuantizedTensor) else values.dtype
-    bias = bias if bias.dtype == plain else bias.to(torch.float32)
-    wanted = (*weight.shape[:-2], weight.shape[-1])
-    if rows.layout is None and bias.ndim == 2 and bias.shape[0] == 1:
-        bias = bias[0]
-    elif len(wanted) == 2 and wanted[0] == 1 and bias.ndim == 1:
-        bias = bias[None]
-    if tuple(bias.shape) != wanted:
-        raise InvalidInput(f"bias must be {list(wanted)}, got {list(bias.shape)}; pass one row per matrix")
-    return bias.contiguous()
-
-
-def _product(
-    operands: ops.MatmulOperands,
-    rows: Rows,
-    spec: MatmulSpec,
-    factors: tuple[torch.Tensor | None, torch.Tensor | None, float | None],
-    scatter: ScatterIndx | None,
-) -> tuple[torch.Tensor, str]:
-    """(`[rows, N]`, their order), in several ops if betas or alpha precede the activation, or gammas need a gradient
-    that one op lacks."""
-    (betas, gammas, alpha), bias = factors, operands.bias
-    one_op = (betas is None or bias is None) and alpha in (None, 1.0)
-    # Weights have gradients only for rows by slot of this layout.
-    order = "slot" if scatter is not None and rows.leads_back(scatter) else "row"
-    differentiated = gammas is not None and gammas.requires_grad and torch.is_grad_enabled()
-    if one_op and not (differentiated and (order == "row" or spec.activation is not None)):
-        operands = replace(operands, row_weight=None if gammas is None else rows.by_slot(gammas))
-        return ops.matmul_ogs(operands, rows.layout, replace(spec, scatter=order)), order
-    plain = replace(spec, activation=None, out_dtype="float32")
-    result = ops.matmul_ogs(replace(operands, bias=None), rows.layout, plain)
-    if bias is not None:
-        expert = rows.expert_of_row()
-        added = bias.float() if expert is None else bias.float()[expert]
-        result = result + (added if betas is None else added * betas[:, None])
-    if alpha is not None:
-        result = result * alpha
-    if spec.activation is not None:
-        result = ops.activation(result, spec.activation)
-    if gammas is not None:
-        result = result * gammas[:, None]
-    assert spec.out_dtype is not None
-    return rows.without_absent(result).to(TORCH_DTYPES[spec.out_dtype]), "row"
+def _require_indices(
+    routing_data: RoutingData | None, gather: GatherIndx | None, scatter: ScatterIndx | None
+) -> RoutingData:
+    for name, value, kind in (
+        ("routing_data", routing_data, RoutingData),
+        ("gather_indx", gather, GatherIndx),
+        ("scatter_indx", scatter, ScatterIndx),
+    ):
+        if value is not None and not isinstance(value, kind):
+            require_instance(f"{name} (else convert it with from_upstream)", value, kind)
+    return RoutingData(None, None, 1, 1) if routing_data is None else routing_data

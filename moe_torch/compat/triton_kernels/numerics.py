@@ -38,11 +38,15 @@ class InFlexData(BaseFlexData):
 
 @dataclass(frozen=True, eq=False)
 class OutFlexData(BaseFlexData):
-    """Scales of fp8 results, which our ops do not write."""
+    """Scales of fp8 results, fp32 `[1]` or one per matrix. Products of Triton 3.5 have no fp8 results here."""
 
     expected_scale: torch.Tensor | None = None
     actual_scale: torch.Tensor | None = None
     checksum_scale: torch.Tensor | None = None
+
+    @property
+    def is_per_batch(self) -> bool:
+        return self.expected_scale is not None and len(self.expected_scale) > 1
 
     def __iter__(self):
         return iter((self.expected_scale, self.actual_scale, self.checksum_scale))

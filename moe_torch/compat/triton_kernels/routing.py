@@ -9,8 +9,9 @@ import torch
 from moe_core.base.checks import require_at_least, require_flag
 from moe_core.errors import InvalidInput
 from moe_torch.bridge.options import require_instance
-from moe_torch.compat.triton_kernels.tensor import Bitmatrix
+from moe_torch.compat.triton_kernels.tensor import Bitmatrix, bits_of
 from moe_torch.compat.triton_kernels.topk import choose
+from moe_torch.modular.into import Launchable
 from moe_torch.modular.routing_data import (
     ExptData,
     GatherIndx,
@@ -21,12 +22,27 @@ from moe_torch.modular.routing_data import (
     starts,
 )
 
+_WORD_BITS = 32
+
 
 def compute_expt_data(expt_hist: torch.Tensor | None, n_expts_tot: int, n_gates: int) -> ExptData:
     """The ExptData of a histogram int32 `[n_expts_tot]` whose sum is at most n_gates."""
     if expt_hist is None:
         return ExptData(None, None, None, None)
     return expert_data(expt_hist, starts(expt_hist), n_gates)
+
+
+compute_expt_data_torch = compute_expt_data
+
+
+@Launchable
+def _routing_clear_bitmatrix(
+    bitmatrix: torch.Tensor, stride_bm: int, stride_bn: int, shape_bn: int, cutoff: int, BLOCK_N: int
+) -> None:
+    """Clear the bits of columns from cutoff on, in place. Sizes and strides are those of bitmatrix."""
+    words, first = bitmatrix.view(torch.int32), _WORD_BITS * torch.arange(shape_bn, device=bitmatrix.device)
+    kept = (cutoff - first).clamp(0, _WORD_BITS)
+    words &= ((1 << kept) - 1).to(torch.int32)
 
 
 def routing(
@@ -71,10 +87,8 @@ def routing_from_bitmatrix(
     for name, array in (("expt_scal", expt_scal), ("expt_indx", expt_indx)):
         if tuple(array.shape) != wanted:
             raise InvalidInput(f"{name} must be {list(wanted)}, got {list(array.shape)}; pass one row per token")
-    columns = min(n_expts_tot, 32 * bitmatrix.data.shape[1])
     ids = expt_indx.to(torch.int32)
-    exists = (ids >= 0) & (ids < columns)
-    exists &= bitmatrix.holds(ids.clamp(0, columns - 1))
+    exists = (ids < n_expts_tot) & bits_of(bitmatrix.data, ids)
     exists &= (torch.arange(wanted[0], device=ids.device) < bitmatrix.shape[0])[:, None]
     return sorted_by_expert(torch.where(exists, ids, -1), expt_scal.to(torch.float32), n_expts_tot, absent=0.0)
 

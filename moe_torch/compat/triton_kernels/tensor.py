@@ -32,19 +32,22 @@ class Storage:
         return self.data.device
 
 
-@dataclass
+@dataclass(frozen=True)
 class IntegerType:
     bitwidth: int
+    is_signed: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class FloatType:
     bitwidth_exponent: int
     bitwidth_mantissa: int
     is_signed: bool
+    unsigned_zero: bool = False
 
-    def __post_init__(self) -> None:
-        self.bitwidth = int(self.is_signed) + self.bitwidth_exponent + self.bitwidth_mantissa
+    @property
+    def bitwidth(self) -> int:
+        return int(self.is_signed) + self.bitwidth_exponent + self.bitwidth_mantissa
 
 
 BIT = IntegerType(1)
@@ -137,12 +140,6 @@ class Bitmatrix(Tensor):
             )
         self.scratchpad = scratchpad
 
-    def holds(self, columns: torch.Tensor) -> torch.Tensor:
-        """bool `[T, K]`: the bits of columns int32 `[T, K]`, in `[0, 32 * words)`."""
-        words = self.data.view(torch.int32).gather(1, (columns // _WORD_BITS).long())
-        # Shifts keep the sign, but only the lowest bit is read.
-        return ((words >> (columns % _WORD_BITS)) & 1).bool()
-
     def sum(self, partials_block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Count the ones: int32 (of each column, of each column per block of rows `[blocks, columns]`)."""
         require_at_least("partials_block_size", partials_block_size, 1)
@@ -153,6 +150,19 @@ class Bitmatrix(Tensor):
         ones = torch.nn.functional.pad(ones, (0, 0, 0, -rows % partials_block_size))
         partials = ones.reshape(-1, partials_block_size, columns).sum(1, dtype=torch.int32)
         return partials.sum(0, dtype=torch.int32), partials
+
+
+def bits_of(words: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """bool `[T, K]`: the bits of columns `[T, K]` in words of 32 bits, integers `[T, W]`. False outside [0, 32 W)."""
+    inside = (columns >= 0) & (columns < _WORD_BITS * words.shape[1])
+    columns = torch.where(inside, columns, 0).int()
+    if not words.shape[1]:
+        return inside
+    chosen = (words.view(torch.int32) if words.dtype == torch.uint32 else words).gather(
+        1, (columns // _WORD_BITS).long()
+    )
+    # Shifts keep the sign, but only the lowest bit is read.
+    return ((chosen >> (columns % _WORD_BITS)) & 1).bool() & inside
 
 
 def get_layout(tensor: torch.Tensor | Tensor | None) -> Any:

@@ -51,7 +51,12 @@ def topk(
 
 
 def choose(
-    logits: torch.Tensor, k: int, softmax: str, given: torch.Tensor | None, n_rows: int | torch.Tensor | None
+    logits: torch.Tensor,
+    k: int,
+    softmax: str,
+    given: torch.Tensor | None,
+    n_rows: int | torch.Tensor | None,
+    slot_order: str = "expert",
 ) -> Choice:
     """Choose k columns of logits `[T, E]`, or take ids. softmax: over a token's `chosen` logits, `all`, or `none`."""
     if logits.ndim != 2:
@@ -61,7 +66,7 @@ def choose(
     mask: Any = None if n_rows is None else torch.arange(num_tokens, device=logits.device) < n_rows
     if given is None:
         order = "softmax_then_topk" if softmax == "all" else "topk_then_softmax"
-        ids, values = ops.route(logits, RouterSpec(k, order=order, slot_order="expert"), token_mask=mask)
+        ids, values = ops.route(logits, RouterSpec(k, order=order, slot_order=slot_order), token_mask=mask)
         if softmax != "none":
             return Choice(ids, values, mask is None)
         inside = ids >= 0

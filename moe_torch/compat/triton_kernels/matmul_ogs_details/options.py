@@ -10,9 +10,12 @@ import torch
 
 from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs.matmul import Activation
+from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_core.specs.tuning import MatmulTuning
 from moe_torch.bridge.options import require_instance
 from moe_torch.compat.triton_kernels import numerics
+from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import Weight
+from moe_torch.compat.triton_kernels.matmul_ogs_details.rows import Rows
 from moe_torch.compat.triton_kernels.swiglu import swiglu_activation, swiglu_fn
 from moe_torch.compat.triton_kernels.tensor import Tensor
 
@@ -60,6 +63,8 @@ class Epilogue:
 
 class FnName(Enum):
     QUANTIZE_MXFP8 = auto()
+    QUANTIZE_MXFP4 = auto()
+    QUANTIZE_NVFP4 = auto()
 
 
 EpilogueSpecs = FnSpecs
@@ -133,25 +138,36 @@ def activation_of(fused: FusedActivation | None) -> Activation | None:
     if fused is None:
         return None
     require_instance("fused_activation", fused, FusedActivation)
-    fn, width = fused.specs.fn, fused.reduction_n
+    return fused_function(fused.specs.name, fused.specs.fn, fused.fn_args, fused.reduction_n)
+
+
+def fused_function(name: str, fn: Any, fn_args: tuple[Any, ...], width: int) -> Activation | None:
+    """width: `reduction_n`, the columns that become one."""
     if fn is None:
-        if width != 1 or fused.fn_args:
+        if width != 1 or fn_args:
             raise InvalidInput(
                 f"fused_activation must have reduction_n 1 and no fn_args without a function, got {width} and "
-                f"{fused.fn_args}; give specs the function"
+                f"{fn_args}; give specs the function"
             )
         return None
     if fn is not swiglu_fn:
         raise Unsupported(
-            f"fused_activation {fused.specs.name!r} cannot be compiled into our kernels, which fuse swiglu_fn of "
+            f"fused_activation {name!r} cannot be compiled into our kernels, which fuse swiglu_fn of "
             "moe_torch.compat.triton_kernels.swiglu; pass that one, or apply the function to the result"
         )
-    if width != 2 or len(fused.fn_args) != 2:
+    if width != 2 or len(fn_args) != 2:
         raise InvalidInput(
             f"fused_activation must have reduction_n 2 and fn_args (alpha, limit) for swiglu_fn, got {width} and "
-            f"{fused.fn_args}; pass these"
+            f"{fn_args}; pass these"
         )
-    return swiglu_activation(*fused.fn_args)
+    return swiglu_activation(*fn_args)
+
+
+def matmul_spec(precision: Any, weight: Weight, rows: Rows, values: Any, activation: Activation | None) -> MatmulSpec:
+    """The spec of a product with the options that all releases have. The result has precision.out_dtype or x's."""
+    out_dtype = str(values.dtype if precision.out_dtype is None else precision.out_dtype).removeprefix("torch.")
+    tuning = MatmulTuning(batch_invariant=True) if precision.enforce_bitwise_invariance else None
+    return MatmulSpec(weight.weight_layout, rows.gather, "row", activation, out_dtype, precision.allow_tf32, tuning)
 
 
 def require_no_epilogue(epilogue: Epilogue | None) -> None:

@@ -5,7 +5,7 @@ mxfp4 codes are packed in pairs along that axis, the even index in the low nibbl
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
 
 import torch
 from torch.nn.functional import pad
@@ -15,9 +15,19 @@ from moe_core.formats import MXFP4, MXFP4_CEIL, MXFP8, MXFP8_CEIL, QuantizedSpec
 from moe_core.formats.mx import GROUP
 from moe_torch.quantize import dequantize, quantize
 
-MXFP_BLOCK_SIZE = GROUP
+
+class BlockSize(IntEnum):
+    """Elements that share a scale. Ported code reads the number as `int(size)` or `size.value`."""
+
+    MXFP = GROUP
+    NVFP = GROUP // 2
+
+
+MXFP_BLOCK_SIZE = BlockSize.MXFP
 _LARGEST = {torch.uint8: 6.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _TYPES = ", ".join(map(str, _LARGEST))
+#: The largest powers of two of a type, which OCP's rule scales the largest number's to.
+POWERS = {torch.uint8: 4.0, torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 32768.0}
 _MANTISSA_BITS, _ONE, _NAN = 23, 127, 255
 
 
@@ -41,7 +51,17 @@ def downcast_to_mxfp(
     `ceil(K / 32)` groups. Ties go to the even code, too large numbers saturate, and a group of zeros has the scale 1.
     Raises InvalidInput, and Unsupported for other types.
     """
-    mode = DEQUANT_SCALE_ROUNDING_MODE
+    return downcast(src_tensor, out_quant_type, axis, DEQUANT_SCALE_ROUNDING_MODE, _LARGEST)
+
+
+def downcast(
+    src_tensor: torch.Tensor,
+    out_quant_type: torch.dtype,
+    axis: int,
+    mode: DequantScaleRoundingMode,
+    down_to: dict[torch.dtype, float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """down_to: the number that ROUND_DOWN scales a group's largest one to, before it rounds the scale down."""
     if not isinstance(mode, DequantScaleRoundingMode):
         raise InvalidInput(
             f"DEQUANT_SCALE_ROUNDING_MODE must be ROUND_UP or ROUND_DOWN of DequantScaleRoundingMode, got {mode!r}; "
@@ -63,7 +83,7 @@ def downcast_to_mxfp(
         quantized = quantize(groups, MXFP4_CEIL if per_byte == 2 else MXFP8_CEIL)
         values, scales = quantized.values, quantized.scales
     else:
-        values, scales = _scaled(groups, out_quant_type, mode)
+        values, scales = _scaled(groups, out_quant_type, mode, down_to[out_quant_type])
     values = values[..., : columns // per_byte].contiguous()
     return values.transpose(axis, -1), scales.transpose(axis, -1)
 
@@ -100,15 +120,19 @@ def upcast_from_mxfp(tensor: torch.Tensor, scale: torch.Tensor, target_dtype: to
     return whole.transpose(axis, -1).contiguous()
 
 
+downcast_to_mxfp_torch, upcast_from_mxfp_torch = downcast_to_mxfp, upcast_from_mxfp
+
+
 @torch.no_grad()
 def _scaled(
-    numbers: torch.Tensor, kind: torch.dtype, mode: DequantScaleRoundingMode
+    numbers: torch.Tensor, kind: torch.dtype, mode: DequantScaleRoundingMode, down_to: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     groups = numbers.float().unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
     finite, largest = amax.isfinite(), _LARGEST[kind]
     # A GPU multiplies with the reciprocal of a number.
-    bits = (torch.where(finite, amax, 0.0) / amax.new_full((), largest)).view(torch.int32)
+    divisor = largest if mode is DequantScaleRoundingMode.ROUND_UP else down_to
+    bits = (torch.where(finite, amax, 0.0) / amax.new_full((), divisor)).view(torch.int32)
     if mode is DequantScaleRoundingMode.ROUND_UP:
         bits = bits + (2**_MANTISSA_BITS - 1)
     exponent = bits >> _MANTISSA_BITS
@@ -118,7 +142,7 @@ def _scaled(
     scales = torch.where(finite, torch.where(amax == 0, _ONE, exponent), _NAN).to(torch.uint8).squeeze(-1)
     if kind == torch.float8_e5m2:
         return quotients.to(kind), scales
-    # A group's largest number is the type's.
+    # Every group's scale is 1: its largest number is more than half of the type's.
     return quantize(quotients, MXFP4_CEIL if kind == torch.uint8 else MXFP8_CEIL).values, scales
 
 

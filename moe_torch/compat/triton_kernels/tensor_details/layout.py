@@ -33,33 +33,33 @@ class StridedLayout(Layout):
         return data
 
 
-class _SwizzledLayout(Layout):
+class SwizzledLayout(Layout):
     """It can be named and compared, not made."""
 
-    def __init__(self, shape: Sequence[int], **options: Any) -> NoReturn:
+    def __init__(self, *_: Any, **__: Any) -> NoReturn:
         raise Unsupported(
             f"{type(self).__name__} is read by no kernel of ours, which read plain memory on every device; take what "
             "make_default_matmul_mxfp4_w_layout and make_default_matmul_mxfp4_w_scale_layout give, or StridedLayout"
         )
 
 
-class BlackwellMXValueLayout(_SwizzledLayout):
+class BlackwellMXValueLayout(SwizzledLayout):
     name = "BLACKWELL_VALUE"
 
 
-class BlackwellMXScaleLayout(_SwizzledLayout):
+class BlackwellMXScaleLayout(SwizzledLayout):
     name = "BLACKWELL_SCALE"
 
 
-class HopperMXValueLayout(_SwizzledLayout):
+class HopperMXValueLayout(SwizzledLayout):
     name = "HOPPER_VALUE"
 
 
-class HopperMXScaleLayout(_SwizzledLayout):
+class HopperMXScaleLayout(SwizzledLayout):
     name = "HOPPER_SCALE"
 
 
-class CDNA4MXScaleLayout(_SwizzledLayout):
+class CDNA4MXScaleLayout(SwizzledLayout):
     name = "CDNA4_SCALE"
 
 
