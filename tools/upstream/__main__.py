@@ -23,7 +23,8 @@ def main() -> int:
         type=pathlib.Path,
         help="the wheel of vLLM, MaxText or torchtitan; else it is downloaded once (336, 14, 1 MB)",
     )
-    parser.add_argument("--source", type=pathlib.Path, help="the folder python/triton_kernels of Triton 3.5")
+    parser.add_argument("--source", type=pathlib.Path, help="the folder python/triton_kernels of Triton")
+    parser.add_argument("--generation", choices=("3.5", "3.8"), default="3.5", help="of triton-tests")
     parser.add_argument("--engine", choices=("cuda", "interpreter", "reference"), help="only on this one")
     parser.add_argument("--only", default="", help="only cases whose name holds this text")
     parser.add_argument("--traces", action="store_true", help="show where failures were raised")
@@ -34,7 +35,7 @@ def main() -> int:
         if arguments.what == "triton-tests":
             from tools.upstream.triton_tests import run_tests
 
-            return run_tests(arguments.source, arguments.only)
+            return run_tests(arguments.source, arguments.only, arguments.generation)
         if arguments.what == "maxtext":
             return _maxtext(arguments.wheel)
         if arguments.engine is None:

@@ -12,7 +12,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import pathlib
-import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
@@ -143,21 +142,10 @@ def world(
 @contextlib.contextmanager
 def compat_as_triton_kernels() -> Iterator[None]:
     """Inside, `triton_kernels` and its modules are those of `moe_torch.compat.triton_kernels`."""
-    from moe_torch.compat import triton_kernels
+    from moe_torch import compat
 
-    base = triton_kernels.__name__
-    modules = [base, *(found.name for found in pkgutil.walk_packages(triton_kernels.__path__, f"{base}."))]
-    aliases = {f"triton_kernels{name.removeprefix(base)}": importlib.import_module(name) for name in modules}
-    before = {name: sys.modules.get(name) for name in aliases}
-    sys.modules.update(aliases)
-    try:
+    with compat.install(generation="3.5"):
         yield
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
 
 
 @contextlib.contextmanager

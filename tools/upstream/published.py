@@ -32,12 +32,8 @@ _WANTED = {
         "maxtext/utils/sharding.py",
     ),
 }
-#: The folder `python/triton_kernels` of the Triton repository, with its tests.
-TRITON_KERNELS = CACHE / "triton_kernels"
-_HOW_TRITON = (
-    f"{TRITON_KERNELS} must hold the folder python/triton_kernels of github.com/triton-lang/triton at tag v3.5.1, with "
-    "triton_kernels/ and tests/ in it; copy it there, or name it with --source"
-)
+#: By generation, the folder `python/triton_kernels` of the Triton repository with its tests, and the tag.
+TRITON_KERNELS = {"3.5": (CACHE / "triton_kernels", "v3.5.1"), "3.8": (CACHE / "triton_kernels_38", "v3.8.0")}
 
 
 class Missing(Exception):
@@ -93,9 +89,13 @@ def _downloaded(name: str, version: str) -> pathlib.Path:
     return found()[0]
 
 
-def triton_kernels_files(source: pathlib.Path | None = None) -> pathlib.Path:
+def triton_kernels_files(source: pathlib.Path | None = None, generation: str = "3.5") -> pathlib.Path:
     """The folder with upstream's `triton_kernels` and `tests`. Raises Missing, which says how to get it."""
-    folder = source or TRITON_KERNELS
+    kept, tag = TRITON_KERNELS[generation]
+    folder = source or kept
     if not (folder / "tests" / "test_matmul.py").exists() or not (folder / "triton_kernels").is_dir():
-        raise Missing(_HOW_TRITON)
+        raise Missing(
+            f"{kept} must hold the folder python/triton_kernels of github.com/triton-lang/triton at tag {tag}, with "
+            "triton_kernels/ and tests/ in it; copy it there, or name it with --source"
+        )
     return folder
