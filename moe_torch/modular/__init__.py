@@ -10,7 +10,6 @@ from moe_core.modular.activations import activation_of
 from moe_core.modular.deep_gemm import deep_gemm_block_shape
 from moe_core.modular.schemes import QuantKey, ScaleDesc
 from moe_core.modular.types import (
-    ExpertTokensMetadata,
     FusedMoEActivationFormat,
     FusedMoEParallelConfig,
     ProblemSize,
@@ -26,6 +25,8 @@ from moe_torch.modular.deep_gemm_dispatch import TritonOrDeepGemmExperts
 from moe_torch.modular.deep_gemm_experts import BatchedDeepGemmExperts, DeepGemmExperts
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute as FusedMoEExpertsModular
+from moe_torch.modular.generations.tokens import ExpertTokensMetadata, _moe_problem_size  # pyright: ignore[reportPrivateUsage]
+from moe_torch.modular.generations.unfinalized import UnfinalizedMoEOutput
 from moe_torch.modular.gpt_oss import (
     BaseOAITritonExperts,
     OAITritonExperts,
@@ -117,8 +118,10 @@ __all__ = [
     "TopKWeightAndReduceNoOP",
     "TritonExperts",
     "TritonOrDeepGemmExperts",
+    "UnfinalizedMoEOutput",
     "UnfusedOAITritonExperts",
     "Workspaces",
+    "_moe_problem_size",
     "activation_of",
     "deep_gemm_block_shape",
     "is_blackwell_deep_gemm_e8m0_used",

@@ -15,10 +15,11 @@ from moe_core.modular.schemes import QuantKey, has_scheme
 from moe_core.modular.types import FusedMoEActivationFormat, ProblemSize
 from moe_core.specs.matmul import Activation
 from moe_core.specs.tuning import Tuning
-from moe_torch.modular.calls import ExpertsCall
+from moe_torch.modular.calls import NEWEST, ExpertsCall
 from moe_torch.modular.deep_gemm import is_blackwell_deep_gemm_e8m0_used
 from moe_torch.modular.deep_gemm_experts import DeepGemmExperts
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute, WorkspaceShapes
+from moe_torch.modular.quant_config import FLAGS
 from moe_torch.modular.standard_experts import StandardExperts
 from moe_torch.modular.triton_experts import TritonExperts
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
@@ -32,8 +33,9 @@ class TritonOrDeepGemmExperts(StandardExperts):
     Allowed: allow_deep_gemm, use_fp8_w8a8 and block_shape [128, 128]. Otherwise `deep_gemm_expert` is None. Valid, with
     w2 `[E, K, N]`: at least 128 tokens, N and K multiples of 128, N > 512, w1 and w2 e4m3, everything contiguous. Also
     valid: tokens that `prepare` has quantised, with a1q_scale, and e8m0 if `is_blackwell_deep_gemm_e8m0_used`. All
-    chunks of a batch run on one member. Parameters are as in `FusedMoEQuantConfig.make`. Raises Unsupported for what a
-    member does not support.
+    chunks of a batch run on one member. Parameters are as in `FusedMoEQuantConfig.make`, or quant_config and
+    allow_deep_gemm, or the newest moe_config and quant_config, which allow it. Raises Unsupported for what a member
+    does not support.
     """
 
     default_weight_layout = "out_in"
@@ -42,8 +44,8 @@ class TritonOrDeepGemmExperts(StandardExperts):
 
     def __init__(
         self,
-        use_fp8_w8a8: bool = False,
-        use_int8_w8a8: bool = False,
+        use_fp8_w8a8: Any = False,
+        use_int8_w8a8: Any = False,
         use_int8_w8a16: bool = False,
         use_int4_w4a16: bool = False,
         use_mxfp4_w4a4: bool = False,
@@ -51,22 +53,29 @@ class TritonOrDeepGemmExperts(StandardExperts):
         block_shape: Sequence[int] | None = None,
         allow_deep_gemm: bool = False,
         *,
+        quant_config: FusedMoEQuantConfig | None = None,
+        moe_config: Any = None,
         tuning: Tuning | None = None,
         e8m0: bool = False,
         **arrays: Any,
     ) -> None:
-        config = FusedMoEQuantConfig.make(
-            use_fp8_w8a8,
-            use_int8_w8a8,
-            use_int8_w8a16,
-            use_int4_w4a16,
-            use_mxfp4_w4a4,
-            per_act_token_quant,
-            block_shape,
-            **arrays,
-        )
-        super().__init__(config, tuning=tuning)
-        self._not_allowed = contract.why_not_allowed(allow_deep_gemm, use_fp8_w8a8, block_shape)
+        if not isinstance(use_fp8_w8a8, bool):  # other generations' order
+            if isinstance(use_int8_w8a8, bool):
+                quant_config, allow_deep_gemm = use_fp8_w8a8, allow_deep_gemm or use_int8_w8a8
+            else:
+                moe_config, quant_config = use_fp8_w8a8, use_int8_w8a8
+            use_fp8_w8a8 = use_int8_w8a8 = False
+        schemes = (use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, use_mxfp4_w4a4)
+        flags = dict(zip(FLAGS, (*schemes, per_act_token_quant, block_shape), strict=False))
+        if quant_config is None:
+            quant_config = FusedMoEQuantConfig.make(**flags, **arrays)
+        elif present := [name for name, value in (flags | arrays).items() if value not in (False, None)]:
+            raise InvalidInput(
+                f"{' and '.join(present)} must be left out beside a quant_config, which has them, got both; keep one"
+            )
+        super().__init__(quant_config, moe_config=moe_config, tuning=tuning)
+        config, allow_deep_gemm = self.quant_config, allow_deep_gemm or moe_config is not None
+        self._not_allowed = contract.why_not_allowed(allow_deep_gemm, config.use_fp8_w8a8, config.block_shape)
         self.triton_expert = TritonExperts(config, tuning=tuning)
         self.deep_gemm_expert: DeepGemmExperts | None = None
         if self.allow_deep_gemm:
@@ -113,7 +122,7 @@ class TritonOrDeepGemmExperts(StandardExperts):
         # The members ask for themselves.
         return self, w1, w2
 
-    def run(self, call: ExpertsCall) -> None:
+    def run(self, call: ExpertsCall) -> Any:
         member = self.chosen(call.hidden_states, call.w1, call.w2)
         size = self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
         F = self.adjust_N_for_activation(size.N, call.activation)
@@ -122,7 +131,8 @@ class TritonOrDeepGemmExperts(StandardExperts):
             # `shapes` does not see quantised hidden states and returned Triton's memory.
             workspace13, workspace2, _ = (call.workspace2.new_empty(shape) for shape in deep_gemm.shapes(size, F))
             call = call._replace(workspace13=workspace13, workspace2=workspace2)
-        member.apply(*call)
+        arguments: Any = call[:NEWEST]
+        return member.apply(*arguments)
 
     def chosen(
         self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor

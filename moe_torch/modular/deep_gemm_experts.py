@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -16,10 +16,10 @@ from moe_core.modular.schemes import QuantKey, canonical_key, keys_of
 from moe_core.modular.types import ProblemSize
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights
-from moe_core.specs.tuning import Tuning
 from moe_torch import ops
-from moe_torch.modular.calls import ExpertsCall
+from moe_torch.modular.calls import ExpertsCall, require_written
 from moe_torch.modular.experts import WorkspaceShapes
+from moe_torch.modular.quant_config import FLAGS
 from moe_torch.modular.stages import batched_layout, sum_by_token
 from moe_torch.modular.triton_experts import BatchedExperts, GroupedExperts, view_as, weights_left
 
@@ -38,23 +38,19 @@ class DeepGemmContractExperts(GroupedExperts):
 
     default_weight_layout = "out_in"
     calls = ("activation", "weights")
+    scheme_of_flags: ClassVar[dict[str, bool]] = {"use_fp8_w8a8": True}
 
-    def __init__(
-        self,
-        quant_config: FusedMoEQuantConfig = _CONFIG,
-        *,
-        weight_layout: str | None = None,
-        tuning: Tuning | None = None,
-        e8m0: bool = False,
-    ) -> None:
-        super().__init__(quant_config, weight_layout=weight_layout, tuning=tuning)
+    def __init__(self, *configs: Any, e8m0: bool = False, **options: Any) -> None:
+        if not configs and options.get("quant_config") is None and options.keys().isdisjoint(FLAGS):
+            options["quant_config"] = _CONFIG
+        super().__init__(*configs, **options)
         require_flag("e8m0", e8m0)
         if self.weight_layout != "out_in":
             raise Unsupported(
-                f"weight_layout must be 'out_in', as DeepGEMM has it, got {weight_layout!r}; leave it out"
+                f"weight_layout must be 'out_in', as DeepGEMM has it, got {self.weight_layout!r}; leave it out"
             )
         self.e8m0 = e8m0
-        self._require_config(quant_config)
+        self._require_config(self.quant_config)
 
     def _require_config(self, quant_config: FusedMoEQuantConfig) -> None:
         reason = contract.why_not_deep_gemm(quant_config)
@@ -128,7 +124,7 @@ class DeepGemmExperts(DeepGemmContractExperts):
         stages = self.stages(weights)
         before = stages.product(1, {"y": view_as(workspace13, count, N)}, rows, layout, self.places[0])
         hidden = view_as(workspace2, count, F)
-        self.activation(call.activation, hidden, before)
+        require_written("activation", self.activation(call.activation, hidden, before), hidden)
         rows = ops.quantize_rows(hidden, self.activations)
         memory = {"y": view_as(workspace13, M * topk, K)}
         slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=left.reshape(-1))
@@ -151,5 +147,5 @@ class BatchedDeepGemmExperts(BatchedExperts, DeepGemmContractExperts):
         for number, weight_output in ((1, before), (2, after)):
             result = self.stages(weights).product(number, {"y": weight_output}, rows, layout, ("row", "row"))
             if number == 1:
-                self.activation(call.activation, hidden, result)
+                require_written("activation", self.activation(call.activation, hidden, result), hidden)
                 rows = ops.quantize_rows(hidden, self.activations)

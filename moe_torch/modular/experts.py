@@ -16,24 +16,22 @@ from moe_core.errors import Unsupported
 from moe_core.modular import quant_config as core_config
 from moe_core.modular import weights as core
 from moe_core.modular.activations import activation_of, width_after
-from moe_core.modular.types import ExpertTokensMetadata, ProblemSize, moe_problem_size
+from moe_core.modular.types import ProblemSize, moe_problem_size
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import ExpertWeights
 from moe_core.specs.tuning import Tuning
+from moe_torch.modular.generations.tokens import ExpertTokensMetadata
 from moe_torch.modular.into import write_into
-from moe_torch.modular.newest.experts import FusedMoEExperts
+from moe_torch.modular.newest.experts import OF_QUANT_CONFIG, FusedMoEExperts
+from moe_torch.modular.newest.hooks import is_ours
 from moe_torch.modular.quant_config import FusedMoEQuantConfig
-from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce
+from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 from moe_torch.operators.stages import ACTIVATION
 
 Self = TypeVar("Self", bound="FusedMoEPermuteExpertsUnpermute")
-_OVERRIDES = ("activation", "moe_sum", "weights")
+_OVERRIDES = ("activation", "moe_sum", "weights", "post_gemm2_hook", "_lora_context", *OF_QUANT_CONFIG)
 #: (workspace13, workspace2, output)
 WorkspaceShapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _is_ours(method: Any) -> bool:
-    return method is None or getattr(method, "__module__", "").startswith(__name__.rpartition(".")[0])
 
 
 class FusedMoEPermuteExpertsUnpermute(FusedMoEExperts, abc.ABC):
@@ -53,11 +51,11 @@ class FusedMoEPermuteExpertsUnpermute(FusedMoEExperts, abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for name in _OVERRIDES:
-            if not _is_ours(getattr(cls, name, None)):
+            if not is_ours(getattr(cls, name, None)):
                 cls._require_called(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OVERRIDES and not _is_ours(value):
+        if name in _OVERRIDES and not is_ours(value):
             self._require_called(name)
         super().__setattr__(name, value)
 
@@ -67,7 +65,7 @@ class FusedMoEPermuteExpertsUnpermute(FusedMoEExperts, abc.ABC):
         running = (cls.apply, getattr(cls, "run", None))
         if any(getattr(method, "__isabstractmethod__", False) for method in running):
             return
-        if name not in cls.calls and all(map(_is_ours, running)):
+        if name not in cls.calls and all(map(is_ours, running)):
             raise Unsupported(
                 f"{cls.__name__} must not override {name} alone: the apply it inherits never calls it, as it does that "
                 "step inside another; derive from UnfusedOAITritonExperts, or override apply too"
@@ -102,12 +100,10 @@ class FusedMoEPermuteExpertsUnpermute(FusedMoEExperts, abc.ABC):
     def supports_expert_map(self) -> bool:
         return True
 
-    def output_hidden_dim(self, hidden_dim: int) -> int:
-        return hidden_dim
-
-    @abc.abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """The weighting and reduction that remain to be done after `apply`."""
+        """The weighting and reduction that remain to be done after `apply`. Classes with topk_weights in `apply` must
+        say it. The first generation leaves both to `finalize`."""
+        return TopKWeightAndReduceDelegate()
 
     @abc.abstractmethod
     def workspace_shapes(
@@ -151,9 +147,19 @@ class FusedMoEPermuteExpertsUnpermute(FusedMoEExperts, abc.ABC):
         workspaces and output. apply_router_weight_on_input: hidden_states are weighted already.
         """
 
-    def activation(self, activation: str | Activation, output: torch.Tensor, input: torch.Tensor) -> None:
+    def activation(
+        self,
+        activation: str | Activation,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        topk_ids: torch.Tensor | None = None,
+        expert_map: torch.Tensor | None = None,
+        valid_token_counts: torch.Tensor | None = None,
+    ) -> None:
         """Write the activation of input `[R, N]` to output `[R, F]`, in fp32 with one cast.
 
+        topk_ids, expert_map, valid_token_counts: published to leave out rows of no expert. All rows are written.
         Classes without `activation` in `calls` fuse it into the first product and refuse a subclass that overrides it.
         """
         chosen = self.activation_of(activation)

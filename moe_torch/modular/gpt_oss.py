@@ -23,7 +23,7 @@ from moe_core.specs.operands import RouterLogits
 from moe_core.specs.routing import RouterSpec
 from moe_torch import ops
 from moe_torch.bridge.options import require_instance
-from moe_torch.modular.calls import ExpertsCall
+from moe_torch.modular.calls import ExpertsCall, require_written
 from moe_torch.modular.experts import WorkspaceShapes
 from moe_torch.modular.prepare_finalize import weighted_input
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
@@ -149,11 +149,11 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         rows = view_as(call.workspace13, M * topk, self.adjust_N_for_activation(N, call.activation))
         context = SlotContext(call.hidden_states, layout, row_weight)
         with _reading(context):
-            self.activation(call.activation, rows, before)
+            require_written("activation", self.activation(call.activation, rows, before), rows)
         memory = {"y": view_as(call.workspace2, M * topk, K)}
         slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=row_weight)
         with _reading(dataclasses.replace(context, activated=rows)):
-            self.moe_sum(slots.view(M, topk, K), call.output)
+            require_written("moe_sum", self.moe_sum(slots.view(M, topk, K), call.output), call.output)
 
 
 def _activation(

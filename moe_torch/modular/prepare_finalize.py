@@ -9,10 +9,12 @@ import torch
 
 from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular.schemes import activation_quantization
 from moe_core.modular.types import FusedMoEActivationFormat
+from moe_torch import ops
 from moe_torch.modular import weight_and_reduce as reductions
 from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
-from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_torch.modular.stages import as_ids, as_weights, batches_of, weighted_rows
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
@@ -29,9 +31,23 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     """
 
     @property
-    @abc.abstractmethod
-    def activation_format(self) -> FusedMoEActivationFormat:
-        """The format of a1q."""
+    def activation_format(self) -> FusedMoEActivationFormat | None:
+        """The format of a1q. The first generation does not say it (None)."""
+        return None
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Called once by a kernel with its experts, before it checks them."""
+        return
+
+    def allocate_fused_expert_output(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> torch.Tensor | None:
+        """Memory for the experts' output, dense, which `finalize` gets. None: the kernel's."""
+        return None
 
     @abc.abstractmethod
     def prepare(
@@ -83,6 +99,14 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         """`finalize` without waiting for other ranks."""
         raise Unsupported(f"{type(self).__name__} has no finalize_async; let supports_async return False")
 
+    def supports_dbo(self) -> bool:
+        """For callers that run two batches at a time."""
+        return self.supports_async()
+
+    def supports_deferred_moe_finalize(self) -> bool:
+        """True if the kernel may return an UnfinalizedMoEOutput and leave out `finalize`."""
+        return False
+
     def tell_failure(self, device: torch.device) -> None:
         """Called if the kernel raises before `prepare`, so that no other rank waits for this one."""
         return
@@ -101,14 +125,6 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     def output_is_reduced(self) -> bool:
         return False
 
-    def post_init_setup(self, fused_experts: Any) -> None:
-        """Called once with the kernel's experts."""
-        return
-
-    def supports_deferred_moe_finalize(self) -> bool:
-        """True if the caller may take over `finalize`."""
-        return False
-
 
 def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, apply_router_weight_on_input: bool) -> torch.Tensor:
     """a1, or with the flag a1 times its weight in fp32, rounded once (topk 1), in a new tensor."""
@@ -121,21 +137,44 @@ def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor, apply_router_we
     return weighted_rows(a1, as_weights(topk_weights, topk_weights))
 
 
-def finished(halves: Any) -> Any:
-    """Call the hook of an asynchronous method, if any, then its receiver."""
-    hook, receiver = halves if isinstance(halves, tuple) else (None, halves)
-    if hook is not None:
-        hook()
-    return receiver()
+def require_deferred(part: Any, experts: Any) -> None:
+    """Raise Unsupported for experts that need quantised tokens."""
+    if experts.quant_config.quantizes_activations and not experts.expects_unquantized_inputs:
+        raise Unsupported(
+            f"fused_experts must quantise tokens for {type(part).__name__}, which brings them as they are, got "
+            f"{type(experts).__name__} with expects_unquantized_inputs False; use MoEPrepareAndFinalizeNoEP"
+        )
+
+
+def quantized_input(a1: torch.Tensor, config: FusedMoEQuantConfig) -> PreparedTokens:
+    """a1 `[M, K]` in the format of the experts' activations, with scales fp32 `[1]`, `[M, 1]` or `[M, groups]`."""
+    format = activation_quantization(config)
+    if format is None or format.scale_dtypes[0] != "float32":
+        raise Unsupported(
+            f"the scheme of quant_config must have fp32 scales where prepare quantises, got {config.scheme}; let the "
+            "experts quantise (expects_unquantized_inputs)"
+        )
+    scale = config.a1_scale
+    rows = ops.quantize_rows(a1, format, scales=None if scale is None else scale.reshape(1))
+    return PreparedTokens(rows.values, rows.scales.reshape(1) if format.group_rows is None else rows.scales)
 
 
 class _OneDevice(FusedMoEPrepareAndFinalize):
     def prepare(
-        self, a1, a1_scale, a2_scale, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
+        self,
+        a1,
+        a1_scale,
+        a2_scale,
+        topk_weights,
+        topk_ids,
+        num_experts,
+        expert_map,
+        apply_router_weight_on_input,
+        quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
+        defer_input_quant=True,
     ) -> PreparedTokens:
-        # Dynamo cannot make the record's default configuration.
         tokens = a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
-        return self.prepared(PrepareCall(*tokens, FUSED_MOE_UNQUANTIZED_CONFIG))
+        return self.prepared(PrepareCall(*tokens, quant_config, defer_input_quant))
 
     @taking(FinalizeCall)
     def finalize(self, call: FinalizeCall) -> None:
@@ -159,7 +198,12 @@ class MoEPrepareAndFinalizeNoEP(_OneDevice):
     activation_format = property(lambda self: FusedMoEActivationFormat.Standard)
 
     def prepared(self, call: PrepareCall) -> PreparedTokens:
-        return PreparedTokens(weighted_input(call.a1, call.topk_weights, call.apply_router_weight_on_input))
+        a1, on_input = call.a1, call.apply_router_weight_on_input
+        if on_input:
+            a1 = weighted_input(a1, call.topk_weights, on_input)
+        if call.defer_input_quant or not call.quant_config.quantizes_activations:
+            return PreparedTokens(a1)
+        return quantized_input(a1, call.quant_config)
 
     def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
         return reductions.TopKWeightAndReduceContiguous()
@@ -181,6 +225,9 @@ class BatchedPrepareAndFinalize(_OneDevice):
         return self.max_num_tokens
 
     maps_experts = property(lambda self: True)
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        require_deferred(self, fused_experts)
 
     def __init__(self, max_num_tokens: int, num_local_experts: int, num_dispatchers: int = 1, rank: int = 0) -> None:
         require_at_least("max_num_tokens", max_num_tokens, 1)

@@ -39,6 +39,12 @@ class FusedMoEQuantConfig(core.FusedMoEQuantConfig):
         return _ELEMENTS.get(self.scheme or "")
 
     @property
+    def weight_quant_dtype(self) -> torch.dtype | str | None:
+        """The dtype of quantised weights, or None."""
+        element = (self.scheme or "").partition("_")[0]
+        return {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "": None}.get(element, element)
+
+    @property
     def is_quantized(self) -> bool:
         return self.quant_dtype is not None
 
@@ -56,6 +62,7 @@ class FusedMoEQuantConfig(core.FusedMoEQuantConfig):
 
     use_nvfp4_w4a4 = is_scale_swizzled = is_scale_transposed = False
     mx_alignment = 0
+    g1_alphas = g2_alphas = None
     ocp_mx_scheme = a1_gscale = a2_gscale = None
 
     def scale_shape(self, max_tokens: int, hidden_dim: int) -> tuple[int, int] | None:
@@ -94,3 +101,19 @@ def with_constants(config: FusedMoEQuantConfig, moe_config: Any) -> FusedMoEQuan
 
 
 FUSED_MOE_UNQUANTIZED_CONFIG = FusedMoEQuantConfig()
+#: Of older generations' constructors. The first one's names last.
+FLAGS = (
+    *(f"use_{scheme}" for scheme in core.FLAGGED_SCHEMES),
+    *("per_act_token_quant", "block_shape", "per_channel_quant", "block_m"),
+)
+
+
+def config_of_flags(
+    *, block_m: int | None = None, per_channel_quant: bool = False, **flags: Any
+) -> FusedMoEQuantConfig:
+    """`FusedMoEQuantConfig.make` with the first generation's flags too."""
+    if block_m is not None:
+        raise InvalidInput(f"block_m must be None, as tiles are chosen by plans, got {block_m}; pass a Tuning")
+    if per_channel_quant:
+        flags["per_act_token_quant"] = True
+    return FusedMoEQuantConfig.of(FusedMoEQuantConfig.make(**flags))

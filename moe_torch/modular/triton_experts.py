@@ -14,7 +14,7 @@ from moe_core.base.recent import Recent
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
 from moe_core.modular.schemes import activation_quantization
-from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationFormat, ProblemSize, number_of_ids
+from moe_core.modular.types import FusedMoEActivationFormat, ProblemSize, number_of_ids
 from moe_core.modular.weights import rows_are_alone, tuning_of_whole
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
@@ -25,6 +25,7 @@ from moe_torch.bridge import eager
 from moe_torch.bridge.arrays import array_spec, target_of_device
 from moe_torch.modular.calls import ExpertsCall
 from moe_torch.modular.experts import WorkspaceShapes
+from moe_torch.modular.generations.tokens import ExpertTokensMetadata
 from moe_torch.modular.into import KnownRun, known_run, write_into
 from moe_torch.modular.stages import Stages, batched_layout
 from moe_torch.modular.standard_experts import StandardExperts
@@ -216,6 +217,10 @@ class BatchedExperts(GroupedExperts):
         return FusedMoEActivationFormat.BatchedExperts
 
     def __init__(self, max_num_tokens: int, num_dispatchers: int = 1, *arguments: Any, **options: Any) -> None:
+        if arguments and not isinstance(max_num_tokens, int):  # the newest order
+            configs = (max_num_tokens, num_dispatchers)
+            max_num_tokens, num_dispatchers = (*arguments, 1)[:2]
+            arguments = (*configs, *arguments[2:])
         super().__init__(*arguments, **options)
         require_at_least("max_num_tokens", max_num_tokens, 1)
         require_at_least("num_dispatchers", num_dispatchers, 1)

@@ -123,14 +123,22 @@ class PlacedRows(TopKWeightAndReduce):
                 f"fused_expert_output must be [{spec.num_experts}, {spec.max_rows}, K], the blocks that were prepared, "
                 f"got {list(fused_expert_output.shape)}; pass the rows of these blocks"
             )
-        if apply_router_weight_on_input:
-            sum_by_token(output, rows, places, self.layout.spec.top_k, "row")
-            return output
-        weights = as_weights(topk_weights, topk_ids).reshape(-1, 1)
-        by_slot = weighted_rows(rows[places.clamp(min=0).long()], weights)
-        slots = torch.arange(places.shape[0], dtype=torch.int32, device=places.device)
-        sum_by_token(output, by_slot, torch.where(places >= 0, slots, -1), self.layout.spec.top_k, "slot")
+        weights = None if apply_router_weight_on_input else as_weights(topk_weights, topk_ids)
+        sum_placed(output, rows, places, self.layout.spec.top_k, weights)
         return output
+
+
+def sum_placed(
+    output: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, top_k: int, weights: torch.Tensor | None
+) -> None:
+    """Write to output `[M, D]` each token's rows `[R, D]` times fp32 weights `[M, topk]`, as in
+    TopKWeightAndReduceContiguous. places: int32 `[M * topk]`, the row of each slot, -1 = none."""
+    if weights is None:
+        sum_by_token(output, rows, places, top_k, "row")
+        return
+    by_slot = weighted_rows(rows[places.clamp(min=0).long()], weights.reshape(-1, 1))
+    slots = torch.arange(places.shape[0], dtype=torch.int32, device=places.device)
+    sum_by_token(output, by_slot, torch.where(places >= 0, slots, -1), top_k, "slot")
 
 
 def ids_of_rank(topk_ids: torch.Tensor, rank: int, num_experts: int) -> torch.Tensor:

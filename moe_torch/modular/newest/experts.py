@@ -17,17 +17,21 @@ from moe_core.modular.schemes import QuantKey, has_scheme, keys_of
 from moe_core.modular.types import FusedMoEActivationFormat, FusedMoEParallelConfig
 from moe_core.specs.matmul import Activation
 from moe_torch.bridge.arrays import target_of_device
+from moe_torch.modular.newest.hooks import Hooks
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig, with_constants
 
 _NO_MOE_CONFIG = types.SimpleNamespace(moe_parallel_config=None)
 
 
-class FusedMoEExperts:
+class FusedMoEExperts(Hooks):
     """The base of experts that take routed tokens and of those that route by themselves.
 
     configs: quant_config, or the newest generation's moe_config, quant_config, max_num_tokens and num_dispatchers.
     Raises Unsupported if `why_unsupported` gives a reason.
     """
+
+    #: As all of OF_QUANT_CONFIG.
+    a2_scale: Any
 
     def __init__(
         self,
@@ -103,7 +107,7 @@ class FusedMoEExperts:
     @property
     def expects_unquantized_inputs(self) -> bool:
         """`prepare` must not quantise."""
-        return self.quant_config.quantizes_activations
+        return False
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -168,16 +172,25 @@ class FusedMoEExperts:
         return None
 
 
-def _of_quant_config(name: str) -> property:
-    return property(lambda self: getattr(self.quant_config, name), doc=f"{name} of quant_config.")
+class _OfQuantConfig:
+    """A field of quant_config. A class with its own `apply` may set its own value, as older generations do."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.__doc__ = name, f"{name} of quant_config."
+
+    def __get__(self, experts: Any, owner: type) -> Any:
+        if experts is None:
+            return self
+        own = experts.__dict__
+        return own[self.name] if self.name in own else getattr(experts.quant_config, self.name)
+
+    def __set__(self, experts: Any, value: Any) -> None:
+        experts.__dict__[self.name] = value
 
 
-for _name in (
-    "quant_dtype",
-    "block_shape",
-    "per_act_token_quant",
-    "w1_bias",
-    "w2_bias",
-    *core_config.QUANTIZATION_ARRAYS,
-):
-    setattr(FusedMoEExperts, _name, _of_quant_config(_name))
+OF_QUANT_CONFIG = (
+    *("quant_dtype", "weight_quant_dtype", "block_shape", "per_act_token_quant", "per_out_ch_quant", "a1_gscale"),
+    *("a2_gscale", "g1_alphas", "g2_alphas", "w1_bias", "w2_bias", *core_config.QUANTIZATION_ARRAYS),
+)
+for _name in OF_QUANT_CONFIG:
+    setattr(FusedMoEExperts, _name, _OfQuantConfig(_name))

@@ -11,10 +11,10 @@ import torch
 
 from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.modular.types import ExpertTokensMetadata
 from moe_core.specs.matmul import Activation
 from moe_torch.bridge.options import require_instance
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
+from moe_torch.modular.generations.tokens import ExpertTokensMetadata
 from moe_torch.modular.kernel import FusedMoEModularKernel
 from moe_torch.modular.newest.experts import FusedMoEExperts
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -134,8 +134,8 @@ class FusedMoEKernelMonolithicImpl:
         ours, theirs = prepare_finalize.activation_format, fused_experts.activation_formats[0]
         if ours != theirs:
             raise InvalidInput(
-                f"prepare_finalize and fused_experts must have one activation format, got {ours.name} and "
-                f"{theirs.name}; choose two that fit"
+                f"prepare_finalize and fused_experts must have one activation format, got {ours and ours.name} "
+                f"and {theirs.name}; choose two that fit"
             )
         self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts
         parameters = inspect.signature(fused_experts.apply).parameters

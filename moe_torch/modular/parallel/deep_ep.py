@@ -11,6 +11,7 @@ import torch
 from moe_core.base.checks import require_at_least, require_flag
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats.fp8 import FP8_GROUP
+from moe_core.modular.schemes import activation_quantization
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch import ops
 from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
@@ -63,6 +64,10 @@ class _OnBuffer(InHalves):
                 f"num_dispatchers must be {buffer.group_size}, the ranks of buffer, got {num_dispatchers}; pass those"
             )
         self.buffer, self.ranks, self.use_fp8_dispatch = buffer, num_dispatchers, use_fp8_dispatch
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        if not self.use_fp8_dispatch or activation_quantization(fused_experts.quant_config) != FP8_GROUP:
+            super().post_init_setup(fused_experts)
 
     def num_dispatchers(self) -> int:
         return self.ranks

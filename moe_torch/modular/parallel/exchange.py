@@ -18,8 +18,8 @@ from moe_core.parallel.plan import ExchangePlan
 from moe_core.parallel.spec import ExchangeSpec
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import graph_break, uncompiled
-from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
-from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, finished, weighted_input
+from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, finished, taking
+from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, require_deferred, weighted_input
 from moe_torch.modular.stages import as_ids, as_weights, sum_by_token
 from moe_torch.modular.weight_and_reduce import (
     TopKWeightAndReduceContiguous,
@@ -65,6 +65,9 @@ class _Attached(torch.autograd.Function):
 
 class InHalves(FusedMoEPrepareAndFinalize):
     """The methods without async call both halves."""
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        require_deferred(self, fused_experts)
 
     def supports_async(self) -> bool:
         return True

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationFormat
-from moe_torch.modular.calls import ExpertsCall, taking
+from moe_core.modular.types import FusedMoEActivationFormat
+from moe_torch.modular.calls import NEWEST, ExpertsCall, taking
 from moe_torch.modular.deep_gemm_dispatch import TritonOrDeepGemmExperts
 from moe_torch.modular.deep_gemm_experts import BatchedDeepGemmExperts
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute, WorkspaceShapes
+from moe_torch.modular.generations.tokens import ExpertTokensMetadata
 from moe_torch.modular.quant_config import FusedMoEQuantConfig
 from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.vllm.activation import NAMES, constants_of, name_of, with_constants
@@ -137,7 +138,7 @@ class AdaptedExperts(_Base):
         return (0,), (_padded(first) + math.prod(second),), output
 
     @taking(ExpertsCall)
-    def apply(self, call: ExpertsCall) -> None:
+    def apply(self, call: ExpertsCall) -> Any:
         ids, num_experts, meta = as_ids(call.topk_ids), call.w1.shape[0], call.expert_tokens_meta
         activation = with_constants(call.activation, self.constants)
         call = call._replace(topk_ids=ids, topk_weights=as_weights(call.topk_weights, ids), activation=activation)
@@ -159,7 +160,12 @@ class AdaptedExperts(_Base):
             workspace2=memory[start : start + math.prod(second)].view(second),
             expert_tokens_meta=meta,
         )
-        super().apply(*call)
+        arguments: Any = call[:NEWEST]
+        return super().apply(*arguments)
+
+    @staticmethod
+    def is_supported_config(cls: Any, *arguments: Any) -> Any:  # pyright: ignore[reportSelfClsParameterName]
+        return cls.kernels.FusedMoEExperts.is_supported_config(cls, *arguments)
 
     @classmethod
     def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:

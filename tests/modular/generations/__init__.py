@@ -1,0 +1,1 @@
+"""Tests of published generations of the modular interface."""
