@@ -7,8 +7,8 @@ program holds one custom call per op, and vmap runs one per element, in order.
 - Several devices: call the ops on local parts inside `jax.shard_map`. Elsewhere XLA gathers sharded operands on every
   device, which raises Unsupported if visible (eager arrays, explicit mesh axes), but not with automatic axes.
 - Reverse-mode gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
-  `activation`, `reduce` (docs/user/training.md). Other ops and second derivatives raise Unsupported, `jax.jvp`
-  TypeError.
+  `activation`, `reduce`, and of any order `ragged_dot`, `ragged_dot_general` and `gmm` (docs/user/training.md). Other
+  ops and second derivatives raise Unsupported, `jax.jvp` TypeError.
 - Outputs are new arrays. Donate arguments in the `jax.jit` around the op.
 - Errors: InvalidInput for wrong types, shapes and dtypes, arrays of several devices, and contradictory options,
   Unsupported for platforms without kernels.

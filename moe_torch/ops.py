@@ -5,8 +5,8 @@ reference runs, or under TRITON_INTERPRET=1 the real kernels in Triton's interpr
 
 - Programs: `torch.compile(fullgraph=True)`, `torch.export` and CUDA graphs. Run a function once before you capture it,
   to compile and load kernels. A changing number of tokens recompiles nothing.
-- Gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation` and
-  `reduce` have them (docs/user/training.md). Forward mode raises Unsupported.
+- Gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation`, `reduce`
+  and `grouped_mm` have them (docs/user/training.md). Forward mode raises Unsupported.
 - Errors: InvalidInput for a wrong type, rank, shape, dtype, layout, stride or device, for misaligned weights (other
   tensors may start anywhere), and for contradictory options. Unsupported for a device without kernels, and for a
   required gradient that does not exist.

@@ -21,6 +21,7 @@ from benchmarks import (
     draws,
     energy,
     forward,
+    grouped,
     large,
     loading,
     modular,
@@ -225,6 +226,18 @@ def run_large(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[Any
             large.run_large("cpu", TINY["qwen3"], 100)
     assert row["bitwise_torch_jax"] and row["elements"] == {"x": 1600, "activations": 4800, "slots": 3200}
     return [], ""
+
+
+def run_grouped(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[Any], str]:
+    given = grouped.parse(["--rows", "9,40", "--experts", "3", "--shape", "16,24", "--device", "cpu"])
+    rows = grouped.run(given, "cpu", {"eager": CallingTimer(), "graph": CallingTimer()})
+    assert len(rows) == 2 * (2 * 2 + 2 + 1) and not [row for row in rows if "reason" in row]
+    assert {row["ratio"] for row in rows} == {1.0} and min(row.get("equal_bits", 1) for row in rows) > 0.99
+    patch.setattr(grouped, "TOLERANCE", 1e-9)
+    one, other = ((torch.full((2,), value),) for value in (1.0, 1.001))
+    with pytest.raises(SystemExit, match="parity is red: ours and the peer differ by"):
+        grouped.compared({"ours": lambda: one, "peer": lambda: other})
+    return rows, grouped.show(rows)
 
 
 RUNS = {name.removeprefix("run_"): function for name, function in list(globals().items()) if name.startswith("run_")}
