@@ -6,16 +6,19 @@ without differences of routing. Letters: L layers, T tokens, K top-k, E experts.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from moe_core.base import require_at_least
+from moe_core.base import as_integer, require_at_least
 from moe_core.base.files import file_writer, open_file, path_of
+from moe_core.base.sizes import INT32_LIMIT
 from moe_core.errors import InvalidInput
 from moe_core.specs import ExpertWeights, MoESpec, RouterLogits, RouterWeights, TopK
 
@@ -27,6 +30,7 @@ _ARRAYS = ("ids", "weights")
 class LayerRouting:
     """The routing of one layer: ids int32 `[T, K]` (-1 = no expert), weights fp32 `[T, K]`, of any framework.
 
+    weights: None: a replay weighs the ids by the live logits. A token then has K distinct experts, or -1 K times.
     num_experts: E, even if the layer holds only some. A scan over layers stacks arrays to `[L, T, K]`.
     """
 
@@ -34,12 +38,21 @@ class LayerRouting:
     weights: Any
     num_experts: int
 
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return tuple(array for _, array in self.named())
+
+    def named(self) -> Iterator[tuple[str, Any]]:
+        yield "ids", self.ids
+        if self.weights is not None:
+            yield "weights", self.weights
+
     def require_fits(self, layer: int, num_tokens: int, top_k: int, num_experts: int) -> None:
-        wanted, shape = (num_tokens, top_k), tuple(self.ids.shape)
-        if shape != wanted or tuple(self.weights.shape) != wanted:
+        wanted, shapes = (num_tokens, top_k), [tuple(array.shape) for array in self.arrays]
+        if shapes != [wanted] * len(shapes):
             raise InvalidInput(
                 f"layer {layer} of the trace must have ids and weights [num_tokens, top_k] = {wanted}, "
-                f"got {shape} and {tuple(self.weights.shape)}; replay a trace of the same model and tokens"
+                f"got {' and '.join(map(str, shapes))}; replay a trace of the same model and tokens"
             )
         if self.num_experts != num_experts:
             raise InvalidInput(
@@ -52,8 +65,8 @@ class LayerRouting:
 class RoutingTrace:
     """The routing of every MoE layer that ran, in order, as its own NumPy arrays.
 
-    layers: LayerRouting with arrays NumPy can read. A layer that ran several times has several entries. Raises
-    InvalidInput for other shapes or dtypes, ids outside [-1, num_experts), and for no layers.
+    layers: LayerRouting with arrays NumPy can read, all with weights or none. A layer that ran several times has
+    several entries. Raises InvalidInput for other shapes or dtypes, ids outside [-1, num_experts), and for no layers.
     """
 
     layers: tuple[LayerRouting, ...]
@@ -62,7 +75,42 @@ class RoutingTrace:
         layers = [_in_numpy(number, layer) for number, layer in enumerate(layers_of(self.layers))]
         if not layers:
             raise InvalidInput("layers must hold at least one MoE layer, got none; capture a model that has one")
+        if len({layer.weights is None for layer in layers}) > 1:
+            raise InvalidInput("layers must all have weights or none, got some with; replace the others' by None")
         object.__setattr__(self, "layers", tuple(layers))
+
+    @classmethod
+    def from_routed_experts(
+        cls,
+        routed_experts: Any,
+        num_experts: int,
+        *,
+        layers: Sequence[int] | None = None,
+        num_tokens: int | None = None,
+        shape: tuple[int, int] | None = None,
+    ) -> RoutingTrace:
+        """The experts that a serving engine chose for a sequence, or for several in a row: a trace without weights.
+
+        Args:
+            routed_experts: vLLM's integers `[tokens, layers, K]`, or the base64 text of their .npy file, or SGLang's
+                base64 text of int32. A list: of each sequence.
+            num_experts: E.
+            layers: indices of the layers with experts, such as `checkpoint.moe_layers`: both engines return rows of
+                dense layers, too. None: all.
+            num_tokens: of each sequence. Missing rows at the end get -1, as the last token's, which no engine runs.
+                None: as many as there are.
+            shape: (layers, K) of SGLang's text, which has none.
+
+        Raises InvalidInput for other arrays and texts.
+        """
+        first: Any = next(iter(routed_experts), None) if isinstance(routed_experts, (list, tuple)) else None
+        several = isinstance(first, (str, bytes)) or getattr(first, "ndim", 0) == 3
+        sequences = [_engine_ids(one, shape) for one in (routed_experts if several else [routed_experts])]
+        ids = np.concatenate([_filled_up(one, num_tokens) for one in sequences])
+        chosen = range(ids.shape[1]) if layers is None else layers
+        for layer in chosen:
+            as_integer("layers", layer, 0, ids.shape[1])
+        return cls(tuple(LayerRouting(ids[:, layer], None, num_experts) for layer in chosen))
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -76,15 +124,15 @@ class RoutingTrace:
     @classmethod
     def from_scan(cls, layers: LayerRouting | Sequence[LayerRouting]) -> RoutingTrace:
         """The trace of a scan with these layers in each step: arrays `[steps, T, K]`, put in the order they ran."""
-        stacks = [(np.asarray(layer.ids), np.asarray(layer.weights), layer.num_experts) for layer in layers_of(layers)]
-        shapes = [array.shape for ids, weights, _ in stacks for array in (ids, weights)]
+        stacks = [([np.asarray(array) for array in layer.arrays], layer.num_experts) for layer in layers_of(layers)]
+        shapes = [array.shape for arrays, _ in stacks for array in arrays]
         if any(len(shape) != 3 or shape[0] != shapes[0][0] for shape in shapes):
             raise InvalidInput(
                 f"layers must have ids and weights [steps, num_tokens, top_k] of one number of steps, got {shapes}; "
                 "pass what one scan stacked, or RoutingTrace(layers) for layers that are no stacks"
             )
         steps = range(shapes[0][0])
-        return cls(tuple(LayerRouting(ids[i], weights[i], size) for i in steps for ids, weights, size in stacks))
+        return cls(tuple(_layer([array[i] for array in arrays], size) for i in steps for arrays, size in stacks))
 
     def for_scan(self, layers_per_step: int = 1) -> tuple[LayerRouting, ...]:
         """The inverse of `from_scan`: one LayerRouting of `[steps, T, K]` for each layer of a step.
@@ -100,20 +148,21 @@ class RoutingTrace:
                 f"(num_tokens, top_k, num_experts), got {len(self.layers)} layers with {kinds}; take the scanned "
                 "ones alone: RoutingTrace(trace.layers[first:last])"
             )
-        stacks = [[np.stack([getattr(layer, name) for layer in group]) for name in _ARRAYS] for group in groups]
-        sizes = [group[0].num_experts for group in groups]
-        return tuple(LayerRouting(*stack, num_experts=size) for stack, size in zip(stacks, sizes, strict=True))
+        stacks = [map(np.stack, zip(*[layer.arrays for layer in group], strict=True)) for group in groups]
+        return tuple(_layer(stack, group[0].num_experts) for stack, group in zip(stacks, groups, strict=True))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file: `layers.0.ids`, `layers.0.weights`, ... and E of each layer in its metadata.
+        """Write a safetensors file: `layers.0.ids`, `layers.0.weights` if any, ... and E of each layer in its metadata.
 
         Raises Unsupported if safetensors is not installed.
         """
         save_file = file_writer("a routing trace")
         layers = enumerate(self.layers)
-        arrays = {f"layers.{i}.{name}": getattr(layer, name) for i, layer in layers for name in _ARRAYS}
-        sizes = json.dumps([layer.num_experts for layer in self.layers])
-        save_file(arrays, path_of(path), {"format": _FORMAT, "version": _VERSION, "num_experts": sizes})
+        arrays = {f"layers.{i}.{name}": one for i, layer in layers for name, one in layer.named()}
+        metadata = {"num_experts": json.dumps([layer.num_experts for layer in self.layers])}
+        if self.layers[0].weights is None:
+            metadata["arrays"] = _ARRAYS[0]
+        save_file(arrays, path_of(path), {"format": _FORMAT, "version": _VERSION, **metadata})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingTrace:
@@ -131,15 +180,16 @@ class RoutingTrace:
             sizes = _sizes(metadata.get("num_experts", ""))
             # Stop before too few tensors for a layer.
             numbers = range(min(len(sizes), 1 + len(file.entries)))
-            names = [[f"layers.{number}.{name}" for name in _ARRAYS] for number in numbers]
+            stored = _ARRAYS[:1] if metadata.get("arrays") == _ARRAYS[0] else _ARRAYS
+            names = [[f"layers.{number}.{name}" for name in stored] for number in numbers]
             missing = {name for pair in names for name in pair} - set(file.entries)
             if missing or not sizes:
                 raise InvalidInput(
                     f"{path} must hold a whole routing trace, got {len(sizes)} layers and no {sorted(missing)[:4]}; "
                     "save it again"
                 )
-            pairs = [(file.get_tensor(ids), file.get_tensor(weights)) for ids, weights in names]
-        return cls(tuple(LayerRouting(*pair, size) for pair, size in zip(pairs, sizes, strict=True)))
+            arrays = [[file.get_tensor(name) for name in names_of_layer] for names_of_layer in names]
+        return cls(tuple(_layer(of_layer, size) for of_layer, size in zip(arrays, sizes, strict=True)))
 
 
 def sizes_of(
@@ -163,17 +213,33 @@ class Playback:
     def __init__(self, layers: Sequence[LayerRouting]) -> None:
         self._layers, self._next = layers, 0
 
-    def next(self, num_tokens: int, top_k: int, num_experts: int) -> LayerRouting:
+    def peek(self, num_tokens: int, top_k: int, num_experts: int) -> LayerRouting:
         """The next layer's routing. Raises InvalidInput if there is none or it does not fit."""
         number = self._next
         if number >= len(self._layers):
             raise InvalidInput(
-                f"the trace must hold every MoE layer that runs, got {len(self._layers)} and one more call; "
-                "replay a trace of the same model, with the same number of calls"
+                f"the trace must hold every MoE layer that runs, got {len(self._layers)}, and layer {number} (top-k "
+                f"{top_k} of {num_experts} experts, {num_tokens} tokens) is missing; replay a trace of the same model, "
+                "with the same number of calls"
             )
         self._layers[number].require_fits(number, num_tokens, top_k, num_experts)
-        self._next = number + 1
         return self._layers[number]
+
+    def next(self, num_tokens: int, top_k: int, num_experts: int) -> LayerRouting:
+        """`peek`, and go on to the layer behind."""
+        layer = self.peek(num_tokens, top_k, num_experts)
+        self._next += 1
+        return layer
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Return True if the trace has ids alone."""
+        return any(layer.weights is None for layer in self._layers)
+
+    def fits(self, *sizes: int) -> bool:
+        """Return True if the next layer has this (num_tokens, top_k, num_experts)."""
+        following = self._layers[self._next : self._next + 1]
+        return [(*layer.ids.shape, layer.num_experts) for layer in following] == [sizes]
 
     def finish(self) -> None:
         if self._next != len(self._layers):
@@ -206,8 +272,9 @@ def _sizes(text: str) -> list[int]:
 
 def _in_numpy(number: int, layer: LayerRouting) -> LayerRouting:
     require_at_least(f"num_experts of layer {number}", layer.num_experts, 1)
-    ids, weights = np.array(layer.ids), np.array(layer.weights)
-    for name, array, dtype in (("ids", ids, "int32"), ("weights", weights, "float32")):
+    arrays = [np.array(array, order="C") for array in layer.arrays]
+    ids = arrays[0]
+    for name, array, dtype in zip(_ARRAYS, arrays, ("int32", "float32"), strict=False):
         if array.dtype != dtype or array.ndim != 2 or array.shape != ids.shape:
             raise InvalidInput(
                 f"{name} of layer {number} must be {dtype} [num_tokens, top_k], ids and weights alike, got "
@@ -220,4 +287,48 @@ def _in_numpy(number: int, layer: LayerRouting) -> LayerRouting:
             f"{wrong.size} wrong ones; give the layer such ids (moe counts others in invalid_ids), or the num_experts "
             "they count in"
         )
-    return LayerRouting(ids, weights, layer.num_experts)
+    if layer.weights is None:
+        ordered = np.sort(ids, axis=1)
+        bad = ~(ids < 0).all(axis=1) & ((ordered[:, 1:] == ordered[:, :-1]).any(axis=1) | (ids < 0).any(axis=1))
+        if bad.any():
+            raise InvalidInput(
+                f"ids of layer {number} must be distinct experts, or -1 for all of a token, where weights are None, "
+                f"got {ids[bad][0].tolist()}; pass the weights, too"
+            )
+    return _layer(arrays, layer.num_experts)
+
+
+def _layer(arrays: Iterable[Any], num_experts: int) -> LayerRouting:
+    ids, *weights = arrays
+    return LayerRouting(ids, weights[0] if weights else None, num_experts)
+
+
+def _engine_ids(routed: Any, shape: tuple[int, int] | None) -> np.ndarray:
+    """int32 `[tokens, layers, K]` of one sequence, see `RoutingTrace.from_routed_experts`."""
+    try:
+        if isinstance(routed, (str, bytes)):
+            data = base64.b64decode(routed, validate=True)
+            if data.startswith(b"\x93NUMPY"):
+                routed = np.load(io.BytesIO(data), allow_pickle=False)
+            elif shape is not None:
+                routed = np.frombuffer(data, "<i4").reshape(-1, *shape)
+        array = np.asarray(routed)
+    except ValueError as error:
+        raise InvalidInput(
+            f"routed_experts must be integers [tokens, layers, top_k], base64 of a .npy file or of int32 of shape "
+            f"{shape}, got others ({error!s:.200}); pass what the engine returned"
+        ) from error
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        got = "text" if array.dtype.kind in "US" else f"{array.dtype}{list(array.shape)}"
+        raise InvalidInput(
+            f"routed_experts must be integers [tokens, layers, top_k], or base64 text, got {got}; pass shape=(layers, "
+            "top_k) with SGLang's text"
+        )
+    return np.clip(array, -2, INT32_LIMIT - 1).astype(np.int32)
+
+
+def _filled_up(ids: np.ndarray, num_tokens: int | None) -> np.ndarray:
+    if num_tokens is None:
+        return ids
+    require_at_least("num_tokens", num_tokens, len(ids))
+    return np.pad(ids, ((0, num_tokens - len(ids)), (0, 0), (0, 0)), constant_values=-1)

@@ -79,7 +79,7 @@ from moe_jax.bridge.calls import (
 from moe_jax.grouped import gmm, ragged_dot, ragged_dot_general
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_jax.rows import gather_rows, layout_of_runs, scale_rows
-from moe_jax.trace import watched
+from moe_jax.trace import asked, watched
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
@@ -115,6 +115,7 @@ def rms_norm(x: Array, weight: Array, spec: NormSpec = _PLAIN_NORM) -> jax.Array
     return run_stage(call, plan_rms_norm, call.array("x", x), call.array("weight", weight), spec)[0]
 
 
+@asked
 def route(
     logits: Array,
     spec: RouterSpec,
@@ -240,7 +241,16 @@ def reduce(
     return run_stage(call, plan_reduce, rows, slots, layout.spec, **options)[0]
 
 
-@watched(run_moe)
+def _weigh(x: Array, routing: Any, spec: MoESpec, token_mask: Array | None, ids: Array) -> jax.Array:
+    assert spec.router is not None
+    if isinstance(routing, RouterLogits):
+        logits = routing.logits
+    else:
+        logits = router(x, routing.weight, bias=routing.bias, spec=spec.logits_spec())
+    return route(logits, spec.router, token_mask=token_mask, ids=ids).weights
+
+
+@watched(run_moe, _weigh)
 def moe(
     x: Array,
     experts: ExpertWeights,

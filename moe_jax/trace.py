@@ -1,6 +1,6 @@
 """Record which experts every token visits, and play it back, in any JAX function with MoE layers on Moebius.
 
-Both transform a function, also under `jit`. They see every whole MoE forward in call order:
+Both transform a function, also under `jit`. They see every MoE layer in call order:
 
     y, layers = jax.jit(capture(model))(x)                  # one LayerRouting per layer, arrays of JAX
     RoutingTrace(layers).save("routing.safetensors")
@@ -15,7 +15,8 @@ InvalidInput. Apply them inside there. A scan then stacks what its body captures
     RoutingTrace.from_scan(stacks).save("routing.safetensors")
 
 A replayed layer keeps its token mask and computes its logits (for losses). It can be trained: the weights' gradient
-flows into the router (or passed logits or weights) as if that had chosen the trace's ids.
+flows into the router (or passed logits or weights) as if that had chosen the trace's ids. A trace of ids alone
+(`RoutingTrace.from_routed_experts`) pins the experts, with the weights of `moe`'s or `route`'s live logits.
 """
 
 from __future__ import annotations
@@ -24,25 +25,26 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from moe_core.errors import InvalidInput
-from moe_core.specs.operands import MoEOutput, Routing
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.specs.operands import MoEOutput, Routing, TopK
 from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, sizes_of
 from moe_jax.autodiff.moe import plain_top_k
 
 __all__ = ["LayerRouting", "RoutingTrace", "capture", "replay"]
 
 jax.tree_util.register_dataclass(LayerRouting, data_fields=["ids", "weights"], meta_fields=["num_experts"])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def capture(function: Callable[..., Any]) -> Callable[..., tuple[Any, tuple[LayerRouting, ...]]]:
-    """`capture(function)(...)` is `(function(...), layers)`, with the routing of every whole MoE forward in it.
+    """`capture(function)(...)` is `(function(...), layers)`, with the routing of every MoE layer in it.
 
     Raises InvalidInput if none runs, or one runs inside a further transformation.
     """
@@ -50,7 +52,7 @@ def capture(function: Callable[..., Any]) -> Callable[..., tuple[Any, tuple[Laye
     def captured(*arguments: Any, **keywords: Any) -> tuple[Any, tuple[LayerRouting, ...]]:
         layers: list[LayerRouting] = []
 
-        def record(call: _Call) -> MoEOutput:
+        def record(call: _Seen) -> Any:
             result = call.run()
             _, num_experts = call.sizes
             ids, weights = plain_top_k(result.ids, jnp.asarray(result.weights))
@@ -69,38 +71,103 @@ def capture(function: Callable[..., Any]) -> Callable[..., tuple[Any, tuple[Laye
 
 
 def replay(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`replay(function)(trace, ...)` is `function(...)` with the trace's ids and weights in its whole MoE forwards.
+    """`replay(function)(trace, ...)` is `function(...)` with the trace's ids, and weights if any, in its MoE layers.
 
     trace is a RoutingTrace, or its layers, which `jit` takes as an argument. Raises InvalidInput if tokens, top-k,
-    experts or number of layers differ from the trace, or a layer is inside a further transformation.
+    experts or number of layers differ from the trace, or a layer is inside a further transformation, and Unsupported
+    for ids alone and a layer with weights from elsewhere.
     """
 
     def replayed(
         trace: RoutingTrace | LayerRouting | tuple[LayerRouting, ...], *arguments: Any, **keywords: Any
     ) -> Any:
-        playback = Playback(layers_of(trace))
-
-        def play(call: _Call) -> MoEOutput:
-            layer = playback.next(call.x.shape[0], *call.sizes)
-            return call.run_with(jnp.asarray(layer.ids), jnp.asarray(layer.weights))
-
-        with _watched(_Watch(play)):
+        player = _Player(layers_of(trace))
+        with _watched(_Watch(player.play, player.choose)):
             result = function(*arguments, **keywords)
-        playback.finish()
+        player.playback.finish()
         return result
 
     return replayed
 
 
-def watched(replayable: Callable[..., MoEOutput]) -> Callable[[Callable[..., MoEOutput]], Callable[..., MoEOutput]]:
-    """Decorate the op `moe` so that capture and replay see its calls. replayable also takes `replayed`, a Routing."""
+class _Player:
+    def __init__(self, layers: Sequence[LayerRouting]) -> None:
+        self.playback = Playback(layers)
+        #: `route` has the next layer's ids.
+        self._chosen = False
 
-    def decorate(moe: Callable[..., MoEOutput]) -> Callable[..., MoEOutput]:
+    def play(self, call: _Seen) -> Any:
+        layer = self.playback.next(call.rows, *call.sizes)
+        ids, *weights = map(jnp.asarray, layer.arrays)
+        chosen, self._chosen = self._chosen, False
+        if weights:
+            return call.run_with(ids, weights[0])
+        if not call.brings_weights:
+            return call.run_with(ids, call.live_weights(ids))
+        if not chosen:
+            raise Unsupported(
+                "a trace of ids alone needs the logits of each layer, got weights from elsewhere; replay a trace with "
+                "weights, or route by moe or route"
+            )
+        return call.run()
+
+    def choose(self, *sizes: int) -> jax.Array | None:
+        """The ids of the next layer, whose router asks, if the trace has ids alone."""
+        if not self.playback.lacks_weights:
+            return None
+        layer, self._chosen = self.playback.peek(*sizes), True
+        return jnp.asarray(layer.ids)
+
+
+def asked(route: _Function) -> _Function:
+    """Decorate the op `route` so that it chooses the ids of a trace without weights."""
+
+    @functools.wraps(route)
+    def asked_route(logits: Any, spec: Any, **options: Any) -> Any:
+        watch = _current.get()
+        if watch is None or watch.choose is None or not hasattr(logits, "shape"):
+            return route(logits, spec, **options)
+        watch.require_same_level()
+        ids = watch.choose(logits.shape[0], spec.top_k, logits.shape[-1])
+        return route(logits, spec, **(options if ids is None else options | {"correction_bias": None, "ids": ids}))
+
+    return cast(_Function, asked_route)
+
+
+def routed(ids: jax.Array, weights: jax.Array, num_experts: int) -> Routing:
+    """Show traces the routing of experts that run stage by stage, or on several ranks. Under a replay, return its."""
+    return _Routed(Routing(ids, weights), num_experts).run()
+
+
+def unwatched() -> contextlib.AbstractContextManager[None]:
+    """Hide a layer's ops from traces, which see its `routed`."""
+    return _watched(None) if _current.get() is not None else contextlib.nullcontext()
+
+
+@jax.custom_vjp
+def _in_place_of(weights: jax.Array, replayed: jax.Array) -> jax.Array:
+    """replayed, with its gradient for weights."""
+    return replayed
+
+
+_in_place_of.defvjp(
+    lambda weights, replayed: (replayed.astype(weights.dtype), jnp.zeros_like(replayed)),
+    lambda zeros, gradient: (gradient, zeros),
+)
+
+
+def watched(replayable: Callable[..., MoEOutput], weigh: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorate the op `moe` so that capture and replay see its calls. replayable also takes `replayed`, a Routing.
+
+    weigh: the router's weights of ids, from (x, routing, spec, token_mask, ids).
+    """
+
+    def decorate(moe: _Function) -> _Function:
         @functools.wraps(moe)
         def watched_moe(x: Any, experts: Any, routing: Any, spec: Any, **options: Any) -> MoEOutput:
-            return _Call(moe, replayable, x, experts, routing, spec, options).run()
+            return _Call(moe, (replayable, weigh), x, experts, routing, spec, options).run()
 
-        return watched_moe
+        return cast(_Function, watched_moe)
 
     return decorate
 
@@ -110,7 +177,7 @@ class _Call:
     """One call of `moe`. function: the op, or its replayable form."""
 
     function: Callable[..., MoEOutput]
-    replayable: Callable[..., MoEOutput]
+    forms: tuple[Callable[..., MoEOutput], Callable[..., Any]]
     x: Any
     experts: Any
     routing: Any
@@ -122,25 +189,74 @@ class _Call:
         """(K, E)."""
         return sizes_of(self.experts, self.routing, self.spec, self.options.get("expert_map"))
 
+    @property
+    def rows(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def brings_weights(self) -> bool:
+        return isinstance(self.routing, TopK)
+
+    def live_weights(self, ids: jax.Array) -> jax.Array:
+        """The router's weights of ids. Their gradient is the rule's, at the same logits."""
+        with unwatched():
+            weights = self.forms[1](self.x, self.routing, self.spec, self.options.get("token_mask"), ids)
+        return jax.lax.stop_gradient(weights)
+
     def run(self) -> MoEOutput:
-        """The innermost watch sees the call first."""
-        watch = _current.get()
-        if watch is None:
+        if _current.get() is None:
             return self.function(self.x, self.experts, self.routing, self.spec, **self.options)
-        watch.require_same_level()
-        with _watched(watch.outer):
-            return watch.visit(self)
+        return _seen(self)
 
     def run_with(self, ids: jax.Array, weights: jax.Array) -> MoEOutput:
         options = self.options | {"replayed": Routing(ids, weights)}
-        return dataclasses.replace(self, function=self.replayable, options=options).run()
+        return dataclasses.replace(self, function=self.forms[0], options=options).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Routed:
+    """The ids and weights of one layer. Under a replay, the gradient of the trace's weights is that of these."""
+
+    routing: Routing
+    num_experts: int
+    brings_weights = True
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(K, E)."""
+        return self.routing.ids.shape[1], self.num_experts
+
+    @property
+    def rows(self) -> int:
+        return self.routing.ids.shape[0]
+
+    def live_weights(self, ids: jax.Array) -> NoReturn:
+        raise AssertionError("its caller brings weights")
+
+    def run(self) -> Routing:
+        return self.routing if _current.get() is None else _seen(self)
+
+    def run_with(self, ids: jax.Array, weights: jax.Array) -> Routing:
+        return _Routed(Routing(ids, _in_place_of(self.routing.weights, weights)), self.num_experts).run()
+
+
+_Seen = _Call | _Routed
+
+
+def _seen(call: _Seen) -> Any:
+    """Let the innermost watch run a call first."""
+    watch = _current.get()
+    assert watch is not None
+    watch.require_same_level()
+    with _watched(watch.outer):
+        return watch.visit(call)
 
 
 class _Watch:
     """A capture or replay in progress, with its level of transformations."""
 
-    def __init__(self, visit: Callable[[_Call], MoEOutput]) -> None:
-        self.visit = visit
+    def __init__(self, visit: Callable[[_Seen], Any], choose: Callable[..., Any] | None = None) -> None:
+        self.visit, self.choose = visit, choose
         self.outer = _current.get()
         self._level = get_opaque_trace_state(convention="moebius")
 

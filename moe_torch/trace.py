@@ -7,30 +7,35 @@
     with replay(RoutingTrace.load("routing.safetensors")):   # perhaps captured by moe_jax.trace
         model(x)
 
-Both see every whole MoE forward (`moe_torch.MoE`, `moe_torch.ops.moe`, the experts of transformers) in the block and
-its thread, in order, compiled models included. They do not see replayed CUDA graphs, nor experts that run stage by
-stage, such as those with a norm of each expert's result. Capturing a graph or exporting a program inside of the block
-raises Unsupported.
+Both see every MoE layer (`moe_torch.MoE`, also with experts on several ranks, `moe_torch.ops.moe`, the experts of
+transformers) in the block and its thread, in order, compiled models included. They do not see replayed CUDA graphs.
+Capturing a graph or exporting a program inside of the block raises Unsupported.
 
 A replayed layer with a router still computes its logits for the losses. Its ids and weights are the trace's, and its
 token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux. If the caller of `moe` brings
 ids and weights, output and counts follow the trace, and the returned ids and weights are the caller's (moe_jax returns
 the trace's).
 
-In training the gradient of the trace's weights flows into the router for the trace's ids, at the live logits, also
-outside of the block. Do not checkpoint replayed layers: `torch.utils.checkpoint` runs them again without the trace.
+A trace of ids alone (`RoutingTrace.from_routed_experts`) pins the experts. Their weights are the router's, from the
+live logits at these ids: routers of `moe`, of `route`, and of transformers where they choose by `torch.topk`.
+
+In training the gradient of the weights flows into the router for the trace's ids, at the live logits, also outside of
+the block. Checkpointed layers (`torch.utils.checkpoint`, and functions that keep `ctx.run_function`) are recomputed
+with the routing of their forward, and count once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.specs import RouterSpec
 from moe_core.specs.operands import RouterWeights, TopK
 from moe_core.trace import LayerRouting, Playback, RoutingTrace, layers_of, sizes_of
 from moe_torch.bridge import private
@@ -39,6 +44,7 @@ from moe_torch.bridge.options import decode
 from moe_torch.operators import stages
 from moe_torch.operators import table as operators
 from moe_torch.operators.kinds import as_float32, as_int32
+from moe_torch.operators.routed import ROUTED, WATCH
 from moe_torch.operators.table import MOE_QUANTIZED, QUANTIZED_TRAINING, TRAINING
 
 __all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
@@ -49,6 +55,10 @@ _FORWARDS: dict[Any, tuple[type, Operator, Operator]] = {
     for forwards in (operators.MOE, MOE_QUANTIZED, TRAINING, QUANTIZED_TRAINING)
     for kind, operator in forwards.items()
 }
+
+
+#: Operators that choose ids from scores.
+_ROUTERS = (stages.ROUTE.overload, torch.ops.aten.topk.default)
 
 
 class Recording:
@@ -69,13 +79,12 @@ class Recording:
 
 @contextlib.contextmanager
 def capture() -> Iterator[Recording]:
-    """Record the routing of every whole MoE forward in the block. Raises InvalidInput if none ran."""
+    """Record the routing of every MoE layer in the block. Raises InvalidInput if none ran."""
     recording = Recording()
 
-    def record(call: _Call) -> Any:
+    def record(call: _Seen) -> Any:
         results = call.run()
-        arguments = call.arguments
-        ids, weights = (arguments["routing.ids"], arguments["routing.weights"]) if call.kind is TopK else results[3:5]
+        ids, weights = call.used(results)
         _, num_experts = call.sizes
         # Copies, because compiled code may reuse the memory.
         recording._layers.append(LayerRouting(as_int32(ids).clone(), as_float32(weights).clone(), num_experts))
@@ -92,7 +101,7 @@ def capture() -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def replay(trace: RoutingTrace | LayerRouting | Sequence[LayerRouting]) -> Iterator[None]:
-    """Run the whole MoE forwards in the block with the ids and weights of a trace, in order.
+    """Run the MoE layers in the block with the ids of a trace, and its weights if it has them, in order.
 
     Args:
         trace: a RoutingTrace, or layers with torch tensors (`Recording.layers`).
@@ -100,17 +109,99 @@ def replay(trace: RoutingTrace | LayerRouting | Sequence[LayerRouting]) -> Itera
     Raises:
         InvalidInput: a layer's tokens, top-k or experts differ from the trace's, or other layers run than the trace
             has.
+        Unsupported: a trace of ids alone, and a layer with weights from elsewhere.
     """
-    playback = Playback(layers_of(trace))
-
-    def play(call: _Call) -> Any:
-        x = call.arguments["x"]
-        layer = playback.next(x.shape[0], *call.sizes)
-        return call.run_with(_tensor(layer.ids, x.device), _tensor(layer.weights, x.device))
-
-    with _Observer(play):
+    player = _Player(layers_of(trace))
+    with _Observer(player.play, player.choose):
         yield
-    playback.finish()
+    player.playback.finish()
+
+
+class _Player:
+    def __init__(self, layers: Sequence[LayerRouting]) -> None:
+        self.playback = Playback(layers)
+        #: The router that has the next layer's ids.
+        self._chosen = ""
+
+    def play(self, call: _Seen) -> Any:
+        layer = self._fitting(self.playback.next, call.rows, *call.sizes)
+        ids, *weights = [_tensor(array, call.device) for array in layer.arrays]
+        kept = LayerRouting(ids, weights[0] if weights else None, layer.num_experts)
+        for owner, name in private.recomputations():
+            _keep(owner, name, kept, call.weights_at)
+        chosen, self._chosen = self._chosen, ""
+        if weights:
+            return call.run_with(ids, weights[0])
+        if not call.brings_weights:
+            return call.run_with(ids, call.live_weights(ids))
+        if not chosen:
+            raise Unsupported(
+                f"a trace of ids alone needs the logits of each layer, got weights from elsewhere{_where()}; replay a "
+                "trace with weights, or route by moe, route, or torch.topk of scores [T, E]"
+            )
+        # A capacity limit may have dropped ids of `route`. Routers of transformers know no id -1.
+        return call.run() if chosen == "route" else call.run_with(ids, call.used(())[1])
+
+    def choose(self, router: str, sizes: tuple[int, int, int], device: torch.device) -> torch.Tensor | None:
+        """The ids of the next layer, if the trace has ids alone, and its router is asked: `route` or `topk`."""
+        if not self.playback.lacks_weights or (router == "topk" and not self.playback.fits(*sizes)):
+            return None
+        layer = self._fitting(self.playback.peek, *sizes)
+        self._chosen = router
+        return _tensor(layer.ids, device)
+
+    def _fitting(self, method: Callable[..., LayerRouting], *sizes: int) -> LayerRouting:
+        try:
+            return method(*sizes)
+        except InvalidInput as error:
+            raise InvalidInput(f"{error}{_where()}") from None
+
+
+def _where() -> str:
+    """The place of the running layer in its model, for messages."""
+    modules = private.calling_modules()
+    if not modules:
+        return ""
+    names = {module: name for name, module in modules[-1].named_modules()}
+    path = max((names.get(module, "") for module in modules), key=len)
+    return f" (at {path or 'the model'}, {type(modules[0]).__name__})"
+
+
+class _CompiledPlayer(_Player):
+    """Layers by the address of their weights, because a compiled backward runs any of them again."""
+
+    def __init__(self, layers: Sequence[LayerRouting], weights_at: Sequence[int]) -> None:
+        super().__init__(layers)
+        self._layers, self._weights_at = layers, tuple(weights_at)
+
+    def play(self, call: _Seen) -> Any:
+        if self._weights_at.count(call.weights_at) != 1 or self.playback.lacks_weights:
+            raise Unsupported(
+                "a compiled program with checkpoints replays a trace with weights, in layers that run once and have "
+                "weights of their own; compile what is checkpointed: checkpoint(torch.compile(block), x)"
+            )
+        self.playback = Playback((self._layers[self._weights_at.index(call.weights_at)],))
+        return super().play(call)
+
+
+def _keep(owner: Any, name: str, layer: LayerRouting, weights_at: int) -> None:
+    """Let the function that a backward will run replay the layer, behind those before."""
+    function = getattr(owner, name)
+    kept = getattr(function, "replayed", None)
+    if kept is not None:
+        kept.append((layer, weights_at))
+        return
+    kept = [(layer, weights_at)]
+
+    @functools.wraps(function)
+    def replaying(*arguments: Any) -> Any:
+        layers, addresses = zip(*kept, strict=True)
+        player = _CompiledPlayer(layers, addresses) if private.is_compiled(owner) else _Player(layers)
+        with _Observer(player.play, player.choose, recomputes=True):
+            return function(*arguments)
+
+    setattr(replaying, "replayed", kept)  # noqa: B010
+    setattr(owner, name, replaying)
 
 
 class _Call:
@@ -129,6 +220,40 @@ class _Call:
         bundles = self._operator.signature.shapes(tensors, (self._spec, *self._formats))
         return sizes_of(bundles["experts"], bundles["routing"], self._spec, bundles["expert_map"])
 
+    @property
+    def rows(self) -> int:
+        return self.arguments["x"].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.arguments["x"].device
+
+    @property
+    def weights_at(self) -> int:
+        """The address of the experts' weights, 0 if unknown."""
+        return self.arguments["experts.gate_up"].data_ptr()
+
+    @property
+    def brings_weights(self) -> bool:
+        return self.kind is TopK
+
+    def used(self, results: Any) -> Any:
+        """ids and weights."""
+        return [self.arguments[f"routing.{name}"] for name in ("ids", "weights")] if self.kind is TopK else results[3:5]
+
+    def live_weights(self, ids: torch.Tensor) -> torch.Tensor:
+        """The router's weights fp32 `[T, K]` of ids, without gradients."""
+        logits = self._logits() if self.kind is RouterWeights else self.arguments["routing.logits"]
+        assert self._spec.router is not None
+        return _weigh(logits, ids, self.arguments["token_mask"], self._spec.router)
+
+    def _logits(self) -> torch.Tensor:
+        arguments = stages.ROUTER.arguments(
+            x=self.arguments["x"], weight=self.arguments["routing.weight"], bias=self.arguments["routing.bias"],
+            wide=None, spec=self._spec.logits_spec(),
+        )  # fmt: skip
+        return stages.ROUTER.overload(*arguments)
+
     def run(self) -> Any:
         return self._overload(*self.arguments.values())
 
@@ -143,20 +268,60 @@ class _Call:
         if len(results) == 3:
             routed = (*results, ids.clone(), weights.clone())
         if self.kind is RouterWeights:
-            arguments = stages.ROUTER.arguments(
-                x=self.arguments["x"], weight=self.arguments["routing.weight"], bias=self.arguments["routing.bias"],
-                wide=None, spec=self._spec.logits_spec(),
-            )  # fmt: skip
-            routed = (*routed, stages.ROUTER.overload(*arguments))
+            routed = (*routed, self._logits())
         return [*routed, *kept] if kept else routed
 
 
+class _Routed:
+    """The routing of experts that run stage by stage, or on several ranks: `moe_torch.operators.routed`."""
+
+    brings_weights, weights_at = True, 0
+
+    def __init__(self, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> None:
+        self._pair, self.sizes = (ids, weights), (ids.shape[1], num_experts)
+        self.rows, self.device = ids.shape[0], ids.device
+
+    def run(self) -> Any:
+        return ROUTED(*self._pair, self.sizes[1])
+
+    def used(self, results: Any) -> Any:
+        return self._pair
+
+    def live_weights(self, ids: torch.Tensor) -> NoReturn:
+        raise AssertionError("its caller brings weights")
+
+    def run_with(self, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+        pair = [new.to(old.dtype) for new, old in zip((ids, weights), self._pair, strict=True)]
+        return ROUTED(*pair, self.sizes[1])
+
+
+_Seen = _Call | _Routed
+
+
+def _weigh(logits: torch.Tensor, ids: torch.Tensor, token_mask: Any, spec: RouterSpec) -> torch.Tensor:
+    arguments = stages.ROUTE.arguments(logits=logits, correction_bias=None, token_mask=token_mask, given=ids, spec=spec)
+    return stages.ROUTE.overload(*arguments)[1]
+
+
 class _Observer(private.TorchDispatchMode):
+    """visit: runs a layer. choose: the ids that a router has to choose, see `_Player.choose`. recomputes: of a
+    checkpoint's backward, where other observers see nothing."""
+
     supports_higher_order_operators = True
 
-    def __init__(self, visit: Callable[[_Call], Any]) -> None:
+    def __init__(
+        self, visit: Callable[[_Seen], Any], choose: Callable[..., Any] | None = None, *, recomputes: bool = False
+    ) -> None:
         super().__init__()
-        self._visit = visit
+        self._visit, self._choose, self._recomputes = visit, choose, recomputes
+
+    def __enter__(self) -> Any:
+        WATCH.traces += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        WATCH.traces -= 1
+        return super().__exit__(*error)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -164,16 +329,35 @@ class _Observer(private.TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _FORWARDS:
+        known = func in _FORWARDS or func in _ROUTERS or func is ROUTED
+        if not known or WATCH.hidden or (private.in_backward() and not self._recomputes):
             return func(*args, **(kwargs or {}))
+        if func in _ROUTERS:
+            return self._route(func, args, kwargs or {})
         x = args[0]
         if private.is_fake(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise Unsupported(
                 "capture() and replay() see layers that run, got one that is being exported or captured into a CUDA "
                 "graph, whose later runs they could not see; do that outside of the block"
             )
-        return self._visit(_Call(func, tuple(args)))
+        return self._visit(_Routed(*args) if func is ROUTED else _Call(func, tuple(args)))
+
+    def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let a router choose the trace's ids: `route`, or one of transformers, by topk of scores `[T, E]`."""
+        scores, router = args[0], "route" if func is stages.ROUTE.overload else "topk"
+        top_k = decode(args[-1])[0].top_k if router == "route" else args[1]
+        ids = None
+        if self._choose is not None and scores.dim() == 2 and scores.is_floating_point():
+            ids = self._choose(router, (scores.shape[0], top_k, scores.shape[1]), scores.device)
+        if ids is None:
+            return func(*args, **kwargs)
+        if router == "route":
+            logits, _, token_mask, _, options = args
+            return func(logits, None, token_mask, ids, options)
+        ids = ids.clamp(min=0).long()
+        return scores.gather(1, ids), ids
 
 
 def _tensor(array: Any, device: torch.device) -> torch.Tensor:
-    return array.to(device) if isinstance(array, torch.Tensor) else torch.tensor(array, device=device)
+    tensor = array.to(device) if isinstance(array, torch.Tensor) else torch.tensor(array, device=device)
+    return tensor.contiguous()

@@ -20,6 +20,7 @@ from moe_jax.bridge.calls import int32_ids
 from moe_jax.ops import MoEOutput, Routing, TopK
 from moe_jax.parallel.axis import ExpertAxis
 from moe_jax.parallel.forward import run
+from moe_jax.trace import routed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +214,9 @@ def _around_experts(
 def _normalised(x: Any, experts: Any, routing: TopK, spec: MoESpec, norm: tuple[Any, NormSpec]) -> jax.Array:
     """The norm runs between the second product and the router's weights."""
     index = experts.layer_index
-    layout = ops.make_layout(routing.ids, experts.down.shape[0 if index is None else 1])
+    num_experts = experts.down.shape[0 if index is None else 1]
+    ids, weights = routed(routing.ids, routing.weights, num_experts)
+    layout = ops.make_layout(ids, num_experts)
 
     def multiply(rows: Any, matrix: str, product: MatmulSpec) -> jax.Array:
         weight, bias = getattr(experts, matrix), getattr(experts, f"{matrix}_bias")
@@ -225,7 +228,7 @@ def _normalised(x: Any, experts: Any, routing: TopK, spec: MoESpec, norm: tuple[
     out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
     slots = at_least_float32(ops.rms_norm(multiply(hidden, "down", out), *norm))
     # A slot without a row counts in no gradient.
-    factors = jnp.where(layout.row_of_slot[:, None] < 0, 0, routing.weights.reshape(-1, 1))
+    factors = jnp.where(layout.row_of_slot[:, None] < 0, 0, weights.reshape(-1, 1))
     return ops.reduce(slots * factors, layout, out_dtype=x.dtype)
 
 

@@ -24,6 +24,7 @@ from moe_jax.parallel.dense import shared_output
 from moe_jax.parallel.function import combine, dispatch, untrained, used
 from moe_jax.parallel.routes import Sizes, make_routes
 from moe_jax.parallel.tensor import Brought, bias_once, gathered, size_of, total
+from moe_jax.trace import routed, unwatched
 
 _PLAIN_EXCHANGE = ExchangeSpec()
 
@@ -112,7 +113,10 @@ def run(
     # The gradient of x adds other parts before the slots.
     scored = isinstance(routing, RouterWeights)
     *others, wide = used(x, 1 + (shared is not None) + scored, jnp.float32)
-    ids, weights, logits, traveling = _route(x, others[-1] if scored else x, routing, group.whole(spec, tokens), mask)
+    whole = group.whole(spec, tokens)
+    ids, weights, logits, traveling = _route(
+        x, others[-1] if scored else x, routing, whole, mask, placement.num_experts
+    )
     if logits is not None:
         require_scores(logits.shape, x.shape[0], placement)
     plan_exchange(tokens, ids.shape[1], x.shape[1], x.dtype.name, placement, group.exchange)
@@ -127,10 +131,11 @@ def run(
     sent: Any = dispatch(sizes, routes, brought.x, brought.wide, brought.weights)
     if placement.has_replicas:
         experts = jax.tree.map(untrained, experts)
-    result = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), group.owner(spec, tokens * ids.shape[1]))
+    with unwatched():
+        result = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), group.owner(spec, tokens * ids.shape[1]))
     dense: tuple[Any, Any] = (None, None)
     if shared is not None:
-        dense = shared_output(x, others[0], experts, shared, group.whole(spec, tokens))
+        dense = shared_output(x, others[0], experts, shared, whole)
     dtype = spec.out_dtype or x.dtype.name
     output: Any = None
     if tensor is None:
@@ -147,7 +152,7 @@ def run(
 
 
 def _route(
-    x: jax.Array, wide: jax.Array, routing: Any, spec: MoESpec, token_mask: jax.Array | None
+    x: jax.Array, wide: jax.Array, routing: Any, spec: MoESpec, token_mask: jax.Array | None, num_experts: int
 ) -> tuple[Any, Any, Any, jax.Array]:
     """Returned ids, weights and logits, and the weights that travel."""
     if isinstance(routing, TopK):
@@ -155,6 +160,7 @@ def _route(
         specs = OpCall("moe").bundle("routing", routing, "routing.")
         require_given(specs.ids, specs.weights, x.shape[0])
         ids, weights = plain_top_k(routing.ids, jnp.asarray(routing.weights))
+        ids, weights = routed(ids, weights, num_experts)
         return ids, weights, None, weights
     if spec.router is None:
         raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
@@ -168,6 +174,7 @@ def _route(
         for_routing = logits = routing.logits
     bias = routing.correction_bias
     ids, weights = ops.route(for_routing, spec.router, correction_bias=bias, token_mask=token_mask)
+    ids, weights = routed(ids, weights, num_experts)
     traveling, weights = used(weights, 2, jnp.float32)
     return ids, weights, logits, traveling
 

@@ -6,6 +6,7 @@ Unsupported without theirs: `main_grad` (`_will_engine_execute_node`), and `capt
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import sys
@@ -222,6 +223,65 @@ class _NoMode:
 
 
 TorchDispatchMode: Any = _named("utils._python_dispatch.TorchDispatchMode", _NoMode)
+
+
+_top_hooks = _named("_C._autograd._top_saved_tensors_default_hooks")
+_pop_hooks = _named("_C._autograd._pop_saved_tensors_default_hooks")
+_push_hooks = _named("_C._autograd._push_saved_tensors_default_hooks")
+_graph_task = _named("_C._current_graph_task_id", lambda: -1)
+
+
+def in_backward() -> bool:
+    """Return True inside of a backward of this thread, where checkpoints run forwards again."""
+    return _graph_task() != -1
+
+
+def recomputations() -> list[tuple[Any, str]]:
+    """(object, attribute) of every function around this call that a backward runs, and that may run this call again.
+
+    `torch.utils.checkpoint` has it in a frame that its hooks hold. Other checkpoints, and compiled programs, are
+    autograd functions: C++ calls `ctx.apply` or `ctx.apply_boxed`.
+    """
+    if None in (_top_hooks, _pop_hooks, _push_hooks):
+        raise Unsupported(
+            f"replay() needs torch._C._autograd's saved tensor hooks, which torch {torch.__version__} has not"
+        )
+    kept, hooks = [], []
+    while (pair := _top_hooks(False)) is not None:
+        hooks.append(pair)
+        _pop_hooks()
+    for pair in reversed(hooks):
+        _push_hooks(*pair)
+    for pack, _ in hooks:
+        for cell in getattr(pack, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                if hasattr(cell.cell_contents, "recompute_fn"):
+                    kept.append((cell.cell_contents, "recompute_fn"))
+    frame: Any = sys._getframe()
+    while frame is not None:
+        ctx = frame.f_locals.get("ctx") if frame.f_code.co_name == "forward" else None
+        function = getattr(ctx, "_forward_cls", None)
+        if function is not None and not function.__module__.startswith("moe_torch."):
+            kept.append((ctx, "apply_boxed" if getattr(function, "boxed_grads_call", False) else "apply"))
+        frame = frame.f_back
+    return kept
+
+
+def is_compiled(ctx: Any) -> bool:
+    """Return True for a compiled program, whose backward runs some operators of its forward again, in any order."""
+    return type(ctx).__name__.startswith("CompiledFunction")
+
+
+def calling_modules() -> list[torch.nn.Module]:
+    """The modules that run, innermost first."""
+    frame: Any = sys._getframe()
+    modules = []
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
+        if isinstance(module, torch.nn.Module):
+            modules.append(module)
+        frame = frame.f_back
+    return modules
 
 
 def is_mutable(overload: Any) -> bool:

@@ -18,6 +18,7 @@ from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.layers.casts import at_least_float32, autocast
 from moe_torch.layers.shards import on_own_experts, shared_like
+from moe_torch.operators.routed import routed
 from moe_torch.quantize import prepack_weights, restore_weights, tile
 
 
@@ -236,6 +237,7 @@ class ExpertParameters(ParameterGroup):
         """The norm runs between the second product and the router's weights."""
         spec, held, norm_spec = self.spec, self.operands(), self.layer_spec.norm_of_experts
         assert norm_spec is not None
+        ids, weights = routed(ids, weights, held.down.shape[0])
         layout = ops.make_layout(ids, held.down.shape[0])
         into = MatmulSpec(spec.weight_layout, "token", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(1))
         pre = ops.matmul_ogs(MatmulOperands(x, held.gate_up, bias=held.gate_up_bias), layout, into)

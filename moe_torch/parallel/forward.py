@@ -33,6 +33,7 @@ from moe_torch.bridge.arrays import array_spec
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.bridge.private import graph_break, uncompiled
 from moe_torch.operators.kinds import as_float32, as_int32
+from moe_torch.operators.routed import routed
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
@@ -218,6 +219,7 @@ class Exchange:
                 if _asks_gradients([array for _, array in named_arrays(shared)]):
                     refuse_chunks(self.parallel.exchange)
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
+            ids, weights = routed(ids, weights, placement.num_experts)
             asked = _asks_gradients((x, weights, *[array for _, array in named_arrays(experts)]))
             if self.moving is not None:
                 self.moving.require_usable(asked)

@@ -12,6 +12,7 @@ from moe_core.parallel.placement import Placement
 from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, MoEOutput, TopK
 from moe_torch import ops
+from moe_torch.operators.routed import hidden
 from moe_torch.parallel import peer_ops
 
 Multiprocessors = tuple[int | None, int | None]
@@ -35,7 +36,8 @@ class Owner(NamedTuple):
         """
         spec = self._spec(routing, group_tokens)
         if results_at is None:
-            return ops.moe(rows, self.experts, routing, spec)
+            with hidden():
+                return ops.moe(rows, self.experts, routing, spec)
         gradients_at = results_at if self.stores_gradients else None
         return peer_ops.experts_push(rows, self.experts, routing, spec, results_at, gradients_at=gradients_at)
 

@@ -22,6 +22,7 @@ from moe_torch import ops
 from moe_torch.bridge.operator import call_first
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
 from moe_torch.operators.requests import moe_request
+from moe_torch.operators.routed import routed
 
 try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
@@ -104,8 +105,7 @@ def experts_forward(
 
     Under `torch.autocast` hidden_states, weights and output have autocast's dtype, and gradients the weights' own. fp8
     weights (`FP8Experts`) run in fp8. Hidden states are quantised as the model says, unless these or top_k_weights need
-    a gradient. Experts with `has_post_expert_norm` run as several operators, which traces of `moe_torch.trace` do not
-    show.
+    a gradient. Experts with `has_post_expert_norm` run as several operators.
 
     Raises Unsupported for weights in another format and for unknown activations.
     """
@@ -232,7 +232,8 @@ def _whole(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK,
 
 def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
     """Stage by stage, with the model's norm before the router weight."""
-    layout = ops.make_layout(routing.ids, weights.down.shape[0])
+    ids, row_weights = routed(routing.ids, routing.weights, weights.down.shape[0])
+    layout = ops.make_layout(ids, weights.down.shape[0])
     into = MatmulSpec(spec.weight_layout, "token", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(1))
     first = MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias)
     hidden = ops.activation(ops.matmul_ogs(first, layout, into), spec.activation)
@@ -240,6 +241,6 @@ def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing:
     out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
     slots = ops.matmul_ogs(second, layout, out)
     # A slot without a row adds to no gradient.
-    factors = routing.weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
+    factors = row_weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
     weighted = experts.post_expert_norm(slots).float() * factors
     return ops.reduce(weighted, layout, out_dtype=x.dtype)

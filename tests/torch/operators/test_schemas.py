@@ -177,6 +177,7 @@ route_backward(Tensor gradients_weights, Tensor logits, Tensor ids, Tensor? toke
 route_rounded(Tensor logits, Tensor? correction_bias, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor,
     Tensor)
 route_rounded_backward(Tensor d_weights, Tensor logits, Tensor ids, Tensor candidates, str options) -> Tensor
+routed(Tensor ids, Tensor weights, int num_experts) -> (Tensor, Tensor)
 router(Tensor x, Tensor weight, Tensor? bias, Tensor? wide, str options) -> Tensor
 rms_norm(Tensor x, Tensor weight, str options) -> Tensor
 rms_norm_backward(Tensor d_y, Tensor x, Tensor weight, str options) -> Tensor[]

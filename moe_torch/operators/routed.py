@@ -1,0 +1,56 @@
+"""The operator that shows traces the routing of experts that run stage by stage, or on several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moe_torch.bridge.operator import LIBRARY
+
+LIBRARY.define(
+    "routed(Tensor ids, Tensor weights, int num_experts) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
+)
+ROUTED = torch.ops.moebius.routed.default
+
+
+def _copied(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # No operator returns an alias.
+    return ids.clone(), weights.clone()
+
+
+LIBRARY.impl("routed", _copied, "CPU")
+LIBRARY.impl("routed", _copied, "CUDA")
+torch.library.register_fake("moebius::routed", _copied, lib=LIBRARY)
+torch.library.register_autograd(
+    "moebius::routed", lambda ctx, ids, weights: (None, weights, None), setup_context=lambda ctx, inputs, output: None,
+    lib=LIBRARY,
+)  # fmt: skip
+
+
+class _Watch(threading.local):
+    """traces: captures and replays of this thread. hidden: blocks whose operators they do not see."""
+
+    traces = 0
+    hidden = 0
+
+
+WATCH = _Watch()
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Hide a layer's operators from traces, which see its `routed`."""
+    WATCH.hidden += 1
+    try:
+        yield
+    finally:
+        WATCH.hidden -= 1
+
+
+def routed(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> tuple[Any, Any]:
+    """Return ids and weights `[T, K]` of a layer with so many experts, or under a replay those of the trace."""
+    return ROUTED(ids, weights, num_experts) if torch.compiler.is_compiling() or WATCH.traces else (ids, weights)
