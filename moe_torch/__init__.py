@@ -10,12 +10,14 @@ from moe_torch.bridge.dlpack import from_dlpack
 from moe_torch.bridge.pytrees import register_pytrees
 from moe_torch.launcher import MoELauncher, prepare_moe
 from moe_torch.layers import *  # noqa: F403 - its `__all__`
+from moe_torch.operators.flops import register_when_imported
 from moe_torch.ops import *  # noqa: F403 - its `__all__`
 from moe_torch.warmup import warmup
 
 define_moe_gradients()
 define_stage_gradients()
 register_pytrees()
+register_when_imported()
 
 __all__ = [
     "InvalidInput", "MoELauncher", "Unsupported", "__version__", "cpu_engine", "from_dlpack", "prepare_moe", "warmup",
