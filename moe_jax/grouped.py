@@ -35,7 +35,7 @@ def ragged_dot(
     Args:
         lhs: bf16, fp16 or fp32 `[M, K]`.
         rhs: `[G, K, N]` in the dtype of lhs.
-        group_sizes: int32 or int64 `[G]`, or with group_offset at least as long. Groups are cut at the last row.
+        group_sizes: integers `[G]`, or with group_offset at least as long. Groups are cut at the last row.
         precision: for fp32. `HIGH` and `TF32_TF32_F32` allow TF32. None, `DEFAULT`, `HIGHEST` and `F32_F32_F32` are
             IEEE.
         preferred_element_type: dtype of the result, bf16, fp16 or fp32. None: that of lhs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def grouped_mm(
         mat_a: bf16, fp16 or fp32. A 2D operand may be a view with rows or columns in one piece. It is
             copied if its rows (along a ragged K its columns) are not in one piece.
         mat_b: like mat_a. 3D operands are row-major or column-major.
-        offs: int32 or int64 `[G]`. An entry below an earlier one, or past the end, makes an empty or a shorter group.
+        offs: integers `[G]`. An entry below an earlier one, or past the end, makes an empty or a shorter group.
         bias: `[G, N]` in fp32 or the dtype of mat_a, for 3D mat_b.
         out_dtype: None: the dtype of mat_a.
 
@@ -58,16 +59,15 @@ def grouped_mm(
         InvalidInput: also for 3D operands of other strides, since every call would copy them.
     """
     _check_forms(mat_a, mat_b, offs, bias)
-    dtype = None if out_dtype == mat_a.dtype else dtype_name("out_dtype", out_dtype)
-    _check_dtype("out_dtype", dtype)
+    dtype = _dtype("out_dtype", out_dtype, mat_a.dtype)
     if mat_a.ndim == mat_b.ndim == 2:
         assert offs is not None
-        return GROUPED_CONTRACTION.call(left=_rows(mat_a.mT), right=_rows(mat_b), groups=offs, out_dtype=dtype)
+        return GROUPED_CONTRACTION.call(left=_rows(mat_a.mT), right=_rows(mat_b), offs=offs, out_dtype=dtype)
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, name: str) -> torch.Tensor:
         layout, weight = _layout(name, weight)
         spec = _SPECS[layout, dtype, False]
-        return GROUPED_MM.call(x=_rows(x), weight=weight, bias=bias, groups=ends, spec=spec)
+        return GROUPED_MM.call(x=_rows(x), weight=weight, bias=bias, offs=ends, spec=spec)
 
     return _by_form(multiply, mat_a, mat_b, offs)
 
@@ -119,13 +119,12 @@ def scaled_grouped_mm(
     _check_forms(mat_a, mat_b, offs, bias)
     if mat_a.dtype != torch.float8_e4m3fn:
         raise InvalidInput(f"mat_a must be torch.float8_e4m3fn, got {mat_a.dtype}; quantise it, or call grouped_mm")
-    dtype = dtype_name("output_dtype", output_dtype) or "bfloat16"
-    _check_dtype("output_dtype", dtype)
+    dtype = _dtype("output_dtype", output_dtype, None) or "bfloat16"
     if mat_a.ndim == mat_b.ndim == 2:
         # e4m3 and its products are exact in bf16 and fp32.
         left, right = (one.to(torch.bfloat16, memory_format=torch.contiguous_format) for one in (mat_a.mT, mat_b))
         assert offs is not None
-        sums = GROUPED_CONTRACTION.call(left=left, right=right, groups=offs, out_dtype="float32")
+        sums = GROUPED_CONTRACTION.call(left=left, right=right, offs=offs, out_dtype="float32")
         rows, columns = _scales("scale_a", scale_a, sums.shape[:2]), _scales("scale_b", scale_b, sums.shape[::2])
         return (sums * (rows[:, :, None] * columns[:, None, :])).to(getattr(torch, dtype))
     scales = {"mat_a": _scales("scale_a", scale_a, mat_a.shape[:-1])}
@@ -139,7 +138,7 @@ def scaled_grouped_mm(
         rows = QuantizedTensor(_PER_ROW[0], _rows(x), tokens.reshape(-1, 1))
         matrices = QuantizedTensor(_PER_ROW[1], weight, channels[:, :, None])
         spec = _SPECS[layout, dtype, use_fast_accum]
-        return GROUPED_MM_QUANTIZED.call(x=rows, weight=matrices, bias=bias, groups=ends, spec=spec)
+        return GROUPED_MM_QUANTIZED.call(x=rows, weight=matrices, bias=bias, offs=ends, spec=spec)
 
     return _by_form(multiply, mat_a, mat_b, offs)
 
@@ -179,9 +178,11 @@ def _check_forms(mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | 
         raise Unsupported("bias must be None with a 2D mat_b, got a tensor; add it to the result")
 
 
-def _check_dtype(name: str, dtype: str | None) -> None:
-    if dtype is not None:
-        require_choice(name, dtype, MATMUL_DTYPES)
+def _dtype(name: str, dtype: Any, default: torch.dtype | None) -> str | None:
+    chosen = None if dtype == default else dtype_name(name, dtype)
+    if chosen is not None:
+        require_choice(name, chosen, MATMUL_DTYPES)
+    return chosen
 
 
 def _layout(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -202,22 +203,15 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _only(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         if len(value) != 1:
-            raise Unsupported(
-                f"{name} must be one value, got {len(value)}; formats with two levels of scales have none"
-            )
+            raise Unsupported(f"{name} must be one value, got {len(value)}; scales of two levels have no kernel")
         return value[0]
     return value
 
 
 def _scales(name: str, scales: Any, shape: Sequence[int]) -> torch.Tensor:
     """The scales as an array of this shape, which may be given flat."""
-    number = 1
-    for size in shape:
-        number *= size
-    flat = isinstance(scales, torch.Tensor) and scales.ndim == 1 and scales.shape[0] == number
-    if not flat and (not isinstance(scales, torch.Tensor) or tuple(scales.shape) != tuple(shape)):
-        got = tuple(scales.shape) if isinstance(scales, torch.Tensor) else type(scales).__name__
-        raise InvalidInput(f"{name} must be fp32 {list(shape)}, got {got}; pass one scale for each row or column")
-    if scales.dtype != torch.float32:
-        raise InvalidInput(f"{name} must be torch.float32, got {scales.dtype}; call .float()")
+    known = isinstance(scales, torch.Tensor) and tuple(scales.shape) in (tuple(shape), (math.prod(shape),))
+    if not known or scales.dtype != torch.float32:
+        got = f"{scales.dtype} {list(scales.shape)}" if isinstance(scales, torch.Tensor) else type(scales).__name__
+        raise InvalidInput(f"{name} must be torch.float32 {list(shape)}, got {got}; pass one for each row or column")
     return scales.contiguous().view(tuple(shape))

@@ -164,7 +164,7 @@ class _GroupedMM(_Stage):
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         (_, _, spec), made = self.request.arguments, {}
         x, weight, d_y = arrays["x"], arrays["weight"], upstream["y"].astype(arrays["x"].dtype)
-        groups = (arrays["groups"], arrays.get("first_group"))
+        groups = (arrays["sizes"], arrays.get("first_group"))
         if "x" in asked:
             back = MatmulSpec(TRANSPOSED[spec.weight_layout], allow_tf32=spec.allow_tf32)
             made["x"] = run_grouped_mm(d_y, weight, groups, back)
@@ -179,7 +179,7 @@ class _GroupedContraction(_Stage):
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         weight, tf32 = upstream["y"].astype(arrays["left"].dtype), dict(self.request.keywords)["allow_tf32"]
-        groups, sides = (arrays["groups"], arrays.get("first_group")), (("left", "right"), ("right", "left"))
+        groups, sides = (arrays["sizes"], arrays.get("first_group")), (("left", "right"), ("right", "left"))
         return {
             name: run_grouped_mm(arrays[other], weight, groups, MatmulSpec(layout, allow_tf32=tf32))
             for (name, other), layout in zip(sides, ("out_in", "in_out"), strict=True)
@@ -210,13 +210,14 @@ def run_stage(call: OpCall, planner: Callable[..., LaunchPlan], *arguments: Any,
 
 
 def _groups(call: OpCall, groups: tuple[Array, Array | None], count: int | None = None) -> Groups:
-    return Groups(call.array("groups", groups[0]), False, call.optional("first_group", groups[1]), count)
+    first = None if groups[1] is None else call.array("first_group", groups[1], "group_offset")
+    return Groups(call.array("sizes", groups[0], "group_sizes"), False, first, count)
 
 
 def run_grouped_mm(x: Array, weight: Array, groups: tuple[Array, Array | None], spec: MatmulSpec) -> jax.Array:
     """`plan_grouped_mm`. groups: their sizes, and the first one that has a weight."""
     call = OpCall("grouped_mm")
-    operands = MatmulOperands(call.array("x", x), call.array("weight", weight))
+    operands = MatmulOperands(call.array("x", x, "lhs"), call.array("weight", weight, "rhs"))
     return run_stage(call, plan_grouped_mm, operands, _groups(call, groups), spec)[0]
 
 
@@ -225,5 +226,5 @@ def run_contraction(
 ) -> jax.Array:
     """`plan_grouped_contraction` of groups as in `run_grouped_mm`, `count` of which are in the result."""
     call = OpCall("grouped_contraction")
-    sides = call.array("left", left), call.array("right", right)
+    sides = call.array("left", left, "lhs"), call.array("right", right, "rhs")
     return run_stage(call, plan_grouped_contraction, *sides, _groups(call, groups, count), **options)[0]

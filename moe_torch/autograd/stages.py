@@ -139,17 +139,17 @@ class _GroupedMM(Rule):
 
     def gradients(self, ctx: Any, saved: Any, upstream: Any, asked: list[str]) -> dict[str, torch.Tensor]:
         (spec,), made = decode(ctx.options), {}
-        x, bias, groups = saved["x"], saved["bias"], saved["groups"]
+        x, bias, offs = saved["x"], saved["bias"], saved["offs"]
         d_y = upstream[0].to(x.dtype)
         if "x" in asked:
             back = MatmulSpec(TRANSPOSED[spec.weight_layout])
-            made["x"] = GROUPED_MM.call(x=d_y, weight=saved["weight"], bias=None, groups=groups, spec=back)
+            made["x"] = GROUPED_MM.call(x=d_y, weight=saved["weight"], bias=None, offs=offs, spec=back)
         if "weight" in asked:
             left, right = (x, d_y) if spec.weight_layout == "in_out" else (d_y, x)
-            made["weight"] = GROUPED_CONTRACTION.call(left=left, right=right, groups=groups, out_dtype=None)
+            made["weight"] = GROUPED_CONTRACTION.call(left=left, right=right, offs=offs, out_dtype=None)
         if "bias" in asked:
             ones, dtype = d_y.new_ones(len(d_y), 1), DTYPE_NAMES[bias.dtype]
-            sums = GROUPED_CONTRACTION.call(left=ones, right=d_y, groups=groups, out_dtype=dtype)
+            sums = GROUPED_CONTRACTION.call(left=ones, right=d_y, offs=offs, out_dtype=dtype)
             made["bias"] = sums.squeeze(1)
         return made
 
@@ -159,9 +159,7 @@ class _GroupedContraction(Rule):
         weight = upstream[0].to(saved["left"].dtype)
         sides = {"left": ("right", "out_in"), "right": ("left", "in_out")}
         return {
-            name: GROUPED_MM.call(
-                x=saved[other], weight=weight, bias=None, groups=saved["groups"], spec=MatmulSpec(layout)
-            )
+            name: GROUPED_MM.call(x=saved[other], weight=weight, bias=None, offs=saved["offs"], spec=MatmulSpec(layout))
             for name, (other, layout) in sides.items()
             if name in asked
         }

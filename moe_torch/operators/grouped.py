@@ -1,4 +1,4 @@
-"""The operators of grouped matmuls of rows in the order of their groups. groups int32 or int64 `[G]`: their ends."""
+"""The operators of grouped matmuls of rows in the order of their groups. offs `[G]`: their ends."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from moe_torch.bridge.signature import MaybeTensor, Signature, Tensor
 from moe_torch.operators.shapes import out_dtype_of, width_of
 
 
-def _grouped_mm(*, x: Tensor, weight: Tensor, bias: MaybeTensor, groups: Tensor, spec: MatmulSpec) -> Tensor: ...
-def _grouped_contraction(*, left: Tensor, right: Tensor, groups: Tensor, out_dtype: str | None) -> Tensor: ...
+def _grouped_mm(*, x: Tensor, weight: Tensor, bias: MaybeTensor, offs: Tensor, spec: MatmulSpec) -> Tensor: ...
+def _grouped_contraction(*, left: Tensor, right: Tensor, offs: Tensor, out_dtype: str | None) -> Tensor: ...
 
 
-def _plan(x: Any, weight: Any, bias: Any, groups: ArraySpec, spec: MatmulSpec, target: Target) -> LaunchPlan:
-    return plan_grouped_mm(MatmulOperands(x, weight, bias=bias), Groups(groups, True), spec, target)
+def _plan(x: Any, weight: Any, bias: Any, offs: ArraySpec, spec: MatmulSpec, target: Target) -> LaunchPlan:
+    return plan_grouped_mm(MatmulOperands(x, weight, bias=bias), Groups(offs, True), spec, target)
 
 
 def _plan_contraction(
-    left: ArraySpec, right: ArraySpec, groups: ArraySpec, out_dtype: str | None, target: Target
+    left: ArraySpec, right: ArraySpec, offs: ArraySpec, out_dtype: str | None, target: Target
 ) -> LaunchPlan:
-    return plan_grouped_contraction(left, right, Groups(groups, True), target, out_dtype=out_dtype)
+    return plan_grouped_contraction(left, right, Groups(offs, True), target, out_dtype=out_dtype)
 
 
 def _shapes(call: Any) -> Outputs:
@@ -36,10 +36,10 @@ def _shapes(call: Any) -> Outputs:
 
 
 def _contraction_shapes(call: Any) -> Outputs:
-    return [((call.groups.shape[0], call.left.shape[1], call.right.shape[1]), out_dtype_of(call.left, call.out_dtype))]
+    return [((call.offs.shape[0], call.left.shape[1], call.right.shape[1]), out_dtype_of(call.left, call.out_dtype))]
 
 
-_QUANTIZED = Signature("grouped_mm_quantized", ("x", "weight", "bias?", "groups"), ("spec",), matrices=("x", "weight"))
+_QUANTIZED = Signature("grouped_mm_quantized", ("x", "weight", "bias?", "offs"), ("spec",), matrices=("x", "weight"))
 #: x `[R, K]`, weight `[G, K, N]` or `[G, N, K]`, bias `[G, N]`.
 GROUPED_MM = Operator(_grouped_mm, _plan, _shapes)
 GROUPED_MM_QUANTIZED = Operator(_QUANTIZED, _plan, _shapes)

@@ -131,7 +131,7 @@ def test_wrong_arguments() -> None:
         (lambda: dot(lhs, rhs, sizes()[:4]), InvalidInput, r"group_sizes must be one axis of 5, got \(4,\); pass an"),
         (lambda: dot(lhs, rhs, sizes()[:4], group_offset=one), InvalidInput, "group_sizes must be one axis of at"),
         (lambda: dot(lhs, rhs, sizes(), group_offset=one[0]), InvalidInput, r"group_offset must be int32 \[1\], got"),
-        (lambda: dot(lhs, rhs, sizes() * 1.0), InvalidInput, "group_sizes must be int32 or int64, got float32; cast"),
+        (lambda: dot(lhs, rhs, sizes() * 1.0), InvalidInput, "group_sizes must be integers, got float32; cast"),
         (lambda: dot(lhs[:, :9], rhs, sizes()), InvalidInput, "rhs must have 9 as its axis k, like lhs, got"),
         (lambda: dot(lhs, rhs[0], sizes()), InvalidInput, r"lhs and rhs must be \[m, k\] and \[groups, k, n\], got"),
         (lambda: dot(lhs, rhs.astype(jnp.bfloat16), sizes()), InvalidInput, "rhs must be float32 like lhs, got bfloat"),

@@ -113,4 +113,4 @@ def require_grouped(names: tuple[str, str, str], a: Any, b: Any, groups: Any, *,
         raise InvalidInput(f"{third} must be one axis of {number}, got {shape}; pass an entry for every group")
     assert groups is not None
     if str(groups.dtype).rpartition(".")[2] not in dtypes.ID_DTYPES:
-        raise InvalidInput(f"{third} must be int32 or int64, got {groups.dtype}; cast it")
+        raise InvalidInput(f"{third} must be integers, got {groups.dtype}; cast it to int32")

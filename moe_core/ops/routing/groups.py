@@ -20,7 +20,7 @@ _SHARE = 1 << 15
 
 
 class Groups(NamedTuple):
-    """Consecutive groups of rows: `groups` int32 or int64 `[G]`, the sizes, or if `ends` the row after each group.
+    """Consecutive groups of rows: `groups`, integers `[G]`, are sizes, or if `ends` the row after each group (`offs`).
 
     first: int32 `[1]`, the group that the first of `count` matrices belongs to. None: each of G groups has one.
     """
@@ -32,7 +32,7 @@ class Groups(NamedTuple):
 
     def checked(self, count: int | None) -> Groups:
         """The groups of `count` matrices (None: of as many as there are groups). Raises InvalidInput."""
-        total = require_spec("groups", self.groups, ("num_groups",), ID_DTYPES).shape[0]
+        total = require_spec(self.name, self.groups, ("num_groups",), ID_DTYPES).shape[0]
         count = total if count is None else count
         if self.first is not None:
             require_spec("first_group", self.first, (1,), "int32")
@@ -40,11 +40,15 @@ class Groups(NamedTuple):
             wanted = (
                 f"as many groups as matrices, {count}" if self.first is None else f"at least {max(count, 1)} groups"
             )
-            raise InvalidInput(f"groups must have {wanted}, got {total}; pass the group of every matrix")
+            raise InvalidInput(f"{self.name} must have {wanted}, got {total}; pass the group of every matrix")
         return self._replace(count=count)
 
+    @property
+    def name(self) -> str:
+        return "offs" if self.ends else "sizes"
+
     def arrays(self) -> dict[str, ArraySpec | None]:
-        return {"groups": self.groups, "first_group": self.first}
+        return {self.name: self.groups, "first_group": self.first}
 
 
 def add_row_groups(
@@ -65,7 +69,8 @@ def add_row_groups(
             builder.scratch("tile_counters", ArraySpec((2,), "int32"))
     most = 1 if builder.target.interpreted else builder.target.num_sms
     programs = max(1, min(most, num_rows * max(width, 32) // _SHARE))
-    arguments = builder.pointers("groups", "first_group", *LAYOUT_INPUTS, "schedule", "tile_counters")
+    arguments = passed(groups=groups.name)
+    arguments |= builder.pointers("first_group", *LAYOUT_INPUTS, "schedule", "tile_counters")
     arguments |= passed(y=None if block_m is None else "y", num_rows=num_rows)
     arguments |= passed(max_blocks=0 if block_m is None else layout.max_blocks(block_m), TOTAL=total)
     arguments |= passed(NUM_GROUPS=groups.count, ENDS=groups.ends, WIDTH=width, BLOCK_M=block_m or 1)

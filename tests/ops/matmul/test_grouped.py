@@ -71,7 +71,9 @@ class Case:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        return {"groups": self.groups} | ({} if self.first is None else {"first_group": self.first})
+        return {"offs" if self.ends else "sizes": self.groups} | (
+            {} if self.first is None else {"first_group": self.first}
+        )
 
     def check(self, target: Target, out_dtype: str | None = None) -> None:
         for poisoned in (self.x, self.right):  # rows outside of groups are not read
@@ -145,7 +147,7 @@ def test_any_groups(target: Target, data: st.DataObject) -> None:
     case = Case(
         values, num_rows, window, ends, dtype, widths, layout, data.draw(strategies.seeds()), len(sizes) % 2 > 0
     )
-    case.groups = case.groups.astype(data.draw(st.sampled_from(("int32", "int64"))))
+    case.groups = case.groups.astype(data.draw(st.sampled_from(("int32", "int64", "uint8"))))
     case.check(target, data.draw(st.sampled_from((None, "float32"))))
 
 
@@ -168,7 +170,7 @@ def test_wrong_arguments() -> None:
         (MatmulOperands(weight, weight), groups, None, "x must be .rows, d. and weight .groups, d, n., got"),
         (MatmulOperands(x, weight), ArraySpec((4,), "int32"), None, "as many groups as matrices, 5, got 4; pass"),
         (MatmulOperands(x, weight), ArraySpec((4,), "int32"), one, "at least 5 groups, got 4; pass"),
-        (MatmulOperands(x, weight), ArraySpec((5,), "float32"), None, "groups must be int32 or int64, got float32; c"),
+        (MatmulOperands(x, weight), ArraySpec((5,), "float32"), None, "offs must be int32 .*, got float32; c"),
         (MatmulOperands(x, weight), groups, ArraySpec((2,), "int32"), r"first_group must be \[1\], got \(2,\); pass"),
         (MatmulOperands(x, ArraySpec((5, 9, 12), "float32")), groups, None, r"weight must be \[5, 16, n\], got \(5"),
     ):  # fmt: skip

@@ -79,10 +79,10 @@ experts_push_quantized_backward_into(Tensor gradients_output, Tensor x, {QUANTIZ
     Tensor routing_weights, {REST}, Tensor tokens_per_expert, {OVERWRITTEN}, Tensor results_at, Tensor(b!)? memory,
     {INTO_LATER}, str options) -> Tensor[]
 gather_rows(Tensor x, Tensor slot_of_row, Tensor row_of_slot, Tensor? wide, str options) -> Tensor
-grouped_contraction(Tensor left, Tensor right, Tensor groups, str options) -> Tensor
-grouped_mm(Tensor x, Tensor weight, Tensor? bias, Tensor groups, str options) -> Tensor
+grouped_contraction(Tensor left, Tensor right, Tensor offs, str options) -> Tensor
+grouped_mm(Tensor x, Tensor weight, Tensor? bias, Tensor offs, str options) -> Tensor
 grouped_mm_quantized(Tensor x, Tensor? x_scales, Tensor? x_zero_points, Tensor weight, Tensor? weight_scales, Tensor?
-    weight_zero_points, Tensor? bias, Tensor groups, str options) -> Tensor
+    weight_zero_points, Tensor? bias, Tensor offs, str options) -> Tensor
 layout_of_runs(Tensor counts, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 make_bounded_layout(Tensor ids, Tensor? expert_map, Tensor? token_mask, str options) -> (Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor)

@@ -16,7 +16,7 @@ from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec
 
 def grouped_rows(arrays: Mapping[str, np.ndarray], count: int, num_rows: int, ends: bool) -> tuple[slice, Rows]:
     """The rows that lie in one of `count` groups, and these as a layout without gaps."""
-    values = np.clip(arrays["groups"].astype(np.int64), 0, num_rows)
+    values = np.clip(arrays["offs" if ends else "sizes"].astype(np.int64), 0, num_rows)
     bounds = np.minimum([0, *(np.maximum.accumulate(values) if ends else np.cumsum(values))], num_rows)
     first = int(np.clip(arrays["first_group"][0], 0, len(values))) if "first_group" in arrays else 0
     bounds = bounds[first : first + count + 1]

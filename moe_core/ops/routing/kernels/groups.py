@@ -40,7 +40,7 @@ def row_groups(
 ):  # fmt: skip
     """Write the layout of rows in the order of their groups: slot r is row r, and rows outside of groups have none.
 
-    groups int32 or int64 `[TOTAL]`: sizes, or with ENDS the row after each group. The layout has NUM_GROUPS of them
+    groups, integers `[TOTAL]`: sizes, or with ENDS the row after each group. The layout has NUM_GROUPS of them
     from first_group on. With schedule: write it too, zero tile_counters and the rows of y `[num_rows, WIDTH]` outside
     of groups. Programs share the rows. Example, sizes [2, 0, 1], 4 rows: group_start [0, 2, 2, 3], slot_of_row [0, 1,
     2, -1].
