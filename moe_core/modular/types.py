@@ -13,6 +13,10 @@ from moe_core.errors import InvalidInput
 from moe_core.specs.operands import RaggedLayout
 
 
+#: `zero_experts`: pass tokens through, or add zero.
+ZERO_EXPERT_TYPES = ("identity", "zero")
+
+
 class FusedMoEActivationFormat(enum.Enum):
     """Standard: `[M, K]`. BatchedExperts: `[E, max_num_tokens, K]`, with `expert_num_tokens[e]` used rows first."""
 

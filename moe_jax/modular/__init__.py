@@ -29,10 +29,12 @@ from moe_jax.modular.deep_gemm import (
 from moe_jax.modular.expert_parallel import SentTokens, finalize_expert_parallel, prepare_expert_parallel
 from moe_jax.modular.experts import activate, batched_experts, fused_experts, moe_sum, unfused_experts
 from moe_jax.modular.prepare_finalize import PreparedTokens, finalize, finalize_batched, prepare, prepare_batched
+from moe_jax.modular.tail import FinalizedNorm, ZeroExperts, finalize_and_norm, zero_experts
 
 __all__ = [
     "FUSED_MOE_UNQUANTIZED_CONFIG",
     "ExpertTokensMetadata",
+    "FinalizedNorm",
     "FusedMoEActivationFormat",
     "FusedMoEParallelConfig",
     "FusedMoEQuantConfig",
@@ -41,6 +43,7 @@ __all__ = [
     "ScaleDesc",
     "SentTokens",
     "SlotContext",
+    "ZeroExperts",
     "activate",
     "activation_of",
     "batched_deep_gemm_experts",
@@ -49,6 +52,7 @@ __all__ = [
     "deep_gemm_experts",
     "explain_triton_or_deep_gemm",
     "finalize",
+    "finalize_and_norm",
     "finalize_batched",
     "finalize_expert_parallel",
     "fused_experts",
@@ -61,4 +65,5 @@ __all__ = [
     "prepare_expert_parallel",
     "triton_or_deep_gemm_experts",
     "unfused_experts",
+    "zero_experts",
 ]  # fmt: skip

@@ -47,6 +47,7 @@ from moe_torch.modular.newest.monolithic import (
     PrepareResultType,
     ReceiverType,
 )
+from moe_torch.modular.newest.tail import FinalizedNorm, ZeroExperts, finalize_and_norm, zero_experts
 from moe_torch.modular.parallel.deep_ep import DeepEPHTPrepareAndFinalize, DeepEPLLPrepareAndFinalize
 from moe_torch.modular.parallel.exchange import MoEPrepareAndFinalizeAllToAll, MoEPrepareAndFinalizeNaiveEP
 from moe_torch.modular.parallel.peer import PeerBatchedPrepareAndFinalize, PeerPrepareAndFinalize
@@ -78,6 +79,7 @@ __all__ = [
     "DeepEPLLPrepareAndFinalize",
     "DeepGemmExperts",
     "ExpertTokensMetadata",
+    "FinalizedNorm",
     "FusedMoEActivationFormat",
     "FusedMoEConfig",
     "FusedMoEExperts",
@@ -121,9 +123,11 @@ __all__ = [
     "UnfinalizedMoEOutput",
     "UnfusedOAITritonExperts",
     "Workspaces",
+    "ZeroExperts",
     "_moe_problem_size",
     "activation_of",
     "deep_gemm_block_shape",
+    "finalize_and_norm",
     "is_blackwell_deep_gemm_e8m0_used",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
@@ -131,4 +135,5 @@ __all__ = [
     "pack_bitmatrix",
     "triton_kernel_fused_experts",
     "triton_kernel_moe_forward",
+    "zero_experts",
 ]  # fmt: skip
