@@ -12,7 +12,6 @@ from moe_core.base.checks import require_at_least, require_choice, require_flag
 from moe_core.errors import InvalidInput
 from moe_core.specs.operands import RaggedLayout
 
-
 #: `zero_experts`: pass tokens through, or add zero.
 ZERO_EXPERT_TYPES = ("identity", "zero")
 
