@@ -28,18 +28,18 @@ from moe_torch.compat.triton_kernels.matmul_ogs_details.options import (
     PrecisionConfig,
     activation_of,
     checked_precision,
-    matmul_spec,
     require_no_epilogue,
 )
 from moe_torch.compat.triton_kernels.matmul_ogs_details.product import (
+    Rows,
     batched,
     bias_of,
     delivered,
     factors_of,
+    matmul_spec,
     rows_at,
     scattered_product,
 )
-from moe_torch.compat.triton_kernels.matmul_ogs_details.rows import Rows
 from moe_torch.compat.triton_kernels.numerics import InFlexData, OutFlexData
 from moe_torch.compat.triton_kernels.routing import GatherIndx, RoutingData, ScatterIndx
 from moe_torch.compat.triton_kernels.tensor import FP4, Tensor, wrap_torch_tensor

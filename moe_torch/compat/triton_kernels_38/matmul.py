@@ -24,7 +24,6 @@ from moe_torch.compat.triton_kernels_38.options import (
     FlexCtx,
     FnSpecs,
     FusedActivation,
-    FusedComm,
     PrecisionConfig,
     Result,
     activation_of,
@@ -46,7 +45,7 @@ from moe_torch.compat.triton_kernels_38.tensor import (
 )
 
 __all__ = [
-    "FP4", "Epilogue", "FlexCtx", "FnName", "FnSpecs", "FusedActivation", "FusedComm", "InFlexData",
+    "FP4", "Epilogue", "FlexCtx", "FnName", "FnSpecs", "FusedActivation", "InFlexData",
     "InapplicableConstraint", "OutFlexData", "PrecisionConfig", "RaggedTensorMetadata", "Storage", "Tensor",
     "convert_layout", "matmul", "matmul_set_idle_sms", "reduce", "wrap_torch_tensor",
 ]  # fmt: skip
@@ -67,7 +66,7 @@ def matmul(
     gammas: torch.Tensor | None = None,
     out_alpha: float | None = None,
     c: torch.Tensor | Tensor | None = None,
-    fused_comm: FusedComm | None = None,
+    fused_comm: Any = None,
     fused_activation: FusedActivation | None = None,
     epilogue: Epilogue | None = None,
     c_acc_in: torch.Tensor | None = None,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_torch.compat.triton_kernels.matmul_ogs_details.options import FnName
 from moe_torch.compat.triton_kernels.numerics_details import mxfp
 from moe_torch.compat.triton_kernels.numerics_details.mxfp import MXFP_BLOCK_SIZE, BlockSize, DequantScaleRoundingMode
 from moe_torch.compat.triton_kernels.tensor import Tensor
@@ -18,6 +17,8 @@ __all__ = [
 ]  # fmt: skip
 
 NVFP_BLOCK_SIZE = BlockSize.NVFP
+#: The `fn` of epilogues. `matmul` refuses the last one.
+quantize_mxfp8_fn, quantize_mxfp4_fn, quantize_nvfp4_fn = FnName
 _ROUND_UP = DequantScaleRoundingMode.ROUND_UP
 
 
@@ -75,21 +76,6 @@ def upcast_from_mxfp_torch(
     tensor: torch.Tensor, scale: torch.Tensor, target_dtype: torch.dtype, axis: int
 ) -> torch.Tensor:
     return upcast_from_mxfp(tensor, scale, target_dtype, axis)
-
-
-def quantize_mxfp8_fn(*_: object, **__: object) -> NoReturn:
-    """The `fn` of an epilogue that quantises results to mxfp8. It cannot be called."""
-    raise Unsupported("this function names an epilogue of matmul; call downcast_to_mxfp")
-
-
-def quantize_mxfp4_fn(*_: object, **__: object) -> NoReturn:
-    """The `fn` of an epilogue that quantises results to mxfp4. It cannot be called."""
-    quantize_mxfp8_fn()
-
-
-def quantize_nvfp4_fn(*_: object, **__: object) -> NoReturn:
-    """Named for code that imports it. `matmul` refuses it."""
-    quantize_mxfp8_fn()
 
 
 def require_mx(name: str, dtype: torch.dtype, size: int) -> None:

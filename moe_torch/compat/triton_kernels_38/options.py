@@ -25,11 +25,8 @@ from moe_torch.quantize import quantize_rows
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: By epilogue: its function, and the type of its values.
-_QUANTIZED = {
-    FnName.QUANTIZE_MXFP8.name: (mxfp.quantize_mxfp8_fn, torch.float8_e4m3fn),
-    FnName.QUANTIZE_MXFP4.name: (mxfp.quantize_mxfp4_fn, torch.uint8),
-}
+#: By function of an epilogue, the type of its values.
+_QUANTIZED = {FnName.QUANTIZE_MXFP8: torch.float8_e4m3fn, FnName.QUANTIZE_MXFP4: torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -62,17 +59,6 @@ class FusedActivation:
     fn_args: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class FusedComm:
-    """Named for code that imports it. `matmul` refuses it."""
-
-    out_handles: Any
-    map_dst_coord: Any
-    all_writes_issued: Any
-    reduce_rank: int = 0
-    n_reduce_shards: int = 1
-
-
 @dataclass(frozen=True, eq=False)
 class FlexCtx(shared.FlexCtx):
     """acc_data: the scale of c_acc_in, one or one per matrix."""
@@ -80,25 +66,13 @@ class FlexCtx(shared.FlexCtx):
     acc_data: numerics.InFlexData = numerics.PLAIN_INPUT
 
 
-PLAIN_FLEX = FlexCtx()
-
-
 @dataclass(eq=False)
-class PrecisionConfig:
-    """Mutable, as ported code needs: a product writes c_mx_scale.
+class PrecisionConfig(shared.Precision):
+    """a_mx_scale, b_mx_scale: e8m0 bytes, one for 32 elements along K. c_mx_scale: memory for those of a quantised
+    result. out_dtype: None: a's. enforce_bitwise_invariance: one summation order for any number of rows. No effect:
+    intermediate_out_dtype, as our sums are in fp32, and as upstream acc_scale and c_value_pack_factor."""
 
-    allow_tf32: fp32 products may use TF32, the default here. a_mx_scale, b_mx_scale: e8m0 bytes, one for 32 elements
-    along K. c_mx_scale: memory for those of a quantised result. out_dtype: None: a's. enforce_bitwise_invariance: one
-    summation order for any number of rows. No effect, as our sums are in fp32: max_num_imprecise_acc,
-    intermediate_out_dtype. No effect, as upstream: acc_scale, c_value_pack_factor.
-    """
-
-    max_num_imprecise_acc: int | None = None
-    allow_tf32: bool = True
-    flex_ctx: Any = None
-    acc_scale: float = 1.0
-    flexpoint_saturate_inf: bool = False
-    report_quantization_err_fn: Any = None
+    plain_flex = FlexCtx()
     a_mx_scale: Tensor | torch.Tensor | None = None
     a_mx_tensor_scale: torch.Tensor | None = None
     a_microblock_size: int | None = None
@@ -111,11 +85,6 @@ class PrecisionConfig:
     out_dtype: Any = None
     intermediate_out_dtype: torch.dtype | None = None
     enforce_bitwise_invariance: bool = False
-
-    def __post_init__(self) -> None:
-        # The default could not be made while a program is compiled.
-        if self.flex_ctx is None:
-            self.flex_ctx = PLAIN_FLEX
 
 
 _DEFAULT = PrecisionConfig()
@@ -160,13 +129,14 @@ def result_of(precision: PrecisionConfig, epilogue: Epilogue | None, dtype_of_a:
     dtype = dtype_to_torch_dtype(dtype_of_a if precision.out_dtype is None else precision.out_dtype)
     require_instance("epilogue", Epilogue() if epilogue is None else epilogue, Epilogue)
     specs = NO_FUNCTION if epilogue is None else epilogue.specs
-    flex, microscaled, names = precision.flex_ctx.out_data, specs.fn is not None, ", ".join(_QUANTIZED)
-    function, wanted = _QUANTIZED.get(specs.name, (None, dtype))
-    if specs.fn is not function or (epilogue is not None and epilogue.fn_arg_values_matmul):
+    flex, microscaled, names = precision.flex_ctx.out_data, specs.fn is not None, ", ".join(k.name for k in _QUANTIZED)
+    known = not microscaled or (specs.fn in _QUANTIZED and specs.name == specs.fn.name)
+    if not known or (epilogue is not None and epilogue.fn_arg_values_matmul):
         raise Unsupported(
             f"epilogue {specs.name!r} cannot be compiled into our kernels, which have {names} with the functions of "
             "numerics_details.mxfp; apply it to the result"
         )
+    wanted = _QUANTIZED.get(specs.fn, dtype)
     if (precision.c_mx_scale is not None) != microscaled or dtype != wanted:
         raise InvalidInput(
             f"c_mx_scale must be memory for scales with an epilogue of {names}, out_dtype {wanted}, and else None, got "

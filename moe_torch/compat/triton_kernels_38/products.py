@@ -13,15 +13,15 @@ from moe_torch import ops
 from moe_torch.bridge.options import dtype_name, layout_spec
 from moe_torch.compat.triton_kernels.matmul_ogs_details import operands as inputs
 from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import Operand, Weight, memory_of
-from moe_torch.compat.triton_kernels.matmul_ogs_details.options import matmul_spec
 from moe_torch.compat.triton_kernels.matmul_ogs_details.product import (
+    Rows,
     batched,
     bias_of,
     factors_of,
+    matmul_spec,
     rows_at,
     scattered_product,
 )
-from moe_torch.compat.triton_kernels.matmul_ogs_details.rows import Rows
 from moe_torch.compat.triton_kernels_38.mxfp import per_matrix, upcast_from_mxfp
 from moe_torch.compat.triton_kernels_38.options import PrecisionConfig
 from moe_torch.compat.triton_kernels_38.tensor import RaggedTensorMetadata

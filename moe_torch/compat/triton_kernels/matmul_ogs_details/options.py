@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs.matmul import Activation, MatmulSpec
-from moe_core.specs.tuning import MatmulTuning
+from moe_core.specs.matmul import Activation
 from moe_torch.bridge.options import require_instance
 from moe_torch.compat.triton_kernels import numerics
-from moe_torch.compat.triton_kernels.matmul_ogs_details.operands import Weight
-from moe_torch.compat.triton_kernels.matmul_ogs_details.rows import Rows
 from moe_torch.compat.triton_kernels.swiglu import swiglu_activation, swiglu_fn
 from moe_torch.compat.triton_kernels.tensor import Tensor
 
@@ -83,30 +80,37 @@ PLAIN_FLEX = FlexCtx()
 
 
 @dataclass(eq=False)
-class PrecisionConfig:
-    """Mutable, as ported code needs.
+class Precision:
+    """What all releases have. Mutable, as ported code needs.
 
-    allow_tf32: fp32 products may use TF32, the default here. act_scale, weight_scale: e8m0 bytes, one for 32 elements
-    along the reduction. out_dtype: None: x's. enforce_bitwise_invariance: one summation order for any number of rows.
-    max_num_imprecise_acc: no effect, since our sums are at least as precise.
+    allow_tf32: fp32 products may use TF32, the default here. max_num_imprecise_acc: no effect, since our sums are at
+    least as precise.
     """
 
+    plain_flex: ClassVar[FlexCtx] = PLAIN_FLEX
     max_num_imprecise_acc: int | None = None
     allow_tf32: bool = True
     flex_ctx: Any = None
     acc_scale: float = 1.0
     flexpoint_saturate_inf: bool = False
     report_quantization_err_fn: Any = None
+
+    def __post_init__(self) -> None:
+        # The default could not be made while a program is compiled.
+        if self.flex_ctx is None:
+            self.flex_ctx = self.plain_flex
+
+
+@dataclass(eq=False)
+class PrecisionConfig(Precision):
+    """act_scale, weight_scale: e8m0 bytes, one for 32 elements along the reduction. out_dtype: None: x's.
+    enforce_bitwise_invariance: one summation order for any number of rows."""
+
     act_scale: Tensor | torch.Tensor | None = None
     weight_scale: Tensor | torch.Tensor | None = None
     out_scale: Tensor | torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
     enforce_bitwise_invariance: bool = False
-
-    def __post_init__(self) -> None:
-        # The default could not be made while a program is compiled.
-        if self.flex_ctx is None:
-            self.flex_ctx = PLAIN_FLEX
 
 
 _DEFAULT = PrecisionConfig()
@@ -161,13 +165,6 @@ def fused_function(name: str, fn: Any, fn_args: tuple[Any, ...], width: int) -> 
             f"{fn_args}; pass these"
         )
     return swiglu_activation(*fn_args)
-
-
-def matmul_spec(precision: Any, weight: Weight, rows: Rows, values: Any, activation: Activation | None) -> MatmulSpec:
-    """The spec of a product with the options that all releases have. The result has precision.out_dtype or x's."""
-    out_dtype = str(values.dtype if precision.out_dtype is None else precision.out_dtype).removeprefix("torch.")
-    tuning = MatmulTuning(batch_invariant=True) if precision.enforce_bitwise_invariance else None
-    return MatmulSpec(weight.weight_layout, rows.gather, "row", activation, out_dtype, precision.allow_tf32, tuning)
 
 
 def require_no_epilogue(epilogue: Epilogue | None) -> None:
