@@ -119,6 +119,7 @@ upstream: environment
 	$(RUN) -m tools.upstream
 	$(RUN) -m tools.upstream torchtitan
 	$(RUN) -m tools.upstream triton-tests || [ $$? = 69 ]
+	$(RUN) -m tools.upstream triton-tests --generation 3.8 || [ $$? = 69 ]
 
 # MaxText's configs, out of its wheel, on the Flax layers, and its sparse layer on ragged_dot.
 maxtext: environment

@@ -114,10 +114,15 @@ def test_reduce_is_what_it_states(dim: int, mask: Any, kind: str) -> None:
     near(found, expected)
     near(torch.autograd.grad(found.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
     memory = torch.full(found.shape, 7.0)
-    changes: dict[str, Any] = {"y": memory, "unpadded_batch_size": rows, "postprocess_fn1": fused}
+    changes: dict[str, Any] = {
+        "y": memory,
+        "unpadded_batch_size": rows,
+        "postprocess_fn1": fused,
+        "x_global_scale": torch.tensor(3.0),
+    }
     changed, _ = reduce.reduce(x.detach(), dim, kept, scale, x_flex=None if fused else flex, **changes)
     assert changed.data_ptr() == memory.data_ptr() and (memory[2:] == 7).all()
-    near(memory[:2], (expected * (1 if fused else 2)).detach()[:2])
+    near(memory[:2], (expected * (3 if fused else 6)).detach()[:2])
 
 
 def test_reduced_rows_may_be_quantised_on_both_sides() -> None:

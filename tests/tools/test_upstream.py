@@ -91,3 +91,9 @@ def test_every_kind_of_result_is_told_apart(files: pathlib.Path) -> None:
     assert [result.status for result in results] == list(runs)
     assert [result.failed for result in results] == [False, False, True, True, True]
     assert table(results).endswith("5 cases, 2 as documented, 3 not") and "by choice" in table(results)
+
+
+@pytest.mark.parametrize(("generation", "tag"), [("3.5", "v3.5.1"), ("3.8", "v3.8.0")])
+def test_missing_tests_of_triton_kernels_name_the_tag(generation: str, tag: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(published.Missing, match=tag):
+        published.triton_kernels_files(tmp_path, generation)
