@@ -145,6 +145,8 @@ class FusedMoEModularKernel(torch.nn.Module):
             if plan.defers and not inplace and not isinstance(result, list):
                 return result if self.shared_experts is None else (shared, result)
             result, impl = finalized(step, result, arrived, output), TopKWeightAndReduceNoOP()
+        if plan.idle and result is destination and "finalize" not in part.__dict__:
+            return output if self.shared_experts is None else (shared, output)
         finalize: Callable[..., Any] = part.finalize_async if plan.asynchronous else part.finalize
         if plan.zeroes and not inplace:
             output.zero_()

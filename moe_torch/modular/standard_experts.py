@@ -17,6 +17,8 @@ from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.stored import as_stored, is_plain
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 
+_NOOP = TopKWeightAndReduceNoOP()
+
 
 class StandardExperts(FusedMoEPermuteExpertsUnpermute):
     """The base of this library's experts: `run` takes the arguments of `apply` as one record.
@@ -47,7 +49,7 @@ class StandardExperts(FusedMoEPermuteExpertsUnpermute):
         return FusedMoEActivationFormat.Standard
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceNoOP()
+        return _NOOP
 
     def workspace_shapes(
         self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation

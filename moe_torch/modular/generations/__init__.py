@@ -1,1 +1,1 @@
-"""What classes of every published generation need from the modular kernel."""
+"""Calls of classes of every published generation."""

@@ -124,6 +124,8 @@ class Plan(NamedTuple):
     defers: bool
     #: Older kernels passed zeros to `finalize` and to experts that return.
     zeroes: bool
+    #: Nothing is left for our `finalize` if the experts have written the caller's output.
+    idle: bool
     #: `output_hidden_dim` may differ from that of the hidden states.
     narrows: bool
     #: Experts read adapters of the call from `_lora_context`.
@@ -175,6 +177,7 @@ def plan_of(part: FusedMoEPrepareAndFinalize, experts: Experts) -> Plan:
         allocates=allocates,
         defers=part.supports_deferred_moe_finalize(),
         zeroes=not own and "defer_input_quant" not in prepare.taken,
+        idle=not asynchronous and own and is_ours(part.writes_output),
         narrows=not is_ours(experts.output_hidden_dim),
         adapts=hasattr(experts, "_lora_context"),
         empty=is_ours(experts.apply),

@@ -245,7 +245,7 @@ def _rows(tensor: torch.Tensor, part: slice, tokens: int, name: str = "the outpu
 
 
 def finalized(step: Step, result: Any, tokens: Tokens, destination: torch.Tensor) -> torch.Tensor:
-    """Weight and sum an unfinalised output, or those of chunks, to rows `[M, K]` of the prepared tokens."""
+    """Weight and sum the unfinalised outputs of chunks, or one, to rows `[M, K]` of the prepared tokens."""
     part, name = step.plan.part, f"apply of {type(step.experts).__name__}"
     results: Sequence[Any] = result if isinstance(result, list) else [result]
     output, noop = destination, TopKWeightAndReduceNoOP()

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch import modular
 from moe_torch.modular import FusedMoEModularKernel as Kernel
-from tests.support.torch import running_on
+from tests.support.torch import REAL_KERNELS, running_on
 from tools.generations import GENERATIONS, TOPK, E, F, K, M, experts_class, kernel_of, method, part_class, problem
 
 _PREPARE, _FINALIZE = f"{GENERATIONS[-1].prepare}", GENERATIONS[-1].finalize
@@ -103,8 +103,8 @@ class Marker:
 
 def unfinalized(output: Any, weights: Any) -> Any:
     """Rows by slot, in the reverse order."""
-    places = torch.arange(M * TOPK, dtype=torch.int32).flip(0).view(M, TOPK)
-    return modular.UnfinalizedMoEOutput(output.view(M * TOPK, K).flip(0), weights, places)
+    places = torch.arange(weights.numel(), dtype=torch.int32, device=weights.device).flip(0).view_as(weights)
+    return modular.UnfinalizedMoEOutput(output.view(-1, K).flip(0), weights, places)
 
 
 def _unfinalized(self: Any, call: dict[str, Any]) -> Any:
@@ -321,6 +321,12 @@ def test_unfinalised_outputs_are_finalised_or_passed_on() -> None:
         hidden_states = arguments[0].clone()
         torch.testing.assert_close(kernel(hidden_states, *arguments[1:], inplace=True), expected)
         torch.testing.assert_close(hidden_states, expected)
+    chunked = type("Chunked", (made,), {"supports_chunking": lambda self: True})()
+    more = [torch.cat([one, one]) if index in (0, 3, 4) else one for index, one in enumerate(arguments)]
+    with running_on(REAL_KERNELS) as device:
+        found = Kernel(part(), chunked, chunk_size=16)(*(one.to(device) for one in more))
+        torch.testing.assert_close(found.cpu(), torch.cat([expected, expected]))
+        assert len(chunked.calls_of_apply) == 2
     result = Kernel(classes(late=True)["part"](), made(), shared_experts=lambda x: x)(*arguments)
     assert isinstance(result[1], modular.UnfinalizedMoEOutput) and result[0] is arguments[0]
     five = {"finalize": method("finalize", GENERATIONS[0].finalize, lambda self, call: None)}
