@@ -113,8 +113,9 @@ def run(options: argparse.Namespace, device: str, timers: Mapping[str, Any]) -> 
             generator = torch.Generator().manual_seed(0)
             ids = torch.randint(experts, (number,), generator=generator)
             sizes = torch.bincount(ids, minlength=experts).to(torch.int32)
-            x = torch.randn(number, d_model, generator=generator).to(torch.bfloat16)
-            weight = (torch.randn(experts, width, d_model, generator=generator) * d_model**-0.5).to(torch.bfloat16)
+            dtype = getattr(torch, options.dtype)
+            x = torch.randn(number, d_model, generator=generator).to(dtype)
+            weight = (torch.randn(experts, width, d_model, generator=generator) * d_model**-0.5).to(dtype)
             cell = {"rows": number, "experts": experts}
             on_device = [one.to(device) for one in (x, weight, sizes)]
             rows += measure(contestants_of_torch(*on_device), timers, {"framework": "torch"} | cell)
@@ -156,6 +157,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", default="64,512,4096")
     parser.add_argument("--experts", default="8,128")
     parser.add_argument("--shape", default="2048,768", help="D,N")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args(arguments)
@@ -174,7 +176,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows = run(options, options.device, timers)
     print(show(rows))
     if options.output:
-        record = {**provenance("benchmarks.grouped"), "shape": list(options.shape), "rows": rows}
+        made = {"shape": list(options.shape), "dtype": options.dtype, "rows": rows}
+        record = provenance("benchmarks.grouped") | made
         options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

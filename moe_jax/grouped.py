@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import DotAlgorithmPreset, Precision
 
 from moe_core.base.checks import require_flag
 from moe_core.errors import InvalidInput, Unsupported
@@ -14,8 +15,12 @@ from moe_core.specs.matmul import MatmulSpec
 from moe_jax.autodiff.stages import run_contraction, run_grouped_mm
 from moe_jax.bridge.calls import Array, dtype_name, require_array
 
-_IEEE = (None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.F32_F32_F32)
-_TF32 = (jax.lax.Precision.HIGH, jax.lax.DotAlgorithmPreset.TF32_TF32_F32)
+#: True: fp32 products may round their operands to TF32.
+_PRECISIONS = {
+    **dict.fromkeys((None, Precision.DEFAULT, Precision.HIGHEST, DotAlgorithmPreset.F32_F32_F32), False),
+    **dict.fromkeys(("default", "highest", "float32"), False),
+    **dict.fromkeys((Precision.HIGH, DotAlgorithmPreset.TF32_TF32_F32, "high", "tensorfloat32"), True),
+}
 
 
 def ragged_dot(
@@ -48,7 +53,7 @@ def ragged_dot(
     Raises:
         Unsupported: for other precisions, and an out_sharding.
     """
-    _check(lhs, rhs, group_sizes, group_offset, out_sharding)
+    _refuse_sharding(out_sharding)
     return _product(lhs, rhs, (group_sizes, group_offset), precision, preferred_element_type, transposed=False)
 
 
@@ -76,6 +81,7 @@ def ragged_dot_general(
 
     Other arguments, gradients and errors are as in `ragged_dot`.
     """
+    _refuse_sharding(out_sharding)
     numbers = ragged_dot_dimension_numbers
     ((lhs_contracted, rhs_contracted), batch), ragged = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
     sizes = tuple(map(len, (lhs_contracted, rhs_contracted, *batch, ragged)))
@@ -95,15 +101,14 @@ def ragged_dot_general(
                 f"and {numbers.rhs_group_dimensions}; pass [m, n]"
             )
         left, right = lhs if rows == 0 else lhs.T, rhs if of_rhs == 0 else rhs.T
-        _check(left.T, right, group_sizes, group_offset, out_sharding, contracts=True)
+        _check(left.T, right, *groups, form="[m, n]")
         out_dtype = dtype_name("preferred_element_type", preferred_element_type)
         return run_contraction(left, right, groups, allow_tf32=_tf32(precision), out_dtype=out_dtype)
     if tuple(axis % 3 for axis in numbers.rhs_group_dimensions) != (0,) or of_rhs not in (1, 2) or rhs.ndim != 3:
         raise Unsupported(
             f"rhs must be [g, k, n] or [g, n, k] with group dimension 0, got {rhs.shape} and {numbers}; transpose it"
         )
-    left, matrices = lhs if rows == 0 else lhs.T, rhs if of_rhs == 1 else _swapped(rhs)
-    _check(left, matrices, group_sizes, group_offset, out_sharding)
+    left = lhs if rows == 0 else lhs.T
     return _product(left, rhs, groups, precision, preferred_element_type, transposed=of_rhs == 2)
 
 
@@ -131,33 +136,30 @@ def gmm(
     if interpret:
         raise Unsupported("interpret must be False, got True; use moe_jax.cpu_engine('interpreter')")
     require_flag("transpose_rhs", transpose_rhs)
-    require_array("rhs", rhs)
-    _check(lhs, _swapped(rhs) if transpose_rhs else rhs, group_sizes, group_offset, None)
     return _product(lhs, rhs, (group_sizes, group_offset), None, preferred_element_type, transposed=transpose_rhs)
 
 
 def _product(
     lhs: Array, rhs: Array, groups: tuple[Array, Array | None], precision: Any, dtype: Any, *, transposed: bool
 ) -> jax.Array:
+    require_array("rhs", rhs)
+    in_out = jax.ShapeDtypeStruct((*rhs.shape[:-2], *rhs.shape[:-3:-1]), rhs.dtype) if transposed else rhs
+    _check(lhs, in_out, *groups, form="[groups, k, n]")
     layout, out_dtype = "out_in" if transposed else "in_out", dtype_name("preferred_element_type", dtype)
     out_dtype = None if out_dtype == dtype_name("lhs", lhs.dtype) else out_dtype
     spec = MatmulSpec(layout, out_dtype=out_dtype, allow_tf32=_tf32(precision))
     return run_grouped_mm(lhs, rhs, groups, spec)
 
 
-def _swapped(rhs: Any) -> Any:
-    """The shape and dtype of rhs with its last two axes swapped."""
-    return jax.ShapeDtypeStruct((*rhs.shape[:-2], *rhs.shape[:-3:-1]), rhs.dtype)
-
-
-def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, out_sharding: Any, *, contracts: bool = False) -> None:
-    for name, value in (("lhs", lhs), ("rhs", rhs), ("group_sizes", sizes)):
-        require_array(name, value)
+def _refuse_sharding(out_sharding: Any) -> None:
     if out_sharding is not None:
         raise Unsupported(f"out_sharding must be None, got {out_sharding}; call inside jax.shard_map")
-    wanted = 2 if contracts else 3
-    if lhs.ndim != 2 or rhs.ndim != wanted:
-        form = "[m, n]" if contracts else "[groups, k, n]"
+
+
+def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, *, form: str) -> None:
+    for name, value in (("lhs", lhs), ("group_sizes", sizes)):
+        require_array(name, value)
+    if lhs.ndim != 2 or rhs.ndim != form.count(",") + 1:
         raise InvalidInput(f"lhs and rhs must be [m, k] and {form}, got {lhs.shape} and {rhs.shape}; reshape them")
     require_grouped(("lhs", "rhs", "group_sizes"), lhs, rhs, sizes, more=offset is not None)
     if offset is not None:
@@ -167,17 +169,11 @@ def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, out_sharding: Any, *, co
 
 
 def _tf32(precision: Any) -> bool:
-    """True if fp32 products may round their operands to TF32."""
-    if isinstance(precision, (tuple, list)) and len(precision) == 2 and precision[0] == precision[1]:
-        precision = precision[0]
-    if isinstance(precision, str):
-        names = {"high": 1, "tensorfloat32": 1, "default": 0, "highest": 0, "float32": 0}
-        if precision.lower() in names:
-            return bool(names[precision.lower()])
-    for choices, answer in ((_IEEE, False), (_TF32, True)):
-        if precision in choices:
-            return answer
-    raise Unsupported(
-        f"precision must be None, DEFAULT, HIGH or HIGHEST of jax.lax.Precision, F32_F32_F32 or TF32_TF32_F32, got "
-        f"{precision}; leave it out"
-    )
+    both = set(precision) if isinstance(precision, (tuple, list)) else {precision}
+    answers = {_PRECISIONS.get(one) for one in both}
+    if len(answers) != 1 or None in answers:
+        raise Unsupported(
+            f"precision must be None, DEFAULT, HIGH or HIGHEST of jax.lax.Precision, F32_F32_F32 or TF32_TF32_F32, got "
+            f"{precision}; leave it out"
+        )
+    return bool(answers.pop())
