@@ -60,7 +60,7 @@ def blocks_size(hidden_states: jax.Array, w1: jax.Array, w2: jax.Array, weight_l
 
 def blocks_dtype(hidden_states: Any) -> str:
     """Of batched experts' results: bf16 of quantised hidden states, fp32 of fp16 ones, which may pass 65,504."""
-    dtype = hidden_states.dtype.name
+    dtype: str = hidden_states.dtype.name
     return {"float16": "float32", "float8_e4m3fn": "bfloat16"}.get(dtype, dtype)
 
 
