@@ -35,8 +35,16 @@ from moe_torch.modular.gpt_oss import (
     triton_kernel_moe_forward,
 )
 from moe_torch.modular.kernel import FusedMoEModularKernel
+from moe_torch.modular.newest.activation import (
+    ApplyMoEActivationConfig,
+    MoEActivation,
+    activation_without_mul,
+    apply_moe_activation,
+    apply_moe_activation_masked_supported,
+    apply_moe_activation_supported,
+)
 from moe_torch.modular.newest.experts import FusedMoEExperts
-from moe_torch.modular.newest.moe_config import FusedMoEConfig, RoutingMethodType
+from moe_torch.modular.newest.moe_config import FusedMoEConfig, RoutingMethodType, get_routing_method_type
 from moe_torch.modular.newest.monolithic import (
     FusedMoEExpertsMonolithic,
     FusedMoEKernel,
@@ -46,6 +54,22 @@ from moe_torch.modular.newest.monolithic import (
     PrepareMonolithicResultType,
     PrepareResultType,
     ReceiverType,
+)
+from moe_torch.modular.newest.quant_configs import (
+    biased_moe_quant_config,
+    fp8_w8a8_moe_quant_config,
+    fp8_w8a16_moe_quant_config,
+    int4_w4a16_moe_quant_config,
+    int4_w4afp8_moe_quant_config,
+    int8_w8a8_moe_quant_config,
+    int8_w8a16_moe_quant_config,
+    mxfp4_moe_quant_config,
+    mxfp4_mxfp8_moe_quant_config,
+    mxfp4_w4a8_moe_quant_config,
+    mxfp4_w4a16_moe_quant_config,
+    nvfp4_moe_quant_config,
+    nvfp4_w4a16_moe_quant_config,
+    ocp_mx_moe_quant_config,
 )
 from moe_torch.modular.newest.tail import FinalizedNorm, ZeroExperts, finalize_and_norm, zero_experts
 from moe_torch.modular.parallel.deep_ep import DeepEPHTPrepareAndFinalize, DeepEPLLPrepareAndFinalize
@@ -71,6 +95,7 @@ from moe_torch.modular.workspaces import Workspaces
 
 __all__ = [
     "FUSED_MOE_UNQUANTIZED_CONFIG",
+    "ApplyMoEActivationConfig",
     "BaseOAITritonExperts",
     "BatchedDeepGemmExperts",
     "BatchedPrepareAndFinalize",
@@ -96,6 +121,7 @@ __all__ = [
     "FusedMoEPrepareAndFinalizeMonolithic",
     "FusedMoEQuantConfig",
     "GatherIndx",
+    "MoEActivation",
     "MoEPrepareAndFinalizeAllToAll",
     "MoEPrepareAndFinalizeNaiveEP",
     "MoEPrepareAndFinalizeNoEP",
@@ -126,12 +152,31 @@ __all__ = [
     "ZeroExperts",
     "_moe_problem_size",
     "activation_of",
+    "activation_without_mul",
+    "apply_moe_activation",
+    "apply_moe_activation_masked_supported",
+    "apply_moe_activation_supported",
+    "biased_moe_quant_config",
     "deep_gemm_block_shape",
     "finalize_and_norm",
+    "fp8_w8a8_moe_quant_config",
+    "fp8_w8a16_moe_quant_config",
+    "get_routing_method_type",
+    "int4_w4a16_moe_quant_config",
+    "int4_w4afp8_moe_quant_config",
+    "int8_w8a8_moe_quant_config",
+    "int8_w8a16_moe_quant_config",
     "is_blackwell_deep_gemm_e8m0_used",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "make_routing_data",
+    "mxfp4_moe_quant_config",
+    "mxfp4_mxfp8_moe_quant_config",
+    "mxfp4_w4a8_moe_quant_config",
+    "mxfp4_w4a16_moe_quant_config",
+    "nvfp4_moe_quant_config",
+    "nvfp4_w4a16_moe_quant_config",
+    "ocp_mx_moe_quant_config",
     "pack_bitmatrix",
     "triton_kernel_fused_experts",
     "triton_kernel_moe_forward",

@@ -59,6 +59,8 @@ SIGNATURES = {
         "num_experts, experts_per_token, hidden_dim, intermediate_size, num_local_experts, num_logical_experts, "
         "activation, device, routing_method, moe_parallel_config, in_dtype, router_logits_dtype=None"
     ),
+    "get_routing_method_type": "scoring_func, top_k, renormalize, num_expert_group, has_e_score_bias",
+    "apply_moe_activation": "activation, output, input",
     "FusedMoEPrepareAndFinalize.prepare": PREPARE,
     "FusedMoEPrepareAndFinalize.finalize": REDUCE,
     "MoEPrepareAndFinalizeNoEP.prepare": PREPARE,

@@ -14,6 +14,7 @@ MODULES = {
     "moe_torch.transformers": "The experts of transformers models",
     "moe_torch.parallel": "Expert parallelism in torch",
     "moe_torch.modular": "The modular kernel in torch",
+    "moe_torch.modular.vllm": "Experts inside vLLM's own kernel",
     "moe_jax": "Ops on JAX arrays",
     "moe_jax.nnx": "Flax NNX layers",
     "moe_jax.linen": "Flax Linen layers",

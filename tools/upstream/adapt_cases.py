@@ -11,6 +11,7 @@ import torch
 
 from moe_core import formats
 from moe_core.formats import Format, QuantizedTensor
+from moe_core.modular.quant_config import FLAGGED_SCHEMES
 from moe_torch import modular
 from moe_torch.modular import vllm
 from moe_torch.modular.calls import ExpertsCall
@@ -64,6 +65,9 @@ KINDS = {
     "int4 w4a16": Kind(formats.int4_grouped(32), "int4_w4a16", "int4_w4a16", _G32, _G32),
     "int4 w4a16, zero points": Kind(formats.int4_grouped(32, True), "int4_w4a16", "int4_w4a16", _G32, _G32),
     "mxfp4 w4a16": Kind(formats.MXFP4, "mxfp4_w4a16", "mxfp4_w4a16"),
+    "fp8 w8a16": Kind(formats.FP8_CHANNEL, "fp8_w8a16", "fp8_w8a16"),
+    "mxfp4 with mxfp8": Kind(formats.MXFP4, "mxfp4_mxfp8", "mxfp4_mxfp8"),
+    "mxfp4 w4a8, static": Kind(formats.MXFP4, "mxfp4_w4a8", "mxfp4_w4a8", static=True),
     "mxfp4 w4a4": Kind(formats.MXFP4, "mxfp4", "mxfp4_w4a4"),
 }
 
@@ -225,7 +229,7 @@ def _their_batched(name: str, kind: Kind, problem: Callable[[], Problem], bound:
 def _formats() -> Iterator[Case]:
     for label, kind in KINDS.items():
         names = [*STANDARD, "BatchedTritonExperts"]
-        names += ["TritonOrDeepGemmExperts"] if kind.ours != "mxfp4_w4a16" else []
+        names += ["TritonOrDeepGemmExperts"] if kind.ours in (None, *FLAGGED_SCHEMES) else []
         names += DEEP_GEMM if label == "fp8 blocks" else []
         for name in names:
 
@@ -281,6 +285,12 @@ def _shapes_and_options() -> Iterator[Case]:
             "swigluoai_uninterleave", type(silu)("silu", limit=0.5), layer=limited
         ),
         "silu with a limit": Variant("silu", type(silu)("silu", limit=0.5), layer=limited),
+        "swiglustep": Variant("swiglustep"),
+        "situ": Variant(
+            "situ",
+            type(silu)("softcapped_silu", alpha=4.0, limit=25.0),
+            layer={"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
+        ),
         "gelu": Variant("gelu"),
         "gelu_tanh": Variant("gelu_tanh"),
     }

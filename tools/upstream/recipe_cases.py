@@ -15,7 +15,9 @@ from tools.upstream.problems import E, M, Problem, draw, tensors
 from tools.upstream.running import Answer, Case, Run
 from tools.upstream.vllm_parts import (
     DRAWS,
+    REPLACED,
     SWIGLU,
+    all_ours,
     gpt_oss_weights,
     in_our_kernel,
     our_config,
@@ -32,8 +34,8 @@ from tools.upstream.vllm_parts import (
 #: Relative Frobenius errors of vLLM's gpt-oss experts against ours, which round in other places. The second bound is
 #: for those that round before the activation, or round the router's weights.
 FUSED, OTHERS = 0.003, 0.004
-#: Modules that the recipe replaces.
-REPLACED = ("modular_kernel", "topk_weight_and_reduce")
+#: Names of those modules that stay vLLM's: a part of its configurations, and the names of its files.
+NOT_OURS = {"FusedMoEQuantDesc", "_get_config_dtype_str"}
 
 
 def imported_names(files: pathlib.Path, module: str) -> set[str]:
@@ -59,7 +61,7 @@ def _names(device: str) -> Answer:
     files = pathlib.Path(vllm_file("modular_kernel").__file__).parents[4]
     for module in REPLACED:
         names = imported_names(files, module)
-        missing = names - set(modular.__all__)
+        missing = names - set(modular.__all__) - NOT_OURS
         assert names and not missing, f"moe_torch.modular has no {sorted(missing)} of {module}"
     return Answer(torch.zeros(1), torch.zeros(1).numpy())
 
@@ -105,6 +107,41 @@ def _experts(name: str, problem: Callable[[], Problem]) -> Run:
     return run
 
 
+def _without_vllm(name: str, problem: Callable[[], Problem]) -> Run:
+    """vLLM's file of gpt-oss experts, with our names for all that it imports of the kernel and its configurations."""
+
+    def run(device: str) -> Answer:
+        layer = problem()
+        given = tensors(layer, device)
+        w1, w2, arrays = gpt_oss_weights(given)
+        config, kinds = vllm_file("config"), vllm_file("activation").MoEActivation
+        assert config.FusedMoEConfig is modular.FusedMoEConfig and kinds is modular.MoEActivation
+        make = config.biased_moe_quant_config if given.scales[0] is None else config.mxfp4_w4a16_moe_quant_config
+        topk, width = layer.ids.shape[1], layer.b1.shape[1] // 2
+        moe_config = config.FusedMoEConfig(
+            *(E, topk, layer.x.shape[1], width, len(layer.b1), E, kinds.SWIGLUOAI, device),
+            *(config.RoutingMethodType.Renormalize, config.FusedMoEParallelConfig(), torch.bfloat16),
+        )
+        experts = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name)(moe_config, make(**arrays))
+        options: Any = (kinds.SWIGLUOAI, -1, given.expert_map, False)
+        kernels = vllm_file("modular_kernel")
+        if "Monolithic" in name:
+            part = vllm_file("prepare_finalize.no_dp_ep").MoEPrepareAndFinalizeNoDPEPMonolithic()
+            logits = torch.randn(M, E, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(device)
+            actual = kernels.FusedMoEKernel(part, experts).apply_monolithic(given.x, w1, w2, logits, *options)
+            call: Any = (given.x, w1, w2, logits, topk, True)
+            named: Any = {"quant_config": our_config(given, arrays), "expert_map": given.expert_map}
+            own = modular.triton_kernel_moe_forward(*call, **named)
+        else:
+            tokens = (given.x, w1, w2, given.weights, given.ids)
+            actual = kernels.FusedMoEKernel(their_no_dp_ep(), experts).apply(*tokens, *options)
+            ours = getattr(modular, name)(our_config(given, arrays))
+            own = modular.FusedMoEKernel(modular.MoEPrepareAndFinalizeNoEP(), ours).apply(*tokens, *options)
+        return Answer(actual, _values(own), bound=FUSED if name == "OAITritonExperts" else OTHERS)
+
+    return run
+
+
 def _monolithic(is_ours: bool, problem: Callable[[], Problem]) -> Run:
     """vLLM's experts that route by themselves, and its prepare and finalize, in one of both kernels."""
 
@@ -143,6 +180,8 @@ def cases() -> list[Case]:
                 Case(f"d {kind} in our kernel, {name}", ours, _experts(kind, problem)),
                 Case(f"d NoDPEP, our {kind}, {name}, bits of ours", ours_reducing, _no_dp_ep(kind, problem)),
             ]
+        for kind in ("OAITritonExperts", "UnfusedOAITritonExperts", "OAITritonMxfp4ExpertsMonolithic"):
+            found.append(Case(f"d {kind}, {name}, all names ours", all_ours, _without_vllm(kind, problem)))
         if "bf16" in name:
             run = _no_dp_ep("TritonExperts", problem)
             found.append(Case(f"d NoDPEP, our TritonExperts, {name}, bits of ours", ours_reducing, run))

@@ -14,6 +14,9 @@ from tools.upstream.imports import MOE, WHOLE, Names
 from tools.upstream.problems import E, M, Problem, Tensors, draw, draw_mxfp4, tensors
 from tools.upstream.running import Answer, Run
 
+#: Modules of vLLM that ported classes import from `moe_torch.modular` instead.
+REPLACED = ("modular_kernel", "topk_weight_and_reduce", "config", "activation")
+
 
 def vllm_file(name: str) -> Any:
     return importlib.import_module(f"{MOE}.{name}")
@@ -39,6 +42,12 @@ def ours_reducing() -> Mapping[str, Names]:
     """The same, and the classes that weight and reduce are ours too."""
     reducing = {name: getattr(modular, name) for name in modular.__all__ if name.startswith("TopKWeight")}
     return {**ours(), f"{MOE}.topk_weight_and_reduce": reducing | {WHOLE: True}}
+
+
+def all_ours() -> Mapping[str, Names]:
+    """Every module that the recipe replaces is `moe_torch.modular`."""
+    names = {name: getattr(modular, name) for name in modular.__all__} | {WHOLE: True}
+    return {f"{MOE}.{module}": names for module in REPLACED}
 
 
 # --- Objects of vLLM -------------------------------------------------------------------------------------------------

@@ -30,6 +30,21 @@ class RoutingMethodType(enum.IntEnum):
     Simulated = 102
 
 
+def get_routing_method_type(
+    scoring_func: str, top_k: int, renormalize: bool, num_expert_group: int | None, has_e_score_bias: bool
+) -> RoutingMethodType:
+    """The method of a router with these published options. top_k decides nothing."""
+    kind = RoutingMethodType
+    if scoring_func == "sqrtsoftplus":
+        return kind.DeepseekV4 if renormalize else kind.Unspecified
+    if has_e_score_bias:
+        if scoring_func != "sigmoid" or not renormalize:
+            return kind.Unspecified
+        return kind.DeepSeekV3 if num_expert_group else kind.MiniMax2
+    methods = {"sigmoid": (kind.Sigmoid, kind.SigmoidRenorm), "softmax": (kind.Default, kind.RenormalizeNaive)}
+    return methods.get(scoring_func, (kind.Unspecified, kind.Unspecified))[renormalize]
+
+
 @dataclass
 class FusedMoEConfig:
     """A layer, for classes that read it. This library's experts read the constants of the activation.

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular.activations import activation_of
+from moe_core.modular.quant_config import CONSTANTS, FLAGGED_SCHEMES
+from moe_core.modular.schemes import has_scheme
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch.modular.calls import NEWEST, ExpertsCall, taking
 from moe_torch.modular.deep_gemm_dispatch import TritonOrDeepGemmExperts
 from moe_torch.modular.deep_gemm_experts import BatchedDeepGemmExperts
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute, WorkspaceShapes
 from moe_torch.modular.generations.tokens import ExpertTokensMetadata
-from moe_torch.modular.quant_config import FusedMoEQuantConfig
+from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig, with_constants
 from moe_torch.modular.stages import as_ids, as_weights
-from moe_torch.modular.vllm.activation import NAMES, constants_of, name_of, with_constants
-from moe_torch.modular.vllm.quant_config import keys_of, quant_config_of
+from moe_torch.modular.vllm.quant_config import READ, quant_config_of
 
 #: Elements. Each part of a workspace starts at a multiple.
 _ALIGNMENT = 256
@@ -54,8 +56,8 @@ class AdaptedExperts(_Base):
                 f"max_num_tokens and num_dispatchers must be {'numbers' if self._is_batched() else 'None'} for "
                 f"{self.base.__name__}, got {max_num_tokens} and {num_dispatchers}; pass what its format needs"
             )
-        self.base.__init__(self, **self._arguments(quant_config_of(quant_config), batch))
-        self.moe_config, self.constants = moe_config, constants_of(moe_config, quant_config)
+        self.base.__init__(self, **self._arguments(_read(quant_config, moe_config), batch))
+        self.moe_config = moe_config
         self.finalize_weight_and_reduce_impl()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -72,10 +74,11 @@ class AdaptedExperts(_Base):
         quantisations = [config for config in configs if config not in layers]
         batch = {"max_num_tokens": 1, "num_dispatchers": 1}
         for quantisation in quantisations:
-            cls.base(**cls._arguments(quant_config_of(quantisation), batch))
+            for layer in layers or [None]:
+                cls.base(**cls._arguments(_read(quantisation, layer), batch))
         for layer in layers:
-            for quantisation in quantisations or [None]:
-                with_constants(layer.activation, constants_of(layer, quantisation))
+            if not quantisations:
+                _require_activation(FUSED_MOE_UNQUANTIZED_CONFIG, layer)
             parallel = layer.moe_parallel_config
             present = [f"moe_parallel_config.{name}" for name in _OTHER_TOKENS if getattr(parallel, name)]
             present += ["is_lora_enabled"] if layer.is_lora_enabled else []
@@ -99,11 +102,16 @@ class AdaptedExperts(_Base):
         arguments = {**cls.options, **(batch if cls._is_batched() else {})}
         if not issubclass(cls.base, TritonOrDeepGemmExperts):
             return {**arguments, "quant_config": config}
-        if config.scheme == "mxfp4_w4a16":
-            raise Unsupported(f"quant_config must not be mxfp4_w4a16 for {cls.base.__name__}; adapt OAITritonExperts")
+        if config.scheme not in (None, *FLAGGED_SCHEMES):
+            raise Unsupported(f"quant_config must not be {config.scheme} for {cls.base.__name__}; adapt TritonExperts")
         flags = {f"use_{config.scheme}": True} if config.scheme else {}
         flags |= {"per_act_token_quant": config.per_act_token_quant, "block_shape": config.block_shape}
-        return {"allow_deep_gemm": True, **arguments, **flags, **{name: getattr(config, name) for name in _ARRAYS}}
+        return {
+            "allow_deep_gemm": True,
+            **arguments,
+            **flags,
+            **{name: getattr(config, name) for name in (*_ARRAYS, *CONSTANTS)},
+        }
 
     @classmethod
     def _is_batched(cls) -> bool:
@@ -134,14 +142,13 @@ class AdaptedExperts(_Base):
     ) -> WorkspaceShapes:
         """vLLM puts the output over its first workspace, which stays empty."""
         sizes = (M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta)
-        first, second, output = super().workspace_shapes(*sizes, with_constants(activation, self.constants))
+        first, second, output = super().workspace_shapes(*sizes, activation)
         return (0,), (_padded(first) + math.prod(second),), output
 
     @taking(ExpertsCall)
     def apply(self, call: ExpertsCall) -> Any:
         ids, num_experts, meta = as_ids(call.topk_ids), call.w1.shape[0], call.expert_tokens_meta
-        activation = with_constants(call.activation, self.constants)
-        call = call._replace(topk_ids=ids, topk_weights=as_weights(call.topk_weights, ids), activation=activation)
+        call = call._replace(topk_ids=ids, topk_weights=as_weights(call.topk_weights, ids))
         if getattr(meta, "rank_expert_offset", None) is not None:
             raise Unsupported("expert_tokens_meta.rank_expert_offset must be None, as ids must be global, got a number")
         if self._is_batched():
@@ -152,7 +159,7 @@ class AdaptedExperts(_Base):
         else:
             meta = None
         _, *sizes = self.moe_problem_size(call.hidden_states, call.w1, call.w2, ids)
-        sizes += [call.global_num_experts, num_experts, meta, activation]
+        sizes += [call.global_num_experts, num_experts, meta, call.activation]
         first, second, _ = super().workspace_shapes(*sizes)
         start, memory = _padded(first), call.workspace2
         call = call._replace(
@@ -169,15 +176,10 @@ class AdaptedExperts(_Base):
 
     @classmethod
     def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
-        keys = keys_of(weight_key, activation_key)
-        if keys is None or not cls.base._supports_quant_scheme(*keys):
-            return False
+        known = weight_key is activation_key is None or has_scheme(weight_key, activation_key, READ)
         # vLLM's batched prepare quantises.
-        return keys[1] is None or not cls._is_batched() or issubclass(cls.base, BatchedDeepGemmExperts)
-
-    @classmethod
-    def _supports_activation(cls, activation: Any) -> bool:
-        return name_of(activation) in NAMES
+        fits = activation_key is None or not cls._is_batched() or issubclass(cls.base, BatchedDeepGemmExperts)
+        return known and fits and cls.base._supports_quant_scheme(weight_key, activation_key)
 
     @classmethod
     def _supports_parallel_config(cls, moe_parallel_config: Any) -> bool:
@@ -187,6 +189,18 @@ class AdaptedExperts(_Base):
     def _supports_batch_invariance(cls) -> bool:
         tuning = cls.options.get("tuning")
         return tuning is not None and tuning.batch_invariant
+
+
+def _read(quant_config: Any, moe_config: Any) -> FusedMoEQuantConfig:
+    """Ours, with the constants of the layer's activation, which it must have."""
+    return _require_activation(quant_config_of(quant_config), moe_config)
+
+
+def _require_activation(config: FusedMoEQuantConfig, moe_config: Any) -> FusedMoEQuantConfig:
+    config = with_constants(config, moe_config)
+    if moe_config is not None:
+        activation_of(moe_config.activation, config)
+    return config
 
 
 def _padded(shape: tuple[int, ...]) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.modular import schemes as core
-from moe_core.modular.schemes import QuantKey, quant_key
+from moe_core.modular.quant_config import CONSTANTS
 from moe_torch.modular.quant_config import FusedMoEQuantConfig
 
 _FP8 = torch.float8_e4m3fn
@@ -22,10 +21,12 @@ _SCHEMES: dict[tuple[Any, Any], str | None] = {
     (None, "int4"): "int4_w4a16",
     ("mxfp4", "mxfp4"): "mxfp4_w4a4",
     (None, "mxfp4"): "mxfp4_w4a16",
+    (None, _FP8): "fp8_w8a16",
+    ("mxfp8", "mxfp4"): "mxfp4_mxfp8",
+    ("fp8", "mxfp4"): "mxfp4_w4a8",
 }
+READ = tuple(scheme for scheme in _SCHEMES.values() if scheme)
 _W8A8, _GROUPED = ("fp8_w8a8", "int8_w8a8"), ("int8_w8a16", "int4_w4a16")
-#: Names of vLLM's integer elements.
-_INTEGERS = {"uint4b8": "int4", "uint4": "int4", "uint8b128": torch.int8}
 #: Fields that no scheme above has.
 _UNREAD = ("a1_gscale", "a2_gscale", "g1_alphas", "g2_alphas", "is_scale_transposed", "mx_alignment")
 
@@ -33,8 +34,8 @@ _UNREAD = ("a1_gscale", "a2_gscale", "g1_alphas", "g2_alphas", "is_scale_transpo
 def quant_config_of(quant_config: Any) -> FusedMoEQuantConfig:
     """Read vLLM's `FusedMoEQuantConfig`: the scheme, scales, zero points, and biases cast to fp32.
 
-    `adapt` reads the constants of activations (`gemm1_alpha` and others). Raises Unsupported for other dtypes, for
-    scales of weights per channel with activations per tensor and the reverse, and for fields that no scheme here has.
+    Raises Unsupported for other dtypes, for scales of weights per channel with activations per tensor and the reverse,
+    and for fields that no scheme here has.
     """
     parts: list[Any] = [getattr(quant_config, f"_{name}", None) for name in ("a1", "a2", "w1", "w2")]
     if None in parts:
@@ -60,7 +61,8 @@ def quant_config_of(quant_config: Any) -> FusedMoEQuantConfig:
         _require_granularity("w2_scale", w2.scale, per_token)
     arrays = {"w1_scale": w1.scale, "w2_scale": w2.scale, "w1_zp": w1.zp, "w2_zp": w2.zp}
     for name, scale in (("a1_scale", a1.scale), ("a2_scale", a2.scale)):
-        if scale is not None and (scheme not in _W8A8 or block or per_token or math.prod(scale.shape) != 1):
+        per_tensor = scheme == "mxfp4_w4a8" or (scheme in _W8A8 and block is None and not per_token)
+        if scale is not None and not (per_tensor and math.prod(scale.shape) == 1):
             raise Unsupported(
                 f"quant_config.{name} must be None, or one number for activations with a scale per tensor, got "
                 f"{list(scale.shape)}; leave it out, or pass the largest"
@@ -68,12 +70,13 @@ def quant_config_of(quant_config: Any) -> FusedMoEQuantConfig:
         arrays[name] = scale
     for name, bias in (("w1_bias", w1.bias), ("w2_bias", w2.bias)):
         arrays[name] = None if bias is None else bias.to(torch.float32)
-    return FusedMoEQuantConfig(scheme, per_token, block, **arrays)
+    constants = {name: getattr(quant_config, name) for name in CONSTANTS}
+    return FusedMoEQuantConfig(scheme, per_token, block, **arrays, **constants)
 
 
 def _block(scheme: str | None, shape: Any) -> tuple[int, int] | None:
     """Rows and columns of a group of weights. None: a scale per tensor or per row."""
-    if shape is None or shape[1] == -1 or scheme not in (*_W8A8, *_GROUPED):
+    if shape is None or shape[1] == -1 or scheme not in (*_W8A8, *_GROUPED, "fp8_w8a16"):
         return None
     if scheme in _GROUPED:
         return 0, int(shape[1])
@@ -88,39 +91,3 @@ def _require_granularity(name: str, scale: Any, per_token: bool) -> None:
             f"quant_config.{name} must be per output channel with activations per token, and per tensor with "
             f"activations per tensor, got one per {got[0]} with activations per {got[1]}; change one of them"
         )
-
-
-def keys_of(weight_key: Any, activation_key: Any) -> tuple[QuantKey | None, QuantKey | None] | None:
-    """Our keys for vLLM's. None: no experts here run the scheme."""
-    if weight_key is activation_key is None:
-        return None, None
-    keys = [key for key in (weight_key, activation_key) if key is not None]
-    scheme = _SCHEMES.get((_element(activation_key), _element(weight_key)))
-    if scheme is None or any(key.scale2 is not None for key in keys):
-        return None
-    if scheme in _W8A8 and any(key.scale.dtype != torch.float32 or not key.symmetric for key in keys):
-        return None
-    group = tuple(weight_key.scale.group_shape)
-    per_channel = scheme in _W8A8 and group in ((-1, 1), (1, -1))
-    try:
-        config = FusedMoEQuantConfig(scheme, per_channel, None if per_channel else _block(scheme, group))
-    except InvalidInput:
-        return None
-    weights, activations = core.weight_quantization(config), core.activation_quantization(config)
-    assert weights is not None, "a scheme quantises weights"
-    if activations is None:
-        return quant_key(weights, static=True), None
-    wanted, static = quant_key(activations, activation_key.scale.static), activation_key.scale.static
-    if wanted.scale.group_shape != tuple(activation_key.scale.group_shape) or (
-        static and wanted.scale.group_shape != (-1, -1)
-    ):
-        return None
-    return quant_key(weights, static=True), wanted
-
-
-def _element(key: Any) -> Any:
-    if key is None:
-        return None
-    if key.dtype == key.scale.dtype == torch.uint8 and tuple(key.scale.group_shape) == (1, 32):
-        return "mxfp4"
-    return _INTEGERS.get(str(key.dtype), key.dtype)

@@ -6,6 +6,8 @@ vLLM's files come from its wheel, which `make upstream` downloads to build/upstr
 from __future__ import annotations
 
 import importlib
+import inspect
+import itertools
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +19,6 @@ torch = pytest.importorskip("torch")
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch import Tuning, modular
 from moe_torch.modular import vllm
-from moe_torch.modular.vllm.quant_config import keys_of
 from tests.support.paths import ROOT
 from tools.upstream import adapt_cases, imports, oracle_cases, published, recipe_cases, running, stand_ins
 from tools.upstream.problems import E, M, draw, tensors
@@ -90,9 +91,8 @@ def refusals() -> dict[str, Any]:
     constants: dict[str, Any] = {"swiglu_limit": 7.0, "swiglu_alpha": 1.5}
     return {
         "got nvfp4 and nvfp4": lambda: vllm.adapt(triton, quantised("nvfp4", **alphas)),
-        "got None and torch.float8_e4m3fn": lambda: vllm.adapt(triton, quantised("fp8_w8a16")),
-        "got fp8 and mxfp4": lambda: vllm.adapt(triton, quantised("mxfp4_w4a8")),
-        "got mxfp8 and mxfp4": lambda: vllm.adapt(triton, quantised("mxfp4_mxfp8")),
+        "got None and nvfp4": lambda: vllm.adapt(triton, quantised("nvfp4_w4a16", g1_alphas=ones, g2_alphas=ones)),
+        "mx_alignment must not be set": lambda: vllm.adapt(triton, quantised("mxfp4_mxfp8", mx_alignment=4)),
         r"quant_config\.g1_alphas must not be set": lambda: vllm.adapt(triton, quantised("fp8_w8a8", g1_alphas=ones)),
         "is_scale_transposed must not": lambda: vllm.adapt(triton, quantised("fp8_w8a8", is_scale_transposed=True)),
         "w1_scale must be .* one per tensor with activations per token": lambda: vllm.adapt(
@@ -107,14 +107,15 @@ def refusals() -> dict[str, Any]:
         ),
         "be vLLM's FusedMoEQuantConfig, got Fused": lambda: vllm.adapt(triton, modular.FusedMoEQuantConfig()),
         "block_shape": lambda: vllm.adapt(modular.DeepGemmExperts, quantised("fp8_w8a8")),
-        "adapt OAITritonExperts": lambda: vllm.adapt(modular.TritonOrDeepGemmExperts, quantised("mxfp4_w4a16")),
-        "activation must be one of .* got 'situ'": lambda: vllm.adapt(triton, layer("situ")),
-        "got 'swiglustep'": lambda: vllm.adapt(triton, layer("swiglustep")),
-        "swiglu_limit must be set": lambda: vllm.adapt(triton, layer("swigluoai_uninterleave")),
-        "gelu must have no limit": lambda: vllm.adapt(triton, layer("gelu", swiglu_limit=7.0)),
-        "silu must have no limit, .* alpha 1.5": lambda: vllm.adapt(triton, layer(**constants)),
-        "swigluoai must have no limit, .* beta 0.5": lambda: vllm.adapt(triton, layer("swigluoai", swiglu_beta=0.5)),
-        "relu2 must have no limit": lambda: vllm.adapt(
+        "must not be mxfp4_w4a16 for TritonOr": lambda: vllm.adapt(
+            modular.TritonOrDeepGemmExperts, quantised("mxfp4_w4a16")
+        ),
+        "gemm1_alpha must be given for situ": lambda: vllm.adapt(triton, layer("situ")),
+        "gemm1_clamp_limit must be given": lambda: vllm.adapt(triton, layer("swigluoai_uninterleave")),
+        "gemm1_clamp_limit must be None .* for gelu": lambda: vllm.adapt(triton, layer("gelu", swiglu_limit=7.0)),
+        "gemm1_alpha must be 1.0 .* for silu": lambda: vllm.adapt(triton, layer(**constants)),
+        "gemm1_beta must be 1.0 .* for swigluoai": lambda: vllm.adapt(triton, layer("swigluoai", swiglu_beta=0.5)),
+        "gemm1_clamp_limit must be None .* for relu2": lambda: vllm.adapt(
             triton, layer("relu2"), quantised("int4_w4a16", gemm1_clamp_limit=2.0)
         ),
         "is_lora_enabled must be False for TritonExperts": lambda: vllm.adapt(triton, layer(is_lora_enabled=True)),
@@ -189,6 +190,8 @@ SCHEMES = {
     ("kMxfp8Static", "kMxfp8Dynamic"): set(),
     ("kNvfp4Static", "kNvfp4Dynamic"): set(),
     ("kNvfp4Static", None): set(),
+    ("kFp8StaticChannelSym", None): {"TritonExperts", "BatchedTritonExperts"},
+    ("kMxfp4Static", "kMxfp8Dynamic"): {"TritonExperts"},
     ("kInt4W4A8StaticGroup128Sym", "kInt8DynamicTokenSym"): set(),
     ("kInt8StaticChannelSym", "kInt8DynamicTokenAsym"): set(),
     ("kMxfp6E3M2Static", None): set(),
@@ -204,12 +207,86 @@ def test_vllm_hears_what_runs(world: None) -> None:
     for keys, runs in SCHEMES.items():
         pair = [None if key is None else getattr(known, key) for key in keys]
         found = {name for name, cls in classes.items() if cls._supports_quant_scheme(*pair)}
-        assert found == runs and (keys_of(*pair) is None) == (not runs), (keys, found)
+        assert found == runs, (keys, found)
     activations, parallel = vllm_file("activation").MoEActivation, layer().moe_parallel_config
     cls = classes["TritonExperts"]
     unknown = [one.value for one in activations if not cls._supports_activation(one)]
-    assert unknown == ["situ", "swiglustep"] and cls._supports_parallel_config(parallel)
+    assert not unknown and cls._supports_parallel_config(parallel)
     parallel.all2all_backend = "passthrough"
     invariant = vllm.adapt(modular.TritonExperts, tuning=Tuning(batch_invariant=True))
     assert not cls._supports_parallel_config(parallel)
     assert invariant._supports_batch_invariance() and not cls._supports_batch_invariance()
+
+
+MAKERS = [name for name in modular.__all__ if name.endswith("_moe_quant_config")]
+NO_SCHEME = {"int4_w4afp8_moe_quant_config", "nvfp4_moe_quant_config", "ocp_mx_moe_quant_config"}
+
+
+@with_files
+def test_names_of_the_newest_generation_mean_what_vllm_says(world: None) -> None:
+    config, activation = vllm_file("config"), vllm_file("activation")
+    for name in set(MAKERS) - NO_SCHEME:
+        ours, theirs = (inspect.signature(getattr(module, name)).parameters.values() for module in (modular, config))
+        assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs], name
+    for name, module in {"MoEActivation": activation, "RoutingMethodType": config}.items():
+        ours, theirs = getattr(modular, name), getattr(module, name)
+        assert {one.name: one.value for one in ours} == {one.name: one.value for one in theirs}
+    for one in activation.MoEActivation:
+        assert modular.activation_without_mul(one.value) == activation.activation_without_mul(one.value)
+        assert modular.MoEActivation(one.value).is_gated == one.is_gated
+    functions = ("softmax", "sigmoid", "sqrtsoftplus", "other")
+    for options in itertools.product(functions, (2,), (True, False), (None, 0, 4), (True, False)):
+        found = modular.get_routing_method_type(*options), config.get_routing_method_type(*options)
+        assert found[0] == found[1], options
+    described = (layer(swiglu_limit=3.0, swiglu_beta=1.0), quantised("int4_w4a16", gemm1_alpha=0.5))
+    kinds = (modular.ApplyMoEActivationConfig, activation.ApplyMoEActivationConfig)
+    assert vars(kinds[0].from_configs(*described)) == vars(kinds[1].from_configs(*described))
+    # Those of vLLM's operators that stand-ins compute.
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    for name in ("silu", "gelu", "gelu_tanh", "swigluoai", "silu_no_mul", "gelu_no_mul", "relu2_no_mul"):
+        outputs = [torch.empty(5, 16 if name.endswith("no_mul") else 8) for _ in range(2)]
+        with torch.no_grad():
+            modular.apply_moe_activation(modular.MoEActivation.from_str(name), outputs[0], x.clone())
+        activation.apply_moe_activation(activation.MoEActivation(name), outputs[1], x.clone())
+        torch.testing.assert_close(*outputs)
+
+
+def test_what_no_scheme_and_no_kernel_has_is_refused() -> None:
+    kind, ones, x = modular.MoEActivation, torch.ones(2, 1), torch.ones(3, 4)
+    for name in NO_SCHEME:
+        with pytest.raises(Unsupported, match="no experts here run"):
+            getattr(modular, name)(ones, ones)
+    made = modular.fp8_w8a8_moe_quant_config(ones, ones, None, None, per_act_token_quant=True, per_out_ch_quant=True)
+    assert (made.scheme, made.per_act_token_quant, made.w1_scale is ones) == ("fp8_w8a8", True, True)
+    assert modular.int8_w8a8_moe_quant_config(ones, ones, None, None).scheme == "int8_w8a8"
+    assert modular.int8_w8a16_moe_quant_config(ones, ones, ones, ones).w2_zp is ones
+    assert modular.int4_w4a16_moe_quant_config(ones, ones, block_shape=[0, 32]).block_shape == (0, 32)
+    assert modular.mxfp4_w4a16_moe_quant_config(ones, ones).scheme == "mxfp4_w4a16"
+    assert modular.mxfp4_moe_quant_config(ones, ones).scheme == "mxfp4_w4a4"
+    assert modular.biased_moe_quant_config(ones, None, gemm1_clamp_limit=2.0).gemm1_clamp_limit == 2
+    assert modular.fp8_w8a16_moe_quant_config(ones, ones).scheme == "fp8_w8a16"
+    assert modular.mxfp4_w4a8_moe_quant_config(ones, ones, ones).a1_scale is ones
+    scales, alphas = torch.ones(2, 1, 1).to(torch.float8_e4m3fn), torch.ones(2)
+    assert modular.nvfp4_w4a16_moe_quant_config(alphas, alphas, scales, scales).scheme == "nvfp4_w4a16"
+    supported = modular.apply_moe_activation_supported
+    assert (
+        supported(kind.GELU)
+        and not supported(kind.RELU2)
+        and not modular.apply_moe_activation_masked_supported(kind.GELU)
+    )
+    refusals = {
+        "per_out_ch_quant must be": lambda: modular.fp8_w8a8_moe_quant_config(ones, ones, per_out_ch_quant=True),
+        "g1_alphas must not be set": lambda: modular.fp8_w8a8_moe_quant_config(ones, ones, g1_alphas=ones),
+        "mx_alignment must not": lambda: modular.mxfp4_mxfp8_moe_quant_config(ones, ones, mx_alignment=4),
+        "topk_ids must be None": lambda: modular.apply_moe_activation(kind.SILU, x[:, :2], x, topk_ids=ones),
+        "gemm1_alpha must be given for situ": lambda: modular.apply_moe_activation(kind.SITU, x[:, :2], x),
+        "activation must be one of": lambda: kind.from_str("tanh"),
+    }
+    for message, refused in refusals.items():
+        with pytest.raises((InvalidInput, Unsupported), match=message):
+            refused()
+    output, limit = torch.empty(3, 2), modular.ApplyMoEActivationConfig(clamp_limit=0.5)
+    with torch.no_grad():
+        result = modular.apply_moe_activation(kind.SILU, output, x, activation_config=limit)
+    assert result is output
+    torch.testing.assert_close(output, torch.full((3, 2), 0.5 * 0.5 / (1 + 2.718281828**-0.5)))
