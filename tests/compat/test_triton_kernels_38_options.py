@@ -170,3 +170,21 @@ def test_rounding_down_is_the_rule_of_ocp(dtype: Any) -> None:
     assert torch.equal(scales.int() - 127, exponents.int())
     near(mxfp.upcast_from_mxfp(values, scales, torch.float32, -1), x / 4, 3.0)
     assert int(mxfp.MXFP_BLOCK_SIZE) == mxfp.MXFP_BLOCK_SIZE.value == 32 and mxfp.NVFP_BLOCK_SIZE.value == 16
+
+
+def test_a_forward_is_one_graph_for_any_number_of_tokens() -> None:
+    w1, w2, bias = normal(E, D, N), normal(E, N // 2, D), normal(E, N)
+
+    def forward(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        chosen = topk.topk(logits, 2)
+        order = chosen.mask_metadata.col_sorted_indx
+        metadata = tensor.make_ragged_tensor_metadata(chosen.mask_metadata.col_sum, order.shape[0])
+        gather, gammas = torch.div(order, 2, rounding_mode="trunc"), chosen.vals.flatten()[order]
+        hidden = matmul.matmul(x, w1, bias, metadata, None, gather, fused_activation=SWIGLU)
+        return matmul.matmul(hidden, w2, None, metadata, None, None, order, gammas=gammas).view(-1, 2, D).sum(1)
+
+    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend="eager")
+    for tokens, stance in ((T, "default"), (4, "fail_on_recompile")):
+        x, logits = normal(tokens, D), normal(tokens, E)
+        with torch.compiler.set_stance(stance):
+            near(compiled(x, logits), forward(x, logits))

@@ -127,7 +127,8 @@ def activation_of(fused: FusedActivation | None) -> Activation | None:
 def result_of(precision: PrecisionConfig, epilogue: Epilogue | None, dtype_of_a: torch.dtype) -> Result:
     """Raises InvalidInput, and Unsupported for results that we lack."""
     dtype = dtype_to_torch_dtype(dtype_of_a if precision.out_dtype is None else precision.out_dtype)
-    require_instance("epilogue", Epilogue() if epilogue is None else epilogue, Epilogue)
+    if epilogue is not None:
+        require_instance("epilogue", epilogue, Epilogue)
     specs = NO_FUNCTION if epilogue is None else epilogue.specs
     flex, microscaled, names = precision.flex_ctx.out_data, specs.fn is not None, ", ".join(k.name for k in _QUANTIZED)
     known = not microscaled or (specs.fn in _QUANTIZED and specs.name == specs.fn.name)

@@ -80,12 +80,7 @@ def one_slice(count: int, device: torch.device) -> RaggedTensorMetadata:
     return RaggedTensorMetadata(sizes, starts(sizes), None, None)
 
 
-def ragged_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    metadata: Pair,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def ragged_product(a: torch.Tensor, b: torch.Tensor, metadata: Pair, out_dtype: torch.dtype) -> torch.Tensor:
     """`a[:, slice e of a] @ b[slice e of b]` for every slice: `[E, M, N]` of a `[M, K]`, b `[K, N]`."""
     sides, count, dtype = [], min(a.shape[1], b.shape[0]), torch.promote_types(a.dtype, b.dtype)
     for side, slices in zip((a.T, b), metadata, strict=True):
@@ -95,7 +90,7 @@ def ragged_product(
         sides.append(side if side.stride(1) == 1 else side.contiguous())
     ends = starts(metadata[0].slice_sizes)[1:]
     return GROUPED_CONTRACTION.call(
-        left=sides[0], right=sides[1], groups=ends, out_dtype=dtype_name("out_dtype", out_dtype)
+        left=sides[0], right=sides[1], offs=ends, out_dtype=dtype_name("out_dtype", out_dtype)
     )
 
 
