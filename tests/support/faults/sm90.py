@@ -180,20 +180,14 @@ SWAPPED_FAULTS: Planted = {
     "swapped": {
         "matmul.sm90.kernels.swapped": (
             OpFault("            within += weights.N", "            within += 0"),
-            OpFault(
-                "biases_of(weights, layer_number, tile.expert, column, False",
-                "biases_of(weights, layer_number, tile.expert, 0, False",
-            ),
+            OpFault("tile.expert, column, False", "tile.expert, 0, False"),
             OpFault("slice(FIRST, PART)", "slice(0, PART)"),
             OpFault("activate_gated(left, right,", "activate_gated(right, left,"),
         ),
         "matmul.sm90.kernels.swapped_products": (
             OpFault('"apart": (which, 2 + which)', '"apart": (2 + which, which)'),
             OpFault("setp.eq.u32 more, flag, 0;", "setp.eq.u32 more, flag, 1;"),
-            OpFault(
-                'for name, pitch, offset in (("left", 4 * left_bytes, 0)',
-                'for name, pitch, offset in (("left", left_bytes, 0)',
-            ),
+            OpFault('in (("left", 4 * left_bytes, 0)', 'in (("left", left_bytes, 0)'),
         ),
         "matmul.sm90.kernels.tall_producer": (
             OpFault("gl.where(within < rows, numbers, -1)", "gl.where(within < rows - 1, numbers, -1)"),
