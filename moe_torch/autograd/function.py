@@ -90,6 +90,11 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         rule, names, computed = ctx.rule, ctx.rule.operator.names, {}
+        if any(one is not None and private.is_batched(one) for one in gradients):
+            raise Unsupported(
+                f"{rule.op} takes one gradient of its result at a time, got a batch (is_grads_batched=True, or a "
+                "vectorised jacobian or hessian); loop over the batch, or leave vectorize out"
+            )
         pairs = zip(names, ctx.needs_input_grad[1:], strict=False)
         asked = [name for name, needed in pairs if needed and name in rule.differentiable]
         # Gradients come with any strides. A sum has strides of 0.

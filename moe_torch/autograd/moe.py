@@ -96,9 +96,20 @@ class _MoE(Rule):
         pre, alone = saved.get("saved.pre_activation"), _read_last()
         if into and pre is not None and not alone:
             known["saved.pre_activation"] = pre.clone()
-        overwrites = alone and pre is not None and eager.plain_tensor(pre)
+        # Modes that look at written arguments, as of `allow_mutation_on_saved_tensors`, take no absent ones.
+        plain = eager.plain_thread()
+        overwrites = alone and plain and pre is not None and eager.plain_tensor(pre)
         operator = self.backwards(known)[bool(into or overwrites)]
-        gradients = call(operator, operator.by_name(known, spec, tuple(f"d_{name}" for name in asked), *formats))
+        arguments = operator.by_name(known, spec, tuple(f"d_{name}" for name in asked), *formats)
+        try:
+            gradients = call(operator, arguments)
+        except AttributeError as error:
+            if plain or not into:
+                raise
+            raise Unsupported(
+                "main_grad=True writes gradients in place, which a mode of this thread refuses, such as "
+                f"torch.autograd.graph.allow_mutation_on_saved_tensors (it said: {error}); leave one of the two out"
+            ) from error
         return dict(zip([name for name in asked if name not in into], gradients, strict=True))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import torch
 
-from moe_core.base.arrays import ArraySpec
+from moe_core.base.arrays import ALIGNMENT, ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
@@ -48,6 +49,41 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
             f"{name} must have memory for {array_spec(name, tensor)}, got a null address, as of a storage emptied by "
             "resize_(0); allocate it again before the call"
         )
+
+
+def align(name: str, tensor: torch.Tensor) -> bool:
+    """Copy a parameter with an address that kernels do not take, and return True if so. It stays the same object.
+
+    Raises InvalidInput for a part of a larger storage that is no mapped file: an engine that keeps its parameters in a
+    flat buffer would update the buffer, and not the copy.
+    """
+    if tensor.data_ptr() % ALIGNMENT == 0:
+        return False
+    storage = tensor.untyped_storage()
+    if storage.nbytes() > tensor.numel() * tensor.element_size() and not _is_file(tensor):
+        raise InvalidInput(
+            f"{name} must start at a multiple of {ALIGNMENT} bytes, got a view of {storage.nbytes()} bytes that starts "
+            f"at {tensor.storage_offset()} elements, and that a copy would leave; pad the buffer that holds it, or "
+            "clone() it before the buffer's owner takes it"
+        )
+    tensor.data = tensor.data.clone()
+    return True
+
+
+def _is_file(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor's memory is a file mapped for this process alone, as safetensors does."""
+    address = tensor.data_ptr()
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+            lines = [line.split(maxsplit=5) for line in file]
+    except OSError:
+        # Maps begin at a page, and allocations behind their header.
+        return tensor.untyped_storage().data_ptr() % mmap.PAGESIZE == 0
+    for span, access, _, _, inode, *_ in lines:
+        start, end = (int(number, 16) for number in span.split("-"))
+        if start <= address < end:
+            return access[3] == "p" and inode != "0"
+    return False
 
 
 class NoHintError(Exception):

@@ -105,6 +105,8 @@ def in_forward_mode() -> bool:
     return _level is None or forward_ad._current_level >= 0
 
 
+#: True for a batch of gradients, as of `is_grads_batched=True`.
+is_batched: Callable[[torch.Tensor], bool] = _named("_C._functorch.is_legacy_batchedtensor", lambda tensor: False)
 _transforming = _named("_C._are_functorch_transforms_active")
 BelowAutograd = _named("_C._AutoDispatchBelowAutograd")
 #: True if torch does not tell: the caller then asks for its device.

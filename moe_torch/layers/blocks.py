@@ -4,18 +4,93 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from moe_core.base.arrays import ALIGNMENT
 from moe_core.checkpoint.config import settings_of
 from moe_core.checkpoint.families import Architecture, architecture_of, text_model
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MoELayerSpec, Storage
 from moe_core.layers.spec import storage_of
+from moe_torch.bridge.arrays import align
 from moe_torch.bridge.options import require_instance
+from moe_torch.bridge.private import graph_break
+
+
+class _Recorded:
+    """The return_aux of a call that transformers' recorder made one."""
+
+
+_RECORDED: Any = _Recorded()
+
+
+class _Asked:
+    """True while transformers collects routers' logits: what compiled code can read and guard."""
+
+    logits = False
+
+
+def watch_recorder() -> None:
+    """Note when transformers' recorder begins and ends, because Dynamo takes no context variable."""
+    collector: Any = _collector()
+    if collector is None or "reset" in vars(collector):
+        return
+    begin, end = collector.set, collector.reset
+
+    tokens: list[Any] = []  # of every thread that records; none where transformers is compiled
+
+    def begun(value: Any) -> Any:
+        token = begin(value)
+        if value is not None and "router_logits" in value:
+            _Asked.logits = True
+            if token is not None:
+                tokens.append(token)
+        return token
+
+    def ended(token: Any) -> None:
+        if token is not None and token in tokens:
+            tokens.remove(token)
+        _Asked.logits = len(tokens) > 0
+        end(token)
+
+    collector.set, collector.reset = begun, ended
+
+
+def _collector() -> Any:
+    return getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+
+
+def _recorder() -> dict[str, Any] | None:
+    """What transformers collects in this forward (`output_router_logits=True`), if that includes the routers."""
+    if not _Asked.logits:
+        return None
+    collector = _collector()
+    collected = collector.global_var if collector.compiling else _read(collector)
+    return collected if collected is not None and "router_logits" in collected else None
+
+
+@graph_break
+def _read(collector: Any) -> Any:
+    return collector.get()
+
+
+def ask_for_logits(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook: the recorder knows routers of transformers by their class, and not this layer's."""
+    if _recorder() is None or kwargs.get("return_aux"):
+        return None
+    return args, {**kwargs, "return_aux": _RECORDED}
+
+
+def record_logits(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    recorder = _recorder()
+    if recorder is None or not kwargs.get("return_aux"):
+        return output
+    y, aux = output
+    recorder["router_logits"].append(aux.logits)
+    return y if kwargs["return_aux"] is _RECORDED else output
 
 
 class BlockWeights(NamedTuple):
@@ -62,8 +137,9 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
             f"block must hold {', '.join(missing)} by its config, got {kind} without; pass the config that the block "
             "was made with"
         )
-    for tensor in values.values():
-        _align(tensor)
+    for name, tensor in values.items():
+        if tensor.device.type == "cpu":
+            align(name, tensor)
     held = {name: [values[one] for one in stored_names] for name, stored_names in names.items()}
     flat = ("experts.gate_up", "experts.down") if architecture.naming.flat else ()
     held |= {name: _apart(name, held[name], spec.num_experts) for name in flat}
@@ -106,12 +182,6 @@ def _layer_spec(architecture: Architecture, block: torch.nn.Module) -> MoELayerS
 def _tensors(block: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     yield from block.named_parameters()
     yield from block.named_buffers()
-
-
-def _align(tensor: torch.Tensor) -> None:
-    """Copy a tensor with an address that kernels do not take. It stays the same parameter."""
-    if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
-        tensor.data = tensor.data.clone()
 
 
 def _names(architecture: Architecture, *, table: bool) -> dict[str, tuple[str, ...]]:

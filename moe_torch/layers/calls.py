@@ -13,7 +13,7 @@ from moe_torch.bridge.arrays import require_dense
 from moe_torch.bridge.operator import call_first
 from moe_torch.bridge.ready import dense
 from moe_torch.bridge.seen import SeenCalls
-from moe_torch.layers.parameters import ParameterGroup
+from moe_torch.layers.parameters import ParameterGroup, is_overridden
 
 _seen = SeenCalls()
 
@@ -48,7 +48,7 @@ def tensors_of(layer: Any, x: Any) -> list[Any] | None:
                 return None
             if attributes["_backward_pre_hooks"] or "forward" in attributes or not isinstance(group, ParameterGroup):
                 return None
-            if "exchange" in attributes:
+            if "exchange" in attributes or is_overridden(type(group)):
                 return None
             for kind, name in held:
                 tensors.append(attributes[kind][name])

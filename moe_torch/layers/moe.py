@@ -19,7 +19,7 @@ from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import encode, require_instance
 from moe_torch.bridge.private import any_autocast
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
-from moe_torch.layers.blocks import block_weights, without_input_ids
+from moe_torch.layers.blocks import ask_for_logits, block_weights, record_logits, watch_recorder, without_input_ids
 from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output, tensors_of
 from moe_torch.layers.casts import autocast, autocast_dtype
 from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
@@ -148,7 +148,8 @@ class MoE(PlannedLayer):
 
         Its parameters are the block's tensors and train with it, except those named in `copied`, stored in another way:
         gate and up of shared experts, all matrices of shared experts with `in_out` experts, DBRX's experts, a table of
-        ids, and a correction bias that is not float32. The layer returns y without router logits.
+        ids, and a correction bias that is not float32. The layer returns y, and its logits
+        to transformers' `output_router_logits`.
 
         block: of a family with a preset (`layer_spec_from_config`). config: the model's, for a block that does not keep
         it. Raises InvalidInput for no block of that config, and Unsupported for a family without a preset or an unknown
@@ -158,6 +159,9 @@ class MoE(PlannedLayer):
         layer = cls.from_spec(spec, device="meta", dtype=torch.float32)
         hold(layer, tensors.items())
         layer.copied = copied
+        watch_recorder()
+        layer.register_forward_pre_hook(ask_for_logits, with_kwargs=True)
+        layer.register_forward_hook(record_logits, with_kwargs=True)
         if takes_ids:
             layer.register_forward_pre_hook(without_input_ids, with_kwargs=True)
         return layer.train(block.training)

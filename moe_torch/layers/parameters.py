@@ -282,9 +282,14 @@ class SharedParameters(ParameterGroup):
         return (y * torch.sigmoid(gate)).to(y.dtype)
 
 
+def is_overridden(kind: type[torch.nn.Module]) -> bool:
+    """Return True if a class of a part has a forward that is not the library's."""
+    return not kind.forward.__module__.startswith("moe_torch.layers.")
+
+
 def has_own_call(part: torch.nn.Module) -> bool:
-    """Return True if a call runs more than the part's forward: hooks, a wrapper, a replaced forward."""
-    if not isinstance(part, ParameterGroup):
+    """Return True if a call runs more than the part's forward: hooks, a wrapper, a replaced or overridden forward."""
+    if not isinstance(part, ParameterGroup) or is_overridden(type(part)):
         return True
     attributes = part.__dict__
     return bool(

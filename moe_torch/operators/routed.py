@@ -25,10 +25,13 @@ def _copied(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> tuple
 LIBRARY.impl("routed", _copied, "CPU")
 LIBRARY.impl("routed", _copied, "CUDA")
 torch.library.register_fake("moebius::routed", _copied, lib=LIBRARY)
-torch.library.register_autograd(
-    "moebius::routed", lambda ctx, ids, weights: (None, weights, None), setup_context=lambda ctx, inputs, output: None,
-    lib=LIBRARY,
-)  # fmt: skip
+with contextlib.suppress(AttributeError):  # torch lacks a private name: the gradient passes as for any operator
+    torch.library.register_autograd(
+        "moebius::routed",
+        lambda ctx, ids, weights: (None, weights, None),
+        setup_context=lambda ctx, inputs, output: None,
+        lib=LIBRARY,
+    )
 
 
 class _Watch(threading.local):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from moe_core.base.arrays import ALIGNMENT
 from moe_core.base.checks import require_flags, require_kind
 from moe_core.base.dtypes import ID_DTYPES, MATMUL_DTYPES, ROUTER_WEIGHT_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
@@ -19,8 +18,10 @@ from moe_core.specs import Activation, MatmulSpec, MoESpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
+from moe_torch.bridge.arrays import align
 from moe_torch.bridge.operator import call_first
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
+from moe_torch.layers.casts import at_least_float32
 from moe_torch.operators.requests import moe_request
 from moe_torch.operators.routed import routed
 
@@ -83,15 +84,14 @@ def align_weights(model: torch.nn.Module) -> int:
 
     transformers leaves stacked weights in the mapped file on a CPU, at other addresses. The first eager forward and
     `use` copy them. Call this before a compiled first forward. Parameters stay the same objects.
+
+    Raises InvalidInput for misaligned views of a flat buffer, which copies would leave.
     """
     return sum(_align(module) for module in model.modules() if has_interface(module))
 
 
 def _align(experts: torch.nn.Module) -> int:
-    weights = [weight for weight in experts.parameters(recurse=False) if weight.data_ptr() % ALIGNMENT]
-    for weight in weights:
-        weight.data = weight.data.clone()
-    return len(weights)
+    return sum([align(name, weight) for name, weight in experts.named_parameters(recurse=False)])
 
 
 def experts_forward(
@@ -139,11 +139,13 @@ def operands_of(
     # The last call's object is recognised at once.
     make = _new_spec if torch.compiler.is_compiling() else _known_spec
     spec = make(activation_of(experts), experts.is_transposed, options, activations)
+    if dtype == torch.float64:
+        top_k_weights = top_k_weights.to(dtype)
     return _dense(hidden_states, dtype), weights, given_routing(top_k_index, top_k_weights), spec
 
 
 def given_routing(top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> TopK:
-    return TopK(_dense(top_k_index, *_ID_DTYPES), _dense(top_k_weights, *_WEIGHT_DTYPES))
+    return TopK(_dense(top_k_index, *_ID_DTYPES), _dense(top_k_weights, *_WEIGHT_DTYPES, torch.float64))
 
 
 def _dense(array: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
@@ -180,7 +182,7 @@ def _first(experts: Any) -> torch.Tensor:
 
 
 def _require_plain(experts: Any, weight: torch.Tensor) -> None:
-    if weight.dtype not in DTYPE_NAMES or DTYPE_NAMES[weight.dtype] not in MATMUL_DTYPES:
+    if weight.dtype != torch.float64 and DTYPE_NAMES.get(weight.dtype) not in MATMUL_DTYPES:
         raise unsupported(experts, f"has weights of {weight.dtype}, not of {', '.join(MATMUL_DTYPES)} (quantised)")
 
 
@@ -242,5 +244,5 @@ def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing:
     slots = ops.matmul_ogs(second, layout, out)
     # A slot without a row adds to no gradient.
     factors = row_weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
-    weighted = experts.post_expert_norm(slots).float() * factors
+    weighted = at_least_float32(experts.post_expert_norm(slots)) * factors
     return ops.reduce(weighted, layout, out_dtype=x.dtype)

@@ -80,6 +80,8 @@ def use(
         raise Unsupported(f"the experts of {type(model).__name__} must all run on Moebius, got {kinds}")
     if not ours and not frozen:
         raise InvalidInput(f"model must have experts, got a {type(model).__name__} with none; leave it as it is")
+    # Raises before anything else changes.
+    copied = align_weights(model)
     ours |= swapped
     for path, module in packed.items():
         ours[path] = Mxfp4Experts(module)
@@ -95,7 +97,7 @@ def use(
         if config is not None and config._experts_implementation != NAME:
             config._experts_implementation = NAME
     order = tuple(path for path in modules if path in ours)
-    return Report(order, align_weights(model), options)
+    return Report(order, copied, options)
 
 
 def _restore_forward(block: torch.nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,3 +93,20 @@ def require_equal(first: Any, second: Any, label: str) -> None:
 
 
 TOKEN_COUNTS = (5, 9, 6, 33)
+
+
+def mapped(path: pathlib.Path, tensor: Any, offset: int = 2) -> Any:
+    """The tensor in a private mapping of a file, behind so many elements, where safetensors might leave it."""
+    path.write_bytes(bytes((tensor.numel() + offset) * tensor.element_size()))
+    storage = torch.from_file(str(path), shared=False, size=tensor.numel() + offset, dtype=tensor.dtype)
+    return storage[offset:].view(tensor.shape).copy_(tensor.detach())
+
+
+def in_flat_buffer(module: Any, offset: int = 1) -> Any:
+    """Move a module's parameters into one buffer, as training engines do, and return it."""
+    parameters = list(module.parameters())
+    flat = torch.zeros(offset + sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
+    for one in parameters:
+        view = flat[offset : offset + one.numel()].view(one.shape)
+        one.data, offset = view.copy_(one.detach()), offset + one.numel()
+    return flat

@@ -21,7 +21,7 @@ from moe_core.errors import Unsupported
 from moe_core.trace import LayerRouting
 from moe_torch import trace
 from tests.support.runtime.isolation import run_blocked
-from tests.support.torch import on_engines, require_equal, running_on
+from tests.support.torch import mapped, on_engines, require_equal, running_on
 from tools.sweep import models
 from tools.sweep.models import D, E, F, K
 
@@ -335,9 +335,7 @@ def test_weights_in_a_mapped_file(tmp_path: pathlib.Path) -> None:
         model.save_pretrained(tmp_path)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="moebius").eval()
         experts = loaded.model.layers[0].mlp.experts
-        storage = torch.empty(experts.gate_up_proj.numel() + 2)
-        shifted = storage[2:].view(experts.gate_up_proj.shape).copy_(experts.gate_up_proj.detach())
-        experts.gate_up_proj.data = shifted  # wherever the file's tensors happened to lie
+        experts.gate_up_proj.data = mapped(tmp_path / "weights", experts.gate_up_proj)
         with torch.no_grad():
             parameter = experts.gate_up_proj
             assert parameter.data_ptr() % 16

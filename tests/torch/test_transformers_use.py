@@ -15,7 +15,7 @@ import moe_torch.transformers
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.tuning import Tuning
 from moe_torch.transformers import experts
-from tests.support.torch import on_engines, require_equal, running_on
+from tests.support.torch import in_flat_buffer, on_engines, require_equal, running_on
 from tools.sweep import models
 
 _OUTSIDE = ("llama4", "longcat_flash", "step3p7", "jetmoe", "doge", "dbrx", "switch_transformers")
@@ -169,3 +169,22 @@ def test_experts_are_one_operation_on_what_the_router_gives(engine: str, family:
         require_equal(found, own(x, ids.int(), weights.float()), "cast first")
         require_equal(own(x, ids, weights.bfloat16()), own(x, ids, weights.bfloat16().float()), "bf16 weights")
         assert torch.equal(own(x, ids + 2**32, weights), torch.zeros_like(x))
+
+
+def test_a_view_of_a_flat_buffer_is_refused_before_anything_changes() -> None:
+    """ZeRO, FSDP1 and Megatron keep parameters in one buffer: copies of misaligned ones would never be trained."""
+    model = build("qwen3_moe")
+    in_flat_buffer(model, offset=1)
+    before = {name: one.data_ptr() for name, one in model.named_parameters()}
+    with pytest.raises(InvalidInput, match=r"gate_up_proj must start at a multiple of 16 bytes, got a view of"):
+        moe_torch.transformers.use(model)
+    assert {name: one.data_ptr() for name, one in model.named_parameters()} == before
+    assert model.config._experts_implementation != "moebius"
+
+
+def test_float64_models_run_in_float64() -> None:
+    with running_on("reference"):
+        model, ids = build("qwen3_moe").double(), tokens("cpu")
+        wanted = model(ids).logits
+        moe_torch.transformers.use(model)
+        torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-6, atol=1e-8)

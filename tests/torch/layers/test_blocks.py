@@ -14,7 +14,7 @@ from moe_core.parity.tolerance import assert_close
 from moe_torch import MoE
 from tests.support.families import tiny
 from tests.support.layers import tolerances
-from tests.support.torch import on_engines, running_on, to_numpy
+from tests.support.torch import in_flat_buffer, mapped, on_engines, running_on, to_numpy
 
 transformers = pytest.importorskip("transformers", reason="the blocks are those of transformers")
 
@@ -110,12 +110,27 @@ def test_weights_at_unaligned_addresses_of_a_file(tmp_path: pathlib.Path) -> Non
     model.save_pretrained(tmp_path)
     block = type(model).from_pretrained(tmp_path).model.layers[1].mlp
     moved = block.experts.gate_up_proj
-    storage = torch.empty(moved.numel() + 2)
-    moved.data = storage[2:].view(moved.shape).copy_(moved.detach())
+    moved.data = mapped(tmp_path / "weights", moved)
+    assert moved.data_ptr() % 16
     layer = MoE.from_block(block)
     assert layer.experts.gate_up is block.experts.gate_up_proj is moved and moved.data_ptr() % 16 == 0
     wanted, _ = block_run(model.model.layers[1].mlp, draw())
     torch.testing.assert_close(layer(draw()), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_view_of_a_flat_buffer_is_no_copy_of_it() -> None:
+    """An optimizer steps in the buffer: a copy would never move. Aligned views are taken as they are."""
+    block = models.build("gpt_oss").model.layers[1].mlp
+    in_flat_buffer(block, offset=1)
+    with pytest.raises(InvalidInput, match=r"must start at a multiple of 16 bytes, got a view of .* pad the buffer"):
+        MoE.from_block(block)
+    flat = in_flat_buffer(block.experts, offset=4)
+    if all(one.data_ptr() % 16 == 0 for one in block.experts.parameters()):
+        in_flat_buffer(block.router, offset=4)
+        layer = MoE.from_block(block)
+        before = layer(draw())
+        flat.mul_(2)
+        assert not torch.equal(layer(draw()), before)
 
 
 def test_a_decoder_layer_with_router_and_experts_of_its_own() -> None:
@@ -243,3 +258,32 @@ def test_sparsemixer_in_evaluation(jitter: float) -> None:
         torch.testing.assert_close(
             one.grad, torch.zeros_like(one) if expected is None else expected, rtol=1e-3, atol=1e-4
         )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("family", "compiled"), [("qwen3_moe", False), ("mixtral", False), ("gpt_oss", False), ("mixtral", True)]
+)
+def test_auxiliary_losses_are_of_all_routers(family: str, compiled: bool) -> None:
+    """Of blocks that were replaced, and of those that were not."""
+    model = models.build(family)
+    ids = torch.arange(14).view(2, 7) % model.config.vocab_size
+    wanted = model(ids, labels=ids, output_router_logits=True)
+    layers = model.model.layers
+    for replaced in (layers[:1], layers):
+        for decoder in replaced:
+            if not isinstance(decoder.mlp, MoE):
+                decoder.mlp = copy.deepcopy(MoE.from_block(decoder.mlp, model.config))
+                if family == "gpt_oss":
+                    decoder.mlp.register_forward_hook(lambda module, inputs, y: (y, None))
+        run: Any = torch.compile(model, backend="aot_eager") if compiled else model
+        found = run(ids, labels=ids, output_router_logits=True)
+        assert len(found.router_logits) == len(wanted.router_logits) == len(layers)
+        for one, other in zip(found.router_logits, wanted.router_logits, strict=True):
+            torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.aux_loss, wanted.aux_loss)
+        assert run(ids).logits.shape == wanted.logits.shape
+    if family == "gpt_oss":
+        return
+    y, aux = layers[0].mlp(draw(), return_aux=True)
+    assert y.shape == draw().shape and aux.logits.shape[1] == layers[0].mlp.spec.num_experts

@@ -198,3 +198,29 @@ def test_capacity_limit_with_hooks() -> None:
 def test_parts_are_found_by_type() -> None:
     found = [module for module in MoE(16, 16, 4, 2).modules() if isinstance(module, torch.nn.Linear)]
     assert len(found) == 1 and isinstance(found[0], RouterParameters)
+
+
+@pytest.mark.parametrize("part", ["router", "experts", "shared_experts"])
+@pytest.mark.parametrize("how", ["subclass", "class"])
+def test_an_overridden_forward_is_called(part: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the layer has run before, when calls go past the parts."""
+    with running_on("reference"), torch.no_grad():
+        layer = MoE(16, 24, 4, 2, shared_experts=SharedExpertsSpec(8))
+        x = torch.randn(5, 16)
+        for _ in range(3):
+            before = layer(x)
+        module = getattr(layer, part)
+        kind = type(module)
+
+        def forward(self: Any, *arguments: Any) -> Any:
+            return original(self, *arguments) * 0
+
+        original = kind.forward
+        if how == "class":
+            monkeypatch.setattr(kind, "forward", forward)
+        else:
+            module.__class__ = type("Mine", (kind,), {"forward": forward})
+        after = layer(x)
+        assert not torch.equal(after, before)
+        if part == "experts":
+            torch.testing.assert_close(after, layer.shared_experts(x))

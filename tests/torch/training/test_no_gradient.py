@@ -114,3 +114,28 @@ def test_integer_operators_do_not_mind_grad_mode() -> None:
     assert torch.is_grad_enabled()
     moe_torch.make_layout(ids, NUM_EXPERTS)
     assert stages.MAKE_LAYOUT.overload is torch.ops.moebius.make_layout.default
+
+
+def test_batched_gradients_are_refused_with_the_reason() -> None:
+    layer, x = moe_torch.MoE(16, 24, 4, 2), torch.randn(5, 16, requires_grad=True)
+    calls = (
+        lambda: torch.autograd.grad(layer(x), x, torch.randn(3, 5, 16), is_grads_batched=True),
+        lambda: torch.autograd.grad(layer.router(x), x, torch.randn(3, 5, 4), is_grads_batched=True),
+        lambda: torch.autograd.functional.jacobian(layer, x, vectorize=True),
+    )
+    for call in calls:
+        with pytest.raises(moe_torch.Unsupported, match="takes one gradient of its result at a time, got a batch"):
+            call()
+
+
+def test_mutation_of_saved_tensors_may_be_allowed() -> None:
+    layer, x = moe_torch.MoE(16, 24, 4, 2), torch.randn(5, 16, requires_grad=True)
+    parameters = [x, *layer.parameters()]
+    wanted = torch.autograd.grad(layer(x).square().sum(), parameters)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        loss = layer(x).square().sum()
+        with torch.no_grad():
+            layer.experts.down.mul_(2)
+        found = torch.autograd.grad(loss, parameters)
+    for new, old in zip(found, wanted, strict=True):
+        torch.testing.assert_close(new, old)
