@@ -95,7 +95,7 @@ def matmul(
     x = Operand("a", a, "precision_config.a_mx_scale", precision.a_mx_scale, "flex_ctx.lhs_data", flex.lhs_data)
     w = Operand("b", b, "precision_config.b_mx_scale", precision.b_mx_scale, "flex_ctx.rhs_data", flex.rhs_data)
     result = result_of(precision, epilogue, flex.lhs_data.reinterpret(memory_of("a", a)).dtype)
-    # What is added or converted below is unrounded.
+    # Sums stay unrounded until the last addition or conversion.
     wide = result.sums if c_acc_in is None else torch.float32
     config, fused = replace(precision, out_dtype=wide), Fused(bias, betas, gammas, out_alpha, activation)
     if b_ragged_metadata is None:

@@ -68,8 +68,8 @@ class FlexCtx(shared.FlexCtx):
 
 @dataclass(eq=False)
 class PrecisionConfig(shared.Precision):
-    """a_mx_scale, b_mx_scale: e8m0 bytes, one for 32 elements along K. c_mx_scale: memory for those of a quantised
-    result. out_dtype: None: a's. enforce_bitwise_invariance: one summation order for any number of rows. No effect:
+    """a_mx_scale, b_mx_scale: e8m0 bytes, one for 32 elements along K. c_mx_scale: memory for a quantised result's.
+    out_dtype: None: a's. enforce_bitwise_invariance: one summation order for any number of rows. No effect:
     intermediate_out_dtype, as our sums are in fp32, and as upstream acc_scale and c_value_pack_factor."""
 
     plain_flex = FlexCtx()

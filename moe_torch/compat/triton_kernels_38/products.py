@@ -122,7 +122,7 @@ Ways = tuple[RaggedTensorMetadata | None, torch.Tensor | None, torch.Tensor | No
 
 
 class Fused(NamedTuple):
-    """What a product does to its sums."""
+    """The operations on the sums of a product."""
 
     bias: torch.Tensor | None
     betas: torch.Tensor | None

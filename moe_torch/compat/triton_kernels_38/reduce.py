@@ -105,7 +105,7 @@ def _sums(
         numbers = x if x.dtype == torch.float64 else x.float()
         numbers = numbers if scale is None else numbers * scale
         return (numbers if mask is None else torch.where(mask != 0, numbers, 0)).sum(dim)
-    # Row r of x's rows is number k of a sum: those of a sum are `dim` apart.
+    # A sum's rows of x are its slots.
     count, number = x.shape[1 - dim], x.shape[dim]
     rows = torch.arange(x.shape[0] * x.shape[1], dtype=torch.int32, device=x.device).reshape(x.shape[:2])
     rows = rows if mask is None else torch.where(mask[..., 0] != 0, rows, -1)

@@ -49,7 +49,7 @@ class BitmatrixMetadata:
 
 
 def make_bitmatrix_metadata(nonzero_indx: torch.Tensor, bitmatrix: Tensor) -> BitmatrixMetadata:
-    """The metadata of columns nonzero_indx `[T, K]`, of which those count whose bit is set in bitmatrix `[T, E]`."""
+    """The metadata of columns nonzero_indx `[T, K]`. Columns without their bit in bitmatrix `[T, E]` do not count."""
     words = bitmatrix.data
     if nonzero_indx.ndim != 2 or words.ndim != 2 or nonzero_indx.shape[0] != words.shape[0]:
         raise InvalidInput(

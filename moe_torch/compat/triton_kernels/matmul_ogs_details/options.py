@@ -81,7 +81,7 @@ PLAIN_FLEX = FlexCtx()
 
 @dataclass(eq=False)
 class Precision:
-    """What all releases have. Mutable, as ported code needs.
+    """Options of all releases. Mutable, as ported code needs.
 
     allow_tf32: fp32 products may use TF32, the default here. max_num_imprecise_acc: no effect, since our sums are at
     least as precise.

@@ -187,7 +187,7 @@ def scattered_product(
     scatter: ScatterIndx | None,
     top_k: int,
 ) -> torch.Tensor:
-    """With a scatter: the sums of each token's top_k slots, whose rows may be missing."""
+    """With a scatter: the sums of each token's top_k slots. Slots may lack a row."""
     result, order = product(operands, rows, spec, factors, scatter)
     if scatter is None or (order == "slot" and top_k == 1):
         return result
