@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_core.checkpoint.config import settings_of
 from moe_core.checkpoint.families import architecture_of, text_model
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.spec import MoELayerSpec
 
 
@@ -23,5 +23,11 @@ def layer_spec_from_config(config: Any, layer: int | None = None) -> MoELayerSpe
         raise InvalidInput(
             f"layer must be one with experts ({architecture.moe_layers_rule}), got {layer!r}; the model's are "
             f"{list(architecture.moe_layers)}"
+        )
+    if architecture.input_noise:
+        raise Unsupported(
+            f"{architecture.family.input_noise} in config.json must be 0 or null for a preset, got "
+            f"{architecture.input_noise}: a spec has no noise in training; set it to 0 to describe the layer without "
+            "noise, or use moe_torch.MoE.from_block(block), which adds it"
         )
     return architecture.layer_spec(layer)

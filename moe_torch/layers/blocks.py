@@ -18,6 +18,7 @@ from moe_core.layers.spec import storage_of
 from moe_torch.bridge.arrays import align
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import graph_break
+from moe_torch.layers.block_names import BlockArray, keep_names
 
 
 class _Recorded:
@@ -33,7 +34,7 @@ class _Asked:
     logits = False
 
 
-def watch_recorder() -> None:
+def _watch_recorder() -> None:
     """Note when transformers' recorder begins and ends, because Dynamo takes no context variable."""
     collector: Any = _collector()
     if collector is None or "reset" in vars(collector):
@@ -77,14 +78,14 @@ def _read(collector: Any) -> Any:
     return collector.get()
 
 
-def ask_for_logits(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _ask_for_logits(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A forward pre-hook: the recorder knows routers of transformers by their class, and not this layer's."""
     if _recorder() is None or kwargs.get("return_aux"):
         return None
     return args, {**kwargs, "return_aux": _RECORDED}
 
 
-def record_logits(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _record_logits(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     recorder = _recorder()
     if recorder is None or not kwargs.get("return_aux"):
         return output
@@ -94,12 +95,16 @@ def record_logits(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) ->
 
 
 class BlockWeights(NamedTuple):
-    """tensors: by the layer's names, the block's own except `copied`. takes_ids: the model passes unused token ids."""
+    """tensors: by the layer's names, the block's own except `copied`, and `arrays` holds the block's names. takes_ids:
+    the model passes unused token ids. input_noise: see `Architecture`.
+    """
 
     spec: MoELayerSpec
     tensors: dict[str, torch.Tensor]
     copied: tuple[str, ...]
+    arrays: tuple[BlockArray, ...]
     takes_ids: bool
+    input_noise: float
 
 
 def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
@@ -140,10 +145,8 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
     for name, tensor in values.items():
         if tensor.device.type == "cpu":
             align(name, tensor)
-    held = {name: [values[one] for one in stored_names] for name, stored_names in names.items()}
-    flat = ("experts.gate_up", "experts.down") if architecture.naming.flat else ()
-    held |= {name: _apart(name, held[name], spec.num_experts) for name in flat}
-    stored = {name: _stored(name, tensors, storage) for name, tensors in held.items()}
+    arrays = _arrays(names, values, storage, spec.num_experts, architecture.naming.flat)
+    stored = {array.name: _stored(array, [values[name] for name in array.names]) for array in arrays}
     tensors = {name: tensor for name, (tensor, _) in stored.items()}
     for parameter in spec.parameters(storage):
         if tensors[parameter.name].shape != parameter.shape:
@@ -151,13 +154,43 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
                 f"{names[parameter.name][0]} of block must make {parameter.name} {list(parameter.shape)} by its "
                 f"config, got {list(tensors[parameter.name].shape)}; pass the config that the block was made with"
             )
-    copied = tuple(name for name, (_, is_copy) in stored.items() if is_copy or name in flat)
-    return BlockWeights(spec, tensors, copied, bool(architecture.tables) and not spec.token_table)
+    copied = tuple(name for name, (_, is_copy) in stored.items() if is_copy)
+    takes_ids = bool(architecture.tables) and not spec.token_table
+    return BlockWeights(spec, tensors, copied, arrays, takes_ids, architecture.input_noise)
 
 
-def without_input_ids(layer: torch.nn.Module, positional: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def act_as_block(layer: Any, weights: BlockWeights) -> None:
+    """Give a layer the names, the noise and the recorded logits of its block."""
+    layer.copied, layer.input_noise = weights.copied, weights.input_noise
+    keep_names(layer, weights.arrays)
+    _watch_recorder()
+    layer.register_forward_pre_hook(_ask_for_logits, with_kwargs=True)
+    layer.register_forward_hook(_record_logits, with_kwargs=True)
+    if layer.input_noise or layer.spec.sparse_mixer is not None:
+        layer.register_forward_pre_hook(_noise_of_training, with_kwargs=True)
+    if weights.takes_ids:
+        layer.register_forward_pre_hook(_without_input_ids, with_kwargs=True)
+
+
+def _without_input_ids(layer: torch.nn.Module, positional: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A hook that drops token ids, which models pass to all blocks if some have tables."""
     return positional, {name: value for name, value in named.items() if name != "input_ids"}
+
+
+def _noise_of_training(
+    layer: Any, positional: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook with the noise of the block, drawn as it does."""
+    if not layer.training:
+        return positional, named
+    if layer.spec.sparse_mixer is not None:
+        raise Unsupported(
+            "a layer on a block with SparseMixer must be in evaluation, got training, where the block draws experts at "
+            "random; call layer.eval(), or train the block with our experts by moe_torch.transformers.use(model)"
+        )
+    x, noise = positional[0] if positional else named["x"], layer.input_noise
+    x = x * torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)
+    return ((x, *positional[1:]), named) if positional else ((), named | {"x": x})
 
 
 def _layer_spec(architecture: Architecture, block: torch.nn.Module) -> MoELayerSpec:
@@ -211,27 +244,25 @@ def _names(architecture: Architecture, *, table: bool) -> dict[str, tuple[str, .
     return names
 
 
-def _apart(name: str, tensors: list[torch.Tensor], num_experts: int) -> list[torch.Tensor]:
-    """`[E, F, D]`, or `[E, D, F]` of down, from matrices with the F rows of one expert below another's."""
-    apart = [tensor.detach().unflatten(0, (num_experts, -1)) for tensor in tensors]
-    turned = [tensor.transpose(1, 2).contiguous() for tensor in apart] if name.endswith("down") else apart
-    return [torch.nn.Parameter(new, requires_grad=old.requires_grad) for new, old in zip(turned, tensors, strict=True)]
-
-
-def _stored(name: str, tensors: list[torch.Tensor], storage: Storage) -> tuple[torch.Tensor, bool]:
+def _stored(array: BlockArray, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, bool]:
     """The layer's array of a block's tensors, and True if it is a copy."""
-    whole = tensors[0]
-    if name == "router.table":
-        return whole.detach().int(), whole.dtype != torch.int32
-    if name == "router.correction_bias":
-        return whole.detach().reshape(-1).float(), whole.dtype != torch.float32
-    if len(tensors) > 1:
-        parts = [tensor.detach() for tensor in tensors]
-        whole = torch.stack(parts, 1).flatten(0, 1) if storage.gate_layout == "interleaved" else torch.cat(parts, -2)
-    plain = ("shared_experts.", "before.weight", "after.weight")
-    turned = name.startswith(plain) and storage.weight_layout == "in_out"
-    if turned:
-        whole = whole.detach().t().contiguous()
-    if whole is tensors[0]:
+    whole, parts = tensors[0], [tensor.detach() for tensor in tensors]
+    joined = array.join(parts)
+    if array.name in ("router.table", "router.correction_bias"):
+        return joined, joined.dtype != whole.dtype
+    if joined is parts[0]:
         return whole, False
-    return torch.nn.Parameter(whole, requires_grad=tensors[0].requires_grad), True
+    return torch.nn.Parameter(joined, requires_grad=whole.requires_grad), True
+
+
+def _arrays(
+    names: dict[str, tuple[str, ...]], values: dict[str, torch.Tensor], storage: Storage, num_experts: int, flat: bool
+) -> tuple[BlockArray, ...]:
+    arrays = []
+    for name, stored in names.items():
+        first, plain = values[stored[0]], name.startswith(("shared_experts.", "before.weight", "after.weight"))
+        of_rows = flat and name in ("experts.gate_up", "experts.down")
+        turned = name == "experts.down" if of_rows else plain and storage.weight_layout == "in_out"
+        kind = storage.gate_layout == "interleaved", turned, num_experts if of_rows else 0
+        arrays.append(BlockArray(name, stored, tuple(first.shape), first.dtype, *kind))
+    return tuple(arrays)

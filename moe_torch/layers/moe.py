@@ -19,7 +19,8 @@ from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import encode, require_instance
 from moe_torch.bridge.private import any_autocast
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
-from moe_torch.layers.blocks import ask_for_logits, block_weights, record_logits, watch_recorder, without_input_ids
+from moe_torch.layers.block_names import BlockArray
+from moe_torch.layers.blocks import act_as_block, block_weights
 from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output, tensors_of
 from moe_torch.layers.casts import autocast, autocast_dtype
 from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
@@ -88,8 +89,11 @@ class MoE(PlannedLayer):
     before: ProjectionParameters | None
     after: ProjectionParameters | None
     output: OutputParameters | None
-    #: Parameters that `from_block` had to copy.
+    #: Parameters that `from_block` had to copy, and its block's names for a state_dict; () leaves the layer's.
     copied: tuple[str, ...] = ()
+    block_arrays: tuple[BlockArray, ...] = ()
+    #: In training, x is multiplied by uniform numbers from 1 - input_noise to 1 + input_noise.
+    input_noise: float = 0.0
 
     def __init__(
         self,
@@ -148,22 +152,20 @@ class MoE(PlannedLayer):
 
         Its parameters are the block's tensors and train with it, except those named in `copied`, stored in another way:
         gate and up of shared experts, all matrices of shared experts with `in_out` experts, DBRX's experts, a table of
-        ids, and a correction bias that is not float32. The layer returns y, and its logits
-        to transformers' `output_router_logits`.
+        ids, and a correction bias that is not float32. The layer returns y, and its logits to transformers'
+        `output_router_logits`. A model's state_dict has the block's names and shapes, which the layer loads, too, so
+        that files of the model load without us. `layer.state_dict()` alone has the layer's names. In training, x gets
+        the block's noise (`router_jitter_noise`), and a block with SparseMixer, which draws experts, raises
+        Unsupported.
 
         block: of a family with a preset (`layer_spec_from_config`). config: the model's, for a block that does not keep
         it. Raises InvalidInput for no block of that config, and Unsupported for a family without a preset or an unknown
         part.
         """
-        spec, tensors, copied, takes_ids = block_weights(block, config)
-        layer = cls.from_spec(spec, device="meta", dtype=torch.float32)
-        hold(layer, tensors.items())
-        layer.copied = copied
-        watch_recorder()
-        layer.register_forward_pre_hook(ask_for_logits, with_kwargs=True)
-        layer.register_forward_hook(record_logits, with_kwargs=True)
-        if takes_ids:
-            layer.register_forward_pre_hook(without_input_ids, with_kwargs=True)
+        weights = block_weights(block, config)
+        layer = cls.from_spec(weights.spec, device="meta", dtype=torch.float32)
+        hold(layer, weights.tensors.items())
+        act_as_block(layer, weights)
         return layer.train(block.training)
 
     def _build(self, spec: MoELayerSpec, device: Any, dtype: torch.dtype | None, expert_parallel: Any = None) -> None:

@@ -40,6 +40,7 @@ _MIXTRAL = Family(
     experts=_EXPERTS,
     naming=_NAMES,
 )
+_NOISE = "router_jitter_noise"
 _GRANITE_NAMES = Naming(
     ("block_sparse_moe",),
     router=("router.weight", "router.layer.weight"),
@@ -88,22 +89,20 @@ def _llama4_layers(config: ModelConfig) -> Layers:
 
 
 MIXTRAL = {
-    "mixtral": _MIXTRAL,
-    "minimax": _MIXTRAL,
+    "mixtral": replace(_MIXTRAL, input_noise=_NOISE),
+    "minimax": replace(_MIXTRAL, input_noise=_NOISE),
     "phimoe": replace(
         _MIXTRAL,
         router=lambda config: RouterSpec(2),
         around=lambda config: {"sparse_mixer": config.number("router_jitter_noise", default=0.01)},
-        requires=(
-            ("num_experts_per_tok", 2, "sparsemixer routing to another number of experts"),
-            ("input_jitter_noise", 0.0, "noise on the input"),
-        ),
+        requires=(("num_experts_per_tok", 2, "sparsemixer routing to another number of experts"),),
         naming=replace(_NAMES, router=("router.weight", "gate.weight")),
     ),
     "minimax_m2": replace(
         _MIXTRAL,
         router=routing("sigmoid"),
         correction_bias=True,
+        input_noise=_NOISE,
         naming=replace(_NAMES, correction_bias=("e_score_correction_bias",)),
     ),
     "minimax_m3_vl_text": replace(
@@ -153,6 +152,7 @@ MIXTRAL = {
         experts=("moe_num_experts",),
         activation=_dbrx_activation,
         part="ffn_config",
+        input_noise="moe_jitter_eps",
         naming=Naming(
             ("ffn",),
             router=("router.layer.weight",),

@@ -120,6 +120,7 @@ class Family:
         requires: (setting, the supported value, the operation that another value needs). Absent and null settings are
             fine, except for `given`, where transformers' default is unsupported.
         part: the setting that holds the experts' settings.
+        input_noise: the setting of `Architecture.input_noise`.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -145,6 +146,7 @@ class Family:
     requires: tuple[tuple[str, object, str], ...] = ()
     given: Names = ()
     part: str | None = None
+    input_noise: str | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ class Architecture:
 
     moe_layers: ascending; moe_layers_rule: the settings that decided it. d_ff: width of one expert after gating;
     shared_d_ff: of the shared experts together, 0 = none. spec: weights in the family's fused storage, which per-expert
-    storage is stacked into. layer_activations: of layers that differ from `spec`. tables: see `Family`.
+    storage is stacked into. layer_activations: of layers that differ from `spec`. tables: see `Family`. input_noise: in
+    training, the block multiplies what it takes by uniform numbers from 1 - input_noise to 1 + input_noise.
     """
 
     num_layers: int
@@ -174,6 +177,7 @@ class Architecture:
     tables: tuple[int, ...] = ()
     vocab_size: int = 0
     sparse_mixer: float | None = None
+    input_noise: float = 0.0
 
     @property
     def expert_width(self) -> int:
@@ -262,6 +266,8 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
     by_layer = {} if family.layer_activations is None else family.layer_activations(config)
     norm = None if family.router_norm is None else family.router_norm(config)
     around: dict[str, Any] = {} if family.around is None else dict(family.around(config))
+    if family.input_noise is not None and config.settings.get(family.input_noise) is not None:
+        around["input_noise"] = config.number(family.input_noise)
     if family.tables is not None and (tables := family.tables(config)):
         around |= {"tables": tables, "vocab_size": config.integer("vocab_size")}
     sizes = (d_model, d_ff, num_experts, shared_d_ff)

@@ -11,7 +11,7 @@ import torch
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.tolerance import assert_close
-from moe_torch import MoE
+from moe_torch import MoE, layer_spec_from_config
 from tests.support.families import tiny
 from tests.support.layers import tolerances
 from tests.support.torch import in_flat_buffer, mapped, on_engines, running_on, to_numpy
@@ -287,3 +287,35 @@ def test_auxiliary_losses_are_of_all_routers(family: str, compiled: bool) -> Non
         return
     y, aux = layers[0].mlp(draw(), return_aux=True)
     assert y.shape == draw().shape and aux.logits.shape[1] == layers[0].mlp.spec.num_experts
+
+
+@pytest.mark.parametrize("family", ["mixtral", "minimax", "minimax_m2", "dbrx"])
+def test_noise_of_training_is_the_blocks(family: str) -> None:
+    """Drawn from the same seed, it is the same number."""
+    model = tiny(family) if family == "dbrx" else tiny(family, router_jitter_noise=0.3)
+    block: Any = next(iter(models.moe_blocks(model).values()))
+    if family == "dbrx":
+        model.config.ffn_config.moe_jitter_eps = block.router.moe_jitter_eps = 0.3
+    with pytest.raises(
+        Unsupported, match=r"(router_jitter_noise|moe_jitter_eps) in config.json must be 0 or null .* 0.3"
+    ):
+        layer_spec_from_config(model.config)
+    for training in (True, False):
+        layer = MoE.from_block(block.train(training), model.config)
+        torch.manual_seed(7)
+        wanted, ids = block_run(block, draw())
+        torch.manual_seed(7)
+        y, aux = layer(x=draw(), return_aux=True)
+        torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
+        assert ids is None or torch.equal(aux.ids.sort(-1).values, ids.sort(-1).values.int())
+        assert torch.equal(layer(draw()), layer(draw())) != training
+
+
+def test_sparsemixer_is_not_trained() -> None:
+    """Its block draws experts in training, and may draw noise."""
+    model = tiny("phimoe", num_experts_per_tok=2, input_jitter_noise=0.2)
+    block: Any = next(iter(models.moe_blocks(model).values()))
+    layer, x = MoE.from_block(block, model.config), draw()
+    torch.testing.assert_close(layer(x), block(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(Unsupported, match=r"must be in evaluation, got training, where the block draws experts"):
+        layer.train()(x)

@@ -1,0 +1,78 @@
+"""The names of a block's tensors in the state_dict of a layer on its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class BlockArray:
+    """One array of a layer, and the block's tensors that hold it: `names` of `shape` each and `dtype`.
+
+    interleaved: rows of gate and up alternate. turned: the block's matrix is the transpose. num_experts: of tensors
+    with the F rows of one expert below another's, else 0.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    interleaved: bool = False
+    turned: bool = False
+    num_experts: int = 0
+
+    def join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """The layer's array: `tensors[0]` itself where nothing changes."""
+        if self.num_experts:
+            tensors = [tensor.unflatten(0, (self.num_experts, -1)) for tensor in tensors]
+        whole = tensors[0]
+        if self.name in ("router.table", "router.correction_bias"):
+            return whole.int() if self.name == "router.table" else whole.reshape(-1).float()
+        if len(tensors) > 1:
+            whole = torch.stack(tensors, 1).flatten(0, 1) if self.interleaved else torch.cat(tensors, -2)
+        return whole.transpose(-1, -2).contiguous() if self.turned else whole
+
+    def split(self, array: torch.Tensor) -> list[torch.Tensor]:
+        """The inverse. Parts have memory of their own, since writers of files refuse shared memory."""
+        if self.name in ("router.table", "router.correction_bias"):
+            return [array.to(self.dtype) if self.name == "router.table" else array.reshape(self.shape)]
+        whole = array.transpose(-1, -2).contiguous() if self.turned else array
+        count = len(self.names)
+        if count > 1:
+            parts = whole.unflatten(0, (-1, count)).unbind(1) if self.interleaved else whole.chunk(count, -2)
+        else:
+            parts = (whole,)
+        parts = [part.flatten(0, 1) for part in parts] if self.num_experts else parts
+        return [part.clone(memory_format=torch.contiguous_format) if count > 1 else part for part in parts]
+
+
+def keep_names(layer: Any, arrays: tuple[BlockArray, ...]) -> None:
+    """Let the layer save and load the names of `arrays` in a model's state_dict. It loads its own names, too."""
+    layer.block_arrays = arrays
+    layer.register_state_dict_post_hook(_rename)
+    layer.register_load_state_dict_pre_hook(_accept)
+
+
+def _rename(layer: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A layer alone, without prefix, keeps its own names, which other layers load."""
+    for array in layer.block_arrays if prefix else ():
+        held = state.pop(prefix + array.name, None)
+        if held is not None:
+            state |= {prefix + name: part for name, part in zip(array.names, array.split(held), strict=True)}
+
+
+def _accept(layer: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *errors: list[str]) -> None:
+    for array in layer.block_arrays:
+        names = [prefix + name for name in array.names]
+        if not all(name in state for name in names) or prefix + array.name in state:
+            continue
+        wrong = [name for name in names if tuple(state[name].shape) != array.shape]
+        for name in wrong:
+            errors[2].append(
+                f"{name} must be {list(array.shape)}, got {list(state[name].shape)}; load the state of this model"
+            )
+        if not wrong:
+            state[prefix + array.name] = array.join([state.pop(name) for name in names])
