@@ -12,7 +12,7 @@ from moe_core.base.target import Target
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
 from moe_core.runtime.devices import target_of
-from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
+from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, constant_result
 from moe_torch.bridge.private import plain_tensor
 
 MAKE_MEMORY = "call to_empty(device=...) on the module that holds it, then load or initialise its values"
@@ -49,6 +49,16 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
             f"{name} must have memory for {array_spec(name, tensor)}, got a null address, as of a storage emptied by "
             "resize_(0); allocate it again before the call"
         )
+
+
+@constant_result
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def package_of(tensor: torch.Tensor) -> str:
+    """The package of the tensor's class: `torch`, or that of a subclass with arithmetic of its own."""
+    return _package(type(tensor))
 
 
 def align(name: str, tensor: torch.Tensor) -> bool:

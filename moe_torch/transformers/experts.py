@@ -18,7 +18,7 @@ from moe_core.specs import Activation, MatmulSpec, MoESpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
 from moe_core.specs.tuning import Tuning
 from moe_torch import ops
-from moe_torch.bridge.arrays import align
+from moe_torch.bridge.arrays import align, package_of
 from moe_torch.bridge.operator import call_first
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
 from moe_torch.layers.casts import at_least_float32
@@ -35,6 +35,7 @@ except ImportError as error:
         f"moe_torch.transformers needs transformers 5.17 or later, got: {error}; pip install 'transformers>=5.17'"
     ) from error
 from moe_torch.transformers.fp8 import fp8_weights
+from moe_torch.transformers.subclasses import subclass_weights
 
 OPTIONS = "moebius_options"
 
@@ -105,7 +106,8 @@ def experts_forward(
 
     Under `torch.autocast` hidden_states, weights and output have autocast's dtype, and gradients the weights' own. fp8
     weights (`FP8Experts`) run in fp8. Hidden states are quantised as the model says, unless these or top_k_weights need
-    a gradient. Experts with `has_post_expert_norm` run as several operators.
+    a gradient. torchao's int8 and float8 weights run on their own bytes, and hidden states as they are. Experts with
+    `has_post_expert_norm` run as several operators.
 
     Raises Unsupported for weights in another format and for unknown activations.
     """
@@ -125,14 +127,16 @@ def operands_of(
     options, device = options_of(experts), hidden_states.device.type
     if device == "cpu" and not torch.compiler.is_compiling():
         _align(experts)
-    is_fp8, activations = _is_fp8(experts), None
-    _require_options(experts, options, is_fp8)
+    is_fp8, is_packed, activations = _is_fp8(experts), _is_packed(experts), None
+    _require_options(experts, options, is_fp8 or is_packed)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if is_fp8:
         weights, activations = fp8_weights(experts)
         if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
             activations = None
         dtype = dtype or hidden_states.dtype
+    elif is_packed:
+        weights, dtype = subclass_weights(experts), dtype or hidden_states.dtype
     else:
         weights = _weights(experts, dtype, options.main_grad)
         dtype = weights.down.dtype
@@ -161,11 +165,13 @@ def _cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def why_unsupported(experts: torch.nn.Module, options: ExpertsOptions = _DEFAULTS) -> str | None:
     """The reason why the forward would raise Unsupported, or None."""
     try:
-        is_fp8 = _is_fp8(experts)
-        _require_options(experts, options, is_fp8)
+        is_fp8, is_packed = _is_fp8(experts), _is_packed(experts)
+        _require_options(experts, options, is_fp8 or is_packed)
         activation_of(experts)
         if is_fp8:
             fp8_weights(experts)
+        elif is_packed:
+            subclass_weights(experts)
         else:
             _require_plain(experts, _first(experts))
     except Unsupported as error:
@@ -177,6 +183,10 @@ def _is_fp8(experts: Any) -> bool:
     return hasattr(experts, "down_proj_scale_inv")
 
 
+def _is_packed(experts: Any) -> bool:
+    return package_of(_first(experts)) != "torch" or package_of(experts.down_proj) != "torch"
+
+
 def _first(experts: Any) -> torch.Tensor:
     return experts.gate_up_proj if experts.has_gate else experts.up_proj
 
@@ -186,11 +196,11 @@ def _require_plain(experts: Any, weight: torch.Tensor) -> None:
         raise unsupported(experts, f"has weights of {weight.dtype}, not of {', '.join(MATMUL_DTYPES)} (quantised)")
 
 
-def _require_options(experts: Any, options: ExpertsOptions, is_fp8: bool) -> None:
+def _require_options(experts: Any, options: ExpertsOptions, is_frozen: bool) -> None:
     if getattr(experts, "has_post_expert_norm", False) and (options.recompute or options.main_grad):
         raise unsupported(experts, "normalises what each expert returns, and has no recompute or main_grad")
-    if options.main_grad and is_fp8:
-        raise unsupported(experts, "has frozen fp8 weights, and no main_grad")
+    if options.main_grad and is_frozen:
+        raise unsupported(experts, "has frozen quantised weights, and no main_grad")
 
 
 def _new_spec(

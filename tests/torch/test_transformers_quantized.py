@@ -176,7 +176,7 @@ def test_fp8_experts_under_autocast(dtype: Any, tmp_path: pathlib.Path, monkeypa
                 assert torch.equal(y, wanted) and x.grad is not None and x.grad.dtype == torch.float32
         with torch.no_grad(), torch.autocast("cpu", dtype):
             assert torch.equal(experts(x, ids, weights), experts(x.to(dtype), ids, weights))
-    with pytest.raises(Unsupported, match=r"FP8Experts\): .* has frozen fp8 weights, and no main_grad"):
+    with pytest.raises(Unsupported, match=r"FP8Experts\): .* has frozen quantised weights, and no main_grad"):
         moe_torch.transformers.use(model, main_grad=True)
 
 
