@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import DotAlgorithmPreset, Precision
 
-from moe_core.base.checks import require_flag
+from moe_core.base.checks import require_choice, require_flag
+from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.matmul.grouped import require_grouped
 from moe_core.specs.matmul import MatmulSpec
@@ -102,7 +104,7 @@ def ragged_dot_general(
             )
         left, right = lhs if rows == 0 else lhs.T, rhs if of_rhs == 0 else rhs.T
         _check(left.T, right, *groups, form="[m, n]")
-        out_dtype = dtype_name("preferred_element_type", preferred_element_type)
+        out_dtype = _out_dtype(preferred_element_type)
         return run_contraction(left, right, groups, allow_tf32=_tf32(precision), out_dtype=out_dtype)
     if tuple(axis % 3 for axis in numbers.rhs_group_dimensions) != (0,) or of_rhs not in (1, 2) or rhs.ndim != 3:
         raise Unsupported(
@@ -145,10 +147,17 @@ def _product(
     require_array("rhs", rhs)
     in_out = jax.ShapeDtypeStruct((*rhs.shape[:-2], *rhs.shape[:-3:-1]), rhs.dtype) if transposed else rhs
     _check(lhs, in_out, *groups, form="[groups, k, n]")
-    layout, out_dtype = "out_in" if transposed else "in_out", dtype_name("preferred_element_type", dtype)
+    layout, out_dtype = "out_in" if transposed else "in_out", _out_dtype(dtype)
     out_dtype = None if out_dtype == dtype_name("lhs", lhs.dtype) else out_dtype
     spec = MatmulSpec(layout, out_dtype=out_dtype, allow_tf32=_tf32(precision))
     return run_grouped_mm(lhs, rhs, groups, spec)
+
+
+def _out_dtype(dtype: Any) -> str | None:
+    name = dtype_name("preferred_element_type", dtype)
+    if name is not None:
+        require_choice("preferred_element_type", name, MATMUL_DTYPES)
+    return name
 
 
 def _refuse_sharding(out_sharding: Any) -> None:
@@ -169,8 +178,8 @@ def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, *, form: str) -> None:
 
 
 def _tf32(precision: Any) -> bool:
-    both = set(precision) if isinstance(precision, (tuple, list)) else {precision}
-    answers = {_PRECISIONS.get(one) for one in both}
+    both = precision if isinstance(precision, (tuple, list)) else (precision,)
+    answers = {_PRECISIONS.get(one) if isinstance(one, Hashable) else None for one in both}
     if len(answers) != 1 or None in answers:
         raise Unsupported(
             f"precision must be None, DEFAULT, HIGH or HIGHEST of jax.lax.Precision, F32_F32_F32 or TF32_TF32_F32, got "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
-from moe_core.base.checks import require_choice
+from moe_core.base.checks import require_choice, require_flag
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, QuantizedTensor, format_named
@@ -58,7 +58,7 @@ def grouped_mm(
     Raises:
         InvalidInput: also for 3D operands of other strides, since every call would copy them.
     """
-    _check_forms(mat_a, mat_b, offs, bias)
+    _check_forms(mat_a, mat_b, offs, bias, (*MATMUL_DTYPES, "float64"))
     dtype = _dtype("out_dtype", out_dtype, mat_a.dtype)
     if mat_a.ndim == mat_b.ndim == 2:
         assert offs is not None
@@ -109,16 +109,18 @@ def scaled_grouped_mm(
     for name, value, wanted in (
         ("scale_recipe_a", scale_recipe_a, ScalingType.RowWise),
         ("scale_recipe_b", scale_recipe_b, ScalingType.RowWise),
-        ("swizzle_a", swizzle_a or SwizzleType.NO_SWIZZLE, SwizzleType.NO_SWIZZLE),
-        ("swizzle_b", swizzle_b or SwizzleType.NO_SWIZZLE, SwizzleType.NO_SWIZZLE),
+        ("swizzle_a", swizzle_a, SwizzleType.NO_SWIZZLE),
+        ("swizzle_b", swizzle_b, SwizzleType.NO_SWIZZLE),
     ):
-        if _only(name, value) != wanted:
+        if value is not None and _only(name, value) != wanted:
             raise Unsupported(f"{name} must be {wanted.name}, got {value}; moe_torch.matmul_ogs takes blocks of scales")
-    if len(contraction_dim):
+    if contraction_dim not in ((), []):
         raise Unsupported(f"contraction_dim must be (), got {contraction_dim}; pass [.., K] and [.., K, N] operands")
-    _check_forms(mat_a, mat_b, offs, bias)
-    if mat_a.dtype != torch.float8_e4m3fn:
-        raise InvalidInput(f"mat_a must be torch.float8_e4m3fn, got {mat_a.dtype}; quantise it, or call grouped_mm")
+    require_flag("use_fast_accum", use_fast_accum)
+    _check_forms(mat_a, mat_b, offs, bias, ("float8_e4m3fn",))
+    for name, one in {"mat_a": mat_a, "mat_b": mat_b, "scale_a": scale_a, "scale_b": scale_b, "bias": bias}.items():
+        if torch.is_grad_enabled() and getattr(one, "requires_grad", False):
+            raise Unsupported(f"{name} must need no gradient, as scaled_grouped_mm has none; detach it")
     dtype = _dtype("output_dtype", output_dtype, None) or "bfloat16"
     if mat_a.ndim == mat_b.ndim == 2:
         # e4m3 and its products are exact in bf16 and fp32.
@@ -154,26 +156,32 @@ def _by_form(multiply: Any, mat_a: torch.Tensor, mat_b: torch.Tensor, offs: Any)
         return multiply(mat_a, mat_b, offs, "mat_b")
     groups, rows, _ = mat_a.shape
     ends = rows * torch.arange(1, groups + 1, dtype=torch.int32, device=mat_a.device)
-    return multiply(mat_a.flatten(0, 1), mat_b, ends, "mat_b").view(groups, rows, -1)
+    return multiply(mat_a.flatten(0, 1), mat_b, ends, "mat_b").view(groups, rows, mat_b.shape[-1])
 
 
-def _check_forms(mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | None, bias: Any) -> None:
+def _check_forms(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | None, bias: Any, allowed: tuple[str, ...]
+) -> None:
     for name, one in zip(_NAMES, (mat_a, mat_b), strict=False):
         if not isinstance(one, torch.Tensor) or one.ndim not in (2, 3):
             got = tuple(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
             raise InvalidInput(f"{name} must be a tensor with 2 or 3 axes, got {got}; reshape it")
     forms = mat_a.ndim, mat_b.ndim
+    if not (offs is None or isinstance(offs, torch.Tensor)):
+        raise InvalidInput(f"offs must be an integer tensor, got {type(offs).__name__}; pass torch.tensor(offs)")
     if forms == (3, 3):
         if offs is not None:
             raise InvalidInput("offs must be None if mat_a and mat_b are 3D, got a tensor; leave it out")
         if mat_a.shape[0] != mat_b.shape[0]:
             raise InvalidInput(f"mat_b must have {mat_a.shape[0]} groups like mat_a, got {mat_b.shape[0]}; pass both")
         ends = torch.empty(len(mat_a), dtype=torch.int32, device="meta")
-        require_grouped(_NAMES, mat_a[0], mat_b, ends)
+        rows = mat_a.new_empty(mat_a.shape[1:], device="meta")
+        require_grouped(_NAMES, rows, mat_b, ends, allowed=allowed)
     elif forms == (3, 2):
-        require_grouped(("mat_b (transposed)", "mat_a (transposed)", "offs"), mat_b.mT, mat_a.mT, offs)
+        names = ("mat_b (transposed)", "mat_a (transposed)", "offs")
+        require_grouped(names, mat_b.mT, mat_a.mT, offs, allowed=allowed)
     else:
-        require_grouped(_NAMES, mat_a, mat_b, offs)
+        require_grouped(_NAMES, mat_a, mat_b, offs, allowed=allowed)
     if bias is not None and mat_b.ndim == 2:
         raise Unsupported("bias must be None with a 2D mat_b, got a tensor; add it to the result")
 

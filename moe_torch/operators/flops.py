@@ -19,7 +19,7 @@ from moe_core.formats import QuantizedTensor
 from moe_core.specs.operands import RouterWeights, TopK
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode
-from moe_torch.operators import pushed, stages, table
+from moe_torch.operators import grouped, pushed, stages, table
 from moe_torch.operators.shapes import width_of
 
 _MODULE = "torch.utils.flop_counter"
@@ -73,6 +73,14 @@ def _product(call: Any) -> int:
     return sum(2 * _rows_of_product(call) * one.shape[-1] * one.shape[-2] for one in matrices)
 
 
+def _grouped(call: Any) -> int:
+    return 2 * call.x.shape[0] * call.weight.shape[-1] * call.weight.shape[-2]
+
+
+def _grouped_contraction(call: Any) -> int:
+    return 2 * call.left.shape[0] * call.left.shape[1] * call.right.shape[1]
+
+
 def _product_backward(call: Any) -> int:
     return _product(call) * (_wants(call, "d_x") + _wants(call, "d_weight"))
 
@@ -104,6 +112,8 @@ def _formulas() -> list[tuple[_Formula, Sequence[Operator]]]:
         (_backward, [*backwards, *pushed.BACKWARDS, *pushed.QUANTIZED_BACKWARDS]),
         (_product, (stages.MATMUL_OGS, stages.MATMUL_OGS_QUANTIZED)),
         (_product_backward, (stages.MATMUL_OGS_BACKWARD, stages.MATMUL_OGS_QUANTIZED_BACKWARD)),
+        (_grouped, (grouped.GROUPED_MM, grouped.GROUPED_MM_QUANTIZED)),
+        (_grouped_contraction, (grouped.GROUPED_CONTRACTION,)),
         (_router, (stages.ROUTER,)),
         (_router_backward, (stages.ROUTER_BACKWARD,)),
         (_norm, (stages.RMS_NORM,)),

@@ -137,6 +137,21 @@ def test_scaled(engine: str, form: str) -> None:
         assert torch.equal(half, y.bfloat16())
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_scaled_products_refuse_gradients(form: str) -> None:
+    a, b, scale_a, scale_b = quantised(form, "cpu")
+    for scale in (scale_a, scale_b):
+        scale.requires_grad_()
+        with pytest.raises(Unsupported, match=r"scale_[ab] must need no gradient, as scaled_grouped_mm has none; det"):
+            moe_torch.scaled_grouped_mm(a, b, scale_a, ROW, scale_b, ROW, offs=offs_of(form, "cpu"))
+        scale.requires_grad_(False)
+
+
+def test_matrices_without_rows() -> None:
+    y = moe_torch.grouped_mm(draw(5, 0, 16), draw(5, 16, 24))
+    assert y.shape == (5, 0, 24)
+
+
 def test_opcheck() -> None:
     samples, original = {}, Operator.run
 
@@ -193,6 +208,10 @@ def test_wrong_arguments() -> None:
         ((b.mT, b, offs), InvalidInput, r"offs must be None if mat_a and mat_b are 3D, got a tensor; leave"),
         ((b.mT, b[:4], None), InvalidInput, r"mat_b must have 5 groups like mat_a, got 4; pass both"),
         ((a.mT, a, offs, b[0]), Unsupported, r"bias must be None with a 2D mat_b, got a tensor; add it to the"),
+        ((a, b, [8, 48]), InvalidInput, r"offs must be an integer tensor, got list; pass torch.tensor"),
+        ((a.char(), b.char(), offs), InvalidInput, r"mat_a must be bfloat16 or float16 or float32 .*got torch.int8"),
+        ((a, b[:, :, :0], offs), InvalidInput, r"mat_b must have no empty axis, got \(5, 16, 0\); leave the call out"),
+        ((b[:0].mT, b[:0], None), InvalidInput, r"mat_b must have no empty axis, got \(0, 16, 32\); leave the call"),
         ((a, b, offs, None, torch.int8), InvalidInput, r"out_dtype must be one of bfloat16.* 'int8'; name one"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
@@ -206,7 +225,10 @@ def test_wrong_arguments() -> None:
         ({"scale_a": good["scale_a"][1:]}, InvalidInput, r"scale_a must be torch.float32 \[48\], got torch"),
         ({"scale_b": good["scale_b"].half()}, InvalidInput, r"scale_b must be torch.float32 .*, got torch.float16"),
         ({"mat_b": good["mat_b"].contiguous()}, InvalidInput, r"mat_b must be column-major, got strides"),
-        ({"mat_a": a, "mat_b": b}, InvalidInput, r"mat_a must be torch.float8_e4m3fn, got torch.bfloat16; q"),
+        ({"mat_a": a, "mat_b": b}, InvalidInput, r"mat_a must be float8_e4m3fn, got torch.bfloat16; c"),
+        ({"swizzle_a": []}, Unsupported, r"swizzle_a must be one value, got 0; scales of"),
+        ({"contraction_dim": 1}, Unsupported, r"contraction_dim must be \(\), got 1; pass"),
+        ({"use_fast_accum": "no"}, InvalidInput, r"use_fast_accum must be True or False, got 'no'"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             SCALED(**(good | changed))

@@ -89,9 +89,18 @@ def plan_grouped_contraction(
     return builder.build()
 
 
-def require_grouped(names: tuple[str, str, str], a: Any, b: Any, groups: Any, *, more: bool = False) -> None:
+def require_grouped(
+    names: tuple[str, str, str],
+    a: Any,
+    b: Any,
+    groups: Any,
+    *,
+    allowed: tuple[str, ...] = dtypes.MATMUL_DTYPES,
+    more: bool = False,
+) -> None:
     """Check a `[R, K]` and b `[G, K, N]`, or for a contraction a `[M, K]` and b `[K, N]`, and groups `[G]`: arrays with
-    shape and dtype. names: of the arguments. more: there may be groups without a matrix. Raises InvalidInput."""
+    shape and dtype. names: of the arguments. allowed: dtypes of a and b. more: there may be groups without a matrix.
+    Raises InvalidInput."""
     first, second, third = names
     if (len(a.shape), len(b.shape)) not in ((2, 3), (2, 2)):
         raise InvalidInput(
@@ -103,8 +112,12 @@ def require_grouped(names: tuple[str, str, str], a: Any, b: Any, groups: Any, *,
             f"{second} must have {a.shape[1]} as its axis k, like {first}, got {tuple(b.shape)}; transpose it or pass "
             "the other weight"
         )
+    if str(a.dtype).rpartition(".")[2] not in allowed:
+        raise InvalidInput(f"{first} must be {' or '.join(allowed)}, got {a.dtype}; convert it")
     if a.dtype != b.dtype:
         raise InvalidInput(f"{second} must be {a.dtype} like {first}, got {b.dtype}; cast one of them")
+    if len(b.shape) == 3 and 0 in b.shape:
+        raise InvalidInput(f"{second} must have no empty axis, got {tuple(b.shape)}; leave the call out")
     least = b.shape[0] if len(b.shape) == 3 else 1
     shape = None if groups is None else tuple(groups.shape)
     exact = len(b.shape) == 3 and not more

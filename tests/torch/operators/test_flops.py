@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn.functional import ScalingType
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core.formats import scheme_named
@@ -26,9 +27,11 @@ from moe_torch import (
     RouterSpec,
     SharedExpertsSpec,
     TopK,
+    grouped_mm,
     moe,
     route,
     router,
+    scaled_grouped_mm,
 )  # fmt: skip
 from tests.support.quantized.layers import quantized_weights
 from tests.support.torch import running_on
@@ -93,6 +96,17 @@ def test_frozen_parts_cost_less_and_other_routings_have_no_router() -> None:
             assert counted(lambda: moe(x, weights, RouterLogits(logits), spec)) == 3 * product
             assert counted(lambda: moe(x, weights, chosen, plain)) == 3 * product
             assert counted(lambda: moe(x[:0], weights, TopK(chosen.ids[:0], chosen.weights[:0]), plain)) == 0
+
+
+def test_grouped_products() -> None:
+    """Rows outside of groups count, as their number is on the device."""
+    a, b = torch.randn(48, 16, requires_grad=True), torch.randn(5, 16, 32, requires_grad=True)
+    offs, flops, row = torch.tensor((8, 8, 24, 32, 40)), 2 * 48 * 16 * 32, ScalingType.RowWise
+    with running_on("reference"):
+        assert counted(lambda: grouped_mm(a, b, offs).sum().backward()) == 3 * flops
+        codes = torch.zeros(48, 16).to(torch.float8_e4m3fn), torch.zeros(5, 32, 16).to(torch.float8_e4m3fn).mT
+        scales = torch.ones(48), torch.ones(5, 32)
+        assert counted(lambda: scaled_grouped_mm(*codes, scales[0], row, scales[1], row, offs=offs)) == flops
 
 
 def test_the_counter_may_be_imported_before_or_after() -> None:
