@@ -104,7 +104,7 @@ def ragged_dot_general(
             )
         left, right = lhs if rows == 0 else lhs.T, rhs if of_rhs == 0 else rhs.T
         _check(left.T, right, *groups, form="[m, n]")
-        out_dtype = _out_dtype(preferred_element_type)
+        out_dtype = _out_dtype(preferred_element_type, lhs)
         return run_contraction(left, right, groups, allow_tf32=_tf32(precision), out_dtype=out_dtype)
     if tuple(axis % 3 for axis in numbers.rhs_group_dimensions) != (0,) or of_rhs not in (1, 2) or rhs.ndim != 3:
         raise Unsupported(
@@ -147,16 +147,16 @@ def _product(
     require_array("rhs", rhs)
     in_out = jax.ShapeDtypeStruct((*rhs.shape[:-2], *rhs.shape[:-3:-1]), rhs.dtype) if transposed else rhs
     _check(lhs, in_out, *groups, form="[groups, k, n]")
-    layout, out_dtype = "out_in" if transposed else "in_out", _out_dtype(dtype)
-    out_dtype = None if out_dtype == dtype_name("lhs", lhs.dtype) else out_dtype
+    layout, out_dtype = "out_in" if transposed else "in_out", _out_dtype(dtype, lhs)
     spec = MatmulSpec(layout, out_dtype=out_dtype, allow_tf32=_tf32(precision))
     return run_grouped_mm(lhs, rhs, groups, spec)
 
 
-def _out_dtype(dtype: Any) -> str | None:
+def _out_dtype(dtype: Any, lhs: Array) -> str | None:
     name = dtype_name("preferred_element_type", dtype)
-    if name is not None:
-        require_choice("preferred_element_type", name, MATMUL_DTYPES)
+    if name is None or name == dtype_name("lhs", lhs.dtype):
+        return None
+    require_choice("preferred_element_type", name, MATMUL_DTYPES)
     return name
 
 

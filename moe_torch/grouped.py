@@ -58,7 +58,7 @@ def grouped_mm(
     Raises:
         InvalidInput: also for 3D operands of other strides, since every call would copy them.
     """
-    _check_forms(mat_a, mat_b, offs, bias, (*MATMUL_DTYPES, "float64"))
+    _check_forms(mat_a, mat_b, offs, bias)
     dtype = _dtype("out_dtype", out_dtype, mat_a.dtype)
     if mat_a.ndim == mat_b.ndim == 2:
         assert offs is not None
@@ -117,7 +117,7 @@ def scaled_grouped_mm(
     if contraction_dim not in ((), []):
         raise Unsupported(f"contraction_dim must be (), got {contraction_dim}; pass [.., K] and [.., K, N] operands")
     require_flag("use_fast_accum", use_fast_accum)
-    _check_forms(mat_a, mat_b, offs, bias, ("float8_e4m3fn",))
+    _check_forms(mat_a, mat_b, offs, bias, allowed=("float8_e4m3fn",))
     for name, one in {"mat_a": mat_a, "mat_b": mat_b, "scale_a": scale_a, "scale_b": scale_b, "bias": bias}.items():
         if torch.is_grad_enabled() and getattr(one, "requires_grad", False):
             raise Unsupported(f"{name} must need no gradient, as scaled_grouped_mm has none; detach it")
@@ -160,7 +160,7 @@ def _by_form(multiply: Any, mat_a: torch.Tensor, mat_b: torch.Tensor, offs: Any)
 
 
 def _check_forms(
-    mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | None, bias: Any, allowed: tuple[str, ...]
+    mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | None, bias: Any, **allowed: Any
 ) -> None:
     for name, one in zip(_NAMES, (mat_a, mat_b), strict=False):
         if not isinstance(one, torch.Tensor) or one.ndim not in (2, 3):
@@ -176,12 +176,12 @@ def _check_forms(
             raise InvalidInput(f"mat_b must have {mat_a.shape[0]} groups like mat_a, got {mat_b.shape[0]}; pass both")
         ends = torch.empty(len(mat_a), dtype=torch.int32, device="meta")
         rows = mat_a.new_empty(mat_a.shape[1:], device="meta")
-        require_grouped(_NAMES, rows, mat_b, ends, allowed=allowed)
+        require_grouped(_NAMES, rows, mat_b, ends, **allowed)
     elif forms == (3, 2):
         names = ("mat_b (transposed)", "mat_a (transposed)", "offs")
-        require_grouped(names, mat_b.mT, mat_a.mT, offs, allowed=allowed)
+        require_grouped(names, mat_b.mT, mat_a.mT, offs, **allowed)
     else:
-        require_grouped(_NAMES, mat_a, mat_b, offs, allowed=allowed)
+        require_grouped(_NAMES, mat_a, mat_b, offs, **allowed)
     if bias is not None and mat_b.ndim == 2:
         raise Unsupported("bias must be None with a 2D mat_b, got a tensor; add it to the result")
 

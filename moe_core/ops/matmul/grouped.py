@@ -95,7 +95,7 @@ def require_grouped(
     b: Any,
     groups: Any,
     *,
-    allowed: tuple[str, ...] = dtypes.MATMUL_DTYPES,
+    allowed: tuple[str, ...] = (*dtypes.MATMUL_DTYPES, "float64"),
     more: bool = False,
 ) -> None:
     """Check a `[R, K]` and b `[G, K, N]`, or for a contraction a `[M, K]` and b `[K, N]`, and groups `[G]`: arrays with
