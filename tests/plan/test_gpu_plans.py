@@ -8,6 +8,7 @@ import pytest
 
 from moe_core.base.target import Target
 from moe_core.plan.steps import KernelLaunch
+from tests.support.compile_gate.cover import ONLY
 from tests.support.compile_gate.gate import GROUPS, NUM_SMS
 from tests.support.compile_gate.recorded import launches, recorded
 from tests.support.faults.kernel_copies import kernel_files
@@ -31,13 +32,16 @@ def parameters(kernel: str) -> list[str]:
     return [argument.arg for argument in node.args.args]
 
 
-def test_launches_name_every_parameter_of_their_kernel() -> None:
+def test_launches_name_the_parameters_of_their_kernel_in_order() -> None:
+    """The interpreter passes arguments by name, and a GPU's launcher in order."""
     checked = set()
-    for group in ("qwen3", "mixtral_training", "quantized_sm90", "prepared", "prepared_integers", "prepared_tall"):
-        for plan in GROUPS[group](Target("cuda", 90, NUM_SMS[90])):
+    for group, plans in GROUPS.items():
+        arch = int(ONLY.get(group, "90"))
+        for plan in plans(Target("cuda", arch, NUM_SMS[arch])):
             for step in plan.steps:
                 assert isinstance(step, KernelLaunch)
-                if step.kernel.name not in checked:
-                    assert {name for name, _ in step.arguments} == set(parameters(step.kernel.name)), step.kernel.name
-                    checked.add(step.kernel.name)
-    assert len(checked) > 15
+                names = (step.kernel.name, *(name for name, _ in step.arguments))
+                if names not in checked:
+                    assert list(names[1:]) == parameters(step.kernel.name), step.kernel.name
+                    checked.add(names)
+    assert len({name for name, *_ in checked}) > 40
