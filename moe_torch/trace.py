@@ -347,7 +347,9 @@ class _Observer(private.TorchDispatchMode):
         scores, router = args[0], "route" if func is stages.ROUTE.overload else "topk"
         top_k = decode(args[-1])[0].top_k if router == "route" else args[1]
         ids = None
-        if self._choose is not None and scores.dim() == 2 and scores.is_floating_point():
+        # dim, and largest: routers take the largest of each row.
+        by_row = router == "route" or ((*args[2:3], -1)[0] in (-1, 1) and (*args[3:4], True)[0])
+        if self._choose is not None and by_row and scores.dim() == 2 and scores.is_floating_point():
             ids = self._choose(router, (scores.shape[0], top_k, scores.shape[1]), scores.device)
         if ids is None:
             return func(*args, **kwargs)

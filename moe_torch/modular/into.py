@@ -110,8 +110,15 @@ def known_run(
 def write_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> None:
     """Write an operator's first result to the first tensor of memory: a copy, seen by autograd, if the call is
     not plain."""
-    if not run_into(operator, memory, arguments):
-        next(iter(memory.values())).copy_(_result(operator, arguments))
+    if run_into(operator, memory, arguments):
+        return
+    (name, tensor), result = next(iter(memory.items())), _result(operator, arguments)
+    if (tensor.shape, tensor.dtype) != (result.shape, result.dtype):
+        raise InvalidInput(
+            f"the memory of {name} must be {result.dtype} {list(result.shape)}, got {tensor.dtype} "
+            f"{list(tensor.shape)}; allocate it so"
+        )
+    tensor.copy_(result)
 
 
 def result_in(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> torch.Tensor:

@@ -123,6 +123,8 @@ def test_reduce_is_what_it_states(dim: int, mask: Any, kind: str) -> None:
     changed, _ = reduce.reduce(x.detach(), dim, kept, scale, x_flex=None if fused else flex, **changes)
     assert changed.data_ptr() == memory.data_ptr() and (memory[2:] == 7).all()
     near(memory[:2], (expected * (3 if fused else 6)).detach()[:2])
+    with pytest.raises(InvalidInput, match="y must be"):
+        reduce.reduce(x.detach(), dim, kept, scale, **(changes | {"y": torch.ones(5, *found.shape)}))
 
 
 def test_reduced_rows_may_be_quantised_on_both_sides() -> None:

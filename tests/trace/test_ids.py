@@ -139,6 +139,16 @@ def test_the_weights_are_those_of_live_logits(name: str) -> None:
     np.testing.assert_allclose(np.asarray(gradient), results[0][1].numpy(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{"dim": 0}, {"largest": False}], ids=str)
+def test_only_a_top_k_of_rows_is_a_router(options: Any) -> None:
+    """Others have the shapes of a router here, and keep their results."""
+    layer, scores = moe_torch.MoE(D, 8, E, K), torch.rand(T, E)
+    with torch_trace.replay(LayerRouting(IDS, None, E)):
+        found = torch.topk(scores, K, **options)
+        layer(torch.rand(T, D))
+    assert all(map(torch.equal, found, torch.topk(scores, K, **options)))
+
+
 DRAW = np.random.default_rng(3)
 X, GATE_UP, DOWN, LOGITS, ROUTER = (
     DRAW.standard_normal(shape).astype("f4") for shape in ((T, D), (E, D, 16), (E, 8, D), (T, E), (D, E))

@@ -89,10 +89,11 @@ def reduce(
         result, scales = to_microscaled(sums.float(), dtype)
     else:
         result = to_fp8(sums, dtype, flex) if dtype.itemsize == 1 else sums.to(dtype)
+    shape = result.shape
     if unpadded_batch_size is not None:
         kept = torch.arange(result.shape[0], device=x.device)[:, None] < unpadded_batch_size
         result = torch.where(kept, result.float(), 0 if y is None else y.float()).to(result.dtype)
-    return delivered("y", y, result, result.shape), scales
+    return delivered("y", y, result, shape), scales
 
 
 def _sums(

@@ -27,16 +27,25 @@ class UnfinalizedMoEOutput:
     route_major: bool = False
 
 
+def parts_of(result: Any, wanted: str) -> list[torch.Tensor]:
+    """Rows, weights and places of an UnfinalizedMoEOutput, of any library. Raises InvalidInput."""
+    fields = ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")
+    arrays: list[Any] = [getattr(result, field, None) for field in fields]
+    if not all(isinstance(array, torch.Tensor) and array.dim() == 2 for array in arrays):
+        raise InvalidInput(
+            f"{wanted} an UnfinalizedMoEOutput with {', '.join(fields)} of two axes, got {type(result).__name__}; "
+            "return one of these"
+        )
+    return arrays
+
+
 def write_finalized(result: Any, output: torch.Tensor, name: str) -> None:
     """Weight and sum an UnfinalizedMoEOutput, of any library, into output `[M, K]`, in fp32 and in order, one cast."""
-    fields = ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")
-    rows, weights, places = arrays = [getattr(result, field, torch.empty(0)) for field in fields]
-    if not all(isinstance(array, torch.Tensor) and array.dim() == 2 for array in arrays) or (
-        (rows.shape[1], len(places)) != (output.shape[1], len(output))
-    ):
+    rows, weights, places = parts_of(result, f"{name} must write output and return None, or return")
+    if (len(places), rows.shape[1]) != tuple(output.shape):
         raise InvalidInput(
-            f"{name} must write output and return None, or return an UnfinalizedMoEOutput of {list(output.shape)} with "
-            f"{', '.join(fields)}, got {type(result).__name__}; return one of these"
+            f"{name} must return an UnfinalizedMoEOutput of {list(output.shape)}, got {[len(places), rows.shape[1]]}; "
+            "return a row of expanded_idx_to_permuted_idx for each token"
         )
     places = as_ids(places)
     if not rows.shape[0]:

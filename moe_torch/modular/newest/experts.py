@@ -41,15 +41,15 @@ class FusedMoEExperts(Hooks):
         max_num_tokens: int | None = None,
         num_dispatchers: int | None = None,
     ) -> None:
-        if len(configs) == 1:
-            configs = (moe_config, *configs)
         named = (moe_config, quant_config, max_num_tokens, num_dispatchers)
-        if len(configs) > len(named) or any(value is not None for value in named[1 : len(configs)]):
+        first = 1 if len(configs) == 1 else 0
+        last = first + len(configs)
+        if last > len(named) or any(value is not None for value in named[first:last]):
             raise InvalidInput(
                 f"configs must be quant_config, or moe_config, quant_config, max_num_tokens and num_dispatchers, each "
                 f"once, got {len(configs)} by place and some of them by name; name them all"
             )
-        settings: tuple[Any, ...] = (*configs, *named[len(configs) :])
+        settings: tuple[Any, ...] = (*named[:first], *configs, *named[last:])
         config: FusedMoEQuantConfig = FUSED_MOE_UNQUANTIZED_CONFIG if settings[1] is None else settings[1]
         require_kind("quant_config", config, core_config.FusedMoEQuantConfig)
         config = with_constants(FusedMoEQuantConfig.of(config), settings[0])

@@ -12,6 +12,7 @@ from moe_core.modular.types import ZERO_EXPERT_TYPES
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
+from moe_torch.modular.generations.unfinalized import parts_of
 from moe_torch.modular.stages import as_ids, as_weights, weighted_rows
 
 _DEFAULT_NORM = NormSpec()
@@ -79,8 +80,9 @@ def finalize_and_norm(
     shared_output `[M, K]` is in fp32 with one cast, then residual `[M, K]` is added, and RMS norm with norm_weight
     `[K]` follows. The bits are those of these steps one by one, which run as separate kernels. Raises InvalidInput.
     """
-    rows, places = unfinalized.gemm2_permuted, as_ids(unfinalized.expanded_idx_to_permuted_idx)
-    weights = as_weights(unfinalized.expert_weights, places)
+    rows, weights, places = parts_of(unfinalized, "unfinalized must be")
+    places = as_ids(places)
+    weights = as_weights(weights, places)
     tokens, topk = places.shape
     if residual.shape != (tokens, rows.shape[-1]):
         raise InvalidInput(

@@ -82,6 +82,20 @@ def test_a_layer_with_zero_experts_is_the_sum_of_both_parts() -> None:
             modular.zero_experts(*wrong)
 
 
+def test_what_does_not_fit_is_refused() -> None:
+    config, scores = modular.FUSED_MOE_UNQUANTIZED_CONFIG, torch.rand(1, 8)
+    for wrong in ({"moe_config": config}, {"quant_config": config}):
+        with pytest.raises(InvalidInput, match=r"configs must be .* each once, got 2 by place and some"):
+            modular.TritonExperts(None, config, **wrong)
+    assert modular.TritonExperts(config, moe_config=modular).moe_config is modular
+    for trained in (False, True):
+        scores.requires_grad_(trained)
+        with pytest.raises(InvalidInput, match=r"the memory of y must be torch.float32 \[1, 4\].*, got .* \[3, 4\]"):
+            modular.apply_moe_activation(modular.MoEActivation.SILU, torch.empty(3, 4), scores)
+    with pytest.raises(InvalidInput, match=r"unfinalized must be an UnfinalizedMoEOutput with .*, got Tensor; return"):
+        modular.finalize_and_norm(scores, scores, scores[0])
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("shared", [False, True])
 def test_one_call_has_the_bits_of_its_steps(engine: str, shared: bool) -> None:
