@@ -29,6 +29,8 @@ CONSTANTS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
 _OWN_GROUPS = ("mxfp4_w4a4", "mxfp4_w4a16", "mxfp8", "mxfp4_mxfp8", "mxfp4_w4a8", "nvfp4_w4a16")
 #: Unsigned codes in groups along the input axis.
 _GROUPED = ("int8_w8a16", "int4_w4a16")
+#: Fields of precision objects that hold scales of weights, in `triton_kernels` of Triton 3.5 and 3.8.
+SCALES_OF_PRECISION = ("weight_scale", "b_mx_scale")
 _QUANTIZED_ACTIVATIONS = ("fp8_w8a8", "int8_w8a8", "mxfp4_w4a4", "mxfp8", "mxfp4_mxfp8", "mxfp4_w4a8")
 #: Schemes with a choice of scales for activations.
 _BY_TOKEN = ("fp8_w8a8", "int8_w8a8")
@@ -117,7 +119,7 @@ class FusedMoEQuantConfig:
             object.__setattr__(self, "block_shape", rows_columns)
         for number in (1, 2):
             scale = getattr(self, f"w{number}_scale")
-            if hasattr(scale, "weight_scale"):
+            if any(hasattr(scale, name) for name in SCALES_OF_PRECISION):
                 object.__setattr__(self, f"w{number}_precision", scale)
                 object.__setattr__(self, f"w{number}_scale", None)
         scales = (self.w1_scale, self.w2_scale)

@@ -12,7 +12,7 @@ from moe_core.base.dtypes import canonical
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_specs
-from moe_core.modular.quant_config import FusedMoEQuantConfig
+from moe_core.modular.quant_config import SCALES_OF_PRECISION, FusedMoEQuantConfig
 from moe_core.modular.schemes import NVFP4, activation_quantization, weight_quantization
 from moe_core.modular.types import ProblemSize
 from moe_core.ops.matmul.problem import MatmulProblem
@@ -26,7 +26,7 @@ from moe_core.specs.tuning import Tuning
 def why_unsupported(config: FusedMoEQuantConfig) -> str | None:
     """The reason why no experts can run this configuration, or None."""
     for name, precision in (("w1_precision", config.w1_precision), ("w2_precision", config.w2_precision)):
-        if precision is not None and not hasattr(precision, "weight_scale"):
+        if precision is not None and not any(hasattr(precision, field) for field in SCALES_OF_PRECISION):
             return f"{name} is a precision object of another library; pass its scales as {name[:2]}_scale"
     return None
 

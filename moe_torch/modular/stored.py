@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.modular.quant_config import SCALES_OF_PRECISION
 from moe_torch.modular.quant_config import FusedMoEQuantConfig
+
+#: Fields of precision objects that belong to a call.
+_OF_CALLS = (
+    *("act_scale", "out_scale", "out_dtype"),
+    *("a_mx_scale", "c_mx_scale", "a_mx_tensor_scale", "b_mx_tensor_scale"),
+)
 
 
 class Stored(NamedTuple):
@@ -90,10 +97,10 @@ def _with_plain_scales(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
 def _scale_of(name: str, precision: Any) -> Any:
     flex = getattr(precision, "flex_ctx", None)
     said = [getattr(getattr(flex, side, None), "scale", None) for side in ("lhs_data", "rhs_data")]
-    said += [getattr(precision, field, None) for field in ("act_scale", "out_scale", "out_dtype")]
+    said += [getattr(precision, field, None) for field in _OF_CALLS]
     if any(value is not None for value in said):
         raise Unsupported(
-            f"{name} must have a weight_scale alone, got flex scales, act_scale, out_scale or out_dtype; state the "
-            "quantisation in the FusedMoEQuantConfig"
+            f"{name} must have a weight_scale or b_mx_scale alone, got flex scales or one of {', '.join(_OF_CALLS)}; "
+            "state the quantisation in the FusedMoEQuantConfig"
         )
-    return precision.weight_scale
+    return next(getattr(precision, field) for field in SCALES_OF_PRECISION if hasattr(precision, field))

@@ -77,13 +77,14 @@ def test_plain_calls_write_to_the_memory_that_they_are_given(monkeypatch: pytest
         require_equal(found, composed(X, W1, W2), "written in place")
 
 
-@pytest.mark.parametrize("field", ["act_scale", "out_scale", "out_dtype", "lhs_data", "rhs_data"])
+@pytest.mark.parametrize("field", ["act_scale", "out_dtype", "a_mx_scale", "b_mx_tensor_scale", "lhs_data", "rhs_data"])
 def test_precision_objects_that_say_more_than_scales_are_refused(field: str) -> None:
     precision = SimpleNamespace(weight_scale=W1, **{field: 1})
     if field.endswith("data"):
         precision = SimpleNamespace(weight_scale=W1, flex_ctx=SimpleNamespace(**{field: SimpleNamespace(scale=1)}))
     assert _scale_of("w1_precision", SimpleNamespace(weight_scale=W1)) is W1
-    with pytest.raises(Unsupported, match="w1_precision must have a weight_scale alone, got flex scales"):
+    assert _scale_of("w1_precision", SimpleNamespace(b_mx_scale=W1)) is W1
+    with pytest.raises(Unsupported, match="w1_precision must have a weight_scale or b_mx_scale alone, got flex scales"):
         _scale_of("w1_precision", precision)
 
 

@@ -6,6 +6,7 @@ import importlib
 import pathlib
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +14,9 @@ torch = pytest.importorskip("torch")
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.compat.triton_kernels import matmul_ogs
-from tools.upstream import imports, published
+from tools.upstream import engines, imports, published
 from tools.upstream.problems import complaint, draw, draw_mxfp4
-from tools.upstream.running import Answer, Case, run_cases, table
+from tools.upstream.running import Answer, Case, Result, run_cases, table
 from tools.upstream.stand_ins import STAND_INS
 
 _FILES = {
@@ -97,3 +98,55 @@ def test_every_kind_of_result_is_told_apart(files: pathlib.Path) -> None:
 def test_missing_tests_of_triton_kernels_name_the_tag(generation: str, tag: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(published.Missing, match=tag):
         published.triton_kernels_files(tmp_path, generation)
+
+
+def test_wheels_are_those_that_pip_chooses(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pinned release first, the newest once, and the reason where there is none."""
+    said = {
+        "sglang": "Collecting\nSaved ./sglang-9.1.post2-cp312-x.whl\n",
+        "vllm": "File was ./vllm-0.33.0-cp38-x.whl\n",
+    }
+
+    def pip(command: list[str], **_: object) -> SimpleNamespace:
+        return SimpleNamespace(returncode=command[-1] not in said, stdout=said.get(command[-1], ""), stderr="offline")
+
+    monkeypatch.setattr(published, "CACHE", tmp_path)
+    monkeypatch.setattr(published.subprocess, "run", pip)
+    assert published.releases("sglang") == [published.PINNED["sglang"], "9.1.post2"]
+    assert published.releases("vllm") == ["0.33.0"]
+    with pytest.raises(published.Missing, match="transformers could not be downloaded"):
+        published.releases("transformers")
+    with pytest.raises(published.Missing, match=r"fused_moe_triton\.py of .*TensorRT-LLM at tag"):
+        published.tensorrt_llm_files(tmp_path)
+
+
+def _unused(device: str) -> Answer:
+    raise AssertionError(device)
+
+
+def _row(name: str, entry: str, release: str, statuses: tuple[str, ...], bound: float) -> list[engines.Row]:
+    ran = [
+        (Case(f"{entry}, {at}", dict, _unused), Result("reference", "", one, bound=bound))
+        for at, one in enumerate(statuses)
+    ]
+    return engines.rows(name, release, ran)
+
+
+def test_releases_with_one_outcome_share_a_line() -> None:
+    table = [row for release in ("1", "2") for row in _row("sglang", "forward", release, ("agrees", "refused"), 0.0)]
+    table += _row("sglang", "forward", "3", ("WRONG", "agrees"), 0.02) + _row("vllm", "b NoDPEP", "1", ("agrees",), 0.0)
+    lines = engines.render(table).splitlines()[2:]
+    assert lines == [
+        "| sglang | 1, 2 | `forward` | 3.5 | 2 of 2 | bitwise |",
+        "| sglang | 3 | `forward` | 3.5 | 1 of 2 | within 0.02 |",
+    ]
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "transformers"])
+def test_the_page_shows_every_entry_point_and_no_failure(name: str) -> None:
+    page = engines.PAGE.read_text("utf-8").partition(engines.BEGIN)[2].partition(engines.END)[0]
+    shown = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(f"| {name} ")]
+    cases = [case for module in engines.case_modules(name) for case in module.cases()]
+    expected = engines.rows(name, "", ((case, Result("", "", "agrees")) for case in cases))
+    assert {(row[2], row[3], row[4]) for row in shown} == {row[2:5] for row in expected}
+    assert any(published.PINNED[name] in row[1] for row in shown)

@@ -1,5 +1,4 @@
-"""Run other people's code on ours: `python -m tools.upstream` (vLLM), or with `triton-tests`, `maxtext` or `torchtitan`
-behind it."""
+"""Run other people's code on ours: `python -m tools.upstream ENGINE`, or `triton-tests`, `maxtext` or `torchtitan`."""
 
 from __future__ import annotations
 
@@ -8,64 +7,81 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
+
+from tools.upstream.published import PINNED, Missing, releases
 
 #: Settings of a process whose kernels are interpreted; vLLM's files must then see no GPU.
 _ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENGINES = ("vllm", "sglang", "transformers", "tensorrt-llm")
 #: The status where files of others are missing.
 UNAVAILABLE = 69
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.upstream", description=__doc__)
-    parser.add_argument("what", nargs="?", choices=("vllm", "triton-tests", "maxtext", "torchtitan"), default="vllm")
+    whats = (*ENGINES, "engines", "triton-tests", "maxtext", "torchtitan")
+    parser.add_argument("what", nargs="?", choices=whats, default="vllm", help="engines: each of the first four")
+    parser.add_argument("--wheel", type=pathlib.Path, help="the wheel; else it is downloaded once (1 to 336 MB)")
+    parser.add_argument("--release", help="of an engine; else the pinned one and the newest of the package index")
     parser.add_argument(
-        "--wheel",
-        type=pathlib.Path,
-        help="the wheel of vLLM, MaxText or torchtitan; else it is downloaded once (336, 14, 1 MB)",
+        "--source", type=pathlib.Path, help="the folder python/triton_kernels of Triton, or TensorRT-LLM's repository"
     )
-    parser.add_argument("--source", type=pathlib.Path, help="the folder python/triton_kernels of Triton")
     parser.add_argument("--generation", choices=("3.5", "3.8"), default="3.5", help="of triton-tests")
     parser.add_argument("--engine", choices=("cuda", "interpreter", "reference"), help="only on this one")
     parser.add_argument("--only", default="", help="only cases whose name holds this text")
     parser.add_argument("--traces", action="store_true", help="show where failures were raised")
+    parser.add_argument("--write", action="store_true", help="of engines: write the table into the page")
+    parser.add_argument("--record", type=pathlib.Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    from tools.upstream.published import Missing
-
     try:
+        if arguments.what == "engines":
+            return _engines(arguments)
         if arguments.what == "triton-tests":
             from tools.upstream.triton_tests import run_tests
 
             return run_tests(arguments.source, arguments.only, arguments.generation)
         if arguments.what == "maxtext":
             return _maxtext(arguments.wheel)
+        if arguments.what in PINNED and arguments.release is None:
+            named = None if arguments.wheel is None else [arguments.wheel.name.split("-")[1]]
+            return max(_again("--release", one) for one in named or releases(arguments.what))
         if arguments.engine is None:
             # Kernels are either compiled or interpreted in a process.
-            return max(_engine(name) for name in _engines())
+            return max(_again("--engine", name) for name in _runs_on())
         wanted = {"TRITON_INTERPRET": "0"} if arguments.engine == "cuda" else _ON_CPU
         if any(os.environ.get(name, "0") != value for name, value in wanted.items()):
             os.execve(sys.executable, [sys.executable, "-m", "tools.upstream", *sys.argv[1:]], {**os.environ, **wanted})
-        return _torchtitan(arguments) if arguments.what == "torchtitan" else _vllm(arguments)
+        return _torchtitan(arguments) if arguments.what == "torchtitan" else _engine(arguments)
     except Missing as error:
         print(error, file=sys.stderr)
         return UNAVAILABLE
 
 
-def _vllm(arguments: argparse.Namespace) -> int:
-    from tools.upstream.published import vllm_files
+def _engines(arguments: argparse.Namespace) -> int:
+    """Every engine, and the table of what ran. TensorRT-LLM's files may be absent: no package index has them."""
+    from tools.upstream import engines
 
-    files = vllm_files(arguments.wheel)
-    from tools.upstream import adapt_cases, object_cases, oracle_cases, recipe_cases, vllm_cases
-    from tools.upstream.refusals import VLLM
-    from tools.upstream.running import run_cases, table
+    with tempfile.TemporaryDirectory() as folder:
+        record = pathlib.Path(folder) / "rows"
+        record.touch()
+        statuses = {name: _again("--record", str(record), what=name) for name in ENGINES}
+        text = engines.render(engines.recorded(record))
+    print(text)
+    if arguments.write:
+        engines.write(text)
+    return max(status for name, status in statuses.items() if not (name == "tensorrt-llm" and status == UNAVAILABLE))
 
-    modules = (vllm_cases, object_cases, recipe_cases, adapt_cases, oracle_cases)
-    cases = [case for module in modules for case in module.cases()]
-    chosen = [case for case in cases if arguments.only in case.name]
-    results = run_cases(chosen, arguments.engine, files, VLLM)
+
+def _engine(arguments: argparse.Namespace) -> int:
+    from tools.upstream.engines import run
+    from tools.upstream.running import table
+
+    results = run(arguments)
     if arguments.traces:
         for result in results:
             print(result.trace)
-    print(table(results))
+    print(f"{arguments.what} {arguments.release or ''}\n{table(results)}")
     return int(any(result.failed for result in results))
 
 
@@ -95,14 +111,16 @@ def _maxtext(wheel: pathlib.Path | None) -> int:
     return int(bool(problems))
 
 
-def _engines() -> list[str]:
+def _runs_on() -> list[str]:
     import torch
 
     return [*(["cuda"] if torch.cuda.is_available() else []), "reference", "interpreter"]
 
 
-def _engine(name: str) -> int:
-    command = [sys.executable, "-m", "tools.upstream", *sys.argv[1:], "--engine", name]
+def _again(option: str, value: str, what: str | None = None) -> int:
+    """This command in another process, with one option more. what: instead of `engines`."""
+    rest = [what if argument == "engines" else argument for argument in sys.argv[1:] if argument != "--write"]
+    command = [sys.executable, "-m", "tools.upstream", *rest, option, value]
     return subprocess.run(command, check=False).returncode
 
 

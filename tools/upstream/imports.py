@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from moe_torch import compat
+
 MOE = "vllm.model_executor.layers.fused_moe"
 QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
 #: Modules that are the wheel's own files, unmodified.
@@ -125,27 +127,20 @@ def world(
     stand_ins: Mapping[str, Names],
     replaced: Mapping[str, Names],
     served: Sequence[str] = SERVED,
+    generation: str | None = None,
 ) -> Iterator[None]:
     """Inside, `vllm` and `triton_kernels` (or what served names) are importable; afterwards what was imported of them
-    is forgotten."""
+    is forgotten. generation: of `triton_kernels`, None: vLLM's files get 3.5, others none."""
+    generation = "3.5" if generation is None and served is SERVED else generation
     finder = _Finder(files, stand_ins, replaced, served)
     sys.meta_path.insert(0, finder)
     try:
-        with compat_as_triton_kernels() if served is SERVED else contextlib.nullcontext():
+        with contextlib.nullcontext() if generation is None else compat.install(generation):
             yield
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.partition(".")[0] in finder.packages]:
             del sys.modules[name]
-
-
-@contextlib.contextmanager
-def compat_as_triton_kernels() -> Iterator[None]:
-    """Inside, `triton_kernels` and its modules are those of `moe_torch.compat.triton_kernels`."""
-    from moe_torch import compat
-
-    with compat.install(generation="3.5"):
-        yield
 
 
 @contextlib.contextmanager

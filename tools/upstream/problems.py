@@ -45,11 +45,11 @@ class Problem(NamedTuple):
         routing = TopK(self.ids, self.weights)
         return moe_stages(self.x, experts, routing, spec, expert_map=self.expert_map)["output"]
 
-    def on_rank(self, ranks: int = 2, rank: int = 1) -> Problem:
-        """The part of one rank: its experts alone, dealt out in turn, and the map of all."""
+    def on_rank(self, ranks: int = 2, rank: int = 1, adjacent: bool = False) -> Problem:
+        """The part of one rank: its experts alone, adjacent or dealt out in turn, and the map of all."""
         experts = np.arange(len(self.b1))
-        mine = experts % ranks == rank
-        expert_map = np.where(mine, experts // ranks, -1).astype(np.int32)
+        mine = (experts // (len(experts) // ranks) if adjacent else experts % ranks) == rank
+        expert_map = np.where(mine, np.cumsum(mine) - 1, -1).astype(np.int32)
         parts = (_chosen(self.w1, mine), _chosen(self.w2, mine), self.b1[mine], self.b2[mine])
         return Problem(self.x, *parts, self.weights, self.ids, expert_map)
 

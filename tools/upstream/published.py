@@ -1,4 +1,4 @@
-"""Where the files of others are: the wheels of vLLM, MaxText and torchtitan, fetched once, and the tests of
+"""Where the files of others are: the wheels of engines, MaxText and torchtitan, fetched once, and the tests of
 `triton_kernels`.
 
 They stay below `build/`, which git ignores.
@@ -7,13 +7,18 @@ They stay below `build/`, which git ignores.
 from __future__ import annotations
 
 import pathlib
+import re
 import subprocess
 import sys
 import zipfile
 
+from tools.environment import CPU_TRANSFORMERS
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "upstream"
 VLLM, MAXTEXT, TORCHTITAN = "0.33.0", "0.2.5", "0.3.0"
+#: By engine, the release that must run beside the newest one.
+PINNED = {"vllm": VLLM, "sglang": "0.5.23", "transformers": CPU_TRANSFORMERS.partition("==")[2]}
 #: What is unpacked of the wheels, by the beginning of the path.
 _WANTED = {
     "vllm": (
@@ -23,6 +28,11 @@ _WANTED = {
         "vllm/utils/math_utils.py",
         "vllm/scalar_type.py",
     ),
+    "sglang": tuple(
+        f"sglang/srt/layers/moe/{name}.py"
+        for name in ("topk", "fused_moe_triton/triton_kernels_moe", "moe_runner/triton_kernels")
+    ),
+    "transformers": ("transformers/",),
     "torchtitan": ("torchtitan/models/", "torchtitan/ops/"),
     "maxtext": (
         "maxtext/configs/base.yml",
@@ -34,6 +44,7 @@ _WANTED = {
 }
 #: By generation, the folder `python/triton_kernels` of the Triton repository with its tests, and the tag.
 TRITON_KERNELS = {"3.5": (CACHE / "triton_kernels", "v3.5.1"), "3.8": (CACHE / "triton_kernels_38", "v3.8.0")}
+_TENSORRT_LLM = "tensorrt_llm/_torch/modules/fused_moe/fused_moe_triton.py"
 
 
 class Missing(Exception):
@@ -43,6 +54,27 @@ class Missing(Exception):
 def vllm_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
     """The folder that holds the package `vllm` of the wheel: a given one, or that of the package index."""
     return _unpacked("vllm", VLLM, wheel)
+
+
+def releases(name: str) -> list[str]:
+    """The pinned release of an engine, and the newest one on the package index."""
+    return list(dict.fromkeys([PINNED[name], _version(name, _fetch(name, name))]))
+
+
+def engine_files(name: str, version: str, wheel: pathlib.Path | None = None) -> pathlib.Path:
+    """The folder that holds an engine's package of a release, as far as it is run."""
+    return _unpacked(name, version, wheel)
+
+
+def tensorrt_llm_files(source: pathlib.Path | None = None) -> pathlib.Path:
+    """The folder that holds the package of the repository. Raises Missing, which says how to get it."""
+    folder = source or CACHE / "tensorrt_llm"
+    if not (folder / _TENSORRT_LLM).exists():
+        raise Missing(
+            f"{folder} must hold {_TENSORRT_LLM} of github.com/NVIDIA/TensorRT-LLM at tag v1.2.1; copy it there, or "
+            "name the folder with --source. The package index has a stub alone, which downloads the wheel elsewhere"
+        )
+    return folder
 
 
 def local_vllm_files() -> pathlib.Path | None:
@@ -75,18 +107,28 @@ def _unpacked(name: str, version: str, wheel: pathlib.Path | None) -> pathlib.Pa
 
 
 def _downloaded(name: str, version: str) -> pathlib.Path:
-    def found() -> list[pathlib.Path]:
-        return sorted(CACHE.glob(f"{name}-{version}-*.whl"))
+    found = sorted(CACHE.glob(f"{name}-{version}-*.whl"))
+    return found[0] if found else _fetch(name, f"{name}=={version}")
 
-    if not found():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        # Only read, never installed: any platform's wheel has the same Python files.
-        platform = ["--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--python-version=3.12"]
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(CACHE), *platform]
-        status = subprocess.run([*command, f"{name}=={version}"], check=False).returncode
-        if status or not found():
-            raise Missing(f"{name}=={version} could not be downloaded; pass its wheel with --wheel PATH")
-    return found()[0]
+
+def _fetch(name: str, requirement: str) -> pathlib.Path:
+    """The wheel that pip chooses. It downloads none that is there."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    # Only read, never installed: any platform's wheel has the same Python files.
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 34)]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(CACHE), "--only-binary=:all:"]
+    done = subprocess.run(
+        [*command, *platforms, "--python-version=3.12", requirement], check=False, capture_output=True, text=True
+    )
+    wheels = re.findall(rf"{name}-[^\s/]+\.whl", done.stdout)
+    if done.returncode or not wheels:
+        print(done.stderr, file=sys.stderr)
+        raise Missing(f"{requirement} could not be downloaded; pass its wheel with --wheel PATH")
+    return CACHE / wheels[-1]
+
+
+def _version(name: str, wheel: pathlib.Path) -> str:
+    return wheel.name.removeprefix(f"{name}-").partition("-")[0]
 
 
 def triton_kernels_files(source: pathlib.Path | None = None, generation: str = "3.5") -> pathlib.Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -30,22 +30,25 @@ class Answer:
 
 @dataclass(frozen=True)
 class Case:
-    """replaced: names that a world has beside the wheel's files and the stand-ins, made when it begins."""
+    """replaced: names that a world has beside the wheel's files and the stand-ins, made when it begins. generation: of
+    the installed `triton_kernels`, None: no installation."""
 
     name: str
     replaced: Callable[[], Mapping[str, imports.Names]]
     run: Run
+    generation: str | None = "3.5"
 
 
 @dataclass(frozen=True)
 class Result:
-    """status: `agrees`, `refused` (documented), `REFUSED` (not documented), `WRONG` or `raises`."""
+    """status: `agrees`, `refused` (documented), `REFUSED` (not), `WRONG` or `raises`. bound: as in `Answer`."""
 
     engine: str
     name: str
     status: str
     text: str = ""
     trace: str = ""
+    bound: float = BOUND
 
     @property
     def failed(self) -> bool:
@@ -65,13 +68,19 @@ def on_engine(engine: str) -> Iterator[str]:
 
 
 def run_cases(
-    cases: list[Case], engine: str, files: pathlib.Path, refusals: Mapping[str, tuple[str, str]]
+    cases: list[Case],
+    engine: str,
+    files: pathlib.Path,
+    refusals: Mapping[str, tuple[str, str]],
+    names: Mapping[str, imports.Names] = stand_ins.STAND_INS,
+    served: Sequence[str] = imports.SERVED,
 ) -> list[Result]:
-    """Every case on one engine. refusals: those by choice, see `refusals.VLLM`."""
+    """Every case on one engine. refusals: those by choice, see `refusals.VLLM`. names: the stand-ins."""
     stand_ins.define_operators()
     results = []
     for case in cases:
-        with imports.world(files, stand_ins.STAND_INS, case.replaced()), on_engine(engine) as device:
+        world = imports.world(files, names, case.replaced(), served, case.generation)
+        with world, on_engine(engine) as device:
             results.append(_run(case, engine, device, refusals.get(case.name)))
     return results
 
@@ -92,7 +101,7 @@ def _run(case: Case, engine: str, device: str, refusal: tuple[str, str] | None) 
         return Result(engine, case.name, "raises", f"{type(error).__name__}: {error}", traceback.format_exc())
     if wrong is not None:
         return Result(engine, case.name, "WRONG", wrong)
-    return Result(engine, case.name, "agrees")
+    return Result(engine, case.name, "agrees", bound=answer.bound)
 
 
 def table(results: list[Result]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -114,10 +115,11 @@ def _group_quant(
 
 
 _GELU = torch.nn.functional.gelu
+silu_and_mul, gelu_and_mul = _gated(torch.nn.functional.silu), _gated(_GELU)
 #: Operators of vLLM's extension module, by schema.
 _OPERATORS = {
-    "silu_and_mul(Tensor! output, Tensor input) -> ()": _gated(torch.nn.functional.silu),
-    "gelu_and_mul(Tensor! output, Tensor input) -> ()": _gated(_GELU),
+    "silu_and_mul(Tensor! output, Tensor input) -> ()": silu_and_mul,
+    "gelu_and_mul(Tensor! output, Tensor input) -> ()": gelu_and_mul,
     "gelu_tanh_and_mul(Tensor! output, Tensor input) -> ()": _gated(functools.partial(_GELU, approximate="tanh")),
     "swigluoai_and_mul(Tensor! output, Tensor input, float alpha=1.702, float limit=7.0) -> ()": _swigluoai,
     "per_token_group_fp8_quant(Tensor x, Tensor! values, Tensor! scales, int size, float eps, float least, float most, "
@@ -147,6 +149,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "vllm.envs": {"__getattr__": lambda name: None},
     "vllm.logger": {"init_logger": lambda name: _No()},
     "vllm.platforms": {"current_platform": _Platform()},
+    "vllm.platforms.rocm": {"on_gfx950": _no},
     "vllm.config": {"SchedulerConfig": _Scheduler},
     "vllm._aiter_ops": {"rocm_aiter_ops": _No()},
     "vllm._custom_ops": {"moe_sum": _moe_sum},
@@ -154,8 +157,8 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "vllm.utils.deep_gemm": {"is_deep_gemm_e8m0_used": _no},
     "vllm.utils.import_utils": {
         "has_triton_kernels": lambda: True,
-        # As vLLM finds out: it has matmul_ogs, and no SparseMatrix.
-        "get_triton_kernels_version": lambda: "3.5.1",
+        # As vLLM finds out: 3.5.1 has matmul_ogs, and no SparseMatrix.
+        "get_triton_kernels_version": lambda: "3.5.1" if find_spec("triton_kernels.matmul_ogs") else "3.8",
     },
     "vllm.utils.torch_utils": {"PIN_MEMORY": False, "direct_register_custom_op": _register},
     "vllm.model_executor.layers.quantization.utils.humming": {"prioritize_humming": lambda backends: backends},

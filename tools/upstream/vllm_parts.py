@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from moe_torch import modular
-from moe_torch.compat.triton_kernels import matmul_ogs, tensor
 from tools.upstream.imports import MOE, WHOLE, Names
 from tools.upstream.problems import E, M, Problem, Tensors, draw, draw_mxfp4, tensors
 from tools.upstream.running import Answer, Run
@@ -81,16 +81,20 @@ def their_moe_config(problem: Problem, activation: str) -> Any:
 
 
 def gpt_oss_weights(given: Tensors) -> tuple[Any, Any, dict[str, Any]]:
-    """w1 and w2 as vLLM passes them to gpt-oss experts, `[E, K, N]`, and the arrays of their configuration."""
+    """w1 and w2 as vLLM passes them to gpt-oss experts, `[E, K, N]`, and the arrays of their configuration. mxfp4 in
+    objects of the installed `triton_kernels`."""
     arrays: dict[str, Any] = {"w1_bias": given.b1, "w2_bias": given.b2}
     if given.scales[0] is None:
         return given.w1.mT.contiguous(), given.w2.mT.contiguous(), arrays
+    is_38 = "triton_kernels.matmul" in sys.modules
+    path, scale_name = ("matmul", "b_mx_scale") if is_38 else ("matmul_ogs", "weight_scale")
+    matmul, tensor = (importlib.import_module(f"triton_kernels.{name}") for name in (path, "tensor"))
     weights = []
     for number, (codes, scales) in enumerate(zip((given.w1, given.w2), given.scales, strict=True), 1):
         assert scales is not None
         weights.append(tensor.wrap_torch_tensor(codes.mT, dtype=tensor.FP4))
         scale = tensor.wrap_torch_tensor(scales.mT)
-        arrays[f"w{number}_scale"] = matmul_ogs.PrecisionConfig(weight_scale=scale)
+        arrays[f"w{number}_scale"] = matmul.PrecisionConfig(**{scale_name: scale})
     return weights[0], weights[1], arrays
 
 

@@ -1,0 +1,91 @@
+"""TensorRT-LLM's experts on `triton_kernels`, with its routing of ranks, on our modules of Triton 3.5."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from tools.upstream import imports
+from tools.upstream.problems import TOPK, E, M, Problem, draw, draw_mxfp4, tensors
+from tools.upstream.running import Answer, Case, Run
+
+_MODULE = "tensorrt_llm._torch.modules.fused_moe.fused_moe_triton"
+#: Modules that are TensorRT-LLM's own files, unmodified.
+SERVED = (_MODULE,)
+_OAI = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
+STAND_INS: dict[str, imports.Names] = {
+    "tensorrt_llm._torch.model_config": {"ModelConfig": type("ModelConfig", (), {})},
+    f"{_MODULE.rpartition('.')[0]}.quantization": {"FusedMoEMethodBase": type("FusedMoEMethodBase", (), {})},
+}
+
+
+def _interleaved(layer: Problem) -> Problem:
+    """Columns of gate and up by turns, as TensorRT-LLM's loader writes them."""
+
+    def mixed(array: np.ndarray) -> np.ndarray:
+        return np.stack(np.split(array, 2, axis=1), 2).reshape(array.shape)
+
+    return layer._replace(w1=mixed(layer.w1), b1=mixed(layer.b1))
+
+
+def _weights(layer: Problem, device: str) -> dict[str, Any]:
+    given = tensors(layer, device)
+    if given.scales[0] is None:
+        return {"w3_w1_weight": given.w1.mT, "w2_weight": given.w2.mT}
+    found = {}
+    # It asks for the GPU's name, and frees the memory that it is given.
+    with mock.patch.object(torch.cuda, "get_device_name", lambda *_: "a GPU"):
+        for names, codes, scales in zip(
+            (("w3_w1_weight", "fc31_dequant"), ("w2_weight", "fc2_dequant")),
+            (given.w1, given.w2),
+            given.scales,
+            strict=True,
+        ):
+            assert scales is not None
+            swizzled = importlib.import_module(_MODULE).swizzle_weight_and_scale(codes.mT.contiguous(), scales.mT)
+            found |= dict(zip(names, swizzled, strict=True))
+    return found
+
+
+def _ranks(problem: Callable[[], Problem], method: str, ranks: int, oai: bool = True) -> Run:
+    """`apply` on every rank against the reference of its experts. oai: gpt-oss's activation, else silu."""
+
+    def run(device: str) -> Answer:
+        layer = problem()
+        logits = torch.randn(M, E, generator=torch.Generator().manual_seed(1))
+        scores, ids = logits.topk(TOPK, dim=-1)
+        layer = layer._replace(ids=ids.int().numpy(), weights=scores.softmax(-1).numpy())
+        file, outputs, expected = importlib.import_module(_MODULE), [], []
+        for rank in range(ranks):
+            part = layer.on_rank(ranks, rank, adjacent=True)
+            held = part if oai else _interleaved(part)
+            given = tensors(held, device)
+            module = types.SimpleNamespace(
+                **_weights(held, device),
+                **{"w3_w1_bias": given.b1, "w2_bias": given.b2, "bias": True, "dtype": torch.bfloat16},
+                **{"ep_size": ranks, "ep_rank": rank, "hidden_size": layer.x.shape[1]},
+                **{f"swiglu_{name}": value if oai else None for name, value in _OAI.items()},
+                routing_method=types.SimpleNamespace(experts_per_token=TOPK),
+            )
+            options = (torch.bfloat16,) if "MXFP4" in method else ()
+            outputs.append(getattr(file, method)(*options).apply(module, given.x, logits.to(device)))
+            expected.append(part.expected("swigluoai" if oai else "silu"))
+        return Answer(torch.cat(outputs), np.concatenate(expected))
+
+    return run
+
+
+def cases() -> list[Case]:
+    bf16, mxfp4 = "TritonUnquantizedFusedMoEMethod", "TritonMXFP4FusedMoEMethod"
+    found = {}
+    for ranks in (1, 2, 3):
+        found[f"{bf16}, {ranks} ranks"] = _ranks(draw, bf16, ranks)
+        found[f"{mxfp4}, {ranks} ranks"] = _ranks(lambda: draw_mxfp4(hidden=128, width=128), mxfp4, ranks)
+    found[f"{bf16}, silu, 2 ranks"] = _ranks(draw, bf16, 2, oai=False)
+    return [Case(name, dict, run, generation="3.5") for name, run in found.items()]
