@@ -24,6 +24,7 @@ from moe_torch.operators.shapes import width_of
 
 _MODULE = "torch.utils.flop_counter"
 _Formula = Callable[[Any], int]
+_EXPERTS = ("gate_up", "up", "down")
 
 
 def _wants(call: Any, *names: str) -> int:
@@ -35,14 +36,14 @@ def _parts(call: Any) -> dict[str, int]:
     """FLOPs of each product of one forward."""
     tokens, routing, spec = call.x.shape[0], call.routing, call.spec
     slots = tokens * (routing.ids.shape[1] if isinstance(routing, TopK) else spec.router.top_k)
-    parts = {"router": 0, "gate_up": 0, "down": 0, "shared.gate_up": 0, "shared.down": 0, "shared.gate": 0}
+    parts = dict.fromkeys((*_EXPERTS, *(f"shared.{name}" for name in _EXPERTS), "router", "shared.gate"), 0)
     if isinstance(routing, RouterWeights):
         parts["router"] = 2 * tokens * call.x.shape[1] * width_of(routing.weight, spec.router_weight_layout)
     for prefix, bundle, rows in (("", call.experts, slots), ("shared.", call.shared, tokens)):
         if bundle is not None:
-            matrices = [bundle.gate_up] if bundle.up is None else [bundle.gate_up, bundle.up]
-            parts[f"{prefix}gate_up"] = sum(2 * rows * one.shape[-1] * one.shape[-2] for one in matrices)
-            parts[f"{prefix}down"] = 2 * rows * bundle.down.shape[-1] * bundle.down.shape[-2]
+            for name in _EXPERTS:
+                matrix = getattr(bundle, name)
+                parts[f"{prefix}{name}"] = 0 if matrix is None else 2 * rows * matrix.shape[-1] * matrix.shape[-2]
     if call.shared is not None and call.shared.gate is not None:
         parts["shared.gate"] = 2 * tokens * call.x.shape[1]
     return parts
@@ -59,9 +60,10 @@ def _backward(call: Any) -> int:
     for bundle, prefix in (("experts", ""), ("shared", "shared.")):
         trained = [f"d_{bundle}.{name}" for name in ("gate_up", "up", "gate_up_bias", "up_bias")]
         hidden = 1 if through or _wants(call, *trained) or (not prefix and _wants(call, "d_routing.weights")) else 0
-        total += parts[f"{prefix}gate_up"] * (through + (_wants(call, f"d_{bundle}.gate_up") > 0))
+        for name in ("gate_up", "up"):
+            total += parts[f"{prefix}{name}"] * (through + _wants(call, f"d_{bundle}.{name}"))
         total += parts[f"{prefix}down"] * (hidden + _wants(call, f"d_{bundle}.down"))
-    return total + (parts["gate_up"] if call.spec.recompute else 0)
+    return total + (parts["gate_up"] + parts["up"] if call.spec.recompute else 0)
 
 
 def _rows_of_product(call: Any) -> int:

@@ -18,9 +18,11 @@ from moe_core.formats import scheme_named
 from moe_torch import (
     Activation,
     ExpertsSpec,
+    ExpertWeights,
     LatentSpec,
     MoE,
     MoELayerSpec,
+    MoESpec,
     NormSpec,
     OutputSpec,
     RouterLogits,
@@ -96,6 +98,18 @@ def test_frozen_parts_cost_less_and_other_routings_have_no_router() -> None:
             assert counted(lambda: moe(x, weights, RouterLogits(logits), spec)) == 3 * product
             assert counted(lambda: moe(x, weights, chosen, plain)) == 3 * product
             assert counted(lambda: moe(x[:0], weights, TopK(chosen.ids[:0], chosen.weights[:0]), plain)) == 0
+
+
+@pytest.mark.parametrize(("trained", "products"), [("", 3), ("up", 5), ("gate_up", 5), ("gate_up up", 6), ("x", 6)])
+def test_separate_matrices_may_be_trained_alone(trained: str, products: int) -> None:
+    arrays = {"x": torch.randn(6, 16), "gate_up": torch.randn(4, 16, 8), "up": torch.randn(4, 16, 8)}
+    for name in trained.split():
+        arrays[name].requires_grad_()
+    x, gate_up, up = arrays.values()
+    routing, spec = TopK(torch.zeros(6, 2).int(), torch.ones(6, 2)), MoESpec(Activation("silu", gate_layout="separate"))
+    with running_on("reference"):
+        run = lambda: moe(x, ExpertWeights(gate_up, torch.randn(4, 8, 16), up=up), routing, spec).output  # noqa: E731
+        assert counted(lambda: run().sum().backward() if trained else run()) == products * 2 * 12 * 16 * 8
 
 
 def test_grouped_products() -> None:
