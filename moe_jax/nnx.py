@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -182,17 +183,25 @@ class MoE(nnx.Module):
 
         param_dtype: None: that of the weights. Quantised experts stay as they are. copy=False: on a CPU the layer
         shares the arrays, which must not change any more. For more options make an abstract layer,
-        `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call load_weights.
+        `nnx.eval_shape(lambda: MoE.from_spec(..., rngs=nnx.Rngs(0)))`, and call load_weights. main_grad, which only
+        torch has, is left out with a UserWarning.
         """
         if not isinstance(weights, layers.LayerWeights):
             raise InvalidInput(f"weights must be LayerWeights, got {type(weights).__name__}; pass those of one layer")
+        spec = weights.layer_spec()
+        if spec.main_grad:
+            spec = dataclasses.replace(spec, main_grad=False)
+            warnings.warn(
+                "main_grad=True is left out, as JAX adds to no array in place: the layer returns all its gradients",
+                stacklevel=2,
+            )
         options = {"dtype": dtype, "param_dtype": param_dtype or jnp.dtype(weights.dtype)}
         mesh = jax.sharding.get_abstract_mesh()
         if not get_logical_axis_rules():
             # Flax would look for logical axes among the mesh's.
             mesh = jax.sharding.AbstractMesh((), ())
         with jax.sharding.use_abstract_mesh(mesh):
-            layer: MoE = nnx.eval_shape(lambda: cls.from_spec(weights.layer_spec(), rngs=nnx.Rngs(0), **options))
+            layer: MoE = nnx.eval_shape(lambda: cls.from_spec(spec, rngs=nnx.Rngs(0), **options))
         layer._load(weights, copy)
         return layer
 

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ STORAGES = ("fused", "per_expert")
 #: Largest bytes of a shard.
 DEFAULT_SHARD_BYTES = 2**30
 _METADATA = {"format": "pt"}
+#: Options of training that change no result.
+_SAME_RESULTS = ("recompute", "main_grad")
 
 
 class WriteProgress(NamedTuple):
@@ -56,7 +59,7 @@ def layer_tensors(
     weights: in any storage. config: see `save_checkpoint`. storage: `fused` (`experts.gate_up_proj`, the names of
     transformers' `state_dict`) or `per_expert` (`experts.0.gate_proj.weight`), which gpt_oss and others do not have.
     None: the family's published one. dtypes are kept. Raises InvalidInput if weights, config and layer disagree,
-    Unsupported for other families and storages.
+    Unsupported for other families and storages. Warns of options, such as a capacity_factor, that no config has.
     """
     model = _model(config)
     model.require_storage(storage)
@@ -103,6 +106,7 @@ def save_checkpoint(
 
     Raises InvalidInput for a directory with content, layers that are missing, repeated or of another model, duplicate
     names, and a config with another dtype than the weights; Unsupported for other families and without safetensors.
+    Warns as `layer_tensors` does.
     """
     model = _model(config)
     model.require_storage(storage)
@@ -178,6 +182,7 @@ class _Model:
                     f"weights of layer {layer} must have {name} = {mine} by config, got {theirs}; pass the "
                     "config that belongs to the weights"
                 )
+        _warn_of_options(wanted, provided)
 
     def require_dtype(self, layer: int, weights: LayerWeights) -> None:
         """transformers would round silently to the dtype in config."""
@@ -187,6 +192,17 @@ class _Model:
                 f"dtype of config must be {weights.dtype}, that of layer {layer}'s weights, got {named!r}; correct it "
                 "or cast the weights"
             )
+
+
+def _warn_of_options(wanted: MoELayerSpec, provided: MoELayerSpec) -> None:
+    names = [name for name in FREE_FIELDS if name not in _SAME_RESULTS]
+    lost = [name for name in names if getattr(wanted, name) != getattr(provided, name)]
+    if lost:
+        listed = ", ".join(f"{name}={getattr(provided, name)}" for name in lost)
+        warnings.warn(
+            f"config.json has no entry for {listed}, which the layers have: layers read from the files compute without",
+            stacklevel=4,
+        )
 
 
 def _tensors(weights: LayerWeights, model: _Model, layer: int, storage: str | None) -> Iterator[tuple[str, np.ndarray]]:

@@ -153,7 +153,7 @@ class Scheme:
     """The formats of a quantised layer's weights and, before each product, activations.
 
     activations: None: not quantised (w4a16, w8a16). Their groups along the summed axis are the weights' or the whole
-    axis.
+    axis. Schemes of the same formats are equal, because the arrays of a layer do not tell a name.
     """
 
     name: str
@@ -169,6 +169,16 @@ class Scheme:
                 f"activations must have groups of {self.weights.group_columns} columns, like weights, or None, got "
                 f"{ours.group_columns}; scales of both sides are applied together"
             )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scheme) and self._formats == other._formats
+
+    def __hash__(self) -> int:
+        return hash(self._formats)
+
+    @property
+    def _formats(self) -> tuple[Format, Format | None]:
+        return self.weights, self.activations
 
     def __str__(self) -> str:
         return self.name

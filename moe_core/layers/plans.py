@@ -10,7 +10,7 @@ from moe_core.layers.stage_plans import StagePlans
 from moe_core.ops.moe.backward import explain_training, plan_training
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.options import ForwardOptions
-from moe_core.ops.router.backward import ROUTER_GRADIENTS, plan_router_backward
+from moe_core.ops.router.backward import plan_router_backward
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.layout import plan_layout
@@ -87,7 +87,7 @@ def _routing_plans(
     tokens, logits_spec, target = x.shape[0], moe_spec.logits_spec(), plans.target
     logits = ArraySpec((tokens, spec.num_experts), "float32")
     ids, weights = (ArraySpec((tokens, spec.top_k), dtype) for dtype in ("int32", "float32"))
-    wanted = ROUTER_GRADIENTS if router.bias is not None else ROUTER_GRADIENTS[:2]
+    wanted = ("d_x", "d_weight", *(("d_bias",) if router.bias is not None else ()))
     if spec.router_norm is not None:
         plans.norm(x, spec.router_norm, router.weight.dtype)
     arguments = (x, router.weight, router.bias, logits_spec, target)

@@ -96,11 +96,13 @@ class SharedExpertsSpec:
             )
 
 
-#: Fields of MoELayerSpec about computing, not about weights.
-FREE_FIELDS = ("capacity_factor", "logits_dtype", "allow_tf32", "tuning", "recompute", "main_grad", "fast_accumulate")
+_OF_OPS = ("logits_dtype", "allow_tf32", "tuning", "recompute", "main_grad", "fast_accumulate")
 #: Fields that MoELayerSpec and MoESpec share.
-MOE_SPEC_FIELDS = ("apply_router_weight_on_input", *FREE_FIELDS[1:])
-FREE_FIELDS += ("token_rounding",)
+MOE_SPEC_FIELDS = ("apply_router_weight_on_input", *_OF_OPS)
+#: Fields that are neither MoESpec's nor told by the arrays.
+LAYER_FIELDS = ("capacity_factor", "token_rounding")
+#: Fields of MoELayerSpec about computing, not about weights.
+FREE_FIELDS = (*LAYER_FIELDS, *_OF_OPS)
 
 
 @plan_type
@@ -266,8 +268,8 @@ class MoELayerSpec:
         if activation.gated:
             gate_layout = storage.gate_layout
             activation = dataclasses.replace(activation, gate_layout=_UNSTATED_GATE_LAYOUT)
-        experts = ExpertsSpec(activation, self.experts.bias, storage.weight_layout, gate_layout, self.experts.scheme)
-        return dataclasses.replace(self, experts=experts)
+        layouts = {"weight_layout": storage.weight_layout, "gate_layout": gate_layout}
+        return dataclasses.replace(self, experts=dataclasses.replace(self.experts, activation=activation, **layouts))
 
     def moe_spec(self, default: Storage) -> MoESpec:
         """The composed op's spec for parameters in `storage(default)`."""

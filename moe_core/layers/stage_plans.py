@@ -74,8 +74,7 @@ class StagePlans:
         hidden = self.activation(pre, spec.shared_activation or spec.activation, up)
         self.product(MatmulOperands(hidden, one(shared.down)), None, dense)
         if shared.gate is not None:
-            logits = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32, spec.batch_invariant)
-            arguments = (x, shared.gate, None, logits, self.target)
+            arguments = (x, shared.gate, None, spec.shared_gate_spec(), self.target)
             plan = plan_router(*arguments)
             self.forward.append(plan)
             self.backward.append(plan_router_backward(plan.spec("logits"), *arguments, wanted=("d_x", "d_weight")))

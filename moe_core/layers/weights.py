@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from moe_core.base import dtypes, require_choice, require_kind
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, known_scheme
 from moe_core.layers.around import LatentSpec, LayerPart, OutputSpec
 from moe_core.layers.spec import (
+    LAYER_FIELDS,
     MAXTEXT,
     MOE_SPEC_FIELDS,
     ExpertsSpec,
@@ -23,7 +24,7 @@ from moe_core.layers.spec import (
     storage_of,
 )
 from moe_core.ops.quantize.reference import dequantize
-from moe_core.specs import MoESpec, NormSpec, RouterSpec
+from moe_core.specs import MoESpec, NormSpec, RouterSpec, TokenRounding
 from moe_core.specs.operands import ExpertWeights, LayerRouter, RouterWeights, SharedExpert, named_arrays, named_fields
 
 
@@ -37,7 +38,7 @@ class LayerWeights:
 
     The experts' matrices may be `QuantizedTensor`s in one format, shared ones are plain. A layer has no static input
     scales. before, after: the projections of a layer with a latent width. output: operations on the experts' results.
-    Their matrices have the experts' dtype, norms and biases any.
+    Their matrices have the experts' dtype, norms and biases any. capacity_factor, token_rounding: see `MoELayerSpec`.
     """
 
     spec: MoESpec
@@ -47,6 +48,8 @@ class LayerWeights:
     before: LayerPart | None = None
     after: LayerPart | None = None
     output: LayerPart | None = None
+    capacity_factor: float | None = None
+    token_rounding: TokenRounding | None = None
 
     def __post_init__(self) -> None:
         require_kind("spec", self.spec, MoESpec)
@@ -140,6 +143,7 @@ class LayerWeights:
             sparse_mixer=getattr(self.router, "sparse_mixer", None),
             token_table=0 if table is None else len(table),
             **{name: getattr(spec, name) for name in MOE_SPEC_FIELDS},
+            **{name: getattr(self, name) for name in LAYER_FIELDS},
         )
 
     @classmethod
@@ -184,7 +188,17 @@ class LayerWeights:
             bundle(ExpertWeights, "experts."),
             layer_router(bundle(dict, "router."), spec.router_norm, spec.sparse_mixer),
         )
-        return cls(spec.moe_spec(default), experts, router, shared, **layer_parts(arrays, spec))
+        only_layers = {name: getattr(spec, name) for name in LAYER_FIELDS}
+        weights = cls(spec.moe_spec(default), experts, router, shared, **layer_parts(arrays, spec), **only_layers)
+        described, stored = weights.layer_spec(), spec.stored_as(spec.storage(default))
+        for name in [field.name for field in dataclasses.fields(stored)]:
+            kept, wanted = getattr(described, name), getattr(stored, name)
+            if kept != wanted:
+                raise Unsupported(
+                    f"{name} must be one that LayerWeights describe, got {wanted}, which would become {kept}; make the "
+                    "layer without it"
+                )
+        return weights
 
     def _check_formats(self) -> None:
         spec, experts, down = self.spec, self.experts, self.experts.down

@@ -255,6 +255,14 @@ def int32_ids(ids: Any) -> Any:
     return ids.astype(np.int32)
 
 
+def refuse_main_grad(spec: Any) -> None:
+    if spec.main_grad:
+        raise Unsupported(
+            "spec.main_grad must be False in JAX, whose arrays nothing is added to in place, got True; leave it out, "
+            "and add up the gradients of micro-batches in float32, as docs/user/training.md shows"
+        )
+
+
 def moe_request(
     x: Any, experts: Any, routing: Any, spec: Any, *, token_mask: Any = None, expert_map: Any = None, shared: Any = None
 ) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
@@ -262,11 +270,7 @@ def moe_request(
     require_type("experts", experts, bundles.ExpertWeights)
     require_type("routing", routing, bundles.RouterWeights, bundles.RouterLogits, bundles.TopK)
     require_type("spec", spec, MoESpec)
-    if spec.main_grad:
-        raise Unsupported(
-            "spec.main_grad must be False in JAX, whose arrays nothing is added to in place, got True; leave it out, "
-            "and add up the gradients of micro-batches in float32, as docs/user/training.md shows"
-        )
+    refuse_main_grad(spec)
     if isinstance(routing, bundles.TopK):
         routing = dataclasses.replace(routing, ids=int32_ids(routing.ids))
     call = OpCall("moe")

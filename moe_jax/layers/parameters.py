@@ -16,6 +16,7 @@ from moe_core.base.checks import require_at_least
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, quantized_shapes
 from moe_core.layers import MAXTEXT, MoELayerSpec, Parameter, first_table, tiled_specs
+from moe_jax.bridge.calls import refuse_main_grad
 
 Parameters = Mapping[str, Any]
 #: (key, shape, dtype) -> one matrix [inputs, outputs], as in jax.nn.initializers.
@@ -67,7 +68,8 @@ class Leaf:
 
 @functools.lru_cache(maxsize=1024)
 def leaves(spec: MoELayerSpec, num_layers: int | None = None, prepacked: bool = False) -> tuple[Leaf, ...]:
-    """Every array of a layer, or of a stack of num_layers. prepacked: with tiled matrices."""
+    """Every array of a layer, or of a stack of num_layers. prepacked: with tiled matrices. Refuses spec.main_grad."""
+    refuse_main_grad(spec)
     if num_layers is not None:
         require_at_least("num_layers", num_layers, 1)
     storage = spec.storage(MAXTEXT)

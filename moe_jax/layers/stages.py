@@ -13,7 +13,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MAXTEXT, LayerPart, MoELayerSpec
 from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids, require_ids
 from moe_core.parallel import ParallelOutput
-from moe_core.specs import LogitsSpec, MatmulSpec, MoESpec, NormSpec, RouterSpec
+from moe_core.specs import MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
 from moe_jax import ops
 from moe_jax.bridge.calls import int32_ids
@@ -243,8 +243,7 @@ def _shared(x: Any, shared: Any, spec: MoESpec, product: MatmulSpec, layer_index
     y = multiply(hidden, shared.down)
     if shared.gate is None:
         return y
-    logits = LogitsSpec(spec.weight_layout, "float32", spec.allow_tf32, spec.batch_invariant)
-    return (y * jax.nn.sigmoid(ops.router(x, shared.gate, spec=logits))).astype(y.dtype)
+    return (y * jax.nn.sigmoid(ops.router(x, shared.gate, spec=spec.shared_gate_spec()))).astype(y.dtype)
 
 
 def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSpec) -> jax.Array:
