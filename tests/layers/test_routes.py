@@ -1,7 +1,7 @@
 """Every field of a layer's description on every route: it arrives, with equal results, or the route names it.
 
-`tests.support.routes` makes the layers out of the dataclasses. MOEBIUS_ROUTES=all takes every value of every field,
-every family of files, and programs and files of orbax for all of them.
+`tests.support.frontends.routes` makes the layers out of the dataclasses. MOEBIUS_ROUTES=all takes every value of every
+field, every family of files, and every route for all of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ jax = pytest.importorskip("jax")
 flax_nnx = pytest.importorskip("flax.nnx")
 
 import jax.numpy as jnp
+from jax import export as jax_export
 
 import moe_torch
 from moe_core.base import codec
@@ -36,18 +37,19 @@ from moe_core.layers import HUGGING_FACE, MAXTEXT, LayerWeights, MoELayerSpec, c
 from moe_core.layers.plans import layer_plans
 from moe_core.plan import registry
 from moe_jax import layers, linen, nnx
+from moe_jax.bridge.ffi import TARGET_NAME
 from moe_jax.layers.functional import _planned_for
 from moe_torch import MoE
 from moe_torch.bridge.arrays import target_of_device
+from tests.support.frontends.routes import BASES, UNREACHED, T, changed, fields_of, inputs_of, weights_of
 from tests.support.layers import CONFIGS, SPECS
-from tests.support.routes import BASES, UNREACHED, T, changed, fields_of, inputs_of, weights_of
 
 EVERY = os.environ.get("MOEBIUS_ROUTES") == "all"
 PATHS = [path for path in changed() if path not in UNREACHED]
 CASES = [(path, spec) for path in PATHS for spec in changed()[path][: None if EVERY else 1]]
 pytestmark = pytest.mark.usefixtures("on_the_reference")
 every_field = pytest.mark.parametrize(("path", "spec"), CASES, ids=[path for path, _ in CASES])
-#: Programs are compiled for fields of the layer alone.
+#: Slower routes take fields of the layer alone.
 OWN = CASES if EVERY else [(path, spec) for path, spec in CASES if "." not in path]
 own_fields = pytest.mark.parametrize(("path", "spec"), OWN, ids=[path for path, _ in OWN])
 Results = dict[str, np.ndarray]
@@ -240,16 +242,49 @@ def test_maxtext(path: str, spec: MoELayerSpec) -> None:
         np.testing.assert_array_equal(arrived.named()[name], array, err_msg=name)
 
 
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """Of the only rank."""
+    distributed = pytest.importorskip("torch.distributed")
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@own_fields
+def test_shared_out(path: str, spec: MoELayerSpec, mesh: Any) -> None:
+    weights, (x, ids) = weights_of(spec), inputs_of(spec)
+    try:
+        layer = MoE.from_weights(weights, expert_parallel=mesh)
+    except Unsupported as refusal:
+        named = ["token_rounding", "apply_router_weight_on_input", "main_grad", "a norm of each expert's result"]
+        assert any(name in str(refusal) for name in named), refusal
+        return
+    assert stored(layer.spec) == layer.export_weights().layer_spec() == stored(spec), path
+    more = {} if ids is None else {"input_ids": torch.from_numpy(ids)}
+    with torch.no_grad():
+        found, expected = (one.eval()(torch.from_numpy(x), **more) for one in (layer, MoE.from_weights(weights)))
+    np.testing.assert_array_equal(found, expected)
+
+
 @own_fields
 def test_exported_programs(path: str, spec: MoELayerSpec, tmp_path: Path) -> None:
     x, ids = inputs_of(spec)
     layer = MoE.from_weights(weights_of(spec)).eval().requires_grad_(False)
     more = {} if ids is None else {"input_ids": torch.from_numpy(ids)}
     with torch.no_grad():
+        expected = layer(torch.from_numpy(x), **more)
         program = torch.export.export(layer, (torch.from_numpy(x),), more)
         torch.export.save(program, tmp_path / "layer.pt2")
         found = torch.export.load(tmp_path / "layer.pt2").module()(torch.from_numpy(x), **more)
-        np.testing.assert_array_equal(found, layer(torch.from_numpy(x), **more))
+        np.testing.assert_array_equal(found, expected)
+    held = nnx.MoE.from_weights(weights_of(dataclasses.replace(spec, main_grad=False)))
+    held.eval()
+    call = jax.jit(lambda x, ids: held(x, input_ids=ids))
+    allowed = jax_export.DisabledSafetyCheck.custom_call(TARGET_NAME)
+    exported = jax_export.export(call, disabled_checks=[allowed])(x, ids)
+    found = jax_export.deserialize(exported.serialize()).call(x, ids)
+    np.testing.assert_array_equal(found, call(x, ids))
 
 
 @own_fields
