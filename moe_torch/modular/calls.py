@@ -183,7 +183,8 @@ def finished(halves: Any, name: str = "an asynchronous method") -> Any:
     """Call the hook of an asynchronous method, if any, then its receiver."""
     hook, receiver = halves if isinstance(halves, tuple) and len(halves) == 2 else (None, halves)
     if not callable(receiver) or not (hook is None or callable(hook)):
-        raise InvalidInput(f"{name} must return a receiver, or a hook and a receiver, got {halves!r}; return functions")
+        got = type(halves).__name__
+        raise InvalidInput(f"{name} must return a receiver, or a hook and a receiver, got {got}; return functions")
     if hook is not None:
         require_written(f"the hook of {name}", hook(), None)
     return receiver()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moe_core.base.checks import shown
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.compat.triton_kernels import matmul_ogs, numerics, routing, swiglu, tensor
 
@@ -110,7 +111,8 @@ def _rebuilt(value: Any, target: type, convert: _Convert) -> Any:
         held = getattr(value, name)
         if name not in known and not (held is default or (isinstance(held, _PLAIN_TYPES) and held == default)):
             raise Unsupported(
-                f"{type(value).__name__}.{name} has no counterpart in {target.__module__}, got {held!r}; leave it out"
+                f"{type(value).__name__}.{name} has no counterpart in {target.__module__}, got {shown(held)}; leave it "
+                "out"
             )
     return target(**{name: convert(getattr(value, name)) for name in names if name in known})
 

@@ -173,12 +173,18 @@ class FusedMoEKernelMonolithicImpl:
                 f"routing_sink must be None for {type(experts).__name__}, which does not capture ids, got "
                 f"{type(routing_sink).__name__}; leave it out"
             )
-        a1q, a1q_scale, router_logits = part.prepare(
+        prepared: Any = part.prepare(
             hidden_states,
             router_logits=router_logits,
             quant_config=experts.quant_config,
             defer_input_quant=experts.expects_unquantized_inputs,
         )
+        if not isinstance(prepared, tuple | list) or len(prepared) != 3:
+            raise InvalidInput(
+                f"prepare of {type(part).__name__} must return tokens, their scale and router_logits, got "
+                f"{type(prepared).__name__}; return a tuple of 3"
+            )
+        a1q, a1q_scale, router_logits = prepared
         captured = None if routing_sink is None else routing_sink.buffer[: a1q.shape[0]]
         options = {
             "a1q_scale": a1q_scale,

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from moe_core.base.checks import shown
 from moe_core.errors import Unsupported
 from moe_torch.modular.quant_config import FusedMoEQuantConfig
 
@@ -34,7 +35,7 @@ def _making(scheme: str | None, required: int, *names: str) -> Callable[..., Fus
             )
         for name, value in given.items():
             if name not in read and value is not signature.parameters[name].default:
-                raise Unsupported(f"{name} must not be set, as no scheme here has it, got {value!r}; leave it out")
+                raise Unsupported(f"{name} must not be set, as no scheme here has it, got {shown(value)}; leave it out")
         return FusedMoEQuantConfig(scheme, **{name: value for name, value in given.items() if name in read})
 
     make.__signature__ = signature  # type: ignore[attr-defined]

@@ -131,6 +131,10 @@ def test_refusals_name_what_is_wrong() -> None:
         ):  # fmt: skip
             return hidden_states
 
+    class Loose(Prepare):
+        def prepare(self, a1, router_logits, quant_config, defer_input_quant=False):
+            return a1
+
     class Batched(Prepare):
         activation_format = property(lambda self: modular.FusedMoEActivationFormat.BatchedExperts)
 
@@ -149,6 +153,7 @@ def test_refusals_name_what_is_wrong() -> None:
         "apply must not be called for Experts; call apply_monolithic": lambda: kernel.apply(
             *call[:5], "silu", -1, None, 0
         ),
+        r"prepare of Loose must return tokens, .* got Tensor": lambda: kernel_of(part=Loose()).apply_monolithic(*call),
         "topk_group must be None for Fixed": lambda: kernel_of(Fixed(*configs)).apply_monolithic(*call, topk_group=2),
         "hash_indices_table must be None": lambda: kernel.apply_monolithic(*call, hash_indices_table=logits),
         "routing_sink must be None for Fixed": lambda: kernel_of(Fixed(*configs)).apply_monolithic(
