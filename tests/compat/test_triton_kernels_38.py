@@ -17,43 +17,21 @@ import moe_torch
 from moe_core.errors import InvalidInput
 from moe_torch import compat
 from moe_torch.compat import installed
-from moe_torch.compat.triton_kernels import numerics, swiglu
+from moe_torch.compat.triton_kernels import numerics
 from moe_torch.compat.triton_kernels.compaction import compaction
 from moe_torch.compat.triton_kernels.routing import _routing_clear_bitmatrix, compute_expt_data
 from moe_torch.compat.triton_kernels_38 import layout, matmul, mxfp, reduce, tensor, topk
-from moe_torch.compat.triton_kernels_38.matmul import Epilogue, FlexCtx, FnSpecs, FusedActivation, PrecisionConfig
+from moe_torch.compat.triton_kernels_38.matmul import Epilogue, FlexCtx, FnSpecs, PrecisionConfig
 from moe_torch.modular import pack_bitmatrix
 from tests.support.torch import REAL_KERNELS, running_on
-from tests.support.triton_kernels import ALPHA, LIMIT, TOPK, D, E, N, T, normal
-
-SWIGLU = FusedActivation(FnSpecs("swiglu", swiglu.swiglu_fn, ("alpha", "limit"), reduction_n=2), (ALPHA, LIMIT))
-SIZES = torch.tensor([5, 0, 3, 1, 4, 2], dtype=torch.int32)
-M = 18
+from tests.support.triton_kernels import TOPK, D, E, N, T, normal
+from tests.support.modular.triton_kernels_38 import ORDER, SIZES, SWIGLU, M, activated, near, slices
 
 
 @pytest.fixture(autouse=True)
 def _on_reference():
     with moe_torch.cpu_engine("reference"):
         yield
-
-
-def near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
-
-
-def slices(padded: bool = False) -> tensor.RaggedTensorMetadata:
-    """Three rows of 18 belong to no slice. padded: every slice starts at a multiple of 8."""
-    metadata = tensor.make_ragged_tensor_metadata(SIZES, M)
-    if not padded:
-        return metadata
-    starts = torch.nn.functional.pad((-(-SIZES // 8) * 8).cumsum(0).int(), (1, 0))
-    return replace(metadata, slice_offs=starts, slice_sizes_divisibility=8)
-
-
-def activated(rows: torch.Tensor) -> torch.Tensor:
-    gate, up = rows[..., ::2].clamp(max=LIMIT), rows[..., 1::2].clamp(-LIMIT, LIMIT)
-    return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 
 
 # Installing
@@ -176,8 +154,6 @@ def test_launches_of_kernels_call_functions() -> None:
 
 INDEX = torch.randint(0, T, (M,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
 INDEX[[2, 9]] = -1
-ORDER = torch.randperm(M, generator=torch.Generator().manual_seed(1)).int()
-ORDER[[0, 7]] = -1
 WAYS = {"neither": (None, None), "gather": (INDEX, None), "scatter": (None, ORDER), "both": (INDEX, ORDER)}
 
 

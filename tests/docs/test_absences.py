@@ -137,6 +137,9 @@ ELSEWHERE = {
         "An override that `apply`", "mixed dtypes are refused", "Sizes without a kernel", "`shared_experts` raises",
         "`apply` raises `Unsupported`", "there are no gradients", "What cannot run raises `Unsupported` in `adapt`",
     ),
+    "tests/modular/generations/test_vllm.py": (
+        "With the configurations, `adapt` raises", "`nvfp4` and `mxfp8` weights", "modular.md raise `Unsupported` |",
+    ),
     "tests/modular/test_deep_ep.py": ("a missing package `deep_ep`",),
     "tests/jax/parallel/__init__.py": ("parallel-jax.md",),
     "tests/torch/parallel/test_rebalance.py": ("Forwards that need a gradient, `fully_shard` around",),

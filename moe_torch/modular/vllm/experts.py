@@ -84,7 +84,7 @@ class AdaptedExperts(_Base):
             present += ["is_lora_enabled"] if layer.is_lora_enabled else []
             # vLLM moves the experts of the biases that it has.
             copied = any(
-                config._w1.bias is not None and config._w1.bias.dtype != torch.float32 for config in quantisations
+                config.w1_bias is not None and config.w1_bias.dtype != torch.float32 for config in quantisations
             )
             present += (
                 ["moe_parallel_config.enable_eplb with biases of less than fp32"]
