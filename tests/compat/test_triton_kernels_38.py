@@ -23,9 +23,9 @@ from moe_torch.compat.triton_kernels.routing import _routing_clear_bitmatrix, co
 from moe_torch.compat.triton_kernels_38 import layout, matmul, mxfp, reduce, tensor, topk
 from moe_torch.compat.triton_kernels_38.matmul import Epilogue, FlexCtx, FnSpecs, PrecisionConfig
 from moe_torch.modular import pack_bitmatrix
+from tests.support.modular.triton_kernels_38 import ORDER, SIZES, SWIGLU, M, activated, near, slices
 from tests.support.torch import REAL_KERNELS, running_on
 from tests.support.triton_kernels import TOPK, D, E, N, T, normal
-from tests.support.modular.triton_kernels_38 import ORDER, SIZES, SWIGLU, M, activated, near, slices
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.compat.triton_kernels import numerics
 from moe_torch.compat.triton_kernels_38 import layout, matmul, mxfp, reduce, tensor, topk
 from moe_torch.compat.triton_kernels_38.matmul import Epilogue, FlexCtx, FnSpecs, FusedActivation, PrecisionConfig
-from tests.support.triton_kernels import D, E, N, T, foreign_function, normal
 from tests.support.modular.triton_kernels_38 import ORDER, SIZES, SWIGLU, M, activated, near, slices
+from tests.support.triton_kernels import D, E, N, T, foreign_function, normal
 
 
 @pytest.fixture(autouse=True)
