@@ -97,5 +97,4 @@ def serve_transformers() -> Served:
 def _routed(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
     """transformers counts with torch.histc, which takes no integers on a CPU."""
     ids, order = ids.to(torch.int32).sort(dim=1)
-    ids = torch.where(ids < num_experts, ids, -1)
     return sorted_by_expert(ids, weights.gather(1, order).float(), num_experts, absent=0.0)
