@@ -10,6 +10,7 @@ import pytest
 
 from moe_core.checkpoint import open_checkpoint
 from moe_core.checkpoint.packing import words_packing
+from moe_core.checkpoint.quantization import read_quantization
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import (
     FP8_BLOCK,
@@ -47,6 +48,16 @@ def test_pack_quantized(tmp_path, bits, group, zero_points, dtype):
     both = np.concatenate([numbers["gate"], numbers["up"]], axis=1)
     np.testing.assert_array_equal(dequantize(layer.experts.gate_up), both)
     np.testing.assert_array_equal(dequantize(layer.experts.down), numbers["down"])
+
+
+@pytest.mark.parametrize(("symmetric", "zero_points"), [({}, False), (None, False), (True, False), (False, True)])
+def test_weights_are_symmetric_unless_they_say_no(symmetric, zero_points):
+    """As in compressed-tensors; {} = absent."""
+    settings = compressed("pack-quantized", symmetric=symmetric)
+    if symmetric == {}:
+        del settings["config_groups"]["group_0"]["weights"]["symmetric"]
+    packing = read_quantization(settings, "qwen3_moe")
+    assert packing is not None and packing.scheme.weights == int4_grouped(32, zero_points)
 
 
 @pytest.mark.parametrize("d_ff", [36, 33])
@@ -140,6 +151,8 @@ TWO_KINDS["config_groups"] = (
         ("qwen3_moe", compressed("int-quantized", num_bits=8), Unsupported, "int8 values must have one scale per ch"),
         ("qwen3_moe",
             compressed("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}),
+            Unsupported, "input_activations with static scales; only dynamic ones"),
+        ("qwen3_moe", compressed("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "token"}),
             Unsupported, "input_activations with static scales; only dynamic ones"),
         ("qwen3_moe",
             compressed("pack-quantized", {"num_bits": 3, "type": "int", "strategy": "token", "dynamic": True}),

@@ -56,7 +56,7 @@ class _Seen(dict):  # type: ignore[type-arg]
 def read_by_block(model: Any) -> set[str]:
     """Fields in the source of the MoE blocks and their parts."""
     blocks = models.moe_blocks(model).values()
-    roots = [
+    roots: list[Any] = [
         part for block in blocks for part in ((block.router, block.experts) if models.is_decoder(block) else (block,))
     ]
     kinds = {kind for root in roots for module in root.modules() for kind in type(module).__mro__}
@@ -162,3 +162,10 @@ def test_limits_of_activations_of_large_rows(row: str) -> None:
         block, layer = last_block(row)
         assert layer.spec.experts.activation.limit is not None
         require_same(block, layer, 100 * torch.randn(2, 6, models.D, generator=torch.Generator().manual_seed(3)))
+
+
+def test_a_list_of_layers_counts_behind_the_dense_ones_alone() -> None:
+    settings = {"num_hidden_layers": 5, "first_k_dense_replace": 2}
+    for frequency, layers in (([1, 1, 1, 0, 1], (2, 4)), ([0, 1], ()), (2, (2, 4)), (None, (2, 3, 4))):
+        config = ModelConfig("deepseek_v3", settings | {"moe_layer_freq": frequency})
+        assert FAMILIES["deepseek_v3"].layers(config).moe == layers

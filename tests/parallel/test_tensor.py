@@ -104,6 +104,12 @@ def test_axes_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
         Unsupported, match=r"groups of 128 of fp8_block in experts.gate_up .* 768 / 4 = 192 = 1.5 groups"
     ):
         require_splittable(768, {"gate_up": QuantizedSpec(format_named("fp8_block"))}, TensorSplit(4))
+    # Two rows of gate or up share a byte of zero points.
+    packed = {"gate_up": QuantizedSpec(format_named("int4_row_zp"))}
+    require_splittable(12, packed, TensorSplit(2))
+    with pytest.raises(Unsupported, match=r"groups of 2 of int4_row_zp in experts.gate_up .* 6 / 2 = 3 = 1.5 groups"):
+        require_splittable(6, packed, TensorSplit(2))
+    require_splittable(6, {"gate_up": QuantizedSpec(format_named("int8_row_zp"))}, TensorSplit(2))
     with pytest.raises(InvalidInput, match=r"divides d_ff = 7, got 2; use 7 ranks"):
         require_splittable(7, {}, TensorSplit(2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange import direct
+from moe_core.ops.exchange.checks import require_addresses
 from moe_core.ops.exchange.direct import TOLD
 from moe_core.ops.exchange.operands import Checks, HomeTokens, TokenSizes, TokenTables, in_records
 from moe_core.ops.reduction.reduce import plan_reduce
@@ -178,6 +180,28 @@ def test_tokens_that_lost_a_slot_are_not_numbers(target: Target) -> None:
         found.append(run_plan(plan_sum_results(**specs, target=target), arrays)["out"].copy())
     found[0][1] = np.nan
     np.testing.assert_array_equal(found[0], found[1])
+
+
+@on_engines
+def test_places_beyond_the_ranks_are_none(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places of the caller: the first behind the last rank, far ones and negative ones."""
+    random, placement = np.random.default_rng(3), placement_of("linear", 6, 2, 1)
+    homes = [Home(random, 4, 2, 6, "float32", masked=False) for _ in range(2)]
+    places = np.array([[6, 0], [5, -1], [2**31 - 1, 3], [-7, 7]], np.int32)
+    monkeypatch.setitem(globals(), "physical_ids", lambda *_, **options: SimpleNamespace(places=places))
+    peers, found, _ = pushed(target, homes, placement, 4, "given", 0, None, visits=False)
+    wanted = np.array([[-1, 0], [5, -1], [-1, 3], [-1, -1]], np.int32)
+    for owner in range(2):
+        np.testing.assert_array_equal(found[owner]["places"], wanted)
+        here = np.where((wanted >= 0) & (wanted // 3 == owner), wanted % 3, -1)
+        np.testing.assert_array_equal(peers.of("ids", owner), np.concatenate([here, here]))
+
+
+@pytest.mark.parametrize("address", [0, -16, 8, True, 16.0])
+def test_addresses_of_nobody_are_refused(address: Any) -> None:
+    require_addresses([16, 32])
+    with pytest.raises(InvalidInput, match=r"addresses must be addresses at multiples of 16 bytes, got .* of rank 1"):
+        require_addresses([16, address])
 
 
 def test_wrong_arguments() -> None:

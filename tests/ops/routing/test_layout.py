@@ -150,6 +150,15 @@ def test_expert_map_entries_outside_the_local_experts_mean_not_here() -> None:
     assert_matches_reference(case, case.layout())
 
 
+def test_ids_beyond_the_expert_map_are_invalid() -> None:
+    """Even those below the number of local experts."""
+    ids = np.array([0, 1, 2, 3, 2**31 - 1, -1], np.int32)[:, None]
+    case = RoutingCase(ids, np.ones(ids.shape, np.float32), 4, np.array([3, 0], np.int32))
+    arrays = run_plan(plan_of(case, case.layout(), (), engine_target()), inputs_of(case))
+    assert arrays["group_sizes"].tolist() == [1, 0, 0, 1] and arrays["invalid_ids"].tolist() == [3]
+    assert_matches_reference(case, case.layout())
+
+
 @given(strategies.routings(max_tokens=90), st.sampled_from([1, 16, 128]))
 def test_schedule_of_given_sizes(case: RoutingCase, block_m: int) -> None:
     layout = case.layout()
