@@ -36,17 +36,17 @@ class BlockArray:
         return whole.transpose(-1, -2).contiguous() if self.turned else whole
 
     def split(self, array: torch.Tensor) -> list[torch.Tensor]:
-        """The inverse. Parts have memory of their own, since writers of files refuse shared memory."""
+        """The inverse, row-major as writers of files want it: views where they are."""
         if self.name in ("router.table", "router.correction_bias"):
             return [array.to(self.dtype) if self.name == "router.table" else array.reshape(self.shape)]
-        whole = array.transpose(-1, -2).contiguous() if self.turned else array
+        whole = array.transpose(-1, -2) if self.turned else array
         count = len(self.names)
         if count > 1:
             parts = whole.unflatten(0, (-1, count)).unbind(1) if self.interleaved else whole.chunk(count, -2)
         else:
             parts = (whole,)
         parts = [part.flatten(0, 1) for part in parts] if self.num_experts else parts
-        return [part.clone(memory_format=torch.contiguous_format) if count > 1 else part for part in parts]
+        return [part.contiguous() for part in parts]
 
 
 def keep_names(layer: Any, arrays: tuple[BlockArray, ...]) -> None:

@@ -20,6 +20,7 @@ from moe_torch.bridge.options import encode, require_instance
 from moe_torch.bridge.private import any_autocast
 from moe_torch.layers.around import OutputParameters, ProjectionParameters
 from moe_torch.layers.block_names import BlockArray
+from moe_torch.layers.block_router import choose_as_block
 from moe_torch.layers.blocks import act_as_block, block_weights
 from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output, tensors_of
 from moe_torch.layers.casts import autocast, autocast_dtype
@@ -146,7 +147,7 @@ class MoE(PlannedLayer):
         return layer
 
     @classmethod
-    def from_block(cls, block: torch.nn.Module, config: Any = None) -> MoE:
+    def from_block(cls, block: torch.nn.Module, config: Any = None, *, block_router: bool = False) -> MoE:
         """Return a layer on the weights of a live MoE block of a Hugging Face model, such as
         `model.model.layers[0].mlp`.
 
@@ -159,13 +160,16 @@ class MoE(PlannedLayer):
         Unsupported.
 
         block: of a family with a preset (`layer_spec_from_config`). config: the model's, for a block that does not keep
-        it. Raises InvalidInput for no block of that config, and Unsupported for a family without a preset or an unknown
-        part.
+        it. block_router: the block's router chooses the experts, with its own rounding and ties of half-precision
+        logits, and the layer weights them, at the cost of a second product. Raises InvalidInput for no block of that
+        config, and Unsupported for a family without a preset, an unknown part, or a router that returns no ids.
         """
         weights = block_weights(block, config)
         layer = cls.from_spec(weights.spec, device="meta", dtype=torch.float32)
         hold(layer, weights.tensors.items())
         act_as_block(layer, weights)
+        if block_router:
+            choose_as_block(layer, block, weights.arrays)
         return layer.train(block.training)
 
     def _build(self, spec: MoELayerSpec, device: Any, dtype: torch.dtype | None, expert_parallel: Any = None) -> None:

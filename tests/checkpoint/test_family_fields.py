@@ -150,7 +150,9 @@ def test_small_numbers_beside_sums_of_scores(row: str) -> None:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             weight = layer.router.weight
-            weight.copy_(logit / models.D + 0.01 * torch.randn(weight.shape, generator=generator))
+            weight.copy_(
+                logit / layer.spec.router.logit_scale / models.D + 0.01 * torch.randn(weight.shape, generator=generator)
+            )
         x = torch.ones(1, 4, models.D) + 0.001 * torch.randn(1, 4, models.D, generator=generator)
         require_same(block, layer, x)
 

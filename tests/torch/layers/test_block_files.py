@@ -14,6 +14,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="the blocks are those of transformers")
 
+from safetensors.torch import save_file
+
 from moe_core.checkpoint import open_checkpoint
 from moe_core.layers import LayerWeights, convert_weights
 from moe_torch import MoE
@@ -49,13 +51,15 @@ def test_a_trained_model_saves_reloads_and_publishes(tmp_path: Path, row: str) -
     }
     trained = [name for name in state if name.startswith(tuple(f"{path}." for path in layers))]
     assert trained and not [name for name in trained if torch.equal(state[name], untrained[name])]
+    save_file({name: state[name] for name in trained}, tmp_path / "state.safetensors")
 
-    model.save_pretrained(tmp_path)
-    back, report = type(model).from_pretrained(tmp_path, output_loading_info=True, dtype="float32")
+    path = tmp_path / "model"
+    model.save_pretrained(path)
+    back, report = type(model).from_pretrained(path, output_loading_info=True, dtype="float32")
     assert not report["missing_keys"] and not report["unexpected_keys"], report
     for name, tensor in back.state_dict().items():
         require_equal(tensor, state[name], name)
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(path)
     for number, layer in zip(checkpoint.moe_layers, layers.values(), strict=True):
         read = LayerWeights.from_checkpoint(checkpoint.layer(number))
         # Granite's shared experts stand beside the block.

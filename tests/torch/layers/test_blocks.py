@@ -319,3 +319,36 @@ def test_sparsemixer_is_not_trained() -> None:
     torch.testing.assert_close(layer(x), block(x), rtol=1e-4, atol=1e-5)
     with pytest.raises(Unsupported, match=r"must be in evaluation, got training, where the block draws experts"):
         layer.train()(x)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "lfm2_moe", "minimax_m2", "gpt_oss", "ernie4_5_moe"])
+def test_the_blocks_router_chooses_in_bfloat16(family: str) -> None:
+    """The block's ids bit by bit. Of 64 experts, the layer's router has others, since rounded logits tie."""
+    many = {"num_experts": 64, "num_local_experts": 64, "num_experts_per_tok": 8} if family == "qwen3_moe" else {}
+    model = tiny(family, **many).bfloat16()
+    block: Any = list(models.moe_blocks(model).values())[-1]
+    x: Any = torch.randn(2, 200, models.D, generator=torch.Generator().manual_seed(3)).bfloat16().requires_grad_()
+    with torch.no_grad():
+        wanted, ids = block_run(block, x)
+    layer = copy.deepcopy(MoE.from_block(block, model.config, block_router=True))
+    y, aux = layer(x, return_aux=True)
+    assert ids is not None and torch.equal(aux.ids.sort(-1).values, ids.sort(-1).values.int())
+    assert float((y.detach() - wanted).abs().max()) <= 2e-2 * float(wanted.abs().max())
+    y.float().square().sum().backward()
+    assert x.grad is not None and layer.router.weight.grad is not None and bool(layer.router.weight.grad.any())
+    _, plain = MoE.from_block(block, model.config)(x, return_aux=True)
+    assert torch.equal(plain.ids.sort(-1).values, ids.sort(-1).values.int()) != bool(many) or family == "lfm2_moe"
+    # The caller's ids come first, and the layer's weights are the router's.
+    _, own = layer(x, expert_ids=ids.view(2, 200, -1).flip(-1), return_aux=True)
+    assert torch.equal(own.ids, ids.flip(-1).int())
+    with torch.no_grad():
+        layer.router.weight.neg_()
+        assert not torch.equal(layer(x, return_aux=True)[1].ids, aux.ids)
+
+
+@pytest.mark.parametrize("family", ["llama4", "phimoe", "deepseek_v4", "afmoe"])
+def test_routers_that_cannot_choose_for_the_layer_are_refused(family: str) -> None:
+    model = tiny(family)
+    block: Any = next(iter(models.moe_blocks(model).values()))
+    with pytest.raises(Unsupported, match="block_router must be False for"):
+        MoE.from_block(block, model.config, block_router=True)
