@@ -15,7 +15,7 @@ from moe_torch.modular.calls import ExpertsCall, PreparedTokens, require_written
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.generations.dispatch import Plan
 from moe_torch.modular.generations.tokens import ExpertTokensMetadata
-from moe_torch.modular.generations.unfinalized import write_finalized
+from moe_torch.modular.generations.unfinalized import parts_of, write_finalized
 from moe_torch.modular.stages import local_ids
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 from moe_torch.modular.workspaces import Scratch
@@ -248,14 +248,6 @@ def finalized(step: Step, result: Any, tokens: Tokens, destination: torch.Tensor
     """Weight and sum the unfinalised outputs of chunks, or one, to rows `[M, K]` of the prepared tokens."""
     part, name = step.plan.part, f"apply of {type(step.experts).__name__}"
     results: Sequence[Any] = result if isinstance(result, list) else [result]
-    output, noop = destination, TopKWeightAndReduceNoOP()
-    if not part.writes_output(noop):
-        output = destination.new_empty(tokens.a1q.shape[-2], destination.shape[1])
-    begin = 0
-    for one in results:
-        count = output.shape[0] if len(results) == 1 else one.expanded_idx_to_permuted_idx.shape[0]
-        write_finalized(one, output[begin : begin + count], name)
-        begin += count
     reason = None
     if step.on_input:
         reason = "the router's weights are on the input"
@@ -265,4 +257,12 @@ def finalized(step: Step, result: Any, tokens: Tokens, destination: torch.Tensor
         reason = f"finalize of {type(part).__name__} takes no weight_and_reduce_impl"
     if reason is not None:
         raise Unsupported(f"{name} must write its output where {reason}, got {type(results[0]).__name__}; write it")
+    output, noop = destination, TopKWeightAndReduceNoOP()
+    if not part.writes_output(noop):
+        output = destination.new_empty(tokens.a1q.shape[-2], destination.shape[1])
+    begin = 0
+    for one in results:
+        count = output.shape[0] if len(results) == 1 else len(parts_of(one, f"{name} must return")[2])
+        write_finalized(one, output[begin : begin + count], name)
+        begin += count
     return output

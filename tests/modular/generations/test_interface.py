@@ -327,6 +327,9 @@ def test_unfinalised_outputs_are_finalised_or_passed_on() -> None:
         found = Kernel(part(), chunked, chunk_size=16)(*(one.to(device) for one in more))
         torch.testing.assert_close(found.cpu(), torch.cat([expected, expected]))
         assert len(chunked.calls_of_apply) == 2
+        odd = type("Odd", (type(chunked),), {"apply": lambda self, *a: "rows"})()
+        with pytest.raises(InvalidInput, match=r"apply of Odd must return an UnfinalizedMoEOutput with .*, got str"):
+            Kernel(part(), odd, chunk_size=16)(*(one.to(device) for one in more))
     result = Kernel(classes(late=True)["part"](), made(), shared_experts=lambda x: x)(*arguments)
     assert isinstance(result[1], modular.UnfinalizedMoEOutput) and result[0] is arguments[0]
     five = {"finalize": method("finalize", GENERATIONS[0].finalize, lambda self, call: None)}
@@ -338,7 +341,10 @@ def test_unfinalised_outputs_are_finalised_or_passed_on() -> None:
             "apply": lambda self, *a: modular.UnfinalizedMoEOutput(torch.ones(M, K), weights[:, :1], ids[:, :1] * 0)
         }
         experts = type("One", (classes()["experts"],), late)()
-        Kernel(part(), experts)(x, w1, w2, weights[:, :1], ids[:, :1], apply_router_weight_on_input=True)
+        one = (weights[:, :1], ids[:, :1], True)  # inplace
+        hidden_states = x.clone()
+        Kernel(part(), experts)(hidden_states, w1, w2, *one, apply_router_weight_on_input=True)
+    assert torch.equal(hidden_states, x)
 
 
 def test_a_hook_after_the_second_product_reduces() -> None:
