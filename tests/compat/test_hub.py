@@ -33,6 +33,12 @@ def test_cases_of_upstream(name: str, models: transformers_cases.Models) -> None
         assert complaint(answer.actual, answer.expected, answer.bound) is None
 
 
+def test_gradients_are_refused(models: transformers_cases.Models) -> None:
+    x = models.given.x.clone().requires_grad_()
+    with torch.enable_grad(), pytest.raises(Unsupported, match="no gradient"):
+        models.quantized.model.layers[0].mlp(x[None])
+
+
 def test_everything_is_put_back_and_other_kernels_are_the_hubs() -> None:
     def held() -> list[dict[str, object]]:
         return [dict(vars(importlib.import_module(f"transformers.{name}"))) for name in MODULES]

@@ -131,6 +131,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], Any]]]] = [
 ELSEWHERE = {
     "tests/checkpoint/test_errors.py": ("Other links are refused",),
     "tests/jax/test_devices.py": ("XLA cannot split our custom calls", "Plain `jit` on a mesh of several devices"),
+    "tests/compat/test_hub.py": ("modules raise `Unsupported` where a gradient",),
     "tests/torch/test_transformers_use.py": ("Unsupported options raise", "float64 raises `Unsupported`"),
     "tests/modular/test_surface.py": (
         "Batched experts and an overridden routing", "A required parameter of no generation", "Our other classes raise",
