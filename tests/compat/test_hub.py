@@ -16,6 +16,8 @@ from tools.upstream.problems import complaint
 pytest.importorskip("accelerate", reason="transformers quantises with accelerate")
 from tools.upstream import transformers_cases
 
+#: As it is without our modules.
+THEIR_ROUTING = importlib.import_module("transformers.integrations.mxfp4").routing_from_top_k
 MODULES = ("integrations.hub_kernels", "integrations.mxfp4", "quantizers.quantizer_mxfp4")
 
 
@@ -37,6 +39,16 @@ def test_gradients_are_refused(models: transformers_cases.Models) -> None:
     x = models.given.x.clone().requires_grad_()
     with torch.enable_grad(), pytest.raises(Unsupported, match="no gradient"):
         models.quantized.model.layers[0].mlp(x[None])
+
+
+def test_transformers_own_routing_runs_too(models: transformers_cases.Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where torch.histc takes integers."""
+    histc = torch.histc
+    monkeypatch.setattr(torch, "histc", lambda x, **named: histc(x.float(), **named).to(x.dtype))
+    experts, ids = models.quantized.model.layers[0].mlp.experts, models.given.ids.clone()
+    ids[::3, 0], ids[1::3, 1] = experts.num_experts, -1
+    found = experts.forward_routed(models.given.x, *THEIR_ROUTING(ids, models.given.weights, experts.num_experts))
+    assert torch.equal(found, experts(models.given.x, ids, models.given.weights))
 
 
 def test_everything_is_put_back_and_other_kernels_are_the_hubs() -> None:
