@@ -1,4 +1,4 @@
-"""Fields, defaults and constants of every family against those of transformers' configs and blocks.
+"""Fields, defaults and constants of every family against transformers' configs and blocks.
 
 Fields that neither the source of a block nor the family reads change nothing in a layer.
 """
@@ -142,7 +142,7 @@ def require_same(block: Any, layer: MoE, x: Any) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_small_numbers_beside_sums_of_scores(row: str) -> None:
-    """Sigmoids of about -14 and -35 are like the divisors' 1e-6 and 1e-15; 1e-20 needs logits below -44."""
+    """Sigmoids of -14 and -35 are like divisors' 1e-6 and 1e-15. Layers leave out 1e-20 (logits below -44)."""
     block, layer = last_block(row)
     if layer.spec.router.scoring == "softmax" or layer.spec.router_norm is not None:
         return
