@@ -130,6 +130,8 @@ CLAIMS: list[tuple[str, str, list[Callable[[], Any]]]] = [
 #: Part of a sentence -> the test that calls it, because it needs ranks, GPUs, other packages or a long setting.
 ELSEWHERE = {
     "tests/checkpoint/test_errors.py": ("Other links are refused",),
+    "tests/torch/layers/test_blocks.py": ("Routers that return no ids",),
+    "tests/layers/test_routes.py": ("`moe_jax.nnx.MoE.from_weights` leaves it out",),
     "tests/jax/test_devices.py": ("XLA cannot split our custom calls", "Plain `jit` on a mesh of several devices"),
     "tests/compat/test_hub.py": ("modules raise `Unsupported` where a gradient",),
     "tests/torch/test_transformers_use.py": ("Unsupported options raise", "float64 raises `Unsupported`"),
