@@ -157,7 +157,8 @@ def run_modular(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[A
 def run_tiles(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[Any], str]:
     target = Target("cuda", 90, 132)
     built_in, choices = tiles.choices(SHAPES["qwen3"], 4096, target)
-    assert tuple(choices) == ("128, 128", "128, 192", "192, 128", "192, 192") and Tuning(*built_in) in choices.values()
+    heights = [f"{first}, {second}" for first in (128, 160, 192) for second in (128, 160, 192)]
+    assert list(choices) == heights and Tuning(*built_in) in choices.values()
     patch.setattr(tiles, "choices", lambda *_: (built_in, dict.fromkeys(choices, Tuning())))
     row = tiles.measure(problem_of(TINY["qwen3"], 5), Target("reference"), CallingTimer(), 1.0)
     assert row["over_built_in"]["128, 192"] == 1 and row["rows_per_expert"] == 2.5

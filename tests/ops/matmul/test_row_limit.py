@@ -23,8 +23,8 @@ def heights(limit: RowLimit | None, tokens: int, top_k: int, width: int) -> list
 
 
 def test_tiles_divide_the_multiple() -> None:
-    """128 rows per expert get tiles of 192, unless they come in multiples of 128."""
-    assert all("192" in name for name in heights(None, 4096, 4, 4))
+    """128 rows per expert get tiles of 160, unless they come in multiples of 128."""
+    assert all("160" in name for name in heights(None, 4096, 4, 4))
     assert all("128" in name for name in heights(TokenRounding().row_limit(4), 4096, 4, 8))
     assert all("192" in name for name in heights(TokenRounding(192).row_limit(4), 4096, 4, 8))
 

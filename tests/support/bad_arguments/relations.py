@@ -46,7 +46,7 @@ PADDED = LayoutSpec(T, K, E, alignment=4)
 _BUNDLES = (ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK, RaggedLayout)
 _BUNDLES += (QuantizedTensor, OutputGradients, RoutingGradients, MoEOperands)
 #: What an array is changed to. JAX has none of 64 bits by default.
-_OTHER_DTYPE = {"float32": "bfloat16", "int32": "int8", "bool": "uint8", "uint32": "int32", "int8": "uint8"}
+_OTHER_DTYPE = {"float32": "bfloat16", "int32": "float32", "bool": "uint8", "uint32": "int32", "int8": "uint8"}
 
 
 class Call(NamedTuple):

@@ -40,7 +40,9 @@ def test_every_operator_is_called_by_name_or_from_a_backward() -> None:
     assert {name for name in namespace - called} == {
         name
         for name in namespace
-        if name.startswith(
+        # `routed` keeps a routing for a trace and has operands of one kind.
+        if name == "routed"
+        or name.startswith(
             ("moe_backward", "moe_quantized_backward", "experts_push_backward", "experts_push_quantized_backward")
         )
     }

@@ -128,7 +128,9 @@ class _Sm90(Sm90Family):
     def tile(self, problem: MatmulProblem) -> TileConfig:
         rows, gate_layout = problem.rows_per_group, problem.gate_layout
         ranges = _SWAPPED_MEANS["apart" if gate_layout in ("halves", "separate") else gate_layout]
-        if problem.d < _LONG and any(low <= rows <= high for low, high in ranges):
+        # Rows in multiples of a tile fill other blocks without a rest.
+        loose = problem.layout is None or problem.layout.limit is None
+        if loose and problem.d < _LONG and any(low <= rows <= high for low, high in ranges):
             return sm90_config(problem, _most_stages(SM90_SWAPPED_BLOCK_M, problem), 4, SM90_SWAPPED_BLOCK_M)
         if _TALL_ROWS[0] <= rows <= _TALL_ROWS[1]:
             return sm90_config(problem, SM90_TALL_STAGES, 4, SM90_TALL_BLOCK_M)
