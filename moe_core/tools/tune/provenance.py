@@ -26,7 +26,7 @@ def provenance(
     versions = {"moebius": moe_core.__version__, "kernels": sources_version()[:12]}
     versions |= {name: importlib.metadata.version(name) for name in packages}
     versions |= {"python": platform.python_version()}
-    version = driver().number(driver().lib.cuDriverGetVersion, "cuDriverGetVersion")
+    version = 0 if device_index is None else driver().number(driver().lib.cuDriverGetVersion, "cuDriverGetVersion")
     return {
         "gpu": f"none, {platform.machine()} CPU" if device_index is None else driver().name(device_index),
         "driver": "none" if device_index is None else f"CUDA {version // 1000}.{version % 1000 // 10}",
