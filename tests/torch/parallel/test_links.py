@@ -198,7 +198,7 @@ def test_what_is_not_installed_or_fails(monkeypatch: pytest.MonkeyPatch, capsys:
         raise RuntimeError("a rank died")
 
     monkeypatch.setattr(links, "measure", fail)
-    assert tune.main(given) == 1
+    assert tune.main(given) == 2
     assert "moebius-tune: a measurement failed: a rank died" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         tune.main([*given, "--bytes", "0"])
