@@ -25,8 +25,7 @@ def accumulated(wanted: tuple[str, ...], into: Mapping[str, Any] | None) -> tupl
 
 def as_int32(ids: torch.Tensor) -> torch.Tensor:
     """Return ids of any integer type as int32, with ids beyond int32 as others out of range. Others: unchanged."""
-    name = DTYPE_NAMES.get(getattr(ids, "dtype", None), "")
-    if name not in ID_DTYPES or ids.dtype == torch.int32:
+    if not isinstance(ids, torch.Tensor) or ids.dtype == torch.int32 or DTYPE_NAMES.get(ids.dtype) not in ID_DTYPES:
         return ids
     wide = ids.to(torch.int64)
     if ids.dtype == torch.uint64:
