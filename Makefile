@@ -131,7 +131,7 @@ fuzz: environment
 	$(RUN) -m tools.fuzz --seed $(SEED) --jobs $(JOBS) $(if $(CASES),--cases $(CASES)) $(if $(SECONDS),--seconds $(SECONDS)) $(FUZZ)
 
 # Changes the sources in COUNT places, one at a time and in copies, and runs the tests that call the changed function.
-# SEED: the draw. PATHS: only files that begin so. JOBS: how many at a time. What survives is printed; see
+# SEED: the draw. FOLDERS: only these, such as "layers ops/exchange". PATHS: only files that begin so. JOBS: how many at a time. What survives is printed; see
 # docs/developer/testing.md. A run that was cut short goes on where it stopped. LEAST: the share that must be killed.
 COUNT ?= 500
 SEED ?= 0
@@ -139,7 +139,7 @@ JOBS ?= $(shell nproc)
 LEAST ?= 0.97
 mutate: environment
 	$(RUN) -m tools.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS) --least $(LEAST) $(if $(PATHS),--paths $(PATHS)) \
-		$(if $(AGAIN),--again)
+		$(if $(FOLDERS),--folders $(FOLDERS)) $(if $(AGAIN),--again)
 
 # The documentation site, in build/site, from an environment of its own beside the first. A broken link fails, and so
 # does a notebook that prints something else than what it is stored with. `make docs SERVE=1` shows the site and follows

@@ -101,9 +101,9 @@ def test_functions_are_named_as_code_objects_are() -> None:
     assert names == ["<module>", space["A"].f(None).__code__.co_qualname]  # type: ignore[attr-defined]
 
 
-def test_every_file_of_the_areas_parses_and_is_mutated() -> None:
+def test_every_file_of_the_folders_parses_and_is_mutated() -> None:
     found = files(ROOT, ("moe_core/ops/reduction", "moe_core/plan", "moe_jax/quantize"), gpu=False)
-    assert set(found) == {"kernels", "planners", "reference", "front-ends"}
+    assert set(found) == {".", "ops/reduction", "plan"}
     for name in itertools.chain.from_iterable(found.values()):
         text = (ROOT / name).read_text()
         for mutation in mutations(Source(name, text)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 
 from tests.support.paths import ROOT
 from tools.mutate.contexts import Contexts
-from tools.mutate.run import drawn_at
+from tools.mutate.run import draw, drawn_at
 from tools.mutate.sources import Mutation
 
 PACKAGE = {
@@ -70,7 +71,7 @@ def test_a_small_package(tmp_path: Path) -> None:
     assert of["return x + 2", "return (x - 2)"]["status"] == "uncovered"
     assert not any(r["by"].endswith("test_that_fails") for r in results), "it fails without a mutation"
     assert "1/1 tests/plan/test_sizes.py: 3 tests, 1 failed" in printed
-    assert 'after = "if (x <= 0):"' in printed and "| planners |" in printed
+    assert 'after = "if (x <= 0):"' in printed and "| plan |" in printed and "least: 0.0% in specs" in printed
     for name, text in PACKAGE.items():
         assert (tmp_path / name).read_text() == text
     again, printed = mutate(tmp_path)
@@ -101,6 +102,17 @@ def test_related_tests_come_cheapest_and_nearest_first() -> None:
     assert files("other") == ["ops", "b"], "the file's own tests, and those that call it"
     assert files("<module>") == ["ops", "b", "a"]
     assert files("nobody_calls") == ["ops"], "those of the folder"
+
+
+def test_folders_and_their_directories_are_drawn_alike_and_small_ones_whole() -> None:
+    paths = ("moe_core/errors.py", "moe_jax/parallel", "moe_torch/parallel", "moe_core/formats/")
+    drawn = draw(100, 0, paths, gpu=False)
+    folders = collections.Counter(folder for folder, _ in drawn)
+    assert folders.total() == 100 and 0 < folders["."] < 33, "a file with less than a third"
+    assert folders["parallel"] - folders["formats"] in (0, 1)
+    directories = collections.Counter(m.path.rpartition("/")[0] for folder, m in drawn if folder == "parallel")
+    assert len(directories) == 3 and max(directories.values()) - min(directories.values()) <= 1
+    assert draw(10, 0, paths, gpu=False, folders=("parallel",))[0][0] == "parallel"
 
 
 def test_a_draw_depends_on_the_lines_alone() -> None:

@@ -1,4 +1,4 @@
-"""Mutate the sources and run the related tests: `python -m tools.mutate [--count 500] [--seed 0] [--paths PREFIX]`.
+"""Mutate the sources and run the related tests: `python -m tools.mutate [--count 500] [--seed 0] [--folders layers]`.
 
 A first run records which tests call which functions. Results go to build/mutate/results-SEED.json and a table; a run
 that was cut short goes on where it stopped. What survives and is not listed in tools/mutate/equivalent.toml is printed.
@@ -22,6 +22,8 @@ from tools.mutate.run import Result, Run, draw
 from tools.mutate.tree import Tree
 
 FOLDER = sources.ROOT / "build" / "mutate"
+#: A folder with this many mutations is judged by itself.
+MANY = 50
 STATUSES = ("killed", "equivalent", "survived", "uncovered", "unsure")
 
 
@@ -31,18 +33,23 @@ def share_killed(results: list[Result]) -> float:
     return sum(result.status == "killed" for result in real) / max(len(real), 1)
 
 
+def by_folder(results: list[Result]) -> dict[str, list[Result]]:
+    return {folder: [r for r in results if r.folder == folder] for folder in sorted({r.folder for r in results})}
+
+
 def table(results: list[Result]) -> str:
+    """A row for each folder, one for all, and the folder with the least share."""
     lines = [
-        "| area | mutants | " + " | ".join(STATUSES) + " | killed of the rest |",
+        "| folder | mutants | " + " | ".join(STATUSES) + " | killed of the rest |",
         "|---" * (len(STATUSES) + 3) + "|",
     ]
-    areas = [area for area in sources.AREAS if any(result.area == area for result in results)]
-    for area in [*areas, "all"]:
-        own = [result for result in results if area in (result.area, "all")]
+    rows = by_folder(results)
+    for folder, own in {**rows, "all": results}.items():
         counts = collections.Counter(result.status for result in own)
-        cells = [area, str(len(own)), *(str(counts[status]) for status in STATUSES), f"{share_killed(own):.1%}"]
+        cells = [folder, str(len(own)), *(str(counts[status]) for status in STATUSES), f"{share_killed(own):.1%}"]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    least = min(rows, key=lambda folder: share_killed(rows[folder]), default="all")
+    return "\n".join([*lines, f"least: {share_killed(rows.get(least, [])):.1%} in {least}"])
 
 
 def survivors(results: list[Result]) -> str:
@@ -62,16 +69,17 @@ def size_of(name: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.mutate", description=__doc__)
-    parser.add_argument("--count", type=int, default=500, help="how many mutations, spread evenly over the areas")
+    parser.add_argument("--count", type=int, default=500, help="how many mutations, spread evenly over the folders")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--areas", nargs="*", default=sources.AREAS, choices=sources.AREAS, help="of the draw, only these"
-    )
+    parser.add_argument("--folders", nargs="*", default=[], help="only these folders of packages, ops/exchange for one")
     parser.add_argument("--paths", nargs="*", default=[], help="only files whose path begins with one of these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many mutations at a time")
     parser.add_argument("--budget", type=float, default=60, help="at most this many seconds of tests for a mutation")
     parser.add_argument(
-        "--least", type=float, default=0.97, help="the share that must be killed; below it the status is 1"
+        "--least",
+        type=float,
+        default=0.97,
+        help=f"the share that must be killed of all, and of each folder with {MANY} or more; below it the status is 1",
     )
     parser.add_argument(
         "--as-recorded", action="store_true", help="record nothing: only what earlier runs recorded counts"
@@ -85,6 +93,9 @@ def main() -> int:
     )
     parser.add_argument("--again", action="store_true", help="keep no earlier result, only which test killed what")
     options = parser.parse_args()
+    known = sources.files(sources.ROOT, (), gpu=True)
+    if unknown := sorted(set(options.folders) - set(known)):
+        parser.error(f"--folders must be of {', '.join(known)}, got {', '.join(unknown)}")
     begin = time.monotonic()
     FOLDER.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="scratch-", dir=FOLDER))
@@ -99,8 +110,8 @@ def main() -> int:
         os.execv(sys.executable, [sys.executable, "-m", "tools.mutate", *sys.argv[1:], "--alone"])
     if not options.as_recorded:
         contexts.record(slots, scratch, FOLDER / "contexts", say, tuple(options.tests), begin + options.seconds / 2)
-    drawn = draw(options.count, options.seed, tuple(options.paths), gpu=os.environ["TRITON_INTERPRET"] != "1")
-    drawn = [(area, mutation) for area, mutation in drawn if area in options.areas]
+    gpu = os.environ["TRITON_INTERPRET"] != "1"
+    drawn = draw(options.count, options.seed, tuple(options.paths), gpu, tuple(options.folders))
     recorded, store = contexts.load(FOLDER / "contexts"), FOLDER / f"results-{options.seed}.json"
     run = Run(drawn, recorded, store, options.budget, again=options.again)
     run.run(slots, scratch, say, begin + options.seconds)
@@ -108,7 +119,8 @@ def main() -> int:
     results = list(run.results.values())
     print(survivors(results))
     print(table(results))
-    return 0 if share_killed(results) >= options.least else 1
+    judged = [results, *(own for own in by_folder(results).values() if len(own) >= MANY)]
+    return 0 if min(map(share_killed, judged)) >= options.least else 1
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Result:
     fails without the mutation as well). ran, related: tests. by: the test that failed, or how the process ended."""
 
     key: str
-    area: str
+    folder: str
     function: str
     operator: str
     line: int
@@ -48,20 +48,31 @@ class Result:
     seconds: float
 
 
-def draw(count: int, seed: int, paths: tuple[str, ...], gpu: bool) -> list[tuple[str, Mutation]]:
-    """(area, mutation): as many of each area as of any other; the same for the same seed and sources.
+def draw(
+    count: int, seed: int, paths: tuple[str, ...], gpu: bool, folders: tuple[str, ...] = ()
+) -> list[tuple[str, Mutation]]:
+    """(folder, mutation): as many of each folder as of any other, and in a folder of each directory; all where few.
 
-    Each mutation's place in the order is a digest of its lines, so a draw hardly changes when other lines do.
+    The same for the same seed and sources. Each mutation's place in the order is a digest of its lines, so a draw
+    hardly changes when other lines do.
     """
-    by_area = files(ROOT, paths, gpu)
-    drawn = []
-    for number, (area, names) in enumerate(by_area.items()):
-        share = count // len(by_area) + (number < count % len(by_area))
-        texts = {name: (ROOT / name).read_text() for name in names}
-        found = [mutation for name in names for mutation in mutations(Source(name, texts[name]))]
-        found.sort(key=lambda mutation: drawn_at(seed, equivalent.key_of(mutation, texts[mutation.path])))
-        valid = (mutation for mutation in found if parses(mutation, texts[mutation.path]))
-        drawn += [(area, mutation) for mutation in itertools.islice(valid, share)]
+    texts: dict[str, str] = {}
+    queues: dict[str, list[Mutation]] = {}
+    for folder, names in files(ROOT, paths, gpu).items():
+        if folders and folder not in folders:
+            continue
+        texts |= {name: (ROOT / name).read_text() for name in names}
+        by_directory: dict[str, list[Mutation]] = {}
+        for name in names:
+            by_directory.setdefault(name.rpartition("/")[0], []).extend(mutations(Source(name, texts[name])))
+        for found in by_directory.values():
+            found.sort(key=lambda mutation: drawn_at(seed, equivalent.key_of(mutation, texts[mutation.path])))
+        queues[folder] = [one for turn in itertools.zip_longest(*by_directory.values()) for one in turn if one]
+    drawn: list[tuple[str, Mutation]] = []
+    for number, folder in enumerate(sorted(queues, key=lambda folder: len(queues[folder]))):
+        share = (count - len(drawn)) // (len(queues) - number)
+        valid = (mutation for mutation in queues[folder] if parses(mutation, texts[mutation.path]))
+        drawn += [(folder, mutation) for mutation in itertools.islice(valid, share)]
     random.Random(seed).shuffle(drawn)
     return drawn
 
@@ -96,23 +107,23 @@ class Run:
         self.killers = {(r.function, r.before, r.after): r.by for r in kept.values() if r.status == "killed"}
         self.known = {entry.key for entry in equivalent.load()}
         self.queue: collections.deque[tuple[str, Mutation, int]] = collections.deque()
-        for area, mutation in drawn:
+        for folder, mutation in drawn:
             old = None if again else kept.get(version(mutation))
             listed = equivalent.key_of(mutation, (ROOT / mutation.path).read_text()) in self.known
             if old and not (listed and old.status != "killed") and old.status in ("killed", "equivalent"):
                 self.results[old.key] = old
             elif listed:
-                self.keep(area, mutation, "equivalent", "", 0, 0.0)
+                self.keep(folder, mutation, "equivalent", "", 0, 0.0)
             else:
-                self.queue.append((area, mutation, 0))
+                self.queue.append((folder, mutation, 0))
         self.running: dict[str, tuple[str, Mutation, int, list[str]]] = {}
 
-    def keep(self, area: str, mutation: Mutation, status: str, by: str, ran: int, seconds: float) -> Result:
+    def keep(self, folder: str, mutation: Mutation, status: str, by: str, ran: int, seconds: float) -> Result:
         before, after = mutation.texts((ROOT / mutation.path).read_text())
         function = f"{mutation.path}::{mutation.function}"
         key, related = version(mutation), len(self.contexts.related(mutation))
         result = Result(
-            *(key, area, function, mutation.operator, mutation.line, before, after, status, by, ran, related),
+            *(key, folder, function, mutation.operator, mutation.line, before, after, status, by, ran, related),
             round(seconds, 2),
         )
         self.results[key] = result
@@ -146,10 +157,10 @@ class Run:
 
     def make(self, tree: pathlib.Path) -> forks.Job | None:
         while self.queue:
-            area, mutation, skip = self.queue.popleft()
+            folder, mutation, skip = self.queue.popleft()
             related = self.contexts.related(mutation)
             if not related:
-                self.keep(area, mutation, "uncovered", "", 0, 0.0)
+                self.keep(folder, mutation, "uncovered", "", 0, 0.0)
                 continue
             first = self.first(mutation, related)
             tests = first
@@ -159,21 +170,21 @@ class Run:
             named = list(dict.fromkeys(test.split("::")[0] for test in tests))
             seconds = sum(self.contexts.seconds[t] for t in tests) + sum(self.contexts.setup[name] for name in named)
             Tree.at(tree).put(mutation)
-            self.running[str(tree)] = (area, mutation, skip, tests)
+            self.running[str(tree)] = (folder, mutation, skip, tests)
             return forks.Job(mutation.key, tree, named, tests, PATIENCE + 4 * seconds)
         return None
 
     def done(self, outcome: forks.Outcome) -> Result | None:
         """Note an outcome; None where the rest of the tests comes first."""
-        area, mutation, skip, tests = self.running.pop(str(outcome.job.tree))
+        folder, mutation, skip, tests = self.running.pop(str(outcome.job.tree))
         Tree.at(outcome.job.tree).restore(pathlib.Path(mutation.path))
         ran = skip + len(outcome.of("ran"))
         if outcome.status in PASSED and not skip and len(self.contexts.related(mutation)) > len(tests):
             # Of a test that is recorded and is no more none runs.
-            self.queue.append((area, mutation, max(ran, 1)))
+            self.queue.append((folder, mutation, max(ran, 1)))
             return None
         if outcome.status in PASSED:
-            return self.keep(area, mutation, "survived", "", ran, outcome.wall)
+            return self.keep(folder, mutation, "survived", "", ran, outcome.wall)
         failed = outcome.of("failed")
         by = (
             failed[0]["test"]
@@ -185,7 +196,7 @@ class Run:
         killed = outcome.status is None or outcome.status < 0 or outcome.status in FAILED or outcome.status > 100
         if not killed:
             by += f": {outcome.log[-500:]}"
-        return self.keep(area, mutation, "killed" if killed else "unsure", by, ran, outcome.wall)
+        return self.keep(folder, mutation, "killed" if killed else "unsure", by, ran, outcome.wall)
 
     def run(self, slots: list[pathlib.Path], scratch: pathlib.Path, say: Callable[[str], None], until: float) -> None:
         """Run what is queued, and the control; from `until` on, a time of `time.monotonic`, neither goes on.

@@ -1,4 +1,4 @@
-"""The files that are mutated, by area, and mutations as pieces of text in them."""
+"""The files that are mutated, by folder, and mutations as pieces of text in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pathlib
 from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-AREAS = ("kernels", "planners", "reference", "front-ends", "checkpoint", "parallel", "base")
 #: Test support inside the packages, and code that only a GPU runs.
 LEFT_OUT = ("moe_core/parity/", "moe_torch/parity/", "moe_jax/parity", "moe_core/tools/", "moe_core/runtime/")
 
@@ -22,35 +21,25 @@ def needs_gpu(source: str) -> bool:
     return "triton.experimental" in source
 
 
-def area_of(path: str) -> str | None:
+def folder_of(path: str) -> str | None:
+    """The folder under a package, of all packages that have one of this name: `layers`, `ops/routing`; `.` is none."""
     if path.startswith(LEFT_OUT) or path.endswith("__init__.py"):
         return None
-    if is_kernel(path):
-        return "kernels"
-    if path.startswith("moe_core/ops/") and "/reference" in path:
-        return "reference"
-    if path.startswith(("moe_core/ops/", "moe_core/plan/", "moe_core/specs/")):
-        return "planners"
-    if path.startswith(("moe_core/checkpoint/", "moe_core/formats/")):
-        return "checkpoint"
-    if path.startswith(("moe_torch/", "moe_jax/", "moe_core/layers/", "moe_core/modular/")):
-        return "front-ends"
-    if path.startswith("moe_core/parallel/"):
-        return "parallel"
-    return "base" if path.startswith("moe_core/") else None
+    _, *folders, _ = path.split("/")
+    return "/".join(folders[: 2 if folders[:1] == ["ops"] else 1]) or "."
 
 
 def files(root: pathlib.Path, paths: tuple[str, ...], gpu: bool) -> dict[str, list[str]]:
-    """Area -> files, relative to root; `paths`: only what begins with one of these, all where empty."""
-    found: dict[str, list[str]] = {area: [] for area in AREAS}
+    """Folder -> files, relative to root; `paths`: only what begins with one of these, all where empty."""
+    found: dict[str, list[str]] = {}
     for path in sorted(root.glob("moe_*/**/*.py")):
         name = path.relative_to(root).as_posix()
-        area = area_of(name)
-        if area is None or (paths and not name.startswith(paths)):
+        folder = folder_of(name)
+        if folder is None or (paths and not name.startswith(paths)):
             continue
-        if gpu or not (area == "kernels" and needs_gpu(path.read_text())):
-            found[area].append(name)
-    return {area: names for area, names in found.items() if names}
+        if gpu or not (is_kernel(name) and needs_gpu(path.read_text())):
+            found.setdefault(folder, []).append(name)
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True)
