@@ -65,12 +65,13 @@ class ModelConfig:
         if value is None and null is not None:
             return null
         if isinstance(value, list) and value:
-            if any(item != value[0] for item in value):
+            first, *rest = value
+            if any(item != first for item in rest):
                 raise Unsupported(
                     f"{keys[0]} in config.json must be the same number for every layer, got {value!r:.200}; layers "
                     "that differ cannot be described by one spec"
                 )
-            value = value[0]
+            value = first
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise _wrong(keys[0], f"an integer of at least {least}", value)
         if value > most:

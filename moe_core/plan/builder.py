@@ -95,6 +95,7 @@ class PlanBuilder:
         num_stages: int = 3,
     ) -> None:
         """Add a kernel launch, unless its grid has a zero. Raises Unsupported and `KernelLaunch`'s errors."""
+        assert self.target.compiled, f"{self.name}: the reference engine runs no {kernel.name}"
         x, y, z = (*grid, 1, 1)[:3]
         step = steps.KernelLaunch(kernel, (x, y, z), tuple(arguments.items()), num_warps, num_stages)
         if any(size >= limit for size, limit in zip((x, y, z), GRID_LIMITS, strict=True)):
@@ -121,6 +122,7 @@ class PlanBuilder:
         return self.build()
 
     def add_reference(self, step: steps.ReferenceCall) -> None:
+        assert not self.target.compiled, f"{self.name}: {step.function} is for the reference engine"
         for name in (*(buffer for _, buffer in step.inputs), *step.outputs):
             assert self.has(name), f"unknown buffer {name}"
         self._filled.update(step.outputs)

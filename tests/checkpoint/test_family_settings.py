@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from moe_core.checkpoint.config import ModelConfig
-from moe_core.checkpoint.families import FAMILIES, REFUSED, text_model
+from moe_core.checkpoint.families import FAMILIES, REFUSED, architecture_of, text_model
 from moe_core.checkpoint.presets import layer_spec_from_config
 from moe_core.errors import InvalidInput, Unsupported
 from tests.support.paths import ROOT
@@ -92,10 +95,49 @@ def test_a_scale_beside_groups_of_deepseek_v2() -> None:
         assert (router.scale, router.num_groups) == (16.0, 1 if method == "greedy" else 2)
 
 
-def test_the_most_layers_of_a_model() -> None:
+def test_the_largest_numbers_of_settings() -> None:
+    settings = text_model(settings_of(*ROWS["ernie4_5_moe"])).settings
+    assert layer_spec_from_config({**settings, "moe_norm_min": 1e-6}) == layer_spec_from_config(settings)
     assert ModelConfig("x", {"num_hidden_layers": 10_000}).num_layers() == 10_000
     with pytest.raises(InvalidInput, match="an integer of at most 10000, got 10001"):
         ModelConfig("x", {"num_hidden_layers": 10_001}).num_layers()
+
+
+#: Setting that may be null -> what a null means, and the least number.
+NULLS = {
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "moe_layer_freq", "moe_layer_interval"), (1, 1)),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), (0, 0)),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim"), (0, 0)),
+    **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), (0, 0)),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), (0, 0)),
+    **{"num_hash_layers": (3, 0), "moe_layer_end_index": (-1, -1)},
+}
+
+
+def test_nulls_and_least_numbers() -> None:
+    refused = set()
+    for row in ROWS.values():
+        config = text_model(settings_of(*row))
+        # Types of layers would decide instead, and several groups need both settings.
+        single = {name: 1 for name in ("n_group", "topk_group", "num_expert_group") if name in config.settings}
+        settings = {"first_k_dense_replace": 1, "moe_layer_freq": 1, "num_hash_layers": 1, **config.settings, **single}
+        settings.pop("mlp_layer_types", None)
+
+        def described(name: str, value: int | None, config: ModelConfig = config, settings: Any = settings) -> Any:
+            return architecture_of(dataclasses.replace(config, settings={**settings, name: value}))
+
+        for name in settings.keys() & NULLS:
+            null, least = NULLS[name]
+            assert described(name, None) == described(name, null), (row, name)
+            assert described(name, least)
+            try:
+                described(name, least - 1)
+            except Unsupported:
+                assert (row[0], name) == ("axk2", "n_group")
+            except InvalidInput as error:
+                assert f"at least {least}, got {least - 1};" in str(error), (row, name)
+                refused.add(name)
+    assert refused == set(NULLS)
 
 
 def test_settings_that_one_family_has() -> None:

@@ -232,7 +232,12 @@ def test_builder_refuses_what_it_was_not_told() -> None:
         builder.scratch("x", ArraySpec((1,), "int32"))
     with pytest.raises(AssertionError, match="unknown buffer"):
         builder.launch(CAST_ROWS, (1,), {"pointer": Pointer("z")})
-    with pytest.raises(AssertionError, match="unknown buffer z"):
+    with pytest.raises(AssertionError, match="activation is for the reference engine"):
+        builder.reference(reference.activation, {"x": "x"}, {}, ["x"])
+    builder = PlanBuilder("wrong", Target("reference"))
+    with pytest.raises(AssertionError, match=r"the reference engine runs no .*cast_rows"):
+        builder.launch(CAST_ROWS, (1,), {})
+    with pytest.raises(AssertionError, match="unknown buffer x"):
         builder.reference(reference.activation, {"x": "x"}, {}, ["z"])
 
 
@@ -259,7 +264,7 @@ def test_call_refuses_other_targets_missing_inputs_and_unknown_names() -> None:
         builder.call(small_plan(), "first", {})
     builder.input("a", ArraySpec((10, 3), "bfloat16"), Role.ROWS)
     with pytest.raises(AssertionError):
-        builder.call(small_plan(target=Target("reference")), "second", {"x": "a"})
+        builder.call(small_plan(target=Target("interpreter")), "second", {"x": "a"})
     for bindings, roles in (({"x": "a", "w": "a"}, {}), ({"x": "a"}, {"w": Role.ROWS})):
         with pytest.raises(AssertionError, match=r"\{'w'\} are no buffers of double"):
             builder.call(small_plan(), "third", bindings, roles)

@@ -306,7 +306,7 @@ DEEPSEEK = {
     ),
     "mistral_large4_text": replace(
         _V3,
-        router=routing(renormalize=True, scale=_SCALE, groups=_GROUPS, group_score="pair"),
+        router=routing(scale=_SCALE, groups=_GROUPS, group_score="pair"),
         layers=dense_first(1),
         correction_bias=False,
         naming=Naming(

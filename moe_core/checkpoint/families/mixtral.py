@@ -34,7 +34,7 @@ _TOPK_FIRST = routing(
 _NAMES = Naming(("mlp", "block_sparse_moe"), per_expert=("w1", "w3", "w2"))
 
 _MIXTRAL = Family(
-    router=routing(renormalize=True),
+    router=routing(),
     layers=every_layer,
     width=("intermediate_size",),
     experts=_EXPERTS,
@@ -228,7 +228,7 @@ def _ernie_router(config: ModelConfig) -> RouterSpec:
             f"moe_norm_min in config.json must be at most {_MOST_NORM_MIN} for {config.model_type}, got {least!r}; a "
             "larger bound of the sum that divides the weights cannot be computed"
         )
-    return routing(renormalize=True, top_k=("moe_k", "num_experts_per_tok"))(config)
+    return routing(top_k=("moe_k", "num_experts_per_tok"))(config)
 
 
 def _flint_layers(config: ModelConfig) -> Layers:
@@ -264,11 +264,11 @@ def _cohere2_around(config: ModelConfig) -> Mapping[str, Any]:
 QWEN = {
     "qwen3_moe": _QWEN3,
     "qwen3_omni_moe_text": replace(_QWEN3, naming=Naming(nested_prefixes=("model.",))),
-    "qwen3_vl_moe_text": replace(_QWEN3, router=routing(renormalize=True), naming=Naming(per_expert=None, turned=True)),
+    "qwen3_vl_moe_text": replace(_QWEN3, router=routing(), naming=Naming(per_expert=None, turned=True)),
     "qwen2_moe": _QWEN2,
     "qwen3_next": _QWEN2,
-    "qwen3_omni_moe_talker_text": replace(_QWEN2, router=routing(renormalize=True)),
-    "qwen3_5_moe_text": replace(_QWEN2, router=routing(renormalize=True), layers=every_layer),
+    "qwen3_omni_moe_talker_text": replace(_QWEN2, router=routing()),
+    "qwen3_5_moe_text": replace(_QWEN2, router=routing(), layers=every_layer),
     "qwen4_exp_text": replace(_QWEN2, layers=every_layer),
     "mellum": replace(_QWEN3, layers=dense_first(0)),
     "olmoe": _OLMOE,
@@ -308,7 +308,7 @@ QWEN = {
     ),
     "hunyuan_v1_moe": replace(
         _OLMOE,
-        router=routing(renormalize=True, top_k=("moe_topk", "num_experts_per_tok")),
+        router=routing(top_k=("moe_topk", "num_experts_per_tok")),
         shared=Shared(),
         naming=Naming(router=("gate.wg.weight",), shared=(mlp_names("shared_mlp"),)),
     ),
@@ -326,7 +326,7 @@ QWEN = {
 
 #: The router scores the residual stream, the experts take normalised rows: pass the former as `gate_inputs`.
 _GEMMA4 = Family(
-    router=routing(renormalize=True, top_k=("top_k_experts",)),
+    router=routing(top_k=("top_k_experts",)),
     layers=every_layer,
     activation=hidden_activation("hidden_activation"),
     # Normalised rows are divided by the root of their number of columns.

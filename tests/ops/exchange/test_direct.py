@@ -132,7 +132,7 @@ def test_owners_know_all(target: Target, seed: int, way: str) -> None:
 
 
 @on_engines
-@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("tokens", [0, 1, 4, 7])
 def test_sums_are_those_of_reduce(target: Target, tokens: int) -> None:
     random = np.random.default_rng(tokens)
     y = draw_array(random, (3 * 7, D), "bfloat16")
