@@ -52,7 +52,7 @@ def test_every_second_layer_of_llama4_and_the_listed_ones() -> None:
 
 
 def test_the_first_layers_of_minimax_m3_may_be_dense() -> None:
-    settings = text_model(settings_of(*ROWS["minimax_m3_vl"])).settings | {"num_hidden_layers": 3}
+    settings = {**text_model(settings_of(*ROWS["minimax_m3_vl"])).settings, "num_hidden_layers": 3}
     for changes, layers in (
         ({"mlp_layer_types": None}, (0, 1, 2)),
         ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, (1, 2)),
@@ -91,7 +91,7 @@ def test_a_scale_beside_groups_of_deepseek_v2() -> None:
     settings = text_model(settings_of(*ROWS["deepseek_v2"])).settings
     for method in ("greedy", "group_limited_greedy"):
         changes = {"topk_method": method, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 16.0}
-        router = FAMILIES["deepseek_v2"].router(ModelConfig("deepseek_v2", settings | changes))
+        router = FAMILIES["deepseek_v2"].router(ModelConfig("deepseek_v2", {**settings, **changes}))
         assert (router.scale, router.num_groups) == (16.0, 1 if method == "greedy" else 2)
 
 

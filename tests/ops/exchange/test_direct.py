@@ -200,6 +200,8 @@ def test_places_beyond_the_ranks_are_none(target: Target, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("address", [0, -16, 8, True, 16.0])
 def test_addresses_of_nobody_are_refused(address: Any) -> None:
     require_addresses([16, 32])
+    with pytest.raises(InvalidInput, match="addresses must have one entry for each rank, got none"):
+        require_addresses([])
     with pytest.raises(InvalidInput, match=r"addresses must be addresses at multiples of 16 bytes, got .* of rank 1"):
         require_addresses([16, address])
 
