@@ -53,7 +53,17 @@ def prepare_moe(
             f"routing must be a RouterWeights, or the class RouterLogits or TopK, got {_name(routing)}; bind the "
             "router, or bring logits or ids with each call"
         )
-    return MoELauncher(kind, *moe_request(None, experts, known, spec, expert_map=expert_map, shared=shared))
+    request = moe_request(None, experts, known, spec, expert_map=expert_map, shared=shared)
+    return MoELauncher(kind, *request, rows=_rows_of(experts, spec))
+
+
+def _rows_of(experts: ExpertWeights, spec: MoESpec) -> tuple[int | None, torch.dtype | None]:
+    """(width, dtype) of the rows that bound weights multiply. None: any, or weights that disagree."""
+    axes = (-2, -1) if spec.weight_layout == "in_out" else (-1, -2)
+    widths = {tuple(one.shape)[axis:][:1] for one, axis in zip((experts.gate_up, experts.down), axes, strict=True)}
+    dtypes = {one.dtype if isinstance(one, torch.Tensor) else None for one in (experts.gate_up, experts.down)}
+    width = widths.pop() if len(widths) == 1 else ()
+    return width[0] if width else None, dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _name(value: object) -> str:
@@ -71,7 +81,13 @@ class MoELauncher:
     the tensors as they are then.
     """
 
-    def __init__(self, kind: type, operator: Operator[..., Any], arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        kind: type,
+        operator: Operator[..., Any],
+        arguments: tuple[Any, ...],
+        rows: tuple[int | None, torch.dtype | None],
+    ) -> None:
         arrays, names, named = arguments[:-1], operator.names, operator.present(arguments[:-1])
         # Refuses other types than tensors, and devices without kernels.
         operator.specs(arrays)
@@ -84,6 +100,7 @@ class MoELauncher:
                 )
         operator.require_alignment(arguments, names)
         self._operator, self._kind, self._arrays, self._options = operator, kind, arrays, arguments[-1]
+        self._rows = rows
         self._names, self._bound = [name for name, _ in named], [tensor for _, tensor in named]
         # Aliases keep memory, shapes and strides.
         self._kept = tuple(None if array is None else array.detach() for array in arrays)
@@ -117,11 +134,13 @@ class MoELauncher:
                 f"routing must be None where RouterWeights are bound, got {_name(routing)}; leave it out"
             )
         if torch.compiler.is_compiling():
+            self._require_rows(x)
             return call_first(self._operator, self._arguments(self._arrays, inputs))
         arguments: tuple[Any, ...] = (*inputs, *self._bound)
         outputs = self._seen.run(self._options, arguments)
         if outputs is not None:
             return outputs[0]
+        self._require_rows(x)
         key = eager.plain_key((*inputs, self._options))
         if key is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._bound)):
             return call_first(self._operator, self._arguments(self._arrays, inputs))
@@ -138,6 +157,19 @@ class MoELauncher:
             if not any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in inputs):
                 raise
         return self._operator.first(self._arguments(self._kept, inputs))
+
+    def _require_rows(self, x: object) -> None:
+        """The weights were checked: a wrong x is to blame."""
+        width, dtype = self._rows
+        if isinstance(x, torch.Tensor) and x.ndim == 2:
+            if width is not None and x.shape[1] != width:
+                raise InvalidInput(
+                    f"x must be [num_tokens, {width}] for the weights that are bound, got {tuple(x.shape)}; pass rows "
+                    "of that width"
+                )
+            if dtype is not None and x.dtype != dtype:
+                kinds = [str(kind).removeprefix("torch.") for kind in (dtype, x.dtype)]
+                raise InvalidInput(f"x must be {kinds[0]} like the weights that are bound, got {kinds[1]}; cast it")
 
     def _arguments(self, bound: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
         arrays = list(bound)

@@ -24,7 +24,7 @@ from moe_core.base.checks import require_at_least, require_flag, require_kind
 from moe_core.checkpoint.config import inside, read_json
 from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
 from moe_core.checkpoint.packing import Packing, packing_for
-from moe_core.checkpoint.quantized import module_of
+from moe_core.checkpoint.resolve import module_of
 from moe_core.checkpoint.storage import FLOATING, RawTensor, read_tensor
 from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES, Shards
 from moe_core.errors import InvalidInput, Unsupported
@@ -111,10 +111,10 @@ def convert_checkpoint(
     require_flag("allow_not_finite", allow_not_finite)
     require_at_least("shard_bytes", shard_bytes, 1)
     checkpoint = open_checkpoint(source)
-    if checkpoint.packing is not None:
+    if checkpoint.quantization is not None:
         raise InvalidInput(
-            f"source must be a plain checkpoint, got {checkpoint.path} in {checkpoint.packing.format.name}; convert "
-            "the original"
+            f"source must be a plain checkpoint, got {checkpoint.path} in "
+            f"{checkpoint.packing or checkpoint.quantization.method}; convert the original"
         )
     packing = packing_for(format, checkpoint.family == "gpt_oss")
     conversion = _Conversion(checkpoint, packing, allow_not_finite, progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,20 +13,19 @@ from typing import Any
 from moe_core.base import dtypes
 from moe_core.base.files import path_of
 from moe_core.checkpoint import quantized
-from moe_core.checkpoint.config import read_config
+from moe_core.checkpoint.config import inside, read_config, read_json
 from moe_core.checkpoint.families import Architecture, architecture_of, text_model
 from moe_core.checkpoint.packing import Packing
 from moe_core.checkpoint.quantization import read_quantization
-from moe_core.checkpoint.stacks import LayerNames, found_names, layer_stacks
+from moe_core.checkpoint.resolve import tensors_of
+from moe_core.checkpoint.rules import Quantization
+from moe_core.checkpoint.stacks import LayerNames, found_names, layer_stacks, written_names
 from moe_core.checkpoint.storage import ReadProgress, Stack, StackReader, TensorIndex, find_tensors
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor, Scheme
 from moe_core.layers.around import LayerPart
 from moe_core.layers.weights import layer_parts, layer_router
 from moe_core.specs import ExpertWeights, MoESpec, RouterWeights, SharedExpert
-
-#: Endings of tensor names in quantised storage only.
-_QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "weight_packed", "qweight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,8 @@ class MoELayer:
 
     Weights of a quantised checkpoint are `QuantizedTensor`s with the stored bits, all `out_in` (gpt_oss still
     interleaved). gate and up are apart (`separate`) if one group of the format would hold rows of both. scheme: the
-    formats in config.json, None for a plain layer. before, after, output: as in `LayerWeights`.
+    formats in config.json, None for a plain layer. Experts in several formats, or in one that no kernel takes, are
+    dequantised, and notes say so. before, after, output: as in `LayerWeights`.
     """
 
     layer: int
@@ -55,6 +56,7 @@ class MoELayer:
     before: LayerPart | None = None
     after: LayerPart | None = None
     output: LayerPart | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -69,11 +71,13 @@ class MoELayer:
         """
 
         def is_cast(name: str, array: Any) -> bool:
-            return not (name.endswith("_bias") and array.dtype.name == "float32")
+            return not (name.endswith(("_bias", "_input_scale")) and array.dtype.name == "float32")
 
         parts = {name: getattr(self, name) for name in ("experts", "shared", "before", "after", "output")}
         present = {name: part for name, part in parts.items() if part is not None}
         plain = {name: quantized.plain_bundle(part, dtype, is_cast) for name, part in present.items()}
+        no_scales = {"gate_up_input_scale": None, "down_input_scale": None}
+        plain["experts"] = dataclasses.replace(plain["experts"], **no_scales)
         return dataclasses.replace(self, scheme=None, **plain)
 
 
@@ -81,7 +85,7 @@ class MoELayer:
 class Checkpoint:
     """A checkpoint directory: the facts in config.json, and the places of the tensors.
 
-    packing: the storage of quantised weights, or None. nested: the path to `config` in a multimodal model's
+    quantization: the rules of its quantization_config, or None. nested: the path to `config` in a multimodal model's
     config.json.
     """
 
@@ -90,11 +94,22 @@ class Checkpoint:
     config: Mapping[str, Any] = field(repr=False)
     architecture: Architecture = field(repr=False)
     index: TensorIndex = field(repr=False)
-    packing: Packing | None = field(default=None, repr=False)
+    quantization: Quantization | None = field(default=None, repr=False)
     nested: tuple[str, ...] = field(default=(), repr=False)
 
     @property
+    def packing(self) -> Packing | None:
+        """The first storage that config.json declares for an expert. Each layer's tensors decide."""
+        if self.quantization is None or not self.moe_layers:
+            return None
+        names = written_names(self.architecture, self.moe_layers[0], None, self.nested)
+        experts = [f"{block}experts" for block in (names.block, names.canonical)]
+        packings = self.quantization.packings((*(f"{block}.0.gate_proj" for block in experts), *experts))
+        return next(iter(packings), None)
+
+    @property
     def scheme(self) -> Scheme | None:
+        """The experts' formats by config.json, or None. `MoELayer.scheme` has those of a layer."""
         return None if self.packing is None else self.packing.scheme
 
     @property
@@ -105,12 +120,19 @@ class Checkpoint:
     def moe_layers(self) -> tuple[int, ...]:
         return self.architecture.moe_layers
 
-    def layer(self, layer: int, progress: Callable[[ReadProgress], object] | None = None) -> MoELayer:
+    def layer(
+        self,
+        layer: int,
+        progress: Callable[[ReadProgress], object] | None = None,
+        *,
+        allow_bad_scales: bool = False,
+    ) -> MoELayer:
         """Read the tensors of one MoE layer; progress is called as bytes arrive.
 
-        Everything is checked against config.json before the first weight is read. Raises InvalidInput for a layer out
-        of range or without experts, missing tensors, and shapes or dtypes that disagree; Unsupported for quantised
-        tensors that config.json does not describe.
+        Everything is checked against config.json before the first weight is read. Warns, as MoELayer.notes say, of
+        experts that are dequantised and of activations that stay plain. allow_bad_scales: take scales that are NaN,
+        infinite or 0. Raises InvalidInput for a layer out of range or without experts, missing tensors, shapes or
+        dtypes that disagree, and such scales; Unsupported for quantised tensors that config.json does not describe.
         """
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self.num_layers:
             raise InvalidInput(
@@ -123,17 +145,15 @@ class Checkpoint:
                 f"layer must be one with experts ({self.architecture.moe_layers_rule}), got {layer}, which is dense; "
                 f"{first}"
             )
-        names = self._names(layer)
         with StackReader(self.index) as reader:
-            if self.packing is None:
-                _refuse_quantised(self.index, names.block, reader)
-            architecture, stacks = self._layout(names, reader)
-            stored = reader.check(stacks)
+            layout = self._layout(layer, reader, allow_bad_scales)
+            stored = reader.check(layout.stacks)
             _require_one_dtype(stored)
-            arrays: dict[str, Any] = reader.read(stacks, stored, progress)
-        is_packed = "experts.gate_up" not in arrays
-        if self.packing is not None:
-            arrays = quantized.assemble(arrays, self.packing)
+            scales = quantized.read_input_scales(layout, reader, self.index, allow_bad_scales)
+            arrays: dict[str, Any] = reader.read(layout.stacks, stored, progress) | scales
+        for note in layout.notes:
+            warnings.warn(f"{self.path}: {note}", stacklevel=2)
+        architecture, arrays = layout.architecture, quantized.assemble(arrays, layout.packings)
 
         def bundle(kind: type, prefix: str) -> Any:
             return kind(**{name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)})
@@ -142,32 +162,36 @@ class Checkpoint:
         router = layer_router(bundle(dict, "router."), architecture.router_norm, architecture.sparse_mixer)
         shared = bundle(SharedExpert, "shared.") if architecture.shared_d_ff else None
         sizes = (architecture.d_model, architecture.d_ff, architecture.num_experts)
-        scheme = self.scheme if is_packed else None
         spec, around = architecture.spec_of(layer), layer_parts(arrays, architecture)
-        return MoELayer(layer, self.family, spec, experts, router, shared, *sizes, scheme, **around)
+        weights = (spec, experts, router, shared, *sizes, layout.scheme)
+        return MoELayer(layer, self.family, *weights, **around, notes=layout.notes)
 
-    def stacks(self, layer: int) -> dict[str, Stack]:
+    def stacks(self, layer: int) -> Mapping[str, Stack]:
         """The arrays of a layer by field name, and the file tensors of each."""
         with StackReader(self.index) as reader:
-            return self._layout(self._names(layer), reader)[1]
+            return self._layout(layer, reader).stacks
 
-    def _layout(self, names: LayerNames, reader: StackReader) -> tuple[Architecture, dict[str, Stack]]:
-        packing, architecture = self.packing, self.architecture
+    def layout(self, layer: int) -> quantized.Layout:
+        """How the files store a layer, and how it is read."""
+        with StackReader(self.index) as reader:
+            return self._layout(layer, reader)
+
+    def _layout(self, layer: int, reader: StackReader, allow_bad_scales: bool = False) -> quantized.Layout:
+        names, architecture = self._names(layer), self.architecture
         if architecture.naming.turned and names.fused is not None and names.fused[0] in self.index.files:
             # As in transformers, the shape decides and its own orientation is preferred.
             shape = layer_stacks(architecture, names)["experts.gate_up"].shape
             stored = reader.stored_shape(names.fused[0])
             names = dataclasses.replace(names, turned=stored != shape and stored == (shape[0], shape[2], shape[1]))
-        stacks = layer_stacks(architecture, names)
-        _refuse_unread(self.index, names, stacks, reader)
-        if packing is None:
-            return architecture, stacks
-        if quantized.is_quantized(stacks["experts.gate_up"].parts[0].tensor, packing, self.index):
-            architecture = quantized.quantized_architecture(architecture, stacks, packing, self.index)
-            separate = architecture.spec.activation.gate_layout == "separate"
-            stacks = quantized.quantized_stacks(layer_stacks(architecture, names), packing, self.index, separate)
-        quantized.refuse_unread(self.index, names.block, stacks)
-        return architecture, stacks
+        if names.fused is None and architecture.spec.activation.gate_layout == "interleaved":
+            # Experts that were split have gate and up in modules of their own.
+            architecture = dataclasses.replace(architecture, spec=architecture.spec.with_gate_layout("halves"))
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        layout = quantized.layer_layout(
+            architecture, names, self.quantization, self.index, reader, dtype, allow_bad_scales
+        )
+        _refuse_unread(self.index, names, layout.stacks, reader)
+        return layout
 
     def block(self, layer: int) -> str:
         """The prefix of the layer's router and experts: `model.layers.3.mlp.`."""
@@ -175,8 +199,7 @@ class Checkpoint:
 
     def _names(self, layer: int) -> LayerNames:
         def holds(weight: str) -> bool:
-            packed = self.packing is not None and quantized.is_quantized(weight, self.packing, self.index)
-            return packed or weight in self.index.files
+            return bool(tensors_of(weight, self.index))
 
         return found_names(self.architecture, layer, self.index, holds, self.nested)
 
@@ -190,18 +213,20 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     directory = path_of(path)
     config = text_model(read_config(directory))
     architecture = architecture_of(config)
-    packing = read_quantization(config.quantization, config.model_type)
+    settings = config.quantization or _modelopt_settings(directory)
+    quantization = read_quantization(settings, config.model_type, config.settings)
     index = find_tensors(directory)
-    return Checkpoint(directory, config.model_type, config.settings, architecture, index, packing, config.nested)
+    facts = (config.settings, architecture, index, quantization, config.nested)
+    checkpoint = Checkpoint(directory, config.model_type, *facts)
+    # Settings of experts that cannot be read raise here; those of other matrices do not matter.
+    _ = checkpoint.packing
+    return checkpoint
 
 
-def _refuse_quantised(index: TensorIndex, block: str, reader: StackReader) -> None:
-    for name in index.below(block):
-        if name.endswith(_QUANTISED):
-            raise Unsupported(
-                f"{name} in {index.files[name]} ({reader.stored_dtype(name)}) belongs to a quantised layer, for which "
-                "config.json has no quantization_config; dequantise the checkpoint to bfloat16 first"
-            )
+def _modelopt_settings(directory: Path) -> Mapping[str, Any] | None:
+    """modelopt may write a file of its own instead of a quantization_config."""
+    path = inside(directory, "hf_quant_config.json")
+    return {"quant_method": "modelopt", **read_json(path)} if path.exists() else None
 
 
 def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, Stack], reader: StackReader) -> None:

@@ -23,13 +23,15 @@ from typing import Any
 
 import numpy as np
 
+from moe_core.base import dtypes
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_GROUP, INT8_TOKEN, Format, Scheme, format_names
 from moe_core.formats.tensor import QuantizedSpec, QuantizedTensor, quantized_shapes
+from moe_core.ops.quantize.reference import dequantize
 
 _SCALE_HEADERS = ("F32", "BF16", "F16")
 _E8M0_HEADERS = ("U8", "F8_E8M0")
-_ELEMENT_HEADERS = {"e4m3": ("F8_E4M3",), "int8": ("I8",), "e2m1": ("U8",)}
+_ELEMENT_HEADERS = {"e4m3": ("F8_E4M3",), "int8": ("I8",), "e2m1": ("U8", "I8")}
 _WORD_BITS, _WORD_BYTES = 32, 4
 _MX_BYTES = 16
 
@@ -40,31 +42,66 @@ Shape = tuple[int, ...]
 class Component:
     """One tensor of a quantised matrix.
 
-    field: of QuantizedTensor. suffix: after the module's name. accepts: header dtypes. file_shape: of the tensor of a
-    matrix (N, D). decode, encode: convert between the file's array and ours, for any number of leading axes. None: the
-    same. decode may add the padding of the last word.
+    field: of QuantizedTensor, or any name for `Packing.plain`. suffix: after the module's name. accepts: header dtypes.
+    file_shape: of the tensor of a matrix (N, D). None: any. decode, encode: convert between the file's array and ours,
+    for any number of leading axes. None: the same. decode may add the padding of the last word.
     """
 
     field: str
     suffix: str
     accepts: tuple[str, ...]
-    file_shape: Callable[[int, int], Shape]
+    file_shape: Callable[[int, int], Shape] | None
     decode: Callable[[np.ndarray], np.ndarray] | None = None
     encode: Callable[[np.ndarray], np.ndarray] | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The storage of a checkpoint's quantised matrices. settings: its `quantization_config`."""
+    """The storage of a checkpoint's quantised matrices.
 
-    scheme: Scheme
+    Args:
+        scheme: None: no format of ours holds the numbers, and `plain` gives them.
+        settings: the checkpoint's `quantization_config`.
+        plain: (component arrays by field, N, D) -> fp32 `[..., N, D]`. None: they are a QuantizedTensor's.
+        label: for messages. "": the format's name.
+        static: files hold the scale of the activations.
+        permuted: the same packing where `g_idx` does not count groups in order.
+        companions: suffixes of further tensors that may be there.
+        tag: the `_type` in torchao's metadata, or "".
+    """
+
+    scheme: Scheme | None
     components: tuple[Component, ...]
     settings: Mapping[str, Any]
     stores_shape: bool = False
+    plain: Callable[[Mapping[str, np.ndarray], int, int], np.ndarray] | None = None
+    label: str = ""
+    static: bool = False
+    permuted: Packing | None = None
+    companions: tuple[str, ...] = ()
+    tag: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def format(self) -> Format:
+        assert self.scheme is not None
         return self.scheme.weights
+
+    def __str__(self) -> str:
+        return self.label or self.format.name
+
+    def dequantize(self, arrays: Mapping[str, np.ndarray], rows: int, columns: int) -> np.ndarray:
+        """fp32 `[..., N, D]` of decoded component arrays."""
+        if self.plain is not None:
+            return self.plain(arrays, rows, columns)
+        values = arrays["values"][..., : columns // self.format.own_element.per_byte]
+        points = arrays.get("zero_points")
+        points = None if points is None else points[..., : -(-rows // self.format.own_element.per_byte), :]
+        scales = arrays["scales"]
+        if dtypes.canonical(scales.dtype) not in self.format.scale_dtypes:
+            scales = scales.astype(np.float32)
+        return dequantize(QuantizedTensor(QuantizedSpec(self.format), values, scales, points))
 
     @property
     def method(self) -> str:
@@ -144,12 +181,14 @@ def words_packing(scheme: Scheme, settings: Mapping[str, Any]) -> Packing:
     def words_to_bytes(array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array).view(np.uint8)
 
+    scales_shape = _shape(format, "scales")
+
     def points_shape(rows: int, columns: int) -> Shape:
-        return words(rows), scales.file_shape(rows, columns)[1]
+        return words(rows), scales_shape(rows, columns)[1]
 
     shapes = (lambda rows, columns: (rows, words(columns))), words_to_bytes, pad_to_words
     values = Component("values", ".weight_packed", ("I32",), *shapes)
-    scales = Component("scales", ".weight_scale", _SCALE_HEADERS, _shape(format, "scales"))
+    scales = Component("scales", ".weight_scale", _SCALE_HEADERS, scales_shape)
     points = Component("zero_points", ".weight_zero_point", ("I32",), points_shape, words_to_points, points_to_words)
     components = (values, scales, points) if format.zero_points else (values, scales)
     return Packing(scheme, components, settings, stores_shape=True)

@@ -1,31 +1,38 @@
-"""Read a quantization_config."""
+"""Read a quantization_config of any producer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from moe_core.checkpoint.packing import Packing, mxfp4_packing, plain_packing, words_packing
-from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import MXFP4, MXFP8, Format, Scheme
-from moe_core.formats.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_GROUP, FP8_TENSOR, FP8_TOKEN
-from moe_core.formats.integer import INT8_CHANNEL, INT8_TOKEN, int4_grouped, int8_grouped
+from moe_core.checkpoint import layouts
+from moe_core.checkpoint.compressed import read_compressed_tensors
+from moe_core.checkpoint.packing import Packing, mxfp4_packing, plain_packing
+from moe_core.checkpoint.rules import (
+    Packings,
+    Quantization,
+    Rule,
+    Settings,
+    dropped,
+    one_rule,
+    require,
+    require_known,
+    static,
+    unsupported,
+)
+from moe_core.errors import InvalidInput
+from moe_core.formats import FP8_TENSOR, MXFP4, Scheme, scheme_named
 
-METHODS = ("mxfp4", "fp8", "compressed-tensors")
-_BLOCK = [128, 128]
-#: (type, num_bits, strategy) of activations.
-_ACTIVATIONS: dict[tuple[Any, Any, Any], Format] = {
-    ("int", 8, "token"): INT8_TOKEN,
-    ("float", 8, "token"): FP8_TOKEN,
-    ("float", 8, "tensor"): FP8_TENSOR,
-    ("float", 8, "group"): FP8_GROUP,
-}
+_BLOCK, _MX_BLOCK = [128, 128], [1, 32]
 
 
-def read_quantization(settings: Any, family: str) -> Packing | None:
-    """The packing that a quantization_config describes, or None.
+def read_quantization(settings: Any, family: str, model: Settings | None = None) -> Quantization | None:
+    """The rules of a quantization_config, or None.
 
-    family: the model_type. Raises InvalidInput for malformed settings, Unsupported for unreadable ones.
+    family: the model_type. model: the other settings of config.json. Raises InvalidInput for malformed settings,
+    Unsupported for unreadable ones and unknown keys.
     """
     if not settings:
         return None
@@ -34,101 +41,162 @@ def read_quantization(settings: Any, family: str) -> Packing | None:
             f"quantization_config in config.json must be an object, got {settings!r}; restore the original config.json"
         )
     method = settings.get("quant_method")
-    if method == "mxfp4":
-        if family != "gpt_oss":
-            raise _unsupported(f"quant_method mxfp4 for {family}", "only gpt_oss is published in it")
-        return mxfp4_packing(Scheme("mxfp4_w4a16", MXFP4), settings)
-    if method == "fp8":
-        if settings.get("weight_block_size") != _BLOCK:
-            raise _unsupported(f"weight_block_size {settings.get('weight_block_size')!r}", f"it must be {_BLOCK}")
-        for key, wanted in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("expert_dtype", "fp8")):
-            if settings.get(key, wanted) != wanted:
-                raise _unsupported(f"{key} {settings[key]!r}", f"it must be {wanted!r}")
-        return plain_packing(Scheme("fp8_block", FP8_BLOCK, FP8_GROUP), settings, ".weight_scale_inv")
-    if method == "compressed-tensors":
-        return _compressed_tensors(settings)
-    raise _unsupported(f"quant_method {method!r}", f"the methods that can be read are {', '.join(METHODS)}")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise unsupported(f"quant_method {method!r}", f"the methods that can be read are {', '.join(_METHODS)}")
+    if method == "mxfp4" and family != "gpt_oss":
+        raise unsupported(f"quant_method mxfp4 for {family}", "only gpt_oss is published in it")
+    read, keys = _METHODS[method]
+    require_known(settings, f"{keys} {_ANY_METHOD}", f"quantization_config of {method}")
+    expert_dtype = (model or {}).get("expert_dtype")
+    if method == "fp8" and expert_dtype is not None:
+        settings = {"expert_dtype": expert_dtype, **settings}
+    return read(settings)
 
 
-def _unsupported(what: str, why: str) -> Unsupported:
-    return Unsupported(f"quantization_config in config.json has {what}; {why}: dequantise to bfloat16 first")
+def _mxfp4(settings: Settings) -> Quantization:
+    return one_rule(settings, mxfp4_packing(Scheme("mxfp4_w4a16", MXFP4), settings))
 
 
-def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
-    groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+def _fp8(settings: Settings) -> Quantization:
+    require(
+        settings, fmt=("e4m3", "float8_e4m3fn"), activation_scheme=("dynamic", "static"), expert_dtype=("fp8", "fp4"),
+        scale_fmt=("float", "ue8m0"),
+    )  # fmt: skip
+    block, power_of_two = settings.get("weight_block_size"), settings.get("scale_fmt") == "ue8m0"
+    if block not in (_BLOCK, _MX_BLOCK, None):
+        raise unsupported(f"weight_block_size {block!r}", f"it must be {_BLOCK}, {_MX_BLOCK} or null")
+    if settings.get("activation_scheme") == "static" and block is not None:
+        raise unsupported("activation_scheme 'static' with blocks", "static scales are per tensor")
+    if block == _MX_BLOCK:
+        if not power_of_two:
+            raise unsupported(f"weight_block_size {_MX_BLOCK} without scale_fmt 'ue8m0'", "its scales are exponents")
+        packings = [plain_packing(scheme_named("mxfp8"), settings, ".weight_scale_inv")]
+    elif block is None:
+        is_static = settings.get("activation_scheme") == "static"
+        packing = plain_packing(Scheme("fp8_tensor", FP8_TENSOR, FP8_TENSOR), settings)
+        packings = [static(packing) if is_static else packing]
+    else:
+        scheme = scheme_named("fp8_block_pow2" if power_of_two else "fp8_block")
+        packings = [plain_packing(scheme, settings, suffix) for suffix in (".weight_scale_inv", ".scale")]
+    if settings.get("expert_dtype") == "fp4":
+        note = "experts in fp4 multiply plain rows: no kernel takes activations in groups of 128 with them"
+        return one_rule(settings, dataclasses.replace(layouts.fp4(settings), notes=(note,)), *packings)
+    return one_rule(settings, *packings)
+
+
+def _bits_and_group(settings: Settings, bits: str, group: str) -> tuple[int, int | None]:
+    width, size = settings.get(bits), settings.get(group)
+    if width not in (4, 8) or isinstance(width, bool):
+        raise unsupported(f"{bits} {width!r}", "it must be 4 or 8")
+    if not isinstance(size, int) or isinstance(size, bool) or (size != -1 and not 0 < size < 2**31):
+        raise InvalidInput(f"{group} in config.json must be a positive integer or -1, got {size!r}; restore the file")
+    return width, None if size == -1 else size
+
+
+def _awq(settings: Settings) -> Quantization:
+    require(settings, version=("gemm", "GEMM"), format=("gemm",), pack_dtype=("int32",))
+    names = ("w_bit", "q_group_size") if "w_bit" in settings else ("bits", "group_size")
+    bits, group_size = _bits_and_group(settings, *names)
+    if bits != 4:
+        raise unsupported(f"{names[0]} {bits}", "awq gemm has 4")
+    return one_rule(settings, layouts.awq(bits, group_size, settings))
+
+
+def _gptq(settings: Settings) -> Quantization:
+    require(settings, checkpoint_format=("gptq", "gptq_v2"), format=("gptq", "gptq_v2"), pack_dtype=("int32",))
+    require(settings, dynamic=({},), is_marlin_format=(False,), rotation=("",))
+    kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    bits, group_size = _bits_and_group(settings, "bits", "group_size")
+    return one_rule(settings, layouts.gptq(bits, group_size, settings, kind == "gptq"))
+
+
+def _modelopt(settings: Settings) -> Quantization:
+    inner = settings.get("quantization")
+    if isinstance(inner, Mapping):
+        require_known(inner, _MODELOPT, "quantization of modelopt")
+        settings = {**settings, **inner}
+    algorithm, parts = settings.get("quant_algo"), settings.get("quantized_layers")
+    if algorithm != "MIXED_PRECISION":
+        return one_rule(settings, _modelopt_packing(algorithm, settings))
+    if not isinstance(parts, Mapping) or not all(isinstance(part, Mapping) for part in parts.values()):
         raise InvalidInput(
-            f"config_groups in config.json must map names to objects, got {groups!r}; restore the original config.json"
+            f"quantized_layers in config.json must map names to objects, got {parts!r:.200}; restore the original"
         )
-    names, default = ("weights", "input_activations"), settings.get("format")
-    kinds = [(group.get("format") or default, *map(group.get, names)) for group in groups.values()]
-    if not kinds or any(group != kinds[0] for group in kinds):
-        raise _unsupported(f"{len(kinds)} groups of different kinds", "every matrix must be quantised alike")
-    kind, weights, activations = kinds[0]
-    # Only text names a format, and a list is no key.
-    kind = str(kind)
-    if not isinstance(weights, Mapping):
-        raise _unsupported("a group without weights", "the weights must be quantised")
-    if weights.get("actorder") in ("group", "dynamic", True):
-        raise _unsupported("actorder by group", "permuted columns (weight_g_idx) cannot be read")
-    format = _format(weights)
-    scheme = Scheme(f"{format.name}_compressed", format, _activations(activations, format))
-    stored = {"pack-quantized": ("uint4", "uint8"), "int-quantized": ("int8",), "float-quantized": ("e4m3",)}
-    stored |= {"naive-quantized": ("e4m3",), "mxfp4-pack-quantized": ("e2m1",), "mxfp8-quantized": ("e4m3",)}
-    element = "int8" if kind == "int-quantized" and format.element == "uint8" else format.element
-    if kind not in stored or element not in stored[kind]:
-        raise _unsupported(f"format {kind!r} of {format.name}", f"the formats that can be read are {', '.join(stored)}")
-    if (kind == "mxfp8-quantized") != (format == MXFP8):
-        raise _unsupported(f"format {kind!r} of {format.name}", "mxfp8 and e8m0 scales go together")
-    if kind == "pack-quantized":
-        return words_packing(scheme, settings)
-    if element == "int8":
-        if format.group_columns is not None or format.zero_points:
-            raise _unsupported(f"format {kind!r} of {format.name}", "int8 values must have one scale per channel")
-        return plain_packing(Scheme("int8_w8a8", INT8_CHANNEL, scheme.activations), settings)
-    return plain_packing(scheme, settings)
+
+    @functools.cache
+    def packings(kind: str) -> Packings:
+        return (_modelopt_packing(kind, settings),)
+
+    rules = []
+    for name, part in parts.items():
+        require_known(part, "quant_algo group_size awq_block_size has_zero_point pre_quant_scale", "quantized_layers")
+        rules.append(Rule((name,), functools.partial(packings, str(part.get("quant_algo")))))
+    return Quantization(settings, tuple(rules))
 
 
-def _format(weights: Mapping[str, Any]) -> Format:
-    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
-    strategy, group_size = weights.get("strategy"), weights.get("group_size")
-    zero_points = weights.get("symmetric", True) is False
-    if strategy == "channel" or group_size == -1:
-        strategy, group_size = "channel", None
-    elif strategy is None and group_size is not None:
-        strategy = "group"
-    if kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
-        return (int4_grouped if bits == 4 else int8_grouped)(group_size, zero_points)
-    if kind == "float" and not zero_points:
-        if strategy == "group" and group_size == MXFP4.group_columns and bits in (4, 8):
-            return MXFP4 if bits == 4 else MXFP8
-        if bits == 8 and strategy in ("channel", "tensor"):
-            return FP8_CHANNEL if strategy == "channel" else FP8_TENSOR
-        if bits == 8 and strategy == "block" and weights.get("block_structure") == _BLOCK:
-            return FP8_BLOCK
-    raise _unsupported(
-        f"weights of {bits} bits {kind}, strategy {strategy!r}, group_size {group_size!r}, symmetric {not zero_points}",
-        "there is no such format",
+def _modelopt_packing(algorithm: Any, settings: Settings) -> Packing:
+    require(settings, has_zero_point=(False,), pre_quant_scale=(False,))
+
+    def fp8() -> Packing:
+        return static(plain_packing(Scheme("fp8_tensor", FP8_TENSOR, FP8_TENSOR), settings))
+
+    made: dict[Any, Callable[[], Packing]] = {
+        "FP8": fp8,
+        "FP8_PER_CHANNEL_PER_TOKEN": lambda: plain_packing(scheme_named("fp8_channel"), settings),
+        "NVFP4": lambda: dataclasses.replace(layouts.nvfp4(settings, True), notes=(dropped("nvfp4", "nvfp4"),)),
+        "W4A16_NVFP4": lambda: layouts.nvfp4(settings, True),
+        "MXFP8": lambda: plain_packing(scheme_named("mxfp8"), settings),
+    }
+    if algorithm not in made:
+        raise unsupported(f"quant_algo {algorithm!r:.200}", f"the ones that can be read are {', '.join(made)}")
+    return made[algorithm]()
+
+
+def _bitsandbytes(settings: Settings) -> Quantization:
+    require(settings, bnb_4bit_quant_storage=("uint8",), llm_int8_has_fp16_weight=(False,))
+    kinds = ("nf4", "fp4")
+    return one_rule(
+        settings,
+        *(layouts.bitsandbytes_4bit(settings, kind) for kind in kinds),
+        dataclasses.replace(layouts.bitsandbytes_8bit(settings), notes=(dropped("int8", "bitsandbytes int8"),)),
     )
 
 
-def _activations(arguments: Any, weights: Format) -> Format | None:
-    if arguments is None:
-        return None
-    if not isinstance(arguments, Mapping):
-        raise InvalidInput(
-            f"input_activations in config.json must be an object, got {arguments!r}; restore the original config.json"
-        )
-    kind, bits, strategy = (arguments.get(key) for key in ("type", "num_bits", "strategy"))
-    if arguments.get("dynamic") is not True:
-        raise _unsupported("input_activations with static scales", "only dynamic ones can be read")
-    if strategy == "group" and arguments.get("group_size") == MXFP4.group_columns:
-        format = (MXFP4 if bits == 4 else MXFP8) if kind == "float" and bits in (4, 8) else None
-    else:
-        format = next((known for key, known in _ACTIVATIONS.items() if key == (kind, bits, strategy)), None)
-    if format is None or format.group_columns not in (None, weights.group_columns):
-        raise _unsupported(
-            f"input_activations of {bits} bits {kind}, strategy {strategy!r}, beside weights of {weights.name}",
-            "there is no such scheme",
-        )
-    return format
+def _hqq(settings: Settings) -> Quantization:
+    return one_rule(settings, layouts.hqq(settings))
+
+
+def _torchao(settings: Settings) -> Quantization:
+    return one_rule(settings, *layouts.torchao(settings))
+
+
+#: Keys that change nothing in an expert, in any producer's settings.
+_ANY_METHOD = """quant_method modules_to_not_convert ignored_layers modules_to_convert kv_cache_scheme dequantize
+    kv_cache_quant_algo quantization_status global_compression_ratio version producer meta run_compressed"""
+_GPTQ = """bits group_size sym desc_act format checkpoint_format pack_dtype dynamic lm_head damp_percent
+    damp_auto_increment static_groups true_sequential act_group_aware backend max_input_length model_seqlen
+    block_name_to_quantize module_name_preceding_first_block batch_size pad_token_id cache_block_outputs
+    modules_in_block_to_quantize tokenizer dataset model_name_or_path model_file_base_name use_cuda_fp16
+    use_exllama exllama_config disable_exllama is_marlin_format offload_to_disk method mse rotation"""
+_AWQ = """w_bit bits q_group_size group_size zero_point format pack_dtype backend do_fuse fuse_max_seq_len
+    modules_to_fuse exllama_config sym desc_act"""
+_MODELOPT = """quant_algo group_size exclude_modules quantized_layers kv_cache_quant_algo has_zero_point
+    pre_quant_scale awq_block_size"""
+_BITSANDBYTES = """load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage
+    bnb_4bit_quant_type bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight
+    llm_int8_skip_modules llm_int8_threshold"""
+#: quant_method -> (reader, keys it knows).
+_METHODS: dict[str, tuple[Callable[[Settings], Quantization], str]] = {
+    "mxfp4": (_mxfp4, ""),
+    "fp8": (_fp8, "fmt activation_scheme weight_block_size scale_fmt expert_dtype"),
+    "compressed-tensors": (
+        read_compressed_tensors,
+        "format config_groups ignore sparsity_config transform_config moe_sparsity_config packed_modules_mapping",
+    ),
+    "awq": (_awq, _AWQ),
+    "gptq": (_gptq, _GPTQ),
+    "modelopt": (_modelopt, f"{_MODELOPT} config_groups ignore quantization"),
+    "bitsandbytes": (_bitsandbytes, _BITSANDBYTES),
+    "hqq": (_hqq, "quant_config skip_modules"),
+    "torchao": (_torchao, "quant_type quant_type_kwargs include_input_output_embeddings untie_embedding_weights"),
+}

@@ -16,12 +16,16 @@ from moe_core.errors import InvalidInput
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.", "thinker.model.")
 
 
+#: (gate, up, down) below `experts.<e>.` in files of quantisers, which split fused experts of any family.
+_SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
 @dataclass(frozen=True)
 class LayerNames:
     """The full names of one layer's tensors in one storage.
 
-    block: the prefix of router and experts, `model.layers.3.mlp.`. fused: (gate_up, down), None: per expert. turned,
-    interleaved: of `fused`. table: "" if the layer has none.
+    block: the prefix of router and experts, `model.layers.3.mlp.`. fused: (gate_up, down), None: per expert, with the
+    names `modules`. turned, interleaved: of `fused`. table: "" if the layer has none. canonical: transformers' `block`.
     """
 
     block: str
@@ -36,6 +40,8 @@ class LayerNames:
     table: str = ""
     expert_scale: str = ""
     around: Mapping[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    canonical: str = ""
 
     @property
     def router_bias(self) -> str:
@@ -59,6 +65,7 @@ def _names(naming: Naming, root: str, block: str, choose: _Choice, *, fused: boo
         return pick(tuple((name,) for name in alternatives))[0]
 
     chosen = pick(naming.fused) if fused else None
+    number, block = root.split(".")[-2], naming.blocks[0] and f"{naming.blocks[0]}."
     return LayerNames(
         inside,
         one(naming.router),
@@ -71,6 +78,8 @@ def _names(naming: Naming, root: str, block: str, choose: _Choice, *, fused: boo
         table=full(naming.table) if table else "",
         expert_scale=full(naming.expert_scale),
         around={name: one(alternatives) for name, alternatives in naming.around.items()},
+        modules=naming.per_expert or (),
+        canonical=f"{naming.prefixes[0]}{naming.layers}.{number}.{block}",
     )
 
 
@@ -100,37 +109,63 @@ def found_names(
     """The names of a layer in the files. holds: True for a weight in them, quantised or not."""
     naming = architecture.naming
     prefixes = dict.fromkeys((*_own_prefixes(naming, nested), *_PREFIXES))
-    roots = [f"{prefix}{naming.layers}.{layer}." for prefix in prefixes]
 
     def choose(alternatives: list[tuple[str, ...]]) -> tuple[str, ...]:
         return next((names for names in alternatives if holds(names[0])), alternatives[-1])
 
-    kind = {"fused": True, "table": layer in architecture.tables}
-    candidates = [_names(naming, root, block, choose, **kind) for root in roots for block in naming.blocks]
-    names = next((names for names in candidates if names.router in index.files), None)
+    def candidates(prefixes: Mapping[str, None]) -> list[LayerNames]:
+        kind = {"fused": True, "table": layer in architecture.tables}
+        roots = [f"{prefix}{naming.layers}.{layer}." for prefix in prefixes]
+        return [_names(naming, root, block, choose, **kind) for root in roots for block in naming.blocks]
+
+    names = next((names for names in candidates(prefixes) if holds(names.router)), None)
     if names is None:
-        raise InvalidInput(
-            f"{index.directory} must hold the router of layer {layer} under a name such as {candidates[0].router}, got "
-            f"{index.summary()} without it; download the checkpoint again or correct its config.json"
-        )
+        names = _names_below_another_prefix(architecture, layer, index, candidates)
     assert names.fused is not None
-    if naming.per_expert is None or holds(names.fused[0]):
+    if holds(names.fused[0]):
         return names
-    first, last = (
-        f"{names.block}experts.{expert}.{naming.per_expert[0]}.weight" for expert in (0, architecture.num_experts - 1)
-    )
-    if holds(first) and architecture.num_experts > len(index.files):
-        # A number in config.json must not make endless names.
+    spellings = [naming.per_expert] if naming.per_expert else []
+    spellings += [modules[not architecture.spec.activation.gated :] for modules in _SPELLINGS]
+    firsts = [(modules, f"{names.block}experts.0.{modules[0]}.weight") for modules in dict.fromkeys(spellings)]
+    match = next((first for first in firsts if holds(first[1])), None)
+    if match is None:
         raise InvalidInput(
-            f"{index.directory} must hold {last} for num_experts = {architecture.num_experts}, got {index.summary()} "
-            "without it; download the checkpoint again or correct its config.json"
-        )
-    if not holds(first):
-        raise InvalidInput(
-            f"{index.directory} must hold {names.fused[0]} or {first}, got {index.summary()} without "
+            f"{index.directory} must hold {names.fused[0]} or {firsts[0][1]}, got {index.summary()} without "
             "either; download the checkpoint again or correct its config.json"
         )
-    return dataclasses.replace(names, fused=None)
+    modules, _ = match
+    if architecture.num_experts > len(index.files):
+        # A number in config.json must not make endless names.
+        raise InvalidInput(
+            f"{index.directory} must hold {names.block}experts.{architecture.num_experts - 1}.{modules[0]}.weight for "
+            f"num_experts = {architecture.num_experts}, got {index.summary()} "
+            "without it; download the checkpoint again or correct its config.json"
+        )
+    return dataclasses.replace(names, fused=None, modules=modules)
+
+
+def _names_below_another_prefix(
+    architecture: Architecture,
+    layer: int,
+    index: TensorIndex,
+    candidates: Callable[[Mapping[str, None]], list[LayerNames]],
+) -> LayerNames:
+    """Exporters of multimodal models nest the text model once more."""
+    tails = [names.router for names in candidates({"": None})]
+    roots = index.router_roots(tails)
+    if len(roots) > 1:
+        raise InvalidInput(
+            f"{index.directory} must hold one router of layer {layer}, got one below each of "
+            f"{', '.join(map(repr, roots))}; save the text model alone"
+        )
+    for names in candidates(roots):
+        if names.router in index.files:
+            return names
+    raise InvalidInput(
+        f"{index.directory} must hold the router of layer {layer} under a name such as "
+        f"{architecture.naming.prefixes[0]}{tails[0]}, got "
+        f"{index.summary()} without it; download the checkpoint again or correct its config.json"
+    )
 
 
 def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:
@@ -172,12 +207,14 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
 def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:
     num_experts, d_ff, width = architecture.num_experts, architecture.d_ff, architecture.expert_width
     if names.fused is None:
-        modules = architecture.naming.per_expert
-        assert modules is not None
-        per_expert = []
+        # Modules are `out_in`, whatever the layout of the fused experts.
+        turned, per_expert = architecture.spec.weight_layout == "in_out", []
         for expert in range(num_experts):
-            tensors = tuple(f"{names.block}experts.{expert}.{module}.weight" for module in modules)
-            per_expert.append(_mlp_stacks("experts.", tensors, architecture, d_ff, width, place=(expert,)))
+            tensors = tuple(f"{names.block}experts.{expert}.{module}.weight" for module in names.modules)
+            one = _mlp_stacks("experts.", tensors, architecture, d_ff, width, turned=turned, place=(expert,))
+            if architecture.family.expert_bias:
+                one |= _biases(one, tensors, expert)
+            per_expert.append(one)
         return {
             name: Stack((num_experts, *stack.shape), tuple(part for one in per_expert for part in one[name].parts))
             for name, stack in per_expert[0].items()
@@ -194,6 +231,20 @@ def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, S
     for name, tensor in zip(widths, names.fused, strict=True) if architecture.family.expert_bias else ():
         stacks[f"experts.{name}_bias"] = Stack.whole(f"{tensor}_bias", (num_experts, widths[name]))
     return stacks
+
+
+def _biases(stacks: Mapping[str, Stack], tensors: tuple[str, ...], expert: int) -> dict[str, Stack]:
+    """The biases of one expert's modules, with gate and up in halves."""
+    *halves, down = (tensor.removesuffix("weight") + "bias" for tensor in tensors)
+    axis = -1 if stacks["experts.down"].parts[0].is_turned else -2
+    sizes = {name: stacks[f"experts.{name}"].shape[axis] for name in ("gate_up", "down")}
+    rows = sizes["gate_up"] // len(halves)
+    parts = [Part(name, (rows,), (expert, slice(n * rows, (n + 1) * rows))) for n, name in enumerate(halves)]
+    whole = Part(down, (sizes["down"],), (expert,))
+    return {
+        "experts.gate_up_bias": Stack((sizes["gate_up"],), tuple(parts)),
+        "experts.down_bias": Stack((sizes["down"],), (whole,)),
+    }
 
 
 def _mlp_stacks(

@@ -91,14 +91,18 @@ class Part:
     """One file tensor and its position in an array: `array[place]`, () for all of it.
 
     decode: converts the tensor, or a range of a stack's first axis, to the array's form. encode: the inverse. None:
-    only the shape changes.
+    only the shape changes. accepts: as in `Stack`, for this tensor. others: further tensors that decode takes, whole.
+    check: called with the name and the array as it is stored.
     """
 
     tensor: str
     shape: tuple[int, ...]
     place: tuple[int | slice, ...] = ()
-    decode: Callable[[np.ndarray], np.ndarray] | None = None
+    decode: Callable[..., np.ndarray] | None = None
     encode: Callable[[np.ndarray], np.ndarray] | None = None
+    accepts: tuple[str, ...] | None = None
+    others: tuple[Part, ...] = ()
+    check: Callable[[str, np.ndarray], None] | None = None
 
     @property
     def is_turned(self) -> bool:
@@ -158,6 +162,12 @@ class TensorIndex:
         names = (self._sorted[position] for position in range(first, len(self._sorted)))
         return list(itertools.takewhile(lambda name: name.startswith(prefix), names))
 
+    def router_roots(self, tails: Iterable[str]) -> dict[str, None]:
+        """The prefixes of tensors with one of these endings."""
+        tails = tuple(tails)
+        ends = [(name, tail) for name in self._sorted if name.endswith(tails) for tail in tails if name.endswith(tail)]
+        return {name.removesuffix(tail): None for name, tail in ends if name == tail or name[-len(tail) - 1] == "."}
+
     def summary(self) -> str:
         """`2 files with 52 tensors (model-00001-of-00002.safetensors, ...)`."""
         names = sorted(set(self.files.values()))
@@ -200,45 +210,34 @@ class StackReader(contextlib.ExitStack):
         self._index = index
         self._files: dict[str, TensorFile] = {}
 
-    def _tensor(self, name: str) -> RawTensor:
-        """Shape and dtype come from the header; indexing reads data."""
+    def tensor(self, name: str) -> RawTensor:
+        """Shape and dtype come from the header. Indexing reads data."""
+        return RawTensor(self.file_of(name), name)
+
+    def file_of(self, name: str) -> TensorFile:
         file = self._index.files.get(name, "")
         if file not in self._files:
             self._files[file] = self.enter_context(open_file(self._index.path_of(name)))
-        return RawTensor(self._files[file], name)
+        return self._files[file]
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensor(name).get_shape())
+        return tuple(self.tensor(name).get_shape())
 
     def stored_dtype(self, name: str) -> str:
         """As in the header: `BF16`, `F8_E4M3`."""
-        return self._tensor(name).get_dtype()
+        return self.tensor(name).get_dtype()
 
     def check(self, stacks: Mapping[str, Stack]) -> dict[str, str]:
-        """Check every part's presence, dtype and shape; return the dtype of each array."""
+        """Check every part's presence, dtype and shape, and return the dtype of each array."""
         return {name: self._dtype_of(stack) for name, stack in stacks.items()}
 
     def _dtype_of(self, stack: Stack) -> str:
         by_dtype: dict[str, str] = {}
         for part in stack.parts:
-            tensor = self._tensor(part.tensor)
-            where = f"{part.tensor} in {self._index.path_of(part.tensor).name}"
-            if tensor.get_dtype() not in stack.accepts:
-                if stack.accepts == tuple(FLOATING):
-                    raise Unsupported(
-                        f"{where} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; quantised and wider "
-                        "tensors cannot be read: dequantise or cast to bfloat16 first"
-                    )
-                raise Unsupported(
-                    f"{where} must be {' or '.join(stack.accepts)} by config.json, got "
-                    f"{tensor.get_dtype()}; use the config.json that belongs to the weights"
-                )
-            if tuple(tensor.get_shape()) != part.shape:
-                raise InvalidInput(
-                    f"{where} must be {list(part.shape)} by config.json, got {list(tensor.get_shape())}; "
-                    "use the config.json that belongs to the weights"
-                )
-            by_dtype.setdefault(tensor.get_dtype(), part.tensor)
+            dtype = self._checked(part, part.accepts or stack.accepts)
+            for other in part.others:
+                self._checked(other, other.accepts or stack.accepts)
+            by_dtype.setdefault(dtype, part.tensor)
         if stack.dtype is not None:
             return stack.dtype
         by_dtype = {FLOATING[dtype]: name for dtype, name in by_dtype.items()}
@@ -246,6 +245,26 @@ class StackReader(contextlib.ExitStack):
             listed = " and ".join(f"{dtype} ({tensor})" for dtype, tensor in by_dtype.items())
             raise InvalidInput(f"tensors stacked together must have one dtype, got {listed}; cast them alike")
         return next(iter(by_dtype))
+
+    def _checked(self, part: Part, accepts: tuple[str, ...]) -> str:
+        tensor = self.tensor(part.tensor)
+        where = f"{part.tensor} in {self._index.path_of(part.tensor).name}"
+        if tensor.get_dtype() not in accepts:
+            if accepts == tuple(FLOATING):
+                raise Unsupported(
+                    f"{where} must be bfloat16, float16 or float32, got {tensor.get_dtype()}; quantised and wider "
+                    "tensors cannot be read: dequantise or cast to bfloat16 first"
+                )
+            raise Unsupported(
+                f"{where} must be {' or '.join(accepts)} by config.json, got "
+                f"{tensor.get_dtype()}; use the config.json that belongs to the weights"
+            )
+        if tuple(tensor.get_shape()) != part.shape:
+            raise InvalidInput(
+                f"{where} must be {list(part.shape)} by config.json, got {list(tensor.get_shape())}; "
+                "use the config.json that belongs to the weights"
+            )
+        return tensor.get_dtype()
 
     def read(
         self,
@@ -263,9 +282,10 @@ class StackReader(contextlib.ExitStack):
         for name, stack in stacks.items():
             array = arrays[name] = _empty(stack.shape, dtypes.numpy_dtype(stored[name]))
             for part in stack.parts:
-                source, target = self._tensor(part.tensor), array[part.place]
+                source, target = self.tensor(part.tensor), array[part.place]
                 # Tensors with another number of axes are read at once.
-                whole = len(part.shape) != target.ndim
+                whole = len(part.shape) != target.ndim or bool(part.others)
+                others = [self._whole(other) for other in part.others]
                 for piece in [slice(0, len(target))] if whole else _pieces(target):
                     if part.decode is None:
                         same = _NUMPY_DTYPES[source.get_dtype()] == target.dtype
@@ -273,15 +293,24 @@ class StackReader(contextlib.ExitStack):
                             source.read_into(piece, target[piece])
                         else:
                             target[piece] = source[piece]
+                        if part.check is not None:
+                            part.check(part.tensor, target[piece])
                     else:
                         # A matrix is one piece, because the tensor may pack its rows. Words may have padding at the
                         # end.
-                        decoded = part.decode(source[slice(None) if whole or target.ndim < 3 else piece])
+                        raw = self._whole(part) if whole or target.ndim < 3 else source[piece]
+                        decoded = part.decode(raw, *others)
                         target[piece] = decoded[tuple(slice(size) for size in target[piece].shape)]
                     done += target[piece].nbytes
                     if progress is not None:
                         progress(ReadProgress(part.tensor, done, total))
         return arrays
+
+    def _whole(self, part: Part) -> np.ndarray:
+        array = self.tensor(part.tensor)[:]
+        if part.check is not None:
+            part.check(part.tensor, array)
+        return array
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -74,7 +74,7 @@ def other_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
     """
     parts = (stack.parts for layer in checkpoint.moe_layers for stack in checkpoint.stacks(layer).values())
     held = {part.tensor for some in parts for part in some}
-    blocks = () if checkpoint.packing is None else tuple(map(checkpoint.block, checkpoint.moe_layers))
+    blocks = () if checkpoint.quantization is None else tuple(map(checkpoint.block, checkpoint.moe_layers))
     names = [name for name in checkpoint.index.files if name not in held and not name.startswith(blocks)]
     for name, tensors in checkpoint.index.opened(names):
         yield name, read_tensor(tensors, name)

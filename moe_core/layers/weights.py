@@ -212,9 +212,10 @@ class LayerWeights:
                 wanted = format if field in _MATRICES else None
                 stored = array.format if isinstance(array, QuantizedTensor) else None
                 if stored != wanted:
+                    like = " like experts.down" if field in _MATRICES else ""
                     raise InvalidInput(
-                        f"{field} must be {_plainly(wanted)}, got {_plainly(stored)}; quantise gate_up, up and down of "
-                        "experts in one format and nothing else"
+                        f"{field} must be {_plainly(wanted)}{like}, got {_plainly(stored)}; quantise gate_up, up and "
+                        "down of experts in one format and nothing else"
                     )
                 if stored is not None and array.spec.tiling is not None:
                     raise InvalidInput(

@@ -62,6 +62,14 @@ class QuantizedMatrix(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Tile published arrays for a tiled matrix."""
         tiling, names = self.spec.tiling, [name for name, _ in named_arrays(self.tensor())]
+        present = [name for name in names if f"{prefix}{name}" in state_dict]
+        if tiling is not None and present and present != names:
+            missing = ", ".join(f"{prefix}{name}" for name in names if name not in present)
+            raise InvalidInput(
+                f"state_dict must hold every array of a prepacked matrix, which are put into order together, got "
+                f"{prefix}{present[0]} without {missing}; load them in one bucket, or call restore_weights before "
+                "loading and prepack_weights after it"
+            )
         if tiling is not None and all(f"{prefix}{name}" in state_dict for name in names):
             published = QuantizedSpec(self.spec.format)
             arrays = {name: state_dict[f"{prefix}{name}"] for name in names}

@@ -99,10 +99,10 @@ def test_wrong_settings(tmp_path, family, changes, error, message):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_quantised_config(tmp_path, nested):
-    config = config_of("gpt_oss", quantization_config={"quant_method": "gptq"})
+    config = config_of("gpt_oss", quantization_config={"quant_method": "quark"})
     if nested:
         config = {"model_type": "picture", "text_config": config}
-    with pytest.raises(Unsupported, match=r"quant_method 'gptq'.*dequantise to bfloat16 first"):
+    with pytest.raises(Unsupported, match=r"quant_method 'quark'.*dequantise to bfloat16 first"):
         open_checkpoint(write(tmp_path, config, {}))
 
 
@@ -189,7 +189,7 @@ def test_missing_tensor_is_named(tmp_path, family, storage, missing):
     del tensors[missing]
     path = write(tmp_path, config_of(family), {1: tensors})
     with pytest.raises(
-        InvalidInput, match=rf"must hold the tensor {missing}, got 1 file\(s\) with .* without it; down"
+        InvalidInput, match=rf"must hold (the tensor )?{missing}(,| or .*,) got 1 file\(s\) with .* without (it|either)"
     ):
         open_checkpoint(path).layer(1)
 

@@ -20,6 +20,10 @@ def check_weights(x: ArraySpec, experts: ExpertWeights, shared: SharedExpert | N
     free = ("num_layers", "num_experts") if stacked else ("num_experts",)
     matmul.check_tiling(experts.gate_up, spec.activation, "experts.gate_up")
     matmul.check_tiling(experts.down, None, "experts.down")
+    if isinstance(experts.gate_up, ArraySpec) and (stored := experts.gate_up.dtype) != dtype:
+        raise InvalidInput(
+            f"experts.gate_up must be {dtype} like x, got {stored}; cast it to {dtype}, or cast x to {stored}"
+        )
     gate_up = _matrix("experts.gate_up", experts.gate_up, (*free, *_axes(d_model, "width", spec)), dtype, spec)
     lead = gate_up.shape[:-2]
     if 0 in gate_up.shape:

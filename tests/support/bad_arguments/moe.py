@@ -35,7 +35,7 @@ CASES = (
         x=array(T, D, strides=(1, T))),
     moe("overlapping rows of x", "strides",
         r"x must not have overlapping rows, got strides \(0, 1\).*; make it contiguous", x=array(T, D, strides=(0, 1))),
-    moe("experts of another dtype", "dtype", r"experts\.gate_up must be bfloat16, got float32; cast it to bfloat16",
+    moe("experts of another dtype", "dtype", r"experts\.gate_up must be bfloat16 like x, got float32; cast it to",
         x=array(T, D, dtype="bfloat16")),
     moe("one expert", "rank", r"experts\.gate_up must be \[num_experts, 16, width\], got \(16, 16\); reshape it",
         experts=experts(gate_up=array(D, 2 * F))),

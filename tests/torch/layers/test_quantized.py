@@ -126,7 +126,8 @@ def test_errors() -> None:
             (invalid, "weights must be of this layer", lambda: layer.load_weights(plain.export_weights())),
             (unsupported, "gate_layout must stay 'halves'", lambda: interleaved.load_weights(weights)),
             (invalid, "gate_up_input_scale must be None", lambda: dataclasses.replace(weights, experts=static)),
-            (invalid, "gate_up must be plain, got in mxfp4", lambda: dataclasses.replace(weights, experts=mixed)),
+            (invalid, "gate_up must be plain like experts.down, got in mxfp4",
+                lambda: dataclasses.replace(weights, experts=mixed)),
             (invalid, "recompute must be False with the scheme mxfp4_w4a8", lambda: MoELayerSpec(
                 D_MODEL, D_FF, 4, 2, experts=ExpertsSpec(scheme=both), recompute=True)),
             (invalid, "main_grad must be False .* no shared experts", lambda: MoELayerSpec(
