@@ -28,7 +28,7 @@ then read in place:
             )
             return step(stack, x, jnp.arange(24))[0]
 
-With several devices, call the layer inside `jax.shard_map`, as in examples/jax_data_parallel.py.
+On several devices a call opens its own `jax.shard_map`, see `moe_jax.layers.forward`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from moe_jax.parallel.axis import ExpertAxis
 
 try:
     import flax.linen as nn
+    from flax.linen.spmd import logical_to_mesh_axes
 except ModuleNotFoundError as error:
     raise Unsupported(
         f"moe_jax.linen needs flax, and {error.name} is not installed; install moebius with its extra `flax`: "
@@ -80,7 +81,8 @@ class MoE(nn.Module):
         kernel_init: draws one matrix `[inputs, outputs]` at a time.
         num_layers: None, or L for a stack `[L, ...]`.
         logical_axes: names of the parameters' axes.
-        expert_axis: the mesh axis that splits the experts, see `moe_jax.layers.forward`.
+        expert_axis, token_axes: mesh axes of experts and tokens, see `moe_jax.layers.forward`. None: those of the
+            shardings and of logical rules.
     """
 
     d_model: int
@@ -97,6 +99,7 @@ class MoE(nn.Module):
     num_layers: int | None = None
     logical_axes: layers.LogicalAxes = layers.LogicalAxes()
     expert_axis: Any = None
+    token_axes: tuple[str, ...] | None = None
     router_bias: bool = False
     correction_bias: bool = False
     apply_router_weight_on_input: bool = False
@@ -118,12 +121,12 @@ class MoE(nn.Module):
     def __post_init__(self) -> None:
         # Wrong fields raise here, not in the first call.
         layers.leaves(self.spec, self.num_layers)
-        ExpertAxis.of(self.expert_axis)
+        layers.require_axis(ExpertAxis.of(self.expert_axis))
         super().__post_init__()
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, **options: Any) -> MoE:
-        """The layer of a spec. options: dtype, param_dtype, kernel_init, num_layers, expert_axis, name."""
+        """The layer of a spec. options: dtype, param_dtype, kernel_init, num_layers, expert_axis, token_axes, name."""
         return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, **options)
 
     @property
@@ -160,7 +163,8 @@ class MoE(nn.Module):
         places = tuple((leaf.path, leaf) for leaf in every)
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux or sows}
-        options["expert_axis"] = None if self.is_initializing() else axis
+        if not self.is_initializing():
+            options |= self._on_mesh(x.shape, every)
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         for _, leaf in places:
             layers.require_rules(leaf, self.logical_axes, nn.get_logical_axis_rules())
@@ -171,9 +175,26 @@ class MoE(nn.Module):
         return result[0] if sows and not return_aux else result
 
     @nn.nowrap
+    def _on_mesh(self, shape: tuple[int, ...], every: Sequence[Leaf]) -> dict[str, Any]:
+        rules = nn.get_logical_axis_rules()
+        known = layers.known_specs(every, self.logical_axes, shape, logical_to_mesh_axes, rules)
+        named = {"expert_axis": self.expert_axis, "token_axes": self.token_axes}
+        return known | {name: value for name, value in named.items() if value is not None}
+
+    @nn.nowrap
     def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> str:
-        """See `moe_jax.layers.explain`. variables: arrays or ShapeDtypeStructs. None: those of `init`."""
-        return layers.explain(self.spec, tokens, **self._planned_for(variables), training=training)
+        """See `moe_jax.layers.explain`. variables: arrays or ShapeDtypeStructs. None: those of `init`.
+
+        With variables also `moe_jax.layers.explain_mesh`, for several devices.
+        """
+        options = self._planned_for(variables)
+        plan, parameters = layers.explain(self.spec, tokens, **options, training=training), options["parameters"]
+        if parameters is None:
+            return plan
+        shape = (tokens, self.d_model) if isinstance(tokens, int) else tokens
+        every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
+        mesh = layers.explain_mesh(self.spec, shape, parameters, dtype=self.dtype, **self._on_mesh(shape, every))
+        return f"{mesh}\n{plan}" if mesh else plan
 
     @nn.nowrap
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:

@@ -20,7 +20,7 @@ then read in place. Layers that are scanned as usual have axis 0, the stack None
 Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's,
 `MoE.from_weights(LayerWeights.from_checkpoint(layer))`. Their arrays are `QuantizedArray`s, no nnx.Params.
 
-With several devices, call the layer inside `jax.shard_map`, as in examples/jax_data_parallel.py.
+On several devices a call opens its own `jax.shard_map`, see `moe_jax.layers.forward`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class MoE(nnx.Module):
         num_layers: None, or L for a stack `[L, ...]`.
         logical_axes: names of the parameters' axes (`out_sharding`). Under a mesh with `nnx.logical_axis_rules` for
             them, parameters are made sharded.
-        expert_axis: the mesh axis that splits the experts, see `moe_jax.layers.forward`.
+        expert_axis, token_axes: mesh axes of experts and tokens, see `moe_jax.layers.forward`. None: those of the
+            shardings and of logical rules, under which `logical_axes` also names the parameters.
     """
 
     gate: ParameterGroup
@@ -150,6 +151,7 @@ class MoE(nnx.Module):
         num_layers: int | None = None,
         logical_axes: layers.LogicalAxes = _MAXTEXT_AXES,
         expert_axis: str | ExpertAxis | None = None,
+        token_axes: Sequence[str] | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -160,6 +162,10 @@ class MoE(nnx.Module):
         self.dtype, self.param_dtype, self.num_layers = dtype, param_dtype, num_layers
         self.logical_axes, self.deterministic = logical_axes, False
         self.expert_axis: str | ExpertAxis | None = ExpertAxis.of(expert_axis)
+        self.token_axes = None if token_axes is None else tuple(token_axes)
+        layers.require_axis(self.expert_axis)
+        # Under automatic axes jit hides how parameters are split.
+        self._made_by = _rules_of_parameters()
         for leaf in layers.leaves(self.spec, num_layers):
             group = self
             for key in leaf.path[:-1]:
@@ -171,7 +177,7 @@ class MoE(nnx.Module):
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
-        """The layer of a spec. options: dtype, param_dtype, kernel_init, num_layers, expert_axis."""
+        """The layer of a spec. options: dtype, param_dtype, kernel_init, num_layers, expert_axis, token_axes."""
         described = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return cls(**described, rngs=rngs, **options)
 
@@ -222,7 +228,7 @@ class MoE(nnx.Module):
         if scheme is not None:
             self.quantize_experts(scheme)
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
-        options["expert_axis"] = self.expert_axis
+        options |= self._on_mesh(x.shape)
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         spec = dataclasses.replace(self.spec, token_rounding=None) if self.deterministic else self.spec
         return layers.forward(self.parameters(), x, spec, dtype=self.dtype, **options)
@@ -231,9 +237,18 @@ class MoE(nnx.Module):
         """Every array as nested dicts, for the functions of `moe_jax.layers`."""
         return layers.nested((leaf.path, self._variable_of(leaf).get_value()) for leaf in self._leaves())
 
+    def _on_mesh(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        rules = get_logical_axis_rules() or self._made_by
+        known = layers.known_specs(self._leaves(), self.logical_axes, shape, logical_to_mesh_axes, rules)
+        named = {"expert_axis": self.expert_axis, "token_axes": self.token_axes}
+        return known | {name: value for name, value in named.items() if value is not None}
+
     def explain(self, tokens: int | tuple[int, ...], *, training: bool = False) -> str:
-        """See `moe_jax.layers.explain`."""
-        return layers.explain(self.spec, tokens, **self._planned_for(), training=training)
+        """See `moe_jax.layers.explain`, and `moe_jax.layers.explain_mesh` for several devices."""
+        plan = layers.explain(self.spec, tokens, **self._planned_for(), training=training)
+        shape = (tokens, self.spec.d_model) if isinstance(tokens, int) else tokens
+        mesh = layers.explain_mesh(self.spec, shape, self.parameters(), dtype=self.dtype, **self._on_mesh(shape))
+        return f"{mesh}\n{plan}" if mesh else plan
 
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
         """See `moe_core.layers.layer_cost`. tokens: a number, or x's shape. XLA's `cost_analysis` omits it."""
@@ -353,11 +368,17 @@ def _sharding_of(value: Any) -> Any:
     return NamedSharding(mesh, sharding.spec)
 
 
+def _rules_of_parameters() -> Any:
+    """The logical rules that new parameters follow."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return get_logical_axis_rules() if nnx.using_eager_sharding() and not mesh.empty else ()
+
+
 def _variable(leaf: Leaf, axes: layers.LogicalAxes, value: jax.Array) -> nnx.Variable:
     kinds = {"quantized": QuantizedArray, "buffer": CorrectionBias, "table": TokenTable}
     kind = kinds.get(leaf.parameter.role, nnx.Param)
-    names, mesh, rules = axes.of(leaf), jax.sharding.get_abstract_mesh(), get_logical_axis_rules()
-    if nnx.using_eager_sharding() and not mesh.empty and rules:
+    names, mesh = axes.of(leaf), jax.sharding.get_abstract_mesh()
+    if rules := _rules_of_parameters():
         layers.require_rules(leaf, axes, rules)
         # Flax takes the last of several rules for a name, and one mesh axis twice. MaxText needs Linen's order.
         spec = logical_to_mesh_axes(names, rules)

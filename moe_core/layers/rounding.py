@@ -31,11 +31,11 @@ def check_token_rounding(spec: Any) -> None:
 
 
 def refuse_expert_parallel(parallel: bool) -> None:
-    """Raise Unsupported for experts on several ranks."""
+    """Raise Unsupported for tokens or experts on several ranks."""
     if parallel:
         raise Unsupported(
-            "token_rounding is not there for experts on several ranks, whose counts of tokens no rank knows while it "
-            "routes; make the layer without token_rounding, or with all experts on every rank"
+            "token_rounding is not there for a layer on several ranks, whose counts of tokens no rank knows while it "
+            "routes; make the layer without token_rounding, or call it on each rank by itself"
         )
 
 

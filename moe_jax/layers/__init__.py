@@ -19,9 +19,9 @@ Letters: L layers, T tokens (of all leading axes), K top-k, E experts, D d_model
 """
 
 from moe_jax.layers import description
-from moe_jax.layers.axes import require_rules
+from moe_jax.layers.axes import known_specs, require_rules
 from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
-from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, forward, warmup
+from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, explain_mesh, forward, warmup
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.parameters import (
     DEFAULT_KERNEL_INIT,
@@ -35,15 +35,14 @@ from moe_jax.layers.parameters import (
     nested,
 )
 from moe_jax.layers.qwix import current_rule, scheme_of_rule
-from moe_jax.layers.sharded import expert_sharding, expert_specs, local_leaf
+from moe_jax.layers.sharded import expert_sharding, expert_specs, local_leaf, require_axis
 from moe_jax.layers.stages import RoutedBy
 from moe_jax.layers.weights import export_weights, load_weights, prepack_weights, quantize_experts, restore_weights
 
 __all__ = [
     "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "Initializer", "Leaf", "Parameters", "RoutedBy", "current_rule",
-    "expert_sharding", "expert_specs", "explain", "export_weights", "find", "forward", "initialize", "is_prepacked",
-    "leaves", "load_weights", "local_leaf", "nested",
-    "prepack_weights", "quantize_experts", "require_rules", "restore_weights", "router_losses", "scheme_of_rule",
-    "warmup",
+    "expert_sharding", "expert_specs", "explain", "explain_mesh", "export_weights", "find", "forward", "initialize",
+    "is_prepacked", "known_specs", "leaves", "load_weights", "local_leaf", "nested", "prepack_weights",
+    "quantize_experts", "require_axis", "require_rules", "restore_weights", "router_losses", "scheme_of_rule", "warmup",
 ]  # fmt: skip
 __all__ += description.__all__

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from moe_core.errors import InvalidInput
-from moe_jax.layers.parameters import Leaf
+from moe_jax.bridge.mesh import as_names
+from moe_jax.layers.parameters import Leaf, nested
 
 Names = tuple[str | None, ...]
 #: field of LogicalAxes -> its axes, and an example.
@@ -47,6 +51,7 @@ class LogicalAxes:
         shared_wi: `[D, S]`.
         shared_wo: `[S, D]`.
         stack: the leading axis of a stack of layers.
+        tokens: of x's batch axes.
     """
 
     router: Names = ("embed_router", None)
@@ -57,6 +62,7 @@ class LogicalAxes:
     shared_wi: Names = ("embed", "mlp")
     shared_wo: Names = ("mlp", "embed")
     stack: str | None = "layers"
+    tokens: Names = ("activation_batch", "activation_norm_length")
 
     def __post_init__(self) -> None:
         for field, roles in _ROLES.items():
@@ -69,6 +75,8 @@ class LogicalAxes:
                 )
         if self.stack is not None and not isinstance(self.stack, str):
             raise InvalidInput(f"stack must be one name or None, got {self.stack!r}; pass 'layers'")
+        if not isinstance(self.tokens, tuple) or not all(name is None or isinstance(name, str) for name in self.tokens):
+            raise InvalidInput(f"tokens must be a tuple of names, got {self.tokens!r}; pass ('activation_batch',)")
 
     def of(self, leaf: Leaf) -> Names:
         names: dict[str | None, str | None] = dict(zip(_ROLES[_field(leaf)], getattr(self, _field(leaf)), strict=True))
@@ -95,6 +103,24 @@ def require_rules(leaf: Leaf, axes: LogicalAxes, rules: Sequence[Any]) -> None:
                 f"({name!r}, None) to leave that axis whole, or give the layer the names of your rules{hint} with "
                 "logical_axes=LogicalAxes(...)"
             )
+
+
+def known_specs(
+    every: Sequence[Leaf], axes: LogicalAxes, shape: tuple[int, ...], resolve: Callable[..., Any], rules: Sequence[Any]
+) -> dict[str, Any]:
+    """Options of `forward` for x of this shape under rules, by Flax's `logical_to_mesh_axes`."""
+    if not rules:
+        return {}
+    options: dict[str, Any] = {"parameter_specs": nested((leaf.path, resolve(axes.of(leaf), rules)) for leaf in every)}
+    sizes, known = jax.sharding.get_abstract_mesh().shape, {name for name, _ in rules}
+    names = axes.tokens[: len(shape) - 1]
+    if sizes and known & set(names):
+        entries, resolved = [], resolve(names, rules)
+        for size, entry in zip(shape, resolved, strict=False):
+            here = tuple(name for name in as_names(entry) if name in sizes)
+            entries.append(here if size and size % math.prod(sizes[name] for name in here) == 0 else None)
+        options["token_axes"] = jax.sharding.PartitionSpec(*entries)
+    return options
 
 
 def _field(leaf: Leaf) -> str:

@@ -25,7 +25,7 @@ from moe_core.specs.operands import MoEOperands
 from moe_jax.bridge.calls import moe_request
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
-from moe_jax.layers.sharded import over_mesh
+from moe_jax.layers.sharded import Ranks, divide, over_mesh, own_experts, ranks_of, require_layer
 from moe_jax.layers.stages import RoutedBy, of_rows, run_layer
 from moe_jax.layers.weights import matrix_specs
 from moe_jax.ops import Array, ExpertWeights, RouterWeights, SharedExpert
@@ -49,6 +49,8 @@ def forward(
     layer_index: Array | int | None = None,
     routed_by: RoutedBy = _BY_X,
     expert_axis: str | ExpertAxis | None = None,
+    token_axes: Sequence[str] | jax.sharding.PartitionSpec | None = None,
+    parameter_specs: Any = None,
     return_aux: bool = False,
 ) -> Any:
     """Return y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
@@ -68,25 +70,45 @@ def forward(
         routed_by: other inputs or ids for the router.
         expert_axis: the mesh axis that splits the experts. Inside a `jax.shard_map` over it, x, parameters and MoEAux
             are local parts, except that the losses' mean over ranks is the loss of all tokens. Outside, the layer opens
-            a shard_map over the current mesh if that has the axis.
+            a shard_map over every axis of the mesh that is not manual, if there is a mesh. None: the axis that visibly
+            splits the experts, if any.
+        token_axes: mesh axes that split the batch axes of x, or their PartitionSpec. None: those that visibly split x,
+            and every automatic axis.
+        parameter_specs: PartitionSpecs in the structure of parameters. jit hides the splits over automatic axes.
+            Splits that it lacks are gathered by XLA.
 
     Raises InvalidInput, Unsupported.
     """
-    axis = ExpertAxis.of(expert_axis)
-    if axis is not None and not axis.is_manual:
-        if (mesh := axis.mesh()) is not None:
-            by_token = {"x": x, "token_mask": token_mask} | vars(routed_by)
+    axis, by_token = ExpertAxis.of(expert_axis), {"x": x, "token_mask": token_mask} | vars(routed_by)
+    ranks = ranks_of(axis, (x, *jax.tree.leaves(parameters)))
+    options: dict[str, Any] = {"spec": spec, "dtype": dtype, "return_aux": return_aux}
+    if ranks is None or isinstance(ranks, Ranks):
+        return _local(parameters, layer_index, by_token, ranks, **options)
+    _check_x(x, spec)
+    division = divide(spec, ranks, parameters, x, axis, token_axes, parameter_specs)
+    if layer_index is not None:
+        require_layer(layer_index, find(parameters, division.parts[0].leaf.path).shape[0])
+    return over_mesh(_local, division, (parameters, layer_index), by_token, options)
 
-            def local(parameters: Parameters, layer_index: Any, given: dict[str, Any], axis: ExpertAxis) -> Any:
-                of_x = {name: given.pop(name, None) for name in ("x", "token_mask")}
-                options = {"dtype": dtype, "layer_index": layer_index, "return_aux": return_aux, "expert_axis": axis}
-                return forward(parameters, spec=spec, routed_by=RoutedBy(**given), **of_x, **options)
 
-            return over_mesh(local, axis, mesh, spec, (parameters, layer_index), by_token, return_aux)
-        axis = None
+def _local(
+    parameters: Parameters,
+    layer_index: Any,
+    by_token: dict[str, Any],
+    ranks: Ranks | None,
+    *,
+    spec: MoELayerSpec,
+    dtype: Any,
+    return_aux: bool,
+) -> Any:
+    """The forward of one device."""
+    of_x = dict(by_token)
+    x, token_mask = of_x.pop("x"), of_x.pop("token_mask", None)
+    if ranks is not None and ranks.axis is not None and spec.num_experts % jax.lax.axis_size(ranks.axis.name):
+        parameters = own_experts(parameters, spec, ranks.axis)
     operands, around, layer_exists = _prepare(parameters, x, spec, dtype, token_mask, layer_index)
-    by = of_rows(routed_by, x, operands, spec)
-    result, tokens_per_expert = run_layer(operands, around, spec, by, axis)
+    by = of_rows(RoutedBy(**of_x), x, operands, spec)
+    result, tokens_per_expert = run_layer(operands, around, spec, by, ranks)
     y = result.output.reshape(x.shape)
     if layer_exists is not None:
         y = jnp.where(layer_exists, y, jnp.nan)
@@ -94,10 +116,31 @@ def forward(
         y = checkpoint_name(y, name)
     if not return_aux:
         return y
-    over = () if axis is None else axis.over
+    over = () if ranks is None else ranks.over
     losses = router_losses(result.logits, tokens_per_expert, operands.token_mask, spec=spec.router, over=over)
     of_tokens = result.ids, result.weights, result.invalid_ids, result.logits
     return y, MoEAux(*losses, tokens_per_expert, *of_tokens, getattr(result, "overflow", None))
+
+
+def explain_mesh(
+    spec: MoELayerSpec,
+    shape: tuple[int, ...],
+    parameters: Parameters,
+    *,
+    dtype: Any = None,
+    expert_axis: str | ExpertAxis | None = None,
+    token_axes: Sequence[str] | jax.sharding.PartitionSpec | None = None,
+    parameter_specs: Any = None,
+) -> str:
+    """Explain how `forward` for x of this shape `[..., D]` is divided over the mesh, and what moves.
+
+    The mesh: `jax.set_mesh`'s, else that of the parameters, arrays or ShapeDtypeStructs. Empty on one device.
+    """
+    axis, x = ExpertAxis.of(expert_axis), jax.ShapeDtypeStruct(shape, dtype or jnp.float32)
+    mesh = ranks_of(axis, jax.tree.leaves(parameters), eager=False)
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        return ""
+    return divide(spec, mesh, parameters, x, axis, token_axes, parameter_specs).explain(parameters)
 
 
 def explain(
@@ -197,16 +240,20 @@ def update_correction_bias(correction_bias: jax.Array, tokens_per_expert: jax.Ar
     return correction_bias + rate * step
 
 
-def _prepare(
-    parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer_index: Any
-) -> tuple[MoEOperands, dict[str, LayerPart], jax.Array | None]:
-    """Returns operands, the parts around them, and a traced check that the layer exists."""
+def _check_x(x: Any, spec: MoELayerSpec) -> None:
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise InvalidInput(f"x must be a jax.Array, got {type(x).__name__}; convert it with jax.numpy.asarray")
     if x.ndim < 1 or x.shape[-1] != spec.d_model:
         raise InvalidInput(f"x must be [..., {spec.d_model}] (d_model), got {x.shape}; pass hidden states that wide")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise InvalidInput(f"x must be {' or '.join(dtypes.MATMUL_DTYPES)}, got {x.dtype}; pass hidden states")
+
+
+def _prepare(
+    parameters: Parameters, x: Any, spec: MoELayerSpec, dtype: Any, token_mask: Any, layer_index: Any
+) -> tuple[MoEOperands, dict[str, LayerPart], jax.Array | None]:
+    """Returns operands, the parts around them, and a traced check that the layer exists."""
+    _check_x(x, spec)
     if token_mask is not None:
         if not isinstance(token_mask, (jax.Array, np.ndarray)):
             raise InvalidInput(f"token_mask must be a bool array, got {type(token_mask).__name__}; convert it")
@@ -280,10 +327,7 @@ def _one_layer(
         )
     layer, num_layers = layer.reshape(()), down.shape[0]
     is_traced = isinstance(layer, Tracer)
-    if not is_traced and not 0 <= int(layer) < num_layers:
-        raise InvalidInput(
-            f"layer_index must be in [0, {num_layers}), got {int(layer)}; pass the index of a stacked layer"
-        )
+    require_layer(layer, num_layers)
     index = jnp.asarray(layer, jnp.int32).reshape(1)
     cast = {name for name, array in arrays.items() if array.dtype != _used_dtype(name, array, dtype)}
     # Biases are small, and a stack's are cast as a stack.

@@ -1,19 +1,36 @@
-"""Shardings of parameters, and a forward, for layers with experts split over a mesh axis."""
+"""Shardings of a layer's parameters, and its forward over the devices of a mesh.
+
+The `jax.shard_map` of a layer is that of `moe_jax.bridge.mesh`, with parameters besides:
+
+- Experts: `expert_axis`, else the first mesh axis that visibly splits the experts' axis, exchanges rows of tokens. It
+  always splits tokens too. Where it does not divide E, the experts stay whole on every device, which uses its share.
+- Any other split of a parameter is gathered for the call, as in FSDP, if tokens are split over that axis too. Gradients
+  are scattered back. Otherwise every device would read all of it without being asked to: Unsupported.
+- The split of a parameter is that of its sharding, else `parameter_specs`. Under automatic axes a jitted function sees
+  no sharding, and takes parameters without a spec to be whole: XLA gathers them if they are not.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MoEAux, MoELayerSpec
-from moe_jax.layers.parameters import Leaf, Parameters, is_prepacked, leaves, nested
-from moe_jax.parallel.axis import ExpertAxis, require_divisible
+from moe_core.parallel import Placement
+from moe_jax.bridge.mesh import Names, Split, as_names, free_axes, mesh_of, opened, spec_of, split_tokens
+from moe_jax.layers.parameters import Leaf, Parameters, find, is_prepacked, leaves, nested
+from moe_jax.parallel.axis import ExpertAxis
 
 
 def expert_specs(
@@ -32,21 +49,27 @@ def expert_sharding(
 ) -> dict[str, Any]:
     """`expert_specs` as NamedShardings of a mesh, for `jax.device_put`, `out_shardings` and checkpoints.
 
-    Raises InvalidInput unless the mesh has the axis and it divides the experts.
+    Experts are whole on every device if the axis does not divide them. Raises InvalidInput unless the mesh has it.
     """
-    if axis not in mesh.shape or spec.num_experts % mesh.shape[axis]:
+    if axis not in mesh.shape:
         raise InvalidInput(
-            f"axis must be one of the mesh's {dict(mesh.shape)} that divides the {spec.num_experts} experts, got "
-            f"{axis!r}; name another axis, or make a mesh with one"
+            f"axis must be one of the mesh's {dict(mesh.shape)}, got {axis!r}; name another, or make a mesh with it"
         )
     specs = expert_specs(spec, axis, num_layers=num_layers, prepacked=prepacked)
-    return jax.tree.map(lambda one: NamedSharding(mesh, one), specs, is_leaf=lambda one: isinstance(one, P))
+    if spec.num_experts % mesh.shape[axis]:
+        specs = jax.tree.map(lambda one: P(*(None,) * len(one)), specs, is_leaf=_is_spec)
+    return jax.tree.map(lambda one: NamedSharding(mesh, one), specs, is_leaf=_is_spec)
 
 
 def local_leaf(leaf: Leaf, axis: ExpertAxis) -> Leaf:
     ranks = jax.lax.axis_size(axis.name)
     sizes = zip(leaf.shape, _split(leaf), strict=True)
-    return dataclasses.replace(leaf, shape=tuple(size // ranks if split else size for size, split in sizes))
+    shape = tuple(size // ranks if split and size % ranks == 0 else size for size, split in sizes)
+    return dataclasses.replace(leaf, shape=shape)
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)
 
 
 def _split(leaf: Leaf) -> list[bool]:
@@ -54,56 +77,248 @@ def _split(leaf: Leaf) -> list[bool]:
     return [axis == "experts" and leaf.parameter.name.startswith("experts.") for axis in axes]
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Inside a shard_map. axis: of experts. over: of tokens, which losses and capacities cover. consecutive: as of a
+    Split."""
+
+    axis: ExpertAxis | None
+    over: Names
+    consecutive: bool = True
+
+
+def ranks_of(axis: ExpertAxis | None, arrays: Sequence[Any], *, eager: bool = True) -> Ranks | AbstractMesh | None:
+    """The ranks of the caller's shard_map over the expert axis, else the mesh to open one over. None: one device.
+
+    Raises InvalidInput for an axis that the mesh lacks.
+    """
+    if axis is not None and axis.is_manual:
+        return Ranks(axis, axis.over)
+    current = jax.sharding.get_abstract_mesh()
+    mesh = mesh_of(arrays, eager)
+    if mesh is None and axis is not None and axis.name in free_axes(current):
+        mesh = current
+    require_axis(axis, mesh)
+    return mesh
+
+
+def require_axis(axis: ExpertAxis | None, mesh: AbstractMesh | None = None) -> None:
+    """Raise InvalidInput if the mesh, by default the current one, if any, lacks the expert axis."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if axis is not None and not mesh.empty and axis.name not in mesh.shape:
+        raise InvalidInput(
+            f"expert_axis must be an axis of the mesh {dict(mesh.shape)}, got {axis.name!r}; name one of "
+            f"{', '.join(mesh.shape)}, or leave it out"
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter in the shard_map. gathers: (axis of the array, mesh axes)."""
+
+    leaf: Leaf
+    spec: PartitionSpec
+    gathers: tuple[tuple[int, Names], ...]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a layer is divided over a mesh."""
+
+    split: Split
+    axis: ExpertAxis | None
+    parts: tuple[Part, ...]
+
+    def explain(self, parameters: Parameters) -> str:
+        shape = self.split.mesh.shape
+        idle = [name for name in self.split.names if name not in self.split.over and shape[name] > 1]
+        result = [f"mesh {dict(shape)}: x is split as {self.split.tokens}, and y as x"]
+        result += [f"  every device along {name} repeats the call" for name in idle]
+        if self.axis is not None:
+            mode = self.axis.exchange.mode
+            result.append(f"  rows travel over {self.axis.name} and back ({mode}), in a backward once more")
+            if all(part.spec == P(*(None,) * len(part.spec)) for part in self.parts):
+                result.append("  experts are whole on every device, which uses its share of them")
+        for part in self.parts:
+            array = find(parameters, part.leaf.path)
+            for _, names in part.gathers:
+                share = math.prod(shape[name] for name in names)
+                size = math.prod(array.shape) * array.dtype.itemsize * (share - 1) // share
+                result.append(
+                    f"  {'/'.join(part.leaf.path)} is gathered over {', '.join(names)}: {size} bytes a device"
+                )
+        return "\n".join(result)
+
+
+def divide(
+    spec: MoELayerSpec,
+    mesh: AbstractMesh,
+    parameters: Parameters,
+    x: Any,
+    axis: ExpertAxis | None,
+    token_axes: Sequence[str] | PartitionSpec | None,
+    parameter_specs: Any = None,
+) -> Division:
+    """Choose the axes of tokens and experts. Arrays may be ShapeDtypeStructs. Raises InvalidInput, Unsupported."""
+    stacked = find(parameters, leaves(spec, prepacked=is_prepacked(parameters))[0].path).ndim
+    every = leaves(spec, None, is_prepacked(parameters))
+    every = every if stacked == len(every[0].shape) else leaves(spec, 1, is_prepacked(parameters))
+    free = free_axes(mesh)
+
+    def held(leaf: Leaf) -> tuple[Names, ...]:
+        shown = spec_of(find(parameters, leaf.path))
+        if shown is None and parameter_specs is not None:
+            shown = find(parameter_specs, leaf.path)
+        entries = (*map(as_names, shown or ()), *((),) * len(leaf.shape))[: len(leaf.shape)]
+        return tuple(tuple(name for name in names if free.get(name, 1) > 1) for names in entries)
+
+    splits = {leaf.path: held(leaf) for leaf in every}
+    experts = [splits[leaf.path][_split(leaf).index(True)] for leaf in every if any(_split(leaf))]
+    if axis is None:
+        axis = next((ExpertAxis(names[0]) for names in experts if names), None)
+    if axis is not None and axis.tokens is not None:
+        if token_axes is not None:
+            raise InvalidInput(
+                f"token_axes must be None with ExpertAxis(tokens=...), got {token_axes} and {axis.tokens}; keep one"
+            )
+        token_axes = axis.tokens
+    split = split_tokens(x, mesh, token_axes, () if axis is None else (axis.name,))
+    parts = tuple(_part(leaf, splits[leaf.path], axis, split, spec.num_experts) for leaf in every)
+    return Division(split, axis, parts)
+
+
+def _part(leaf: Leaf, held: tuple[Names, ...], axis: ExpertAxis | None, split: Split, num_experts: int) -> Part:
+    entries, gathers, shape, path = [], [], split.mesh.shape, "/".join(leaf.path)
+    for number, (names, is_experts) in enumerate(zip(held, _split(leaf), strict=True)):
+        here: Names = ()
+        if is_experts and axis is not None:
+            here = (axis.name,) if num_experts % shape[axis.name] == 0 else ()
+            if names and names[0] != axis.name:
+                raise Unsupported(
+                    f"{path} must have its experts split over {axis.name!r}, the expert_axis, got {names}; name "
+                    f"{names[0]!r} as expert_axis, or reshard it"
+                )
+            names = names[1:]
+        if names and number == 0 and len(leaf.shape) > len(leaf.parameter.axes):
+            raise Unsupported(
+                f"{path} must have each layer whole, got layers split over {names}: every call would gather the stack; "
+                "call a pipeline's stages inside jax.shard_map"
+            )
+        if idle := [name for name in names if name not in split.over]:
+            raise Unsupported(
+                f"{path} must be whole over {', '.join(map(repr, idle))}, where x has no tokens of their own, got "
+                f"{P(*(held or None for held in held))}: each call would gather it; reshard it, or split tokens there "
+                "as well, by token_axes for example, and it is gathered as in FSDP"
+            )
+        entries.append((*here, *names) or None)
+        gathers += [(number, names)] if names else []
+    return Part(leaf, P(*entries), tuple(gathers))
+
+
+@dataclass(frozen=True)
+class _Local:
+    """The forward of one device, a key of jit's cache."""
+
+    forward: Callable[..., Any]
+    division: Division
+    options: tuple[tuple[str, Any], ...]
+    return_aux: bool
+
+    def __call__(self, parameters: Parameters, layer_index: Any, by_token: dict[str, Any]) -> Any:
+        division, split, exists = self.division, self.division.split, None
+        arrays = {part.leaf.path: find(parameters, part.leaf.path) for part in division.parts}
+        cut = layer_index is not None and any(part.gathers for part in division.parts)
+        if cut:
+            num_layers, index = next(iter(arrays.values())).shape[0], jnp.asarray(layer_index, jnp.int32).reshape(())
+            exists, layer_index = (index >= 0) & (index < num_layers), None
+            arrays = {path: jax.lax.dynamic_index_in_dim(one, index, keepdims=False) for path, one in arrays.items()}
+        for part in division.parts:
+            for number, names in part.gathers:
+                array = arrays[part.leaf.path]
+                arrays[part.leaf.path] = jax.lax.all_gather(array, names, axis=number - cut, tiled=True)
+        ranks = Ranks(division.axis, split.over, split.consecutive)
+        result = self.forward(nested(arrays.items()), layer_index, by_token, ranks, **dict(self.options))
+        y, aux = result if self.return_aux else (result, None)
+        y = y if exists is None else jnp.where(exists, y, jnp.nan)
+        if aux is None:
+            return y
+        return y, _by_batch(_of_all(aux, ranks), lambda one: one.reshape(*y.shape[:-1], -1))
+
+
+def _by_batch(aux: MoEAux, change: Callable[[jax.Array], jax.Array]) -> MoEAux:
+    return aux._replace(**{name: change(getattr(aux, name)) for name in ("ids", "weights", "logits")})
+
+
+def _of_all(aux: MoEAux, ranks: Ranks) -> MoEAux:
+    over = ranks.over
+    if not over:
+        return aux
+    others = tuple(name for name in over if ranks.axis is None or name != ranks.axis.name)
+    return aux._replace(
+        load_balance_loss=jax.lax.pmean(aux.load_balance_loss, over),
+        z_loss=jax.lax.pmean(aux.z_loss, over),
+        tokens_per_expert=jax.lax.psum(aux.tokens_per_expert, over),
+        invalid_ids=jax.lax.psum(aux.invalid_ids, over),
+        overflow=jax.lax.psum(aux.overflow, others) if others and aux.overflow is not None else aux.overflow,
+    )
+
+
 def over_mesh(
     forward: Callable[..., Any],
-    axis: ExpertAxis,
-    mesh: AbstractMesh,
-    spec: MoELayerSpec,
+    division: Division,
     whole: tuple[Parameters, Any],
     by_token: dict[str, Any],
-    return_aux: bool,
+    options: Mapping[str, Any],
 ) -> Any:
-    """Call `forward(parameters, layer_index, by_token)` on local parts. whole: parameters and layer_index. by_token:
-    arrays with the batch as first axis."""
-    axis = axis if axis.tokens is not None else dataclasses.replace(axis, tokens=tuple(mesh.shape))
-    ranks, rows = 1, by_token["x"].shape[0] if by_token["x"].ndim > 1 else 0
-    for name in axis.over:
-        if name not in mesh.shape:
-            raise InvalidInput(f"tokens must name axes of the mesh {dict(mesh.shape)}, got {name!r}; leave it out")
-        ranks *= mesh.shape[name]
-    if rows % ranks or not rows:
-        raise InvalidInput(
-            f"x must have a first axis that the {ranks} devices of {axis.over} divide, got {by_token['x'].shape}; pad "
-            "it and pass a token_mask, or name fewer axes as ExpertAxis(tokens=...)"
-        )
-    require_divisible(spec.num_experts, mesh.shape[axis.name], axis.name)
+    """Call `forward(parameters, layer_index, by_token, ranks, **options)` on each device's parts. whole: parameters and
+    layer_index. by_token: arrays with x's batch axes first."""
     parameters, layer_index = whole
-    num_layers = None if layer_index is None else 1  # only the leading axis counts
-    specs = expert_specs(spec, axis.name, num_layers=num_layers, prepacked=is_prepacked(parameters))
-    tokens = P(axis.over)
-    aux = MoEAux(*(tokens if name in ("ids", "weights", "logits") else P() for name in MoEAux._fields))
-
-    def local(parameters: Parameters, layer_index: Any, by_token: dict[str, Any]) -> Any:
-        result = forward(parameters, layer_index, by_token, axis)
-        return (result[0], of_batch(result[1], axis)) if return_aux else result
-
+    split, x, return_aux = division.split, by_token["x"], options["return_aux"]
+    for name, array in by_token.items():
+        if array is not None and getattr(array, "shape", ())[: x.ndim - 1] != x.shape[:-1]:
+            got = getattr(array, "shape", type(array).__name__)
+            raise InvalidInput(f"{name} must begin with the batch axes {x.shape[:-1]} of x, got {got}; reshape it")
+    specs = nested((part.leaf.path, part.spec) for part in division.parts)
+    parameters = nested((part.leaf.path, find(parameters, part.leaf.path)) for part in division.parts)
+    rows = split.tokens
+    fields = {name: rows if name in ("ids", "weights", "logits") else P() for name in MoEAux._fields}
+    local = _Local(forward, division, tuple(options.items()), return_aux)
     inputs = {name: array for name, array in by_token.items() if array is not None}
-    if mesh.are_all_axes_explicit:
-        # Types of arrays have shardings, and shard_map moves no array.
-        inputs = jax.tree.map(lambda array: jax.sharding.reshard(array, tokens), inputs)
-        parameters = jax.tree.map(jax.sharding.reshard, parameters, specs)
-    call = jax.shard_map(
-        local, in_specs=(specs, P(), tokens), out_specs=(tokens, aux) if return_aux else tokens, mesh=mesh
-    )
-    return call(parameters, layer_index, inputs)
+    arguments = (parameters, specs), (layer_index, P()), (inputs, rows)
+    result = opened(local, split, (rows, MoEAux(**fields)) if return_aux else rows, *arguments)
+    if not return_aux:
+        return result
+    y, aux = result
+    return y, _by_batch(aux, lambda one: _flat(one, split))
 
 
-def of_batch(aux: MoEAux, axis: ExpertAxis) -> MoEAux:
-    others = tuple(name for name in axis.over if name != axis.name)
-    return aux._replace(
-        load_balance_loss=jax.lax.pmean(aux.load_balance_loss, axis.over),
-        z_loss=jax.lax.pmean(aux.z_loss, axis.over),
-        tokens_per_expert=jax.lax.psum(aux.tokens_per_expert, axis.over),
-        invalid_ids=jax.lax.psum(aux.invalid_ids, axis.over),
-        overflow=jax.lax.psum(aux.overflow, others) if others else aux.overflow,
-    )
+def _flat(array: jax.Array, split: Split) -> jax.Array:
+    """`[..., N]` as `[T, N]`, split over all token axes."""
+    shape = (-1, array.shape[-1])
+    if not split.mesh.are_all_axes_explicit:
+        return array.reshape(shape)
+    return jnp.reshape(array, shape, out_sharding=NamedSharding(split.mesh, P(split.over or None)))
+
+
+def own_experts(parameters: Parameters, spec: MoELayerSpec, axis: ExpertAxis) -> dict[str, Any]:
+    """The places of this rank from all experts, for numbers that the axis does not divide."""
+    placement = Placement.linear(spec.num_experts, jax.lax.axis_size(axis.name))
+    places = jnp.asarray(np.maximum(np.array(placement.owners, np.int32), 0))[jax.lax.axis_index(axis.name)]
+    every = leaves(spec, prepacked=is_prepacked(parameters))
+
+    def own(leaf: Leaf) -> Any:
+        array = find(parameters, leaf.path)
+        if not any(_split(leaf)):
+            return array
+        return jnp.take(array, places, axis=array.ndim - len(leaf.shape) + _split(leaf).index(True))
+
+    return nested((leaf.path, own(leaf)) for leaf in every)
+
+
+def require_layer(layer_index: Any, num_layers: int) -> None:
+    """Raise InvalidInput for a known index outside of a stack."""
+    known = isinstance(layer_index, (int, np.generic, np.ndarray, jax.Array)) and not isinstance(layer_index, Tracer)
+    if known and np.size(layer_index) == 1 and not 0 <= int(layer_index) < num_layers:
+        raise InvalidInput(
+            f"layer_index must be in [0, {num_layers}), got {int(layer_index)}; pass the index of a stacked layer"
+        )

@@ -17,8 +17,8 @@ from moe_core.specs import MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
 from moe_jax import ops
 from moe_jax.bridge.calls import int32_ids
+from moe_jax.layers.sharded import Ranks
 from moe_jax.ops import MoEOutput, Routing, TopK
-from moe_jax.parallel.axis import ExpertAxis
 from moe_jax.parallel.forward import run
 from moe_jax.trace import routed
 
@@ -78,9 +78,15 @@ def _by_table(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> j
 
 
 class _Experts:
-    def __init__(self, spec: MoELayerSpec, axis: ExpertAxis | None) -> None:
-        self.axis, self.group = axis, None if axis is None else axis.group(spec.num_experts)
-        refuse_expert_parallel(axis is not None and spec.token_rounding is not None)
+    def __init__(self, spec: MoELayerSpec, ranks: Ranks | None) -> None:
+        axis, self.over = (None, ()) if ranks is None else (ranks.axis, ranks.over)
+        self.group = None if axis is None else axis.group(spec.num_experts)
+        refuse_expert_parallel(bool(self.over) and spec.token_rounding is not None)
+        if spec.capacity_factor is not None and ranks is not None and not ranks.consecutive:
+            raise Unsupported(
+                "capacity_factor must be None where several batch axes of x are split, since later tokens are dropped "
+                f"and these are not in order on the devices, got {spec.capacity_factor}; split only the first axis of x"
+            )
         if axis is not None and spec.norm_of_experts is not None:
             raise Unsupported(
                 "expert_axis must be None for a layer with a norm of each expert's result, which is between what ranks "
@@ -100,11 +106,11 @@ class _Experts:
 
     def kept(self, rank: jax.Array, ids: jax.Array, spec: MoELayerSpec, counts: jax.Array) -> jax.Array:
         """Within all ranks' capacity. rank: the slot's number among its expert's here."""
-        if self.axis is None:
+        if not self.over:
             return rank < spec.capacity(ids.shape[0])
-        ranks = jax.lax.axis_size(self.axis.over)
-        earlier = jnp.arange(ranks) < jax.lax.axis_index(self.axis.over)
-        before = jnp.where(earlier[:, None], jax.lax.all_gather(counts, self.axis.over), 0).sum(axis=0)
+        ranks = jax.lax.axis_size(self.over)
+        earlier = jnp.arange(ranks) < jax.lax.axis_index(self.over)
+        before = jnp.where(earlier[:, None], jax.lax.all_gather(counts, self.over), 0).sum(axis=0)
         return rank + before[ids] < spec.capacity(ranks * ids.shape[0])
 
 
@@ -113,10 +119,10 @@ def run_layer(
     around: Mapping[str, LayerPart],
     spec: MoELayerSpec,
     by: RoutedBy,
-    axis: ExpertAxis | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
     """A layer's result, and slots of each expert `[E]` before any capacity limit."""
-    x, mask, of_layer = operands.x, operands.token_mask, _Experts(spec, axis)
+    x, mask, of_layer = operands.x, operands.token_mask, _Experts(spec, ranks)
     staged = spec.in_stages or spec.token_rounding is not None
     if not staged and by.gate_inputs is None and by.expert_ids is None:
         moe_spec = of_layer.spec(spec, x.shape[0])

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
 from moe_core.base.checks import require_kind
 from moe_core.errors import InvalidInput
@@ -61,20 +60,7 @@ class ExpertAxis:
         """The mesh axes of the batch, inside a shard_map."""
         return (self.name,) if self.tokens is None else self.tokens
 
-    def mesh(self) -> AbstractMesh | None:
-        mesh = jax.sharding.get_abstract_mesh()
-        return mesh if self.name in mesh.shape else None
-
     def group(self, num_experts: int) -> Group:
-        """The ranks, with equal numbers of consecutive experts."""
-        ranks = jax.lax.axis_size(self.name)
-        require_divisible(num_experts, ranks, self.name)
-        return Group(self.name, Placement.linear(num_experts, ranks), self.exchange)
-
-
-def require_divisible(num_experts: int, ranks: int, name: str) -> None:
-    if num_experts % ranks:
-        raise InvalidInput(
-            f"num_experts must be a multiple of the {ranks} devices of the axis {name!r}, got {num_experts}; use fewer "
-            "devices, or moe_jax.parallel.moe, whose placement may have empty places"
-        )
+        """The ranks, with consecutive experts, the last ranks with fewer if need be."""
+        placement = Placement.linear(num_experts, jax.lax.axis_size(self.name))
+        return Group(self.name, placement, self.exchange)

@@ -132,7 +132,7 @@ ELSEWHERE = {
     "tests/checkpoint/test_errors.py": ("Other links are refused",),
     "tests/torch/layers/test_blocks.py": ("Routers that return no ids",),
     "tests/layers/test_routes.py": ("`moe_jax.nnx.MoE.from_weights` leaves it out",),
-    "tests/jax/test_devices.py": ("XLA cannot split our custom calls", "Plain `jit` on a mesh of several devices"),
+    "tests/jax/parallel/test_meshes.py": ("A tensor axis above 1 is refused",),
     "tests/compat/test_hub.py": ("modules raise `Unsupported` where a gradient",),
     "tests/torch/test_transformers_use.py": ("Unsupported options raise", "float64 raises `Unsupported`"),
     "tests/modular/test_surface.py": (

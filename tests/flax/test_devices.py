@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,14 +19,13 @@ from moe_core.layers import MoELayerSpec, SharedExpertsSpec
 from moe_jax import linen
 from moe_jax import nnx as layers
 from tests.support.flax import draw_weights
-from tests.support.jax import NUM_DEVICES, cpu_mesh, running_on
+from tests.support.jax import cpu_mesh, running_on
 
 SIZES = (8, 6, 5, 2)
-REFUSED = "one device at a time, got a program for 4 devices outside jax.shard_map"
 
 
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
-def test_layers_on_an_auto_mesh_are_refused_or_replicated(capacity_factor: float | None) -> None:
+def test_layers_on_an_auto_mesh_split_tokens_or_are_replicated(capacity_factor: float | None) -> None:
     with running_on("reference"):
         x = jax.random.normal(jax.random.key(0), (8, 8))
         split = jax.device_put(x, NamedSharding(cpu_mesh(), P("data")))
@@ -35,13 +36,61 @@ def test_layers_on_an_auto_mesh_are_refused_or_replicated(capacity_factor: float
         variables = init(jax.random.key(1), split)
         calls = ((nnx.jit(lambda layer, x: layer(x)), layer), (jax.jit(module.apply), variables))
         for call, parameters in calls:
-            with pytest.raises(moe_jax.Unsupported, match=REFUSED):
-                call(parameters, split)
+            y = call(parameters, split)
             with moe_jax.replicated():
-                y = call(parameters, split)
+                whole = call(parameters, split)
             one = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), parameters)
-            np.testing.assert_array_equal(np.asarray(y), np.asarray(call(one, x)))
-            assert len(y.sharding.device_set) == NUM_DEVICES
+            np.testing.assert_array_equal(np.asarray(whole), np.asarray(call(one, x)))
+            np.testing.assert_allclose(y, whole, 1e-5, 1e-6)
+            assert whole.sharding.is_fully_replicated and y.sharding.is_equivalent_to(split.sharding, 2)
+
+
+#: MaxText's, of its pure-fsdp.yml and of experts beside fsdp.
+FSDP = (("activation_batch", ("fsdp",)), ("embed", ("fsdp",)), ("embed_moe", ("fsdp",)), ("embed_router", ("fsdp",)))
+EXPERTS = (
+    ("activation_batch", ("data", "fsdp", "expert")),
+    ("exp", "expert"),
+    ("mlp_moe", ("tensor",)),
+    ("embed_moe", ("fsdp",)),
+    ("embed_router", ("fsdp", "expert")),
+    ("mlp", ("tensor",)),
+    ("embed", ("fsdp", "expert")),
+)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("rules", "axes"), [(FSDP, {"fsdp": 4}), (EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 1})])
+def test_layers_on_rules_of_maxtext(rules: Any, axes: dict[str, int], kind: AxisType) -> None:
+    """Parameters are made split, gathered along fsdp in the call, and their gradients are split again."""
+    kinds, devices = (kind,) * len(axes), jax.devices("cpu")[:4]
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
+    spec = MoELayerSpec(8, 12, 4, 2, shared_experts=SharedExpertsSpec(4))
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+
+    def loss(layer: layers.MoE, x: jax.Array) -> jax.Array:
+        y, aux = layer(x, return_aux=True)
+        return jnp.sin(y).sum() + aux.load_balance_loss
+
+    with running_on("reference"):
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+            layer = layers.MoE.from_spec(spec, rngs=nnx.Rngs(0))
+            module, variables = linen.MoE.from_spec(spec), {"params": layer.parameters()}
+            applied = jax.jit(module.apply)(variables, jax.device_put(x, NamedSharding(mesh, P(tuple(axes)))))
+            text = layer.explain((8, 8))
+        with jax.set_mesh(mesh):  # the layer knows the rules that it was made by
+            tokens = jax.device_put(x, NamedSharding(mesh, P(tuple(axes))))
+            found, gradients = nnx.jit(nnx.value_and_grad(loss), graph_updates=False)(layer, tokens)
+        weights = layer.export_weights()
+        assert isinstance(weights, layers.LayerWeights)
+        alone = layers.MoE.from_weights(weights)
+        expected, wanted = nnx.value_and_grad(loss)(alone, x)
+        np.testing.assert_allclose(applied, alone(x), 1e-5, 1e-6)
+    assert "wi_0 is gathered over fsdp" in text and ("rows travel over expert" in text) == (len(axes) > 1)
+    np.testing.assert_allclose(found, expected, 1e-5)
+    for name in ("wi_0", "wo"):
+        held, whole = gradients[name].get_value(), wanted[name].get_value()
+        np.testing.assert_allclose(held, whole, 1e-4, 1e-6)
+        assert held.sharding.is_equivalent_to(getattr(layer, name).get_value().sharding, held.ndim)
 
 
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,6 @@ from moe_core.specs.operands import ExpertWeights, SharedExpert
 from moe_jax import InvalidInput, layers, linen, moe, nnx
 from tests.support.flax import draw_tokens, draw_weights, linen_layer, nnx_layer, preset, stored_for_flax
 from tests.support.jax import REAL_KERNELS, on_engines, program_text, running_on, weight_copies
-from tests.support.paths import ROOT
 
 NUM_LAYERS = 3
 INDICES = np.arange(NUM_LAYERS, dtype=np.int32)
@@ -283,23 +281,6 @@ def test_shard_map_over_the_batch(flavour: str) -> None:
         parts = [jax.jit(lambda layer, x: layer(x, return_aux=True))(layer, part) for part in jnp.split(x, 4)]
     np.testing.assert_array_equal(np.asarray(y), np.concatenate([np.asarray(part) for part, _ in parts]))
     np.testing.assert_array_equal(np.asarray(counts), sum(np.asarray(aux.tokens_per_expert) for _, aux in parts))
-
-
-def test_the_data_parallel_example() -> None:
-    """Its step on this process's four devices, against one device with the whole batch."""
-    path = ROOT / "examples" / "jax_data_parallel.py"
-    description = importlib.util.spec_from_file_location("jax_data_parallel", path)
-    assert description is not None and description.loader is not None
-    example = importlib.util.module_from_spec(description)
-    description.loader.exec_module(example)
-    with running_on("reference"):
-        layer, x = example.make_layer(), example.make_batch()
-        y, statistics = example.parallel_forward(cpu_mesh())(layer, x)
-        whole, aux = jax.jit(lambda layer, x: layer(x, return_aux=True))(layer, x)
-    assert len(y.sharding.device_set) == 4
-    np.testing.assert_allclose(np.asarray(y), np.asarray(whole), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(np.asarray(statistics.tokens_per_expert), np.asarray(aux.tokens_per_expert))
-    np.testing.assert_allclose(statistics.z_loss, aux.z_loss, rtol=1e-5)
 
 
 X = np.ones((2, 3, 48), np.float32)

@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import moe_jax
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import scheme_named
 from moe_core.layers import ExpertsSpec, LatentSpec, MoELayerSpec, OutputSpec, SharedExpertsSpec
@@ -230,9 +229,9 @@ def test_where_parameters_are() -> None:
     assert specs["gate"]["correction_bias"] == P(None, None)
     held = layers.expert_sharding(SPECS["shared experts and biases"], ep_mesh(4))
     assert held["wi_bias"].spec == P("ep", None) and held["shared_experts"]["wo"]["kernel"].spec == P(None, None)
-    for axis, mesh in (("model", ep_mesh(4)), ("ep", ep_mesh(3))):
-        with pytest.raises(InvalidInput, match=r"axis must be one of the mesh's .* that divides the 8 experts, got"):
-            layers.expert_sharding(PLAIN, mesh, axis)
+    assert layers.expert_sharding(PLAIN, ep_mesh(3))["wo"].is_fully_replicated, "3 devices do not divide 8 experts"
+    with pytest.raises(InvalidInput, match=r"axis must be one of the mesh's .*, got 'model'"):
+        layers.expert_sharding(PLAIN, ep_mesh(4), "model")
 
 
 def test_quantised_experts() -> None:
@@ -253,9 +252,10 @@ def test_quantised_experts() -> None:
 def test_wrong_layers_are_refused() -> None:
     normed = MoELayerSpec(D, 12, 8, 2, output=OutputSpec(norm=NormSpec(1e-5), of="experts"))
     cases: Any = (
-        (MoELayerSpec(D, 12, 6, 2), "ep", (8, D), InvalidInput, "num_experts must be a multiple of the 4 devices"),
-        (PLAIN, "ep", (6, D), InvalidInput, r"x must have a first axis that the 4 devices of \('ep',\) divide, got"),
-        (PLAIN, ExpertAxis(tokens=("data", "ep")), (8, D), InvalidInput, "tokens must name axes of the mesh .*'data'"),
+        (PLAIN, "ep", (6, D), InvalidInput, r"the 4 devices of \('ep',\) divide, got .* pad its 6 tokens to 8 and"),
+        (PLAIN, "ep", (2, 6, D), InvalidInput, r"the 4 devices of \('ep',\) divide, got .* reshape x to \[12, 8\]"),
+        (PLAIN, "exp", (8, D), InvalidInput, "expert_axis must be an axis of the mesh .*, got 'exp'; name one of ep"),
+        (PLAIN, ExpertAxis(tokens=("data", "ep")), (8, D), InvalidInput, "token_axes must name axes of .*, got 'data'"),
         (normed, "ep", (8, D), Unsupported, "expert_axis must be None for a layer with a norm of each expert's result"),
         (PLAIN, 3, (8, D), InvalidInput, "expert_axis must be the name of a mesh axis or an ExpertAxis, got 3"),
     )
@@ -268,11 +268,11 @@ def test_wrong_layers_are_refused() -> None:
         ExpertAxis(tokens=("data",))
 
 
-def test_without_a_mesh_a_layer_runs_on_one_device() -> None:
+def test_without_a_mesh_a_layer_runs_on_one_device_or_on_that_of_its_arrays() -> None:
     with running_on("reference"):
         parameters, x, mask = draw(PLAIN)
         one = layers.forward(parameters, x, PLAIN, token_mask=mask)
         np.testing.assert_array_equal(layers.forward(parameters, x, PLAIN, token_mask=mask, expert_axis="ep"), one)
         split = jax.device_put(x, NamedSharding(ep_mesh(4), P("ep")))
-        with pytest.raises(moe_jax.Unsupported, match="runs on one device at a time"):
-            jax.jit(functools.partial(layers.forward, spec=PLAIN, expert_axis="ep"))(parameters, split)
+        found = jax.jit(functools.partial(layers.forward, spec=PLAIN, expert_axis="ep"))(parameters, split)
+        np.testing.assert_array_equal(found, layers.forward(parameters, x, PLAIN))

@@ -1,0 +1,223 @@
+"""Choose the `jax.shard_map` that a call opens over the devices of a mesh.
+
+- Mesh: the current one (`jax.set_mesh`), else that of the arguments' shardings, which `jit` shows too. Axes that are
+  manual already are left out: arrays there are the caller's parts.
+- Token axes split the batch axes of x. They are the named ones, else those in x's sharding. Types of automatic axes
+  show no sharding: there every axis of the mesh splits the first batch axis that it divides. Devices along other axes
+  repeat the call.
+- Outputs with tokens are split as x is, counts are sums over the token axes. Gradients of x stay on their devices, and
+  JAX adds up those of whole arrays over the token axes, since the `custom_vjp` of an op is inside the shard_map.
+- Nothing else moves unless asked: an x split along its features, and a weight whose axis no token follows, are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from moe_core.errors import InvalidInput, Unsupported
+from moe_jax.bridge import placement, platforms
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """names: of the axes the shard_map is over. dims: the axes that split each batch axis of x. consecutive: the tokens
+    of each device follow one another in x."""
+
+    mesh: AbstractMesh
+    names: Names
+    dims: tuple[Names, ...]
+    consecutive: bool
+
+    @property
+    def over(self) -> Names:
+        """The token axes, major first."""
+        return sum(self.dims, ())
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        return PartitionSpec(*(names or None for names in self.dims))
+
+    def whole(self, name: str, spec: Sequence[Any]) -> None:
+        """Raise Unsupported for an array of a call that is split."""
+        if held := [one for names in map(as_names, spec) for one in names if self.mesh.shape[one] > 1]:
+            raise Unsupported(
+                f"{name} must be whole on every device, got {PartitionSpec(*spec)}: it would be gathered over "
+                f"{', '.join(held)}; reshard it, or call this inside a jax.shard_map of your own"
+            )
+
+
+def as_names(entry: Any) -> Names:
+    """The axes in one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def free_axes(mesh: AbstractMesh) -> dict[str, int]:
+    """Axes that are not manual."""
+    kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, kind in kinds if kind != AxisType.Manual}
+
+
+def mesh_of(arrays: Iterable[Any], eager: bool = True) -> AbstractMesh | None:
+    """The mesh of a call: None on one device, in `replicated`, and where every axis is manual. eager: arrays of one
+    device stay on it under a current mesh."""
+    if placement.everywhere.value:
+        return None
+    arrays = [array for array in arrays if isinstance(array, (jax.Array, jax.ShapeDtypeStruct))]
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        meshes = [_held(array) for array in arrays]
+        mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), mesh)
+    elif eager and not any(isinstance(array, Tracer) or len(array.devices()) > 1 for array in arrays):
+        return None
+    return mesh if math.prod(free_axes(mesh).values()) > 1 else None
+
+
+def _held(array: Any) -> AbstractMesh | None:
+    if isinstance(array, Tracer):
+        return jax.typeof(array).sharding.mesh
+    sharding = array.sharding
+    return sharding.mesh.abstract_mesh if isinstance(sharding, NamedSharding) else None
+
+
+def spec_of(array: Any) -> PartitionSpec | None:
+    """The split of an array that its sharding shows, or the explicit axes in a tracer's type. None: neither does."""
+    if isinstance(array, Tracer):
+        sharding = jax.typeof(array).sharding
+        return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
+    sharding = getattr(array, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
+
+
+def split_tokens(
+    x: Any, mesh: AbstractMesh, token_axes: Sequence[str] | PartitionSpec | None = None, needed: Names = ()
+) -> Split:
+    """The split of x's tokens. needed: axes that have to split them. Raises InvalidInput, Unsupported."""
+    free, batch = free_axes(mesh), x.shape[:-1]
+    dims: list[Names] = [() for _ in batch]
+    if isinstance(token_axes, PartitionSpec):
+        given = [tuple(name for name in as_names(entry) if name in free) for entry in token_axes]
+        dims[: len(given)] = given
+        _require_split(x.shape, dims, mesh)
+        wanted: Names = ()
+    elif token_axes is not None:
+        if unknown := [name for name in token_axes if name not in mesh.shape]:
+            raise InvalidInput(
+                f"token_axes must name axes of the mesh {dict(mesh.shape)}, got {unknown[0]!r}; leave it out"
+            )
+        wanted = tuple(name for name in token_axes if name in free)
+        needed = (*wanted, *needed)
+    else:
+        spec = spec_of(x)
+        if spec is not None:
+            *rows, features = (*map(as_names, spec), *((),) * (x.ndim - len(spec)))
+            if held := [name for name in features if free.get(name, 1) > 1]:
+                raise Unsupported(
+                    f"x must be whole along its last axis, got {x.shape} split over {', '.join(held)}: its features "
+                    "would be gathered; reshard x along its batch axes"
+                )
+            dims = [tuple(name for name in names if name in free) for names in rows]
+        kinds, is_traced = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)), isinstance(x, Tracer)
+        wanted = tuple(name for name in free if spec is None or (is_traced and kinds[name] == AxisType.Auto))
+    for name in dict.fromkeys((*wanted, *needed)):
+        if not any(name in names for names in dims):
+            _assign(x.shape, dims, name, mesh, must=name in needed)
+    split = tuple(tuple(name for name in names if name in needed or mesh.shape[name] > 1) for names in dims)
+    return Split(mesh, tuple(free), split, _is_consecutive(batch, split, mesh))
+
+
+def _assign(shape: tuple[int, ...], dims: list[Names], name: str, mesh: AbstractMesh, must: bool) -> None:
+    """Let an axis split the first batch axis that it divides."""
+    size = mesh.shape[name]
+    for number, names in enumerate(dims):
+        if shape[number] and shape[number] // _devices(names, mesh) % size == 0:
+            dims[number] = (*names, name)
+            return
+    if must:
+        _refuse(shape, (*sum(dims, ()), name), mesh)
+
+
+def _devices(names: Iterable[str], mesh: AbstractMesh) -> int:
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _require_split(shape: tuple[int, ...], dims: Sequence[Names], mesh: AbstractMesh) -> None:
+    for size, names in zip(shape[:-1], dims, strict=True):
+        if size % _devices(names, mesh) or (names and not size):
+            _refuse(shape, names, mesh)
+
+
+def _refuse(shape: tuple[int, ...], names: Names, mesh: AbstractMesh) -> None:
+    tokens, devices = math.prod(shape[:-1]), _devices(names, mesh)
+    if tokens and tokens % devices == 0:
+        fix = f"reshape x to [{tokens}, {shape[-1]}], since they divide its {tokens} tokens"
+    else:
+        fix = f"pad its {tokens} tokens to {max(1, -(-tokens // devices)) * devices} and pass a token_mask"
+    raise InvalidInput(
+        f"x must have batch axes that the {devices} devices of {names} divide, got {shape}; {fix}, or name fewer axes "
+        "as token_axes"
+    )
+
+
+def _is_consecutive(batch: tuple[int, ...], dims: Sequence[Names], mesh: AbstractMesh) -> bool:
+    before = 1
+    for size, names in zip(batch, dims, strict=True):
+        if names and before > 1:
+            return False
+        before *= size // _devices(names, mesh)
+    return True
+
+
+@dataclass(frozen=True)
+class Program:
+    """One shard_map, a key of jit's cache. local: hashable, with `out_specs`. specs: of the flat arguments."""
+
+    local: Callable[..., Any]
+    split: Split
+    structure: Any
+    specs: tuple[PartitionSpec, ...]
+    out_specs: Any
+    targets: Any
+
+
+def opened(local: Callable[..., Any], split: Split, out_specs: Any, *arguments: tuple[Any, Any]) -> Any:
+    """`local` of the parts of arguments, pairs of (pytree, its PartitionSpecs, or one for all its arrays). Calls with
+    equal local, split and shapes are traced and compiled once."""
+    arrays = tuple(tree for tree, _ in arguments)
+    flat, structure = jax.tree.flatten(arrays)
+    specs = jax.tree.leaves(
+        tuple(jax.tree.broadcast(spec, tree, is_leaf=_is_spec) for tree, spec in arguments), is_leaf=_is_spec
+    )
+    return _run(Program(local, split, structure, tuple(specs), out_specs, platforms.targets()), *flat)
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(program: Program, *arrays: Any) -> Any:
+    mesh, structure = program.split.mesh, program.structure
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit in kinds.values():
+
+        def placed(array: Any, spec: PartitionSpec) -> Any:
+            # Types of arrays have shardings, and shard_map moves no array.
+            shown = [tuple(name for name in as_names(entry) if kinds[name] == AxisType.Explicit) for entry in spec]
+            return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*(names or None for names in shown))))
+
+        arrays = tuple(map(placed, arrays, program.specs))
+    call = jax.shard_map(
+        lambda *parts: program.local(*jax.tree.unflatten(structure, parts)),
+        mesh=mesh, in_specs=program.specs, out_specs=program.out_specs, axis_names=frozenset(program.split.names),
+    )  # fmt: skip
+    return call(*arrays)
