@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ def require_equal(found: Any, one: Any, exact: bool = False) -> None:
 def fsdp(spec: MoELayerSpec, experts: str | None = None, axis: str = "fsdp") -> Any:
     """PartitionSpecs: d_model over an axis, experts over another."""
     every = [(leaf.path, leaf.parameter.axes) for leaf in layers.leaves(spec)]
-    split = {"d_model": axis, "experts": experts}
+    split: dict[Any, Any] = {"d_model": axis, "experts": experts}
     return layers.nested(
         (path, P(*(split.get(name) if path[0] != "gate" or name == "d_model" else None for name in axes)))
         for path, axes in every
@@ -147,15 +147,15 @@ def test_stacks_gather_one_layer() -> None:
 
 def test_eager_calls_run_one_cached_program() -> None:
     """With the bits of jit. A second call compiles nothing."""
-    mesh = mesh_of(AUTO, ep=4)
+    mesh, cache = mesh_of(AUTO, ep=4), cast(Any, meshes._run)
     with running_on("reference"), jax.set_mesh(mesh):
         parameters, x = draw(PLAIN, 4, 6)
         parameters = jax.device_put(parameters, layers.expert_sharding(PLAIN, mesh))
         first = layers.forward(parameters, x, PLAIN, expert_axis="ep")
-        size = meshes._run._cache_size()
+        size = cache._cache_size()
         np.testing.assert_array_equal(layers.forward(parameters, x, PLAIN, expert_axis="ep"), first)
         np.testing.assert_array_equal(layers.forward(parameters, x, PLAIN), first, "the experts' sharding shows it")
-        assert meshes._run._cache_size() == size
+        assert cache._cache_size() == size
         np.testing.assert_array_equal(
             jax.jit(lambda p, x: layers.forward(p, x, PLAIN, expert_axis="ep"))(parameters, x), first
         )
