@@ -75,7 +75,8 @@ def rounded(**options: Any) -> Callable[[], Any]:
 def main_grad(**options: Any) -> Any:
     made = layer(dataclasses.replace(SPEC, main_grad=True))
     for parameter in made.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        attributes: Any = parameter
+        attributes.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     return made
 
 
