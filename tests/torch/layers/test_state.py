@@ -8,6 +8,7 @@ import datetime
 import io
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.multiprocessing.spawn import start_processes
 
 from moe_core.errors import InvalidInput, Unsupported
@@ -32,7 +34,9 @@ from moe_core.layers import (
 )
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs import Activation, RouterSpec
+from moe_core.specs.operands import ExpertWeights
 from moe_torch import MoE
+from moe_torch.layers.shards import on_own_experts
 from tests.support.layers import EVERYTHING, D, E, F, K, draw_weights, draw_x, tolerances
 from tests.support.torch import on_engines, require_equal, running_on, to_numpy, to_torch
 from tests.support.torch_layers import make, stages
@@ -335,3 +339,26 @@ def test_repr() -> None:
     assert "d_model=48, d_ff=32, num_experts=8, top_k=3" in repr(layer)
     assert "storage=out_in/separate, shared_d_ff=16" in repr(layer)
     assert layer.get_parameter("experts.up").shape == (E, F, D) and layer.router.bias is None
+
+
+@pytest.mark.parametrize(
+    ("placed", "message"),
+    [
+        ((Replicate(),), "experts.down must be sharded by experts alone, got"),
+        ((Shard(1),), "experts.down must be sharded by experts alone, got"),
+        ((Shard(0), Shard(0)), "experts.down must be sharded by experts alone, got"),
+        ((Shard(0), Replicate()), "experts.down must not be split over a tensor axis to be laid out anew"),
+        ((Shard(0), Shard(2)), "experts.down must not be split over a tensor axis to be laid out anew"),
+    ],
+)
+def test_only_whole_experts_are_laid_out_anew(placed: tuple[Any, ...], message: str) -> None:
+    mesh = SimpleNamespace(size=lambda axis: 2, get_local_rank=lambda axis: 0)
+
+    def array(*placements: Any) -> Any:
+        whole = torch.zeros(4, 6, 6)
+        return SimpleNamespace(
+            placements=placements, device_mesh=mesh, shape=whole.shape, ndim=3, to_local=lambda: whole
+        )
+
+    with pytest.raises(Unsupported, match=message):
+        on_own_experts(lambda bundle: bundle, ExpertWeights(array(Shard(0)), array(*placed)))
