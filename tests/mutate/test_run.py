@@ -83,25 +83,25 @@ def test_related_tests_come_cheapest_and_nearest_first() -> None:
     contexts = Contexts()
     path = "moe_core/ops/reduction/reduce.py"
     for number, (file, seconds) in enumerate(
-        [("a/test_a", 1.0), ("ops/reduction/test_reduce", 2.0), ("b/test_b", 0.5)]
+        [("a/test_a", 1.0), ("ops/reduction/test_reduce", 2.0), ("b/test_b", 0.5), ("ops/reduction/test_ranks", 0.1)]
     ):
         contexts.add(
             {
                 "file": f"tests/{file}.py",
                 "setup": 0.1,
-                "functions": [f"{path}::plan", f"{path}::other"],
-                "tests": {f"tests/{file}.py::test": [seconds, [number == 2]]},
+                "functions": [f"{path}::plan", f"{path}::other", "moe_core/x.py::f"],
+                "tests": {f"tests/{file}.py::test": [seconds, [[0, 0, 1, 2][number]]]},
             }
         )
 
     def files(function: str) -> list[str]:
         mutation = Mutation(path, function, "swap", 1, 0, 1, "")
-        return [test.split("/")[1] for test in contexts.related(mutation)]
+        return [test.split("test_")[1].partition(".")[0] for test in contexts.related(mutation)]
 
-    assert files("plan") == ["ops", "a"]
-    assert files("other") == ["ops", "b"], "the file's own tests, and those that call it"
-    assert files("<module>") == ["ops", "b", "a"]
-    assert files("nobody_calls") == ["ops"], "those of the folder"
+    assert files("plan") == ["reduce", "a", "ranks"]
+    assert files("other") == ["reduce", "b", "ranks"], "the file's own, those that call it, and those of the folder"
+    assert files("<module>") == ["reduce", "b", "a", "ranks"]
+    assert files("nobody_calls") == ["reduce", "ranks"]
 
 
 def test_folders_and_their_directories_are_drawn_alike_and_small_ones_whole() -> None:

@@ -64,11 +64,11 @@ class Contexts:
 
     def related(self, mutation: Mutation) -> list[str]:
         """Tests that call the function, those of files that import its module, those that name its entry of a table,
-        and those of the file that is named like it, which may call it in other processes; cheapest first, and those in
-        the folder of the file's name before others.
+        and those of the file that is named like it; cheapest first, and those in the folder of the file's name before
+        others. Behind them come those of the package's folder, which may call it in other processes.
 
         What runs when a module is imported has the tests of every function of the module and, behind them, those of its
-        folder: tables are often read by a neighbour. Where nothing is known, those of the folder's name stand in.
+        folder: tables are often read by a neighbour.
         """
         folder, _, name = mutation.path.removeprefix("moe_core/").removeprefix("moe_").rpartition("/")
         files = {file for file in self.setup if imports(file, mutation.path)} | {f"tests/{folder}/test_{name}"}
@@ -77,14 +77,16 @@ class Contexts:
         tests = self.callers.get(f"{mutation.path}::{mutation.function}", set()) | near
         if mutation.function == "<module>":
             tests = whole | self.callers.get(folder_of(mutation.path), set())
-        tests = tests or {test for test in self.seconds if test.startswith(f"tests/{folder}/")}
+        first = tests
+        if folder not in ("torch", "jax"):
+            tests = tests | {test for test in self.seconds if test.startswith(f"tests/{folder}/")}
         words = set(mutation.path.removesuffix(".py").split("/"))
 
         def cost(test: str) -> tuple[bool, float, str]:
             shared = len(words & set(test.split("::")[0].replace("test_", "").removesuffix(".py").split("/")))
             if names_entry(test, mutation.entry) or test.startswith(BROAD):
                 shared += 4
-            elif mutation.function == "<module>" and test not in whole:
+            elif test not in first or (mutation.function == "<module>" and test not in whole):
                 return True, self.seconds[test], test
             return False, self.seconds[test] * 4.0**-shared, test
 

@@ -12,6 +12,8 @@ from typing import ClassVar
 from tools.mutate.sources import ROOT, Mutation
 
 FOLDERS = ("moe_core", "moe_torch", "moe_jax", "tests", "tools", "benchmarks", "examples", "docs")
+#: Files of others that tests read where they have been downloaded.
+CACHES = ("build/upstream",)
 #: Times of files that are mutated: unlike each other, those of other runs and those of sources, so that what Python
 #: compiled of one text is never taken for another's.
 _times = itertools.count(int(time.time()) - 1_000_000_000)
@@ -34,6 +36,10 @@ class Tree:
         names |= {path.relative_to(ROOT) for path in ROOT.iterdir() if path.suffix in (".toml", ".md")}
         for name in names:
             self.restore(name)
+        for name in CACHES:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / name).exists() and not (folder / name).exists():
+                (folder / name).symlink_to(ROOT / name)
         for path in [path for top in FOLDERS for path in (folder / top).rglob("*.py")]:
             if path.relative_to(folder) not in names:
                 path.unlink()
