@@ -177,7 +177,7 @@ class Checkpoint:
             return self._layout(layer, reader)
 
     def _layout(self, layer: int, reader: StackReader, allow_bad_scales: bool = False) -> quantized.Layout:
-        names, architecture = self._names(layer), self.architecture
+        names, architecture = self.names(layer), self.architecture
         if architecture.naming.turned and names.fused is not None and names.fused[0] in self.index.files:
             # As in transformers, the shape decides and its own orientation is preferred.
             shape = layer_stacks(architecture, names)["experts.gate_up"].shape
@@ -195,9 +195,9 @@ class Checkpoint:
 
     def block(self, layer: int) -> str:
         """The prefix of the layer's router and experts: `model.layers.3.mlp.`."""
-        return self._names(layer).block
+        return self.names(layer).block
 
-    def _names(self, layer: int) -> LayerNames:
+    def names(self, layer: int) -> LayerNames:
         def holds(weight: str) -> bool:
             return bool(tensors_of(weight, self.index))
 

@@ -203,8 +203,11 @@ def _e8m0_scales(format: Format, suffix: str) -> Component:
     return Component("scales", suffix, _E8M0_HEADERS, _shape(format, "scales"), lambda scale: scale.view(np.uint8))
 
 
-def packing_for(format: Format, interleaved: bool) -> Packing:
-    """Storage for a converter. interleaved: gpt-oss. Raises Unsupported without a published layout."""
+def packing_for(format: Format, interleaved: bool, compressed: bool = True) -> Packing:
+    """Storage for a converter. interleaved: gpt-oss. compressed: mxfp8 of compressed-tensors, not of the method fp8.
+
+    Raises Unsupported without a published layout.
+    """
     element, arguments = format.element, _arguments(format)
 
     def scheme(activations: Format | None = None) -> Scheme:
@@ -220,12 +223,14 @@ def packing_for(format: Format, interleaved: bool) -> Packing:
     if element == "int8":
         activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
         return plain_packing(scheme(INT8_TOKEN), _compressed("int-quantized", arguments, activations))
-    if format.has_e8m0_scales:
+    if format.has_e8m0_scales and compressed:
         return plain_packing(scheme(format), _compressed("mxfp8-quantized", arguments, arguments | {"dynamic": True}))
-    if format.group_rows == format.group_columns == FP8_GROUP.group_columns:
-        block = [format.group_rows, format.group_columns]
-        settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
-        return plain_packing(scheme(FP8_GROUP), settings, ".weight_scale_inv")
+    if format.has_e8m0_scales or format.group_rows == format.group_columns == FP8_GROUP.group_columns:
+        settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        settings |= {"weight_block_size": [format.group_rows, format.group_columns]}
+        settings |= {"scale_fmt": "ue8m0"} if format.has_e8m0_scales else {}
+        activations = format if format.has_e8m0_scales else FP8_GROUP
+        return plain_packing(scheme(activations), settings, ".weight_scale_inv")
     if format.group_columns is None:
         return plain_packing(scheme(), _compressed("float-quantized", arguments))
     raise Unsupported(

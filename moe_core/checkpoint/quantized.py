@@ -89,7 +89,7 @@ def layer_layout(
     packings: dict[str, Packing] = {}
     for name, stack in stacks.items():
         for piece_name, piece in (
-            _apart(name, stack) if separate and name.endswith("gate_up") else {name: stack}
+            _apart(name, stack) if separate and name.endswith(("gate_up", "gate_up_bias")) else {name: stack}
         ).items():
             pairs = [(part, resolver.packing(part)) for part in piece.parts] if name in matrices else []
             if name in kept:
@@ -245,7 +245,9 @@ def _apart(name: str, stack: Stack) -> dict[str, Stack]:
         field = name if rows.start == 0 else name.replace("gate_up", "up")
         halves[field].append(dataclasses.replace(part, place=tuple(lead)))
     return {
-        field: dataclasses.replace(stack, shape=(*stack.shape[:-2], *parts[0].shape[-2:]), parts=tuple(parts))
+        field: dataclasses.replace(
+            stack, shape=(*stack.shape[: -len(parts[0].shape)], *parts[0].shape), parts=tuple(parts)
+        )
         for field, parts in halves.items()
     }
 

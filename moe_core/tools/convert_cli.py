@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Sequence
 
 import moe_core
 from moe_core.base import command
-from moe_core.checkpoint.convert import ConversionProgress, convert_checkpoint
+from moe_core.checkpoint.convert import LOADERS, ConversionProgress, convert_checkpoint
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import format_named, format_names
+from moe_core.formats import Format, format_named, format_names
 
 CONVERTED, COULD_NOT_CONVERT = 0, command.COULD_NOT_RUN
 
 _DESCRIPTION = """\
-Quantise the routed experts of a Hugging Face checkpoint (bfloat16, float16 or float32) and report the relative
-Frobenius error of every layer. Everything else is copied as it is.
+Translate the routed experts of a Hugging Face checkpoint, plain or quantised, into a format or a dtype, and report the
+relative Frobenius error of every layer. Other plain tensors are copied, quantised ones become plain. After an
+interruption, the same command goes on.
 """
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_NEAREST = 3
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("moebius-convert", description=_DESCRIPTION)
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint directory")
-    parser.add_argument("destination", metavar="DESTINATION", help="a new or empty directory")
-    parser.add_argument("--format", required=True, metavar="NAME", help=f"one of {', '.join(format_names())}")
+    parser.add_argument("destination", metavar="DESTINATION", help="a new, an empty or an interrupted one's directory")
+    names = ", ".join((*format_names(), *_DTYPES))
+    parser.add_argument("--format", required=True, metavar="NAME", help=f"one of {names}")
+    parser.add_argument(
+        "--loader",
+        choices=LOADERS,
+        default=LOADERS[0],
+        help="transformers refuses what it would load wrong; moebius writes what this library reads, in "
+        "llm-compressor's names; default %(default)s",
+    )
     parser.add_argument("--shard-mib", type=int, default=1024, metavar="N", help="size of a file; default %(default)s")
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
     parser.add_argument(
@@ -46,7 +58,8 @@ def _convert(options: argparse.Namespace) -> int:
         report = convert_checkpoint(
             options.source,
             options.destination,
-            format_named(options.format),
+            _format(options.format),
+            loader=options.loader,
             allow_not_finite=options.allow_not_finite,
             shard_bytes=options.shard_mib * 2**20,
             progress=_print_progress,
@@ -62,6 +75,15 @@ def _convert(options: argparse.Namespace) -> int:
         print(f"moebius-convert: {options.destination} is written, its report is not: {problem}", file=sys.stderr)
         return COULD_NOT_CONVERT
     return CONVERTED
+
+
+def _format(name: str) -> Format | str:
+    known = (*format_names(), *_DTYPES, *_DTYPES.values())
+    if name not in known:
+        near = difflib.get_close_matches(name, known, _NEAREST, cutoff=0)
+        raise InvalidInput(f"--format must be a known name, got {name!r}; the nearest are {', '.join(near)}")
+    name = _DTYPES.get(name, name)
+    return name if name in _DTYPES.values() else format_named(name)
 
 
 def _print_progress(progress: ConversionProgress) -> None:

@@ -131,12 +131,15 @@ def test_flax_layer_agrees(tmp_path: Path, row: str) -> None:
     assert_close(output, judge(model, number, hidden_states()).output, allowed, f"{row} output")
 
 
-@pytest.mark.parametrize("row", ["aria", "granitemoe", "mistral4", "nemotron_h", "qwen3_vl_moe", "step3p7"])
+@pytest.mark.parametrize(
+    "row", ["aria", "dbrx", "granitemoe", "inkling2", "mistral4", "nemotron_h", "qwen3_vl_moe", "step3p7"]
+)
 def test_experts_of_every_layout_are_converted(tmp_path: Path, row: str) -> None:
-    """`[E, D, N]` with and without `.weight`, `[E, N, D]`, ungated, and gate and up of all experts in a tensor each."""
+    """`[E, D, N]` with and without `.weight`, `[E, N, D]`, ungated, rows of gate and up in turn, all experts in one
+    matrix, and gate and up of all experts in a tensor each."""
     family, changes = row_named(row)
     checkpoint = saved(tiny(family, **changes), tmp_path / "plain")
-    convert_checkpoint(checkpoint.path, tmp_path / "int8", format_named("int8_channel"))
+    convert_checkpoint(checkpoint.path, tmp_path / "int8", format_named("int8_channel"), loader="moebius")
     number = checkpoint.moe_layers[-1]
     read = open_checkpoint(tmp_path / "int8").layer(number)
     assert read.scheme is not None
@@ -148,13 +151,6 @@ def test_experts_of_every_layout_are_converted(tmp_path: Path, row: str) -> None
         # A correction bias may be zeros.
         error, allowed = np.linalg.norm(found[name] - array), 0.01 if name.startswith("experts.") else 1e-12
         assert error <= allowed * np.linalg.norm(array), (name, error)
-
-
-@pytest.mark.parametrize("row", ["dbrx", "inkling2"])
-def test_orders_that_cannot_be_quantised_are_refused(tmp_path: Path, row: str) -> None:
-    checkpoint = saved(tiny(row), tmp_path / "plain")
-    with pytest.raises(Unsupported, match=r"experts.* in an order of its own .* cannot be quantised"):
-        convert_checkpoint(checkpoint.path, tmp_path / "int8", format_named("int8_channel"))
 
 
 #: Multimodal model -> settings of its parts beside the text model's.

@@ -332,6 +332,15 @@ class ErrorSum:
         self._original += float(np.sum(before**2))
 
     @property
+    def sums(self) -> tuple[float, float]:
+        """The squares of differences and of originals."""
+        return self._difference, self._original
+
+    @sums.setter
+    def sums(self, sums: tuple[float, float]) -> None:
+        self._difference, self._original = sums
+
+    @property
     def relative_frobenius(self) -> float:
         """0 without any difference, infinite if only restored arrays are nonzero."""
         if self._original == 0:

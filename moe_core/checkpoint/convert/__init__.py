@@ -1,0 +1,323 @@
+"""Translate a checkpoint: its routed experts to any format that checkpoints store, or to plain weights.
+
+    report = convert_checkpoint("Qwen3-30B-A3B", "Qwen3-30B-A3B-int4", format_named("int4_g128"))
+    print(report)                                     # relative Frobenius error of every layer
+    open_checkpoint("Qwen3-30B-A3B-int4").layer(0)    # QuantizedTensors
+
+Quantised experts are written one by one, in the family's published names or else in llm-compressor's; mxfp4 of gpt_oss
+is written as published. Plain tensors outside of the experts are copied bit by bit, quantised ones are dequantised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import moe_core
+from moe_core.base import dtypes
+from moe_core.base.checks import require_at_least, require_flag, require_kind
+from moe_core.checkpoint.config import inside, read_json
+from moe_core.checkpoint.convert.source import DenseModules, LayerSource, Matrix, count_not_finite, pieces
+from moe_core.checkpoint.convert.stream import BITS, HEADERS, Stream, TensorPlan, Unit, in_shards
+from moe_core.checkpoint.convert.target import LOADERS as LOADERS
+from moe_core.checkpoint.convert.target import Target
+from moe_core.checkpoint.convert.whole import whole_units
+from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
+from moe_core.checkpoint.storage import FLOATING, StackReader
+from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES
+from moe_core.errors import InvalidInput
+from moe_core.formats import Format, QuantizedTensor
+from moe_core.ops.quantize.reference import ErrorSum, dequantize
+
+_SIDE_FILES = (".json", ".txt", ".jinja", ".model")
+_OWN_FILES = ("config.json", "model.safetensors.index.json")
+_FIELDS = ("gate_up", "down")
+
+
+class ConversionProgress(NamedTuple):
+    """tensor: the last written one. tensors: the number of written ones, out of tensors_total."""
+
+    tensor: str
+    tensors: int
+    tensors_total: int
+
+
+class LayerError(NamedTuple):
+    """Relative Frobenius errors of one layer over all experts. 0: nothing was lost."""
+
+    layer: int
+    gate_up: float
+    down: float
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """format: a dtype for plain weights. bytes_before, bytes_after: of the experts' weights, with scales. not_finite:
+    tensors that hold NaN or infinities."""
+
+    format: Format | str
+    layers: tuple[LayerError, ...]
+    bytes_before: int
+    bytes_after: int
+    not_finite: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
+        smaller = self.bytes_before / max(self.bytes_after, 1)
+        head = f"{self.format}: experts {before:.1f} MiB -> {after:.1f} MiB ({smaller:.2f} times smaller)"
+        rows = [f"{'layer':>7}{'gate_up':>12}{'down':>12}   relative Frobenius error"]
+        rows += [f"{error.layer:>7}{error.gate_up:>12.3e}{error.down:>12.3e}" for error in self.layers]
+        rows += [f"NaN or infinity in {name}" for name in self.not_finite]
+        return "\n".join([head, *rows])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: NaN and infinite errors become None."""
+        layers = [
+            {name: value if math.isfinite(value) else None for name, value in error._asdict().items()}
+            for error in self.layers
+        ]
+        sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        return {"format": str(self.format), **sizes, "layers": layers, "not_finite": list(self.not_finite)}
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    format: Format | str,
+    *,
+    loader: str = "transformers",
+    allow_not_finite: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Callable[[ConversionProgress], object] | None = None,
+) -> ConversionReport:
+    """Write the checkpoint directory `source` to `destination` with its experts in `format`.
+
+    Tensors stream to the disk: one expert's matrices are in memory at a time. Wrong input leaves no file. After any
+    other interruption, the same call goes on with the next shard. Tokenizers, templates and similar files are copied.
+
+    Args:
+        destination: a new or empty directory, or one that an interrupted call left.
+        format: a dtype (`bfloat16`, `float16` or `float32`) writes plain weights.
+        loader: `transformers`: refuse what transformers does not load right. `moebius`: only this library must read
+            the files, which have llm-compressor's names.
+        allow_not_finite: allow NaN and infinities. The format decides their result.
+
+    Raises:
+        InvalidInput: the errors of `open_checkpoint`, a source with links that lead out of it, a destination with other
+            content, sizes that the format's padding rule refuses, NaN or infinity.
+        Unsupported: a format that no checkpoint stores weights in, or that `loader` does not read.
+        OSError: the disk is full.
+    """
+    if not isinstance(format, str):
+        require_kind("format", format, Format)
+    require_flag("allow_not_finite", allow_not_finite)
+    require_at_least("shard_bytes", shard_bytes, 1)
+    checkpoint = open_checkpoint(source)
+    with StackReader(checkpoint.index) as reader:
+        conversion = _Conversion(checkpoint, reader, format, loader, allow_not_finite)
+        named = [path for path in checkpoint.path.iterdir() if path.suffix in _SIDE_FILES]
+        # A link that leads out of the checkpoint is refused: its target would be published.
+        side = [path for path in named if path.name not in _OWN_FILES and inside(checkpoint.path, path.name).is_file()]
+        shards = in_shards(conversion.units(), shard_bytes)
+        total, written = sum(len(unit.tensors) for units in shards for unit in units), 0
+
+        def done(unit: Unit) -> None:
+            nonlocal written
+            written += len(unit.tensors)
+            if progress is not None:
+                progress(ConversionProgress(unit.tensors[-1].name, written, total))
+
+        with Stream(destination, _identity(checkpoint, str(format), loader, allow_not_finite, shard_bytes)) as stream:
+            if stream.state is not None:
+                conversion.restore(stream.state)
+            stream.write(shards, conversion.state, done)
+            stream.finish(conversion.settings(), side)
+    return conversion.report()
+
+
+def _identity(checkpoint: Checkpoint, *options: object) -> str:
+    """Of a source's files and a conversion's options."""
+    files = []
+    for name in sorted({*checkpoint.index.files.values(), "config.json"}):
+        status = inside(checkpoint.path, name).stat()
+        files.append((name, status.st_size, status.st_mtime_ns))
+    return hashlib.sha256(json.dumps([moe_core.__version__, files, options]).encode()).hexdigest()
+
+
+class _Conversion:
+    def __init__(
+        self, checkpoint: Checkpoint, reader: StackReader, format: Format | str, loader: str, allow_not_finite: bool
+    ) -> None:
+        self._checkpoint, self._reader, self._format = checkpoint, reader, format
+        self._allow_not_finite, self._not_finite = allow_not_finite, dict[str, None]()
+        if not checkpoint.moe_layers:
+            raise InvalidInput(f"source must have layers with experts, got {checkpoint.path} without; copy it instead")
+        self._layers = [LayerSource(checkpoint, reader, layer) for layer in checkpoint.moe_layers]
+        self._plain = next((layer.dtype for layer in self._layers if layer.dtype), None) or self._plain_dtype()
+        self._float32 = {layer.names.correction_bias for layer in self._layers}
+        self._target = Target.of(checkpoint, format, self._plain, loader)
+        self._target.require_sizes()
+        self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in _FIELDS}
+        held = {name for layer in self._layers for name in layer.tensors}
+        self._dense = DenseModules(checkpoint, reader, self._layers[0].names, held)
+        self._before = self._after = 0
+        self._planned: dict[Any, list[TensorPlan]] = {}
+
+    def _plain_dtype(self) -> str:
+        """Of what becomes plain: the config's, or bfloat16."""
+        named = self._checkpoint.config.get("dtype") or self._checkpoint.config.get("torch_dtype") or "bfloat16"
+        return dtypes.canonical(named)
+
+    # The plan
+
+    def units(self) -> Iterator[Unit]:
+        index, dense = self._checkpoint.index, self._dense
+        by_tensor = {name: layer for layer in self._layers for name in layer.tensors}
+        missing = [name for name in by_tensor if name not in index.files]
+        if missing:
+            index.path_of(missing[0])
+        started: set[int] = set()
+        for name in sorted(index.files, key=index.files.__getitem__):
+            layer = by_tensor.get(name)
+            if layer is None:
+                unit = dense.unit(name, self._target.dtype) or self._copied(name)
+                if unit is not None:
+                    yield unit
+            elif layer.layer not in started:
+                started.add(layer.layer)
+                yield from self._experts(layer)
+
+    def _copied(self, name: str) -> Unit | None:
+        if name in self._dense.companions:
+            return None
+        file = self._reader.file_of(name)
+        entry = file.entry(name)
+        if entry.dtype not in BITS:
+            raise InvalidInput(f"{name} must have a dtype of safetensors' list, got {entry.dtype}; cast it first")
+        plan = TensorPlan(name, entry.dtype, entry.shape)
+        cast = self._casts(name, entry.dtype)
+
+        def copy() -> Iterator[np.ndarray]:
+            count = 0
+            for piece in pieces(file, name, plan.nbytes):
+                count += count_not_finite(entry.dtype, piece)
+                yield (
+                    piece
+                    if cast is None
+                    else piece.view(dtypes.numpy_dtype(self._plain)).astype(dtypes.numpy_dtype(self._target.dtype))
+                )
+            self._note(name, count, entry.shape)
+
+        return Unit((plan if cast is None else plan._replace(dtype=cast),), copy)
+
+    def _casts(self, name: str, dtype: str) -> str | None:
+        """The header dtype of plain files for a tensor in the source's dtype, if it is another one."""
+        wanted = HEADERS[self._target.dtype]
+        is_cast = self._target.packing is None and FLOATING.get(dtype) == self._plain != self._target.dtype
+        return wanted if is_cast and name not in self._float32 else None
+
+    def _experts(self, layer: LayerSource) -> Iterator[Unit]:
+        target = self._target
+        if target.packing is None or target.interleaved:
+            yield from whole_units(target, layer, self._checked, self._made)
+            return
+        for expert in range(self._checkpoint.architecture.num_experts):
+            for field, module in target.modules.items():
+                name = f"{layer.block}experts.{expert}.{module}"
+                yield self._matrix_unit(layer, expert, field, name)
+            for field, bias in layer.biases(None).items():
+                name = f"{layer.block}experts.{expert}.{target.modules[field]}.bias"
+                yield self._bias_unit(layer, expert, field, TensorPlan.like(name, bias))
+
+    def _matrix_unit(self, layer: LayerSource, expert: int, field: str, module: str) -> Unit:
+        target = self._target
+        stored = layer.storage(field)
+        key = (target.shapes()[field], stored)
+        if key not in self._planned:
+            zeros = target.tensors("", target.zeros(*key), stored)
+            self._planned[key] = [TensorPlan.like(name, array) for name, array in zeros]
+
+        def make() -> Iterator[np.ndarray]:
+            matrix = self._checked(f"{module}.weight", layer.matrices(expert, (field,))[field])
+            quantized = target.quantized(matrix)
+            self._made(layer.layer, field, matrix, quantized)
+            for _, array in target.tensors(module, quantized, stored):
+                yield array
+
+        return Unit(tuple(plan._replace(name=module + plan.name) for plan in self._planned[key]), make)
+
+    def _bias_unit(self, layer: LayerSource, expert: int, field: str, plan: TensorPlan) -> Unit:
+        def read() -> Iterator[np.ndarray]:
+            bias = layer.biases(expert)[field]
+            self._checked(plan.name, bias)
+            yield bias
+
+        return Unit((plan,), read)
+
+    def _checked(self, name: str, matrix: Matrix) -> Matrix:
+        array = matrix.scales if isinstance(matrix, QuantizedTensor) else matrix
+        if array.dtype != np.uint8:
+            self._note(name, int((~np.isfinite(array)).sum()), array.shape)
+        return matrix
+
+    def _note(self, name: str, count: int, shape: tuple[int, ...]) -> None:
+        if count and not self._allow_not_finite:
+            raise InvalidInput(
+                f"{name} must hold finite numbers, got {count} that are NaN or infinite in {list(shape)}; repair the "
+                "checkpoint, or allow them (allow_not_finite, --allow-not-finite)"
+            )
+        if count:
+            self._not_finite[name] = None
+
+    def _made(self, layer: int, field: str, matrix: Matrix, result: Matrix) -> None:
+        """Count a converted matrix."""
+        before, after = (
+            dequantize(one) if isinstance(one, QuantizedTensor) else one.astype(np.float32, copy=False)
+            for one in (matrix, result)
+        )
+        self._errors[layer, "down" if field == "down" else "gate_up"].add(before, after)
+        self._before += matrix.nbytes
+        self._after += result.nbytes
+
+    # What a finished shard leaves
+
+    def state(self) -> Any:
+        errors = [error.sums for error in self._errors.values()]
+        return [errors, self._before, self._after, list(self._not_finite)]
+
+    def restore(self, state: Any) -> None:
+        errors, self._before, self._after, names = state
+        self._not_finite = dict.fromkeys(names)
+        for error, sums in zip(self._errors.values(), errors, strict=True):
+            error.sums = tuple(sums)
+
+    def settings(self) -> dict[str, Any]:
+        """config.json."""
+        settings = read_json(self._checkpoint.path / "config.json")
+        nested = settings
+        for key in ("", *self._checkpoint.nested):
+            nested = nested[key] if key else nested
+            nested.pop("quantization_config", None)
+        kept = self._dense.plain_modules()
+        experts = [re.sub(r"[.]\d+[.][^.]+$", "", name) for name in kept if re.search(r"[.]experts[.]\d+[.]", name)]
+        patterns = [f"re:{re.escape(name)}[.].*" for name in dict.fromkeys(experts)]
+        quantization = self._target.settings(kept, patterns)
+        if quantization is None:
+            name = "torch_dtype" if "torch_dtype" in settings else "dtype"
+            return settings | {name: self._target.dtype}
+        return settings | {"quantization_config": quantization}
+
+    def report(self) -> ConversionReport:
+        layers = tuple(
+            LayerError(layer, *(self._errors[layer, field].relative_frobenius for field in _FIELDS))
+            for layer in self._checkpoint.moe_layers
+        )
+        return ConversionReport(self._format, layers, self._before, self._after, tuple(self._not_finite))

@@ -1,0 +1,191 @@
+"""Write planned shards piece by piece, and go on after an interruption.
+
+Names, shapes and dtypes are known before the first weight is read. So every file's header is written first, and memory
+holds one piece at a time. A finished shard gets its name when it is on the disk. The journal lists finished shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_core.base.files import path_of, whole_file
+from moe_core.checkpoint.config import read_json
+from moe_core.errors import InvalidInput, Unsupported
+
+JOURNAL, INDEX = "moebius-convert.json", "model.safetensors.index.json"
+_ALIGNMENT = 8
+#: Bits of the dtypes in headers.
+BITS: Mapping[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64), **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8), "F4": 4,
+}  # fmt: skip
+#: Headers' names of the arrays that a conversion makes.
+HEADERS = {
+    "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
+    "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64",
+}  # fmt: skip
+
+
+class TensorPlan(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BITS[self.dtype] // 8
+
+    @classmethod
+    def like(cls, name: str, array: np.ndarray) -> TensorPlan:
+        return cls(name, HEADERS[array.dtype.name], array.shape)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tensors that one step makes. pieces: their bytes, in order, as arrays of any shape."""
+
+    tensors: tuple[TensorPlan, ...]
+    pieces: Callable[[], Iterator[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def in_shards(units: Iterable[Unit], limit: int) -> list[list[Unit]]:
+    """Consecutive units up to `limit` bytes per shard. A larger unit has a shard alone."""
+    shards: list[list[Unit]] = []
+    size = limit
+    names: set[str] = set()
+    for unit in units:
+        repeated = [tensor.name for tensor in unit.tensors if tensor.name in names]
+        if repeated:
+            raise InvalidInput(f"every tensor must be written once, got {repeated[0]} again; rename it in the source")
+        names |= {tensor.name for tensor in unit.tensors}
+        if size + unit.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(unit)
+        size += unit.nbytes
+    return shards
+
+
+def _header(units: Sequence[Unit]) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in (tensor for unit in units for tensor in unit.tensors):
+        offsets = [start, start + tensor.nbytes]
+        content[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        start = offsets[1]
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_ALIGNMENT, "little") + text
+
+
+class Stream:
+    """A conversion's directory. A context manager that leaves no file after wrong input.
+
+    Finished shards and the journal stay after any other interruption, and a second run with the same `identity` goes
+    on. state: what a finished shard adds to the report; the last one in the journal is `self.state`.
+    """
+
+    def __init__(self, path: Any, identity: str) -> None:
+        self._directory = path_of(path, "destination")
+        self._identity, self._made = identity, []
+        self.state: Any = None
+        self._finished: list[str] = []
+        if self._directory.exists() and (not self._directory.is_dir() or any(self._directory.iterdir())):
+            self._resume()
+
+    def _resume(self) -> None:
+        journal = self._directory / JOURNAL
+        if not self._directory.is_dir() or not journal.is_file():
+            raise InvalidInput(
+                f"destination must be a new or empty directory, got {self._directory}, which has content; name another"
+            )
+        content = read_json(journal)
+        if content.get("identity") != self._identity:
+            raise InvalidInput(
+                f"destination must be new, or have an interrupted conversion with the same source and options, got "
+                f"{self._directory} with another one; name another directory, or remove it"
+            )
+        self._finished, self.state = list(content["finished"]), content["state"]
+        self._made = [*self._finished, JOURNAL]
+        for left in self._directory.glob("*.partial"):
+            left.unlink()
+
+    def write(self, shards: Sequence[Sequence[Unit]], state: Callable[[], Any], done: Callable[[Unit], None]) -> None:
+        """done: called after every unit, also for those of shards that are finished already."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        names = _shard_names(len(shards))
+        weight_map = {}
+        for name, units in zip(names, shards, strict=True):
+            weight_map |= {tensor.name: name for unit in units for tensor in unit.tensors}
+            if name in self._finished and (self._directory / name).is_file():
+                for unit in units:
+                    done(unit)
+                continue
+            with self._whole(name) as partial, partial.open("wb") as file:
+                file.write(_header(units))
+                for unit in units:
+                    _write_unit(file, unit)
+                    done(unit)
+            self._finished.append(name)
+            journal = {"identity": self._identity, "finished": self._finished, "state": state()}
+            self._write_json(JOURNAL, journal)
+        if len(names) > 1:
+            size = sum(unit.nbytes for units in shards for unit in units)
+            self._write_json(INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+    def finish(self, settings: Mapping[str, Any], side_files: Iterable[Path]) -> None:
+        """config.json is written last: a killed process leaves no directory that looks like a checkpoint."""
+        for file in side_files:
+            with self._whole(file.name) as partial:
+                shutil.copyfile(file, partial)
+        self._write_json("config.json", settings)
+        (self._directory / JOURNAL).unlink(missing_ok=True)
+
+    def _write_json(self, name: str, content: Any) -> None:
+        with self._whole(name) as partial:
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _whole(self, name: str) -> Iterator[Path]:
+        self._made.append(name)
+        try:
+            with whole_file(self._directory / name) as partial:
+                yield partial
+        except OSError as error:
+            raise OSError(f"{self._directory / name} could not be written: {error}") from error
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        for name in self._made if kind is not None and issubclass(kind, (InvalidInput, Unsupported)) else ():
+            (self._directory / name).unlink(missing_ok=True)
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_unit(file: Any, unit: Unit) -> None:
+    written = 0
+    for piece in unit.pieces():
+        data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+        file.write(data)
+        written += data.nbytes
+    assert written == unit.nbytes, (unit.tensors, written)

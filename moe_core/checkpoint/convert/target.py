@@ -1,0 +1,169 @@
+"""What a conversion writes: the form of every expert's matrices, and who loads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_core.base import dtypes
+from moe_core.base.checks import require_choice
+from moe_core.checkpoint.convert.source import MATRICES, Matrix, Storage
+from moe_core.checkpoint.families import Architecture
+from moe_core.checkpoint.layer import Checkpoint
+from moe_core.checkpoint.packing import Packing, packing_for
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
+from moe_core.ops.quantize.reference import dequantize, quantize
+
+LOADERS = ("transformers", "moebius")
+#: llm-compressor's names below `experts.<e>.` in every family.
+_MODULES = ("gate_proj", "up_proj", "down_proj")
+#: The experts of any model in llm-compressor's and the published names, and nothing else.
+_EXPERTS = r"re:.*[.]experts[.][0-9]+[.].*"
+#: Families that transformers loads one expert at a time although it saves them fused.
+_REPLACED = ("llama4_text",)
+#: Families with merged convolutions.
+_MERGED = ("bailing_hybrid", "glm5_next_text", "kimi_linear")
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Target:
+    """format: of quantised experts. dtype: of plain ones. packing: None for plain ones."""
+
+    architecture: Architecture
+    family: str
+    format: Format | None
+    dtype: str
+    packing: Packing | None
+    interleaved: bool = False
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, format: Format | str, dtype: str, loader: str) -> Target:
+        """dtype: of the source's plain weights. Raises Unsupported if the loader reads no such files."""
+        architecture, family = checkpoint.architecture, checkpoint.family
+        require_choice("loader", loader, LOADERS)
+        if isinstance(format, str):
+            require_choice("format", format, dtypes.MATMUL_DTYPES)
+            return cls(architecture, family, None, format, None)
+        interleaved = family == "gpt_oss" and format.element == "e2m1"
+        packing = packing_for(format, interleaved, loader == "moebius")
+        target = cls(architecture, family, format, dtype, packing, interleaved)
+        reason = target.why_not_transformers() if loader == "transformers" else None
+        if reason is not None:
+            raise Unsupported(
+                f"format must be one that transformers loads for {family}, got {format.name}: {reason}; this library "
+                "reads it: pass loader='moebius' (--loader moebius)"
+            )
+        return target
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """MATRICES -> the module's name below `experts.<e>.`."""
+        fields = MATRICES if self.architecture.spec.activation.gated else MATRICES[1:]
+        return dict(zip(fields, self.architecture.naming.per_expert or _MODULES[-len(fields) :], strict=True))
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """MATRICES -> [N, D] of an expert."""
+        d_ff, width = self.architecture.d_ff, self.architecture.expert_width
+        return {field: (width, d_ff) if field == "down" else (d_ff, width) for field in self.modules}
+
+    def require_sizes(self) -> None:
+        """Raise InvalidInput for sizes that the format refuses."""
+        if self.format is None:
+            return
+        for field, shape in self.shapes().items():
+            try:
+                quantized_shapes(QuantizedSpec(self.format), shape)
+            except InvalidInput as problem:
+                raise InvalidInput(f"the experts' {self.modules[field]} cannot be quantised: {problem}") from problem
+
+    def why_not_transformers(self) -> str | None:
+        """Why transformers 5.23 does not load these files, or None."""
+        packing, format = self.packing, self.format
+        if packing is None or format is None or packing.method == "mxfp4":
+            return None
+        compressed = packing.method == "compressed-tensors"
+        if self.architecture.naming.per_expert is None and not (compressed and self.family in _REPLACED):
+            return "it leaves experts that are stored one by one random in this family, without an error"
+        if format.zero_points:
+            return "it refuses zero points of experts"
+        if packing.settings.get("format") == "int-quantized":
+            return "it loads 8-bit integers only packed, as int8_row, int8_g32, int8_g64 or int8_g128"
+        if format.element != "e4m3" and self.family in _MERGED:
+            return "it loses this family's convolutions beside packed experts"
+        block = packing.settings.get("weight_block_size")
+        odd = [size for shape in self.shapes().values() for size in shape if size > _BLOCK and size % _BLOCK]
+        if block == [_BLOCK, _BLOCK] and odd:
+            return f"it spreads block scales evenly, which is wrong for {odd[0]} rows or columns"
+        return None
+
+    # Matrices
+
+    def quantized(self, matrix: Matrix) -> QuantizedTensor:
+        """The matrix in the format. Codes and scales of the same storage are kept."""
+        assert self.format is not None
+        if self.keeps(matrix):
+            return matrix  # pyright: ignore[reportReturnType]
+        plain = dequantize(matrix) if isinstance(matrix, QuantizedTensor) else matrix
+        result = quantize(plain, self.format)
+        scale_dtype = self._scale_dtype()
+        if scale_dtype is None:
+            return result
+        with np.errstate(all="ignore"):
+            rounded = result.scales.astype(dtypes.numpy_dtype(scale_dtype)).astype(np.float32)
+        # A scale must not vanish: it divides.
+        tiny = np.float32(1e-7) if scale_dtype == "float16" else np.float32(0)
+        rounded = np.where(result.scales > 0, np.maximum(rounded, tiny), rounded)
+        if self.format.zero_points:
+            return dataclasses.replace(result, scales=rounded)
+        return quantize(plain, self.format, scales=rounded)
+
+    def keeps(self, matrix: Matrix) -> bool:
+        """True for a matrix whose codes and scales are written as they are."""
+        return isinstance(matrix, QuantizedTensor) and self.format is not None and _same(matrix.format, self.format)
+
+    def _scale_dtype(self) -> str | None:
+        """Loaders of compressed-tensors give experts the dtype of their scales."""
+        assert self.format is not None and self.packing is not None
+        plain = self.packing.method != "compressed-tensors" or self.format.has_e8m0_scales or self.dtype == "float32"
+        return None if plain else self.dtype
+
+    def zeros(self, shape: tuple[int, int], stored: Storage | None) -> QuantizedTensor:
+        """A matrix like those of an expert."""
+        assert self.format is not None
+        if stored is None or not _same(stored.format, self.format):
+            return self.quantized(np.zeros(shape, np.float32))
+        return quantize(np.zeros(shape, np.float32), stored.format)
+
+    def tensors(self, module: str, matrix: QuantizedTensor, stored: Storage | None) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, array) of a matrix in the files. stored: of the source's matrix."""
+        assert self.packing is not None and self.format is not None
+        kept = stored is not None and _same(stored.format, self.format)
+        scale_dtype = stored.scale_dtype if kept and stored is not None else self._scale_dtype()
+        for name, array in self.packing.tensors(module, matrix, fused=False):
+            if name.endswith(("_scale", "_scale_inv")) and scale_dtype is not None:
+                array = array.astype(dtypes.numpy_dtype(scale_dtype))
+            yield name, array
+
+    def settings(self, kept: list[str], plain_experts: list[str]) -> Mapping[str, Any] | None:
+        """The quantization_config. kept: modules with a plain matrix. plain_experts: patterns of experts among them."""
+        if self.packing is None:
+            return None
+        settings = dict(self.packing.settings)
+        if self.packing.method != "compressed-tensors":
+            return settings | {"modules_to_not_convert": kept}
+        groups = {name: group | {"targets": [_EXPERTS]} for name, group in settings["config_groups"].items()}
+        return settings | {"config_groups": groups, "ignore": plain_experts}
+
+
+def _same(one: Format, other: Format) -> bool:
+    """True for formats that differ only in how scales are chosen."""
+    return all(
+        getattr(one, field) == getattr(other, field)
+        for field in ("element", "group_rows", "group_columns", "has_e8m0_scales", "zero_points")
+    )

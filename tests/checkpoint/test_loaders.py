@@ -1,0 +1,107 @@
+"""The table family x format of converted checkpoints, for transformers with compressed-tensors and for our reader.
+
+`MOEBIUS_FAMILIES=all` judges every family in every format, as the daily run does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the judge needs torch")
+transformers = pytest.importorskip("transformers", reason="the judge needs transformers")
+pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (pip install 'moebius[recipes]')")
+
+from moe_core.checkpoint.convert.target import Target
+from tests.support.families import IS_EARLIER, ROWS
+from tests.support.families.loaders import verdict, wide
+from tests.support.paths import ROOT
+
+if IS_EARLIER:
+    pytest.skip("the table is of transformers 5.23", allow_module_level=True)
+
+FORMATS = ("int4_g32", "fp8_block", "mxfp4", "fp8_channel", "mxfp8", "int8_row", "fp8_tensor")
+#: Refused for transformers in every family.
+REFUSED = ("int4_g32_zp", "int8_channel")
+USED = (
+    *("qwen3_moe", "qwen2_moe", "qwen3_next", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v4", "gpt_oss"),
+    *("llama4", "glm4_moe", "kimi_linear", "minimax_m2", "granitemoe", "gemma4", "olmoe", "phimoe", "ernie4_5_moe"),
+    *("nemotron_h", "cohere2_moe", "jamba"),
+)
+ALL = os.environ.get("MOEBIUS_FAMILIES") == "all"
+FAMILIES = [row for row in ROWS if ALL or row in USED]
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> Iterator[None]:
+    log = transformers.utils.logging
+    verbosity = log.get_verbosity()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    yield
+    log.set_verbosity(verbosity)
+    log.enable_progress_bar()
+
+
+def formats_of(row: str) -> tuple[str, ...]:
+    """All, or int4 and two others by turns."""
+    turn = 2 * FAMILIES.index(row)
+    return (*FORMATS, *REFUSED) if ALL else (FORMATS[0], *(FORMATS[1 + (turn + step) % 6] for step in (0, 1)))
+
+
+@pytest.mark.parametrize("row", FAMILIES)
+def test_loaders(tmp_path: Path, row: str) -> None:
+    family, model = wide(row)
+    source = tmp_path / "source"
+    model.save_pretrained(source, save_original_format=True)
+    verdicts = {name: verdict(row, model, source, tmp_path / name, name) for name in formats_of(row)}
+    print(f"{row:24}" + "".join(f" {name}: {one};" for name, one in verdicts.items()))
+    listed = not_loaded()
+    for name, found in verdicts.items():
+        wanted = row in listed and not (family == "gpt_oss" and name == "mxfp4")
+        wanted = wanted or name in REFUSED or (family == "llama4" and name in ("fp8_block", "mxfp8"))
+        wanted = wanted or (
+            family in ("bailing_hybrid", "glm5_next", "kimi_linear") and name[:4] in ("int4", "int8", "mxfp4")
+        )
+        assert (found != "equal") == wanted, (row, name, found)
+
+
+def not_loaded() -> list[str]:
+    """The families that the user's page lists."""
+    page = (ROOT / "docs" / "user" / "quantization.md").read_text()
+    listed = re.search(r"does not load quantised experts one by one in ([^.]+)\.", page)
+    assert listed is not None
+    return re.findall(r"\w+", listed[1])
+
+
+@pytest.mark.parametrize(
+    ("row", "method", "fault", "message"),
+    [
+        ("granitemoe", "why_not_transformers", lambda self: None, "transformers leaves keys"),
+        ("qwen3_moe", "_scale_dtype", lambda self: None, "experts.* (differs|is float32)"),
+        ("cohere2_moe", "settings", "Linear", "Linear has no attribute"),
+    ],
+)
+def test_faults_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, method: str, fault: Any, message: str
+):
+    if fault == "Linear":
+        right = Target.settings
+
+        def fault(self: Target, *arguments: Any) -> Any:
+            found = right(self, *arguments)
+            for group in (found or {}).get("config_groups", {}).values():
+                group["targets"] = ["Linear"]
+            return found
+
+    monkeypatch.setattr(Target, method, fault)
+    _, model = wide(row)
+    model.save_pretrained(tmp_path / "source", save_original_format=True)
+    with pytest.raises((AssertionError, AttributeError), match=message):
+        verdict(row, model, tmp_path / "source", tmp_path / "int4", "int4_g32")
