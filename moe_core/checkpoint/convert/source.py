@@ -208,7 +208,7 @@ class DenseModules:
         #: Values of a quantised matrix -> its weight in plain files, and its packing.
         self._matrices: dict[str, tuple[Part, Packing]] = {}
         rules = () if self._quantization is None else self._quantization.rules
-        suffixes = {one.suffix for rule in rules for packing in rule.packings for one in packing.components}
+        suffixes = {one.suffix for rule in rules for packing in rule.packings() for one in packing.components}
         suffixes -= {".weight"}
         found = {name.removesuffix(end): None for name in self._names for end in suffixes if name.endswith(end)}
         for module in found:

@@ -124,7 +124,7 @@ class Target:
         return quantize(plain, self.format, scales=rounded)
 
     def keeps(self, matrix: Matrix) -> bool:
-        """True for a matrix whose codes and scales are written as they are."""
+        """True if codes and scales are written as they are."""
         return isinstance(matrix, QuantizedTensor) and self.format is not None and _same(matrix.format, self.format)
 
     def _scale_dtype(self) -> str | None:
@@ -134,7 +134,7 @@ class Target:
         return None if plain else self.dtype
 
     def zeros(self, shape: tuple[int, int], stored: Storage | None) -> QuantizedTensor:
-        """A matrix like those of an expert."""
+        """A matrix of an expert, without its numbers."""
         assert self.format is not None
         if stored is None or not _same(stored.format, self.format):
             return self.quantized(np.zeros(shape, np.float32))

@@ -39,7 +39,7 @@ def whole_units(target: Target, layer: LayerSource, checked: _Checked, made: _Ma
 
 
 def _names(target: Target, layer: LayerSource) -> LayerNames:
-    """The source's names; a family without plain experts one by one has its fused ones."""
+    """The source's names. Families without plain experts one by one have fused ones."""
     names, naming = layer.names, target.architecture.naming
     if names.fused is not None:
         return names
@@ -82,10 +82,11 @@ def _blocks(target: Target, layer: LayerSource, field: str, tensor: str, checked
     wanted = ("down",) if field == "down" else ("gate", "up")
     count, shapes = architecture.num_experts, target.shapes()
     rows, columns = shapes[wanted[0]][0] * len(wanted), shapes[wanted[0]][1]
-    plans = [
-        TensorPlan(packing.tensor_name(module, component, True), "U8", (count, *component.file_shape(rows, columns)))
-        for component in packing.components
-    ]
+    plans = []
+    for component in packing.components:
+        assert component.file_shape is not None
+        shape = (count, *component.file_shape(rows, columns))
+        plans.append(TensorPlan(packing.tensor_name(module, component, True), "U8", shape))
 
     def pieces() -> Iterator[np.ndarray]:
         scales = []
