@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,11 @@ _DESCRIPTION = """\
 Say what this machine runs and whether it computes right: versions, GPUs, the kernels that typical layers get, and a
 self-test of every op of every front-end against the NumPy reference, on poisoned memory. Without a GPU the real kernels
 run in Triton's interpreter.
+
+With CHECKPOINT, examine that directory instead: how each matrix is stored, shapes beside config.json, bad scales, dead
+and equal experts, settings that nobody honours, and what transformers, vLLM and SGLang would misread.
 """
-_EPILOG = "exit status: 0 healthy, 1 a self-test failed, 2 nothing could be tested"
+_EPILOG = "exit status: 0 healthy, 1 a self-test failed or the checkpoint has a problem, 2 nothing could be tested"
 
 
 @dataclass(frozen=True)
@@ -176,16 +179,36 @@ def diagnose(progress: Any) -> Diagnosis:
     return Diagnosis(installed, devices, why_no_gpu(), kernels, outcome, round(time.perf_counter() - start, 3))
 
 
+def _examine_checkpoint(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
+    # Most runs examine the machine.
+    from moe_core.tools.doctor.checkpoint import examine
+
+    write = command.report_writer(options.html)
+    report = examine(options.checkpoint, progress)
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report)
+    write(report.html())
+    return HEALTHY if report.healthy else FAILED
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "moebius-doctor", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help="a checkpoint directory to examine")
+    parser.add_argument("--html", metavar="PATH", help="also write the report on CHECKPOINT as a page")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else, to stdout")
     parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     options = parser.parse_args(arguments)
+    if options.html is not None and options.checkpoint is None:
+        parser.error("--html goes with CHECKPOINT")
+
+    def progress(line: str) -> None:
+        print(f"moebius-doctor: {line}", file=sys.stderr, flush=True)
 
     def examine() -> int:
-        diagnosis = diagnose(lambda line: print(f"moebius-doctor: {line}", file=sys.stderr, flush=True))
+        if options.checkpoint is not None:
+            return _examine_checkpoint(options, progress)
+        diagnosis = diagnose(progress)
         print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else diagnosis)
         return diagnosis.status
 
