@@ -64,11 +64,7 @@ class OpCall:
         """Check and record an array and return its spec. argument: its name in messages, by default the plan's."""
         argument = argument or name
         require_array(argument, value)
-        if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
-            raise InvalidInput(
-                f"{argument} must have a dtype that JAX keeps, got {value.dtype}, which it would change to "
-                f"{jax.dtypes.canonicalize_dtype(value.dtype)}; convert the array first"
-            )
+        require_kept(argument, value)
         self._arrays[name] = value
         return _spec(argument, value.shape, value.dtype)
 
@@ -139,6 +135,15 @@ def require_array(name: str, value: object) -> None:
         raise InvalidInput(
             f"{name} must have memory, got {value.aval} that was deleted or donated; pass a copy made before, or leave "
             "it out of the donated arguments"
+        )
+
+
+def require_kept(name: str, value: Any) -> None:
+    """Raise InvalidInput for a NumPy array whose dtype JAX would change, such as float64."""
+    if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+        raise InvalidInput(
+            f"{name} must have a dtype that JAX keeps, got {value.dtype}, which it would change to "
+            f"{jax.dtypes.canonicalize_dtype(value.dtype)}; convert the array first"
         )
 
 

@@ -22,7 +22,7 @@ from moe_core.layers.weights import layer_parts, layer_router
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.warmup import WarmupReport, token_counts
 from moe_core.specs.operands import MoEOperands
-from moe_jax.bridge.calls import moe_request
+from moe_jax.bridge.calls import moe_request, require_kept
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
 from moe_jax.layers.sharded import Ranks, divide, over_mesh, own_experts, ranks_of, require_layer
@@ -62,7 +62,7 @@ def forward(
         x: `[..., D]`.
         spec: the layer.
         dtype: of the computation and of y. None: the promotion of x and the experts, as in Flax (quantised experts: of
-            x and the shared experts, if any).
+            x and the shared experts, if any). float64 is promoted from no other dtype.
         token_mask: bool `[...]`. False tokens get zeros, plus shared experts, and count in no statistic.
         layer_index: the layer of a stack, an int32 scalar on the device or an int. Only matrices in another than the
             compute dtype are copied. A known index outside the stack raises. A traced one gives NaN, or raises on the
@@ -265,8 +265,15 @@ def _prepare(
         token_mask = token_mask.reshape(-1)
     prepacked = is_prepacked(parameters)
     arrays = {leaf.parameter.name: find(parameters, leaf.path) for leaf in leaves(spec, prepacked=prepacked)}
+    for name, array in ({"x": x} | arrays).items():
+        require_kept(name, array)
     if dtype is None:
         matrix = next((arrays[name] for name in ("experts.down", "shared_experts.down") if name in arrays), x)
+        if (x.dtype == jnp.float64) != (matrix.dtype == jnp.float64):
+            raise InvalidInput(
+                f"x must be {matrix.dtype} like the experts, got {x.dtype}, and float64 mixes with no other dtype; "
+                "convert x, or make the layer with the dtype to compute in"
+            )
         dtype = jnp.result_type(x.dtype, matrix.dtype)
     arrays, index, layer_exists = _one_layer(arrays, jnp.dtype(dtype), layer_index, 4 if prepacked else 3)
     arrays = {name: array.astype(_used_dtype(name, array, dtype)) for name, array in arrays.items()}

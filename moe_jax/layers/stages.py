@@ -16,7 +16,7 @@ from moe_core.parallel import ParallelOutput
 from moe_core.specs import MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
 from moe_jax import ops
-from moe_jax.bridge.calls import int32_ids
+from moe_jax.bridge.calls import int32_ids, require_kept
 from moe_jax.layers.sharded import Ranks
 from moe_jax.ops import MoEOutput, Routing, TopK
 from moe_jax.parallel.forward import run
@@ -43,6 +43,7 @@ def of_rows(by: RoutedBy, x: Any, given: MoEOperands, spec: MoELayerSpec) -> Rou
     require_ids(spec, by.expert_ids, by.input_ids)
     rows, ids = by.gate_inputs, by.expert_ids
     if rows is not None:
+        require_kept("gate_inputs", rows)
         rows = jnp.asarray(rows)
         if rows.shape != x.shape or not jnp.issubdtype(rows.dtype, jnp.floating):
             raise InvalidInput(

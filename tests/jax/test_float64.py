@@ -12,7 +12,7 @@ import pytest
 from jax.test_util import check_grads
 
 from moe_core.layers import ExpertsSpec, SharedExpertsSpec
-from moe_jax import RouterSpec
+from moe_jax import InvalidInput, RouterSpec
 from tests.support.jax import running_on
 
 T, D, F, E, K = 3, 4, 3, 6, 2
@@ -52,3 +52,14 @@ def test_layer(capacity_factor: float | None) -> None:
     y, balance, _ = outputs(parameters, draw(T, D))
     assert y.dtype == balance.dtype == jnp.float64
     check(outputs, parameters, draw(T, D))
+
+
+@pytest.mark.parametrize(("of_x", "of_layer"), [(jnp.float64, jnp.float32), (jnp.float32, jnp.float64)])
+def test_float64_is_never_promoted(of_x: Any, of_layer: Any) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    from moe_jax.nnx import MoE
+
+    x, options = draw(T, D).astype(of_x), {"param_dtype": of_layer, "rngs": nnx.Rngs(0)}
+    with pytest.raises(InvalidInput, match=f"x must be {of_layer.__name__} like the experts, got {of_x.__name__}"):
+        MoE(D, F, E, K, **options)(x)
+    assert MoE(D, F, E, K, dtype=jnp.float64, **options)(x).dtype == jnp.float64
