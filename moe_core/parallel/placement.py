@@ -18,9 +18,9 @@ import numpy as np
 from moe_core.base import INT32_LIMIT, as_integer, plan_type, set_integer
 from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
+from moe_core.parallel.sharing import HOLE as HOLE
+from moe_core.parallel.sharing import NodeShares, share_out
 from moe_core.specs import ExpertWeights, map_arrays, named_fields
-
-HOLE = -1
 
 
 class Move(NamedTuple):
@@ -122,6 +122,18 @@ class Placement:
             table.setflags(write=False)
         return tables
 
+    def _common(self, other: Placement) -> np.ndarray:
+        """`[W, W]`: the number of experts that a rank here and a rank of `other` both have."""
+        held, (_, places, start) = other.tables.expert_of_place, self.tables
+        source = np.flatnonzero(held != HOLE)
+        expert = held[source]
+        count = np.diff(start)[expert]
+        # Each place there, beside all places of its expert here.
+        first = np.repeat(start[expert] - np.cumsum(count) + count, count)
+        here = places[first + np.arange(count.sum())] // self.per_rank
+        pairs = here * self.num_ranks + np.repeat(source // other.per_rank, count)
+        return np.bincount(pairs, minlength=self.num_ranks**2).reshape(self.num_ranks, self.num_ranks)
+
     def places_of(self, expert: int) -> tuple[int, ...]:
         """Return the physical ids of an expert, ascending."""
         expert = as_integer("expert", expert, 0, self.num_experts)
@@ -186,7 +198,7 @@ class Placement:
         if not loads.any():
             loads = np.ones(experts)
         owners: list[tuple[int, ...]] = []
-        for group in _share_out(loads, nodes):
+        for group in share_out(loads, nodes):
             places = in_node * per_rank
             copies = dict.fromkeys(group, 1)
             hottest = [(-loads[expert], expert) for expert in group] if most > 1 else []
@@ -198,7 +210,7 @@ class Placement:
                 copies[expert] += 1
                 if copies[expert] < most:
                     heapq.heappush(hottest, (-loads[expert] / copies[expert], expert))
-            owners += _Node(loads, copies, in_node, per_rank).owners()
+            owners += NodeShares(loads, copies, in_node, per_rank).owners()
         return Placement(experts, tuple(owners))
 
     def balancedness(self, load: Sequence[float] | np.ndarray) -> float:
@@ -226,20 +238,23 @@ class Placement:
         each = self.num_ranks // _nodes(nodes, self.num_ranks)
         held = [set(rank) - {HOLE} for rank in previous.owners]
         taken = [set(rank) - {HOLE} for rank in self.owners]
-        pairs = [
-            (-len(held[rank] & taken[other]), rank, other)
-            for rank in range(self.num_ranks)
-            for other in range(rank // each * each, rank // each * each + each)
-        ]
+        common = previous._common(self)
+        ranks = np.arange(self.num_ranks)
+        pairs = np.argwhere((common > 0) & (ranks[:, None] // each == ranks // each))
+        order = np.lexsort((pairs[:, 1], pairs[:, 0], -common[pairs[:, 0], pairs[:, 1]]))
         chosen: dict[int, int] = {}
         granted: set[int] = set()
-        for _, rank, other in sorted(pairs):
+        for rank, other in pairs[order].tolist():
             if rank not in chosen and other not in granted:
                 chosen[rank] = other
                 granted.add(other)
+        # Ranks with nothing in common with groups that are left.
+        for node in range(0, self.num_ranks, each):
+            left = iter([other for other in range(node, node + each) if other not in granted])
+            chosen |= {rank: next(left) for rank in range(node, node + each) if rank not in chosen}
         # In turn may be worse than no swap.
         same = {rank: rank for rank in chosen}
-        kept = [sum(len(held[rank] & taken[way[rank]]) for rank in way) for way in (chosen, same)]
+        kept = [sum(common[rank, way[rank]] for rank in way) for way in (chosen, same)]
         chosen = chosen if kept[0] > kept[1] else same
         owners = []
         for rank in range(self.num_ranks):
@@ -266,12 +281,17 @@ class Placement:
         moves: list[Move] = []
         used = np.zeros(self.num_experts, np.int64)
         before, after = self.tables.expert_of_place, other.tables.expert_of_place
+        # A rank has an expert once at most.
+        at = {(expert, place // self.per_rank): place for place, expert in enumerate(before.tolist())}
         for target in np.flatnonzero((before != after) & (after != HOLE)).tolist():
             expert = int(after[target])
-            places = self.places_of(expert)
-            near = [place for place in places if place // self.per_rank == target // self.per_rank]
-            moves.append(Move(expert, near[0] if near else places[used[expert] % len(places)], target))
-            used[expert] += not near
+            source = at.get((expert, target // self.per_rank))
+            if source is None:
+                _, places, start = self.tables
+                first, count = int(start[expert]), int(start[expert + 1] - start[expert])
+                source = int(places[first + used[expert] % count])
+                used[expert] += 1
+            moves.append(Move(expert, source, target))
         return tuple(moves)
 
 
@@ -293,64 +313,6 @@ def _nodes(nodes: int, num_ranks: int) -> int:
     if num_ranks % nodes:
         raise InvalidInput(f"nodes must divide num_ranks = {num_ranks}, got {nodes}; choose a divisor")
     return nodes
-
-
-def _share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
-    """Split experts into groups of at most ceil(E / groups) and equal load: the heaviest into the first lightest with
-    room."""
-    room = -(-len(loads) // groups)
-    parts: list[list[int]] = [[] for _ in range(groups)]
-    lightest = [(0.0, group) for group in range(groups)]
-    for expert in np.argsort(-loads, kind="stable").tolist():
-        total, group = heapq.heappop(lightest)
-        parts[group].append(expert)
-        if len(parts[group]) < room:
-            heapq.heappush(lightest, (total + float(loads[expert]), group))
-    return parts
-
-
-class _Node:
-    def __init__(self, loads: np.ndarray, copies: dict[int, int], ranks: int, per_rank: int) -> None:
-        self.part = {expert: loads[expert] / count for expert, count in copies.items()}
-        self.held: list[list[int]] = [[] for _ in range(ranks)]
-        self.total, self.per_rank = [0.0] * ranks, per_rank
-        self.lightest = [(0.0, rank) for rank in range(ranks)]
-        for expert in sorted(copies, key=lambda expert: (-self.part[expert], expert)):
-            for _ in range(copies[expert]):
-                self._place(expert)
-
-    def _place(self, expert: int) -> None:
-        passed_over = []
-        while self.lightest and expert in self.held[self.lightest[0][1]]:
-            passed_over.append(heapq.heappop(self.lightest))
-        if self.lightest:
-            rank = heapq.heappop(self.lightest)[1]
-        else:
-            rank = self._make_room(passed_over.pop(0)[1], expert)
-        for entry in passed_over:
-            heapq.heappush(self.lightest, entry)
-        self._add(rank, expert)
-
-    def _make_room(self, room: int, expert: int) -> int:
-        """Move another expert of a full rank to `room`, which holds `expert`. Return the full rank."""
-        ranks = (rank for rank in range(len(self.held)) if expert not in self.held[rank])
-        rank = min(ranks, key=lambda rank: (self.total[rank], rank))
-        # Never empty: the full rank holds more experts, and not this one.
-        able = (other for other in self.held[rank] if other not in self.held[room])
-        moved = min(able, key=lambda other: (self.part[other], other))
-        self.held[rank].remove(moved)
-        self.total[rank] -= self.part[moved]
-        self._add(room, moved)
-        return rank
-
-    def _add(self, rank: int, expert: int) -> None:
-        self.held[rank].append(expert)
-        self.total[rank] += self.part[expert]
-        if len(self.held[rank]) < self.per_rank:
-            heapq.heappush(self.lightest, (self.total[rank], rank))
-
-    def owners(self) -> list[tuple[int, ...]]:
-        return [(*sorted(rank), *[HOLE] * (self.per_rank - len(rank))) for rank in self.held]
 
 
 _WHOLE = ("layer_index", "gate_up_input_scale", "down_input_scale")

@@ -67,7 +67,7 @@ class Rebalancer:
         places_per_rank: from E / W to E, in each layer. None: as now.
         nodes: of consecutive ranks. An expert's replicas stay on one node.
         least_gain: share of the slowest rank's rows that a new placement must save.
-        layers_per_step: the most layers that move after one step. None: all.
+        layers_per_step: the most layers that the host places anew, and that move, after one step. None: all.
 
     Raises:
         InvalidInput: layers that are not shared out, or have a Rebalancer, wrong numbers, or ranks that disagree.
@@ -108,7 +108,7 @@ class Rebalancer:
             self._window = self._load.new_zeros((window, sum(sizes)))
         for share, placement, load in zip(self._layers, first, self._load.split(sizes), strict=True):
             share.begin(placement, load)
-        self._waiting: deque[LayerMoves] = deque()
+        self._waiting: deque[tuple[_Shares, np.ndarray]] = deque()
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -142,21 +142,20 @@ class Rebalancer:
         start = 0
         for share in self._layers:
             old = share.exchange.placement
-            load = total[start : start + old.num_experts]
+            self._waiting.append((share, total[start : start + old.num_experts]))
             start += old.num_experts
-            new = Placement.balanced(load, old.num_ranks, old.per_rank, nodes=self._nodes)
-            new = new.near(old, nodes=self._nodes)
+
+    def _move(self, most: int | None) -> tuple[LayerMoves, ...]:
+        done, turns = [], len(self._waiting) if most is None else min(most, len(self._waiting))
+        for share, load in [self._waiting.popleft() for _ in range(turns)]:
+            # The host places a layer in its turn, so that no step waits for all.
+            old = share.exchange.placement
+            new = Placement.balanced(load, old.num_ranks, old.per_rank, nodes=self._nodes).near(old, nodes=self._nodes)
             before, after = old.balancedness(load), new.balancedness(load)
             if new is not old and load.any() and 1 - before / after > self._least_gain:
                 moves = old.moved(new)
-                self._waiting.append(LayerMoves(share.number, new, moves, share.bytes_of(moves), before, after))
-
-    def _move(self, most: int | None) -> tuple[LayerMoves, ...]:
-        done = []
-        while self._waiting and (most is None or len(done) < most):
-            plan = self._waiting.popleft()
-            self._layers[plan.layer].move(plan.moves, plan.placement)
-            done.append(plan)
+                done.append(LayerMoves(share.number, new, moves, share.bytes_of(moves), before, after))
+                share.move(moves, new)
         return tuple(done)
 
     def _agree(self, placements: Sequence[Placement]) -> None:
