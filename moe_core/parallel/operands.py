@@ -49,8 +49,8 @@ def experts_digest(
 
 
 def require_given(ids: ArraySpec, weights: ArraySpec, tokens: int) -> None:
-    require_spec("routing.ids", ids, (tokens, "top_k"), ID_DTYPES, contiguous=False)
-    require_spec("routing.weights", weights, ids.shape, ROUTER_WEIGHT_DTYPES, contiguous=False)
+    require_spec("routing.ids", ids, (tokens, "top_k"), ID_DTYPES)
+    require_spec("routing.weights", weights, ids.shape, ROUTER_WEIGHT_DTYPES)
 
 
 def require_scores(shape: Sequence[int], tokens: int, placement: Placement) -> None:

@@ -11,7 +11,7 @@ from moe_core.base.checks import require_choice, require_flag, require_kind, set
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.direct import TOLD
 from moe_core.parallel import bounds as limits
-from moe_core.parallel.header import Header, header_of
+from moe_core.parallel.header import MOST_TOP_K, Header, header_of
 from moe_core.parallel.messages import Collective, ExchangeBuffer, TensorMessages, quantized_bytes
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec, refuse_chunks, why_not_exact
@@ -169,8 +169,8 @@ def plan_exchange(
     """
     sizes = tokens, top_k, d_model, dtype, placement, spec, training
     draft = ExchangePlan(*sizes, (), (), (), 0, (), 0, 0, 0, tensor)
-    for name, least in (("tokens", 0), ("top_k", 1), ("d_model", 1)):
-        set_integer(draft, name, least, INT32_LIMIT)
+    for name, least, below in (("tokens", 0, INT32_LIMIT), ("top_k", 1, MOST_TOP_K), ("d_model", 1, INT32_LIMIT)):
+        set_integer(draft, name, least, below)
     object.__setattr__(draft, "dtype", dtypes.canonical(dtype))
     require_choice("dtype", draft.dtype, dtypes.MATMUL_DTYPES)
     require_kind("placement", placement, Placement)

@@ -102,7 +102,7 @@ def moe(
         rows, order = routes.pull(number, slots), routes.homes[number].back
         dtype = spec.out_dtype or plain_name(rank.x)
         output = reduce(rows, order, *shared, top_k=order.shape[1], order="row", out_dtype=dtype)
-        if exchange.on_overflow == "error":
+        if exchange.on_overflow != "drop":
             output[routes.lost[number].any(axis=1)] = np.nan
         outputs.append(output_of(output, stage, places[number], placement))
     received = tuple(owner.stages["tokens_per_expert"] for owner in owners)

@@ -24,7 +24,8 @@ class ExchangeSpec:
         rows: `tokens` sends a token once to an owner, `slots` once per expert.
         receive: the most rows that a rank takes; more are counted. None: the worst case. `padded` divides it among
             sources.
-        on_overflow: `error`, or `drop`: rows beyond `receive` contribute nothing.
+        on_overflow: of rows beyond `receive`. `error`: all ranks raise where the host knows, in torch with `all_to_all`
+            and on a CPU; elsewhere as `nan`. `nan`: tokens that lost a row are NaN. `drop`: such rows add nothing.
         format: quantises rows of tokens before they travel. None: not.
         chunks: parts of the tokens, so that one travels while another is computed; see `choose_chunks`. Without
             gradients.
@@ -43,7 +44,7 @@ class ExchangeSpec:
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
         require_choice("rows", self.rows, ("tokens", "slots"))
-        require_choice("on_overflow", self.on_overflow, ("error", "drop"))
+        require_choice("on_overflow", self.on_overflow, ("error", "nan", "drop"))
         require_kind("format", self.format, Format, optional=True)
         set_integer(self, "chunks", 1, _MOST_CHUNKS)
         if self.receive is not None:

@@ -43,7 +43,7 @@ def combine(
     times the sigmoid of gate fp32 `[T, 1]`. NaN if a slot did not fit."""
     options = {"order": "row", "shared": shared, "shared_gate": gate, "out_dtype": out_dtype}
     y = ops.reduce(pull(sizes, routes, rows), at_home(sizes, routes), **options)
-    return jnp.where(routes.lost[:, None], jnp.nan, y) if sizes.spec.on_overflow == "error" else y
+    return jnp.where(routes.lost[:, None], jnp.nan, y) if sizes.spec.on_overflow != "drop" else y
 
 
 def _combine_forward(sizes: Sizes, out_dtype: str, routes: Routes, rows: Any, shared: Any, gate: Any) -> Any:

@@ -42,6 +42,13 @@ def array_spec(name: str, tensor: Any) -> ArraySpec:
     return ArraySpec(tuple(sizes), DTYPE_NAMES[tensor.dtype], tuple(strides))
 
 
+def require_same_device(name: str, tensor: torch.Tensor, first: str, one: torch.Tensor) -> None:
+    """Raise InvalidInput unless a tensor is on the device of the first one."""
+    if tensor.device != one.device:
+        fix = f"move it with .to({str(one.device)!r})" if tensor.device.type != "meta" else MAKE_MEMORY
+        raise InvalidInput(f"{name} must be on {one.device} like {first}, got {tensor.device}; {fix}")
+
+
 def require_memory(name: str, tensor: torch.Tensor) -> None:
     """An emptied storage would crash torch's own operations."""
     if plain_tensor(tensor) and tensor.numel() and not tensor.data_ptr():

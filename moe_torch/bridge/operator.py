@@ -27,7 +27,7 @@ from moe_core.plan.roles import Role, role_of
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.prepare import prepare
 from moe_torch.bridge import eager, private
-from moe_torch.bridge.arrays import MAKE_MEMORY, NoHintError, array_spec, target_of_device
+from moe_torch.bridge.arrays import NoHintError, array_spec, require_same_device, target_of_device
 from moe_torch.bridge.options import TORCH_DTYPES, decode, encode
 from moe_torch.bridge.ready import Begun, Ready, dense
 from moe_torch.bridge.seen import SeenCalls
@@ -151,9 +151,7 @@ class Operator(Generic[_Parameters, _Result]):
                 array_spec(name, tensor)
         (first, one), *others = present
         for name, tensor in others:
-            if tensor.device != one.device:
-                fix = f"move it with .to({str(one.device)!r})" if tensor.device.type != "meta" else MAKE_MEMORY
-                raise InvalidInput(f"{name} must be on {one.device} like {first}, got {tensor.device}; {fix}")
+            require_same_device(name, tensor, first, one)
         return one.device
 
     def plan(self, arguments: Sequence[Any], target: Target) -> LaunchPlan:

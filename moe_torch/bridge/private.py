@@ -11,7 +11,7 @@ import datetime
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from moe_core.errors import Unsupported
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
 
 #: Paths that `_named` looked up, which the tests take away.
 NAMES: list[str] = []
@@ -305,6 +306,14 @@ def group_timeout(group: Any, device: torch.device) -> datetime.timedelta | None
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
+_store_of = _named("distributed.distributed_c10d._get_process_group_store")
+
+
+def group_store(group: Any) -> Any:
+    """The store of a process group, None if torch does not tell."""
+    return None if _store_of is None else _store_of(group)
+
+
 def root_mesh(mesh: Any) -> Any:
     """The DeviceMesh that a mesh is an axis of. Raises AttributeError if torch does not tell."""
     return mesh._get_root_mesh()
@@ -313,6 +322,39 @@ def root_mesh(mesh: Any) -> Any:
 #: Makes tensors of a subclass that holds other tensors.
 wrapper_subclass = _named("Tensor._make_wrapper_subclass")
 to_copy = _named("ops.aten._to_copy.default")
+FOREACH_NORM = _named("ops.aten._foreach_norm.Scalar")
+UNSCALE = _named("ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
+_listed_classes = (
+    _named("utils._foreach_utils._foreach_supported_types"),
+    _named("optim.optimizer._foreach_supported_types"),
+)
+
+
+def takes_lists(kind: _Class) -> _Class:
+    """Let torch call operators on lists with tensors of a class."""
+    for classes in _listed_classes:
+        if classes is not None and kind not in classes:
+            classes.append(kind)
+    return kind
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, without a gradient."""
+    return tensor._local_tensor
+
+
+def dtensor_like(kind: type[torch.Tensor], tensor: Any, local: torch.Tensor | None = None) -> Any:
+    """A DTensor of a class, sharded as `tensor`. local: its part, None: that of `tensor`."""
+    like, part = tensor, tensor._local_tensor if local is None else local
+    if local is not None and (local.shape, local.dtype, local.stride()) != _kind_of(tensor._local_tensor):
+        sizes: Any = {"shape": tensor.shape, "stride": torch.empty(tensor.shape, device="meta").stride()}
+        base: Any = importlib.import_module("torch.distributed.tensor").DTensor
+        like = base.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **sizes)
+    return cast(Any, kind)(part, like._spec, requires_grad=False)
+
+
+def _kind_of(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 _pytree = _named("utils._pytree")

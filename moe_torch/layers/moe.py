@@ -26,7 +26,14 @@ from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output,
 from moe_torch.layers.casts import autocast, autocast_dtype
 from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
 from moe_torch.layers.losses import router_losses
-from moe_torch.layers.parameters import ExpertParameters, RouterParameters, SharedParameters, has_own_call, own_part
+from moe_torch.layers.parameters import (
+    ExpertParameters,
+    RouterParameters,
+    SharedParameters,
+    has_own_call,
+    is_gathered,
+    own_part,
+)
 from moe_torch.layers.plans import PlannedLayer
 from moe_torch.layers.routing import given_ids, like_x, mask_of_tokens, run_stages
 from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensors, require_same_layer
@@ -272,6 +279,9 @@ class MoE(PlannedLayer):
         staged = shared_out or routed_by or self._runs_stages()
         arrays = self._arrays(self._parts() if staged else self._modules)
         dtype, d_model = arrays[self._like_place].dtype, self.spec.d_model
+        if staged and is_gathered(self._modules["experts"]):
+            # Its call compares x with experts.
+            dtype = x.dtype
         if torch.is_autocast_enabled("cuda" if arrays[self._like_place].is_cuda else "cpu"):
             key, x, dtype = self._cast_key, self._autocast(x, arrays), autocast_dtype(arrays[self._like_place])
             gate_inputs = gate_inputs if gate_inputs is None else gate_inputs.to(x.dtype)

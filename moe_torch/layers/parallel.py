@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,22 +16,27 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.layers.result import MoEAux
+from moe_core.parallel.header import LAYERS
 from moe_core.parallel.placement import HOLE, Placement
 from moe_core.parallel.result import ParallelOutput
 from moe_core.parallel.tensor import cut_of, require_splittable
-from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, map_arrays
+from moe_core.specs.operands import ExpertWeights, MoEOperands, RouterWeights, SharedExpert, TopK, map_arrays
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.options import require_instance
-from moe_torch.bridge.private import root_mesh
+from moe_torch.bridge.private import dtensor_like, root_mesh
 from moe_torch.layers.losses import router_losses
-from moe_torch.layers.parameters import PrepackedExperts
-from moe_torch.layers.placed import PlacedTensor, Slice, filled_up, held_experts
+from moe_torch.layers.parameters import PrepackedExperts, is_gathered
+from moe_torch.layers.placed import ExpertTensor, PlacedTensor, Slice, filled_up, held_experts
 from moe_torch.layers.shards import Own
-from moe_torch.parallel.forward import ExpertParallel, moe, tell_peers, tells_peers
+from moe_torch.parallel.forward import Calls, ExpertParallel, exchanged, tell_peers, tells_peers
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.tensor import total_of
 
 Layer = TypeVar("Layer", bound=PrepackedExperts)
+
+
+#: Layers of each group so far. Ranks make them in one order, and compare their numbers.
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -42,13 +49,22 @@ class LayerExchange:
     counted: bool = False
     began: bool = False
     moving: MovingPlacement | None = None
+    warns: bool = False
+    calls: Calls = dataclasses.field(default_factory=Calls)
 
     def __deepcopy__(self, memo: Any) -> LayerExchange:
         # Copies of a layer are on the same ranks, without a Rebalancer.
-        return LayerExchange(self.parallel, self.placement)
+        return LayerExchange(self.parallel, self.placement, calls=Calls(self.calls.layer))
 
     def before(self, layer: Any, arguments: Any) -> None:
         self.counted = self.began = False
+        if self.warns and is_gathered(layer.experts) and torch.is_grad_enabled():
+            self.warns = False
+            warnings.warn(
+                "FSDP averages other gradients than experts' over all ranks; pass ExpertParallel(gradients='mean'), or "
+                "divide experts' gradients by parallel.gradient_divisor and ignore this",
+                stacklevel=2,
+            )
 
     def after(self, layer: Any, arguments: Any, output: Any) -> None:
         """Runs also if the forward raised: its peers would wait for an exchange."""
@@ -68,6 +84,8 @@ class LayerExchange:
         """This rank's part of a shared-out array or matrix; other tensors as they are."""
         if isinstance(array, QuantizedTensor):
             return map_arrays(array, LayerExchange.local)
+        if isinstance(array, ExpertTensor):
+            return array.to_part()
         return array.to_local() if isinstance(array, (DTensor, PlacedTensor)) else array
 
     def moe(
@@ -85,9 +103,9 @@ class LayerExchange:
         if not self.placement.occupied[self.parallel.ranks().rank]:
             # Products need at least one expert.
             experts = map_arrays(experts, lambda array: filled_up(array, 1))
-        options: Any = {"token_mask": token_mask, "shared": shared}
         placement = self.placement if self.moving is None else self.moving
-        return moe(x, experts, routing, spec, parallel=self.parallel, placement=placement, **options)
+        operands = MoEOperands(x, experts, routing, token_mask, None, shared)
+        return exchanged(operands, spec, self.parallel, placement, self.calls)
 
     def within_capacity(
         self, ids: torch.Tensor, place: torch.Tensor, group_sizes: torch.Tensor, ratio: tuple[int, int]
@@ -119,8 +137,7 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     experts from r * ceil(E / W) on. Experts in another order are `PlacedTensor`s of the same shape, for optimizers but
     not for `fully_shard`. Both save whole experts by logical id in `state_dict` and `torch.distributed.checkpoint`, for
     any placement and number of ranks. Router and shared experts stay on every rank: average their gradients over all
-    ranks with tokens of their own. Experts' gradients are sums over all ranks' tokens: divide them by
-    `parallel.gradient_divisor`.
+    ranks with tokens of their own, and pass `gradients="mean"` to `parallel`, which does the same for experts.
 
     With `parallel.tensor`, a rank keeps slices of its experts: DTensors over both axes, `[Shard(0), Shard(axis)]`. Gate
     and up in halves, the default, are `PlacedTensor`s. down_bias is whole on every rank of the axis.
@@ -165,7 +182,7 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     experts = layer._parts()["experts"]
     if experts.exchange is not None:
         raise InvalidInput("layer must have all its experts here, got one that is shared out already")
-    exchange, split = LayerExchange(parallel, placement), parallel.split
+    exchange, split = LayerExchange(parallel, placement, warns=parallel.gradient_divisor > 1), parallel.split
     matrices = {name: one.spec for name, one in experts.named_children()}
     require_splittable(spec.d_ff, matrices, split)
     mesh = parallel.mesh if split.size == 1 else mesh_of_both(parallel.mesh, parallel.tensor)
@@ -188,16 +205,39 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
 
     for path, module in experts.named_modules():
         for name, array in list(module.named_parameters(recurse=False)):
-            parameter = torch.nn.Parameter(shared_out(path or name, array), requires_grad=array.requires_grad)
+            shared: Any = shared_out(path or name, array)
+            shared = dtensor_like(ExpertTensor, shared) if isinstance(shared, DTensor) else shared
+            parameter = torch.nn.Parameter(shared, requires_grad=array.requires_grad)
             module.register_parameter(name, parameter)
         for name, array in list(module.named_buffers(recurse=False)):
             if array.shape[:1] != (spec.num_experts,):
                 raise Unsupported(f"experts.{name} must have a row for each expert, got {list(array.shape)}")
             module.register_buffer(name, shared_out(path or name, array))
+    number = exchange.calls.layer = 1 + _numbers.get(ranks.group, 0) % (LAYERS - 1)
+    _numbers[ranks.group] = number
     experts.exchange = exchange
     layer.register_forward_pre_hook(exchange.before)
     layer.register_forward_hook(exchange.after, always_call=True)
     return layer
+
+
+def ignore_experts(model: torch.nn.Module) -> torch.nn.Module:
+    """Let `torch.nn.parallel.DistributedDataParallel` leave out experts on several ranks. Returns the model.
+
+    Raises InvalidInput for a model without such layers, or with gradients="sum", as all other gradients become means.
+    """
+    require_instance("model", model, torch.nn.Module)
+    names = [name for tensors in (model.named_parameters(), model.named_buffers()) for name, one in tensors
+             if isinstance(one, (DTensor, PlacedTensor))]  # fmt: skip
+    exchanges = [one for module in model.modules() if isinstance(one := module.__dict__.get("exchange"), LayerExchange)]
+    if not exchanges or any(one.parallel.gradient_divisor > 1 for one in exchanges):
+        what = "gradients='sum'" if exchanges else "none"
+        raise InvalidInput(
+            f"model must have layers of parallelize with gradients='mean', got {what}; pass it to their ExpertParallel"
+        )
+    ignored = "_ddp_params_and_buffers_to_ignore"
+    setattr(model, ignored, [*getattr(model, ignored, ()), *names])
+    return model
 
 
 def _sharded(local: torch.Tensor, mesh: Any, places: Sequence[Any], shape: Sequence[int]) -> DTensor:

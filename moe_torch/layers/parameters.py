@@ -197,6 +197,13 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
         return weights * rows.gather(1, ids.clamp(min=0).long())
 
 
+class Uncast:
+    """Weights of slots, which keep their dtype where a wrapper casts tensors."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+
+
 class ExpertParameters(ParameterGroup):
     """`y = experts(x, ids, weights)`: `[T, D]` of x `[T, D]`, ids and weights `[T, K]` in any dtype of `TopK`.
 
@@ -232,9 +239,10 @@ class ExpertParameters(ParameterGroup):
         return ExpertWeights(**{name: autocast(one, name) for name, one in arrays.items()})
 
     def forward(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor | None = None
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | Uncast, norm: torch.Tensor | None = None
     ) -> torch.Tensor:
         spec = dataclasses.replace(self.spec, router=None, shared_activation=None)
+        weights = weights.weights if isinstance(weights, Uncast) else weights
         if norm is not None:
             return self._normalised(autocast(x), ids, weights, norm)
         return self.moe(autocast(x), self.operands(), TopK(ids, weights), spec).output
@@ -307,6 +315,11 @@ def has_own_call(part: torch.nn.Module) -> bool:
         or attributes["_backward_pre_hooks"]
         or "forward" in attributes
     )
+
+
+def is_gathered(part: Any) -> bool:
+    """Return True for a unit of `fully_shard`: its call gathers parameters, perhaps in another dtype."""
+    return hasattr(part, "set_requires_gradient_sync")
 
 
 def own_part(part: Any, name: str) -> Any:

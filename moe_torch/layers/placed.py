@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.placement import HOLE, Placement
 from moe_core.parallel.tensor import Cut, TensorSplit
-from moe_torch.bridge.private import is_mutable, to_copy, tree_leaves, tree_map, wrapper_subclass
+from moe_torch.bridge.private import (
+    dtensor_like,
+    is_mutable,
+    takes_lists,
+    to_copy,
+    tree_leaves,
+    tree_map,
+    wrapper_subclass,
+)
+from moe_torch.layers.listed import is_of_lists, is_whole_norm, part_of, run_on_lists, whole_norm
 from moe_torch.layers.shards import Own
 from moe_torch.parallel.group import ranks_of
 
@@ -17,6 +27,10 @@ aten: Any = torch.ops.aten
 #: Other operations that keep the axis of experts.
 _NAMES = "detach alias clone copy_ empty_like zeros_like ones_like full_like zero_"
 _ALIKE = {to_copy, aten.fill_.Scalar, aten.view.dtype, *[getattr(aten, name).default for name in _NAMES.split()]}
+
+
+def _is_elementwise(func: Any) -> bool:
+    return func in _ALIKE or torch.Tag.pointwise in func.tags
 
 
 class Slice(NamedTuple):
@@ -27,6 +41,7 @@ class Slice(NamedTuple):
     split: TensorSplit
 
 
+@takes_lists
 class PlacedTensor(torch.Tensor):
     """An array `[E, ...]` by logical expert. This rank holds the experts of its places.
 
@@ -89,9 +104,13 @@ class PlacedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_of_lists(func):
+            return run_on_lists(func, args, kwargs or {})
+        if is_whole_norm(func, args, kwargs or {}):
+            return whole_norm(*args, **kwargs or {})
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         first = next(leaf for leaf in leaves if isinstance(leaf, PlacedTensor))
-        if func not in _ALIKE and torch.Tag.pointwise not in func.tags:
+        if not _is_elementwise(func):
             raise Unsupported(
                 f"{func} cannot be had of experts in the order of a placement ({first._where[2]}); use to_local(), the "
                 "experts of this rank, full_tensor(), or Placement.linear, which makes DTensors"
@@ -163,11 +182,59 @@ class PlacedTensor(torch.Tensor):
         return array.chunk(cut.parts, cut.axis)[starts.index(index.offset[cut.axis])]
 
 
+@takes_lists
+class ExpertTensor(DTensor):
+    """A DTensor of experts. Operators on lists, such as optimizers', also take it beside whole tensors."""
+
+    __slots__ = ()
+
+    def of_local(self, local: torch.Tensor) -> ExpertTensor:
+        return dtensor_like(ExpertTensor, self, local)
+
+    def to_part(self) -> torch.Tensor:
+        """`to_local`, with gradients of this class."""
+        return cast(Any, _ToLocal.apply(self))
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> ExpertTensor:
+        made: Any = DTensor.__tensor_unflatten__(inner, spec, size, stride)
+        return dtensor_like(ExpertTensor, made).requires_grad_(made.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_of_lists(func):
+            return run_on_lists(func, args, kwargs)
+        if is_whole_norm(func, args, kwargs):
+            return whole_norm(*args, **kwargs)
+        if func == aten.view.default and len(args[1]) == 1 and args[0].dim() > 1:
+            raise Unsupported(
+                f"experts of several ranks cannot be flattened beside whole tensors, got {list(args[0].shape)}; before "
+                "DistributedDataParallel call moe_torch.parallel.ignore_experts(model), else use full_tensor()"
+            )
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        first = next(leaf for leaf in leaves if isinstance(leaf, ExpertTensor))
+        alike = [
+            leaf.device_mesh is first.device_mesh and leaf.placements == first.placements and leaf.shape == first.shape
+            for leaf in leaves
+            if isinstance(leaf, DTensor)
+        ]
+        whole = [leaf for leaf in leaves if leaf.dim() and not isinstance(leaf, DTensor)]
+        if not _is_elementwise(func) or whole or not all(alike):
+            plain = tree_map(lambda leaf: dtensor_like(DTensor, leaf) if type(leaf) is cls else leaf, (args, kwargs))
+            return func(*plain[0], **plain[1])
+        positional, named = tree_map(part_of, (args, kwargs))
+        result = func(*positional, **named)
+        if is_mutable(func):
+            return kwargs.get("out", args[0])
+        return tree_map(first.of_local, result)
+
+
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, placed: PlacedTensor) -> torch.Tensor:
-        ctx.of_local = placed.of_local
-        return placed._local.view_as(placed._local)
+    def forward(ctx: Any, placed: PlacedTensor | ExpertTensor) -> torch.Tensor:
+        ctx.of_local, part = placed.of_local, part_of(placed)
+        return part.view_as(part)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -16,7 +16,7 @@ from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
 from moe_torch import ops
 from moe_torch.bridge.arrays import require_dense
 from moe_torch.layers.casts import at_least_float32, autocast
-from moe_torch.layers.parameters import has_own_call, own_part
+from moe_torch.layers.parameters import Uncast, has_own_call, is_gathered, own_part
 from moe_torch.operators.kinds import as_int32
 
 
@@ -72,7 +72,9 @@ def run_stages(
                 # The projection's backward multiplies rows without an expert by 0.
                 entering = x.masked_fill((kept < 0).all(1, keepdim=True), 0)
             entering = layer.before(entering)
-        output = experts(entering, kept, weights, *norm)
+        # Units of `fully_shard` cast tensors that they are called with.
+        uncast = Uncast(weights) if is_gathered(experts) else weights
+        output = experts(entering, kept, uncast, *norm)
         output = output if spec.latent is None else layer.after(output)
         if shared is not None:
             output = (at_least_float32(output) + at_least_float32(shared(x))).to(output.dtype)

@@ -8,18 +8,21 @@ from moe_torch.parallel.forward import ExpertParallel, moe
 from moe_torch.parallel.moving import MovingPlacement
 
 if TYPE_CHECKING:
-    from moe_torch.layers.parallel import group_losses, parallelize, total_over_ranks
+    from moe_torch.layers.listed import clip_grad_norm_
+    from moe_torch.layers.parallel import group_losses, ignore_experts, parallelize, total_over_ranks
     from moe_torch.layers.placed import PlacedTensor
     from moe_torch.layers.rebalance import LayerMoves, Rebalancer
 
 __all__ = [
     "ExchangeSpec", "ExpertParallel", "LayerMoves", "MovingPlacement", "ParallelOutput", "PeerFailed", "PlacedTensor",
-    "Placement", "Rebalancer", "group_losses", "moe", "parallelize", "total_over_ranks",
+    "Placement", "Rebalancer", "clip_grad_norm_", "group_losses", "ignore_experts", "moe", "parallelize",
+    "total_over_ranks",
 ]  # fmt: skip
 
 #: Names of layers, which stand on this package: imported on first use.
 _OF_LAYERS = {
-    **dict.fromkeys(("group_losses", "parallelize", "total_over_ranks"), "moe_torch.layers.parallel"),
+    **dict.fromkeys(("group_losses", "ignore_experts", "parallelize", "total_over_ranks"), "moe_torch.layers.parallel"),
+    "clip_grad_norm_": "moe_torch.layers.listed",
     "PlacedTensor": "moe_torch.layers.placed",
     **dict.fromkeys(("LayerMoves", "Rebalancer"), "moe_torch.layers.rebalance"),
 }

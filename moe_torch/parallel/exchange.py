@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_core.parallel.header import CALLS, Header
 from moe_core.parallel.placement import Placement
 
 #: Arrays that captured CUDA graphs read; replays do not call `constants`.
@@ -35,6 +36,23 @@ def placement_tables(placement: Placement, device: torch.device) -> tuple[torch.
 @functools.lru_cache(maxsize=256)
 def _rows_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(table.tolist()) for table in placement.tables[1:])
+
+
+def header_on_device(header: Header, layer: int, number: int, device: torch.device) -> torch.Tensor:
+    """`header.of_call(layer, number)` int32 `[8]`. All layers' are copied at once, so later calls copy nothing."""
+    if device.type == "cpu":
+        return constants((tuple(header.of_call(layer, number)),), device)[0]
+    rows = _header_rows(header, -(-layer // 64) * 64, device)
+    if torch.cuda.is_current_stream_capturing():
+        _captured.add((rows,))
+    return rows[layer * CALLS + number % CALLS]
+
+
+@functools.lru_cache(maxsize=1024)
+def _header_rows(header: Header, layers: int, device: torch.device) -> torch.Tensor:
+    rows = [header.of_call(layer, number) for layer in range(layers + 1) for number in range(CALLS)]
+    with torch.inference_mode(False):
+        return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 class Places(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_core.base.arrays import require_spec
+from moe_core.base.arrays import require_spec, row_stride
 from moe_core.base.checks import finite_float, require_choice, set_integer
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangePlan, ParallelOutput, Placement, plan_exchange
@@ -26,23 +26,25 @@ from moe_core.specs.operands import (
     RouterWeights,
     SharedExpert,
     TopK,
+    map_arrays,
     named_arrays,
 )
 from moe_torch import ops
-from moe_torch.bridge.arrays import array_spec
+from moe_torch.bridge.arrays import array_spec, require_dense, require_same_device
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.bridge.private import graph_break, uncompiled
 from moe_torch.operators.kinds import as_float32, as_int32
 from moe_torch.operators.routed import routed
 from moe_torch.parallel.dense import shared_output
-from moe_torch.parallel.function import combine, dispatch, uses_of
+from moe_torch.parallel.function import combine, dispatch, divided, uses_of
 from moe_torch.parallel.group import Ranks, ranks_of
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.owner import Owner, Results
 from moe_torch.parallel.peer.chunks import run_peer
 from moe_torch.parallel.peer.interface import require_peer_format
+from moe_torch.parallel.rollcall import register
 from moe_torch.parallel.route import ExchangeCall
-from moe_torch.parallel.routes import plan_routes, tell_failure
+from moe_torch.parallel.routes import plan_routes, require_room, tell_failure
 from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of, require_apart
 
 
@@ -60,6 +62,8 @@ class ExpertParallel:
         timeout: seconds of a message on a CPU. None: the process group's, which always counts on a GPU.
         tensor_tokens: `split`: ranks of tensor have their own tokens, equally many, as with sequence parallelism.
             `replicated`: they have the same tokens, and all get the results.
+        gradients: of experts. `sum`: over all ranks' tokens. `mean`: divided by their number of ranks, for other
+            gradients that are averaged over ranks, as FSDP and DistributedDataParallel do.
 
     Raises:
         InvalidInput: a mesh of several axes, axes that overlap, wrong numbers, mode `peer` without max_tokens.
@@ -72,15 +76,17 @@ class ExpertParallel:
     tensor: Any = None
     timeout: float | None = None
     tensor_tokens: str = "split"
+    gradients: str = "sum"
 
     def __post_init__(self) -> None:
         require_instance("exchange", self.exchange, ExchangeSpec)
-        ranks_of(self.mesh, None, "")
+        register(ranks_of(self.mesh, None, "").group)
         if self.max_tokens is not None:
             set_integer(self, "max_tokens", 1)
         if self.timeout is not None and finite_float("timeout", self.timeout) <= 0:
             raise InvalidInput(f"timeout must be above 0 seconds, got {self.timeout}; leave it out for the group's")
         require_choice("tensor_tokens", self.tensor_tokens, TOKENS)
+        require_choice("gradients", self.gradients, ("sum", "mean"))
         if self.tensor is not None:
             require_apart(ranks_of(self.mesh, None, ""), ranks_of(self.tensor, None, "", "tensor", "tp"))
         elif self.tensor_tokens != "split":
@@ -104,9 +110,9 @@ class ExpertParallel:
     def gradient_divisor(self) -> int:
         """The divisor of experts' gradients if other gradients are averaged over ranks with their own tokens.
 
-        Experts' gradients are sums over all ranks' tokens. It is W, times the ranks of tensor with `split` tokens.
+        It is W, times the ranks of tensor with `split` tokens, and 1 with gradients="mean".
         """
-        return self.token_ranks
+        return self.token_ranks if self.gradients == "sum" else 1
 
     @property
     def token_ranks(self) -> int:
@@ -166,8 +172,7 @@ def moe(
         token_mask: bool `[T]`, as for `moe_torch.moe`.
 
     Returns:
-        a ParallelOutput. `overflow` counts rows beyond a bound. The output of their tokens is NaN, or lacks them with
-            `exchange.on_overflow="drop"`.
+        a ParallelOutput. `overflow` counts rows beyond a bound, see `exchange.on_overflow`.
 
     Raises:
         InvalidInput: wrong arguments, or ranks that disagree about sizes, options or the placement.
@@ -177,36 +182,58 @@ def moe(
         Unsupported: requests that exchanges cannot serve, and training of experts with replicas.
         RuntimeError: a message failed, because a rank died or is late.
     """
+    return exchanged(MoEOperands(x, experts, routing, token_mask, None, shared), spec, parallel, placement, Calls())
+
+
+@dataclass
+class Calls:
+    """A layer's number on its mesh, from 1 on (0: no layer), and its calls, which ranks compare."""
+
+    layer: int = 0
+    number: int = 0
+
+
+@graph_break
+def exchanged(
+    operands: MoEOperands,
+    spec: MoESpec,
+    parallel: ExpertParallel,
+    placement: Placement | MovingPlacement,
+    calls: Calls,
+) -> ParallelOutput:
+    """See `moe`. Counts the call."""
     require_instance("parallel", parallel, ExpertParallel)
     require_instance("placement", placement, (Placement, MovingPlacement))
     moving = placement if isinstance(placement, MovingPlacement) else None
     placement = placement.current if isinstance(placement, MovingPlacement) else placement
     if moving is not None and parallel.split.size > 1:
         raise Unsupported("placement must be a Placement beside a tensor axis, got a MovingPlacement; leave tensor out")
-    ranks = parallel.ranks()
+    ranks = parallel.ranks((calls.layer and f"layer {calls.layer}") or "")
     if placement.num_ranks != ranks.size:
         raise InvalidInput(
             f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"
         )
-    operands = MoEOperands(x, experts, routing, token_mask, None, shared)
     # Compiled code that calls it compiles nothing here.
-    return uncompiled(Exchange(parallel, placement, ranks, moving).run)(x, operands, spec)
+    result = uncompiled(Exchange(parallel, placement, ranks, moving, calls).run)(operands.x, operands, spec)
+    # Only what all ranks have done: failed calls are told, and do not count.
+    calls.number += 1
+    return result
 
 
 class Exchange:
     """One call. A rank that raises before the first message sends a header of zeros, so that no peer waits."""
 
     def __init__(
-        self, parallel: ExpertParallel, placement: Placement, ranks: Ranks, moving: MovingPlacement | None = None
+        self, parallel: ExpertParallel, placement: Placement, ranks: Ranks, moving: MovingPlacement | None, calls: Calls
     ) -> None:
-        self.parallel, self.placement, self.ranks, self.moving = parallel, placement, ranks, moving
-        self.tensor = parallel.tensor_ranks()
+        self.parallel, self.placement, self.ranks, self.moving, self.calls = parallel, placement, ranks, moving, calls
+        self.tensor = parallel.tensor_ranks((calls.layer and f"layer {calls.layer}") or "")
 
     def run(self, x: torch.Tensor, operands: MoEOperands, spec: MoESpec) -> ParallelOutput:
         placement = self.placement
         experts, routing, mask, shared = operands.experts, operands.routing, operands.token_mask, operands.shared
         try:
-            self._check(x, experts, routing, spec, mask)
+            self._check(x, experts, routing, spec, mask, shared)
             digest = experts_digest(x, experts, shared, spec, array_spec)
             uses = 1 + (shared is not None) + isinstance(routing, RouterWeights)
             wide = uses_of(x, uses, summed=self.tensor is not None)
@@ -221,14 +248,16 @@ class Exchange:
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             ids, weights = routed(ids, weights, placement.num_experts)
             asked = _asks_gradients((x, weights, *[array for _, array in named_arrays(experts)]))
+            if asked and self.parallel.gradients == "mean":
+                experts = map_arrays(experts, lambda array: divided(array, self.parallel.token_ranks))
             if self.moving is not None:
                 self.moving.require_usable(asked)
             plan = plan_of(self.parallel, placement, x, ids.shape[1], training=asked, experts=digest)
             brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
+            call = ExchangeCall(self.ranks, plan, self.moving, self.calls.layer, self.calls.number)
             if tensor is not None:
-                brought = tensor.gather(plan, self.ranks.rank, brought)
+                brought = tensor.gather(call, brought)
                 experts = bias_once(experts, tensor.split)
-            call = ExchangeCall(self.ranks, plan, self.moving)
             if plan.spec.mode != "peer":
                 planner = plan_routes(call, brought.ids, brought.weights, brought.token_mask)
         except Exception:
@@ -255,6 +284,8 @@ class Exchange:
             output = tensor.total(results.output, x, dense() if dense else (None, None), dtype)
             # The exchange counts all tokens of the axis.
             results = Results(output, results.received, results.overflow, *counts_of(ids, placement, mask))
+        if not x.is_cuda and call.plan.spec.on_overflow == "error":
+            require_room(call.plan, int(results.overflow.numpy()[0]))
         if self.moving is not None:
             self.moving.load.add_(results.tokens_per_expert)
         missing = placement.per_rank - len(results.received)
@@ -262,7 +293,7 @@ class Exchange:
         counts = results.tokens_per_expert, results.invalid_ids, received, results.overflow
         return ParallelOutput(results.output, ids, weights, logits, *counts)
 
-    def _check(self, x: Any, experts: Any, routing: Any, spec: Any, mask: Any) -> None:
+    def _check(self, x: Any, experts: Any, routing: Any, spec: Any, mask: Any, shared: Any) -> None:
         require_instance("x", x, torch.Tensor)
         require_instance("experts", experts, ExpertWeights)
         require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
@@ -271,8 +302,19 @@ class Exchange:
             raise InvalidInput(
                 f"x must be bf16, fp16 or fp32 [T, D], got {x.dtype} {list(x.shape)}; flatten the batch axes first"
             )
+        row_stride("x", array_spec("x", x))
+        if isinstance(routing, TopK) and spec.router is not None:
+            raise InvalidInput("spec.router must be None when ids and weights are given; remove one of the two")
+        if shared is not None:
+            require_instance("shared", shared, SharedExpert)
         if mask is not None:
             require_spec("token_mask", array_spec("token_mask", mask), (len(x),), "bool", contiguous=False)
+        given = {"experts.": experts, "routing.": routing, "shared.": shared}
+        arrays = [pair for prefix, one in given.items() if one is not None for pair in named_arrays(one, prefix)]
+        for name, array in [*arrays, *([("token_mask", mask)] if mask is not None else [])]:
+            if getattr(array, "device", None) != x.device:
+                require_dense(name, array)
+                require_same_device(name, array, "x", x)
         most = self.parallel.max_tokens
         if most is not None and len(x) > most:
             raise InvalidInput(f"x must have at most max_tokens = {most} tokens, got {len(x)}; raise max_tokens")

@@ -70,6 +70,7 @@ class Combine(torch.autograd.Function):
         _ = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             values = d_y.to(ctx.dtype).contiguous()
+            ctx.routes.call.begin_backward(values.device)
 
             def push() -> torch.Tensor:
                 return ctx.routes.start_push(values, "d_output")()
@@ -168,3 +169,22 @@ def uses_of(x: torch.Tensor, count: int, *, summed: bool = False) -> tuple[torch
     if not (torch.is_grad_enabled() and x.requires_grad):
         return (None,) * count
     return cast(Any, Uses.apply(x, count, x.dtype if count == 1 and not summed else torch.float32))
+
+
+class Divided(torch.autograd.Function):
+    """`(array, divisor) -> array`, with its gradient divided."""
+
+    @staticmethod
+    def forward(ctx: Any, array: torch.Tensor, divisor: int) -> torch.Tensor:
+        ctx.divisor = divisor
+        return array.view_as(array)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient / ctx.divisor, None
+
+
+def divided(array: Any, divisor: int) -> Any:
+    needed = divisor > 1 and isinstance(array, torch.Tensor) and array.requires_grad
+    return Divided.apply(array, divisor) if needed else array

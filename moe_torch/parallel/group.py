@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from moe_core.errors import InvalidInput
 from moe_torch.bridge.options import require_instance
+from moe_torch.parallel.rollcall import roll_call
 
 #: Waits for a message, and returns it.
 Arriving = Callable[[], torch.Tensor]
@@ -90,7 +91,7 @@ class Ranks:
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{collective} of {what} in {self.where} failed on rank {self.rank} of {self.size}: {error}; "
-                    "another rank died, is late or called something else"
+                    f"{roll_call(self.group, self.where)}"
                 ) from error
 
         work = checked(start)
@@ -109,7 +110,10 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 
 def _moved(values: torch.Tensor) -> torch.Tensor:
     """The memory as bytes, which every backend moves, NaN and fp8 included; int32 stays."""
-    return values if values.dtype == torch.int32 else values.view(torch.uint8)
+    if values.dtype == torch.int32:
+        return values
+    # Empty arrays of NumPy have strides of 0, which views in other dtypes refuse.
+    return (values if values.numel() else values.new_empty(values.shape)).view(torch.uint8)
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:

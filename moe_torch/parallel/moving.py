@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.header import Header
 from moe_core.parallel.placement import HOLE, Placement
-from moe_torch.parallel.exchange import constants
 
 #: Version and digest are a header's last two numbers.
 _OF_PLACEMENT = Header._fields.index("version")
@@ -60,10 +57,9 @@ class MovingPlacement:
         self._named.copy_(torch.tensor([placement.version, placement.digest], dtype=torch.int32))
         self.current = placement
 
-    def header(self, header: Sequence[int]) -> torch.Tensor:
+    def header(self, header: torch.Tensor) -> torch.Tensor:
         """A header int32 `[8]` on the device, with the placement when it is read."""
-        (others,) = constants((tuple(header[:_OF_PLACEMENT]),), self._named.device)
-        return torch.cat([others, self._named])
+        return torch.cat([header[:_OF_PLACEMENT], self._named])
 
     def require_usable(self, needs_gradient: bool) -> None:
         """Raise Unsupported if a gradient is needed, and RuntimeError if weights were lost."""

@@ -8,24 +8,37 @@ from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 import torch
 
 from moe_core.parallel import ExchangePlan
-from moe_torch.parallel.exchange import constants
+from moe_core.parallel.header import Header, compare_headers
+from moe_torch.parallel.exchange import header_on_device
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.moving import MovingPlacement
 
 
 class ExchangeCall(NamedTuple):
-    """What every step of a call needs. moving: the placement at the time of a replay, if it may change."""
+    """What every step of a call needs. moving: the placement at the time of a replay, if it may change. layer, number:
+    see `Header.of_call`."""
 
     ranks: Ranks
     plan: ExchangePlan
     moving: MovingPlacement | None = None
+    layer: int = 0
+    number: int = 0
 
-    def header(self, device: torch.device) -> torch.Tensor:
-        """int32 `[8]` on the device."""
-        if self.moving is not None:
-            return self.moving.header(self.plan.header)
-        (header,) = constants((tuple(self.plan.header),), device)
-        return header
+    def header(self, device: torch.device, plain: Header | None = None) -> torch.Tensor:
+        """int32 `[8]` on the device, of the plan or a plain one with the call."""
+        header = header_on_device(plain or self.plan.header, self.layer, self.number, device)
+        return header if self.moving is None or plain is not None else self.moving.header(header)
+
+    def check(self, device: torch.device, *, backward: bool = False) -> None:
+        """Raise on all ranks if one failed or differs. The host waits."""
+        told = self.plan.header.of_call(self.layer, self.number, backward)
+        sent = torch.tensor(told, dtype=torch.int32, device=device)
+        compare_headers(self.ranks.all_gather(sent, "header").cpu().numpy(), self.ranks.where)
+
+    def begin_backward(self, device: torch.device) -> None:
+        """Compare ranks on a CPU, where waiting costs little. On a GPU the forwards' order is that of backwards."""
+        if device.type == "cpu":
+            self.check(device, backward=True)
 
 
 class TotalOptions(TypedDict, total=False):
@@ -65,6 +78,8 @@ class Routes(Protocol):
     def group_tokens(self) -> int: ...
     @property
     def overflow(self) -> torch.Tensor: ...
+    @property
+    def call(self) -> ExchangeCall: ...
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
         """Send rows of tokens, `[T, D]`. The result waits and returns arrived rows, `[R, D]`."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.operands import SendOperands
 from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement
 from moe_core.parallel.exchange import splits
@@ -43,8 +44,7 @@ class CollectiveRoutes:
     tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of this rank.
     """
 
-    ranks: Ranks
-    plan: ExchangePlan
+    call: ExchangeCall
     send: torch.Tensor | None
     slots: torch.Tensor | None
     out: Way
@@ -57,6 +57,14 @@ class CollectiveRoutes:
     group_tokens: int
     tokens_per_expert: torch.Tensor
     invalid_ids: torch.Tensor
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.call.ranks
+
+    @property
+    def plan(self) -> ExchangePlan:
+        return self.call.plan
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
         if self.send is None:
@@ -112,22 +120,17 @@ def plan_routes(
     return (Counted if call.plan.spec.mode == "all_to_all" else Blocks)(call, ids, weights, token_mask)
 
 
-def tokens_of_ranks(ranks: Ranks, plan: ExchangePlan, device: torch.device) -> torch.Tensor | None:
+def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | None:
     """Send the first messages. Returns all ranks' tokens int32 `[W]` if replicas need them."""
     if device.type == "cpu":
         # Waiting costs nothing here, so the host compares before messages of different sizes. On a GPU headers travel
         # with the counts or the routing. If they differ and the host does not read them, the output is NaN.
-        check_headers(ranks, plan.header, device)
+        call.check(device)
+    plan = call.plan
     if plan.spec.mode in STATIC_MODES or not plan.placement.has_replicas:
         return None
     (tokens,) = constants(((plan.brought,),), device)
-    return ranks.all_gather(tokens, "tokens").view(-1)
-
-
-def check_headers(ranks: Ranks, header: Sequence[int], device: torch.device) -> None:
-    """Raise if a rank failed or differs. The host waits."""
-    (sent,) = constants((tuple(header),), device)
-    compare_headers(ranks.all_gather(sent, "header").cpu().numpy(), ranks.where)
+    return call.ranks.all_gather(tokens, "tokens").view(-1)
 
 
 def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device: torch.device) -> None:
@@ -164,8 +167,8 @@ class _Planner:
     def __init__(
         self, call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None
     ) -> None:
-        ranks, plan, moving = call
-        self.ranks, self.plan, self.spec, self.rank = ranks, plan, plan.tables, ranks.rank
+        ranks, plan, moving, *_ = call
+        self.call, self.ranks, self.plan, self.spec, self.rank = call, ranks, plan, plan.tables, ranks.rank
         self.num_tokens, self.top_k, self.header = plan.brought, plan.top_k, call.header(ids.device)
         places, start = (
             placement_tables(plan.placement, ids.device) if moving is None else (moving.places, moving.start)
@@ -186,7 +189,7 @@ class _Planner:
         return _Tables(*operators.SEND_TABLES.call(**arrays, spec=self.spec, rank=self.rank))
 
     def first_tables(self) -> _Tables:
-        tokens = tokens_of_ranks(self.ranks, self.plan, self.header.device)
+        tokens = tokens_of_ranks(self.call, self.header.device)
         self.tokens = self.tokens if tokens is None else tokens
         return self.tables() if self._first is None else self._first
 
@@ -204,8 +207,7 @@ class _Planner:
         """ways: out and home. owner: ids, weights and slots, if any. returned: rows that come home."""
         (out, home), (ids, weights, *slots) = ways, owner
         return CollectiveRoutes(
-            self.ranks,
-            self.plan,
+            self.call,
             tables.slot_of_row,
             slots[0] if slots else None,
             out,
@@ -245,6 +247,7 @@ class Counted(_Planner):
         rows, slots = (told, told) if by_slot else np.split(told, 2, axis=1)
         way, overflow = splits(rows, self.rank, plan.spec.receive), self._overflow(rows)
         spoilt = None
+        require_room(plan, overflow)
         if overflow:
             limits = np.stack([way.sent, np.zeros_like(way.sent)])
             tables = self._limited(limits)
@@ -253,7 +256,7 @@ class Counted(_Planner):
                 slots = ranks.all_gather(tables.counted, "counts of what fits").cpu().numpy()
                 limits[1] = np.cumsum(slots[self.rank]) - slots[self.rank]
                 tables = self._limited(limits)
-            if plan.spec.on_overflow == "error":
+            if plan.spec.on_overflow != "drop":
                 spoilt = tables.lost
         sent, received = int(way.sent.sum()), int(way.received.sum())
         out = Way(way.sent.tolist(), way.received.tolist(), rounded(received))
@@ -291,6 +294,16 @@ class Counted(_Planner):
         return int(np.maximum(by_owner - self.plan.spec.receive, 0).sum())
 
 
+def require_room(plan: ExchangePlan, overflow: int) -> None:
+    """Raise if rows of any rank did not fit and `on_overflow="error"`: on all ranks, as all know the number."""
+    if overflow and plan.spec.on_overflow == "error":
+        bound = "as many rows as distinct ids need" if plan.spec.receive is None else plan.spec.receive
+        raise InvalidInput(
+            f"exchange.receive must be enough for every rank, got {bound} and {overflow} rows more; raise it, or pass "
+            "on_overflow='nan' or 'drop'"
+        )
+
+
 def _first_rows(runs: np.ndarray, most: int) -> np.ndarray:
     """Runs int32 `[W, L]`, cut behind the first `most` rows."""
     flat = runs.reshape(-1).astype(np.int64)
@@ -310,7 +323,7 @@ class Blocks(_Planner):
         tables = self.first_tables()
         gathers = spec.mode == "all_gather"
         came = (ranks.all_gather if gathers else ranks.all_to_all)(tables.message, label)
-        lost = tables.lost if self.plan.spec.on_overflow == "error" else None
+        lost = tables.lost if self.plan.spec.on_overflow != "drop" else None
         back = ranks.size * spec.back_rows
         *owner, spoilt = self.received(came, ranks.size * spec.block_rows if spec.by_slot else back, self.header, lost)
         counted = ranks.total(torch.sum(tables.counted, 0, keepdim=True, dtype=torch.int32), "overflow")

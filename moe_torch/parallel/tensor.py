@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from moe_core.errors import InvalidInput
-from moe_core.parallel import ExchangePlan, Placement, TensorSplit
+from moe_core.parallel import Placement, TensorSplit
 from moe_core.parallel.header import FAILED, compare_headers
 from moe_core.specs.operands import ExpertWeights, RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
 from moe_torch.parallel import exchange
 from moe_torch.parallel.group import Ranks
+from moe_torch.parallel.route import ExchangeCall
 
 
 class Brought(NamedTuple):
@@ -46,15 +47,16 @@ class TensorRanks:
     told: bool = False
     agree: torch.Tensor | None = None
 
-    def gather(self, plan: ExchangePlan, rank: int, brought: Brought) -> Brought:
+    def gather(self, call: ExchangeCall, brought: Brought) -> Brought:
         """Return the tokens of all ranks of the axis, in their order, or replicated tokens as they are.
 
-        rank: this one's on the other axis. A collective. Raises as `compare_headers`.
+        call: on the other axis. A collective. Raises as `compare_headers`.
         """
         # A plan of mode `peer` is for max_tokens.
-        device, header = brought.x.device, plan.tensor_header(rank)._replace(tokens=len(brought.x))
+        plan, device = call.plan, brought.x.device
+        header = plan.tensor_header(call.ranks.rank)._replace(tokens=len(brought.x))
         self.told, apart = True, self.split.tokens == "split"
-        (sent,) = exchange.constants((tuple(header),), device)
+        sent = call.header(device, header)
         # On a GPU the host waits only if the mode does; else headers travel with the routing.
         waits = plan.spec.mode == "all_to_all" or not brought.x.is_cuda
         if waits:

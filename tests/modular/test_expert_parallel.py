@@ -172,7 +172,7 @@ def test_wrong_arguments_are_named(ranks: Pool, change: dict[str, Any], kind: st
 
 def test_rows_beyond_a_bound_make_their_tokens_nan(ranks: Pool) -> None:
     problem = problem_of(("hot_rank", "linear", 4, 2, (5, 5), 1))
-    way = ExchangeSpec(receive=4)
+    way = ExchangeSpec(receive=4, on_overflow="nan")
     found = ranks.call(run_rank, [(problem, way, "reference", "triton", False, None)] * 2)
     whole = ranks.call(run_rank, [(problem, WAYS[0], "reference", "triton", False, None)] * 2)
     lost = 0

@@ -159,7 +159,7 @@ def test_splits_say_what_destinations_say(seed: int, ranks: int, each: int, rece
     [
         ({"mode": "nccl"}, "mode must be one of all_gather, all_to_all, padded, peer, got 'nccl'"),
         ({"rows": "bytes"}, "rows must be one of tokens, slots, got 'bytes'"),
-        ({"on_overflow": "nan"}, "on_overflow must be one of error, drop, got 'nan'"),
+        ({"on_overflow": "inf"}, "on_overflow must be one of error, nan, drop, got 'inf'"),
         ({"receive": -1}, "receive must be an integer of at least 0, got -1"),
         ({"chunks": 0}, "chunks must be an integer of at least 1, got 0"),
         ({"chunks": 64}, "chunks must be below 64, got 64"),

@@ -25,7 +25,6 @@ from moe_torch.parallel.peer.direct import DirectRoutes
 from moe_torch.parallel.peer.interface import PeerCall, PeerRoutes
 from moe_torch.parallel.peer.streams import GradientOverlap, Streams
 from moe_torch.parallel.route import ExchangeCall
-from moe_torch.parallel.routes import check_headers
 from moe_torch.parallel.tensor import Brought
 
 Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -165,12 +164,12 @@ def _places(
 def _check_headers(call: ExchangeCall, ids: torch.Tensor) -> None:
     if not ids.is_cuda:
         # Waiting costs nothing here. On a GPU headers travel with the first message. If they differ, the output is NaN.
-        check_headers(call.ranks, call.plan.header, ids.device)
+        call.check(ids.device)
 
 
 def _physical_ids(call: ExchangeCall, ids: torch.Tensor, token_mask: torch.Tensor | None) -> Places:
     """Replicas depend on the tokens of ranks ahead."""
-    (ranks, plan, moving), first_token = call, cast(Any, 0)
+    ranks, plan, moving, first_token = *call[:3], cast(Any, 0)
     if plan.placement.has_replicas or moving is not None:
         (tokens,) = constants(((len(ids),),), ids.device)
         first_token = ranks.all_gather(tokens, "tokens")[: ranks.rank].sum()

@@ -107,10 +107,10 @@ class CountedRoutes(Stored):
         number: int = 0,
         programs: int | None = None,
     ) -> None:
-        self.ranks, self.plan, self.tokens, self.header = call
-        plan, self.programs = call.plan, programs
+        self.call, self.tokens, self.header = call
+        plan, self.programs = self.plan, programs
         self.by_token = plan.spec.rows == "tokens"
-        self.sizes, self.memory = Sizes.of(plan), memory_of(call.ranks, plan, weights.device, number)
+        self.sizes, self.memory = Sizes.of(plan), memory_of(self.ranks, plan, weights.device, number)
         self.ids, self.weights = cast(Any, None), cast(Any, None)
         self._rows: torch.Tensor | None = None
         self.owners = exchange.owners_of(places, plan.placement.per_rank) if self.by_token else None

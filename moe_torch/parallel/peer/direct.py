@@ -119,10 +119,10 @@ class DirectRoutes(Stored):
         number: int = 0,
         programs: int | None = None,
     ) -> None:
-        self.ranks, self.plan, self.tokens, self._header = call
-        self.programs, self.format = programs, call.plan.spec.format
-        self.memory = memory_of(call.ranks, call.plan, weights.device, number)
-        self._constants = _constants_of(self.memory, call.ranks.rank)
+        self.call, self.tokens, self._header = call
+        self.programs, self.format = programs, self.plan.spec.format
+        self.memory = memory_of(self.ranks, self.plan, weights.device, number)
+        self._constants = _constants_of(self.memory, self.ranks.rank)
         self._routing = ids, weights.detach(), token_mask, places_of_experts, places
         self.ids, self.weights = self.memory.ids.own, self.memory.weights.own
         self._was_sent = False

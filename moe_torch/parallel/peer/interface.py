@@ -18,14 +18,13 @@ from moe_torch.parallel.route import ExchangeCall, Routes, TotalOptions
 class PeerCall(NamedTuple):
     """One call. tokens: of this rank, in all chunks. header int32 `[8]`, on the device."""
 
-    ranks: Ranks
-    plan: ExchangePlan
+    call: ExchangeCall
     tokens: int
     header: torch.Tensor
 
     @classmethod
     def of(cls, call: ExchangeCall, tokens: torch.Tensor) -> PeerCall:
-        return cls(call.ranks, call.plan, len(tokens), call.header(tokens.device))
+        return cls(call, len(tokens), call.header(tokens.device))
 
 
 class PeerTotal(Protocol):
@@ -59,8 +58,16 @@ class PeerRoutes(Routes, Protocol):
 class Stored:
     """Routes with one allocation, into which others store."""
 
-    ranks: Ranks
+    call: ExchangeCall
     memory: Any
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.call.ranks
+
+    @property
+    def plan(self) -> ExchangePlan:
+        return self.call.plan
 
     def arrive(self, what: str) -> None:
         self.memory.memory.barrier(self.ranks, what)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pathlib
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.bridge.private import group_timeout, symmetric_memory
 from moe_torch.parallel.group import Ranks
+from moe_torch.parallel.rollcall import host_id
 
 #: A multiple of what kernels store at once.
 _ALIGNMENT = 256
@@ -127,11 +127,6 @@ def _require_none(ranks: Ranks, problem: str | None) -> None:
         )
 
 
-def _host() -> str:
-    name = pathlib.Path("/proc/sys/kernel/random/boot_id")
-    return name.read_text().strip() if name.exists() else os.uname().nodename
-
-
 def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
     """Shared memory of processes: a file that every rank maps."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -146,7 +141,7 @@ def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
         except OSError as error:
             problem = f"{size} bytes of shared memory cannot be had: {error}"
         _require_none(ranks, problem)
-        names, peers = _told(ranks, (_host(), file.name)), []
+        names, peers = _told(ranks, (host_id(), file.name)), []
         try:
             for host, name in names:
                 if host != names[ranks.rank][0]:
@@ -162,7 +157,7 @@ def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
 def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
     """Memory that torch maps into every rank, and torch's handle."""
     memory = symmetric_memory()
-    told, problem = _told(ranks, (_host(), device.index)), None
+    told, problem = _told(ranks, (host_id(), device.index)), None
     for rank, (host, index) in enumerate(told):
         if host != told[ranks.rank][0]:
             problem = f"rank {rank} is on another host"

@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 
 from moe_torch.operators import pushed
-from moe_torch.parallel.peer import chunks, counted, direct, symmetric
+from moe_torch.parallel.peer import counted, direct, symmetric
+from moe_torch.parallel.route import ExchangeCall
 
 #: Faults of this mode alone, then those of all modes.
 PEER_FAULTS = (
@@ -46,7 +47,7 @@ def _poison(*regions: symmetric.Region) -> None:
 @contextlib.contextmanager
 def poisoned_peer() -> Iterator[None]:
     """What ranks store into holds NaN, and -1 in integers, before each call."""
-    with_counts, known, allocate, check = counted.memory_of, direct.memory_of, symmetric._on_cpu, chunks.check_headers
+    with_counts, known, allocate, check = counted.memory_of, direct.memory_of, symmetric._on_cpu, ExchangeCall.check
 
     def filled(*arguments: Any) -> counted.Memory:
         found = with_counts(*arguments)
@@ -66,18 +67,18 @@ def poisoned_peer() -> Iterator[None]:
         symmetric._told(ranks, None)
         return found
 
-    def checked(*arguments: Any) -> None:
+    def checked(*arguments: Any, backward: bool = False) -> None:
         # Before this rank tells its header, no peer stores here.
-        for found in _direct:
+        for found in () if backward else _direct:
             # But that others load from here, of the step before.
             _poison(*(one for one in found[1:] if one is not found.d_weights))
-        check(*arguments)
+        check(*arguments, backward=backward)
 
     with (
         mock.patch.object(counted, "memory_of", filled),
         mock.patch.object(direct, "memory_of", noticed),
         mock.patch.object(symmetric, "_on_cpu", allocated),
-        mock.patch.object(chunks, "check_headers", checked),
+        mock.patch.object(ExchangeCall, "check", checked),
     ):
         yield
 

@@ -17,7 +17,7 @@ from moe_core.formats import format_named
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel.placement import gather_experts
-from moe_core.specs.operands import named_fields
+from moe_core.specs.operands import map_arrays, named_fields
 from moe_torch.parallel import ExpertParallel, function, group, routes
 from moe_torch.parallel import moe as parallel_moe
 from tests.support.parallel.peer import (
@@ -160,9 +160,14 @@ def parallel_call(
     placement = options.pop("placement", problem.placement)
     try:
         parallel = ExpertParallel(ranks, **options)
-        routing = dataclasses.replace(own.routing, **(changes or {}))
-        x, experts, routing = to_torch((own.x, own.experts, routing))
-        parallel_moe(x, experts, routing, problem.spec, parallel=parallel, placement=placement)
+        changes = dict(changes or {})
+        x, spec = changes.pop("x", own.x), changes.pop("spec", problem.spec)
+        routing = dataclasses.replace(own.routing, **changes)
+        # As they are in memory.
+        x = torch.from_numpy(x)
+        routing = map_arrays(routing, lambda array: array if array is None else torch.from_numpy(array))
+        experts = to_torch(own.experts)
+        parallel_moe(x, experts, routing, spec, parallel=parallel, placement=placement)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""

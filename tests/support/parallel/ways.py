@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,19 @@ from moe_core.parallel.reference import moe as twin
 from moe_core.parallel.reference import moe_backward as twin_backward
 from tests.support.parallel.twins import Problem
 
+_way = functools.partial(ExchangeSpec, on_overflow="nan")
 WAYS = (
-    ExchangeSpec("all_to_all", "slots"),
-    ExchangeSpec("all_to_all"),
-    ExchangeSpec("all_gather"),
-    ExchangeSpec("padded", "slots"),
-    ExchangeSpec("padded"),
+    _way("all_to_all", "slots"),
+    _way("all_to_all"),
+    _way("all_gather"),
+    _way("padded", "slots"),
+    _way("padded"),
 )
 #: Those of stores to peers' memory, which torch alone has.
-PEER = (ExchangeSpec("peer", "slots"), ExchangeSpec("peer"))
+PEER = (_way("peer", "slots"), _way("peer"))
 TORCH_WAYS = (*WAYS, *PEER)
 #: Where rows of tokens have a bound, and so are counted.
-COUNTED = ExchangeSpec("peer", receive=64)
+COUNTED = _way("peer", receive=64)
 #: Those with a bound.
 BOUNDED = tuple(way for way in WAYS if way.mode != "all_gather")
 #: Those that a CUDA graph may hold.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,13 +24,14 @@ from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import RouterLogits, TopK
 from moe_core.specs.routing import RouterSpec
+from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, moe
 from moe_torch.parallel.peer import symmetric
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Failed, Pool, ranks
-from tests.support.parallel.torch import parallel_call, run_rank
+from tests.support.parallel.torch import mesh_of, parallel_call, run_rank
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
-from tests.support.torch import to_torch
+from tests.support.torch import running_on, to_torch
 
 __all__ = ["ranks"]
 
@@ -142,6 +145,48 @@ def test_ranks_that_disagree_all_raise(ranks: Pool, way: ExchangeSpec, what: str
     assert len(caught.value.errors) == 2
 
 
+def in_another_order(group: Any, way: ExchangeSpec) -> list[str]:
+    """What ranks raise if they call equal layers, backwards or a copy in another order, and an output after it."""
+    rank, parallel = torch.distributed.get_rank(group), ExpertParallel(mesh_of(group), way, max_tokens=4)
+    torch.manual_seed(0)
+    first, second = (MoE(8, 4, 6, 2, expert_parallel=parallel) for _ in range(2))
+    x, copied = torch.randn(4, 8), copy.deepcopy(first)
+
+    def pick(*calls: Any) -> Any:
+        return calls[rank]
+
+    with running_on("reference"):
+        y = [layer(x).sum() for layer in (first, second)]
+        found = [raised(pick(lambda: first(x), lambda: second(x))), raised(lambda: pick(*y).backward())]
+        found.append(raised(pick(lambda: first(x), y[1].backward)))
+        found.append(raised(pick(lambda: first(x), lambda: copied(x))))
+        return [*found, str(first(x).isfinite().all().item())]
+
+
+@every_way
+def test_calls_in_another_order_are_named_on_all_ranks(ranks: Pool, way: ExchangeSpec) -> None:
+    results = ranks.call(in_another_order, [(way,)] * 2)
+    for rank, (forward, backward, direction, copied, later) in enumerate(results):
+        start = f"InvalidInput: all ranks must agree before mode {way.mode}, layer "
+        number = [int(text.removeprefix(start).split(",")[0]) for text in (forward, copied)]
+        assert later == "True" and number[1] == number[0] - (rank == 1)
+        for text, what in (
+            (forward, "layer"), (backward, "layer"), (direction, "layer and direction"), (copied, "number of calls"),
+        ):  # fmt: skip
+            assert f"got another {what} on rank 1: rank 1 has layer " in text and "; rank 0 has layer" in text, text
+
+
+@pytest.mark.parametrize("way", (*WAYS[:2], ExchangeSpec("peer", "slots")), ids=lambda way: way.mode)
+def test_rows_beyond_a_bound_are_an_error_on_all_ranks(ranks: Pool, way: ExchangeSpec) -> None:
+    problem = draw_problem(1, Placement.linear(6, 2), (4, 4), 2, "hot_rank", "float32", PLAIN, sizes=(16, 8))
+    with pytest.raises(Failed) as caught:
+        ranks.call(run_rank, arguments(problem, dataclasses.replace(way, receive=6)))
+    for kind, text in caught.value.errors.values():
+        assert kind == "InvalidInput" and text.startswith("exchange.receive must be enough for every rank, got 6 and ")
+    assert len(caught.value.errors) == 2
+    ranks.call(run_rank, arguments(problem, way))
+
+
 @pytest.mark.parametrize("way", WAYS[1:3], ids=lambda way: way.mode)
 def test_tokens_differ_where_messages_have_one_size(ranks: Pool, way: ExchangeSpec) -> None:
     with pytest.raises(Failed, match="got another tokens"):
@@ -177,6 +222,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "routing.weights must be float32 or bfloat16 or float16, got float64; cast it to float32",
     ),
     "tokens": ({"ids": np.zeros((3, 2), np.int32)}, "routing.ids must be [4, top_k], got (3, 2); pass an array of"),
+    "columns": (
+        {"ids": np.zeros((2, 4), np.int32).T, "weights": np.zeros((4, 2), np.float32)},
+        "routing.ids must be row-major contiguous, got strides (1, 4); make it contiguous first",
+    ),
+    "options": (
+        {"spec": dataclasses.replace(PLAIN, router=RouterSpec(2))},
+        "spec.router must be None when ids and weights are given; remove one of the two",
+    ),
+    "rows of x": ({"x": np.zeros((12, 4), np.float32).T}, "x must have dense rows (last stride 1), got strides (1, 4)"),
     "nothing": ({"ids": None}, "routing.ids must be a torch.Tensor, got NoneType; convert it"),
     "logits": (
         {"logits": np.zeros((4, 7), np.float32)},
@@ -240,21 +294,44 @@ def die(group: Any, *arguments: Any) -> Any:
     os._exit(3)
 
 
+def crash(group: Any, *arguments: Any) -> Any:
+    """As a script does that raises outside of every layer."""
+    try:
+        raise ValueError("no more data")
+    except ValueError:
+        sys.excepthook(*sys.exc_info())
+    os._exit(1)
+
+
+def one_layer(group: Any) -> None:
+    parallel = ExpertParallel(mesh_of(group))
+    MoE(8, 4, 6, 2, expert_parallel=parallel)(torch.ones(4, 8))
+
+
 def sleep(group: Any, seconds: float) -> Any:
     time.sleep(seconds)
 
 
-def test_a_rank_that_dies_is_an_error_elsewhere() -> None:
-    pool = Pool(2)
+@pytest.mark.parametrize(
+    ("end", "verdict"),
+    [
+        (die, "rank 1 is gone: its process has ended"),
+        (crash, "rank 1 raised an error that ended it: ValueError: no more data"),
+    ],
+)
+def test_a_rank_that_dies_is_named_with_the_layer(end: Any, verdict: str) -> None:
+    pool = Pool(3)
     try:
-        pool.start(run_rank, arguments(problem_of(), WAYS[0]))
-        assert all(pool.result(rank)[0] for rank in range(2))
-        pool.pipes[1].send((die, 2, ()))
-        pool.pipes[0].send((run_rank, 2, arguments(problem_of(), WAYS[0])[0]))
-        good, (kind, text, _) = pool.result(0)
-        assert not good and kind == "RuntimeError"
-        assert text.startswith("all_gather of header in mode all_to_all failed on rank 0 of 2")
-        assert "another rank died, is late" in text
+        pool.call(one_layer, [()] * 3)
+        for rank in range(3):
+            pool.pipes[rank].send((end if rank == 1 else one_layer, 3, ()))
+        for rank in (0, 2):
+            good, (kind, text, _) = pool.result(rank)
+            assert not good and kind == "RuntimeError"
+            assert text.startswith(f"all_gather of header in mode all_to_all, layer 2 failed on rank {rank} of 3: "), (
+                text
+            )
+            assert verdict in text, text
     finally:
         pool.close()
 
@@ -271,8 +348,9 @@ def test_a_rank_that_is_late_is_an_error_elsewhere(timeout: float | None) -> Non
         pool.pipes[0].send((parallel_call, 2, ({"timeout": timeout}, given[0])))
         start = time.monotonic()
         good, (kind, text) = pool.result(0)
-        assert time.monotonic() - start < SOON
+        assert time.monotonic() - start < 2 * SOON, "a roll call takes 2 seconds"
         assert good and kind == "RuntimeError"
         assert text.startswith("all_gather of header in mode all_to_all failed on rank 0 of 2")
+        assert text.endswith("rank 1 does not answer, so it died, is late or called something else")
     finally:
         pool.close()

@@ -20,10 +20,10 @@ from moe_core.parallel import ExchangeSpec
 from moe_core.plan.steps import KernelLaunch
 from moe_core.specs.operands import TopK
 from moe_torch.bridge.operator import Operator
-from moe_torch.parallel import ExpertParallel, routes
+from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel import moe as parallel_moe
-from moe_torch.parallel.peer import chunks
 from moe_torch.parallel.peer.symmetric import Symmetric
+from moe_torch.parallel.route import ExchangeCall
 from moe_torch.parallel.routes import rounded
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
@@ -55,7 +55,7 @@ def operations(group: Any, problem: Problem, way: ExchangeSpec) -> list[Counter[
     own = problem.ranks()[torch.distributed.get_rank(group)]
     parallel, found = ExpertParallel(group, way), []
     # A CPU compares headers ahead of all else, and a GPU does not.
-    with running_on("reference"), mock.patch.object(routes, "check_headers"):
+    with running_on("reference"), mock.patch.object(ExchangeCall, "check"):
         x, experts, routing, d_output = to_torch((own.x, own.experts, own.routing, own.x))
 
         def forward() -> Any:
@@ -114,7 +114,7 @@ def launches(group: Any, problem: Problem, way: ExchangeSpec) -> tuple[list[str]
     but views."""
     own = problem.ranks()[torch.distributed.get_rank(group)]
     parallel, steps, barriers = ExpertParallel(group, way, len(own.x)), [], []
-    real, barrier, check = Operator.run, Symmetric.barrier, mock.patch.object(chunks, "check_headers")
+    real, barrier, check = Operator.run, Symmetric.barrier, mock.patch.object(ExchangeCall, "check")
 
     def called(self: Operator, arguments: tuple[Any, ...]) -> Any:
         plan = self.plan(arguments, Target("cuda", 90, 132))
@@ -151,7 +151,7 @@ def operations_of_a_step(group: Any, problem: Problem) -> list[tuple[int, Counte
     own = problem.ranks()[torch.distributed.get_rank(group)]
     parallel, found = ExpertParallel(group, ExchangeSpec("peer"), len(own.x)), []
     views = ("detach", "alias", "slice.", "select", "view", "expand")
-    with running_on("reference"), mock.patch.object(chunks, "check_headers"):
+    with running_on("reference"), mock.patch.object(ExchangeCall, "check"):
         x, experts, routing = to_torch((own.x, own.experts, own.routing))
         x.requires_grad_()
         placed: Any = {"parallel": parallel, "placement": problem.placement}

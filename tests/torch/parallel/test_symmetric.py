@@ -103,7 +103,7 @@ def on_gpus(group: Any, fault: str) -> str:
 
     handle = mock.Mock(get_buffer=lambda *_: given("mapping"))
     with (
-        mock.patch.object(symmetric, "_host", lambda: f"host {faulty and fault == 'host'}"),
+        mock.patch.object(symmetric, "host_id", lambda: f"host {faulty and fault == 'host'}"),
         mock.patch.object(symmetric, "_told", told),
         mock.patch.object(torch.cuda, "default_stream", lambda _: mock.Mock(synchronize=synchronize)),
         mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()),

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.tuning import Tuning
-from moe_torch.parallel.peer import chunks, direct
+from moe_torch.parallel.peer import direct
 from moe_torch.parallel.peer.symmetric import Symmetric
+from moe_torch.parallel.route import ExchangeCall
 from tests.support.parallel.peer import CHUNK_FAULTS, DIRECT_FAULTS
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
@@ -115,7 +116,7 @@ def outputs_of_layers(group: Any, problems: list[Problem]) -> list[np.ndarray]:
             own = problem.ranks()[rank]
             x, experts, routing = to_torch((own.x, own.experts, own.routing))
             options: Any = {"parallel": parallel_of(group, DIRECT, problem), "placement": problem.placement}
-            with mock.patch.object(chunks, "check_headers") if number else contextlib.nullcontext():
+            with mock.patch.object(ExchangeCall, "check") if number else contextlib.nullcontext():
                 found.append(parallel_moe(x, experts, routing, problem.spec, **options).output.numpy().copy())
     return found
 
@@ -161,7 +162,7 @@ def gradients_of_experts(group: Any, problems: list[Problem], waits: bool) -> li
             own = to_torch(problem.ranks()[rank], "cpu")
             options: Any = {"parallel": parallel_of(group, DIRECT, problem), "placement": problem.placement}
             found += list(trained(own.experts).values())
-            with mock.patch.object(chunks, "check_headers") if number else contextlib.nullcontext():
+            with mock.patch.object(ExchangeCall, "check") if number else contextlib.nullcontext():
                 output = parallel_moe(own.x, own.experts, own.routing, problem.spec, **options).output
             output.square().sum().backward()
     return [array.grad.numpy() for array in found]

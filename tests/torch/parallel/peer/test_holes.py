@@ -63,15 +63,16 @@ def run(group: Any, way: ExchangeSpec) -> tuple[dict[str, np.ndarray], list[bool
     """The results of a rank, whether each call got the parameters' memory, and the rows that came for each place."""
     rank, shared, received = torch.distributed.get_rank(group), [], []
     own = parallelize(make(), ExpertParallel(mesh_of(group), way, TOKENS))
-    real, down = parallel.moe, own.experts.down
+    real, down = parallel.exchanged, own.experts.down
 
-    def watched(x: Any, experts: Any, *others: Any, **options: Any) -> Any:
-        shared.append(experts.down.data_ptr() == down.to_local().data_ptr() and experts.down.numel() > 0)
-        found = real(x, experts, *others, **options)
+    def watched(operands: Any, *others: Any) -> Any:
+        held = operands.experts.down
+        shared.append(held.data_ptr() == down.to_local().data_ptr() and held.numel() > 0)
+        found = real(operands, *others)
         received.append(found.received_per_expert.tolist())
         return found
 
-    with running_on("reference"), mock.patch.object(parallel, "moe", watched):
+    with running_on("reference"), mock.patch.object(parallel, "exchanged", watched):
         return results(own, *(one[rank * TOKENS :][:TOKENS] for one in rows())), shared, received
 
 

@@ -222,6 +222,7 @@ class Trained:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.ids, self.weights, self.overflow = None, torch.zeros(1, 1), torch.zeros(1)
+        self.call = mock.Mock()
         self.places = Scratch("places", rank.now)
         self.kept: Scratch | None = None
 
