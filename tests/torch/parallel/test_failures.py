@@ -298,8 +298,8 @@ def crash(group: Any, *arguments: Any) -> Any:
     """As a script does that raises outside of every layer."""
     try:
         raise ValueError("no more data")
-    except ValueError:
-        sys.excepthook(*sys.exc_info())
+    except ValueError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     os._exit(1)
 
 
