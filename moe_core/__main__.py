@@ -14,6 +14,7 @@ COMMANDS = {
     "moebius-doctor": "say what this machine runs, and test every op against the reference",
     "moebius-convert": "quantise the experts of a checkpoint",
     "moebius-tune": "measure tiles on this machine's GPU",
+    "moebius-view": "make a page of a routing trace, a parity report or plans",
 }
 
 

@@ -44,6 +44,7 @@ from moe_core.base.dtypes import canonical
 from moe_core.errors import Unsupported
 from moe_core.formats import Scheme
 from moe_core.layers import MAXTEXT, LayerCost, layer_cost
+from moe_core.plan import Explanation
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
 from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
@@ -182,7 +183,7 @@ class MoE(nn.Module):
         return known | {name: value for name, value in named.items() if value is not None}
 
     @nn.nowrap
-    def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> str:
+    def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> Explanation:
         """See `moe_jax.layers.explain`. variables: arrays or ShapeDtypeStructs. None: those of `init`.
 
         With variables also `moe_jax.layers.explain_mesh`, for several devices.
@@ -194,7 +195,7 @@ class MoE(nn.Module):
         shape = (tokens, self.d_model) if isinstance(tokens, int) else tokens
         every = layers.leaves(self.spec, self.num_layers, layers.is_prepacked(parameters))
         mesh = layers.explain_mesh(self.spec, shape, parameters, dtype=self.dtype, **self._on_mesh(shape, every))
-        return f"{mesh}\n{plan}" if mesh else plan
+        return plan.after(mesh) if mesh else plan
 
     @nn.nowrap
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:

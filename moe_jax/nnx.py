@@ -40,6 +40,7 @@ from moe_core.base.dtypes import canonical
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Scheme
 from moe_core.layers import MAXTEXT, LayerCost, layer_cost
+from moe_core.plan import Explanation
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
 from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
@@ -243,12 +244,12 @@ class MoE(nnx.Module):
         named = {"expert_axis": self.expert_axis, "token_axes": self.token_axes}
         return known | {name: value for name, value in named.items() if value is not None}
 
-    def explain(self, tokens: int | tuple[int, ...], *, training: bool = False) -> str:
+    def explain(self, tokens: int | tuple[int, ...], *, training: bool = False) -> Explanation:
         """See `moe_jax.layers.explain`, and `moe_jax.layers.explain_mesh` for several devices."""
         plan = layers.explain(self.spec, tokens, **self._planned_for(), training=training)
         shape = (tokens, self.spec.d_model) if isinstance(tokens, int) else tokens
         mesh = layers.explain_mesh(self.spec, shape, self.parameters(), dtype=self.dtype, **self._on_mesh(shape))
-        return f"{mesh}\n{plan}" if mesh else plan
+        return plan.after(mesh) if mesh else plan
 
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
         """See `moe_core.layers.layer_cost`. tokens: a number, or x's shape. XLA's `cost_analysis` omits it."""

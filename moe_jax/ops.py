@@ -41,6 +41,7 @@ from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.rounding import plan_route_rounded
 from moe_core.ops.routing.topk import plan_routing
+from moe_core.plan import Explanation
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.norm import NormSpec
@@ -280,7 +281,7 @@ def explain_moe(
     expert_map: Array | None = None,
     shared: SharedExpert | None = None,
     training: bool = False,
-) -> str:
+) -> Explanation:
     """Describe what `moe` would run for these arguments: every buffer, kernel, decision and summation order.
 
     Runs nothing. Takes the arguments of `moe`, or `jax.ShapeDtypeStruct`s for the default device, or the target of
@@ -294,4 +295,4 @@ def explain_moe(
     )
     if training:
         return explain_training(training_plans(call, arguments, keywords))
-    return call.plan(plan_moe, *arguments, options=ForwardOptions(**keywords)).explain()
+    return Explanation.of(call.plan(plan_moe, *arguments, options=ForwardOptions(**keywords)))

@@ -23,6 +23,7 @@ from moe_core.errors import Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
 from moe_core.ops.moe.backward import explain_training
 from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
+from moe_core.plan import Explanation
 from moe_core.specs.matmul import Activation, MatmulSpec
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.norm import NormSpec
@@ -371,7 +372,7 @@ def explain_moe(
     expert_map: torch.Tensor | None = None,
     shared: SharedExpert | None = None,
     training: bool = False,
-) -> str:
+) -> Explanation:
     """Describe what `moe` would run for these arguments: buffers, kernels, decisions and summation orders. Runs
     nothing.
 
@@ -384,7 +385,7 @@ def explain_moe(
     target = target_of_device(operator.device_of(arguments[:-1]))
     if training:
         return explain_training(training_plans(operator, arguments, target))
-    return operator.plan(arguments, target).explain()
+    return Explanation.of(operator.plan(arguments, target))
 
 
 def _require_checkable(checked: bool) -> None:

@@ -16,7 +16,7 @@ from moe_core.ops.routing.backward import plan_routing_backward
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.ops.routing.rounding import plan_route_rounded, plan_route_rounded_backward
 from moe_core.ops.routing.topk import plan_routing
-from moe_core.plan import LaunchPlan
+from moe_core.plan import Explanation, LaunchPlan
 from moe_core.plan.float64 import any_precision
 from moe_core.specs import LayoutSpec, MoESpec, RouterSpec, TokenRounding
 from moe_core.specs.operands import MoEOperands, RouterWeights, RoutingGradients, TopK
@@ -116,17 +116,17 @@ def _routing_plans(
 
 def explain_layer(
     operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
-) -> str:
+) -> Explanation:
     """The plans of a forward or training step as text. Arguments as in `layer_plans`."""
     forward, steps = layer_plans(operands, spec, default, target, training)
     plans = steps if training else forward
     rounds = training and spec.token_rounding is not None
     if not spec.in_stages and not rounds and spec.output is None:
-        return explain_training(plans) if training else plans[0].explain()
+        return explain_training(plans) if training else Explanation.of(plans[0])
     lines = []
     if spec.capacity_factor is not None:
         capacity = spec.capacity(operands.x.shape[0])
         lines.append(f"capacity limit: slots behind the first {capacity} of an expert get id -1")
     if rounds:
         lines.append(f"{spec.token_rounding}: of training alone; evaluation routes by top-k")
-    return "\n\n".join([*lines, *(plan.explain() for plan in plans)])
+    return Explanation.of(*plans, heading=lines)

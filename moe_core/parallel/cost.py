@@ -207,8 +207,9 @@ def traffic_of(ids: np.ndarray, placement: Placement) -> Traffic:
     slots = part.reshape(ranks, -1).sum(axis=1)
     owners = owners_of(physical_ids(ids, placement).places, placement.per_rank)
     tokens, k = np.nonzero(owners >= 0)
-    visited = np.unique(tokens.astype(np.int64) * ranks + owners[tokens, k]) % ranks
-    visits, sent = (np.bincount(ranks_of_slots, minlength=ranks) for ranks_of_slots in (visited, owners[tokens, k]))
+    visited = np.zeros((len(ids), ranks), bool)
+    visited[tokens, owners[tokens, k]] = True
+    visits, sent = visited.sum(axis=0), np.bincount(owners[tokens, k], minlength=ranks)
     once = np.where(sent > 0, visits / np.maximum(sent, 1), 1.0)
     return Traffic(slots * len(tokens) / max(len(ids), 1) * once, slots)
 

@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import shlex
 import sys
 import time
 import traceback
@@ -31,6 +32,7 @@ from moe_core.parity.gradients import run_gradients
 from moe_core.parity.ranks import run_ranks
 from moe_core.parity.report import NOT_TESTED, CaseReport, case_lines, closing_table, untested_engines
 from moe_core.parity.run import run_case
+from moe_core.view.page import report_page, write_page
 
 AGREE, DIFFER, COULD_NOT_RUN = 0, 1, command.COULD_NOT_RUN
 #: Quantised cases take the first dtype.
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     text += "the host), and every gradient too; TRITON_INTERPRET=0 takes the NumPy engine for both sides"
     parser.add_argument("--ranks", type=int, metavar="W", help=text)
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
+    parser.add_argument("--html", metavar="PATH", help="also write the report as an HTML page (moebius-view)")
     parser.add_argument("--verbose", action="store_true", help="print every stage of every case, not only of failures")
     text = "list the built-in cases and the registered engines, and which of these cannot start here"
     parser.add_argument("--list", action="store_true", help=text)
@@ -99,6 +102,8 @@ def _compare(options: argparse.Namespace) -> int:
         print(_listing())
         return AGREE
     write = command.report_writer(options.json)
+    if options.html is not None:
+        command.require_writable("--html", options.html)
     # stdout must hold JSON only.
     text_file = sys.stderr if options.json == "-" else sys.stdout
     reports: list[CaseReport] = []
@@ -127,7 +132,10 @@ def _compare(options: argparse.Namespace) -> int:
             error = f"{type(problem).__name__}: {problem}"
         status, conclusion = COULD_NOT_RUN, f"could not run: {error}"
     print(f"moe-parity: {conclusion}", file=sys.stderr if error else text_file, flush=True)
-    write(json.dumps(_document(reports, status, conclusion, error), indent=1, allow_nan=False))
+    document = _document(options, reports, status, conclusion, error)
+    write(json.dumps(document, indent=1, allow_nan=False))
+    if options.html is not None:
+        write_page(options.html, report_page([document], ["moe-parity"]))
     return status
 
 
@@ -259,7 +267,9 @@ def _shares(reports: Sequence[CaseReport]) -> Iterator[str]:
         yield f"{engine})" if count == len(reports) else f"{engine}, {count} of {len(reports)})"
 
 
-def _document(reports: Sequence[CaseReport], status: int, conclusion: str, error: str | None) -> dict[str, Any]:
+def _document(
+    options: argparse.Namespace, reports: Sequence[CaseReport], status: int, conclusion: str, error: str | None
+) -> dict[str, Any]:
     return {
         "tool": "moe-parity",
         "format": 1,
@@ -269,8 +279,27 @@ def _document(reports: Sequence[CaseReport], status: int, conclusion: str, error
         "exit_status": status,
         "conclusion": conclusion,
         "error": error,
-        "cases": [report.as_dict() for report in reports],
+        "cases": [report.as_dict() | {"repeat": _repeat(options, report)} for report in reports],
     }
+
+
+def _repeat(options: argparse.Namespace, report: CaseReport) -> str:
+    """The command that runs one case again."""
+    words = ["moe-parity"]
+    if options.checkpoint is None:
+        words += ["--case", report.case]
+    for name in ("checkpoint", "layer", "hidden_states", "tokens", "seed", "ranks"):
+        value = getattr(options, name)
+        if value:
+            words += ["--" + name.replace("_", "-"), str(value)]
+    if options.dequantize:
+        words.append("--dequantize")
+    if report.scheme is None and options.checkpoint is None:
+        words += ["--dtype", report.dtype]
+    if options.backward is not None:
+        words.append("--backward" if options.backward else "--no-backward")
+    engines = dict.fromkeys(one.engine for one in report.reports)
+    return shlex.join([*words, "--engines", ",".join([REFERENCE, *engines]), "--verbose"])
 
 
 def _version(distribution: str) -> str | None:

@@ -5,6 +5,7 @@ are the arrays that its planner takes, in order, unless the docstring lists othe
 """
 
 from moe_core.plan.builder import PlanBuilder
+from moe_core.plan.registry import Explanation as Explanation
 from moe_core.plan.registry import export_plans as export_plans
 from moe_core.plan.registry import load_plans as load_plans
 from moe_core.plan.roles import Held, Role

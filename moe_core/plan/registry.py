@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moe_core.base import Recent, codec, process_lock
@@ -67,10 +67,35 @@ def registered_keys() -> tuple[str, ...]:
 def export_plans(path: str | pathlib.Path, keys: Iterable[str] | None = None) -> tuple[str, ...]:
     """Write registered plans (all, or of `keys`) to a JSON file for another process. Returns their keys."""
     chosen = registered_keys() if keys is None else tuple(keys)
-    text = codec.dumps((FORMAT_VERSION, sources_version(), tuple((key, lookup(key)) for key in chosen)))
+    write_plans(path, [lookup(key) for key in chosen])
+    return chosen
+
+
+def write_plans(path: str | pathlib.Path, plans: Sequence[LaunchPlan]) -> None:
+    text = codec.dumps((FORMAT_VERSION, sources_version(), tuple((plan.key, plan) for plan in plans)))
     with whole_file(path) as partial:
         partial.write_text(text)
-    return chosen
+
+
+class Explanation(str):
+    """The text of plans: what runs, with which tiles, in which memory, and why. plans: they themselves, in order."""
+
+    plans: tuple[LaunchPlan, ...]
+
+    @classmethod
+    def of(cls, *plans: LaunchPlan, heading: Iterable[str] = ()) -> Explanation:
+        text = cls("\n\n".join([*heading, *(plan.explain() for plan in plans)]))
+        text.plans = plans
+        return text
+
+    def after(self, heading: str) -> Explanation:
+        text = Explanation(f"{heading}\n{self}")
+        text.plans = self.plans
+        return text
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Write the plans to a JSON file, as `export_plans` does; `moebius-view` shows it as a picture."""
+        write_plans(path, self.plans)
 
 
 def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
@@ -79,6 +104,11 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
     Load only files that you would also run as code: a plan says which kernels run on which memory. Another or a changed
     file, or version of the kernels, raises InvalidInput and registers nothing.
     """
+    return tuple(register(plan) for plan in read_plans(path))
+
+
+def read_plans(path: str | pathlib.Path) -> tuple[LaunchPlan, ...]:
+    """The plans of a file, without registering them. Raises as `load_plans`."""
     content = path_of(path).read_bytes()
     try:
         version, sources, plans = json.loads(content)
@@ -101,7 +131,7 @@ def load_plans(path: str | pathlib.Path) -> tuple[str, ...]:
                 f"plan {plan.name!r} in {str(path)!r} must have the key {plan.key}, got {key!r}: the file was changed; "
                 "export the plans again"
             )
-    return tuple(register(plan) for _, plan in decoded)
+    return tuple(plan for _, plan in decoded)
 
 
 def decode_plan(value: Any) -> LaunchPlan:

@@ -19,7 +19,7 @@ from moe_core.formats import QuantizedTensor
 from moe_core.layers import MAXTEXT, LayerPart, MoEAux, MoELayerSpec
 from moe_core.layers.plans import explain_layer, layer_plans
 from moe_core.layers.weights import layer_parts, layer_router
-from moe_core.plan.steps import LaunchPlan
+from moe_core.plan import Explanation, LaunchPlan
 from moe_core.runtime.warmup import WarmupReport, token_counts
 from moe_core.specs.operands import MoEOperands
 from moe_jax.bridge.calls import moe_request, require_kept
@@ -152,7 +152,7 @@ def explain(
     num_layers: int | None = None,
     parameters: Parameters | None = None,
     training: bool = False,
-) -> str:
+) -> Explanation:
     """Explain the plan of `forward` for x of shape `tokens` (`[..., D]`, or a number of tokens) on the default device.
 
     training: forward, then backward with the gradients of x and every parameter. parameters: arrays or

@@ -12,6 +12,7 @@ from moe_core.base.dtypes import canonical
 from moe_core.layers import HUGGING_FACE, LayerCost, layer_cost
 from moe_core.layers.costs import count_tokens
 from moe_core.layers.plans import explain_layer, layer_plans
+from moe_core.plan import Explanation
 from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
 from moe_core.specs.operands import MoEOperands
 from moe_torch.bridge.arrays import target_of_device
@@ -26,10 +27,11 @@ class PlannedLayer(PrepackedExperts):
     _like_place: int
     _arrays: Callable[[Mapping[str, Any]], list[Any]]
 
-    def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> str:
+    def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> Explanation:
         """Explain a forward of so many tokens, or of an x of that shape: buffers, kernels, decisions, order of sums.
 
-        training: a training step with gradients of x and every parameter. Runs nothing.
+        training: a training step with gradients of x and every parameter. Runs nothing. `save` of the result writes
+        the plans for `moebius-view`.
         """
         tokens = count_tokens(tokens, self.spec.d_model)
         target = target_of_device(self._parts()["router"].weight.device)

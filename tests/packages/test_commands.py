@@ -37,7 +37,7 @@ def test_the_core_lists_versions_and_commands(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("output", ["nowhere/x.json", "."])
-@pytest.mark.parametrize("command", ["moe-parity --json", "moebius-convert no no --format int8_channel --json"] + [
+@pytest.mark.parametrize("command", ["moe-parity --json", "moe-parity --html", "moebius-view no --output", "moebius-convert no no --format int8_channel --json"] + [
     f"moebius-tune {what} --output" for what in ("--preset mixtral-8x7b", "--links")
 ])  # fmt: skip
 def test_outputs_open_before_the_work(
@@ -56,6 +56,7 @@ def test_outputs_open_before_the_work(
         ("moe-parity", "moe_core.parity.cli._listing", ["--list"]),
         ("moebius-convert", "moe_core.tools.convert_cli.convert_checkpoint", ["a", "b", "--format", "int8_channel"]),
         ("moebius-doctor", "moe_core.tools.doctor.cli.diagnose", []),
+        ("moebius-view", "moe_core.view.cli.view_page", ["trace"]),
         ("moebius-tune", "moe_core.tools.tune.cli._products", ["--preset", "mixtral-8x7b"]),
     ],
 )

@@ -104,7 +104,7 @@ ROOMS = {
         *("errors", "__init__", "base", "formats", "specs", "plan", "runtime"),
         *("ops.common", "ops.activation", "ops.routing", "ops.reduction", "ops.prepack", "ops.quantize"),
         *("ops.exchange", "ops.matmul", "ops.router", "ops.norm", "ops.moe"),
-        *("layers", "checkpoint", "trace", "parallel", "modular", "parity", "tools", "__main__"),
+        *("layers", "checkpoint", "trace", "parallel", "view", "modular", "parity", "tools", "__main__"),
     ),
     "moe_torch": (
         *("bridge", "operators", "autograd", "quantize", "rows", "grouped", "trace", "launcher", "warmup"),

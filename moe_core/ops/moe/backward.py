@@ -16,7 +16,7 @@ from moe_core.ops.moe.forward import SAVED, plan_moe
 from moe_core.ops.moe.names import CONSTANTS, INPUT_SCALES
 from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.routing.backward import gradient_shapes
-from moe_core.plan import LaunchPlan, PlanBuilder, Role
+from moe_core.plan import Explanation, LaunchPlan, PlanBuilder, Role
 from moe_core.plan.float64 import any_precision
 from moe_core.specs import MoEOperands, OutputGradients, RouterLogits, RouterWeights, TopK, named_arrays, named_fields
 from moe_core.specs.moe import MoESpec
@@ -196,5 +196,5 @@ def plan_training(
     return forward, *(plan_moe_backward(gradients, operands, spec, target, options=options) for gradients in upstream)
 
 
-def explain_training(plans: tuple[LaunchPlan, ...]) -> str:
-    return "\n\n".join(plan.explain() for plan in (plans[0], plans[-1]))
+def explain_training(plans: tuple[LaunchPlan, ...]) -> Explanation:
+    return Explanation.of(plans[0], plans[-1])

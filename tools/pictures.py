@@ -1,0 +1,64 @@
+"""The pictures of docs/user/view.md: `python -m tools.pictures`, with Chromium, writes docs/figures/view-*.png.
+
+The trace is drawn: each layer routes by a law of its own. Plans are of a layer with the sizes of Qwen3-30B-A3B.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from moe_core.base import ArraySpec, Target
+from moe_core.layers import HUGGING_FACE, MoELayerSpec
+from moe_core.ops.moe.backward import plan_training
+from moe_core.parallel.cost import Zipf
+from moe_core.parity.cli import main as parity
+from moe_core.specs.operands import ExpertWeights, MoEOperands, RouterWeights
+from moe_core.trace import LayerRouting, RoutingTrace
+from moe_core.view.page import plan_page, trace_page, write_page
+from tools.browser import Page
+
+_FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+_READY = "document.getElementById('main')?.getAttribute('aria-busy') === 'false'"
+
+
+def _trace() -> RoutingTrace:
+    layers, random = [], np.random.default_rng(0)
+    for number in range(24):
+        ids = Zipf(0.3 + 0.03 * number, seed=number).ids(4096, 4, 64)
+        weights = -np.sort(-random.dirichlet(np.ones(4), 4096).astype(np.float32), axis=1)
+        layers.append(LayerRouting(ids, weights, 64))
+    return RoutingTrace(tuple(layers))
+
+
+def _plans() -> list:
+    T, D, F, E = 4096, 2048, 768, 128
+    experts = ExpertWeights(ArraySpec((E, 2 * F, D), "bfloat16"), ArraySpec((E, D, F), "bfloat16"))
+    routing = RouterWeights(ArraySpec((E, D), "bfloat16"))
+    spec = MoELayerSpec(D, F, E, 8).moe_spec(HUGGING_FACE)
+    plans = plan_training(MoEOperands(ArraySpec((T, D), "bfloat16"), experts, routing), spec, Target("cuda", 90, 132))
+    return [plans[0], plans[-1]]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, Page(Path(folder) / "browser") as page:
+        path = Path(folder) / "page.html"
+        write_page(path, trace_page([_trace()], ["routing.safetensors"], sizes=(2048, 768)))
+        page.open(path, _READY)
+        page.value("document.querySelector('canvas.pick').focus()")
+        page.press("ArrowRight")
+        page.picture(_FIGURES / "view-routing.png", 1240)
+        write_page(path, plan_page([_plans()], ["plans.json"]))
+        page.open(path, _READY)
+        page.picture(_FIGURES / "view-plans.png", 900)
+        cases = ["--case", "mixtral", "--case", "qwen3_moe", "--dtype", "bfloat16"]
+        parity([*cases, "--engines", "torch,jax", "--html", str(path)])
+        page.open(path, _READY)
+        page.value("document.querySelector('details.case').open = true")
+        page.picture(_FIGURES / "view-parity.png", 760)
+
+
+if __name__ == "__main__":
+    main()
