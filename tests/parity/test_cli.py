@@ -118,7 +118,7 @@ def test_the_json_report_holds_every_row(capsys: pytest.CaptureFixture[str]) -> 
         *("tool", "format", "moebius", "python", "versions", "exit_status", "conclusion", "error", "cases")
     }
     (case,) = document["cases"]
-    assert set(case) == {"case", "dtype", "scheme", "sizes", "description", "agrees", "engines", "bitwise"}
+    assert set(case) == {"case", "dtype", "scheme", "sizes", "description", "agrees", "engines", "bitwise", "repeat"}
     assert case["scheme"] is None
     (engine,) = case["engines"]
     assert set(engine) == {"engine", "device", "verdict", "skipped", "first_divergent_stage", "stages", "flips"}
