@@ -1,7 +1,8 @@
 """The ops on JAX arrays, eagerly and in jit, scan, cond, checkpoint, vmap, shard_map and jax.export.
 
 Tracing, or the first eager call for given shapes, plans an op and compiles its kernels for every local CUDA device. A
-program holds one custom call per op, and vmap runs one per element, in order.
+program holds one custom call per op. vmap over tokens with shared weights is one call of `moe` and of ops on rows, and
+their gradients are one more. Other vmaps run one call per element, in order.
 
 - CPU engine: chosen while tracing. `moe_jax.cpu_engine(kind)` makes jitted functions trace again.
 - Several devices: call the ops on local parts inside `jax.shard_map`. Elsewhere XLA gathers sharded operands on every

@@ -7,6 +7,7 @@ Gradients go through quantised experts, which are frozen. Reasons for refusals:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -22,14 +23,14 @@ from moe_core.errors import Unsupported
 from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
 from moe_core.ops.moe.checks import why_no_moe_gradient
 from moe_core.ops.moe.forward import plan_moe
-from moe_core.ops.moe.names import FLOWING, result_names, saved_names
+from moe_core.ops.moe.names import BY_TOKEN, FLOWING, result_names, saved_names
 from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.checks import require_known_ids
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import operands as bundles
 from moe_core.specs.moe import MoESpec
-from moe_jax.autodiff.function import Rule, differentiated
+from moe_jax.autodiff.function import Rule, differentiated, more_rows, varying_alike
 from moe_jax.bridge import platforms
 from moe_jax.bridge.calls import OpCall, Request, int32_ids, moe_request, on_host, undifferentiable
 
@@ -62,6 +63,52 @@ class MoERule(Rule):
         reason = why_no_moe_gradient(self.operands.experts, self.spec, asked)
         if asked and reason is not None:
             raise Unsupported(reason)
+
+    def by_row(self) -> frozenset[str]:
+        bias = getattr(self.operands.routing, "correction_bias", None)
+        of_tokens = () if bias is None or bias.rank == 1 else ("routing.correction_bias",)
+        return frozenset({*BY_TOKEN, *of_tokens, *_REPLAYED.values(), "wide"} & {*self.names})
+
+    def folded(self, size: int) -> MoERule | None:
+        if self.spec.row_limit is not None or self.spec.rows_in_order:
+            return None
+        operands, more = self.operands, functools.partial(more_rows, size=size)
+        routing = {
+            name: more(getattr(operands.routing, name))
+            for name, _ in bundles.array_fields(type(operands.routing))
+            if f"routing.{name}" in self.by_row()
+        }
+        operands = dataclasses.replace(
+            operands,
+            x=more(operands.x),
+            token_mask=more(operands.token_mask),
+            routing=dataclasses.replace(operands.routing, **routing),
+        )
+        replayed = self.replayed and bundles.TopK(more(self.replayed.ids), more(self.replayed.weights))
+        return dataclasses.replace(self, operands=operands, replayed=replayed)
+
+    def unfolded(self, size: int, arrays: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+        counts, ids = results["tokens_per_expert"], results.get("ids")
+        if ids is None:
+            ids = arrays[_REPLAYED["routing.ids"] if self.replayed else "routing.ids"]
+        of_rows = {name: one for name, one in results.items() if name not in ("tokens_per_expert", "invalid_ids")}
+        elements = super().unfolded(size, arrays, of_rows)
+        if "token_mask" in arrays:
+            ids = jnp.where(arrays["token_mask"][:, None], ids, -1)
+        ids = ids.reshape(size, ids.size // size)
+        expert_map, num_ids = arrays.get("expert_map"), counts.shape[0]
+        num_ids = num_ids if expert_map is None else expert_map.shape[0]
+        invalid = (ids < -1) | (ids >= num_ids)
+        valid = (ids >= 0) & ~invalid
+        local = ids if expert_map is None else expert_map[jnp.where(valid, ids, 0)]
+        # Slots without an expert here write past the end, where writes are dropped.
+        local = jnp.where(valid & (local >= 0), local, counts.shape[0])
+        zeros, local, of_element = varying_alike(
+            (jnp.zeros((size, counts.shape[0]), counts.dtype), local, jnp.arange(size)[:, None])
+        )
+        elements["tokens_per_expert"] = zeros.at[of_element, local].add(1, mode="drop")
+        elements["invalid_ids"] = invalid.sum(axis=1, dtype=jnp.int32)[:, None]
+        return elements
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
         operands, routing, spec = self.operands, self.operands.routing, self.spec

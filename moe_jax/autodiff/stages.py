@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ from moe_core.ops.routing.rounding import plan_route_rounded_backward
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import MatmulOperands, RoutingGradients
-from moe_jax.autodiff.function import Rule, differentiated, varying_alike
+from moe_jax.autodiff.function import Rule, differentiated, more_rows, varying_alike
 from moe_jax.bridge.calls import Array, OpCall, Request, undifferentiable
 
 Arrays = dict[str, Any]
@@ -39,6 +40,27 @@ class _Stage(Rule):
 
     def differentiable(self) -> Names:
         return self.asking
+
+    def by_row(self) -> frozenset[str]:
+        return frozenset(_BY_ROW.get(self.request.op, ())) & {*self.names}
+
+    def folded(self, size: int) -> _Stage | None:
+        request = self.request
+        keywords, first = dict(request.keywords), request.arguments[0]
+        bias = keywords.get("correction_bias")
+        if request.op not in _BY_ROW or (bias is not None and bias.rank == 2):
+            return None
+        keywords |= {name: more_rows(one, size) for name, one in keywords.items() if name in self.by_row()}
+        if request.op != "matmul_ogs":
+            first = more_rows(first, size)
+        elif request.arguments[1] is None and {"x", "weight", "bias", "layer_index"}.issuperset(self.names):
+            first = dataclasses.replace(first, x=more_rows(first.x, size))
+        else:
+            return None
+        arguments = (first, *request.arguments[1:])
+        return dataclasses.replace(
+            self, request=dataclasses.replace(request, arguments=arguments, keywords=tuple(keywords.items()))
+        )
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> Arrays:
         return dict(zip(self.results, undifferentiable(self.request, *arrays.values()), strict=True))
@@ -187,6 +209,14 @@ class _GroupedContraction(_Stage):
         }
 
 
+#: op -> arrays whose rows are independent: its first argument, and keywords.
+_BY_ROW: dict[str, Names] = {
+    "router": ("x", "wide"),
+    "rms_norm": ("x",),
+    "route": ("logits", "token_mask", "given"),
+    "activation": ("x", "up"),
+    "matmul_ogs": ("x",),
+}
 #: op -> (rule, results, results through which gradients flow back, differentiable arrays).
 _RULES: dict[str, tuple[type[_Stage], Names, Names, Names]] = {
     "router": (_Router, ("logits",), ("logits",), ("x", "weight", "bias", "wide")),
