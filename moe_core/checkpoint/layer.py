@@ -15,11 +15,12 @@ from moe_core.base.files import path_of
 from moe_core.checkpoint import quantized
 from moe_core.checkpoint.config import inside, read_config, read_json
 from moe_core.checkpoint.families import Architecture, architecture_of, text_model
+from moe_core.checkpoint.gguf import gguf_quantization
 from moe_core.checkpoint.packing import Packing
 from moe_core.checkpoint.quantization import read_quantization
 from moe_core.checkpoint.resolve import tensors_of
 from moe_core.checkpoint.rules import Quantization
-from moe_core.checkpoint.stacks import LayerNames, found_names, layer_stacks, written_names
+from moe_core.checkpoint.stacks import LayerNames, found_names, gguf_names, layer_stacks, written_names
 from moe_core.checkpoint.storage import ReadProgress, Stack, StackReader, TensorIndex, find_tensors
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor, Scheme
@@ -178,12 +179,12 @@ class Checkpoint:
 
     def _layout(self, layer: int, reader: StackReader, allow_bad_scales: bool = False) -> quantized.Layout:
         names, architecture = self.names(layer), self.architecture
-        if architecture.naming.turned and names.fused is not None and names.fused[0] in self.index.files:
+        if architecture.naming.turned and not names.gguf and names.fused and names.fused[0] in self.index.files:
             # As in transformers, the shape decides and its own orientation is preferred.
             shape = layer_stacks(architecture, names)["experts.gate_up"].shape
             stored = reader.stored_shape(names.fused[0])
             names = dataclasses.replace(names, turned=stored != shape and stored == (shape[0], shape[2], shape[1]))
-        if names.fused is None and architecture.spec.activation.gate_layout == "interleaved":
+        if (names.fused is None or names.gguf) and architecture.spec.activation.gate_layout == "interleaved":
             # Experts that were split have gate and up in modules of their own.
             architecture = dataclasses.replace(architecture, spec=architecture.spec.with_gate_layout("halves"))
         dtype = self.config.get("dtype") or self.config.get("torch_dtype")
@@ -201,6 +202,8 @@ class Checkpoint:
         def holds(weight: str) -> bool:
             return bool(tensors_of(weight, self.index))
 
+        if self.index.is_gguf:
+            return gguf_names(self.architecture, layer)
         return found_names(self.architecture, layer, self.index, holds, self.nested)
 
 
@@ -216,6 +219,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     settings = config.quantization or _modelopt_settings(directory)
     quantization = read_quantization(settings, config.model_type, config.settings)
     index = find_tensors(directory)
+    quantization = gguf_quantization() if index.is_gguf else quantization
     facts = (config.settings, architecture, index, quantization, config.nested)
     checkpoint = Checkpoint(directory, config.model_type, *facts)
     # Settings of experts that cannot be read raise here; those of other matrices do not matter.
@@ -248,7 +252,7 @@ def _require_one_dtype(stored: Mapping[str, str]) -> None:
     free = ("router.", "output.", "before.norm")
     plain = [name for name in stored if not name.startswith(free) and not name.endswith(quantized.ARRAYS)]
     weights = {name: stored[name] for name in plain}
-    wanted = weights.get("experts.gate_up", stored["router.weight"])
+    wanted = weights.get("experts.gate_up", weights.get("shared.gate_up", stored["router.weight"]))
     for name, dtype in weights.items():
         if dtype != wanted and not (name.endswith("_bias") and dtype == "float32"):
             raise InvalidInput(

@@ -44,7 +44,8 @@ class Component:
 
     field: of QuantizedTensor, or any name for `Packing.plain`. suffix: after the module's name. accepts: header dtypes.
     file_shape: of the tensor of a matrix (N, D). None: any. decode, encode: convert between the file's array and ours,
-    for any number of leading axes. None: the same. decode may add the padding of the last word.
+    for any number of leading axes. None: the same. decode may add the padding of the last word. dtype: of the decoded
+    array, where the file's tells nothing.
     """
 
     field: str
@@ -54,6 +55,7 @@ class Component:
     decode: Callable[[np.ndarray], np.ndarray] | None = None
     encode: Callable[[np.ndarray], np.ndarray] | None = None
     optional: bool = False
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def layer_layout(
         name: tuple((part, resolver.packing(part)) for part in _in_file_order(stacks[name], turned)) for name in wanted
     }
     kept, notes = _kept(matrices)
-    if any(stacks[name].parts[0].decode is not None and not _is_turned(stacks[name]) for name in kept):
+    if any(stacks[name].parts[0].decode is not None and not _is_turned(stacks[name], names.gguf) for name in kept):
         strange = next(name for name in kept if stacks[name].parts[0].decode is not None)
         raise Unsupported(
             f"{stacks[strange].parts[0].tensor} holds quantised weights in an order of its own (transposed, or rows "
@@ -120,8 +120,8 @@ def _in_file_order(stack: Stack, in_out: bool) -> tuple[Part, ...]:
     )
 
 
-def _is_turned(stack: Stack) -> bool:
-    return all(part.is_turned and len(part.shape) == 2 for part in stack.parts)
+def _is_turned(stack: Stack, gguf: bool) -> bool:
+    return all(part.is_turned and (gguf or len(part.shape) == 2) for part in stack.parts)
 
 
 def _kept(
@@ -261,13 +261,14 @@ def _packed_stacks(
 ) -> dict[str, Stack]:
     """The stacks of a quantised weight's arrays: `experts.down.values`."""
     parts: dict[str, list[Part]] = {}
-    format = None
+    format, described = None, dict[str, str | None]()
     for part, packing in pairs:
         assert packing is not None
         format = packing.format
         for component in packing.components:
             tensor = resolver.component(part, packing, component, checks[id(packing)])
             assert tensor is not None
+            described[component.field] = component.dtype
             place = tuple(_scaled(index, format, component.field) for index in part.place)
             parts.setdefault(component.field, []).append(dataclasses.replace(tensor, place=place))
     assert format is not None
@@ -275,7 +276,7 @@ def _packed_stacks(
     stacks = {}
     for field_name, made in parts.items():
         dtypes_of = format.scale_dtypes if field_name == "scales" else (format.own_element.dtype,)
-        dtype = dtypes_of[0] if len(dtypes_of) == 1 else None
+        dtype = described.get(field_name) or (dtypes_of[0] if len(dtypes_of) == 1 else None)
         stacks[f"{name}.{field_name}"] = Stack(getattr(shapes, field_name), tuple(made), dtype)
     return stacks
 

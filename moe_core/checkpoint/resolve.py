@@ -267,6 +267,9 @@ def plain_part(part: Part, packing: Packing, resolver: Resolver, check: ScaleChe
             field: array if tensor.decode is None else tensor.decode(array)
             for (field, tensor), array in zip(tensors, arrays, strict=True)
         }
+        for field, tensor in tensors:
+            if tensor.check is not None:
+                tensor.check(tensor.tensor, fields[field])
         try:
             with np.errstate(all="ignore"):
                 numbers = packing.dequantize(fields, rows, columns)
@@ -278,4 +281,5 @@ def plain_part(part: Part, packing: Packing, resolver: Resolver, check: ScaleChe
         return numbers if part.decode is None else part.decode(numbers)
 
     (_, first), *others = tensors
-    return dataclasses.replace(first, place=part.place, decode=decode, others=tuple(other for _, other in others))
+    rest = tuple(other for _, other in others)
+    return dataclasses.replace(first, place=part.place, decode=decode, others=rest, check=None)

@@ -24,8 +24,9 @@ _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 class LayerNames:
     """The full names of one layer's tensors in one storage.
 
-    block: the prefix of router and experts, `model.layers.3.mlp.`. fused: (gate_up, down), None: per expert, with the
-    names `modules`. turned, interleaved: of `fused`. table: "" if the layer has none. canonical: transformers' `block`.
+    block: the prefix of router and experts, `model.layers.3.mlp.`. fused: (gate_up, down), in GGUF (gate, up, down),
+    None: per expert, with the names `modules`. turned, interleaved: of `fused`. table: "" if the layer has none.
+    canonical: transformers' `block`.
     """
 
     block: str
@@ -42,6 +43,7 @@ class LayerNames:
     around: Mapping[str, str] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
     canonical: str = ""
+    gguf: bool = False
 
     @property
     def router_bias(self) -> str:
@@ -168,6 +170,21 @@ def _names_below_another_prefix(
     )
 
 
+def gguf_names(architecture: Architecture, layer: int) -> LayerNames:
+    """The names of a layer in GGUF files, which are the same for all families."""
+    block, halves = f"blk.{layer}.", ("gate", "up") if architecture.spec.activation.gated else ("up",)
+
+    def of(module: str) -> str:
+        return f"{block}ffn_{module}.weight"
+
+    experts, shared = (tuple(of(f"{half}_{end}") for half in (*halves, "down")) for end in ("exps", "shexp"))
+    names = LayerNames(block, of("gate_inp"), f"{block}exp_probs_b.bias", experts, shared, of("gate_inp_shexp"))
+    # Arrays that GGUF has under no name of this table are reported as missing.
+    others = {"norm": f"{block}router_norm", "expert_scale": f"{block}expert_scale"}
+    around = {name: f"{block}{name}" for name in architecture.naming.around}
+    return dataclasses.replace(names, gguf=True, around=around, **others)
+
+
 def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Stack]:
     """The arrays of a layer by field name (`experts.gate_up`), and the tensors of each."""
     num_experts, d_model, family = architecture.num_experts, architecture.d_model, architecture.family
@@ -197,7 +214,10 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         stacks |= _mlp_stacks("shared.", names.shared, architecture, *sizes, turned=turned)
         if family.shared is not None and family.shared.gate:
             shape = (d_model, 1) if turned else (1, d_model)
-            stacks["shared.gate"] = Stack(shape, (_part(names.shared_gate, shape, turned=turned),))
+            part = _part(names.shared_gate, shape, turned=turned)
+            if names.gguf:
+                part = Part(names.shared_gate, (d_model,), decode=lambda row: row.reshape(shape))
+            stacks["shared.gate"] = Stack(shape, (part,))
     for one in architecture.around():
         turned = one.role == "weight" and architecture.spec.weight_layout == "in_out"
         stacks[one.name] = Stack(one.shape, (_part(names.around[one.name], one.shape, turned=turned),))
@@ -219,15 +239,22 @@ def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, S
             name: Stack((num_experts, *stack.shape), tuple(part for one in per_expert for part in one[name].parts))
             for name, stack in per_expert[0].items()
         }
-    lead, turned = (num_experts,), names.turned
+    lead, turned = (num_experts,), names.turned or (names.gguf and architecture.spec.weight_layout == "in_out")
     stacks = _mlp_stacks("experts.", names.fused, architecture, d_ff, width, lead=lead, turned=turned)
-    if architecture.naming.flat:
+    if architecture.naming.flat and not names.gguf:
         stacks = {name: _flat(stack, num_experts, d_ff, name.endswith("down")) for name, stack in stacks.items()}
     if names.interleaved:
         gate_up = stacks["experts.gate_up"]
         apart = dataclasses.replace(gate_up.parts[0], decode=rows_apart, encode=rows_in_turn)
         stacks["experts.gate_up"] = dataclasses.replace(gate_up, parts=(apart,))
     widths = {"gate_up": architecture.spec.activation.input_width(d_ff), "down": width}
+    if architecture.family.expert_bias and names.gguf:
+        gate, up, down = (tensor.removesuffix("weight") + "bias" for tensor in names.fused)
+        halves = ((gate, slice(0, d_ff)), (up, slice(d_ff, 2 * d_ff)))
+        parts = tuple(Part(name, (num_experts, d_ff), (slice(None), rows)) for name, rows in halves)
+        stacks["experts.gate_up_bias"] = Stack((num_experts, 2 * d_ff), parts)
+        stacks["experts.down_bias"] = Stack.whole(down, (num_experts, width))
+        return stacks
     for name, tensor in zip(widths, names.fused, strict=True) if architecture.family.expert_bias else ():
         stacks[f"experts.{name}_bias"] = Stack.whole(f"{tensor}_bias", (num_experts, widths[name]))
     return stacks

@@ -22,6 +22,7 @@ import numpy as np
 from moe_core.base import dtypes
 from moe_core.base.files import TensorFile, open_file
 from moe_core.checkpoint.config import inside, read_json, require_relative
+from moe_core.checkpoint.gguf import open_gguf
 from moe_core.errors import InvalidInput, Unsupported
 
 FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -51,7 +52,8 @@ class RawTensor:
     def __getitem__(self, rows: slice) -> np.ndarray:
         stored_shape = self._entry.shape
         shape = (len(range(*rows.indices(stored_shape[0]))), *stored_shape[1:]) if stored_shape else ()
-        target = np.empty(shape, _NUMPY_DTYPES[self._entry.dtype])
+        # The blocks of GGUF's types are bytes.
+        target = np.empty(shape, _NUMPY_DTYPES.get(self._entry.dtype, np.uint8))
         self.read_into(rows, target)
         return target
 
@@ -92,7 +94,7 @@ class Part:
 
     decode: converts the tensor, or a range of a stack's first axis, to the array's form. encode: the inverse. None:
     only the shape changes. accepts: as in `Stack`, for this tensor. others: further tensors that decode takes, whole.
-    check: called with the name and the array as it is stored.
+    check: called with the name and the array that was read.
     """
 
     tensor: str
@@ -149,9 +151,13 @@ class TensorIndex:
         for name in names:
             by_file.setdefault(self.files[name], []).append(name)
         for file, held in sorted(by_file.items()):
-            with open_file(inside(self.directory, file)) as tensors:
+            with open_tensors(inside(self.directory, file)) as tensors:
                 for name in held:
                     yield name, tensors
+
+    @property
+    def is_gguf(self) -> bool:
+        return any(name.endswith(".gguf") for name in self.files.values())
 
     @functools.cached_property
     def _sorted(self) -> list[str]:
@@ -186,6 +192,18 @@ def find_tensors(directory: Path) -> TensorIndex:
         with open_file(single) as file:
             return TensorIndex(directory, dict.fromkeys(file.entries, single.name))
     index = inside(directory, "model.safetensors.index.json")
+    ggufs = [] if index.exists() else sorted(path.name for path in directory.glob("*.gguf"))
+    if ggufs:
+        names: dict[str, str] = {}
+        for name in ggufs:
+            with open_gguf(inside(directory, name)) as file:
+                if twice := names.keys() & file.entries.keys():
+                    raise InvalidInput(
+                        f"{directory} must hold the GGUF files of one model, got {sorted(twice)[0]} in {name} and "
+                        f"{names[sorted(twice)[0]]}; keep one model in a directory"
+                    )
+                names |= dict.fromkeys(file.entries, name)
+        return TensorIndex(directory, names)
     if not index.exists():
         present = sorted(path.name for path in directory.iterdir())
         raise InvalidInput(
@@ -200,6 +218,10 @@ def find_tensors(directory: Path) -> TensorIndex:
     for name in set(files.values()):
         require_relative(name, index)
     return TensorIndex(directory, files)
+
+
+def open_tensors(path: Path) -> contextlib.AbstractContextManager[TensorFile]:
+    return open_gguf(path) if path.suffix == ".gguf" else open_file(path)
 
 
 class StackReader(contextlib.ExitStack):
@@ -217,7 +239,7 @@ class StackReader(contextlib.ExitStack):
     def file_of(self, name: str) -> TensorFile:
         file = self._index.files.get(name, "")
         if file not in self._files:
-            self._files[file] = self.enter_context(open_file(self._index.path_of(name)))
+            self._files[file] = self.enter_context(open_tensors(self._index.path_of(name)))
         return self._files[file]
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
@@ -285,32 +307,25 @@ class StackReader(contextlib.ExitStack):
                 source, target = self.tensor(part.tensor), array[part.place]
                 # Tensors with another number of axes are read at once.
                 whole = len(part.shape) != target.ndim or bool(part.others)
-                others = [self._whole(other) for other in part.others]
+                others = [self.tensor(other.tensor)[:] for other in part.others]
                 for piece in [slice(0, len(target))] if whole else _pieces(target):
                     if part.decode is None:
-                        same = _NUMPY_DTYPES[source.get_dtype()] == target.dtype
+                        same = _NUMPY_DTYPES.get(source.get_dtype()) == target.dtype
                         if same and target.flags.c_contiguous and target.ndim:
                             source.read_into(piece, target[piece])
                         else:
                             target[piece] = source[piece]
-                        if part.check is not None:
-                            part.check(part.tensor, target[piece])
                     else:
                         # A matrix is one piece, because the tensor may pack its rows. Words may have padding at the
                         # end.
-                        raw = self._whole(part) if whole or target.ndim < 3 else source[piece]
-                        decoded = part.decode(raw, *others)
+                        decoded = part.decode(source[slice(None) if whole or target.ndim < 3 else piece], *others)
                         target[piece] = decoded[tuple(slice(size) for size in target[piece].shape)]
+                    if part.check is not None:
+                        part.check(part.tensor, target[piece])
                     done += target[piece].nbytes
                     if progress is not None:
                         progress(ReadProgress(part.tensor, done, total))
         return arrays
-
-    def _whole(self, part: Part) -> np.ndarray:
-        array = self.tensor(part.tensor)[:]
-        if part.check is not None:
-            part.check(part.tensor, array)
-        return array
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

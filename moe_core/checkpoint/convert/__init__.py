@@ -121,6 +121,10 @@ def convert_checkpoint(
     require_flag("allow_not_finite", allow_not_finite)
     require_at_least("shard_bytes", shard_bytes, 1)
     checkpoint = open_checkpoint(source)
+    if checkpoint.index.is_gguf:
+        raise InvalidInput(
+            f"source must hold safetensors to be converted, got GGUF in {checkpoint.path}; read its layers"
+        )
     with StackReader(checkpoint.index) as reader:
         conversion = _Conversion(checkpoint, reader, format, loader, allow_not_finite)
         named = [path for path in checkpoint.path.iterdir() if path.suffix in _SIDE_FILES]
