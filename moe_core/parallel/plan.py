@@ -362,8 +362,8 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
         held = gathered + max(returned, results + returned + scratch, results + kept + behind)
         return symmetric + max(held, ends)
     routing = size["received ids"] + size["received weights"]
+    # Rows that are sent weigh less than what comes back for them.
     return routing + max(
-        gathered + size.get("sent rows", 0) + received,
         gathered + received + size.get("rows by slot", 0),
         returned + results + scratch,
         results + size["returned results"] + (parts or output) + kept,

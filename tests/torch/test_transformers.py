@@ -345,6 +345,13 @@ def test_weights_in_a_mapped_file(tmp_path: pathlib.Path) -> None:
         assert moe_torch.transformers.align_weights(loaded) == 0
 
 
+def test_parameters_of_other_modules_in_experts_stay_where_they_are() -> None:
+    experts, part = build_experts("concatenated"), torch.nn.Module()
+    part.weight = torch.nn.Parameter(torch.zeros(9)[1:])
+    experts.part = part
+    assert moe_torch.transformers.align_weights(experts) == 0 and part.weight.data_ptr() % 16
+
+
 def test_routing_of_a_model_is_captured_and_replayed() -> None:
     with running_on("reference"):
         model, ids = build("qwen3_moe"), tokens("cpu")

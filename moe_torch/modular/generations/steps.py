@@ -262,7 +262,7 @@ def finalized(step: Step, result: Any, tokens: Tokens, destination: torch.Tensor
         output = destination.new_empty(tokens.a1q.shape[-2], destination.shape[1])
     begin = 0
     for one in results:
-        count = output.shape[0] if len(results) == 1 else len(parts_of(one, f"{name} must return")[2])
+        count = len(output) if len(results) == 1 else len(parts_of(one, f"{name} must return")[2])
         write_finalized(one, output[begin : begin + count], name)
         begin += count
     return output

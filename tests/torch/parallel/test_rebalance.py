@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from moe_core.layers import ExpertsSpec, MoELayerSpec
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.specs import RouterSpec, Tuning
 from moe_torch import MoE
+from moe_torch.layers.rebalance import HOLE, _Shares
 from moe_torch.parallel import ExpertParallel, LayerMoves, MovingPlacement, Rebalancer, parallelize
 from moe_torch.parallel.group import Ranks
 from tests.support.parallel.pool import Pool, ranks
@@ -362,3 +364,11 @@ def test_copies_states_and_what_is_refused(ranks: Pool) -> None:
         assert all(torch.equal(first, other) for other in others) and found["shared load"]
         for name, message in ERRORS.items():
             assert message in found[name], name
+
+
+def test_layers_start_from_their_placement_if_it_is_full() -> None:
+    full, sparse = Placement.linear(4, 2), Placement(4, ((0, 1, 2), (3, HOLE, HOLE)))
+    for placement in (full, sparse):
+        shares: Any = SimpleNamespace(exchange=SimpleNamespace(placement=placement), number=0)
+        first = _Shares.first_placement(shares, None, 1)
+        assert (first is placement) == (placement is full) and not any(HOLE in rank for rank in first.owners)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,8 @@ pytest.importorskip("torch")
 
 import torch
 
+from moe_core.specs import Activation
+from moe_torch.parallel.peer import chunks
 from moe_torch.parallel.peer.streams import GradientOverlap, Streams, _stream
 
 GPU = torch.device("cuda", 0)
@@ -90,3 +93,14 @@ def test_a_cpu_has_one_order() -> None:
     assert streams.marked(None) is None
     with streams.on(None):
         streams.wait(None, None)
+
+
+@pytest.mark.parametrize(
+    ("number", "count", "limits"), [(0, 1, (None, None)), (0, 3, (None, 44)), (1, 3, (88, 44)), (2, 3, (88, None))]
+)
+def test_products_of_two_chunks_share_the_multiprocessors(number: int, count: int, limits: tuple[Any, Any]) -> None:
+    owner: Any = SimpleNamespace(spec=SimpleNamespace(activation=Activation("silu")))
+    card = SimpleNamespace(multi_processor_count=132)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: card):
+        assert chunks._limits(number, count, owner, GPU) == limits
+    assert chunks._limits(number, count, owner, torch.device("cpu")) == (None, None)
