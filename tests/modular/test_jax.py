@@ -16,9 +16,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import ExpertWeights, TopK
-from moe_core.specs.tuning import TileConfig, Tuning
 from moe_jax import modular
-from moe_jax.modular import experts
 from tests.support.jax import REAL_KERNELS, running_on, to_jax
 from tests.support.modular.problems import (
     TOPK,
@@ -89,15 +87,6 @@ def test_options_and_ranks(composition: Any) -> None:
         assert run(x[:0], w1, w2, weights[:0], ids[:0]).shape == (0, K)
 
 
-@pytest.mark.parametrize("composition", [unfused, batched])
-def test_each_product_has_its_tuning(composition: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning, seen, product = Tuning(TileConfig(16, 32, 64), TileConfig(16, 64, 32)), [], experts._product
-    monkeypatch.setattr(experts, "_product", lambda *call: (seen.append(call[2].tuning), product(*call))[1])
-    with running_on("reference"):
-        composition(*to_jax(tuple(draw_problem())), tuning=tuning)
-    assert seen == [tuning.of_product(1), tuning.of_product(2)]
-
-
 def test_both_biases_enter() -> None:
     with running_on("reference"):
         arguments = x, w1, *_ = to_jax(tuple(draw_problem()))
@@ -150,10 +139,6 @@ def test_wrong_calls_are_refused() -> None:
             ("topk_weights must be floats", lambda: modular.prepare(x, weights[:3], ids)),
             ("a row for each of the 3 tokens", lambda: modular.prepare_batched(x[:3], weights, ids, E, 40)),
             ("those of the tokens that were prepared", lambda: modular.finalize_batched(x[None], weights[:1], batched)),
-            (
-                "expert_map must be a jax.Array",
-                lambda: modular.prepare_batched(x, weights, ids, E, 40, expert_map=[0] * E),
-            ),
             ("at most max_num_tokens = 8", lambda: modular.prepare_batched(x, weights, ids, E, 8)),
             ("must come from prepare_batched", lambda: modular.finalize_batched(x, weights, prepared)),
             (r"must be \[M, topk, K\]", lambda: modular.finalize(x, weights, ids)),
@@ -207,9 +192,9 @@ def test_torch_and_jax_agree_bitwise() -> None:
         batched: (other.BatchedPrepareAndFinalize(40, E), other.BatchedTritonExperts(40)),
     }
     problem = draw_problem("bfloat16", seed=4)
-    for composition, (prepare_finalize, theirs) in parts.items():
+    for composition, (prepare_finalize, experts) in parts.items():
         with torch_support.running_on(REAL_KERNELS) as device, torch.no_grad():
-            kernel = other.FusedMoEModularKernel(prepare_finalize, theirs)
+            kernel = other.FusedMoEModularKernel(prepare_finalize, experts)
             expected = torch_support.to_numpy(kernel(*torch_support.to_torch(tuple(problem), device)))
         with running_on(REAL_KERNELS):
             found = np.asarray(composition(*to_jax(tuple(problem))))

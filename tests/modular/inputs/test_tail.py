@@ -149,15 +149,3 @@ def test_one_call_has_the_bits_of_its_steps(engine: str, shared: bool) -> None:
             )
         for array, one in zip(result, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(array), to_numpy(one))
-
-
-def test_an_output_without_rows_adds_nothing() -> None:
-    residual, ids = torch.randn(3, 8), torch.full((3, 2), -1, dtype=torch.int32)
-    output = SimpleNamespace(
-        gemm2_permuted=torch.zeros(0, 8),
-        expert_weights=torch.ones(3, 2),
-        expanded_idx_to_permuted_idx=ids,
-        route_major=False,
-    )
-    with running_on("reference"):
-        require_equal(modular.finalize_and_norm(output, residual, torch.ones(8)).hidden, residual, "hidden")
