@@ -3,7 +3,7 @@
     python -m benchmarks.bars benchmarks/results/forward-turns-dsv3-h200.json \\
         benchmarks/results/forward-peers-h200.json benchmarks/results/training-h200.json --output docs/figures/
 
-`speedup.svg` has a dot for every cell of a peer, that is a shape and a number of tokens, and a bar to their geometric
+`speedup.svg` has a mark for every cell of a peer, that is a shape and a number of tokens, and a bar to their geometric
 mean; both times of a cell are of one run and one clock. `kept-bytes.svg` has a pair of bars for every shape.
 """
 
@@ -102,43 +102,55 @@ def mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+#: A peer that is slower than this on average is named below the panels: its bar would hide the others' differences.
+_FAR = 4.0
+
+
 def draw_speedups(records: Sequence[dict[str, Any]], source: str) -> Any:
-    """A panel for forwards and one for training steps; peers without a cell are left out."""
+    """A panel for forwards and one for training steps; peers without a cell are left out. Readable at 390 px."""
     from matplotlib import pyplot
 
     parts = {mode: [(peer, ratios(records, mode, peer)) for peer in peers] for mode, peers in PARTS.items()}
-    parts = {mode: [pair for pair in pairs if pair[1]] for mode, pairs in parts.items() if any(p[1] for p in pairs)}
+    parts = {mode: [pair for pair in pairs if pair[1]] for mode, pairs in parts.items()}
+    far = [(mode, *pair) for mode, pairs in parts.items() for pair in pairs if mean(pair[1]) > _FAR]
+    parts = {mode: [pair for pair in pairs if mean(pair[1]) <= _FAR] for mode, pairs in parts.items()}
+    parts = {mode: pairs for mode, pairs in parts.items() if pairs}
+    lines = ["Bars: geometric means. Marks: cells, both sides in one run.", *map(_far_line, far), source]
+    foot = 0.17 * len(lines) + 0.1
     sizes = [len(pairs) for pairs in parts.values()]
-    height = 0.52 * sum(sizes) + 0.55 * len(sizes) + 0.75
+    height = 0.5 * sum(sizes) + 0.45 * len(sizes) + 0.5 + foot
     figure, panels = pyplot.subplots(
-        len(parts), 1, figsize=(8.6, height), sharex=True, squeeze=False, height_ratios=sizes
+        len(parts), 1, figsize=(5.4, height), sharex=True, squeeze=False, height_ratios=sizes
     )
+    most = 1.0
     for panel, (mode, pairs) in zip(panels.flat, parts.items(), strict=True):
         for place, (_, values) in enumerate(pairs):
-            middle = mean(values)
-            panel.barh(place, middle - 1, left=1, height=0.5, color=theme.OURS, alpha=0.45, linewidth=0)
-            panel.plot(values, [place] * len(values), "o", color=theme.OURS, markersize=4, markeredgewidth=0)
-            cells = f"{len(values)} cells" if len(values) > 1 else "1 cell"
-            span = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
-            at = max(values) * 1.08
-            panel.text(at, place, f"{middle:.2f}×{span}, {cells}", va="center", fontsize=8)
-        panel.set_yticks(range(len(pairs)), [f"{peer.name}\n{peer.about}" for peer, _ in pairs], fontsize=8)
+            middle, most = mean(values), max(most, *values)
+            panel.barh(place, middle - 1, left=1, height=0.56, color=theme.OURS, alpha=0.4, linewidth=0)
+            panel.plot(values, [place] * len(values), "|", color=theme.OURS, markersize=9, markeredgewidth=1.2)
+            panel.text(max(values) * 1.03, place, f"{middle:.2f}×", va="center", fontsize=10, fontweight="bold")
+        panel.set_yticks(range(len(pairs)), [peer.name for peer, _ in pairs], fontsize=10)
         panel.invert_yaxis()
-        panel.axvline(1, color=theme.INK, linewidth=1, linestyle="--")
-        panel.set_title(TITLES[mode], fontsize=9, loc="left")
+        panel.axvline(1, color=theme.INK, linewidth=1)
+        panel.set_title(TITLES[mode], fontsize=10, fontweight="bold", loc="left")
         panel.set_xscale("log")
-        panel.set_xlim(0.8, 900)
         panel.tick_params(axis="y", length=0)
-    ticks = [1, 2, 5, 10, 20, 50, 100]
-    panels.flat[-1].set_xticks(ticks, [f"{tick}×" for tick in ticks], fontsize=8)
-    panels.flat[-1].set_xticks([], minor=True)
-    figure.suptitle(
-        "Time of the peer over the time of Moebius, bf16: right of the line, Moebius is faster", fontsize=10
-    )
-    figure.text(0.5, 0.06 / height, source, ha="center", fontsize=6)
-    figure.tight_layout(rect=(0, (0.1 + 0.11 * source.count("\n") + 0.11) / height, 1, 1))
+        panel.spines["left"].set_visible(False)
+    last, ticks = panels.flat[-1], [tick for tick in (1, 1.25, 1.5, 2, 3, 4, 6, 8) if tick <= most]
+    last.set_xlim(0.88, most * 1.25)
+    last.set_xticks(ticks, [f"{tick:g}×" for tick in ticks], fontsize=10)
+    last.set_xticks([], minor=True)
+    figure.suptitle("Time of others over the time of Moebius, bf16", fontsize=11)
+    for number, line in enumerate(reversed(lines)):
+        figure.text(0.02, (0.06 + 0.17 * number) / height, line, fontsize=8.5)
+    figure.tight_layout(rect=(0, foot / height, 1, 1))
     pyplot.close(figure)
     return figure
+
+
+def _far_line(part: tuple[str, Peer, list[float]]) -> str:
+    mode, peer, values = part
+    return f"{TITLES[mode]}, {peer.name}: {min(values):.0f}× to {max(values):.0f}×."
 
 
 def draw_kept(records: Sequence[dict[str, Any]], source: str) -> Any:
@@ -174,6 +186,14 @@ def sources(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(dict.fromkeys(source_line([one]) for one in records))
 
 
+def devices(records: Sequence[dict[str, Any]]) -> str:
+    """The cards, and the number of runs with their dates."""
+    origins = [record["provenance"] for record in records]
+    days = sorted({origin["date"][:10] for origin in origins})
+    span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{', '.join(sorted({origin['device'] for origin in origins}))}; runs of {span}, in benchmarks/results."
+
+
 def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
     """Write both figures of some records into a folder; returns the files."""
     records = [json.loads(path.read_text()) for path in paths]
@@ -181,7 +201,7 @@ def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
     kept = [record for record in records if any("kept_bytes_per_token" in row for row in record["rows"])]
     written = []
     with theme.drawing(kind):
-        figures = {"speedup": draw_speedups(records, sources(records))}
+        figures = {"speedup": draw_speedups(records, devices(records))}
         if kept:
             figures["kept-bytes"] = draw_kept(kept, sources(kept))
         for name, figure in figures.items():
