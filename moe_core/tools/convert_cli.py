@@ -1,20 +1,23 @@
-"""The command `moebius-convert`: exit status 0 when the checkpoint was written, 2 when it could not be."""
+"""The command `moebius-convert`: exit status 0 when the checkpoint was written, 1 when verifying it found a difference,
+2 when it could not be written."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import json
+import math
 import sys
 from collections.abc import Sequence
 
 import moe_core
 from moe_core.base import command
 from moe_core.checkpoint.convert import LOADERS, ConversionProgress, convert_checkpoint
+from moe_core.checkpoint.convert.verify import fits, verify_conversion
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, format_named, format_names
 
-CONVERTED, COULD_NOT_CONVERT = 0, command.COULD_NOT_RUN
+CONVERTED, NOT_VERIFIED, COULD_NOT_CONVERT = 0, 1, command.COULD_NOT_RUN
 
 _DESCRIPTION = """\
 Translate the routed experts of a Hugging Face checkpoint, plain or quantised, into a format or a dtype, and report the
@@ -42,6 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
     parser.add_argument(
         "--allow-not-finite", action="store_true", help="convert weights with NaN or infinities, and name them"
+    )
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        help="read the result again, also with transformers, and compare it; default: if memory has room for it",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     return parser
@@ -74,6 +82,20 @@ def _convert(options: argparse.Namespace) -> int:
     except OSError as problem:
         print(f"moebius-convert: {options.destination} is written, its report is not: {problem}", file=sys.stderr)
         return COULD_NOT_CONVERT
+    if options.verify or (options.verify is None and fits(options.destination)):
+        largest = max((max(error.gate_up, error.down) for error in report.layers), default=0.0)
+        try:
+            verification = verify_conversion(
+                options.source,
+                options.destination,
+                math.inf if report.not_finite else largest,
+                transformers=options.loader == "transformers",
+            )
+        except (InvalidInput, Unsupported) as problem:
+            print(f"moebius-convert: {options.destination} is written and not verified: {problem}", file=sys.stderr)
+            return NOT_VERIFIED
+        if options.json != "-":
+            print(verification)
     return CONVERTED
 
 

@@ -56,7 +56,11 @@ def test_outputs_open_before_the_work(
     ("name", "worker", "arguments"),
     [
         ("moe-parity", "moe_core.parity.cli._listing", ["--list"]),
-        ("moebius-convert", "moe_core.tools.convert_cli.convert_checkpoint", ["a", "b", "--format", "int8_channel"]),
+        (
+            "moebius-convert",
+            "moe_core.tools.convert_cli.convert_checkpoint",
+            ["a", "b", "--format", "int8_channel"],
+        ),
         ("moebius-doctor", "moe_core.tools.doctor.cli.diagnose", []),
         ("moebius-view", "moe_core.view.cli.view_page", ["trace"]),
         ("moebius-tune", "moe_core.tools.tune.cli._products", ["--preset", "mixtral-8x7b"]),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ torch = pytest.importorskip("torch", reason="the judge needs torch")
 transformers = pytest.importorskip("transformers", reason="the judge needs transformers")
 pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (pip install 'moebius[recipes]')")
 
+from moe_core.checkpoint import convert_checkpoint
 from moe_core.checkpoint.convert.target import Target
+from moe_core.tools.convert_cli import main
 from tests.support.families import IS_EARLIER, ROWS
 from tests.support.families.loaders import verdict, wide
 from tests.support.paths import ROOT
@@ -104,3 +107,55 @@ def test_faults_are_seen(
     model.save_pretrained(tmp_path / "source", save_original_format=True)
     with pytest.raises((AssertionError, AttributeError), match=message):
         verdict(row, model, tmp_path / "source", tmp_path / "int4", "int4_g32")
+
+
+# The command proves its output.
+
+
+@pytest.mark.parametrize(
+    ("row", "format"), [("qwen3_moe", "int4_g32"), ("llama4", "int4_g32"), ("gpt_oss", "mxfp4"), ("gpt_oss", "bf16")]
+)
+def test_the_command_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, format: str) -> None:
+    wide(row)[1].save_pretrained(tmp_path / "source", save_original_format=True)
+    assert main([str(tmp_path / "source"), str(tmp_path / "made"), "--format", format]) == 0
+    printed = capsys.readouterr().out
+    rows = re.findall(r"^ +\d+ +(\S+e[+-]\d+) +(\S+e[+-]\d+)  equal$", printed, re.MULTILINE)
+    assert len(rows) == 2 and all((float(one) > 0) == (format != "bf16") for row in rows for one in row)
+    assert "logits of transformers differ from the source's by" in printed
+
+
+@pytest.mark.parametrize(
+    ("row", "method", "message"),
+    [
+        ("granitemoe", "why_not_transformers", "got missing keys such as"),
+        ("qwen3_moe", "quantized", "got layer 1, whose weights differ from the source's by"),
+        ("cohere2_moe", "settings", "got AttributeError: Linear has no attribute"),
+    ],
+)
+def test_the_command_finds_faults(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    row: str,
+    method: str,
+    message: str,
+) -> None:
+    wide(row)[1].save_pretrained(tmp_path / "source", save_original_format=True)
+    if method == "quantized":
+        monkeypatch.setattr("moe_core.tools.convert_cli.convert_checkpoint", damaged)
+    else:
+        monkeypatch.setattr(Target, method, classes if method == "settings" else lambda self: None)
+    assert main([str(tmp_path / "source"), str(tmp_path / "made"), "--format", "int4_g32"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def damaged(source: str, destination: str, *arguments: Any, **options: Any) -> Any:
+    """A conversion with one byte of layer 1 turned round on the disk."""
+    report = convert_checkpoint(source, destination, *arguments, **options)
+    file = Path(destination, "model.safetensors")
+    data = bytearray(file.read_bytes())
+    size = 8 + int.from_bytes(data[:8], "little")
+    entry = json.loads(data[8:size])["model.layers.1.mlp.experts.3.up_proj.weight_scale"]
+    data[size + entry["data_offsets"][0] + 1] ^= 0x03
+    file.write_bytes(data)
+    return report
