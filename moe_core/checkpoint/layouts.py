@@ -36,6 +36,8 @@ _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _GPTQ_ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
 _NVFP4 = Format("nvfp4", "e2m1", 1, 16)
 _HQQ_BITS = (8, 4, 2, 1)
+#: Elements of a block of bitsandbytes.
+_MOST_BLOCK = 2**16
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -155,18 +157,23 @@ def nvfp4(settings: Mapping[str, Any], modelopt: bool) -> Packing:
 
 
 def bitsandbytes_4bit(settings: Mapping[str, Any], kind: str) -> Packing:
+    def spread(scales: np.ndarray, block: int, size: int) -> np.ndarray:
+        if not 0 < block <= _MOST_BLOCK or scales.size != -(-size // block):
+            raise ValueError(f"{scales.size} scales of blocks of {block} for {size} numbers")
+        return np.repeat(scales, block)[:size]
+
     def plain(arrays: Arrays, rows: int, columns: int) -> np.ndarray:
         state = json.loads(arrays["state"].tobytes())
         if list(state["shape"]) != [rows, columns] or state["quant_type"] != kind:
             raise ValueError(f"a quant_state of {state['quant_type']} {state['shape']}")
-        absmax = arrays["absmax"].astype(np.float32)
-        if "nested_absmax" in arrays:
-            codes = arrays["nested_map"].astype(np.float32)[arrays["absmax"]]
-            blocks = np.repeat(arrays["nested_absmax"].astype(np.float32), state["nested_blocksize"])[: codes.size]
-            absmax = codes * blocks + np.float32(state["nested_offset"])
         codes = arrays["values"].reshape(-1)
         codes = np.stack([codes >> 4, codes & 15], -1).reshape(-1)
-        factor = np.repeat(absmax, state["blocksize"])[: codes.size]
+        absmax = arrays["absmax"].astype(np.float32)
+        if "nested_absmax" in arrays:
+            numbers = arrays["nested_map"].astype(np.float32)[arrays["absmax"]]
+            blocks = spread(arrays["nested_absmax"].astype(np.float32), state["nested_blocksize"], numbers.size)
+            absmax = numbers * blocks + np.float32(state["nested_offset"])
+        factor = spread(absmax, state["blocksize"], codes.size)
         return (arrays["map"].astype(np.float32)[codes] * factor).reshape(rows, columns)
 
     absmax = ("F32", "U8", "F16", "BF16")
@@ -204,6 +211,9 @@ def hqq(settings: Mapping[str, Any]) -> Packing:
         if codes.shape[axis] != group:
             raise ValueError(f"groups of {codes.shape[axis]} instead of {group}")
         zero, scale = (arrays[name].astype(np.float32) for name in ("zero", "scales"))
+        wanted = (len(codes), 1) if axis else (1, codes.shape[1])
+        if (zero.shape, scale.shape) != (wanted, wanted):
+            raise ValueError(f"zero {zero.shape} and scale {scale.shape} instead of {wanted}")
         return ((codes.astype(np.float32) - zero) * scale).reshape(rows, columns)
 
     numbers = ("U8", "I32", "I64")

@@ -75,7 +75,7 @@ class Resolver:
             self._require_plain(part.tensor, tensors)
             return None
         packing = self._ordered(packing, part, tensors)
-        self._require_described(packing, tensors)
+        self._require_described(packing, part, tensors)
         self.consumed |= set(tensors.values())
         return packing
 
@@ -155,9 +155,17 @@ class Resolver:
     def _described(self, name: str) -> str:
         return f"{self._reader.stored_dtype(name)} {list(self._reader.stored_shape(name))}"
 
-    def _require_described(self, packing: Packing, tensors: Mapping[str, str]) -> None:
+    def _require_described(self, packing: Packing, part: Part, tensors: Mapping[str, str]) -> None:
         known = {component.suffix for component in packing.components} | set(packing.companions)
         known |= {".weight_shape"} if packing.stores_shape else set()
+        if packing.stores_shape and (name := tensors.get(".weight_shape")):
+            numbers = self._reader.stored_shape(name) in ((2,), (len(part.shape),))
+            stored = self._reader.tensor(name)[:].tolist() if numbers else self._described(name)
+            if stored not in (list(part.shape), list(part.shape[-2:])):
+                raise InvalidInput(
+                    f"{name} in {self._index.files[name]} must be {list(part.shape[-2:])} by config.json, got "
+                    f"{stored}; use the config.json that belongs to the weights"
+                )
         for suffix, name in tensors.items():
             if suffix not in known:
                 raise Unsupported(

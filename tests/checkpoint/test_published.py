@@ -3,10 +3,8 @@
 # pyright: reportCallIssue=false, reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -21,133 +19,28 @@ from tests.support.quantized.files import (
     fp8_matrix,
     per_expert_layer,
     quantized_config,
-    to_words,
-    words_matrix,
 )
-
-D, F, BF16 = 128, 64, ml_dtypes.bfloat16
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def integers(rng: Any, rows: int, columns: int, group: np.ndarray, bits: int = 4) -> tuple[np.ndarray, ...]:
-    """(codes, zero points [N, G], scales [N, G], numbers)."""
-    groups = int(group.max()) + 1
-    codes = rng.integers(0, 2**bits, (rows, columns))
-    points = rng.integers(1, 2**bits, (rows, groups))
-    scales = rng.uniform(0.01, 0.1, (rows, groups)).astype(np.float16)
-    return codes, points, scales, ((codes - points[:, group]) * scales.astype(np.float32)[:, group]).astype(np.float32)
-
-
-def awq(rng: Any, rows: int, columns: int) -> dict[str, np.ndarray]:
-    codes, points, scales, numbers = integers(rng, rows, columns, np.arange(columns) // 32)
-
-    def packed(array: np.ndarray) -> np.ndarray:
-        words = np.zeros((array.shape[0], array.shape[1] // 8), np.int64)
-        for column in range(array.shape[1]):
-            words[:, column // 8] |= array[:, column].astype(np.int64) << 4 * _AWQ_ORDER.index(column % 8)
-        return words.astype(np.uint32).view(np.int32)
-
-    tensors = {".qweight": packed(codes.T), ".qzeros": packed(points.T), ".scales": np.ascontiguousarray(scales.T)}
-    return tensors | {"": numbers}
-
-
-def gptq(rng: Any, rows: int, columns: int, bits: int = 4, version: int = 1, act_order: bool = False) -> dict:
-    group = np.arange(columns) // 32
-    group = rng.permutation(group) if act_order else group
-    codes, points, scales, numbers = integers(rng, rows, columns, group, bits)
-    return {
-        ".qweight": np.ascontiguousarray(to_words(codes, bits).T),
-        ".qzeros": to_words(points.T - (version == 1), bits),
-        ".scales": np.ascontiguousarray(scales.T),
-        ".g_idx": group.astype(np.int32),
-        "": numbers,
-    }
-
-
-def e2m1(rng: Any, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    codes = rng.integers(0, 16, (rows, columns))
-    return (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8), E2M1[codes]
-
-
-def fp4(rng: Any, rows: int, columns: int) -> dict[str, np.ndarray]:
-    packed, numbers = e2m1(rng, rows, columns)
-    scales = 2.0 ** rng.integers(-9, 0, (rows, columns // 32))
-    numbers = numbers * np.repeat(scales, 32, 1).astype(np.float32)
-    return {".weight": packed.view(np.int8), ".scale": scales.astype(ml_dtypes.float8_e8m0fnu), "": numbers}
-
-
-def nvfp4(rng: Any, rows: int, columns: int, modelopt: bool = False) -> dict[str, np.ndarray]:
-    packed, numbers = e2m1(rng, rows, columns)
-    scales = rng.uniform(1, 400, (rows, columns // 16)).astype(ml_dtypes.float8_e4m3fn)
-    whole = np.float32(0.0007) if modelopt else np.float32(1500)
-    exact = scales.astype(np.float32) * whole if modelopt else scales.astype(np.float32) / whole
-    names = (".weight", ".weight_scale_2") if modelopt else (".weight_packed", ".weight_global_scale")
-    whole_array = np.array(whole) if modelopt else np.array([whole])
-    tensors = {names[0]: packed, ".weight_scale": scales, names[1]: whole_array}
-    tensors |= {".input_scale" if modelopt else ".input_global_scale": whole_array}
-    return tensors | {"": numbers * np.repeat(exact, 16, 1)}
-
-
-def mxfp8(rng: Any, rows: int, columns: int) -> dict[str, np.ndarray]:
-    weight = rng.normal(size=(rows, columns)).astype(ml_dtypes.float8_e4m3fn)
-    scales = rng.integers(110, 130, (rows, columns // 32)).astype(np.uint8)
-    numbers = weight.astype(np.float32) * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, 1)
-    return {".weight": weight, ".weight_scale_inv": scales, "": numbers}
-
-
-def static_fp8(rng: Any, rows: int, columns: int, shape: tuple[int, ...] = (1,)) -> dict[str, np.ndarray]:
-    weight = rng.normal(size=(rows, columns)).astype(ml_dtypes.float8_e4m3fn)
-    scale = rng.uniform(0.01, 0.1, shape).astype(np.float32)
-    tensors = {".weight": weight, ".weight_scale": scale, ".input_scale": rng.uniform(0.1, 1, shape).astype(np.float32)}
-    return tensors | {"": weight.astype(np.float32) * scale.reshape(1, 1)}
-
-
-def int4(rng: Any, rows: int, columns: int) -> dict[str, np.ndarray]:
-    return words_matrix(rng, rows, columns, 4, 32, False, BF16)
-
-
-def permuted(rng: Any, rows: int, columns: int) -> dict[str, np.ndarray]:
-    group = rng.permutation(np.arange(columns) // 32)
-    codes = rng.integers(0, 16, (rows, columns))
-    scales = rng.uniform(0.01, 0.1, (rows, columns // 32)).astype(BF16)
-    tensors = {".weight_packed": to_words(codes, 4), ".weight_scale": scales, ".weight_g_idx": group.astype(np.int32)}
-    return tensors | {"": (codes - 8).astype(np.float32) * scales.astype(np.float32)[:, group]}
-
-
-def hqq(rng: Any, rows: int, columns: int) -> dict[str, np.ndarray]:
-    """Groups of 32 inputs are rows; the first half of them is in the high nibbles."""
-    codes = rng.integers(0, 16, (rows * columns // 32, 32)).astype(np.uint8)
-    scale, zero = (rng.uniform(0.5, 8, (len(codes), 1)).astype(np.float16) for _ in range(2))
-    numbers = (codes.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
-    half = len(codes) // 2
-    facts = {".nbits": 4, ".axis": 1, ".group_size": 32}
-    tensors = {".W_q": codes[:half] << 4 | codes[half:], ".scale": scale, ".zero": zero, "": numbers.reshape(rows, -1)}
-    return (
-        tensors
-        | {name: np.array(fact, np.int32) for name, fact in facts.items()}
-        | {".shape": np.array([rows, columns])}
-    )
-
-
-def layer_of(tmp_path: Any, settings: dict[str, Any], matrix: Any, **options: Any) -> tuple[Any, dict[str, np.ndarray]]:
-    """(layer 1, the numbers that its matrices stand for)."""
-    generator = np.random.default_rng(5)
-    tensors, numbers = per_expert_layer("qwen3_moe", D, F, lambda *shape: matrix(generator, *shape))
-    config = quantized_config("qwen3_moe", settings, D, F, dtype="float32")
-    path = write(tmp_path, config, {1: {name: np.ascontiguousarray(array) for name, array in tensors.items()}})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return open_checkpoint(path).layer(1, **options), numbers
-
-
-def assert_stands_for(layer: Any, numbers: dict[str, np.ndarray]) -> None:
-    experts = layer.dequantized("float32").experts
-    gate_up = experts.gate_up if experts.up is None else np.concatenate([experts.gate_up, experts.up], 1)
-    np.testing.assert_array_equal(gate_up, np.concatenate([numbers["gate"], numbers["up"]], 1))
-    np.testing.assert_array_equal(experts.down, numbers["down"])
+from tests.support.quantized.published import (
+    AWQ,
+    BF16,
+    GPTQ,
+    D,
+    F,
+    assert_stands_for,
+    awq,
+    bitsandbytes,
+    bitsandbytes_int8,
+    fp4,
+    gptq,
+    hqq,
+    int4,
+    layer_of,
+    mxfp8,
+    nvfp4,
+    permuted,
+    static_fp8,
+    torchao,
+)
 
 
 def gptq_of(**options: Any) -> Any:
@@ -157,6 +50,8 @@ def gptq_of(**options: Any) -> Any:
 ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
 STATIC = compressed("float-quantized", ACTIVATIONS, num_bits=8, type="float", strategy="tensor", group_size=None)
 NVFP4 = compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16)
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {}}}
 MODELOPT = {"quant_method": "modelopt", "producer": {"name": "modelopt"}}
 
 
@@ -191,10 +86,17 @@ def test_formats_that_kernels_take(tmp_path, settings, matrix, format):
         (NVFP4, nvfp4, "nvfp4"),
         (MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}, lambda *sizes: nvfp4(*sizes, True), "nvfp4"),
         ({"quant_method": "hqq", "quant_config": {}}, hqq, "hqq"),
+        (BITSANDBYTES, bitsandbytes, "bitsandbytes nf4"),
+        (BITSANDBYTES, lambda *sizes: bitsandbytes(*sizes, "fp4", True), "bitsandbytes fp4"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_int8, "bitsandbytes int8"),
+        (TORCHAO, lambda *sizes: torchao(*sizes, "Int4Tensor"), "torchao Int4Tensor"),
+        (TORCHAO, lambda *sizes: torchao(*sizes, "Float8Tensor"), "torchao Float8Tensor"),
+        (TORCHAO, lambda *sizes: torchao(*sizes, "Int8Tensor"), "torchao Int8Tensor"),
     ],
 )
 def test_formats_without_a_kernel_are_dequantised_and_named(tmp_path, settings, matrix, label):
-    layer, numbers = layer_of(tmp_path, settings, matrix)
+    tag = label.removeprefix("torchao ") if settings is TORCHAO else ""
+    layer, numbers = layer_of(tmp_path, settings, matrix, tag)
     assert layer.scheme is None and any(f"no kernel takes {label}, as " in note for note in layer.notes)
     assert_stands_for(layer, numbers)
 
@@ -336,6 +238,25 @@ def test_bytes_of_255_are_bad_exponents(tmp_path):
             {".scale": np.ones((7, 1), np.float16)},
             "stored as hqq, got tensors that disag",
         ),
+        (
+            {"quant_method": "hqq"},
+            hqq,
+            {".zero": np.array(1, np.float16)},
+            r"hqq, got .*: zero \(1,\) and scale",
+        ),
+        (
+            BITSANDBYTES,
+            bitsandbytes,
+            {".weight.absmax": np.ones(3, np.float32)},
+            "3 scales of blocks of 64 for",
+        ),
+        (
+            compressed("pack-quantized"),
+            int4,
+            {".weight_shape": np.array([D, F])},
+            r"weight_shape .* be \[64, 128\]",
+        ),
+        (TORCHAO, lambda *sizes: torchao(*sizes, "Int8Tensor"), {}, "must belong to an Int4Tensor, .* got None"),
         (STATIC, static_fp8, {".input_scale": None}, "must hold the tensor .*gate_proj.input_scale"),
         (
             STATIC,
