@@ -5,8 +5,8 @@ program holds one custom call per op. vmap over tokens with shared weights is on
 their gradients are one more. Other vmaps run one call per element, in order.
 
 - CPU engine: chosen while tracing. `moe_jax.cpu_engine(kind)` makes jitted functions trace again.
-- Several devices: call the ops on local parts inside `jax.shard_map`. Elsewhere XLA gathers sharded operands on every
-  device, which raises Unsupported if visible (eager arrays, explicit mesh axes), but not with automatic axes.
+- Several devices: `moe`, `router`, `route`, `rms_norm` and `activation` open a `jax.shard_map` over the rows of their
+  first argument, with whole weights. Call the others on local parts inside one. Elsewhere they raise Unsupported.
 - Reverse-mode gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
   `activation`, `reduce`, and of any order `ragged_dot`, `ragged_dot_general` and `gmm` (docs/user/training.md). Other
   ops and second derivatives raise Unsupported, `jax.jvp` TypeError.
@@ -78,6 +78,7 @@ from moe_jax.bridge.calls import (
     require_type,
     training_plans,
 )
+from moe_jax.bridge.mesh import over_rows
 from moe_jax.grouped import gmm, ragged_dot, ragged_dot_general
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_jax.rows import gather_rows, layout_of_runs, scale_rows
@@ -96,6 +97,7 @@ __all__ = [
 _PLAIN_LOGITS, _PLAIN_NORM = LogitsSpec(), NormSpec()
 
 
+@over_rows("x", "wide")
 def router(
     x: Array, weight: Array, *, bias: Array | None = None, spec: LogitsSpec = _PLAIN_LOGITS, wide: Array | None = None
 ) -> jax.Array:
@@ -110,6 +112,7 @@ def router(
     return run_stage(call, plan_router, *arrays, spec, wide=call.optional("wide", wide))[0]
 
 
+@over_rows("x")
 def rms_norm(x: Array, weight: Array, spec: NormSpec = _PLAIN_NORM) -> jax.Array:
     """Divide rows of x `[R, D]` by their root mean square in fp32, as `moe_torch.rms_norm`."""
     call = OpCall("rms_norm")
@@ -117,6 +120,7 @@ def rms_norm(x: Array, weight: Array, spec: NormSpec = _PLAIN_NORM) -> jax.Array
     return run_stage(call, plan_rms_norm, call.array("x", x), call.array("weight", weight), spec)[0]
 
 
+@over_rows("logits", "token_mask", "ids")
 @asked
 def route(
     logits: Array,
@@ -213,6 +217,7 @@ def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: Matm
     return run_stage(call, plan_matmul_ogs, shapes, None if layout is None else layout.spec, spec)[0]
 
 
+@over_rows("x", "up")
 def activation(x: Array, activation: Activation, *, up: Array | None = None, out_dtype: Any = None) -> jax.Array:
     """Apply an activation to x `[R, 2F]` or `[R, F]`, as `moe_torch.activation`. Returns y `[R, F]`."""
     call = OpCall("activation")
@@ -252,6 +257,7 @@ def _weigh(x: Array, routing: Any, spec: MoESpec, token_mask: Array | None, ids:
     return route(logits, spec.router, token_mask=token_mask, ids=ids).weights
 
 
+@over_rows("x", "token_mask", summed=("tokens_per_expert", "invalid_ids"))
 @watched(run_moe, _weigh)
 def moe(
     x: Array,

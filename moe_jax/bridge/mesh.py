@@ -7,25 +7,31 @@
   repeat the call.
 - Outputs with tokens are split as x is, counts are sums over the token axes. Gradients of x stay on their devices, and
   JAX adds up those of whole arrays over the token axes, since the `custom_vjp` of an op is inside the shard_map.
+- Ops whose rows are independent are split in the same way. Others read a layout, which is that of one device's tokens,
+  and are refused.
 - Nothing else moves unless asked: an x split along its features, and a weight whose axis no token follows, are refused.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.specs.operands import MoEOutput
 from moe_jax.bridge import placement, platforms
 
 Names = tuple[str, ...]
+_Op = TypeVar("_Op", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Split:
     def tokens(self) -> PartitionSpec:
         return PartitionSpec(*(names or None for names in self.dims))
 
-    def whole(self, name: str, spec: Sequence[Any]) -> None:
+    def whole(self, name: str, spec: Any) -> None:
         """Raise Unsupported for an array of a call that is split."""
         if held := [one for names in map(as_names, spec) for one in names if self.mesh.shape[one] > 1]:
             raise Unsupported(
@@ -99,7 +105,10 @@ def spec_of(array: Any) -> PartitionSpec | None:
 
 
 def split_tokens(
-    x: Any, mesh: AbstractMesh, token_axes: Sequence[str] | PartitionSpec | None = None, needed: Names = ()
+    x: Any,
+    mesh: AbstractMesh,
+    token_axes: Sequence[str] | PartitionSpec | None = None,
+    needed: Names = (),
 ) -> Split:
     """The split of x's tokens. needed: axes that have to split them. Raises InvalidInput, Unsupported."""
     free, batch = free_axes(mesh), x.shape[:-1]
@@ -126,7 +135,10 @@ def split_tokens(
                     "would be gathered; reshard x along its batch axes"
                 )
             dims = [tuple(name for name in names if name in free) for names in rows]
-        kinds, is_traced = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)), isinstance(x, Tracer)
+        kinds, is_traced = (
+            dict(zip(mesh.axis_names, mesh.axis_types, strict=True)),
+            isinstance(x, Tracer),
+        )
         wanted = tuple(name for name in free if spec is None or (is_traced and kinds[name] == AxisType.Auto))
     for name in dict.fromkeys((*wanted, *needed)):
         if not any(name in names for names in dims):
@@ -195,9 +207,94 @@ def opened(local: Callable[..., Any], split: Split, out_specs: Any, *arguments: 
     arrays = tuple(tree for tree, _ in arguments)
     flat, structure = jax.tree.flatten(arrays)
     specs = jax.tree.leaves(
-        tuple(jax.tree.broadcast(spec, tree, is_leaf=_is_spec) for tree, spec in arguments), is_leaf=_is_spec
+        tuple(jax.tree.broadcast(spec, tree, is_leaf=_is_spec) for tree, spec in arguments),
+        is_leaf=_is_spec,
     )
-    return _run(Program(local, split, structure, tuple(specs), out_specs, platforms.targets()), *flat)
+    return _run(
+        Program(local, split, structure, tuple(specs), out_specs, platforms.targets()),
+        *flat,
+    )
+
+
+@dataclass(frozen=True)
+class _OnRows:
+    """An op on each device's rows, a key of jit's cache. summed: results of all rows."""
+
+    op: Callable[..., Any]
+    options: tuple[tuple[str, Any], ...]
+    over: Names
+    summed: Names
+
+    def __call__(self, arrays: dict[str, Any]) -> Any:
+        result = self.op(**arrays, **dict(self.options))
+        if not self.summed or not self.over:
+            return result
+        return result._replace(**{name: jax.lax.psum(getattr(result, name), self.over) for name in self.summed})
+
+
+def over_rows(*rows: str, summed: Names = ()) -> Callable[[_Op], _Op]:
+    """Decorate an op that may run on each device's rows alone: arguments with rows, the first one x `[T, N]`, and
+    results that count over all of them. Bundles have rows as their fields say."""
+
+    def decorate(op: _Op) -> _Op:
+        signature = inspect.signature(op)
+
+        @functools.wraps(op)
+        def spread(x: Any, *more: Any, **options: Any) -> Any:
+            if not _is_on_mesh(x):
+                return op(x, *more, **options)
+            given = signature.bind(x, *more, **options).arguments
+            return _spread(op, x, given, rows, summed)
+
+        return cast(_Op, spread)
+
+    return decorate
+
+
+def _is_on_mesh(x: Any) -> bool:
+    if isinstance(x, Tracer):
+        mesh = jax.sharding.get_abstract_mesh()
+        mesh = jax.typeof(x).sharding.mesh if mesh.empty else mesh
+        return not mesh.empty and mesh.size > 1
+    return isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh.size > 1
+
+
+def _spread(op: Callable[..., Any], x: Any, given: dict[str, Any], rows: Names, summed: Names) -> Any:
+    mesh = mesh_of(jax.tree.leaves(given))
+    if mesh is None or x.ndim != 2:
+        return op(**given)
+    split, visible = split_tokens(x, mesh), mesh.are_all_axes_explicit or not isinstance(x, Tracer)
+    if visible and not split.over:
+        return op(**given)
+    arrays: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
+    options: list[tuple[str, Any]] = []
+    for name, value in given.items():
+        if not jax.tree.leaves(value) or not isinstance(jax.tree.leaves(value)[0], (jax.Array, np.ndarray)):
+            options.append((name, value))
+            continue
+        arrays[name] = value
+        specs[name] = _specs_of(name, value, name in rows, split)
+    local = _OnRows(op, tuple(options), split.over, summed)
+    results = split.tokens
+    if summed:
+        results = MoEOutput(*(PartitionSpec() if name in summed else split.tokens for name in MoEOutput._fields))
+    return opened(local, split, results, (arrays, specs))
+
+
+def _specs_of(name: str, value: Any, has_rows: bool, split: Split) -> Any:
+    """The PartitionSpecs of an argument. Biases of routers have rows if they have two axes."""
+
+    def of(path: Any, array: Any) -> PartitionSpec:
+        field = getattr(path[-1], "name", "") if path else ""
+        if field in ("ids", "weights", "logits") or ((field or name) == "correction_bias" and array.ndim == 2):
+            return split.tokens
+        if has_rows and not path:
+            return split.tokens
+        split.whole(f"{name}.{field}" if field else name, spec_of(array) or ())
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(of, value)
 
 
 def _is_spec(value: Any) -> bool:
@@ -213,7 +310,10 @@ def _run(program: Program, *arrays: Any) -> Any:
         def placed(array: Any, spec: PartitionSpec) -> Any:
             # Types of arrays have shardings, and shard_map moves no array.
             shown = [tuple(name for name in as_names(entry) if kinds[name] == AxisType.Explicit) for entry in spec]
-            return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*(names or None for names in shown))))
+            return jax.sharding.reshard(
+                array,
+                NamedSharding(mesh, PartitionSpec(*(names or None for names in shown))),
+            )
 
         arrays = tuple(map(placed, arrays, program.specs))
     call = jax.shard_map(

@@ -1,7 +1,8 @@
-"""Programs for several devices outside shard_map: refused when they are lowered, or replicated where that is wanted."""
+"""Programs for several devices outside shard_map: split by rows, refused when lowered, or replicated where wanted."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import moe_jax
 from moe_jax.bridge import ffi
 from tests.support.jax import NUM_DEVICES, running_on, small_layer, to_jax
 
-REFUSED = r"one device at a time, got a program for 4 devices outside jax.shard_map.*`with moe_jax.replicated\(\):`"
+REFUSED = "one device at a time, got a program for 4 devices outside jax.shard_map.*`with moe_jax.replicated"
 LAYER = small_layer(num_tokens=8)
 
 
@@ -34,6 +35,12 @@ def arrays(mesh: Mesh | None = None) -> tuple[Any, ...]:
 
 def forward(x: jax.Array, experts: Any, routing: Any) -> jax.Array:
     return moe_jax.moe(x, experts, routing, LAYER.spec).output
+
+
+def layout_forward(x: jax.Array, experts: Any, routing: Any) -> jax.Array:
+    """By an op that reads a layout, which XLA would have to gather."""
+    ids = jnp.zeros((x.shape[0], 1), jnp.int32)
+    return moe_jax.gather_rows(x, moe_jax.make_layout(ids, 1))
 
 
 def replicated_forward(x: jax.Array, experts: Any, routing: Any) -> jax.Array:
@@ -61,21 +68,60 @@ every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRA
 
 
 @every_program
-def test_jit_on_an_auto_mesh_is_refused_or_replicated(program: Callable[..., Any]) -> None:
+def test_jit_on_an_auto_mesh_splits_rows_or_is_replicated(program: Callable[..., Any]) -> None:
     """The block may stand around the program or only around the layer: its gradient is allowed as well."""
     with running_on("reference"):
         given = arrays(mesh_of(NUM_DEVICES))
         with pytest.raises(moe_jax.Unsupported, match=REFUSED):
-            jax.jit(program(forward))(*given)
+            jax.jit(program(layout_forward))(*given)
         wanted = jax.jit(program(forward))(*arrays())
         with moe_jax.replicated():
             around = jax.jit(program(forward))(*given)
         inside = jax.jit(program(replicated_forward))(*given)
+        split = jax.jit(program(forward))(*given)
     for found in (around, inside):
         jax.tree.map(
             lambda ours, other: np.testing.assert_array_equal(np.asarray(ours), np.asarray(other)), found, wanted
         )
         assert len(jax.tree.leaves(found)[0].sharding.device_set) == NUM_DEVICES
+    jax.tree.map(lambda ours, other: np.testing.assert_allclose(ours, other, 1e-4, 1e-5), split, wanted)
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "moe": lambda x, experts, routing: moe_jax.moe(x, experts, routing, LAYER.spec, token_mask=x[:, 0] > -1),
+    "ids": lambda x, experts, routing: moe_jax.moe(
+        x, experts, moe_jax.TopK(jnp.arange(8, dtype=jnp.int32)[:, None] - 2, jnp.ones((8, 1))),
+        dataclasses.replace(LAYER.spec, router=None),
+    ),
+    "router": lambda x, experts, routing: moe_jax.router(x, routing.weight),
+    "route": lambda x, experts, routing: moe_jax.route(x, moe_jax.RouterSpec(2), correction_bias=x),
+    "norm": lambda x, experts, routing: moe_jax.rms_norm(x, routing.weight[:, 0]),
+    "activation": lambda x, experts, routing: moe_jax.activation(x, moe_jax.Activation("silu", gate_layout="halves")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_ops_on_rows_are_split(op: Callable[..., Any]) -> None:
+    """Eagerly and in jit, by automatic and explicit axes; counts are of all rows."""
+    with running_on("reference"):
+        wanted = op(*arrays())
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            given = arrays(mesh_of(2, 2, kind=kind))
+            for found in (op(*given), jax.jit(op)(*given)) if kind == AxisType.Auto else (jax.jit(op)(*given),):
+                jax.tree.map(lambda ours, other: np.testing.assert_allclose(ours, other, 1e-4, 1e-5), found, wanted)
+                first = jax.tree.leaves(found)[0]
+                assert first.sharding.spec[0] is not None, "its rows stay where they are"
+
+
+def test_weights_that_would_be_gathered_are_refused() -> None:
+    mesh = mesh_of(2, 2, kind=AxisType.Explicit)
+    x, experts, routing = arrays(mesh)
+    experts = jax.device_put(experts, NamedSharding(mesh, P(None, None, "model")))
+    with (
+        running_on("reference"),
+        pytest.raises(moe_jax.Unsupported, match=r"must be whole on every device, got .*model"),
+    ):
+        jax.jit(forward)(x, experts, routing)
 
 
 def test_every_device_runs_all_of_a_replicated_call() -> None:
@@ -90,24 +136,22 @@ def test_every_device_runs_all_of_a_replicated_call() -> None:
 def test_shardings_of_a_program_and_exports_are_refused() -> None:
     with running_on("reference"):
         sharding = NamedSharding(mesh_of(NUM_DEVICES), P("data"))
-        program = jax.jit(forward, in_shardings=(sharding, None, None))
+        program = jax.jit(layout_forward, in_shardings=(sharding, None, None))
         checks = [export.DisabledSafetyCheck.custom_call(ffi.TARGET_NAME)]
         for call in (program, program.lower, export.export(program, platforms=["cpu"], disabled_checks=checks)):
             with pytest.raises(moe_jax.Unsupported, match=REFUSED):
                 call(*arrays())
         with jax.set_mesh(mesh_of(NUM_DEVICES)), pytest.raises(moe_jax.Unsupported, match=REFUSED):
-            jax.jit(forward)(*arrays())
+            jax.jit(layout_forward)(*arrays())
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: moe_jax.route(x, moe_jax.RouterSpec(2)),
         lambda x: moe_jax.scale_rows(x, x[:, :1]),
         lambda x: moe_jax.make_layout(x.astype(jnp.int32), 4),
-        lambda x: moe_jax.activation(x, moe_jax.Activation("silu")),
     ],
-    ids=["route", "scale_rows", "make_layout", "activation"],
+    ids=["scale_rows", "make_layout"],
 )
 def test_every_op_is_refused(call: Callable[[jax.Array], Any]) -> None:
     with running_on("reference"):
@@ -123,10 +167,11 @@ def test_every_axis_of_a_mesh_must_be_manual() -> None:
         wanted = forward(*arrays())
         message = r"got a jax.shard_map that leaves 'model' \(2 devices\) of the mesh to XLA"
         with pytest.raises(moe_jax.Unsupported, match=message):
-            jax.jit(jax.shard_map(forward, mesh=mesh_of(2, 2), **specs))(*arrays())
+            jax.jit(jax.shard_map(layout_forward, mesh=mesh_of(2, 2), **specs))(*arrays())
+        rest = jax.shard_map(forward, mesh=mesh_of(2, 2), **specs)
         partial = jax.shard_map(replicated_forward, mesh=mesh_of(2, 2), **specs)
         whole = jax.shard_map(forward, mesh=mesh_of(NUM_DEVICES, 1), **specs)
-        for program in (partial, whole):
+        for program in (rest, partial, whole):
             np.testing.assert_allclose(jax.jit(program)(*arrays()), wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -150,16 +195,19 @@ def test_one_axis_whose_type_tells_nothing_is_enough() -> None:
     with running_on("reference"):
         copies = jax.device_put(arrays(), NamedSharding(mesh, P()))
         with pytest.raises(moe_jax.Unsupported, match=REFUSED):
-            jax.jit(forward)(*copies)
+            jax.jit(layout_forward)(*copies)
 
 
 def test_eager_gradients_on_split_arrays() -> None:
     """Where no program is lowered, the arrays themselves show it."""
     with running_on("reference"):
         split = arrays(mesh_of(NUM_DEVICES))
-        with pytest.raises(moe_jax.Unsupported, match=REFUSED):
-            gradient(forward)(*split)
+        with pytest.raises(moe_jax.Unsupported, match="gather_rows runs on one device at a time"):
+            gradient(layout_forward)(*split)
         wanted = gradient(forward)(*arrays())
+        jax.tree.map(
+            lambda one, other: np.testing.assert_allclose(one, other, 1e-4, 1e-5), gradient(forward)(*split), wanted
+        )
         with moe_jax.replicated():
             found = gradient(forward)(*split)
             np.testing.assert_array_equal(np.asarray(forward(*split)), np.asarray(forward(*arrays())))
