@@ -1,0 +1,112 @@
+"""Conversions of quantised checkpoints: exact numbers, equal storage kept bit by bit, and little memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from moe_core.checkpoint import convert_checkpoint, open_checkpoint
+from moe_core.checkpoint.convert.verify import verify_conversion
+from moe_core.errors import InvalidInput
+from moe_core.formats import MXFP4, format_named
+from moe_core.specs.operands import named_arrays
+from tests.support.checkpoint_files import E, config_of, write
+from tests.support.quantized.files import FP8, compressed, fp8_matrix, per_expert_layer, quantized_config, words_matrix
+from tests.support.quantized.plain import D, F, source
+
+DENSE = "model.layers.0.self_attn.q_proj"
+
+
+def words(bits: int, zero_points: bool) -> Any:
+    return lambda rng, rows, columns: words_matrix(rng, rows, columns, bits, 32, zero_points, ml_dtypes.bfloat16)
+
+
+SOURCES = {
+    "fp8_block": (FP8, fp8_matrix),
+    "int4_g32": (compressed("pack-quantized"), words(4, False)),
+    "int4_g32_zp": (compressed("pack-quantized", symmetric=False), words(4, True)),
+    "int8_g32": (compressed("pack-quantized", num_bits=8), words(8, False)),
+}
+
+
+def published(path: Path, name: str) -> tuple[Path, dict[str, np.ndarray]]:
+    """(a checkpoint with a dense quantised matrix beside its layer, the numbers of all)."""
+    settings, matrix = SOURCES[name]
+    generator = np.random.default_rng(5)
+    tensors, numbers = per_expert_layer("qwen3_moe", D, F, lambda *shape: matrix(generator, *shape))
+    dense = matrix(generator, 2 * F, D)
+    numbers["dense"] = dense.pop("")
+    tensors |= {DENSE + suffix: array for suffix, array in dense.items()}
+    layers = {"num_hidden_layers": 2, "mlp_only_layers": [0]}
+    config = quantized_config("qwen3_moe", settings, D, F, dtype="float32", **layers)
+    return write(path, config, {1: {key: np.ascontiguousarray(array) for key, array in tensors.items()}}), numbers
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_numbers_of_quantised_sources(tmp_path: Path, name: str) -> None:
+    path, numbers = published(tmp_path / "source", name)
+    report = convert_checkpoint(path, tmp_path / "plain", "float32")
+    layer, tensors = open_checkpoint(tmp_path / "plain").layer(1), load_file(tmp_path / "plain" / "model.safetensors")
+    both = np.concatenate([numbers["gate"], numbers["up"]], axis=1)
+    pairs = [(layer.experts.gate_up, both), (layer.experts.down, numbers["down"])]
+    for found, wanted in (*pairs, (tensors[f"{DENSE}.weight"], numbers["dense"])):
+        np.testing.assert_array_equal(found, wanted)
+    assert all(key.endswith(".weight") for key in tensors) and report.layers[0][1:] == (0, 0)
+    for format in map(format_named, SOURCES):
+        made = tmp_path / format.name
+        report = convert_checkpoint(path, made, format, loader="moebius")
+        assert (report.layers[0].gate_up == report.layers[0].down == 0) == (format.name == name), format
+        verified = verify_conversion(path, made, max(report.layers[0][1:]), transformers=False)
+        assert verified.layers[0].weights <= max(report.layers[0][1:]) + 1e-6
+    one, other = (dict(named_arrays(open_checkpoint(each).layer(1).experts)) for each in (path, tmp_path / name))
+    assert {key: array.tobytes() for key, array in one.items()} == {
+        key: array.tobytes() for key, array in other.items()
+    }
+
+
+def test_mxfp4_of_gpt_oss_there_and_back(tmp_path: Path) -> None:
+    """Interleaved rows of all experts, modules of one expert each, and plain bfloat16: the bits return."""
+    convert_checkpoint(source(tmp_path / "source", "gpt_oss", "fused"), tmp_path / "fused", MXFP4)
+    for step, (format, loader) in enumerate(((format_named("mxfp8"), "moebius"), ("bfloat16", "transformers"))):
+        report = convert_checkpoint(tmp_path / "fused", tmp_path / f"{step}", format, loader=loader)
+        assert all(error[1:] == (0, 0) for error in report.layers)
+        convert_checkpoint(tmp_path / f"{step}", tmp_path / f"{step}back", MXFP4)
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("fused", "0back", "1back")]
+    plain = [{name: array.tobytes() for name, array in file.items() if name[-7:] not in ("_blocks", "_scales")}
+             for file in files]  # fmt: skip
+    assert plain[0] == plain[1] == plain[2]
+    layers = [open_checkpoint(tmp_path / name).layer(1).dequantized().experts for name in ("fused", "0back", "1back")]
+    for one in layers[1:]:
+        np.testing.assert_array_equal(one.gate_up, layers[0].gate_up)
+        np.testing.assert_array_equal(one.down, layers[0].down)
+
+
+def test_memory_stays_below_the_largest_shard(tmp_path: Path) -> None:
+    experts, width, inner = 32, 512, 256
+    config = config_of(
+        "qwen3_moe", hidden_size=width, moe_intermediate_size=inner, num_experts=experts, num_hidden_layers=1
+    )
+    shapes = {"experts.gate_up_proj": (experts, 2 * inner, width), "experts.down_proj": (experts, width, inner)}
+    tensors = {f"model.layers.0.mlp.{name}": np.ones(shape, ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    tensors |= {"model.layers.0.mlp.gate.weight": np.ones((experts, width), ml_dtypes.bfloat16)}
+    tensors |= {"model.embed_tokens.weight": np.ones((2**16, width), ml_dtypes.bfloat16)}
+    path, largest = write(tmp_path / "source", config, {0: tensors}), tensors["model.embed_tokens.weight"].nbytes
+    del tensors
+    tracemalloc.start()
+    convert_checkpoint(path, tmp_path / "small", format_named("int4_g32"), shard_bytes=largest // 8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert largest / 8 < peak <= 1.2 * largest, (peak, largest)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    config = config_of("qwen3_moe", num_experts=E, mlp_only_layers=[0, 1, 2])
+    path = write(tmp_path / "source", config, {0: {"model.norm.weight": np.ones(4, np.float32)}})
+    with pytest.raises(InvalidInput, match="source must have layers with experts"):
+        convert_checkpoint(path, tmp_path / "small", "bfloat16")
