@@ -310,8 +310,10 @@ _store_of = _named("distributed.distributed_c10d._get_process_group_store")
 
 
 def group_store(group: Any) -> Any:
-    """The store of a process group, None if torch does not tell."""
-    return None if _store_of is None else _store_of(group)
+    """The store of a process group, None if torch does not tell or did not make the group."""
+    with contextlib.suppress(KeyError):
+        return None if _store_of is None else _store_of(group)
+    return None
 
 
 def root_mesh(mesh: Any) -> Any:
