@@ -89,7 +89,7 @@ class Routes(Protocol):
         """Send the results of slots home, `[R, D]`. None: experts have stored them."""
         ...
 
-    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool = False) -> Gradients:
+    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool) -> Gradients:
         """Send gradients of slots home. Return d_x `[T, D]` of dtype and the gradients of weights, fp32 `[T, K]`.
 
         stored: experts have stored the rows at home.

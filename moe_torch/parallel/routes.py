@@ -94,7 +94,7 @@ class CollectiveRoutes:
     def spoil(self, y: torch.Tensor) -> torch.Tensor:
         return y if self.spoilt is None else y.masked_fill_(self.spoilt[:, None], torch.nan)
 
-    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool = False) -> Gradients:
+    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool) -> Gradients:
         assert not stored, "owners return the gradients of rows"
         (d_rows, d_weights), d_x, by_slot = of, None, None
         if d_rows is not None:

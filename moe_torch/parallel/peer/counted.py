@@ -230,7 +230,7 @@ class CountedRoutes(Stored):
             peer_ops.combine_push(*arrays, **sizes)
         return self.total_of(self.back.rows, checks, what)
 
-    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool = False) -> Gradients:
+    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool) -> Gradients:
         (d_rows, d_weights), memory, d_x, by_slot, total = of, self.memory, None, None, None
         if d_rows is not None:
             total = self._start_total(None if stored else d_rows, "d_x and d_weights", peer_ops.Checks())

@@ -187,7 +187,7 @@ class DirectRoutes(Stored):
         assert rows is None, "experts store their results at their homes"
         return self.total_of(self.pushed.places, peer_ops.Checks(self.memory.headers.own), what)
 
-    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool = False) -> Gradients:
+    def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool) -> Gradients:
         assert stored, "experts store the gradients of their rows at their homes"
         (d_rows, d_weights), memory, pushed, d_x, by_slot = of, self.memory, self.pushed, None, None
         if d_weights is not None:
