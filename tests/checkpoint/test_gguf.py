@@ -16,6 +16,7 @@ gguf = pytest.importorskip("gguf")
 from moe_core.checkpoint import convert_checkpoint, open_checkpoint
 from moe_core.errors import InvalidInput
 from moe_core.formats import MXFP4, format_named, int4_grouped, int8_grouped
+from moe_core.tools.doctor.checkpoint import examine
 
 E, D, F = 3, 256, 512
 NAMES = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
@@ -96,6 +97,7 @@ def test_types(tmp_path, config, name, format):
             gate_up, np.concatenate([numbers[f"ffn_{half}_{end}"] for half in ("gate", "up")], -2)
         )
         np.testing.assert_array_equal(down, numbers[f"ffn_down_{end}"])
+    assert examine(str(path)).healthy
     if is_oss:
         assert layer.spec.activation.gate_layout == "halves"
         biases = [numbers[f"ffn_{half}_exps.bias"] for half in ("gate", "up")]

@@ -11,6 +11,7 @@ import pytest
 from moe_core.checkpoint import open_checkpoint
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import FP8_BLOCK_POW2, FP8_GROUP_POW2, FP8_TENSOR, MXFP4, MXFP8, int4_grouped, int8_grouped
+from moe_core.tools.doctor.checkpoint import examine
 from tests.support.checkpoint_files import write
 from tests.support.quantized.files import (
     FP8,
@@ -74,6 +75,8 @@ def test_formats_that_kernels_take(tmp_path, settings, matrix, format):
     layer, numbers = layer_of(tmp_path, settings, matrix)
     assert layer.experts.down.format == layer.scheme.weights == format
     assert_stands_for(layer, numbers)
+    rows = examine(str(tmp_path)).rows
+    assert rows and not any(row.problems for row in rows)
     if format is FP8_BLOCK_POW2:
         assert layer.scheme.activations is FP8_GROUP_POW2
 
@@ -99,6 +102,7 @@ def test_formats_without_a_kernel_are_dequantised_and_named(tmp_path, settings, 
     layer, numbers = layer_of(tmp_path, settings, matrix, tag)
     assert layer.scheme is None and any(f"no kernel takes {label}, as " in note for note in layer.notes)
     assert_stands_for(layer, numbers)
+    assert {row.stored for row in examine(str(tmp_path)).rows} == {label, "plain BF16"}
 
 
 def test_static_scales_are_the_largest_of_all_experts(tmp_path):

@@ -71,6 +71,12 @@ def test_torch_layers_keep_published_checkpoints(gate_layout: str) -> None:
             other.prepack_weights()
             load(other)
             assert other.is_prepacked and torch.equal(other(x), y)
+        half = {"experts.down.values": stored["experts.down.values"]}
+        with pytest.raises(
+            InvalidInput, match=r"got experts\.down\.values without experts\.down\.scales; load them in"
+        ):
+            other.load_state_dict(half, strict=False)
+        assert torch.equal(other(x), y)
         with pytest.raises(RuntimeError, match=r"size mismatch for experts\.down\.values"):
             torch_layer(3, gate_layout).load_state_dict(dict(layer.named_buffers()), strict=False)
         layer.router.weight.requires_grad_()

@@ -274,6 +274,8 @@ class _Examination:
         if packing is None:
             return ""
         numbers = [number for number, one in enumerate(packing.components) if one.field in ("scales", "absmax")]
+        if not numbers:
+            return "in the blocks"
         dtype = self._reader.stored_dtype(self._tensor(part, packing, numbers[0]))
         text = dtype
         if packing.scheme is not None:
@@ -301,7 +303,9 @@ class _Examination:
                 if component.field not in ("scales", "absmax", "whole") or name not in self._index.files:
                     continue
                 exponents = packing.scheme is not None and packing.format.has_e8m0_scales
-                for kind, count in bad_scales(self._reader.tensor(name)[:], exponents).items():
+                raw = self._reader.tensor(name)[:]
+                scales = raw if component.decode is None else component.decode(raw)
+                for kind, count in bad_scales(scales, exponents).items():
                     counts[kind] += count
                     where.setdefault(kind, name)
         for kind, count in counts.items():
