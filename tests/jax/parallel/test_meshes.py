@@ -236,6 +236,17 @@ def test_what_would_move_unasked_is_refused() -> None:
     np.testing.assert_allclose(found, alone(PLAIN, 4, 6)[0][1][0], 1e-5, 1e-6)
 
 
+def test_vmap_of_a_layer_on_a_mesh() -> None:
+    """With spmd_axis_name the batch is over an axis that the layer leaves out."""
+    mesh = mesh_of(AUTO, data=2, model=2)
+    with running_on("reference"), jax.set_mesh(mesh):
+        parameters, x = draw(PLAIN, 4, 6)
+        for name, axes in (("data", ("model",)), (None, None)):
+            call = functools.partial(layers.forward, parameters, spec=PLAIN, token_axes=axes)
+            y = jax.jit(jax.vmap(call, spmd_axis_name=name))(jax.device_put(x, NamedSharding(mesh, P("data"))))
+            np.testing.assert_allclose(y, alone(PLAIN, 4, 6)[0][1][0], 1e-5, 1e-6)
+
+
 def test_explain_says_what_moves() -> None:
     mesh = mesh_of(EXPLICIT, fsdp=2, ep=2)
     with jax.set_mesh(mesh):
