@@ -172,7 +172,7 @@ def subjects(root: Path) -> list[Subject]:
     found += _of(_write(root / "source", "qwen3_moe", False), "conversion of", _convert, 3)
     for format, family in _QUANTISED.items():
         source = root / ("gpt_oss-fused" if family == "gpt_oss" else "qwen3_moe-per-expert")
-        convert_checkpoint(source, root / format, format_named(format))
+        convert_checkpoint(source, root / format, format_named(format), loader="moebius")
         found += _of(root / format, format, _read_checkpoint, 5)
     found += _others(root)
     for subject in found:
