@@ -102,6 +102,8 @@ def test_related_tests_come_cheapest_and_nearest_first() -> None:
     assert files("other") == ["reduce", "b", "ranks"], "the file's own, those that call it, and those of the folder"
     assert files("<module>") == ["reduce", "b", "a", "ranks"]
     assert files("nobody_calls") == ["reduce", "ranks"]
+    elsewhere = Mutation("moe_torch/ops/reduction/deeper/x.py", "f", "swap", 1, 0, 1, "")
+    assert len(contexts.related(elsewhere)) == 2, "of the folder in any package"
 
 
 def test_folders_and_their_directories_are_drawn_alike_and_small_ones_whole() -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tools.mutate import forks
+from tools.mutate import forks, sources
 from tools.mutate.sources import ROOT, Mutation
 
 #: Tests of texts, of whole pages and of other programs: they see a mutation as a changed text, or take minutes.
@@ -65,7 +65,7 @@ class Contexts:
     def related(self, mutation: Mutation) -> list[str]:
         """Tests that call the function, those of files that import its module, those that name its entry of a table,
         and those of the file that is named like it; cheapest first, and those in the folder of the file's name before
-        others. Behind them come those of the package's folder, which may call it in other processes.
+        others. Behind them come those of the folder's name, which may call it in other processes.
 
         What runs when a module is imported has the tests of every function of the module and, behind them, those of its
         folder: tables are often read by a neighbour.
@@ -78,8 +78,10 @@ class Contexts:
         if mutation.function == "<module>":
             tests = whole | self.callers.get(folder_of(mutation.path), set())
         first = tests
-        if folder not in ("torch", "jax"):
-            tests = tests | {test for test in self.seconds if test.startswith(f"tests/{folder}/")}
+        shared, package = sources.folder_of(mutation.path), folder.partition("/")[0]
+        if shared not in (None, "."):
+            beginnings = (f"tests/{shared}/", f"tests/{package}/{shared}/")
+            tests = tests | {test for test in self.seconds if test.startswith(beginnings)}
         words = set(mutation.path.removesuffix(".py").split("/"))
 
         def cost(test: str) -> tuple[bool, float, str]:
