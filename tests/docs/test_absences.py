@@ -148,7 +148,7 @@ ELSEWHERE = {
     "tests/jax/parallel/__init__.py": ("parallel-jax.md",),
     "tests/torch/parallel/test_rebalance.py": ("Forwards that need a gradient, `fully_shard` around",),
     "tests/torch/parallel/test_transformers.py": ("Older versions raise", "with a norm of each expert's result, raise"),
-    "tests/torch/parallel/test_symmetric.py": ("every rank raises `Unsupported`",),
+    "tests/torch/parallel/peer/test_symmetric.py": ("every rank raises `Unsupported`",),
     "tests/torch/parallel/test_layers.py": ("`fully_shard` and sums over experts", "and so does `prepack_weights`"),
     "tests/torch/parallel/test_training.py": ("parallel-training.md",),
     "tests/recipes/test_qwix.py": ("`QtProvider` and `LoraProvider`", "Linen raises `Unsupported` for a rule"),
