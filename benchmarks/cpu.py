@@ -1,23 +1,27 @@
 """Layers on a CPU: forward and training step beside transformers' `grouped_mm` and JAX's `ragged_dot` and dense einsum.
 
     python -m benchmarks.cpu [--shapes small,middle,large] [--tokens 64,512,2048] [--threads N] [--seconds 2]
+    taskset -c 0 python -m benchmarks.cpu --threads 1 --clock process --loads idle --dtypes float32,bfloat16
 
 Every cell is measured on an idle machine and on a loaded one, where as many processes as there are cores compute
 without end. All contestants of a cell take turns; the figures are medians in milliseconds, and `ratio` is ours over the
-peer's. Before its timing a cell's outputs and gradients are compared. `--output` writes the record.
+peer's. `--clock process` takes the least CPU time of the process instead, which other processes of a shared machine
+disturb little; use one thread. Before its timing a cell's outputs and gradients are compared in fp32, where all
+implementations round alike, and torch's with JAX's bitwise in its dtype. `--output` writes the record.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,11 +35,19 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import moe_jax.nnx
 import moe_torch
 from benchmarks.provenance import provenance
+from moe_core.base.threads import blas_kernels
 from moe_core.layers import MoELayerSpec
 from moe_core.specs import RouterSpec
 
-#: D, F, E, K.
-SHAPES = {"small": (256, 512, 8, 2), "middle": (512, 1024, 16, 4), "large": (1024, 1536, 32, 4)}
+#: D, F, E, K. mixtral and qwen3 have an eighth and a quarter of the widths.
+SHAPES = {
+    "tiny": (64, 128, 8, 2),
+    "small": (256, 512, 8, 2),
+    "middle": (512, 1024, 16, 4),
+    "large": (1024, 1536, 32, 4),
+    "mixtral": (512, 1792, 8, 2),
+    "qwen3": (512, 192, 128, 8),
+}
 _FEWEST_ROUNDS = 5
 
 
@@ -46,18 +58,20 @@ class Contestant(NamedTuple):
     step: Callable[[], Any]
 
 
-def contestants(shape: tuple[int, int, int, int], tokens: int) -> dict[str, Contestant]:
-    """The same layer, weights and tokens in every implementation."""
+def contestants(
+    shape: tuple[int, int, int, int], tokens: int, dtype: str = "float32", packages: Sequence[str] = ("torch", "jax")
+) -> dict[str, Contestant]:
+    """The same layer, weights and tokens in every implementation of these packages."""
     d_model, d_ff, num_experts, top_k = shape
     torch.manual_seed(0)
     spec = MoELayerSpec(d_model, d_ff, num_experts, top_k, RouterSpec(renormalize=True))
-    ours = moe_torch.MoE.from_spec(spec)
-    x = torch.randn(1, tokens, d_model)
-    return {
-        "torch": _of_torch(ours, x, ours.experts.down),
-        "grouped_mm": _of_torch(*_transformers_block(ours, x)),
-        **_of_jax(ours, x),
-    }
+    ours = moe_torch.MoE.from_spec(spec).to(getattr(torch, dtype))
+    x = torch.randn(1, tokens, d_model).to(getattr(torch, dtype))
+    made = {}
+    if "torch" in packages:
+        made["torch"] = _of_torch(ours, x, ours.experts.down)
+        made["grouped_mm"] = _of_torch(*_transformers_block(ours, x))
+    return made | (_of_jax(ours, x) if "jax" in packages else {})
 
 
 def _of_torch(layer: torch.nn.Module, x: torch.Tensor, down: torch.nn.Parameter) -> Contestant:
@@ -86,7 +100,7 @@ def _transformers_block(ours: moe_torch.MoE, x: torch.Tensor) -> tuple[Any, torc
         num_experts_per_tok=spec.top_k,
     )
     config._experts_implementation = "grouped_mm"
-    block: Any = MixtralSparseMoeBlock(config)
+    block: Any = MixtralSparseMoeBlock(config).to(x.dtype)
     values = {
         "gate.weight": ours.router.weight,
         "experts.gate_up_proj": ours.experts.gate_up,
@@ -96,17 +110,21 @@ def _transformers_block(ours: moe_torch.MoE, x: torch.Tensor) -> tuple[Any, torc
     return block, x, block.experts.down_proj
 
 
+def _numpy(array: Any) -> np.ndarray:
+    return array.detach().float().numpy() if isinstance(array, torch.Tensor) else np.asarray(array, np.float32)
+
+
 def _of_jax(ours: moe_torch.MoE, x: torch.Tensor) -> dict[str, Contestant]:
     layer = moe_jax.nnx.MoE.from_weights(ours.export_weights())
     graph, state = nnx.split(layer)
-    gate_up = jnp.asarray(ours.experts.gate_up.detach().numpy()).swapaxes(1, 2)
+    tensors = ours.router.weight.mT, ours.experts.gate_up.mT, ours.experts.down.mT, x
+    router, gate_up, down, rows = (jnp.asarray(_numpy(one), str(x.dtype).removeprefix("torch.")) for one in tensors)
     weights = {
-        "router": jnp.asarray(ours.router.weight.detach().numpy().T),
+        "router": router,
         "gate": gate_up[..., : ours.spec.d_ff],
         "up": gate_up[..., ours.spec.d_ff :],
-        "down": jnp.asarray(ours.experts.down.detach().numpy()).swapaxes(1, 2),
+        "down": down,
     }
-    rows = jnp.asarray(x.numpy())
 
     def route(weights: dict[str, jax.Array], rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores, ids = jax.lax.top_k(jax.nn.softmax(rows @ weights["router"]), ours.spec.top_k)
@@ -159,12 +177,12 @@ def _of_jax(ours: moe_torch.MoE, x: torch.Tensor) -> dict[str, Contestant]:
 
 def check(found: dict[str, Contestant]) -> None:
     """Raise AssertionError where outputs or gradients differ; torch and jax must be bitwise equal."""
-    wanted = [np.asarray(array) for array in found["torch"].step()]
+    wanted = [_numpy(array) for array in found[next(iter(found))].step()]
     for name, contestant in found.items():
-        for array, reference in zip(contestant.step(), wanted, strict=True):
+        for array, reference in zip(map(_numpy, contestant.step()), wanted, strict=True):
             if name == "jax":
-                np.testing.assert_array_equal(np.asarray(array), reference)
-            np.testing.assert_allclose(np.asarray(array), reference, rtol=1e-2, atol=1e-3 * np.abs(reference).max())
+                np.testing.assert_array_equal(array, reference)
+            np.testing.assert_allclose(array, reference, rtol=1e-2, atol=1e-3 * np.abs(reference).max())
 
 
 def _burn() -> None:
@@ -188,18 +206,23 @@ def load(busy: int) -> Iterator[None]:
             process.join()
 
 
-def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Median milliseconds of each call; all of them take turns until `seconds` per call are over."""
+def measure(calls: dict[str, Callable[[], Any]], seconds: float, clock: str = "wall") -> dict[str, float]:
+    """Milliseconds of each call, by turns: the median, or with clock `process` the least CPU time of the process."""
+    for call in calls.values():
+        call()
+        call()
+    now, statistic = _CLOCKS[clock]
     times: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds * len(calls)
     while time.perf_counter() < end or len(times[next(iter(times))]) < _FEWEST_ROUNDS:
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = now()
             call()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
+            times[name].append((now() - start) * 1e3)
+    return {name: statistic(values) for name, values in times.items()}
 
 
+_CLOCKS = {"wall": (time.perf_counter, statistics.median), "process": (time.process_time, min)}
 _PEERS = {"torch": ("grouped_mm",), "jax": ("ragged_dot", "einsum")}
 
 
@@ -208,6 +231,9 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="64,512,2048")
     parser.add_argument("--loads", default="idle,loaded")
+    parser.add_argument("--dtypes", default="float32")
+    parser.add_argument("--packages", default="torch,jax", help="whose layers and peers to measure")
+    parser.add_argument("--clock", default="wall", choices=_CLOCKS)
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--seconds", type=float, default=2.0, help="per contestant and cell")
     parser.add_argument("--output", type=pathlib.Path)
@@ -216,24 +242,24 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     cores = len(os.sched_getaffinity(0))
     record: dict[str, Any] = {**provenance("benchmarks.cpu"), "cores": cores, "threads": torch.get_num_threads()}
-    record["cells"] = cells = []
+    record |= {"clock": options.clock, "blas_kernels": blas_kernels(), "cells": (cells := [])}
+    shapes, dtypes, packages = (getattr(options, name).split(",") for name in ("shapes", "dtypes", "packages"))
+    tokens_of_cells = list(map(int, options.tokens.split(",")))
     for loaded in options.loads.split(","):
         with load(cores if loaded == "loaded" else 0):
-            for shape in options.shapes.split(","):
-                for tokens in map(int, options.tokens.split(",")):
-                    found = contestants(SHAPES[shape], tokens)
-                    check(found)
-                    for kind in ("forward", "step"):
-                        calls = {name: getattr(contestant, kind) for name, contestant in found.items()}
-                        times = measure(calls, options.seconds)
-                        ratios = {
-                            f"{ours}/{peer}": times[ours] / times[peer] for ours in _PEERS for peer in _PEERS[ours]
-                        }
-                        cell = {"load": loaded, "shape": shape, "tokens": tokens, "kind": kind}
-                        cells.append({**cell, "ms": times, "ratio": ratios})
-                        line = [f"{name} {ms:.2f}" for name, ms in times.items()]
-                        line += [f"{name} {ratio:.2f}" for name, ratio in ratios.items()]
-                        print(*cell.values(), "|", *line, flush=True)
+            for shape, tokens, dtype in itertools.product(shapes, tokens_of_cells, dtypes):
+                check(contestants(SHAPES[shape], tokens, packages=packages))
+                found = contestants(SHAPES[shape], tokens, dtype, packages)
+                check({name: found[name] for name in packages})
+                for kind in ("forward", "step"):
+                    calls = {name: getattr(contestant, kind) for name, contestant in found.items()}
+                    times = measure(calls, options.seconds, options.clock)
+                    ratios = {f"{one}/{peer}": times[one] / times[peer] for one in packages for peer in _PEERS[one]}
+                    cell = {"load": loaded, "shape": shape, "tokens": tokens, "dtype": dtype, "kind": kind}
+                    cells.append({**cell, "ms": times, "ratio": ratios})
+                    line = [f"{name} {ms:.2f}" for name, ms in times.items()]
+                    line += [f"{name} {ratio:.2f}" for name, ratio in ratios.items()]
+                    print(*cell.values(), "|", *line, flush=True)
     if options.output:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
 
