@@ -18,7 +18,8 @@ from moe_core.formats import QuantizedSpec, format_named, quantized_specs
 from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.quantized.plan import product_method
-from moe_core.ops.matmul.reference.rows import dense_rows
+from moe_core.ops.matmul.reference.backward import weight_gradient
+from moe_core.ops.matmul.reference.rows import dense_rows, rows_of
 from moe_core.ops.moe.reference.backward import _Chain
 from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, TileConfig
@@ -174,3 +175,23 @@ def test_gradients_of_row_weights_see_products_before_they_are_rounded() -> None
     wide = [array.astype(np.float64) for array in (x, weight[0], d_y)]
     wanted = (wide[0] @ wide[1] * wide[2]).sum(axis=1)
     np.testing.assert_allclose(found.reshape(-1), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradients_of_one_row_have_the_bits_of_a_product(dtype: str, into: bool) -> None:
+    """More rows than a block holds, zeros of both signs, overflow, and an expert without rows."""
+    draw, special = np.random.default_rng(0), [0.0, -0.0, np.inf, 3e38, -1e-30]
+    sides = draw.standard_normal((1, 300)), draw.standard_normal((1, 500))
+    for side, sign in zip(sides, (1, -1), strict=True):
+        side[0, : len(special)] = np.multiply(special, sign)
+    with np.errstate(all="ignore"):
+        left, right = (side.astype(numpy_dtype(dtype)) for side in sides)
+        added = draw.standard_normal((2, 300, 500)).astype(np.float32) if into else None
+        wanted = np.zeros((2, 300, 500), np.float32)
+        wanted[1] = left.astype(np.float32).T @ right.astype(np.float32)
+        wanted = (wanted if added is None else added + wanted).astype(numpy_dtype(dtype))
+    rows = rows_of(LayoutSpec(1, 1, 2), *(np.array(array, np.int32) for array in ([0, 1], [0, 0, 1], [0])))
+    made = weight_gradient(left, right, rows, out_dtype=dtype, into=added)
+    np.testing.assert_array_equal(made.astype(np.float32), wanted.astype(np.float32))
+    assert (np.signbit(made) == np.signbit(wanted))[~np.isnan(wanted)].all()
