@@ -65,6 +65,8 @@ def test_wrong_arguments() -> None:
         moe_torch.transformers.use(build("mixtral"), recompute=1)  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match="no recompute or main_grad"):
         moe_torch.transformers.use(build("muse_spark"), recompute=True)
+    # Older releases do not say whether experts have a norm.
+    experts._require_options(object(), experts.ExpertsOptions(recompute=True), is_frozen=False)
 
 
 def test_options_reach_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
