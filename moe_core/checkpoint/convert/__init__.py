@@ -168,7 +168,7 @@ class _Conversion:
         self._plain = next((layer.dtype for layer in self._layers if layer.dtype), None) or self._plain_dtype()
         self._float32 = {layer.names.correction_bias for layer in self._layers}
         self._target = Target.of(checkpoint, format, self._plain, loader)
-        self._target.require_sizes()
+        self._target.require_sizes(self._layers[0].names.shared)
         self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in _FIELDS}
         held = {name for layer in self._layers for name in layer.tensors}
         self._dense = DenseModules(checkpoint, reader, self._layers[0].names, held)

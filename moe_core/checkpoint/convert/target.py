@@ -72,8 +72,11 @@ class Target:
         d_ff, width = self.architecture.d_ff, self.architecture.expert_width
         return {field: (width, d_ff) if field == "down" else (d_ff, width) for field in self.modules}
 
-    def require_sizes(self) -> None:
-        """Raise InvalidInput for sizes that the format refuses."""
+    def require_sizes(self, shared: tuple[str, ...]) -> None:
+        """Raise InvalidInput for sizes that the format refuses, Unsupported for files that no loader reads.
+
+        shared: the names of the shared experts' tensors.
+        """
         if self.format is None:
             return
         for field, shape in self.shapes().items():
@@ -81,6 +84,13 @@ class Target:
                 quantized_shapes(QuantizedSpec(self.format), shape)
             except InvalidInput as problem:
                 raise InvalidInput(f"the experts' {self.modules[field]} cannot be quantised: {problem}") from problem
+        joined = self.architecture.shared_d_ff > 0 and len(shared) < len(self.modules)
+        if joined and not self.interleaved and not self.format.splits_rows(self.architecture.d_ff):
+            raise Unsupported(
+                f"format must split experts of width {self.architecture.d_ff} into gate and up beside shared experts "
+                f"whose gate and up are one tensor, got {self.format.name}, which no loader reads there; int4_g32, "
+                "mxfp4 and other formats with a scale per row or group do"
+            )
 
     def why_not_transformers(self) -> str | None:
         """Why transformers 5.23 does not load these files, or None."""

@@ -27,7 +27,8 @@ def wide(row: str) -> tuple[str, Any]:
     widened = {
         name: _wider(value) for name, value in settings.items() if name.endswith(("intermediate_size", "_config"))
     }
-    widened |= {name: _WIDTH for name in ("expert_ffn_hidden_size",) if name in settings}
+    others = ("expert_ffn_hidden_size", "moe_hidden_size", "moe_latent_size")
+    widened |= {name: _WIDTH for name in others if settings.get(name)}
     return family, models.build(family, **changes | widened).to(torch.bfloat16)
 
 
@@ -55,7 +56,10 @@ def verdict(row: str, model: Any, source: Path, path: Path, format: str) -> str:
         convert_checkpoint(source, path, format_named(format))
     except Unsupported as error:
         refusal = str(error)
-        convert_checkpoint(source, path, format_named(format), loader="moebius")
+        try:
+            convert_checkpoint(source, path, format_named(format), loader="moebius")
+        except Unsupported as none:
+            return str(none)
     convert_checkpoint(path, path / "plain", "bfloat16")
     plain = loaded(model, path / "plain")
     checkpoint = open_checkpoint(path)
