@@ -8,6 +8,7 @@ import torch
 
 from moe_core.errors import Unsupported
 from moe_torch.layers.block_names import BlockArray
+from moe_torch.layers.parameters import has_own_call
 
 
 class BlockRouter:
@@ -21,7 +22,16 @@ class BlockRouter:
         self.bias, self.bias_dtype = ((), torch.float32) if bias is None else (bias.names, bias.dtype)
 
     def ids(self, layer: Any, rows: torch.Tensor) -> torch.Tensor:
-        """The block's choice int64 `[T, K]` for rows `[T, D]`. Raises Unsupported if its router does not return it."""
+        """The block's choice int64 `[T, K]` for rows `[T, D]`.
+
+        Raises Unsupported if its router does not return it, or is not all that makes the layer's logits.
+        """
+        if has_own_call(layer.router):
+            raise Unsupported(
+                "block_router must be False where layer.router has an adapter, a hook or another forward, which the "
+                f"block's choice would not follow, got {type(layer.router).__name__}; leave block_router out, or leave "
+                "the router as it is (target_modules without it, merge_and_unload)"
+            )
         held = layer._tensors()
         parts = [part for array in self.arrays for part in zip(array.names, array.split(held[array.name]), strict=True)]
         if self.bias_dtype != torch.float32:

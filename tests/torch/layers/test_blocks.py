@@ -344,6 +344,14 @@ def test_the_blocks_router_chooses_in_bfloat16(family: str) -> None:
     with torch.no_grad():
         layer.router.weight.neg_()
         assert not torch.equal(layer(x, return_aux=True)[1].ids, aux.ids)
+    # The choice would follow the weight alone.
+    handle = layer.router.register_forward_hook(lambda module, inputs, logits: -logits)
+    with pytest.raises(Unsupported, match="block_router must be False where layer.router has an adapter, a hook or"):
+        layer(x)
+    handle.remove()
+    layer.router = torch.nn.Sequential(layer.router)
+    with pytest.raises(Unsupported, match="would not follow, got Sequential; leave block_router out"):
+        layer(x)
 
 
 @pytest.mark.parametrize("family", ["llama4", "phimoe", "deepseek_v4", "afmoe"])
