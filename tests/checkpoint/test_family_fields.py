@@ -21,7 +21,7 @@ from moe_core.checkpoint.config import ModelConfig
 from moe_core.checkpoint.families import FAMILIES, architecture_of, text_model
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch import MoE
-from tests.support.families import IS_EARLIER, JUDGE, ROWS, settings_of
+from tests.support.families import IS_EARLIER, JUDGE, ROWS, Seen, settings_of
 from tools.sweep import models
 from tools.sweep.measure import TOLERANCE, block_run, table_ids
 
@@ -35,22 +35,6 @@ IGNORED: dict[str, tuple[str, set[str] | None]] = {
     "n_group": ("of a topk_method with groups, which deepseek_v2 judges", {"deepseek_ocr2_text", "unlimited_ocr_text"}),
     "topk_group": ("the same, or n_group is 1", {"deepseek_ocr2_text", "unlimited_ocr_text", "axk2"}),
 }
-
-
-class _Seen(dict):  # type: ignore[type-arg]
-    """Settings that note who is looked up."""
-
-    def __init__(self, settings: Any, seen: set[str]) -> None:
-        super().__init__({name: _Seen(one, seen) if isinstance(one, dict) else one for name, one in settings.items()})
-        self.seen = seen
-
-    def __getitem__(self, name: str) -> Any:
-        self.seen.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.seen.add(name)
-        return super().get(name, default)
 
 
 def read_by_block(model: Any) -> set[str]:
@@ -69,7 +53,7 @@ def test_fields_of_blocks_are_read_or_ignored_for_a_reason(monkeypatch: pytest.M
 
     def with_part(config: ModelConfig, key: str) -> ModelConfig:
         merged = own(config, key)
-        return dataclasses.replace(merged, settings=_Seen(merged.settings, config.settings.seen))  # type: ignore[attr-defined]
+        return dataclasses.replace(merged, settings=Seen(merged.settings, config.settings.seen))  # type: ignore[attr-defined]
 
     monkeypatch.setattr(ModelConfig, "with_part", with_part)
     read: dict[str, set[str]] = {}
@@ -77,7 +61,7 @@ def test_fields_of_blocks_are_read_or_ignored_for_a_reason(monkeypatch: pytest.M
     for family, changes in ROWS.values():
         config = text_model(settings_of(family, changes))
         seen = read.setdefault(config.model_type, set())
-        architecture_of(dataclasses.replace(config, settings=_Seen(config.settings, seen)))
+        architecture_of(dataclasses.replace(config, settings=Seen(config.settings, seen)))
         model = models.build(family, **changes)
         aliases = model.config.get_text_config().attribute_map
         names = {aliases.get(name, name) for name in read_by_block(model)}
@@ -113,7 +97,7 @@ def test_a_missing_field_has_the_default_of_transformers(family: str) -> None:
     def described(settings: Any) -> Any:
         return dataclasses.replace(architecture_of(ModelConfig(family, settings)), moe_layers_rule="")
 
-    whole = described(_Seen(settings, seen))
+    whole = described(Seen(settings, seen))
     optional = 0
     for name in sorted(seen & set(settings) - set(_GIVEN.get(family, {}))):
         try:

@@ -33,16 +33,21 @@ from moe_core.base import codec
 from moe_core.checkpoint import from_maxtext, save_checkpoint, to_maxtext
 from moe_core.checkpoint.write import _SAME_RESULTS
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import FP8_TOKEN
 from moe_core.layers import HUGGING_FACE, MAXTEXT, LayerWeights, MoELayerSpec, convert_weights
 from moe_core.layers.plans import layer_plans
+from moe_core.parallel import ExchangeSpec
+from moe_core.parallel.spec import MODES, why_not_exact
 from moe_core.plan import registry
 from moe_jax import layers, linen, nnx
 from moe_jax.bridge.ffi import TARGET_NAME
 from moe_jax.layers.functional import _planned_for
+from moe_jax.parallel import ExpertAxis
 from moe_torch import MoE
 from moe_torch.bridge.arrays import target_of_device
 from tests.support.frontends.routes import BASES, UNREACHED, T, changed, fields_of, inputs_of, weights_of
 from tests.support.layers import CONFIGS, SPECS
+from tests.support.parallel.jax import ep_mesh
 
 EVERY = os.environ.get("MOEBIUS_ROUTES") == "all"
 PATHS = [path for path in changed() if path not in UNREACHED]
@@ -265,6 +270,47 @@ def test_shared_out(path: str, spec: MoELayerSpec, mesh: Any) -> None:
     with torch.no_grad():
         found, expected = (one.eval()(torch.from_numpy(x), **more) for one in (layer, MoE.from_weights(weights)))
     np.testing.assert_array_equal(found, expected)
+
+
+#: Values of `expert_axis`: every field of it and of its exchange, changed.
+AXES = (
+    "ep",
+    ExpertAxis(tokens=("ep",)),
+    *(ExpertAxis(exchange=ExchangeSpec(mode=mode)) for mode in MODES),
+    ExpertAxis(exchange=ExchangeSpec(rows="slots")),
+    ExpertAxis(exchange=ExchangeSpec(receive=4 * T)),
+    ExpertAxis(exchange=ExchangeSpec(receive=T, on_overflow="drop")),
+    ExpertAxis(exchange=ExchangeSpec(format=FP8_TOKEN)),
+    ExpertAxis(exchange=ExchangeSpec(chunks=2)),
+)
+#: Refusals name one of these.
+_REFUSED_ACROSS = ("exchange.mode", "exchange.format", "exchange.chunks", "num_experts", "token_rounding", "norm of")
+_SOME = OWN if EVERY else [OWN[number * len(OWN) // len(AXES)] for number in range(len(AXES))]
+_ACROSS = [(*case, AXES[number % len(AXES)]) for number, case in enumerate(_SOME)]
+
+
+@pytest.mark.parametrize(
+    ("path", "spec", "axis"), _ACROSS, ids=[f"{path} {AXES.index(axis)}" for path, _, axis in _ACROSS]
+)
+def test_over_a_mesh_axis(path: str, spec: MoELayerSpec, axis: Any) -> None:
+    weights, (x, ids) = weights_of(dataclasses.replace(spec, main_grad=False)), inputs_of(spec)
+    layer = nnx.MoE.from_weights(weights)
+    layer.eval()
+    expected = layer(x, input_ids=ids)
+    layer.expert_axis = ExpertAxis.of(axis)
+    module: Any = linen.MoE.from_spec(layer.spec, expert_axis=axis)
+    copies = flax_nnx.clone(layer), flax_nnx.merge(*flax_nnx.split(layer))
+    assert {one.expert_axis for one in copies} == {ExpertAxis.of(axis)}, path
+    assert ExpertAxis.of(module.clone().expert_axis) == ExpertAxis.of(axis), path
+    with jax.set_mesh(ep_mesh(4)):
+        try:
+            found = flax_nnx.jit(lambda layer, x, ids: layer(x, input_ids=ids), graph_updates=False)(copies[0], x, ids)
+        except (InvalidInput, Unsupported) as refusal:
+            assert any(name in str(refusal) for name in _REFUSED_ACROSS), refusal
+            return
+    exact = not why_not_exact(ExpertAxis.of(axis).exchange, 1)
+    allowed = 0 if exact else float(np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=allowed, err_msg=path)
 
 
 @own_fields

@@ -44,6 +44,22 @@ def settings_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
     return made.config_class(**models.settings(family) | changes).to_dict()
 
 
+class Seen(dict):  # type: ignore[type-arg]
+    """Settings that note who is looked up."""
+
+    def __init__(self, settings: Any, seen: set[str]) -> None:
+        super().__init__({name: Seen(one, seen) if isinstance(one, dict) else one for name, one in settings.items()})
+        self.seen = seen
+
+    def __getitem__(self, name: str) -> Any:
+        self.seen.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.seen.add(name)
+        return super().get(name, default)
+
+
 def _described(family: str, changes: dict[str, Any]) -> bool:
     try:
         text_model(settings_of(family, changes))
