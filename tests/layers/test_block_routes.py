@@ -37,7 +37,7 @@ _VALUES: dict[type, tuple[Any, ...]] = {
 }
 
 
-#: Lists and records, and fields of which transformers runs one value in the tiny models.
+#: Lists and records, and fields with one value that transformers runs in the tiny models.
 UNCHANGED = (
     "mlp_layer_types", "mlp_only_layers", "moe_layers", "layers_block_type", "swiglu_limits", "swiglu_limits_shared",
     "ffn_config", "enable_moe_block", "moe_apply_router_weight_on_input",

@@ -52,7 +52,7 @@ def measure(family: str) -> Row:
         try:
             return run()
         except (Unsupported, InvalidInput) as error:
-            row.reasons[name] = _short(str(error))
+            row.reasons[name] = short(str(error))
             return None
 
     errors = part("experts", lambda: experts_errors(family, model))
@@ -122,7 +122,7 @@ def table_ids(block: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": models.ids_of(x)} if has_table else {}
 
 
-def _moe_layers(model: Any) -> dict[int, Any]:
+def moe_layers(model: Any) -> dict[int, Any]:
     """The MoE blocks of a model by the numbers of their layers."""
     blocks = models.moe_blocks(model)
     if not blocks:
@@ -151,7 +151,7 @@ class _Experts(torch.nn.Module):
 
 def _blocks(family: str, model: Any) -> None:
     """Every block as a layer on its own weights, apart and in the model."""
-    _moe_layers(model)
+    moe_layers(model)
     blocks = models.moe_blocks(model)
     layers = {path: MoE.from_block(block, model.config) for path, block in blocks.items()}
     parts = {path: {n: part for n, part in block.named_children() if n in _PARTS} for path, block in blocks.items()}
@@ -179,17 +179,20 @@ def _blocks(family: str, model: Any) -> None:
 
 def _read(model: Any, path: Path) -> list[tuple[int, LayerWeights]]:
     """The layers of a checkpoint that transformers wrote."""
-    checkpoint, blocks, found = open_checkpoint(path), _moe_layers(model), []
+    checkpoint, blocks, found = open_checkpoint(path), moe_layers(model), []
     if checkpoint.moe_layers != tuple(blocks):
         raise Unsupported(f"only {checkpoint.moe_layers} of the layers {tuple(blocks)}")
     for number, block in blocks.items():
         weights = LayerWeights.from_checkpoint(checkpoint.layer(number))
-        # Some models have their shared experts beside the block.
-        beside = not any("shared" in name for name, _ in block.named_children())
-        layer = MoE.from_weights(dataclasses.replace(weights, shared=None) if beside else weights)
-        _require_same(f"layer {number} of the checkpoint", layer, block)
+        _require_same(f"layer {number} of the checkpoint", MoE.from_weights(of_block(weights, block)), block)
         found.append((number, weights))
     return found
+
+
+def of_block(weights: LayerWeights, block: Any) -> LayerWeights:
+    """A layer's weights without the shared experts that some models have beside the block."""
+    is_beside = not any("shared" in name for name, _ in block.named_children())
+    return dataclasses.replace(weights, shared=None) if is_beside else weights
 
 
 def _write(model: Any, read: Path, written: Path, layers: list[tuple[int, LayerWeights]]) -> None:
@@ -219,7 +222,7 @@ def _require_same(what: str, layer: MoE, block: Any) -> None:
     assert error < TOLERANCE, f"{what} differs by {error}"
 
 
-def _short(message: str) -> str:
+def short(message: str) -> str:
     """A message without the advice behind its semicolon, folders, lists of names and what all refusals begin with."""
     message = re.sub(r"^the experts of \w+ must all run on Moebius, got \S+ \((\w+)\):", r"\1:", message)
     message = re.sub(r"must be one of .*, got", "is", re.sub(r"/\S*/(?=[\w.]+)", "", message))

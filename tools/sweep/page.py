@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tools.sweep.measure import PARTS, Row
+from tools.sweep.recipes import DTYPES, FAMILIES, RECIPES, WAYS, Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "user" / "families.md"
 #: What stands around the generated part of the page.
 BEGIN, END = "<!-- begin: python -m tools.sweep --write -->", "<!-- end -->"
+BEGIN_RECIPES = "<!-- begin: python -m tools.sweep --recipes --write -->"
+_REFUSED = ("family", "on", "recipes", "reason")
 _HEADINGS = ("family", "logits", "gradients", "runs")
 #: How the page names each of PARTS.
 _NAMES = ("experts", "preset", "from_block", "read", "written")
@@ -60,22 +63,73 @@ def reasons(row: Row) -> list[tuple[str, ...]]:
 
 
 def write(rows: Iterable[Row], version: str) -> None:
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{render(rows, version)}\n{END}{rest.partition(END)[2]}", "utf-8")
+    _write(BEGIN, render(rows, version))
+
+
+def _write(begin: str, text: str) -> None:
+    before, _, rest = PAGE.read_text("utf-8").partition(begin)
+    PAGE.write_text(f"{before}{begin}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
 
 
 def published() -> tuple[str, Mapping[str, tuple[str, ...]], list[tuple[str, ...]]]:
     """(version of transformers, family -> its cells, the reasons) on the page."""
-    text = PAGE.read_text("utf-8").partition(BEGIN)[2].partition(END)[0]
+    text, lines = _published(BEGIN)
+    middle = lines.index(_REASONS)
+    table = {line[0]: line for line in lines[1:middle]}
+    return text.split()[1].strip(","), table, lines[middle + 1 :]
+
+
+def _published(begin: str) -> tuple[str, list[tuple[str, ...]]]:
+    """(a generated part of the page, the rows of its tables with their headings)."""
+    text = PAGE.read_text("utf-8").partition(begin)[2].partition(END)[0]
     lines = [
         tuple(cell.strip() for cell in line.strip("| ").replace("\\|", "\0").split("|"))
         for line in text.splitlines()
         if line.startswith("|") and "---" not in line
     ]
-    lines = [tuple(cell.replace("\0", "\\|") for cell in line) for line in lines]
-    middle = lines.index(_REASONS)
-    table = {line[0]: line for line in lines[1:middle]}
-    return text.split()[1].strip(","), table, lines[middle + 1 :]
+    return text, [tuple(cell.replace("\0", "\\|") for cell in line) for line in lines]
+
+
+def write_recipes(reasons: Mapping[Case, str]) -> None:
+    """reasons: why a case does not run, or nothing, for all cases."""
+    lines = [_line(("family", *RECIPES)), "|" + " --- |" * (1 + len(RECIPES))]
+    lines += [_line((family, *(_ways(reasons, family, one) for one in RECIPES))) for family in FAMILIES]
+    refused: dict[tuple[str, str, str], dict[str, None]] = {}
+    for case, reason in reasons.items():
+        if reason:
+            refused.setdefault((case.family, case.way, reason.replace("|", "\\|")), {})[case.recipe] = None
+    lines += ["", _line(_REFUSED), "|" + " --- |" * len(_REFUSED)]
+    for (family, way, reason), recipes in refused.items():
+        lines.append(_line((family, way, "all" if len(recipes) == len(RECIPES) else ", ".join(recipes), reason)))
+    _write(BEGIN_RECIPES, "\n".join(lines))
+
+
+def _ways(reasons: Mapping[Case, str], family: str, recipe: str) -> str:
+    ran = {way: [one for one in DTYPES if not reasons[Case(family, recipe, way, one)]] for way in WAYS}
+    if all(len(dtypes) == len(DTYPES) for dtypes in ran.values()):
+        return "both"
+    texts = {
+        way: way if len(dtypes) == len(DTYPES) else f"{way} in {dtypes[0]}" for way, dtypes in ran.items() if dtypes
+    }
+    return ", ".join(texts.values()) or "none"
+
+
+def published_recipes() -> dict[Case, str]:
+    """The argument of `write_recipes`, from the page."""
+    _, lines = _published(BEGIN_RECIPES)
+    middle, found = lines.index(_REFUSED), dict[Case, str]()
+    told = {
+        (family, way, recipe): reason.replace("\\|", "|")
+        for family, way, recipes, reason in lines[middle + 1 :]
+        for recipe in (RECIPES if recipes == "all" else recipes.split(", "))
+    }
+    for family, *cells in lines[1:middle]:
+        for recipe, cell in zip(RECIPES, cells, strict=True):
+            for way in WAYS:
+                for dtype in DTYPES:
+                    runs = cell == "both" or bool({way, f"{way} in {dtype}"} & set(cell.split(", ")))
+                    found[Case(family, recipe, way, dtype)] = "" if runs else told[family, way, recipe]
+    return found
 
 
 def _line(texts: Iterable[str]) -> str:
