@@ -238,12 +238,14 @@ def over_rows(*rows: str, summed: Names = ()) -> Callable[[_Op], _Op]:
 
     def decorate(op: _Op) -> _Op:
         signature = inspect.signature(op)
+        first = next(iter(signature.parameters))
 
         @functools.wraps(op)
-        def spread(x: Any, *more: Any, **options: Any) -> Any:
+        def spread(*arrays: Any, **options: Any) -> Any:
+            x = arrays[0] if arrays else options.get(first)
             if not _is_on_mesh(x):
-                return op(x, *more, **options)
-            given = signature.bind(x, *more, **options).arguments
+                return op(*arrays, **options)
+            given = signature.bind(*arrays, **options).arguments
             return _spread(op, x, given, rows, summed)
 
         return cast(_Op, spread)
