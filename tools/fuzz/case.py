@@ -63,8 +63,8 @@ class Case:
     / ranks), with replicas: of experts that are elsewhere; mode: how rows travel, `peer` and `direct`, where each token
     has its place, by stores and loads, else the tables that they go by; by_token: a token goes to a rank once; bound:
     of the rows that a rank takes, one less than there are or all, "" = none; programs: of a launch, 0 = as many as
-    wanted; rows_format: of rows that travel; D: their width, in pieces of 16 bytes. tile: of token rounding in a route,
-    0 = none; rounding: its mode; candidates: 0 = the default.
+    wanted; rows_format: of rows that travel; D: their width, in pieces of 16 bytes. tile: of token rounding, 0 = none;
+    rounding: its mode; candidates: 0 = the default.
     """
 
     kind: str = "moe"
@@ -353,11 +353,14 @@ def _not_rounded(case: Case) -> str | None:
     """Why a case cannot have its token rounding, None where it can, or has none."""
     if not case.tile:
         return "nothing is rounded" if case.rounding or case.candidates else None
-    plain = case.kind == "route" and case.source == "logits" and not case.correction_bias
-    rule = case.slot_order == "score" and case.num_groups == 1 and case.scale > 0
+    plain = (layer := case.kind == "layer") or (case.kind, case.source) == ("route", "logits")
+    no = "given_ids table mixer on_input batch_invariant capacity activations between" if layer else "correction_bias"
+    plain = plain and not any(getattr(case, name) for name in no.split())
+    groups = layer and not case.order and case.choices <= case.topk_group * case.E // case.num_groups
+    rule = case.slot_order == "score" and case.scale > 0 and (groups or case.num_groups == 1)
     columns = not case.candidates or (case.rounding != "down" and case.K <= case.candidates <= case.E)
-    fits = case.tile % 16 == 0 and (case.T == 0 or case.tile <= case.T)
-    return None if plain and rule and columns and fits and case.rounding else "not what rounding takes"
+    fits = case.tile % 16 == 0 and case.T not in range(1, case.tile) and bool(case.rounding)
+    return None if plain and rule and columns and fits else "not what rounding takes"
 
 
 def _has_rules(case: Case) -> bool:

@@ -169,6 +169,11 @@ def _attempt(rng: random.Random, engine: str) -> Case:
             case = dataclasses.replace(case, main_grad=True)
         if kind == "layer":
             case = dataclasses.replace(case, balance=rng.choice((0.0, 0.5)), z=rng.choice((0.0, 0.25)))
+    if kind == "layer" and rng.random() < 0.1:
+        rounded = dataclasses.replace(
+            case, tile=16, rounding=rng.choice(("nearest", "up", "down")), T=rng.choice((0, 16, 37))
+        )
+        return rounded if why_illegal(rounded) is None else case
     return case
 
 

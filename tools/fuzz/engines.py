@@ -65,6 +65,10 @@ def norm_spec(case: Case, scale: float = 1.0) -> NormSpec:
     return NormSpec(case.norm_epsilon, scale, case.centred, case.weight_first)
 
 
+def token_rounding(case: Case) -> TokenRounding:
+    return TokenRounding(case.tile, case.rounding, case.candidates or None)
+
+
 def moe_spec(case: Case) -> MoESpec:
     return MoESpec(
         activation_spec(case),
@@ -124,6 +128,7 @@ def layer_spec(case: Case) -> MoELayerSpec:
         capacity_factor=case.capacity or None,
         tuning=Tuning(batch_invariant=True) if case.batch_invariant else None,
         recompute=case.recompute,
+        token_rounding=token_rounding(case) if case.tile else None,
     )
 
 
@@ -220,17 +225,21 @@ def _counts(out: Any) -> dict[str, Any]:
 def run_route(case: Case, ops: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: arrays.get(name) for name in ("correction_bias", "token_mask", "ids")}
     if case.tile:
-        rounding = TokenRounding(case.tile, case.rounding, case.candidates or None)
-        found = ops.route_rounded(arrays["logits"], router_spec(case), rounding, token_mask=options["token_mask"])
+        found = ops.route_rounded(
+            arrays["logits"], router_spec(case), token_rounding(case), token_mask=options["token_mask"]
+        )
         return {"ids": found.ids, "weights": found.weights, "tokens_per_expert": found.tokens_per_expert}
     found = ops.route(arrays["logits"], router_spec(case), **options)
     return {"ids": found.ids, "weights": found.weights}
 
 
 def routed_ids(case: Case, ops: Any, arrays: Mapping[str, Any], logits: Any) -> Any:
-    """The ids of a layer before its capacity drops some: the same op on the same logits."""
+    """The ids of a layer before its capacity or its token rounding drops some: the same op on the same logits."""
+    rule = router_spec(case)
+    if case.tile:
+        rule = token_rounding(case).wide(rule, case.E, case.correction_bias)
     options = {name: arrays.get(name) for name in ("token_mask", "ids" if case.given_ids else "correction_bias")}
-    return ops.route(logits, router_spec(case), **options).ids
+    return ops.route(logits, rule, **options).ids
 
 
 def run_layout(case: Case, ops: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,13 +140,14 @@ class _Judge:
         self.logits: Real | None = None
         #: The weights before the scales of experts.
         self.unscaled: Real | None = None
+        self.rounded: rounding.Rounded | None = None
 
     def run(self) -> None:
         case, given, verdict, results = self.case, self.given, self.verdict, self.results
         if case.kind == "norm":
             self._norm()
             return
-        if case.tile:
+        if case.tile and case.kind == "route":
             self._rounded()
             return
         ids, weights = self._routed()
@@ -163,6 +164,7 @@ class _Judge:
             masked = {name: own for name, own in given.items() if name != "token_mask"}
         slots = slots_of(case, used, masked)
         counts = slots.counts if case.kind != "layer" else slots_of(case, ids, masked).counts
+        counts = counts if self.rounded is None else self.rounded.counts
         if case.kind != "stages":
             verdict.equal("tokens_per_expert", results["tokens_per_expert"], counts)
             known = case.given_ids or case.table
@@ -195,7 +197,9 @@ class _Judge:
                 verdict.equal("ids", results["ids"], ids)
         else:
             ids = self._chosen()
-        if case.mixer:
+        if case.tile:
+            weights, ids = self._rounded_weights(ids), results["ids"]
+        elif case.mixer:
             weights = mixed_weights(self.logits, ids, case.mixer)
         else:
             weights = routing.weights(self.logits, ids.long(), self.choice)
@@ -217,8 +221,9 @@ class _Judge:
         case, results = self.case, self.results
         assert self.logits is not None
         # What a layer with a capacity returns lacks the slots that were dropped.
-        ids = results["routed_ids" if case.capacity else "ids"].long()
-        wrong = routing.complaints(ids, self.logits, self.choice, self.given.get("correction_bias"), self.mask)
+        ids = results["routed_ids" if case.capacity or case.tile else "ids"].long()
+        choice = rounding.wide(case, self.choice) if case.tile else self.choice
+        wrong = routing.complaints(ids, self.logits, choice, self.given.get("correction_bias"), self.mask)
         if case.mixer:  # which looks at differences of logits, that infinities do not have
             wrong = wrong & torch.isfinite(self.logits.value).all(1)
         self.verdict.elements += ids.numel()
@@ -231,10 +236,19 @@ class _Judge:
             ids = ids.clamp(-1, case.num_ids - 1)
         return ids.to(torch.int32)
 
+    def _rounded_weights(self, candidates: torch.Tensor) -> Real:
+        """Of a layer's ids, which the rule of token rounding keeps of the candidates."""
+        assert self.logits is not None
+        self.rounded = rounding.expected(self.case, self.logits, self.choice, candidates.long())
+        ids = self.results["ids"]
+        self.verdict.complaints += rounding.complaints(self.case, self.rounded, ids)
+        return self.rounded.weights.where(ids >= 0)
+
     def _rounded(self) -> None:
         """Token rounding: the engine's own ids, which are right, say which weights remain."""
         case, results, logits = self.case, self.results, self.machine.exact(self.given["logits"])
-        wanted, ids = rounding.expected(case, logits, self.choice, self.mask), results["ids"]
+        candidates, ids = rounding.candidates_of(case, logits, self.mask), results["ids"]
+        wanted = rounding.expected(case, logits, self.choice, candidates)
         self.verdict.complaints += rounding.complaints(case, wanted, ids)
         self.verdict.equal("tokens_per_expert", results["tokens_per_expert"], wanted.counts)
         self.verdict.compare("weights", results["weights"], wanted.weights.where(ids >= 0))
@@ -281,6 +295,9 @@ class _Judge:
                 d_weights = backward.add_expert_scale(d_weights, ids, self.unscaled)
             if case.mixer:
                 d_logits = mixed_gradient(self.logits, ids, case.mixer, d_weights)
+            elif self.rounded is not None:
+                flowing = {"d_weights": d_weights, "ids": ids}
+                d_logits = rounding.gradient(case, self.logits, self.choice, self.rounded, flowing)
             else:
                 d_logits = routing.logits_gradient(self.logits, ids.long(), self.choice, d_weights)
             bad = ~torch.isfinite(self.logits.value).all(1, True) & (ids >= 0).any(1, True)

@@ -106,7 +106,7 @@ def _layer(case: Case, arrays: dict[str, Any]) -> dict[str, Any]:
     options["layer_index"] = arrays.get("experts.layer_index")
     y, aux = layers.forward(tree, arrays["x"], spec, dtype=dtype, return_aux=True, **options)
     found = {"output": y} | aux._asdict()
-    if case.capacity:
+    if case.capacity or case.tile:
         logits = jax.lax.stop_gradient(aux.logits)
         if case.stack and case.correction_bias:
             arrays = arrays | {"correction_bias": arrays["correction_bias"][arrays["experts.layer_index"][0]]}

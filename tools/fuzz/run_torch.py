@@ -99,7 +99,7 @@ def _layer(case: Case, arrays: Mapping[str, torch.Tensor]) -> Results:
     with torch.set_grad_enabled(case.gradient):
         y, aux = layer(rows["x"], arrays.get("token_mask"), **others, return_aux=True)
         found = _detached({"output": y} | aux._asdict())
-        if case.capacity:
+        if case.capacity or case.tile:
             found["routed_ids"] = routed_ids(case, moe_torch.ops, arrays, found["logits"])
         if case.gradient:
             pairs = [(y, arrays["d_output"]), (aux.weights, arrays["d_weights"])]

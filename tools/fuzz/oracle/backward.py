@@ -192,9 +192,9 @@ class Backward:
         T, D = self.x.value.shape
         place = (slots.token, slots.k)
         self.found["weights"] = found["d_w"].map(
-            lambda part: part.new_zeros(T, case.K).index_put(place, part.squeeze(1))
+            lambda part: part.new_zeros(T, case.choices).index_put(place, part.squeeze(1))
         )
-        by_slot = d_rows.map(lambda part: part.new_zeros(T, case.K, D).index_put(place, part))
+        by_slot = d_rows.map(lambda part: part.new_zeros(T, case.choices, D).index_put(place, part))
         self.parts.append(by_slot.sum(1))
 
     def _shared(self) -> None:

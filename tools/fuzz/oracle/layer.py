@@ -250,7 +250,7 @@ def forward(case: Any, given: Given, slots: Slots, weights: Real, machine: Machi
         made = made * weights.map(lambda part: part[slots.token, slots.k].unsqueeze(1).expand_as(made.value))
     made = made.cast(case.dtype)
     T, D = x.value.shape
-    by_slot = made.map(lambda part: part.new_zeros(T, case.K, D).index_put((slots.token, slots.k), part))
+    by_slot = made.map(lambda part: part.new_zeros(T, case.choices, D).index_put((slots.token, slots.k), part))
     total = by_slot.sum(1)
     if case.shared:
         total = total + shared_part(case, given, x, machine)

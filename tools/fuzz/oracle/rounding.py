@@ -24,23 +24,32 @@ class Rounded:
     rows: Tensor
 
 
-def _rules(case: Any, choice: Choice) -> tuple[Choice, Choice]:
+def rules(case: Any, choice: Choice) -> tuple[Choice, Choice]:
     """Those of the chosen, and of the other candidates, which are not renormalised."""
     plain = dataclasses.replace(choice, order="softmax_then_topk", renormalize=False, epsilon=0.0)
     return choice, dataclasses.replace(plain, top_k=case.choices)
 
 
-def expected(case: Any, logits: Real, choice: Choice, mask: Tensor | None) -> Rounded:
-    """The candidates are the W largest logits, NaN last, ties to the lower expert; a cap changes no order here."""
+def wide(case: Any, choice: Choice) -> Choice:
+    """The rule of the W candidates: their order, not their weights."""
+    last = choice.order == "topk_then_softmax" and choice.scoring == "softmax"
+    return dataclasses.replace(rules(case, choice)[1], bias_on="logits" if last else choice.bias_on)
+
+
+def candidates_of(case: Any, logits: Real, mask: Tensor | None) -> Tensor:
+    """The W largest logits, NaN last, ties to the lower expert; a cap changes no order here."""
     # NaN lies behind minus infinity, and minus zero ties with zero.
     number = torch.nan_to_num(logits.value, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
     first = torch.argsort(-number, dim=1, stable=True)
     behind = torch.gather(torch.isnan(logits.value).to(torch.int8), 1, first)
     order = torch.gather(first, 1, torch.argsort(behind, dim=1, stable=True))
     candidates = order[:, : case.choices]
-    if mask is not None:
-        candidates = torch.where(mask[:, None], candidates, -1)
-    own, others = _rules(case, choice)
+    return candidates if mask is None else torch.where(mask[:, None], candidates, -1)
+
+
+def expected(case: Any, logits: Real, choice: Choice, candidates: Tensor) -> Rounded:
+    """candidates `[T, W]`: the W best experts of each token, -1 for masked ones."""
+    own, others = rules(case, choice)
     chosen = weights_of(logits, candidates[:, : case.K], own)
     scores = weights_of(logits, candidates, others)
     value = torch.cat([chosen.value, scores.value[:, case.K :]], 1)
@@ -89,7 +98,7 @@ def complaints(case: Any, wanted: Rounded, ids: Tensor) -> list[str]:
 
 def gradient(case: Any, logits: Real, choice: Choice, wanted: Rounded, given: Mapping[str, Any]) -> Real:
     """d_logits of d_weights, of slots that were not kept zero. given: d_weights, a Real, and ids."""
-    own, others = _rules(case, choice)
+    own, others = rules(case, choice)
     flowing = given["d_weights"].where(given["ids"] >= 0)
     result = logits_gradient(logits, wanted.candidates[:, : case.K], own, flowing.map(lambda part: part[:, : case.K]))
     if case.choices == case.K:
