@@ -19,7 +19,7 @@ import numpy as np
 from moe_core.base import as_integer, require_at_least
 from moe_core.base.files import file_writer, open_file, path_of
 from moe_core.base.sizes import INT32_LIMIT
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs import ExpertWeights, MoESpec, RouterLogits, RouterWeights, TopK
 
 _FORMAT, _VERSION = "moebius.routing_trace", "1"
@@ -52,7 +52,8 @@ class LayerRouting:
         if shapes != [wanted] * len(shapes):
             raise InvalidInput(
                 f"layer {layer} of the trace must have ids and weights [num_tokens, top_k] = {wanted}, "
-                f"got {' and '.join(map(str, shapes))}; replay a trace of the same model and tokens"
+                f"got {' and '.join(map(str, shapes))}; replay a trace of the same model and tokens (with "
+                "token_rounding, ids of training are wider than top_k)"
             )
         if self.num_experts != num_experts:
             raise InvalidInput(
@@ -211,7 +212,7 @@ class Playback:
     """Hand out a trace's layers once, one by one."""
 
     def __init__(self, layers: Sequence[LayerRouting]) -> None:
-        self._layers, self._next = layers, 0
+        self._layers, self._next, self._column = layers, 0, 0
 
     def peek(self, num_tokens: int, top_k: int, num_experts: int) -> LayerRouting:
         """The next layer's routing. Raises InvalidInput if there is none or it does not fit."""
@@ -230,6 +231,26 @@ class Playback:
         layer = self.peek(num_tokens, top_k, num_experts)
         self._next += 1
         return layer
+
+    def choice(self, num_tokens: int, top_k: int, num_experts: int) -> Any:
+        """ids `[T, K]` for the next layer's router, of a sparse_mixer one column after the other. None: no such layer.
+
+        Raises as `peek` for a trace of ids alone.
+        """
+        if top_k == 1 and self.fits(num_tokens, 2, num_experts):
+            column, self._column = self._column, 1 - self._column
+            return self._layers[self._next].ids[:, column : column + 1]
+        if self.lacks_weights or self.fits(num_tokens, top_k, num_experts):
+            return self.peek(num_tokens, top_k, num_experts).ids
+        return None
+
+    def require_weights(self) -> None:
+        """Raise Unsupported for a trace of ids alone, where token rounding chooses."""
+        if self.lacks_weights:
+            raise Unsupported(
+                "token_rounding needs a trace with weights, captured in training, got ids alone; evaluate the layer, "
+                "or make it without token_rounding"
+            )
 
     @property
     def lacks_weights(self) -> bool:

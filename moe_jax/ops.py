@@ -82,7 +82,7 @@ from moe_jax.bridge.mesh import over_rows
 from moe_jax.grouped import gmm, ragged_dot, ragged_dot_general
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_jax.rows import gather_rows, layout_of_runs, scale_rows
-from moe_jax.trace import asked, watched
+from moe_jax.trace import asked, noted, watched
 
 __all__ = [
     "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
@@ -139,6 +139,7 @@ def route(
     return Routing(*run_stage(call, plan_routing, array, spec, **options))
 
 
+@noted
 def route_rounded(
     logits: Array,
     spec: RouterSpec,

@@ -82,7 +82,7 @@ def replay(function: Callable[..., Any]) -> Callable[..., Any]:
         trace: RoutingTrace | LayerRouting | tuple[LayerRouting, ...], *arguments: Any, **keywords: Any
     ) -> Any:
         player = _Player(layers_of(trace))
-        with _watched(_Watch(player.play, player.choose)):
+        with _watched(_Watch(player.play, player)):
             result = function(*arguments, **keywords)
         player.playback.finish()
         return result
@@ -93,12 +93,13 @@ def replay(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Player:
     def __init__(self, layers: Sequence[LayerRouting]) -> None:
         self.playback = Playback(layers)
-        #: `route` has the next layer's ids.
-        self._chosen = False
+        #: `route` has the next layer's ids, and the token mask of the last one.
+        self._chosen, self.token_mask = False, None
 
     def play(self, call: _Seen) -> Any:
         layer = self.playback.next(call.rows, *call.sizes)
-        ids, *weights = map(jnp.asarray, layer.arrays)
+        mask, self.token_mask = call.token_mask if call.token_mask is not None else self.token_mask, None
+        ids, *weights = [_masked(jnp.asarray(array), mask) for array in layer.arrays]
         chosen, self._chosen = self._chosen, False
         if weights:
             return call.run_with(ids, weights[0])
@@ -112,26 +113,52 @@ class _Player:
         return call.run()
 
     def choose(self, *sizes: int) -> jax.Array | None:
-        """The ids of the next layer, whose router asks, if the trace has ids alone."""
-        if not self.playback.lacks_weights:
-            return None
-        layer, self._chosen = self.playback.peek(*sizes), True
-        return jnp.asarray(layer.ids)
+        """The ids of the next layer, whose router asks."""
+        ids = self.playback.choice(*sizes)
+        self._chosen = ids is not None
+        return None if ids is None else jnp.asarray(ids)
 
 
 def asked(route: _Function) -> _Function:
-    """Decorate the op `route` so that it chooses the ids of a trace without weights."""
+    """Decorate the op `route` so that it chooses the ids of a trace."""
 
     @functools.wraps(route)
     def asked_route(logits: Any, spec: Any, **options: Any) -> Any:
         watch = _current.get()
-        if watch is None or watch.choose is None or not hasattr(logits, "shape"):
+        if watch is None or watch.player is None or not hasattr(logits, "shape"):
             return route(logits, spec, **options)
         watch.require_same_level()
-        ids = watch.choose(logits.shape[0], spec.top_k, logits.shape[-1])
-        return route(logits, spec, **(options if ids is None else options | {"correction_bias": None, "ids": ids}))
+        watch.player.token_mask = options.get("token_mask")
+        ids = watch.player.choose(logits.shape[0], spec.top_k, logits.shape[-1])
+        if ids is None:
+            return route(logits, spec, **options)
+        if not watch.player.playback.lacks_weights:  # the trace dropped slots, which count in sums of weights
+            ids = jnp.where(ids < 0, route(logits, spec, **options).ids, ids)
+        return route(logits, spec, **options | {"correction_bias": None, "ids": ids})
 
     return cast(_Function, asked_route)
+
+
+def noted(route_rounded: _Function) -> _Function:
+    """Decorate the op `route_rounded`, whose token mask holds for the next layer of a replay."""
+
+    @functools.wraps(route_rounded)
+    def noted_route(*arguments: Any, **options: Any) -> Any:
+        watch = _current.get()
+        if watch is not None and watch.player is not None:
+            watch.player.playback.require_weights()
+            watch.player.token_mask = options.get("token_mask")
+        return route_rounded(*arguments, **options)
+
+    return cast(_Function, noted_route)
+
+
+def _masked(array: jax.Array, token_mask: Any) -> jax.Array:
+    """ids or weights `[T, K]` without those of masked tokens."""
+    if token_mask is None or len(token_mask) != len(array):
+        return array
+    nothing = 0 if jnp.issubdtype(array.dtype, jnp.floating) else -1
+    return jnp.where(jnp.asarray(token_mask)[:, None], array, jnp.asarray(nothing, array.dtype))
 
 
 def routed(ids: jax.Array, weights: jax.Array, num_experts: int) -> Routing:
@@ -197,6 +224,10 @@ class _Call:
     def brings_weights(self) -> bool:
         return isinstance(self.routing, TopK)
 
+    @property
+    def token_mask(self) -> Any:
+        return self.options.get("token_mask")
+
     def live_weights(self, ids: jax.Array) -> jax.Array:
         """The router's weights of ids. Their gradient is the rule's, at the same logits."""
         with unwatched():
@@ -219,7 +250,7 @@ class _Routed:
 
     routing: Routing
     num_experts: int
-    brings_weights = True
+    brings_weights, token_mask = True, None
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -255,8 +286,8 @@ def _seen(call: _Seen) -> Any:
 class _Watch:
     """A capture or replay in progress, with its level of transformations."""
 
-    def __init__(self, visit: Callable[[_Seen], Any], choose: Callable[..., Any] | None = None) -> None:
-        self.visit, self.choose = visit, choose
+    def __init__(self, visit: Callable[[_Seen], Any], player: _Player | None = None) -> None:
+        self.visit, self.player = visit, player
         self.outer = _current.get()
         self._level = get_opaque_trace_state(convention="moebius")
 

@@ -57,8 +57,9 @@ _FORWARDS: dict[Any, tuple[type, Operator, Operator]] = {
 }
 
 
+_TOPK = torch.ops.aten.topk.default
 #: Operators that choose ids from scores.
-_ROUTERS = (stages.ROUTE.overload, torch.ops.aten.topk.default)
+_ROUTERS = (stages.ROUTE.overload, stages.ROUTE_ROUNDED.overload, _TOPK)
 
 
 class Recording:
@@ -112,7 +113,7 @@ def replay(trace: RoutingTrace | LayerRouting | Sequence[LayerRouting]) -> Itera
         Unsupported: a trace of ids alone, and a layer with weights from elsewhere.
     """
     player = _Player(layers_of(trace))
-    with _Observer(player.play, player.choose):
+    with _Observer(player.play, player):
         yield
     player.playback.finish()
 
@@ -120,12 +121,13 @@ def replay(trace: RoutingTrace | LayerRouting | Sequence[LayerRouting]) -> Itera
 class _Player:
     def __init__(self, layers: Sequence[LayerRouting]) -> None:
         self.playback = Playback(layers)
-        #: The router that has the next layer's ids.
-        self._chosen = ""
+        #: The router that has the next layer's ids, and the token mask of the last one.
+        self._chosen, self.token_mask = "", None
 
     def play(self, call: _Seen) -> Any:
         layer = self._fitting(self.playback.next, call.rows, *call.sizes)
-        ids, *weights = [_tensor(array, call.device) for array in layer.arrays]
+        mask, self.token_mask = call.token_mask if call.token_mask is not None else self.token_mask, None
+        ids, *weights = [_masked(_tensor(array, call.device), mask) for array in layer.arrays]
         kept = LayerRouting(ids, weights[0] if weights else None, layer.num_experts)
         for owner, name in private.recomputations():
             _keep(owner, name, kept, call.weights_at)
@@ -143,14 +145,14 @@ class _Player:
         return call.run() if chosen == "route" else call.run_with(ids, call.used(())[1])
 
     def choose(self, router: str, sizes: tuple[int, int, int], device: torch.device) -> torch.Tensor | None:
-        """The ids of the next layer, if the trace has ids alone, and its router is asked: `route` or `topk`."""
-        if not self.playback.lacks_weights or (router == "topk" and not self.playback.fits(*sizes)):
+        """The ids of the next layer, if its router is asked: `route`, or `topk` by a trace of ids alone."""
+        if router == "topk" and not (self.playback.lacks_weights and self.playback.fits(*sizes)):
             return None
-        layer = self._fitting(self.playback.peek, *sizes)
-        self._chosen = router
-        return _tensor(layer.ids, device)
+        ids = self._fitting(self.playback.choice, *sizes)
+        self._chosen = "" if ids is None else router
+        return None if ids is None else _tensor(ids, device)
 
-    def _fitting(self, method: Callable[..., LayerRouting], *sizes: int) -> LayerRouting:
+    def _fitting(self, method: Callable[..., Any], *sizes: int) -> Any:
         try:
             return method(*sizes)
         except InvalidInput as error:
@@ -197,7 +199,7 @@ def _keep(owner: Any, name: str, layer: LayerRouting, weights_at: int) -> None:
     def replaying(*arguments: Any) -> Any:
         layers, addresses = zip(*kept, strict=True)
         player = _CompiledPlayer(layers, addresses) if private.is_compiled(owner) else _Player(layers)
-        with _Observer(player.play, player.choose, recomputes=True):
+        with _Observer(player.play, player, recomputes=True):
             return function(*arguments)
 
     setattr(replaying, "replayed", kept)  # noqa: B010
@@ -237,6 +239,10 @@ class _Call:
     def brings_weights(self) -> bool:
         return self.kind is TopK
 
+    @property
+    def token_mask(self) -> Any:
+        return self.arguments["token_mask"]
+
     def used(self, results: Any) -> Any:
         """ids and weights."""
         return [self.arguments[f"routing.{name}"] for name in ("ids", "weights")] if self.kind is TopK else results[3:5]
@@ -275,7 +281,7 @@ class _Call:
 class _Routed:
     """The routing of experts that run stage by stage, or on several ranks: `moe_torch.operators.routed`."""
 
-    brings_weights, weights_at = True, 0
+    brings_weights, weights_at, token_mask = True, 0, None
 
     def __init__(self, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> None:
         self._pair, self.sizes = (ids, weights), (ids.shape[1], num_experts)
@@ -304,16 +310,16 @@ def _weigh(logits: torch.Tensor, ids: torch.Tensor, token_mask: Any, spec: Route
 
 
 class _Observer(private.TorchDispatchMode):
-    """visit: runs a layer. choose: the ids that a router has to choose, see `_Player.choose`. recomputes: of a
-    checkpoint's backward, where other observers see nothing."""
+    """visit: runs a layer. player: of a replay. recomputes: of a checkpoint's backward, where other observers see
+    nothing."""
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, visit: Callable[[_Seen], Any], choose: Callable[..., Any] | None = None, *, recomputes: bool = False
+        self, visit: Callable[[_Seen], Any], player: _Player | None = None, *, recomputes: bool = False
     ) -> None:
         super().__init__()
-        self._visit, self._choose, self._recomputes = visit, choose, recomputes
+        self._visit, self._player, self._recomputes = visit, player, recomputes
 
     def __enter__(self) -> Any:
         WATCH.traces += 1
@@ -344,20 +350,35 @@ class _Observer(private.TorchDispatchMode):
 
     def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Let a router choose the trace's ids: `route`, or one of transformers, by topk of scores `[T, E]`."""
+        if func is not _TOPK and self._player is not None:
+            self._player.token_mask = args[2]
+        if func is stages.ROUTE_ROUNDED.overload:
+            if self._player is not None:
+                self._player.playback.require_weights()
+            return func(*args, **kwargs)
         scores, router = args[0], "route" if func is stages.ROUTE.overload else "topk"
         top_k = decode(args[-1])[0].top_k if router == "route" else args[1]
-        ids = None
+        ids, player = None, self._player
         # dim, and largest: routers take the largest of each row.
         by_row = router == "route" or ((*args[2:3], -1)[0] in (-1, 1) and (*args[3:4], True)[0])
-        if self._choose is not None and by_row and scores.dim() == 2 and scores.is_floating_point():
-            ids = self._choose(router, (scores.shape[0], top_k, scores.shape[1]), scores.device)
-        if ids is None:
+        if player is not None and by_row and scores.dim() == 2 and scores.is_floating_point():
+            ids = player.choose(router, (scores.shape[0], top_k, scores.shape[1]), scores.device)
+        if ids is None or player is None:
             return func(*args, **kwargs)
         if router == "route":
             logits, _, token_mask, _, options = args
+            if not player.playback.lacks_weights:  # the trace dropped slots, which count in sums of weights
+                ids = torch.where(ids < 0, func(*args, **kwargs)[0], ids)
             return func(logits, None, token_mask, ids, options)
         ids = ids.clamp(min=0).long()
         return scores.gather(1, ids), ids
+
+
+def _masked(array: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
+    """ids or weights `[T, K]` without those of masked tokens."""
+    if token_mask is None or len(token_mask) != len(array):
+        return array
+    return array.masked_fill(~token_mask[:, None], 0 if array.is_floating_point() else -1)
 
 
 def _tensor(array: Any, device: torch.device) -> torch.Tensor:

@@ -21,10 +21,23 @@ _FLOATS = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn")
 
 def require_one_precision(dtypes: Iterable[tuple[str, str]]) -> None:
     """Raise InvalidInput if only some float arrays are float64. dtypes: (name, dtype)."""
+    dtypes = list(dtypes)
     floats = [(name, dtype) for name, dtype in dtypes if dtype in _FLOATS]
     wide = next((name for name, dtype in floats if dtype == "float64"), None)
     if wide is None:
         return
+    named = [name for name, _ in dtypes]
+    stored = next((name for name in named if name.endswith((".values", ".scales", ".tiled_values"))), None)
+    if stored is not None:
+        raise Unsupported(
+            f"float64 is not there beside quantised weights, got {wide} in float64 with {stored}; cast to float32, or "
+            "dequantise the weights"
+        )
+    added = next((name for name in named if name.startswith("into.")), None)
+    if added is not None:
+        raise Unsupported(
+            f"main_grad is not there in float64, as its sums are float32, got {wide} in float64; leave main_grad out"
+        )
     for name, dtype in floats:
         if dtype != "float64":
             raise InvalidInput(f"{name} must be float64 like {wide}, got {dtype}; cast every array or none")

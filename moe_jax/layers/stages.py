@@ -176,7 +176,8 @@ def _run_stages(
         result = of_layer.run(x, operands.experts, given_ids, moe_spec, shared=operands.shared)
     else:
         result = _around_experts(operands, around, spec, given_ids, of_layer)
-    return result._replace(logits=logits, invalid_ids=invalid_ids), counts
+    # Under a replay, the layer's choice: the experts' are the trace's, without a gradient.
+    return result._replace(ids=ids, weights=routing.weights, logits=logits, invalid_ids=invalid_ids), counts
 
 
 def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing:

@@ -267,7 +267,6 @@ def why_illegal(case: Case) -> str | None:
         "a latent norm is of latent rows": case.latent_norm and not case.latent,
         "nothing weighs what is between": case.between and (case.on_input or case.main_grad),
         "a norm of each result": case.out_norm == "experts" and (case.recompute or bool(case.activations)),
-        "each framework has its own sigmoid": case.between and case.shared_gate,
         "int64 ids are given ones": case.ids_dtype != "int32"
         and (case.kind not in ("moe", "layout") or case.source != "ids" or case.ids_dtype not in ID_DTYPES),
         "16-bit weights are given ones": case.router_weight_dtype != "float32"

@@ -41,7 +41,7 @@ def examine(case: Case, engine: str) -> Verdict:
         except Exception as error:
             verdict.complaints.append(f"{name} raised {type(error).__name__}: {error}"[:600])
     if len(results) == 2:
-        complaints = _differences(case, arrays, results)
+        complaints = differences(case, arrays, results)
         verdict.complaints += complaints
         if not complaints and case.kind != "layer":  # what holds for one holds for the other
             results.pop("jax")
@@ -52,7 +52,7 @@ def examine(case: Case, engine: str) -> Verdict:
     return verdict
 
 
-def _differences(case: Case, arrays: Arrays, results: dict[str, Results]) -> list[str]:
+def differences(case: Case, arrays: Arrays, results: dict[str, Results]) -> list[str]:
     """Complaints about bits that both front-ends must share."""
     first, second = (dict(own) for own in results.values())
     if case.kind == "layer":
@@ -90,6 +90,8 @@ def _left_out(case: Case, first: Results, second: Results) -> set[str]:
     # The gradients of losses are each framework's own, and so is what weighs results with a norm of each.
     if case.balance or case.z or case.out_norm == "experts":
         found |= gradients
+    if case.between and case.shared_gate:  # each framework has its own sigmoid
+        found |= {"output", *gradients}
     # A weight that is subnormal before or after it is scaled is 0 in XLA, and so is all that it multiplies.
     if case.expert_scale and any(
         bool((_is_subnormal(w, _MOST_SCALE) & (w != 0)).any()) for w in (first["weights"], second["weights"])

@@ -32,17 +32,17 @@ def run(case: Case, arrays: Mapping[str, torch.Tensor], engine: str) -> Results:
     device = jax.devices("cuda" if engine == "cuda" else "cpu")[0]
     wide = case.dtype == "float64" or case.ids_dtype == "int64"
     with running_on(engine), jax.enable_x64(wide), jax.default_device(device):
-        found = program(case.static, engine)({name: _to_jax(array) for name, array in arrays.items()})
-        return {name: _to_torch(array, device_of(engine)) for name, array in found.items() if array is not None}
+        found = program(case.static, engine)({name: to_jax(array) for name, array in arrays.items()})
+        return {name: to_torch(array, device_of(engine)) for name, array in found.items() if array is not None}
 
 
-def _to_jax(tensor: torch.Tensor) -> jax.Array:
+def to_jax(tensor: torch.Tensor) -> jax.Array:
     if tensor.numel() == 0:
         return jnp.zeros(tensor.shape, str(tensor.dtype).removeprefix("torch."))
     return moe_jax.from_dlpack(tensor.contiguous())
 
 
-def _to_torch(array: jax.Array, device: str) -> torch.Tensor:
+def to_torch(array: jax.Array, device: str) -> torch.Tensor:
     if array.size == 0:
         return torch.zeros(array.shape, dtype=getattr(torch, array.dtype.name), device=device)
     return moe_torch.from_dlpack(array)
@@ -78,12 +78,12 @@ def _outputs_and_gradients(case: Case, arrays: dict[str, Any]) -> dict[str, Any]
     if case.kind == "layer" and case.stack:
         index = arrays["experts.layer_index"][0]
         gradients = {
-            name: _of_layer(one, index) if is_parameter(name) else one for name, one in gradients.items()
+            name: of_layer(one, index) if is_parameter(name) else one for name, one in gradients.items()
         }  # fmt: skip
     return found | {f"d {name}": gradient for name, gradient in gradients.items()}
 
 
-def _of_layer(gradient: jax.Array, index: jax.Array) -> jax.Array:
+def of_layer(gradient: jax.Array, index: jax.Array) -> jax.Array:
     """The part of one layer of a stack, NaN where another layer has a gradient as well."""
     others = jnp.arange(len(gradient)).reshape(-1, *[1] * (gradient.ndim - 1)) != index
     stray = (others & (gradient != 0)).any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,24 +42,34 @@ def run(case: Case, arrays: Mapping[str, torch.Tensor], engine: str) -> Results:
     """The outputs by name, and the gradients as `d name`."""
     with running_on(engine):
         if case.kind == "layer":
-            return _layer(*one_layer(case, arrays))
+            case, arrays = one_layer(case, arrays)
+            layer = layer_of(case, arrays)
+            found = step(case, arrays, layer, dict(layer.named_parameters()))
+            if case.capacity or case.tile:
+                found["routed_ids"] = routed_ids(case, moe_torch.ops, arrays, found["logits"])
+            return found
         names = trained(case, arrays) if case.gradient else []
         inputs = dict(arrays) | {name: arrays[name].detach().requires_grad_() for name in names}
-        _give_main_grads(inputs, arrays)
+        give_main_grads(inputs, arrays)
         with torch.set_grad_enabled(case.gradient):
             outputs = OPS[case.kind](case, moe_torch.ops, inputs)
-        found = _detached(outputs)
-        if case.gradient:
-            pairs = [(outputs[name], arrays[f"d_{name}"]) for name in ("output", "weights") if f"d_{name}" in arrays]
-            found |= _gradients(pairs, {name: inputs[name] for name in names})
+        return results_of(case, outputs, arrays, {name: inputs[name] for name in names})
+
+
+def results_of(case: Case, outputs: Mapping[str, Any], arrays: Mapping[str, torch.Tensor], inputs: Any) -> Results:
+    """The outputs of an op, and the gradients of its trained inputs."""
+    found = _detached(outputs)
+    if not case.gradient:
         return found
+    pairs = [(outputs[name], arrays[f"d_{name}"]) for name in ("output", "weights") if f"d_{name}" in arrays]
+    return found | _gradients(pairs, inputs)
 
 
 def _detached(outputs: Mapping[str, Any]) -> Results:
     return {name: array.detach() for name, array in outputs.items() if array is not None}
 
 
-def _give_main_grads(inputs: Mapping[str, torch.Tensor], arrays: Mapping[str, torch.Tensor]) -> None:
+def give_main_grads(inputs: Mapping[str, torch.Tensor], arrays: Mapping[str, torch.Tensor]) -> None:
     """What the backward adds the gradients of matrices to, in the attribute that Megatron has for it."""
     for name in inputs:
         if f"main_grad.{name}" in arrays:
@@ -77,7 +88,8 @@ def _gradients(pairs: list[tuple[torch.Tensor, torch.Tensor]], inputs: Mapping[s
     return {f"d {name}": gradient for name, gradient in zip(inputs, zeros, strict=True)}
 
 
-def _layer(case: Case, arrays: Mapping[str, torch.Tensor]) -> Results:
+def layer_of(case: Case, arrays: Mapping[str, torch.Tensor]) -> Any:
+    """The layer of a case with its weights, frozen."""
     layer = moe_torch.MoE.from_spec(layer_spec(case), device=arrays["x"].device, dtype=getattr(torch, case.dtype))
     own = {name: array for name, array in arrays.items() if is_parameter(name)}
     if case.dtype == "float64":  # which LayerWeights do not hold
@@ -87,20 +99,27 @@ def _layer(case: Case, arrays: Mapping[str, torch.Tensor]) -> Results:
             tensor.data.copy_(given.T if is_turned else given)
     else:
         layer.load_weights(layer_weights(case, {name: _to_numpy(array) for name, array in own.items()}))
+    return layer.requires_grad_(False)
+
+
+def step(
+    case: Case,
+    arrays: Mapping[str, torch.Tensor],
+    layer: Any,
+    parameters: Mapping[str, Any],
+    more: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Results:
+    """What a call of a layer, or of something around it, returns, and its gradients. more: others that have one."""
     rows = {name: arrays[name].clone() for name in ("x", "gate_inputs") if name in arrays}
     rows = {name: own.requires_grad_(case.gradient) for name, own in rows.items()}
     others = {"gate_inputs": rows.get("gate_inputs"), "expert_ids": arrays.get("ids")}
     others["input_ids"] = arrays.get("input_ids")
-    layer.requires_grad_(False)
     names = [name for name in trained(case, arrays) if is_parameter(name)] if case.gradient else []
-    parameters = dict(layer.named_parameters())
-    wanted = {name: parameters[layer_name(name)].requires_grad_() for name in names}
-    _give_main_grads(wanted, arrays)
+    wanted = {name: parameters[layer_name(name)].requires_grad_() for name in names} | dict(more)
+    give_main_grads(wanted, arrays)
     with torch.set_grad_enabled(case.gradient):
         y, aux = layer(rows["x"], arrays.get("token_mask"), **others, return_aux=True)
         found = _detached({"output": y} | aux._asdict())
-        if case.capacity or case.tile:
-            found["routed_ids"] = routed_ids(case, moe_torch.ops, arrays, found["logits"])
         if case.gradient:
             pairs = [(y, arrays["d_output"]), (aux.weights, arrays["d_weights"])]
             for loss, factor in ((aux.load_balance_loss, case.balance), (aux.z_loss, case.z)):

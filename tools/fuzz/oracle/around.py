@@ -14,7 +14,18 @@ import torch
 
 from tools.fuzz.oracle.activations import activate, differentiate
 from tools.fuzz.oracle.backward import Backward, Ends, outer_sum, transposed
-from tools.fuzz.oracle.layer import Given, Machine, Slots, expert_of, forward, pre_activation, product, rule_of
+from tools.fuzz.oracle.layer import (
+    Given,
+    Machine,
+    Slots,
+    expert_of,
+    forward,
+    pre_activation,
+    product,
+    rule_of,
+    shared_gate,
+    sigmoid,
+)
 from tools.fuzz.oracle.norm import norm_of, rms_norm, rms_norm_gradient
 from tools.fuzz.oracle.real import Real, Tensor, rounded
 from tools.fuzz.oracle.stages import StageBackward
@@ -91,7 +102,11 @@ def _hidden(case: Any, rows: Real, expert: Any, index: Tensor, machine: Machine,
 def _shared(case: Any, given: Given, x: Real, machine: Machine) -> Real:
     expert, index = expert_of(case, given, "shared.", machine), torch.zeros_like(given["x"][:, 0], dtype=torch.long)
     hidden = _hidden(case, x, expert, index, machine, shared=True)
-    return product(hidden, expert.down, None, index, machine, machine.kind()).cast(case.dtype)
+    made = product(hidden, expert.down, None, index, machine, machine.kind()).cast(case.dtype)
+    if not case.shared_gate:
+        return made
+    scale = sigmoid(shared_gate(case, given, x, machine))
+    return (made * scale.map(lambda part: part.expand_as(made.value))).cast(case.dtype)
 
 
 def _finished(case: Any, given: Given, total: Real, machine: Machine) -> Real:
@@ -195,6 +210,14 @@ def _add_shared(backward: Backward) -> None:
 
     rule, kind = rule_of(case, shared=True), machine.kind()
     hidden, g = sound(activate(rule, gate, up).cast(case.dtype)), backward.d_out
+    scale: Real | None = None
+    if case.shared_gate:
+        logit = shared_gate(case, given, x, machine)
+        scale = sigmoid(logit)
+        made = product(hidden, expert.down, None, index, machine, kind).cast(case.dtype)
+        d_scale = (g * made).sum(1, True, "truncated")
+        d_logit = sound(d_scale * scale * sigmoid(Real(-logit.value, logit.error, logit.unit)))
+        g = (g * scale.map(lambda part: part.expand_as(made.value))).cast(case.dtype)
     d_hidden = transposed(g, expert.down, index, machine).cast(case.dtype)
     by_gate, by_up = differentiate(rule, gate, up)
     d_gate = sound((by_gate * d_hidden).cast(case.dtype))
@@ -208,3 +231,5 @@ def _add_shared(backward: Backward) -> None:
         products = [*products, other] if case.gate_layout == "separate" else [products[0] + other]
     backward.keep("shared.", found)
     backward.parts += [one.cast(case.dtype) for one in products]
+    if scale is not None:
+        backward.add_shared_gate(d_logit, rows)

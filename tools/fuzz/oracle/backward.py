@@ -211,11 +211,15 @@ class Backward:
         self.keep("shared.", found)
         self.parts.append(found["d_slot"].either(case.dtype))
         if gate is not None:
-            d_gate = found["d_w"] * w * sigmoid(Real(-gate.value, gate.error, gate.unit))
-            vector = machine.exact(given["shared.gate"].reshape(1, -1))
-            self.parts.append(d_gate.matmul(vector, "truncated").either(case.dtype))
-            d_vector = d_gate.map(lambda part: part.transpose(0, 1)).matmul(self.x, "truncated").cast(case.dtype)
-            self.found["shared.gate"] = d_vector.map(lambda part: part.reshape(given["shared.gate"].shape))
+            self.add_shared_gate(found["d_w"] * w * sigmoid(Real(-gate.value, gate.error, gate.unit)), self.x)
+
+    def add_shared_gate(self, d_gate: Real, rows: Real) -> None:
+        """The gate's part, from the gradient [T, 1] of its logit."""
+        given, dtype = self.given, self.case.dtype
+        vector = self.machine.exact(given["shared.gate"].reshape(1, -1))
+        self.parts.append(d_gate.matmul(vector, "truncated").either(dtype))
+        d_vector = d_gate.map(lambda part: part.transpose(0, 1)).matmul(rows, "truncated").cast(dtype)
+        self.found["shared.gate"] = d_vector.map(lambda part: part.reshape(given["shared.gate"].shape))
 
     def add_expert_scale(self, d_weights: Real, ids: Tensor, unscaled: Real) -> Real:
         """The gradient of the scales, from that of the scaled weights [T, K]; returns that of the unscaled ones."""
