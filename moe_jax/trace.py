@@ -295,7 +295,8 @@ class _Watch:
         if get_opaque_trace_state(convention="moebius") != self._level:
             raise InvalidInput(
                 "function must call its MoE layers outside of jit, scan and other transformations, got one inside; "
-                "apply those around: jax.jit(capture(function)), or capture and replay the body of a scan"
+                "apply those around: jax.jit(capture(function)), or capture and replay the body of a scan, or of a "
+                "shard_map (an expert_axis or a mesh opens one)"
             )
 
 

@@ -12,9 +12,9 @@ transformers) in the block and its thread, in order, compiled models included. T
 Capturing a graph or exporting a program inside of the block raises Unsupported.
 
 A replayed layer with a router still computes its logits for the losses. Its ids and weights are the trace's, and its
-token mask still holds. With a capacity limit the layer's own choices stay in its MoEAux. If the caller of `moe` brings
-ids and weights, output and counts follow the trace, and the returned ids and weights are the caller's (moe_jax returns
-the trace's).
+token mask still holds. A layer that runs in stages has its live weights at these ids in MoEAux. If the caller of `moe`
+brings ids and weights, output and counts follow the trace, and the returned ids and weights are the caller's (moe_jax
+returns the trace's).
 
 A trace of ids alone (`RoutingTrace.from_routed_experts`) pins the experts. Their weights are the router's, from the
 live logits at these ids: routers of `moe`, of `route`, and of transformers where they choose by `torch.topk`.

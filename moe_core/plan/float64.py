@@ -43,6 +43,15 @@ def require_one_precision(dtypes: Iterable[tuple[str, str]]) -> None:
             raise InvalidInput(f"{name} must be float64 like {wide}, got {dtype}; cast every array or none")
 
 
+def refuse_float64(wide: bool) -> None:
+    """Raise Unsupported for float64 rows of experts on several ranks."""
+    if wide:
+        raise Unsupported(
+            "float64 is not there for experts on several ranks, got x in float64; cast to float32, or check gradients "
+            "on one rank"
+        )
+
+
 def any_precision(planner: Callable[..., Result]) -> Callable[..., Result]:
     """Let a planner of plans take float64 arrays on the reference engine. Raises Unsupported elsewhere, InvalidInput
     for out_dtype float32 with them."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangeSpec, ParallelOutput, Placement, plan_exchange
 from moe_core.parallel.operands import require_given, require_scores
+from moe_core.plan.float64 import refuse_float64
 from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_jax import ops
@@ -208,6 +209,7 @@ def require_ranks(group: Group, spec: MoESpec | None = None) -> None:
 
 def require_x(x: Any) -> jax.Array:
     require_array("x", x)
+    refuse_float64(x.dtype == jnp.float64)
     if x.ndim != 2 or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise InvalidInput(
             f"x must be bf16, fp16 or fp32 [T, D], got {x.dtype}{list(x.shape)}; flatten the batch axes first"

@@ -15,6 +15,7 @@ from moe_core.specs.operands import ExpertWeights, SharedExpert, TopK, named_arr
 from moe_torch.bridge.operator import call, call_first
 from moe_torch.bridge.options import require_instance
 from moe_torch.operators import stages, table
+from moe_torch.operators.routed import hidden
 
 _FORWARD, _TRAINING, _BACKWARD = (kinds[TopK] for kinds in (table.MOE, table.TRAINING, table.BACKWARD))
 _RESULTS = (*result_names(TopK), "routing.ids", "routing.weights")
@@ -32,7 +33,8 @@ class _Dense(torch.autograd.Function):
     def forward(ctx: Any, given: dict[str, Any], spec: MoESpec, x: torch.Tensor, wide: torch.Tensor, *own: Any) -> Any:
         given = given | {"x": x} | dict(zip(_SHARED, own, strict=True))
         ungated = given | {"shared.gate": None}
-        results = call(_TRAINING, _TRAINING.by_name(ungated, spec))
+        with hidden():  # traces are of routed experts
+            results = call(_TRAINING, _TRAINING.by_name(ungated, spec))
         names = (*_RESULTS, *saved_names(spec, SharedExpert(own[0], own[1])))
         logits = gate_logits(x, own[3], spec)
         saved = given | dict(list(zip(names, results, strict=True))[1:]) | {"saved.shared_gate": logits}
@@ -99,5 +101,6 @@ def shared_output(
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (wide, *matrices)):
         return cast(Any, _Dense.apply(operands, spec, x, wide, *matrices))
     operands |= {"x": x} | dict(zip(_SHARED[:3], matrices[:3], strict=True))
-    rows = call_first(_FORWARD, _FORWARD.by_name(operands, spec))
+    with hidden():
+        rows = call_first(_FORWARD, _FORWARD.by_name(operands, spec))
     return rows, gate_logits(x, shared.gate, spec)

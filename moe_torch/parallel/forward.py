@@ -18,6 +18,7 @@ from moe_core.parallel import ExchangePlan, ParallelOutput, Placement, plan_exch
 from moe_core.parallel.operands import experts_digest, require_given, require_scores
 from moe_core.parallel.spec import ExchangeSpec, refuse_chunks
 from moe_core.parallel.tensor import TOKENS, WHOLE, TensorSplit
+from moe_core.plan.float64 import refuse_float64
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
@@ -298,6 +299,7 @@ class Exchange:
         require_instance("experts", experts, ExpertWeights)
         require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
         require_instance("spec", spec, MoESpec)
+        refuse_float64(x.dtype == torch.float64)
         if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise InvalidInput(
                 f"x must be bf16, fp16 or fp32 [T, D], got {x.dtype} {list(x.shape)}; flatten the batch axes first"

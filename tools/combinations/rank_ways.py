@@ -1,0 +1,150 @@
+"""Rows on two gloo ranks: layers that data, parameters or experts are split for, against the plain layer.
+
+With DDP and FSDP2 each rank's outputs are those of the plain layer on its tokens, and gradients are means over ranks.
+With experts or their columns on both ranks, outputs and gradients are the plain layer's on all tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from moe_torch import trace
+from moe_torch.parallel import ExpertParallel, parallelize
+from tools.combinations.cover import Row
+from tools.combinations.features import case_of
+from tools.fuzz import run_torch
+from tools.fuzz.case import Case
+from tools.fuzz.data import TORCH, draw, is_parameter
+from tools.fuzz.engines import Results, call_arrays, layer_name, running_on, trained
+
+#: Units of the largest number that sums in another order, or rounded parts of them, may be apart.
+_APART = {"float32": 512, "float64": 512, "bfloat16": 16, "float16": 16}
+_BY_TOKEN = ("x", "token_mask", "gate_inputs", "ids", "input_ids", "d_output", "d_weights")
+
+
+def examine_all(group: Any, rows: list[Row], seed: int = 0) -> list[str | list[str]]:
+    """What is wrong with each row on this rank, or what the library raised."""
+    found: list[str | list[str]] = []
+    for row in rows:
+        try:
+            found.append(examine(group, row, seed))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        dist.barrier(group)
+    return found
+
+
+def examine(group: Any, row: Row, seed: int = 0) -> list[str]:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    case = dataclasses.replace(case_of(row, seed), F=64)  # whole groups of a format on both ranks
+    given = call_arrays(draw(case))
+    count = case.T // ranks
+    own = {
+        name: array[rank * count : (rank + 1) * count] if name in _BY_TOKEN else array for name, array in given.items()
+    }
+    shared_out = row["parallel"] in ("experts", "tensor")
+    half = dataclasses.replace(case, T=count)
+    with running_on("reference"), _autocast(row):
+        plain = run_torch.layer_of(case, given)
+        whole = case if shared_out else half
+        wanted = _step(whole, given if shared_out else own, plain, plain)
+        layer, call = _through(row, run_torch.layer_of(case, given), group)
+        with trace.capture() if row["trace"] != "none" else contextlib.nullcontext() as recording:
+            found = _step(half, own, layer, call)
+    wrong = []
+    if recording is not None and not torch.equal(recording.layers[0].ids, found["ids"]):
+        wrong.append("captured ids are not the layer's")
+    if shared_out:
+        for name in [name for name in found if is_parameter(name[2:]) and not name.startswith("d experts.")]:
+            found[name] = _summed(found[name].double(), group).to(found[name].dtype)
+        for name, array in wanted.items():
+            if name in ("output", "ids", "weights", "logits", "d x", "d gate_inputs"):
+                wanted[name] = array[rank * count : (rank + 1) * count]
+    elif row["parallel"] != "none":  # means over ranks
+        for name in [name for name in wanted if name.startswith("d ") and is_parameter(name[2:])]:
+            wanted[name] = _summed(wanted[name].double(), group).div(ranks).to(wanted[name].dtype)
+    mask = own.get("token_mask")
+    if mask is not None:
+        wanted, found = ({**one, "logits": one["logits"][mask]} for one in (wanted, found))
+    dtype = row["dtype"] if row["autocast"] == "none" or row["dtype"] == "float64" else row["autocast"]
+    # Each slice of a hidden row has its own scale.
+    share = 0.1 if row["parallel"] == "tensor" and case.activations else _APART[dtype] * torch.finfo(TORCH[dtype]).eps
+    return wrong + [text for name in wanted for text in _apart(name, wanted[name], found.get(name), share)]
+
+
+def _autocast(row: Row) -> Any:
+    return contextlib.nullcontext() if row["autocast"] == "none" else torch.autocast("cpu", TORCH[row["autocast"]])
+
+
+def _summed(array: torch.Tensor, group: Any) -> torch.Tensor:
+    array = array.clone().contiguous()
+    dist.all_reduce(array, group=group)
+    return array
+
+
+def _through(row: Row, layer: Any, group: Any) -> tuple[Any, Any]:
+    """(the layer, a call of it) as the row says."""
+    kind, call = row["parallel"], layer
+    layer.requires_grad_(True)
+    if kind == "DDP":
+        call = DistributedDataParallel(layer, process_group=group)
+    elif kind == "FSDP2":
+        call = fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("data",)))
+    elif kind == "experts":
+        call = parallelize(layer, ExpertParallel(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))))
+    elif kind == "tensor":
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size(group)), mesh_dim_names=("ep", "tp"))
+        call = parallelize(layer, ExpertParallel(mesh["ep"], tensor=mesh["tp"]))
+    if row["checkpointing"] != "none":
+        inner = call
+        call = lambda *args, **options: checkpoint(inner, *args, use_reentrant=False, **options)  # noqa: E731
+    return layer, call
+
+
+def _step(case: Case, given: Mapping[str, Any], layer: Any, call: Any) -> Results:
+    """The outputs of one step by `backward`, and whole gradients."""
+    leaves = {name: given[name].clone().requires_grad_(case.gradient) for name in ("x", "gate_inputs") if name in given}
+    others = {"gate_inputs": leaves.get("gate_inputs"), "expert_ids": given.get("ids")}
+    names = [name for name in trained(case, given) if is_parameter(name)] if case.gradient else []
+    parameters = dict(layer.named_parameters())
+    layer.requires_grad_(False)
+    for name in names:
+        parameters[layer_name(name)].requires_grad_(True)
+    if case.main_grad:
+        for name in names:
+            if f"main_grad.{name}" in given:
+                parameters[layer_name(name)].main_grad = torch.zeros_like(given[name], dtype=torch.float32)
+    with torch.set_grad_enabled(case.gradient):
+        y, aux = call(leaves["x"], given.get("token_mask"), **others, input_ids=given.get("input_ids"), return_aux=True)
+    found = {"output": y.detach(), "ids": aux.ids, "weights": aux.weights.detach(), "logits": aux.logits.detach()}
+    if not case.gradient:
+        return found
+    pairs = [(y, given["d_output"].to(y.dtype)), (aux.weights, given["d_weights"].to(aux.weights.dtype))]
+    pairs = [pair for pair in pairs if pair[0].requires_grad]
+    torch.autograd.backward([output for output, _ in pairs], [flowing for _, flowing in pairs])
+    found |= {f"d {name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    for name in names:
+        one: Any = parameters[layer_name(name)]
+        gradient = getattr(one, "main_grad", one.grad) if case.main_grad else one.grad
+        if gradient is not None:
+            found[f"d {name}"] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
+
+
+def _apart(name: str, wanted: torch.Tensor, found: torch.Tensor | None, share: float) -> list[str]:
+    """share: of the largest number that others may be apart."""
+    if found is None or found.shape != wanted.shape:
+        return [f"{name}: {None if found is None else tuple(found.shape)}, not {tuple(wanted.shape)}"]
+    bound = share * float(wanted.abs().max()) if wanted.is_floating_point() and wanted.numel() else 0.0
+    error = float((wanted.double() - found.double()).abs().max()) if wanted.numel() else 0.0
+    return [] if error <= bound else [f"{name}: {error:.3g} apart, bound {bound:.3g}"]
