@@ -50,7 +50,7 @@ def compare(source: Checkpoint, converted: Checkpoint) -> tuple[str, float | Non
             raise _parted(converted, f"{kind.replace('_', ' ')} such as {new[0]}")
     for number in converted.moe_layers:
         for name, ours in _experts(converted, number, state):
-            if not torch.equal(state[name].float(), torch.from_numpy(ours.astype(np.float32))):
+            if not np.array_equal(state[name].float().numpy(), ours.astype(np.float32), equal_nan=True):
                 raise _parted(converted, f"other numbers in layer {number}: {name}")
     return "equal", None if wanted is None else float((logits - wanted).norm() / wanted.norm()), reason
 
@@ -78,7 +78,7 @@ def _experts(checkpoint: Checkpoint, number: int, state: Any) -> Iterator[tuple[
     """(key of the state, our numbers) of a layer's experts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        layer = checkpoint.layer(number)
+        layer = checkpoint.layer(number, allow_bad_scales=True)
         layer = layer.dequantized(str(checkpoint.config.get("dtype") or "bfloat16"))
         settings = read_json(checkpoint.path / "config.json")
         plain = {key: value for key, value in settings.items() if key != "quantization_config"}

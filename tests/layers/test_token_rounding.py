@@ -126,5 +126,5 @@ def test_expert_parallelism_is_refused_by_name() -> None:
     own = moe_jax.nnx.MoE.from_spec(ROUNDED, rngs=nnx.Rngs(0))
     mesh = jax.make_mesh((1,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
     own.parallelize(mesh)
-    with jax.set_mesh(mesh), pytest.raises(Unsupported, match="token_rounding is not there for experts on several"):
+    with jax.set_mesh(mesh), pytest.raises(Unsupported, match="token_rounding is not there for a layer on several"):
         own(jnp.asarray(X))

@@ -63,7 +63,7 @@ def verify_conversion(
     compressed-tensors, transformers loads the conversion: its experts must be ours bit by bit.
 
     Args:
-        largest: the largest error of a layer's weights that the conversion reported.
+        largest: the largest error of a layer's weights that the conversion reported. Infinite: any, NaN too.
         transformers: False for files that only this library must read.
 
     Raises InvalidInput that names the first layer with another error, or that transformers loads otherwise.
@@ -72,7 +72,7 @@ def verify_conversion(
     rows = []
     for number in after.moe_layers:
         row = _compared(_read(before, number), _read(after, number))
-        if not row.weights <= largest + _SLACK:
+        if largest < math.inf and not row.weights <= largest + _SLACK:
             raise InvalidInput(
                 f"{after.path} must hold the converted experts, got layer {number}, whose weights differ from the "
                 f"source's by {row.weights:.3e} instead of {largest:.3e}; convert it again"
