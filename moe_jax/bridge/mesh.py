@@ -85,7 +85,9 @@ def mesh_of(arrays: Iterable[Any], eager: bool = True) -> AbstractMesh | None:
         mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), mesh)
     elif eager and not any(isinstance(array, Tracer) or len(array.devices()) > 1 for array in arrays):
         return None
-    return mesh if math.prod(free_axes(mesh).values()) > 1 else None
+    # An axis of one device in a tracer's type has to come back in the types of results and gradients.
+    typed = any(isinstance(array, Tracer) and any(spec_of(array) or ()) for array in arrays)
+    return mesh if typed or math.prod(free_axes(mesh).values()) > 1 else None
 
 
 def _held(array: Any) -> AbstractMesh | None:
@@ -143,7 +145,10 @@ def split_tokens(
     for name in dict.fromkeys((*wanted, *needed)):
         if not any(name in names for names in dims):
             _assign(x.shape, dims, name, mesh, must=name in needed)
-    split = tuple(tuple(name for name in names if name in needed or mesh.shape[name] > 1) for names in dims)
+    typed = set(sum(map(as_names, spec_of(x) or ()), ())) if isinstance(x, Tracer) else set()
+    split = tuple(
+        tuple(name for name in names if name in needed or name in typed or mesh.shape[name] > 1) for names in dims
+    )
     return Split(mesh, tuple(free), split, _is_consecutive(batch, split, mesh))
 
 

@@ -38,8 +38,9 @@ def check(op: str, arrays: Mapping[str, Any]) -> None:
     placed: tuple[str, Any] | None = None
     for name, value in arrays.items():
         if isinstance(value, Tracer):
-            split = any(axis is not None for axis in jax.typeof(value).sharding.spec)
             where: Any = jax.typeof(value).sharding
+            entries = [entry if isinstance(entry, tuple) else (entry,) for entry in where.spec]
+            split = any(name is not None and where.mesh.shape.get(name, 1) > 1 for names in entries for name in names)
         elif isinstance(value, jax.Array):
             where = value.sharding
             split = not (everywhere.value or len(where.device_set) == 1 or where.is_fully_replicated)

@@ -91,6 +91,7 @@ def placed(parameters: Any, mesh: Mesh, specs: Any) -> Any:
         (NORMED, {"data": 2, "sequence": 2}, EXPLICIT, P("data", "sequence")),
         (PLAIN, {"data": 2, "model": 2}, EXPLICIT, P("data")),
         (PLAIN, {"data": 1}, AUTO, None),
+        (PLAIN, {"data": 1}, EXPLICIT, P("data")),
     ],
 )
 def test_plain_layers_on_any_mesh(spec: MoELayerSpec, axes: Any, kind: AxisType, split: Any) -> None:
