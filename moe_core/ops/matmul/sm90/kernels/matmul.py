@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from moe_core.ops.activation.kernels.formulas import activate, activate_gated, sigmoid_ptx
+from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 from moe_core.ops.common.kernels.aggregates import (
     Epilogue,
     Layout,
@@ -91,7 +91,7 @@ def halves(accumulator):
 @gluon.jit
 def activate_pairs(half, epilogue):
     gate, up = gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))
-    return activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT, sigmoid_ptx)
+    return activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
 
 
 @gluon.jit
@@ -231,7 +231,7 @@ def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRS
         else:
             last = add_bias(last, biases, PIECE)
             if output.y is not None:
-                result = activate_gated(first, last, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT, sigmoid_ptx)
+                result = activate_gated(first, last, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
         if output.y is not None:
             result = weigh(result, scale, layer_exists)
             if epilogue.RULE == "given":
@@ -254,7 +254,7 @@ def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRS
                 store_pre(product, tile, result, buffer, part, FIRST)
             if output.y is not None:
                 if epilogue.ACTIVATION is not None:
-                    result = activate(result, epilogue.ACTIVATION, sigmoid_ptx)
+                    result = activate(result, epilogue.ACTIVATION)
                 result = weigh(result, scale, layer_exists)
                 if epilogue.maxima is not None:
                     result = result.to(epilogue.DTYPE)
