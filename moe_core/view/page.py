@@ -77,21 +77,21 @@ def trace_page(
     """The page of one or two routing traces, see `view_page`."""
     if layers_per_step is not None:
         traces = [join_steps(trace, layers_per_step) for trace in traces]
-    named = zip(traces, names, strict=False)
-    contents = [trace_content(trace, name, text, sizes, machine or H200) for trace, name in named]
+    named = _named("traces", traces, names)
+    contents = [trace_content(trace, name, text, sizes, machine or H200) for name, trace in named]
     change = trace_change(*traces) if len(traces) == 2 else None
     return _page("Routing", {"kind": "trace", "traces": contents, "change": change})
 
 
 def report_page(reports: Sequence[Mapping[str, Any]], names: Sequence[str] = ("report", "other report")) -> str:
     """The page of one or two reports of `moe-parity --json`."""
-    for report, name in zip(reports, names, strict=False):
+    named = _named("reports", reports, names)
+    for name, report in named:
         if report.get("tool") != "moe-parity" or report.get("format") != 1:
             raise InvalidInput(
                 f"{name} must be a report of moe-parity --json, got {str(report)[:80]!r}; write it again"
             )
-    content = [{"name": name, "report": report} for report, name in zip(reports, names, strict=False)]
-    return _page("Parity", {"kind": "report", "reports": content})
+    return _page("Parity", {"kind": "report", "reports": [{"name": name, "report": report} for name, report in named]})
 
 
 def plan_page(
@@ -101,12 +101,24 @@ def plan_page(
     machine: Machine | None = None,
     measured: Mapping[str, list[float]] | None = None,
 ) -> str:
-    """The page of one or two lists of plans (`layer.explain(tokens).plans`), see `view_page`."""
-    groups = [
-        {"name": name, "plans": [plan_content(plan, machine, measured) for plan in group]}
-        for group, name in zip(plans, names, strict=False)
-    ]
+    """The page of one or two lists of plans (`layer.explain(tokens).plans`), see `view_page`.
+
+    measured: microseconds of the launches of one call, by the function of their kernel, for one list.
+    """
+    named = _named("plans", plans, names)
+    if measured is not None and len(named) > 1:
+        raise InvalidInput("measured must be of one call, got two lists of plans; view the profiled plans alone")
+    left = None if measured is None else {name: list(times) for name, times in measured.items()}
+    groups = [{"name": name, "plans": [plan_content(plan, machine, left) for plan in group]} for name, group in named]
     return _page("Plans", {"kind": "plans", "groups": groups})
+
+
+def _named(what: str, things: Sequence[Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+    if not 1 <= len(things) <= min(2, len(names)):
+        raise InvalidInput(
+            f"{what} must be one or two, each with a name, got {len(things)} and {list(names)}; pass two"
+        )
+    return list(zip(names, things, strict=False))
 
 
 def write_page(path: str | os.PathLike[str], page: str) -> None:

@@ -14,16 +14,16 @@ _LAUNCH_US = 2.0
 
 
 def plan_content(
-    plan: LaunchPlan, machine: Machine | None = None, measured: Mapping[str, list[float]] | None = None
+    plan: LaunchPlan, machine: Machine | None = None, measured: dict[str, list[float]] | None = None
 ) -> Any:
     """The JSON of one plan. machine: None: H200 for a plan of sm_90, else no prediction.
 
-    measured: microseconds of launches by the function of their kernel, in order. A prediction is the longer of bytes
+    measured: microseconds of launches by the function of their kernel, in order; those of this plan are taken out, so
+    that a call's next plan gets the next. A prediction is the longer of bytes
     over the machine's memory bandwidth and FLOPs over its speed, with every array read or written once.
     """
     if machine is None and plan.target.kind == "cuda" and plan.target.arch == 90:
         machine = H200
-    queues = {name: list(times) for name, times in (measured or {}).items()}
     steps = [_step(plan, step) for step in plan.steps]
     tiles = [note for note in plan.notes if "TileConfig(" in note]
     for step in steps:
@@ -36,7 +36,7 @@ def plan_content(
             times = {"bytes": step["bytes"] / machine.memory / 1e3, "FLOPs": step["flops"] / machine.tflops / 1e6}
             step["bound"] = max(times, key=lambda name: times[name])
             step["bound_us"] = max(*times.values(), _LAUNCH_US)
-        queue = queues.get(step["function"])
+        queue = (measured or {}).get(step["function"])
         step["measured_us"] = queue.pop(0) if queue else None
     return {
         "name": plan.name, "target": str(plan.target), "key": plan.key, "steps": steps,

@@ -128,6 +128,13 @@ def test_measured_times_go_to_their_launches(tmp_path: Path) -> None:
     Explanation.of(plan).save(tmp_path / "plans.json")
     (shown,) = data_of(view_page([tmp_path / "plans.json"], profile=path))["groups"][0]["plans"]
     assert [step["measured_us"] for step in shown["steps"]] == [10.0 + i for i in range(len(launches))]
+    # The plans of one call take its times in turn, and times of one call are not shown for two files.
+    Explanation.of(plan, plan).save(tmp_path / "plans.json")
+    first, again = data_of(view_page([tmp_path / "plans.json"], profile=path))["groups"][0]["plans"]
+    taken = {step["function"]: step["measured_us"] for step in first["steps"]}
+    assert len(taken) == len(launches) and all(step["measured_us"] is None for step in again["steps"])
+    with pytest.raises(InvalidInput, match="measured must be of one call"):
+        view_page([tmp_path / "plans.json"] * 2, profile=path)
     path.write_text("[]")
     with pytest.raises(InvalidInput, match="profile must hold kernels"):
         view_page([tmp_path / "plans.json"], profile=path)
@@ -152,6 +159,8 @@ def test_files_and_options_that_do_not_fit(options: dict[str, Any], tmp_path: Pa
         view_page([trace, report])
     with pytest.raises(InvalidInput, match="one string for each of the 4 tokens, got 1"):
         view_page([trace], text=["one"])
+    with pytest.raises(InvalidInput, match="traces must be one or two, each with a name, got 3"):
+        trace_page([a_trace(4)] * 3)
     with pytest.raises(InvalidInput, match="must be a report"):
         report_page([REPORT | {"tool": "another"}])
 
