@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="64,512,2048")
     parser.add_argument("--loads", default="idle,loaded")
     parser.add_argument("--dtypes", default="float32")
-    parser.add_argument("--packages", default="torch,jax", help="whose layers and peers to measure")
+    parser.add_argument("--packages", default="torch,jax", help="frameworks to measure, ours and their own")
     parser.add_argument("--clock", default="wall", choices=_CLOCKS)
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--seconds", type=float, default=2.0, help="per contestant and cell")
