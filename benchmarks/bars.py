@@ -107,7 +107,7 @@ _FAR = 4.0
 
 
 def draw_speedups(records: Sequence[dict[str, Any]], source: str) -> Any:
-    """A panel for forwards and one for training steps; peers without a cell are left out. Readable at 390 px."""
+    """A panel for forwards and one for training steps; peers without a cell are left out."""
     from matplotlib import pyplot
 
     parts = {mode: [(peer, ratios(records, mode, peer)) for peer in peers] for mode, peers in PARTS.items()}
@@ -115,13 +115,11 @@ def draw_speedups(records: Sequence[dict[str, Any]], source: str) -> Any:
     far = [(mode, *pair) for mode, pairs in parts.items() for pair in pairs if mean(pair[1]) > _FAR]
     parts = {mode: [pair for pair in pairs if mean(pair[1]) <= _FAR] for mode, pairs in parts.items()}
     parts = {mode: pairs for mode, pairs in parts.items() if pairs}
-    lines = ["Bars: geometric means. Marks: cells, both sides in one run.", *map(_far_line, far), source]
-    foot = 0.17 * len(lines) + 0.1
+    notes = ["Bars: geometric means. Marks: cells, both sides in one run.", *map(_far_line, far), source]
     sizes = [len(pairs) for pairs in parts.values()]
-    height = 0.5 * sum(sizes) + 0.45 * len(sizes) + 0.5 + foot
-    figure, panels = pyplot.subplots(
-        len(parts), 1, figsize=(5.4, height), sharex=True, squeeze=False, height_ratios=sizes
-    )
+    height = 0.42 * sum(sizes) + 0.4 * len(sizes) + 0.7 + 0.17 * len(notes)
+    shared: dict[str, Any] = {"sharex": True, "squeeze": False, "height_ratios": sizes}
+    figure, panels = pyplot.subplots(len(parts), 1, figsize=(theme.WIDTH, height), **shared)
     most = 1.0
     for panel, (mode, pairs) in zip(panels.flat, parts.items(), strict=True):
         for place, (_, values) in enumerate(pairs):
@@ -132,7 +130,7 @@ def draw_speedups(records: Sequence[dict[str, Any]], source: str) -> Any:
         panel.set_yticks(range(len(pairs)), [peer.name for peer, _ in pairs], fontsize=10)
         panel.invert_yaxis()
         panel.axvline(1, color=theme.INK, linewidth=1)
-        panel.set_title(TITLES[mode], fontsize=10, fontweight="bold", loc="left")
+        panel.set_title(TITLES[mode])
         panel.set_xscale("log")
         panel.tick_params(axis="y", length=0)
         panel.spines["left"].set_visible(False)
@@ -140,12 +138,7 @@ def draw_speedups(records: Sequence[dict[str, Any]], source: str) -> Any:
     last.set_xlim(0.88, most * 1.25)
     last.set_xticks(ticks, [f"{tick:g}×" for tick in ticks], fontsize=10)
     last.set_xticks([], minor=True)
-    figure.suptitle("Time of others over the time of Moebius, bf16", fontsize=11)
-    for number, line in enumerate(reversed(lines)):
-        figure.text(0.02, (0.06 + 0.17 * number) / height, line, fontsize=8.5)
-    figure.tight_layout(rect=(0, foot / height, 1, 1))
-    pyplot.close(figure)
-    return figure
+    return theme.finish(figure, "Time of others over the time of Moebius, bf16", notes)
 
 
 def _far_line(part: tuple[str, Peer, list[float]]) -> str:
@@ -158,40 +151,26 @@ def draw_kept(records: Sequence[dict[str, Any]], source: str) -> Any:
     from matplotlib import pyplot
 
     rows = {row["shape"]: row for record in records for row in record["rows"] if "kept_bytes_per_token" in row}
-    figure, panel = pyplot.subplots(figsize=(8.6, 0.62 * len(rows) + 1.35))
+    figure, panel = pyplot.subplots(figsize=(theme.WIDTH, 0.5 * len(rows) + 1.6))
     series = (
         ("kept_bytes_per_token", "Moebius", theme.OURS),
-        ("sonicmoe_kept_bytes_per_token", "SonicMoE (formula)", theme.PEERS[0]),
+        ("sonicmoe_kept_bytes_per_token", "SonicMoE, by its formula", theme.PEERS[0]),
     )
     for offset, (field, label, color) in zip((-0.19, 0.19), series, strict=True):
         values = [row[field] / 1024 for row in rows.values()]
         places = [place + offset for place in range(len(rows))]
         panel.barh(places, values, height=0.36, color=color, label=label, linewidth=0)
         for place, value in zip(places, values, strict=True):
-            panel.text(value * 1.01, place, f"{value:.1f}", va="center", fontsize=8)
-    panel.set_yticks(range(len(rows)), list(rows), fontsize=8)
+            panel.text(value + 1, place, f"{value:.1f}", va="center", fontsize=theme.SMALL)
+    panel.set_yticks(range(len(rows)), list(rows), fontsize=10)
+    panel.tick_params(axis="y", length=0)
+    panel.spines[["left", "bottom"]].set_visible(False)
+    panel.set_xticks([])
     panel.invert_yaxis()
-    panel.set_xlabel("KiB per token, kept from the forward for the backward, x included", fontsize=8)
-    panel.tick_params(axis="x", labelsize=8)
-    panel.legend(loc="upper right", fontsize=8)
-    height = figure.get_figheight()
-    figure.text(0.5, 0.06 / height, source, ha="center", fontsize=6)
-    figure.tight_layout(rect=(0, (0.1 + 0.11 * source.count("\n") + 0.11) / height, 1, 1))
-    pyplot.close(figure)
-    return figure
-
-
-def sources(records: Sequence[dict[str, Any]]) -> str:
-    """A line for each of the records' origins."""
-    return "\n".join(dict.fromkeys(source_line([one]) for one in records))
-
-
-def devices(records: Sequence[dict[str, Any]]) -> str:
-    """The cards, and the number of runs with their dates."""
-    origins = [record["provenance"] for record in records]
-    days = sorted({origin["date"][:10] for origin in origins})
-    span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"{', '.join(sorted({origin['device'] for origin in origins}))}; runs of {span}, in benchmarks/results."
+    panel.legend(loc="lower right")
+    apart = max(row[series[0][0]] / row[series[1][0]] - 1 for row in rows.values())
+    message = f"A training step keeps at most {apart:.1%} more than SonicMoE counts"
+    return theme.finish(figure, message, ["KiB per token from forward to backward, x included.", source])
 
 
 def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
@@ -201,9 +180,9 @@ def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
     kept = [record for record in records if any("kept_bytes_per_token" in row for row in record["rows"])]
     written = []
     with theme.drawing(kind):
-        figures = {"speedup": draw_speedups(records, devices(records))}
+        figures = {"speedup": draw_speedups(records, source_line(records))}
         if kept:
-            figures["kept-bytes"] = draw_kept(kept, sources(kept))
+            figures["kept-bytes"] = draw_kept(kept, source_line(kept))
         for name, figure in figures.items():
             written.append(output / f"{name}.{kind}")
             theme.save(figure, written[-1])

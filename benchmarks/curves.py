@@ -34,26 +34,24 @@ def draw(record: dict[str, Any]) -> Any:
     from matplotlib import pyplot
 
     losses = record["losses"]
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8.6, 5.2), height_ratios=(2, 1))
+    size = (theme.WIDTH, 4.6)
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=size, height_ratios=(2, 1))
     for name, label, color, width in CURVES:
         dashes = "--" if width < 2 else "-"
         above.plot(losses[name], dashes, color=color, linewidth=width, alpha=1 if width < 2 else 0.5, label=label)
-    above.set_ylabel("loss, nats per byte", fontsize=8)
-    above.legend(fontsize=8)
+    above.set_ylabel("loss, nats per byte")
+    above.legend()
     apart = [abs(one - other) for one, other in zip(losses["torch"], losses["flax"], strict=True)]
     steps = [step for step, distance in enumerate(apart) if distance]
-    below.plot(steps, [apart[step] for step in steps], ".", color=theme.OURS, markersize=4)
+    below.plot(steps, [apart[step] for step in steps], ".", color=theme.OURS)
     if steps:
         below.set_yscale("log")
-    below.set_ylabel("difference", fontsize=8)
-    below.set_xlabel(f"step; {len(apart) - len(steps)} of {len(apart)} steps have equal losses", fontsize=8)
+    below.set(ylabel="difference", xlabel="step")
     for panel in (above, below):
-        panel.tick_params(labelsize=8)
-        panel.grid(True, alpha=0.3)
-    figure.text(0.5, 0.01, source_line(record), ha="center", fontsize=6)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    pyplot.close(figure)
-    return figure
+        panel.grid(True)
+    message = f"torch and Flax train alike: losses are at most {max(apart):.2g} nats apart"
+    same = f"Steps with equal losses: {len(apart) - len(steps)} of {len(apart)}."
+    return theme.finish(figure, message, [same, source_line(record)])
 
 
 def plot(record: Path, output: Path) -> Path:

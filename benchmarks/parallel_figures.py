@@ -29,11 +29,12 @@ from moe_core.parallel import ExchangeSpec, MachineRecord, Placement, Zipf, pred
 from moe_core.parallel.machine import H200, machine_of
 
 _COLORS = (theme.OURS, *theme.PEERS)
-_MARKERS = "os^vDP"
 _SHAPES = {name: ALL_SHAPES[name] for name in ("gptoss120b", "qwen3", "mixtral", "dsv3", "glm45air")}
+#: How names of series without CUDA graphs end.
+_EAGER = ", eager"
 #: What tells rows of a record apart.
 _CELL = ("shape", "tokens", "mode", "rows", "what")
-_LAW = "experts drawn by Zipf's law in random order, 8192 tokens"
+_LAW = "Simulated, not measured: experts drawn by Zipf's law in random order, 8192 tokens"
 _EXPONENTS = tuple(number / 5 for number in range(7))
 #: Experts, top-k and ranks of the panels of balance.
 _BALANCED = ((128, 8, 4), (128, 8, 16), (256, 8, 64))
@@ -50,8 +51,8 @@ class Case(NamedTuple):
 
 CASES = (
     Case("linear", None),
-    Case("balanced, no spare place", 0),
-    Case("balanced, one spare place a rank", 1),
+    Case("balanced", 0),
+    Case("balanced, one spare place", 1),
 )
 
 
@@ -64,7 +65,8 @@ def draw_links(records: Sequence[MachineRecord]) -> Any:
     """GB/s against bytes of every kind of message, and the line of the fit, a panel for each record."""
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(records), figsize=(max(6.4, 4.6 * len(records)), 3.9), squeeze=False)
+    figure, panels = pyplot.subplots(len(records), 1, figsize=(theme.WIDTH, 3.9 * len(records)), squeeze=False)
+    rates: dict[str, float] = {}
     for panel, record in zip(panels.flat, records, strict=True):
         kinds = list(dict.fromkeys((one.kind, one.backend, one.where) for one in record.timings))
         for number, (kind, backend, where) in enumerate(kinds):
@@ -73,20 +75,23 @@ def draw_links(records: Sequence[MachineRecord]) -> Any:
                 for one in record.timings
                 if (one.kind, one.backend, one.where) == (kind, backend, where)
             )
-            look: dict[str, Any] = {"color": _COLORS[number % len(_COLORS)], "markersize": 4}
-            label = f"{kind}, {backend}{', between hosts' if where == 'network' else ''}"
-            panel.plot(*zip(*own, strict=True), _MARKERS[number % len(_MARKERS)], label=label, **look)
+            color, name = _COLORS[number % len(_COLORS)], f"{kind}, {backend}{', hosts' if where == 'network' else ''}"
+            rates[name] = max(rates.get(name, 0), *(rate for _, rate in own))
+            label = f"{name}: {rates[name]:.0f} GB/s"
+            panel.plot(*zip(*own, strict=True), theme.MARKERS[number % len(theme.MARKERS)], color=color, label=label)
             link = record.machine.network if where == "network" else dict(record.machine.measured).get(kind)
             if link is not None:
                 sizes = np.geomspace(own[0][0], own[-1][0], 60)
-                panel.plot(sizes, [size / link.us(size) / 1e3 for size in sizes], "-", linewidth=1, color=look["color"])
-        ranks = record.timings[0].ranks
+                panel.plot(sizes, [size / link.us(size) / 1e3 for size in sizes], "-", linewidth=1, color=color)
         panel.set(xscale="log", yscale="log", xlabel="bytes that a rank sends", ylabel="GB/s of a rank")
-        panel.set_title(f"{ranks} x {record.provenance['gpu']}", fontsize=9)
-        panel.grid(True, alpha=0.3)
-        panel.legend(fontsize=7)
-    lines = "; ".join(map(_origin, records))
-    return _finished(figure, "Messages between ranks: measured (points), latency and bandwidth (lines)", lines)
+        panel.set_title(f"{record.timings[0].ranks} × {record.provenance['gpu']}")
+        panel.grid(True)
+        panel.legend(loc="lower right")
+    best, least = (choose(rates, key=lambda name: rates[name]) for choose in (max, min))
+    message = f"Messages between GPUs: up to {rates[best]:.0f} GB/s ({best}), {rates[least]:.0f} for {least}"
+    return theme.finish(
+        figure, message, ["Points: measured. Lines: fitted latency, bandwidth.", *map(_origin, records)]
+    )
 
 
 def _origin(record: MachineRecord) -> str:
@@ -114,20 +119,21 @@ def draw_balance() -> Any:
     """Efficiency against the exponent of Zipf's law, a panel for each number of experts and ranks."""
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(_BALANCED), figsize=(10.4, 3.7), sharey=True)
+    figure, panels = pyplot.subplots(1, len(_BALANCED), figsize=(theme.WIDTH, 3.6), sharey=True)
     for panel, (experts, top_k, ranks) in zip(panels.flat, _BALANCED, strict=True):
         for number, case in enumerate(CASES):
             values = [100 * value for value in balance(experts, top_k, ranks, case)]
-            look: dict[str, Any] = {"color": _COLORS[number], "markersize": 4, "linewidth": 1.2}
-            panel.plot(_EXPONENTS, values, f"{_MARKERS[number]}-", label=case.name, **look)
-        panel.set_title(f"{experts} experts, top {top_k}, {ranks} ranks", fontsize=9)
-        panel.set(xlabel="exponent (0 = uniform)", ylim=(0, 104))
-        panel.grid(True, alpha=0.3)
-    panels.flat[0].set_ylabel("mean over maximum of ranks' rows, %")
-    panels.flat[0].legend(fontsize=7, loc="lower left")
-    return _finished(
-        figure, "Simulated: what imbalance leaves of the ranks' throughput", f"Simulated, not measured: {_LAW}"
-    )
+            panel.plot(_EXPONENTS, values, f"{theme.MARKERS[number]}-", color=_COLORS[number], label=case.name)
+        panel.set_title(f"{ranks} GPUs\n{experts} experts", fontsize=theme.SMALL)
+        panel.set(xlabel="exponent", ylim=(0, 104))
+        theme.compact(panel, (0, 0.4, 0.8, 1.2))
+        panel.grid(True)
+    panels.flat[0].set_ylabel("% of the throughput")
+    figure.legend(*panels.flat[0].get_legend_handles_labels(), ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.17))
+    figure.supxlabel("\n", fontsize=theme.SMALL)  # room for the legend
+    least = 100 * min(min(balance(*sizes, CASES[-1])) for sizes in _BALANCED)
+    message = f"Uneven experts: one spare place on each GPU keeps {least:.0f} % of the throughput or more"
+    return theme.finish(figure, message, ["Mean over maximum of ranks' rows. Exponent 0: uniform.", f"{_LAW}."])
 
 
 def pairs(record: dict[str, Any], machine: Any) -> dict[str, list[tuple[float, float]]]:
@@ -170,46 +176,76 @@ def draw_scaling(records: Sequence[dict[str, Any]]) -> Any:
                 own[row["tokens"]] = 100 * row.get("graph_scaling", row["scaling"])
     names = [name for name in _SHAPES if name in found]
     modes = [mode for mode in EXCHANGES if any(mode in found[name] for name in names)]
-    figure, panels = pyplot.subplots(2, 3, figsize=(10.4, 6.0))
+    lines = len(names) // 2 + 1
+    figure, panels = pyplot.subplots(lines, 2, figsize=(theme.WIDTH, 1.9 * lines + 1), squeeze=False)
+    handles: dict[str, Any] = {}
     for panel, name in zip(panels.flat, names, strict=False):
         for number, mode in enumerate(modes):
-            look: dict[str, Any] = {"color": _COLORS[number % len(_COLORS)], "markersize": 4, "linewidth": 1.2}
             own = sorted(found[name].get(mode, {}).items())
             tokens, scaling = [one for one, _ in own], [one for _, one in own]
-            panel.plot(tokens, scaling, f"{_MARKERS[number % len(_MARKERS)]}-", label=mode, **look)
-        panel.axhline(100, color=theme.INK, linewidth=0.8, linestyle=":")
-        panel.set_title(name, fontsize=9)
-        panel.set(xscale="log", xlabel="tokens of a GPU", ylabel="scaling, %", ylim=(0, None))
-        panel.grid(True, alpha=0.3)
-    for panel in panels.flat[len(names) :]:
+            look: dict[str, Any] = {"color": _COLORS[number % len(_COLORS)], "linewidth": 2.2 if mode == "peer" else 1}
+            style = f"{theme.MARKERS[number % len(theme.MARKERS)]}-"
+            (handles[mode],) = panel.plot(tokens, scaling, style, label=mode, zorder=3 if mode == "peer" else 2, **look)
+        panel.axhline(100, color=theme.INK, linewidth=1, linestyle="--")
+        panel.set(title=name, xscale="log", ylim=(0, None))
+        theme.compact(panel, sorted({token for own in found[name].values() for token in own} & {1, 16, 128, 4096}))
+        panel.grid(True)
+    for panel in list(panels.flat)[len(names) :]:
         panel.axis("off")
-    panels.flat[-1].legend(*panels.flat[0].get_legend_handles_labels(), fontsize=8, loc="center")
-    source = "\n".join(dict.fromkeys(source_line([record]) for record in records))
-    title = "Forwards on several GPUs: the time of one GPU with as many tokens as each, over theirs"
-    return _finished(figure, title, source)
+    panels.flat[-1].legend(handles.values(), handles, loc="center left", borderaxespad=0)
+    cells = {(name, tokens) for name in names for own in found[name].values() for tokens in own}
+    best = [max((own[tokens], mode) for mode, own in found[name].items() if tokens in own) for name, tokens in cells]
+    first = sum(mode.startswith("peer") for _, mode in best)
+    ranks = max(record["ranks"] for record in records)
+    notes = [
+        f"Time of one GPU with as many tokens as each, over the time of {ranks}, in %, against tokens of a GPU.",
+        f"Above 100 %: small batches wait for weights, and each of {ranks} GPUs reads a share of them, once for all.",
+        source_line(records),
+    ]
+    message = f"{ranks} GPUs: peers scale best in {first} of {len(best)} cells, up to {max(best)[0]:.0f} %"
+    return theme.finish(figure, message, notes)
 
 
 def draw_predicted(records: Sequence[dict[str, Any]], machine: Any, about: str) -> Any:
-    """Predicted against measured times, the diagonal being a perfect model. Later records come last."""
+    """Predicted over measured times, 1 being a perfect model; eager rows hollow. Later records come last."""
     from matplotlib import pyplot
 
-    figure, panel = pyplot.subplots(figsize=(6.4, 5.2))
+    figure, panel = pyplot.subplots(figsize=(theme.WIDTH, 4.6))
     series: dict[str, list[tuple[float, float]]] = {}
     for record in latest(records):
         for name, own in pairs(record, machine).items():
-            series.setdefault(f"{name}, {record['ranks']} GPUs", []).extend(own)
-    for number, (name, own) in enumerate(series.items()):
-        look: dict[str, Any] = {"color": _COLORS[number % len(_COLORS)], "markersize": 5}
-        panel.plot(*zip(*own, strict=True), _MARKERS[number % len(_MARKERS)], label=name, **look)
-    values = [value for own in series.values() for pair in own for value in pair]
-    ends = [0.8 * min(values), 1.25 * max(values)]
-    panel.plot(ends, ends, "--", color=theme.INK, linewidth=1)
-    panel.set(xscale="log", yscale="log", xlabel="measured, us", ylabel="predicted, us", xlim=ends, ylim=ends)
-    panel.grid(True, alpha=0.3)
-    panel.legend(fontsize=8)
-    sources = dict.fromkeys(source_line([record]) for record in records)
-    source = "\n".join([*sources, f"links of the prediction: {about}"])
-    return _finished(figure, "Forwards of expert-parallel layers: predicted beside measured", source)
+            series.setdefault(name, []).extend(own)
+    for number, (name, own) in enumerate(sorted(series.items(), key=lambda one: one[0].endswith(_EAGER))):
+        look: dict[str, Any] = {"markerfacecolor": "none", "markersize": 6} if name.endswith(_EAGER) else {}
+        values = [(measured, predicted / measured) for measured, predicted in own]
+        style, color = theme.MARKERS[number % len(theme.MARKERS)], _COLORS[number % len(_COLORS)]
+        panel.plot(*zip(*values, strict=True), style, label=name, color=color, **look)
+    within = _spread(series, eager=False)
+    panel.axhspan(*within, color=theme.PEERS[1], alpha=0.12, linewidth=0)
+    panel.axhline(1, color=theme.INK, linewidth=1, linestyle="--")
+    panel.set(
+        xscale="log", xlabel="measured, µs", ylabel="predicted over measured", ylim=(0, max(1.3, within[1] + 0.1))
+    )
+    panel.grid(True)
+    panel.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.45, -0.2))
+    low, high = (f"{100 * share:.0f}" for share in within)
+    notes = [source_line(records), f"Links of the prediction: {about}."]
+    if late := [
+        measured - predicted for name in series if name.endswith(_EAGER) for measured, predicted in series[name]
+    ]:
+        factor = 1 / _spread(series, eager=True)[0]
+        notes[:0] = [
+            f"Hollow: eager calls, up to {factor:.1f} times as long as predicted. The model leaves out the host, "
+            f"which adds up to {max(late) / 1e3:.1f} ms; do not plan eager calls by it."
+        ]
+    return theme.finish(figure, f"In CUDA graphs, predictions are {low} to {high} % of what was measured", notes)
+
+
+def _spread(series: dict[str, list[tuple[float, float]]], eager: bool) -> tuple[float, float]:
+    """The smallest and the largest predicted over measured time of eager series, or of all others."""
+    chosen = [own for name, own in series.items() if name.endswith(_EAGER) == eager] or list(series.values())
+    shares = [predicted / measured for own in chosen for measured, predicted in own]
+    return min(shares), max(shares)
 
 
 @functools.cache
@@ -227,37 +263,25 @@ def predictions(name: str) -> tuple[tuple[int, float], ...]:
 
 
 def draw_scale() -> Any:
-    """Predicted efficiency against the number of GPUs."""
+    """Predicted efficiency against the number of GPUs, names at the ends of their lines."""
     from matplotlib import pyplot
 
-    figure, panel = pyplot.subplots(figsize=(8.4, 4.4))
+    figure, panel = pyplot.subplots(figsize=(theme.WIDTH, 4.2))
     for number, name in enumerate(_SHAPES):
         ranks, efficiency = zip(*predictions(name), strict=True)
-        look: dict[str, Any] = {"color": _COLORS[number], "markersize": 4, "linewidth": 1.2}
-        panel.plot(ranks, [100 * value for value in efficiency], f"{_MARKERS[number]}--", label=name, **look)
+        values = [100 * value for value in efficiency]
+        panel.plot(ranks, values, f"{theme.MARKERS[number]}--", color=_COLORS[number])
+        panel.text(ranks[-1] * 1.2, values[-1], name, color=_COLORS[number], va="center", fontsize=theme.SMALL)
     panel.axvline(H200.domain, color=theme.INK, linewidth=0.8, linestyle=":")
-    panel.text(H200.domain * 1.06, 104, "hosts of 8", fontsize=7)
+    panel.text(H200.domain * 1.1, 104, "more than one host", fontsize=theme.SMALL)
     panel.set(xscale="log", xlabel="GPUs that share the experts", ylabel="% of as many single GPUs", ylim=(0, 112))
-    panel.set_xticks(_GPUS, [str(count) for count in _GPUS], fontsize=8)
-    panel.set_xticks([], minor=True)
-    panel.grid(True, alpha=0.3)
-    panel.legend(fontsize=8)
-    source = (
-        f"Predicted, not measured: H200, hosts of 8, {H200.nvlink.bandwidth:.0f} GB/s of NVLink, 45 GB/s of network, "
-        f"{_TOKENS} tokens of each GPU, Zipf exponent {_PREDICTED_LAW.exponent}, all_to_all, a spare place, no overlap"
-    )
-    return _finished(figure, "Predicted: one layer's forward on up to 2048 GPUs", source)
-
-
-def _finished(figure: Any, title: str, source: str) -> Any:
-    from matplotlib import pyplot
-
-    figure.suptitle(title, fontsize=10)
-    height = figure.get_figheight()
-    figure.text(0.5, 0.06 / height, source, ha="center", fontsize=6)
-    figure.tight_layout(rect=(0, (0.16 + 0.11 * source.count("\n")) / height, 1, 1))
-    pyplot.close(figure)
-    return figure
+    theme.compact(panel, _GPUS[::2])
+    panel.grid(True)
+    notes = [
+        f"Predicted, not measured: H200, {H200.nvlink.bandwidth:.0f} GB/s of NVLink, 45 GB/s of network, "
+        f"{_TOKENS} tokens of each GPU, Zipf exponent {_PREDICTED_LAW.exponent}, all_to_all, a spare place, no overlap."
+    ]
+    return theme.finish(figure, "Predicted: beyond one host, the network decides", notes)
 
 
 def plot(machines: Sequence[Path], records: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:

@@ -34,21 +34,19 @@ class Series(NamedTuple):
 
 
 SERIES = (
-    Series("torch_us", "Moebius, from torch (JAX runs the same kernels)", theme.OURS, "o-"),
+    Series("torch_us", "Moebius", theme.OURS, "o-"),
     Series("triton_kernels_us", "triton_kernels", theme.PEERS[0], "s-"),
     Series("grouped_mm_us", "torch grouped_mm", theme.PEERS[1], "^-"),
-    Series("grouped_mm_compiled_us", "torch grouped_mm, compiled", theme.PEERS[5], "v-"),
-    Series("ragged_dot_us", "jax.lax.ragged_dot (device time)", theme.PEERS[3], "D-"),
-    Series("tokamax_us", "tokamax (device time)", theme.PEERS[4], "P-"),
+    Series("grouped_mm_compiled_us", "grouped_mm, compiled", theme.PEERS[5], "v-"),
+    Series("ragged_dot_us", "jax ragged_dot", theme.PEERS[3], "D-"),
+    Series("tokamax_us", "tokamax", theme.PEERS[4], "P-"),
 )
-BOUND = Series("bound_us", "bound: weight streaming or cuBLAS", theme.INK, "--")
+_OURS = SERIES[0]
+BOUND = Series("bound_us", "bound", theme.INK, "--")
 #: Ours and the dense products of equal FLOPs.
 _TIMES = ("torch_us", "dense_us")
-_MARKERS = "os^vDP"
-_PANEL_INCHES = (4.2, 3.2)
-#: Room for the legend and the source below the panels.
-_FOOT_INCHES = 0.9
-QUANTITIES = {"time": "microseconds", "fraction": "fraction of the bound"}
+QUANTITIES = ("time", "fraction")
+_ABOUT = "Bound: reading the weights, or cuBLAS. JAX libraries: device time."
 
 
 def read_records(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -78,52 +76,58 @@ def points(rows: Sequence[Row], series: Series, quantity: str) -> tuple[list[int
 
 
 def source_line(records: Sequence[dict[str, Any]]) -> str:
-    """Where the figures come from: device, versions, commit and date of every record."""
-    parts = []
-    for record in records:
-        origin = record["provenance"]
-        versions = ", ".join(f"{name} {origin['versions'][name]}" for name in ("torch", "jax", "triton"))
-        partial = ", partial" if record.get("partial") else ""
-        parts.append(f"{origin['device']}, {versions}, commit {origin['commit'][:10]}, {origin['date']}{partial}")
-    return "; ".join(parts)
+    """Where figures come from: device, versions, commit and date of one record, cards and dates of several."""
+    origins = [record["provenance"] for record in records]
+    if len(origins) > 1:
+        days = sorted({origin["date"][:10] for origin in origins})
+        devices = ", ".join(sorted({origin["device"] for origin in origins}))
+        return f"{devices}; runs of {' to '.join(dict.fromkeys((days[0], days[-1])))}, in benchmarks/results."
+    (origin,) = origins
+    versions = ", ".join(f"{name} {origin['versions'][name]}" for name in ("torch", "jax", "triton"))
+    partial = ", partial" if records[0].get("partial") else ""
+    return f"{origin['device']}, {versions}, commit {origin['commit'][:10]}, {origin['date']}{partial}"
 
 
-def draw(rows: Sequence[Row], quantity: str, title: str, source: str) -> Any:
-    """A figure with a panel per shape, in the order the shapes come in."""
+def message(rows: Sequence[Row], quantity: str) -> str:
+    """What a figure of rows says, in figures."""
+    if quantity == "fraction":
+        shares = [row["bound_us"] / row[_OURS.field] for row in rows if _OURS.field in row]
+        return f"Forwards of Moebius reach {min(shares):.2f} to {max(shares):.2f} of the bound"
+    others = [one.field for one in SERIES[1:]]
+    compared = [row for row in rows if _OURS.field in row and any(other in row for other in others)]
+    first = sum(row[_OURS.field] <= min(row[other] for other in others if other in row) for row in compared)
+    return f"Microseconds of a forward: Moebius is first in {first} of {len(compared)} cells"
+
+
+def draw(rows: Sequence[Row], quantity: str, about: str, source: str) -> Any:
+    """A figure with a panel per shape, two beside each other, in the order the shapes come in, and the legend last."""
     from matplotlib import pyplot
 
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    columns = min(3, len(shapes))
-    lines = -(-len(shapes) // columns)
-    height = _PANEL_INCHES[1] * lines + _FOOT_INCHES
-    figure, panels = pyplot.subplots(lines, columns, figsize=(_PANEL_INCHES[0] * columns, height), squeeze=False)
+    lines = len(shapes) // 2 + 1
+    figure, panels = pyplot.subplots(lines, 2, figsize=(theme.WIDTH, 1.9 * lines + 0.8), squeeze=False)
     handles: dict[str, Any] = {}
     for panel, shape in zip(panels.flat, shapes, strict=False):
         mine = [row for row in rows if row["shape"] == shape]
-        for series in (*SERIES, BOUND) if quantity == "time" else SERIES:
+        for series in (*reversed(SERIES), BOUND) if quantity == "time" else reversed(SERIES):
             tokens, values = points(mine, series, quantity)
             if tokens:
-                look = {"color": series.color, "markersize": 4, "linewidth": 1.2}
+                look: dict[str, Any] = {"color": series.color, "markersize": 3, "linewidth": 1}
+                look |= {"markersize": 4, "linewidth": 2.2} if series is _OURS else {}
                 (handles[series.label],) = panel.plot(tokens, values, series.style, **look)
-        counts = sorted({row["tokens"] for row in mine})
-        panel.set(title=shape, xlabel="tokens", ylabel=QUANTITIES[quantity], xscale="log")
-        panel.set_xticks(counts, [str(count) for count in counts], minor=False, fontsize=7)
-        panel.set_xticks([], minor=True)
-        panel.grid(True, alpha=0.3)
+        panel.set(title=shape, xscale="log")
+        theme.compact(panel, sorted({row["tokens"] for row in mine} & {1, 16, 256, 4096} or {mine[0]["tokens"]}))
+        panel.grid(True)
         if quantity == "time":
             panel.set_yscale("log")
         else:
             panel.set_ylim(0, max(1.05, panel.get_ylim()[1]))
             panel.axhline(1, color=theme.INK, linewidth=0.8, linestyle="--")
     for panel in list(panels.flat)[len(shapes) :]:
-        panel.set_visible(False)
-    figure.suptitle(title)
-    figure.text(0.5, 0.06 / height, source, ha="center", fontsize=6)
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.2 / height), "fontsize": 8}
-    figure.legend(list(handles.values()), list(handles), ncols=min(4, len(handles)), **place)
-    figure.tight_layout(rect=(0, _FOOT_INCHES / height, 1, 1))
-    pyplot.close(figure)
-    return figure
+        panel.axis("off")
+    order = [one.label for one in (*SERIES, BOUND) if one.label in handles]
+    panels.flat[-1].legend([handles[label] for label in order], order, loc="center left", borderaxespad=0)
+    return theme.finish(figure, message(rows, quantity), [about, source])
 
 
 def roofline_points(rows: Sequence[Row]) -> dict[str, tuple[list[float], list[float], list[float]]]:
@@ -144,32 +148,36 @@ def roofline_points(rows: Sequence[Row]) -> dict[str, tuple[list[float], list[fl
     return found
 
 
-def draw_roofline(found: dict[str, tuple[list[float], list[float], list[float]]], title: str, source: str) -> Any:
+def draw_roofline(found: dict[str, tuple[list[float], list[float], list[float]]], about: str, source: str) -> Any:
     """A figure of `roofline_points` below the two roofs: the memory's bandwidth and the fastest dense product."""
     from matplotlib import pyplot
 
-    figure, panel = pyplot.subplots(figsize=(8.4, 5.4))
+    figure, panel = pyplot.subplots(figsize=(theme.WIDTH, 5.0))
     compute = max(max(dense) for _, _, dense in found.values())
     ridge = compute / (STREAMING_BYTES_PER_US / 1e6)
     lowest = min(ridge, *(min(intensity) for intensity, _, _ in found.values()))
     highest = max(2 * ridge, *(max(intensity) for intensity, _, _ in found.values()))
-    panel.plot(
-        [lowest, ridge, highest], [lowest * compute / ridge, compute, compute], "--", color=theme.INK, linewidth=1
-    )
-    panel.text(ridge, compute * 1.06, f"fastest dense product: {compute:.0f} TFLOP/s", fontsize=7)
-    panel.text(lowest, 1.8 * lowest * compute / ridge, f"weights at {STREAMING_BYTES_PER_US / 1e6} TB/s", fontsize=7)
+    roof = [lowest, ridge, highest], [lowest * compute / ridge, compute, compute]
+    panel.plot(*roof, "--", color=theme.INK, linewidth=1)
     colors = (theme.OURS, *theme.PEERS)
     for number, (shape, (intensity, ours, _)) in enumerate(found.items()):
-        color, marker = colors[number % len(colors)], _MARKERS[number % len(_MARKERS)]
-        panel.plot(intensity, ours, f"{marker}-", color=color, label=shape, markersize=4)
-    panel.set(title=title, xscale="log", yscale="log", xlabel="FLOPs per byte of the weights touched")
-    panel.set_ylabel("TFLOP/s")
-    panel.grid(True, alpha=0.3)
-    panel.legend(loc="lower right", fontsize=8)
-    figure.text(0.5, 0.01, source, ha="center", fontsize=6)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    pyplot.close(figure)
-    return figure
+        panel.plot(intensity, ours, f"{theme.MARKERS[number]}-", color=colors[number], label=shape)
+    panel.set(xscale="log", yscale="log", xlabel="FLOPs per byte of the weights touched", ylabel="TFLOP/s")
+    panel.set_ylim(top=2.4 * compute)
+    panel.text(
+        highest, 1.12 * compute, f"fastest dense product, {compute:.0f} TFLOP/s", ha="right", fontsize=theme.SMALL
+    )
+    half = (lowest * ridge) ** 0.5
+    place = {"ha": "right", "va": "bottom", "fontsize": theme.SMALL}
+    panel.text(half * 0.8, half * compute / ridge, f"weights read at\n{STREAMING_BYTES_PER_US / 1e6} TB/s", **place)
+    panel.grid(True)
+    panel.legend(loc="lower right")
+    shares = [max(ours) / compute for _, ours, _ in found.values()]
+    return theme.finish(
+        figure,
+        f"Forwards run along the memory's roof, then reach {min(shares):.0%} to {max(shares):.0%} of dense products",
+        [about, source],
+    )
 
 
 def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
@@ -181,13 +189,13 @@ def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
     with theme.drawing(kind):
         for routing in dict.fromkeys(row["routing"] for row in rows):
             mine = [row for row in rows if row["routing"] == routing]
+            about = f"bf16, from logits, {routing} routing, against tokens. {_ABOUT}"
             for quantity in QUANTITIES:
-                title = f"MoE forward in bf16, from logits, {routing} routing: {QUANTITIES[quantity]}"
-                figures[f"{quantity}-{routing}"] = draw(mine, quantity, title, source_line(records))
+                figures[f"{quantity}-{routing}"] = draw(mine, quantity, about, source_line(records))
             found = roofline_points(mine)
             if found:
-                title = f"MoE forward in bf16, from logits, {routing} routing: roofline"
-                figures[f"roofline-{routing}"] = draw_roofline(found, title, source_line(records))
+                about = f"bf16, from logits, {routing} routing. A line is a model from 1 token on."
+                figures[f"roofline-{routing}"] = draw_roofline(found, about, source_line(records))
         for name, figure in figures.items():
             path = output / f"{name}.{kind}"
             theme.save(figure, path)

@@ -70,93 +70,72 @@ def routing() -> Drawing:
     spec = LayoutSpec(num_tokens=len(IDS), top_k=IDS.shape[1], num_experts=3)
     group_sizes, group_start, slot_of_row, *_ = reference.layout(IDS, layout=spec)
     experts, slots = IDS.reshape(-1), IDS.size
-    drawing = Drawing(860, 330, "How logits become ids, rows, products and sums")
-    top, step, cell = 66, 38, (46, 28)
-    columns = {"tokens": 8, "slots": 128, "rows": 300, "products": 440, "back": 606, "sums": 760}
+    drawing = Drawing(400, 330, "How logits become ids, rows, products and sums")
+    top, step = 66, 38
     heads = (
-        ("tokens", 84, "tokens", "x [T, D]"),
-        ("slots", 102, "ids", "logits → ids [T, K]"),
-        ("rows", 46, "rows", "make_layout"),
-        ("products", 112, "products", "matmul_ogs, twice"),
-        ("back", 46, "slots", "scatter"),
-        ("sums", 92, "sums", "reduce: y [T, D]"),
+        ("tokens", 0, 54, "tokens", "x"),
+        ("slots", 68, 62, "ids", "top-k"),
+        ("rows", 146, 44, "rows", "layout"),
+        ("products", 204, 66, "products", "matmul_ogs"),
+        ("back", 286, 44, "slots", "scatter"),
+        ("sums", 346, 54, "sums", "reduce"),
     )
-    for name, width, title, op in heads:
-        drawing.text(columns[name] + width / 2, 22, title, "title")
-        drawing.text(columns[name] + width / 2, 40, op, "small")
-    rows = [int(slot) for slot in slot_of_row]
-    place = {slot: top + step * row for row, slot in enumerate(rows) if slot >= 0}
-    for token in range(3):
-        y = top + 2 * step * token + step / 2
-        drawing.box(columns["tokens"], y, (84, 28), f"token {token}")
-        drawing.box(columns["sums"], y, (92, 28), f"y of token {token}")
+    left, wide = {head[0]: head[1] for head in heads}, {head[0]: head[2] for head in heads}
+    for _, x, width, title, op in heads:
+        drawing.text(x + width / 2, 22, title, "title")
+        drawing.text(x + width / 2, 40, op, "small")
+
+    def arrow(source: str, y: float, to: str, to_y: float) -> None:
+        drawing.arrow((left[source] + wide[source], y + 14), (left[to] - 1, to_y + 14))
+
+    def box(name: str, y: float, text: str, expert: int | None = None, height: float = 28) -> None:
+        drawing.box(left[name], y, (wide[name], height), text, expert)
+
+    place = {int(slot): top + step * row for row, slot in enumerate(slot_of_row) if slot >= 0}
+    tokens = [top + 2 * step * token + step / 2 for token in range(len(IDS))]
+    for token, y in enumerate(tokens):
+        box("tokens", y, f"token {token}")
+        box("sums", y, f"y[{token}]")
     for slot in range(slots):
         y, expert = top + step * slot, int(experts[slot])
-        token_y = top + 2 * step * (slot // 2) + step / 2
-        drawing.arrow((columns["tokens"] + 84, token_y + 14), (columns["slots"] - 3, y + 14))
-        drawing.box(columns["slots"], y, (102, 28), f"expert {expert}" if expert >= 0 else "none (−1)", expert)
+        arrow("tokens", tokens[slot // 2], "slots", y)
+        box("slots", y, f"expert {expert}" if expert >= 0 else "none", expert)
         if expert < 0:
             continue
-        there = place[slot]
-        drawing.arrow((columns["slots"] + 102, y + 14), (columns["rows"] - 3, there + 14))
-        drawing.box(columns["rows"], there, cell, f"slot {slot}", expert)
-        drawing.arrow((columns["products"] + 112, there + 14), (columns["back"] - 3, y + 14))
-        drawing.box(columns["back"], y, cell, f"slot {slot}", expert)
-        drawing.arrow((columns["back"] + 46, y + 14), (columns["sums"] - 3, token_y + 14))
+        arrow("slots", y, "rows", place[slot])
+        box("rows", place[slot], f"slot {slot}", expert)
+        arrow("products", place[slot], "back", y)
+        box("back", y, f"slot {slot}", expert)
+        arrow("back", y, "sums", tokens[slot // 2])
     for expert, (start, count) in enumerate(zip(group_start, group_sizes, strict=False)):
         y, height = top + step * int(start), step * int(count) - 10
-        drawing.box(
-            columns["products"],
-            y,
-            (100, height),
-            f"expert {expert}:\n{int(count)} rows" if count > 1 else f"expert {expert}: 1 row",
-            expert,
-        )
-        drawing.arrow((columns["rows"] + 46, y + height / 2), (columns["products"] - 3, y + height / 2))
-    note = "Rows of an expert lie next to each other, in the order of slots. A slot without an expert has no row."
-    drawing.text(430, 312, note, "small")
+        box("products", y, f"expert {expert}" + f"\n{int(count)} rows" * int(count > 1), expert, height)
+        arrow("rows", y + height / 2 - 14, "products", y + height / 2 - 14)
+    note = "Rows of an expert are neighbours. A slot without an expert has no row."
+    drawing.text(200, 316, note, "small")
     return drawing
 
 
 def modular() -> Drawing:
     """prepare, experts and finalize, and what travels between them."""
-    drawing = Drawing(860, 250, "What prepare, experts and finalize of the modular kernel do")
+    drawing = Drawing(400, 420, "What prepare, experts and finalize of the modular kernel do")
     boxes = (
-        (
-            150,
-            "prepare",
-            ("weight x, if asked to", "quantise x", "dispatch rows, and count", "those of each expert"),
-        ),
-        (370, "experts", ("group rows by expert", "product with w1", "activation", "product with w2")),
-        (
-            590,
-            "finalize",
-            ("bring rows back", "router weights, unless", "the experts applied them", "add up each token's slots"),
-        ),
+        ("prepare", "weight and quantise x, if asked to", "dispatch rows, count those of each expert", 0),
+        ("experts", "group rows by expert", "product with w1, activation, product with w2", 2),
+        ("finalize", "bring rows back, apply router weights once", "add up the slots of each token", 1),
     )
-    for x, title, lines in boxes:
-        drawing.box(x, 60, (180, 130), "", 0 if title == "prepare" else 2 if title == "experts" else 1)
-        drawing.text(x + 90, 84, title, "on title")
-        for number, line in enumerate(lines):
-            drawing.text(x + 90, 108 + 20 * number, line, "on small")
-    for start, end, above, below in (
-        (8, 150, "hidden states", "ids, weights [M, topk]"),
-        (330, 370, "", ""),
-        (550, 590, "", ""),
-        (770, 852, "output [M, K]", ""),
-    ):
-        drawing.arrow((start, 125), (end - 3, 125))
-        drawing.text((start + end) / 2, 112, above, "small")
-        drawing.text((start + end) / 2, 146, below, "small")
-    drawing.text(350, 48, "a1q, scales, counts", "small")
-    drawing.text(570, 48, "rows of slots", "small")
-    drawing.text(
-        430,
-        222,
-        "Each part can be replaced: other experts, or a prepare and finalize that move tokens between ranks.",
-        "small",
-    )
-    drawing.text(430, 30, "FusedMoEModularKernel: owns the scratch memory, and calls its parts in this order", "title")
+    between = ("x, ids, weights [M, topk]", "a1q, scales, counts", "rows of slots", "output [M, K]")
+    drawing.text(200, 18, "FusedMoEModularKernel", "title")
+    for number, (title, first, second, expert) in enumerate(boxes):
+        y = 70 + 112 * number
+        drawing.box(40, y, (320, 76), "", expert)
+        for line, (text, kind) in enumerate(((title, "on title"), (first, "on"), (second, "on"))):
+            drawing.text(200, y + 22 + 21 * line, text, kind)
+    for number, text in enumerate(between):
+        y = 34 + 112 * number
+        drawing.parts.append(f'<path d="M200 {y}V{y + 34}" class="line" marker-end="url(#tip)"/>')
+        drawing.text(212, y + 20, text, "small", "start")
+    drawing.text(200, 416, "Each part can be replaced, to move tokens between ranks.", "small")
     return drawing
 
 
