@@ -34,7 +34,8 @@ _FLOATS, _WORD_BITS = ("F16", "BF16", "F32"), 32
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 #: Before version 2, gptq subtracted 1 from each zero point of a word of 4 or 8 bits.
 _GPTQ_ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
-_NVFP4 = Format("nvfp4", "e2m1", 1, 16)
+#: With scales in fp32, as they multiply.
+NVFP4 = Format("nvfp4", "e2m1", 1, 16)
 _HQQ_BITS = (8, 4, 2, 1)
 #: Elements of a block of bitsandbytes.
 _MOST_BLOCK = 2**16
@@ -145,7 +146,7 @@ def nvfp4(settings: Mapping[str, Any], modelopt: bool) -> Packing:
         scales = arrays["scales"].astype(np.float32)
         with np.errstate(all="ignore"):
             scales = scales * whole if modelopt else scales / whole
-        return dequantize(QuantizedTensor(QuantizedSpec(_NVFP4), arrays["values"], scales))
+        return dequantize(QuantizedTensor(QuantizedSpec(NVFP4), arrays["values"], scales))
 
     components = (
         Component("values", ".weight" if modelopt else ".weight_packed", ("U8",), lambda rows, k: (rows, k // 2)),

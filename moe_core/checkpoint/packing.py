@@ -219,14 +219,16 @@ def packing_for(format: Format, interleaved: bool, compressed: bool = True) -> P
     if element == "e2m1" and interleaved:
         return mxfp4_packing(scheme(), {"quant_method": "mxfp4"})
     if element == "e2m1":
-        return plain_packing(scheme(), _compressed("mxfp4-pack-quantized", arguments))
+        return plain_packing(scheme(), compressed_settings("mxfp4-pack-quantized", arguments))
     if element in ("uint4", "uint8"):
-        return words_packing(scheme(), _compressed("pack-quantized", arguments))
+        return words_packing(scheme(), compressed_settings("pack-quantized", arguments))
     if element == "int8":
         activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-        return plain_packing(scheme(INT8_TOKEN), _compressed("int-quantized", arguments, activations))
+        return plain_packing(scheme(INT8_TOKEN), compressed_settings("int-quantized", arguments, activations))
     if format.has_e8m0_scales and compressed:
-        return plain_packing(scheme(format), _compressed("mxfp8-quantized", arguments, arguments | {"dynamic": True}))
+        return plain_packing(
+            scheme(format), compressed_settings("mxfp8-quantized", arguments, arguments | {"dynamic": True})
+        )
     if format.has_e8m0_scales or format.group_rows == format.group_columns == FP8_GROUP.group_columns:
         settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         settings |= {"weight_block_size": [format.group_rows, format.group_columns]}
@@ -234,7 +236,7 @@ def packing_for(format: Format, interleaved: bool, compressed: bool = True) -> P
         activations = format if format.has_e8m0_scales else FP8_GROUP
         return plain_packing(scheme(activations), settings, ".weight_scale_inv")
     if format.group_columns is None:
-        return plain_packing(scheme(), _compressed("float-quantized", arguments))
+        return plain_packing(scheme(), compressed_settings("float-quantized", arguments))
     raise Unsupported(
         f"format must be one that checkpoints store weights in, got {format.name}; the formats are "
         f"{', '.join(format_names())}"
@@ -254,7 +256,9 @@ def _arguments(format: Format) -> dict[str, Any]:
     return arguments | ({"scale_dtype": "torch.uint8"} if format.has_e8m0_scales else {})
 
 
-def _compressed(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
+def compressed_settings(
+    kind: str, weights: dict[str, Any], activations: dict[str, Any] | None = None
+) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": kind}
     settings = {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"}
     return settings | {"config_groups": {"group_0": group}}

@@ -24,7 +24,8 @@ Translate the routed experts of a Hugging Face checkpoint, plain or quantised, i
 relative Frobenius error of every layer. Other plain tensors are copied, quantised ones become plain. After an
 interruption, the same command goes on.
 """
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+#: Formats that `convert_checkpoint` takes by name.
+_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "nvfp4": "nvfp4"}
 _NEAREST = 3
 
 
@@ -32,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("moebius-convert", description=_DESCRIPTION)
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint directory")
     parser.add_argument("destination", metavar="DESTINATION", help="a new, an empty or an interrupted one's directory")
-    names = ", ".join((*format_names(), *_DTYPES))
+    names = ", ".join((*format_names(), *_NAMES))
     parser.add_argument("--format", required=True, metavar="NAME", help=f"one of {names}")
     parser.add_argument(
         "--loader",
@@ -100,12 +101,12 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _format(name: str) -> Format | str:
-    known = (*format_names(), *_DTYPES, *_DTYPES.values())
+    known = tuple(dict.fromkeys((*format_names(), *_NAMES, *_NAMES.values())))
     if name not in known:
         near = difflib.get_close_matches(name, known, _NEAREST, cutoff=0)
         raise InvalidInput(f"--format must be a known name, got {name!r}; the nearest are {', '.join(near)}")
-    name = _DTYPES.get(name, name)
-    return name if name in _DTYPES.values() else format_named(name)
+    name = _NAMES.get(name, name)
+    return name if name in _NAMES.values() else format_named(name)
 
 
 def _print_progress(progress: ConversionProgress) -> None:

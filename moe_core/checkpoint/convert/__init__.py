@@ -25,12 +25,14 @@ import moe_core
 from moe_core.base import dtypes
 from moe_core.base.checks import require_at_least, require_flag, require_kind
 from moe_core.checkpoint.config import inside, read_json
+from moe_core.checkpoint.convert.nvfp4 import Nvfp4
 from moe_core.checkpoint.convert.source import DenseModules, LayerSource, Matrix, count_not_finite, pieces
 from moe_core.checkpoint.convert.stream import BITS, HEADERS, Stream, TensorPlan, Unit, in_shards
 from moe_core.checkpoint.convert.target import LOADERS as LOADERS
 from moe_core.checkpoint.convert.target import Target
 from moe_core.checkpoint.convert.whole import whole_units
 from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
+from moe_core.checkpoint.layouts import NVFP4
 from moe_core.checkpoint.storage import FLOATING, StackReader
 from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES
 from moe_core.errors import InvalidInput
@@ -40,6 +42,7 @@ from moe_core.ops.quantize.reference import ErrorSum, dequantize
 _SIDE_FILES = (".json", ".txt", ".jinja", ".model")
 _OWN_FILES = ("config.json", "model.safetensors.index.json")
 _FIELDS = ("gate_up", "down")
+_BIAS = ("_bias", ".bias")
 
 
 class ConversionProgress(NamedTuple):
@@ -60,7 +63,8 @@ class LayerError(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """format: a dtype for plain weights. bytes_before, bytes_after: of the experts' weights, with scales. not_finite:
+    """format: a name for plain weights and nvfp4. bytes_before, bytes_after: of the experts' weights in the files, with
+    scales. not_finite:
     tensors that hold NaN or infinities."""
 
     format: Format | str
@@ -105,7 +109,8 @@ def convert_checkpoint(
 
     Args:
         destination: a new or empty directory, or one that an interrupted call left.
-        format: a dtype (`bfloat16`, `float16` or `float32`) writes plain weights.
+        format: a dtype (`bfloat16`, `float16` or `float32`) writes plain weights, `nvfp4` that format, which no kernel
+            of this library takes.
         loader: `transformers`: refuse what transformers does not load right. `moebius`: only this library must read
             the files, which have llm-compressor's names.
         allow_not_finite: allow NaN and infinities. The format decides their result.
@@ -144,7 +149,7 @@ def convert_checkpoint(
                 conversion.restore(stream.state)
             stream.write(shards, conversion.state, done)
             stream.finish(conversion.settings(), side)
-    return conversion.report()
+        return conversion.report()
 
 
 def _identity(checkpoint: Checkpoint, *options: object) -> str:
@@ -172,7 +177,7 @@ class _Conversion:
         self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in _FIELDS}
         held = {name for layer in self._layers for name in layer.tensors}
         self._dense = DenseModules(checkpoint, reader, self._layers[0].names, held)
-        self._before = self._after = 0
+        self._after = 0
         self._planned: dict[Any, list[TensorPlan]] = {}
 
     def _plain_dtype(self) -> str:
@@ -197,7 +202,9 @@ class _Conversion:
                     yield unit
             elif layer.layer not in started:
                 started.add(layer.layer)
-                yield from self._experts(layer)
+                for unit in self._experts(layer):
+                    self._after += sum(one.nbytes for one in unit.tensors if not one.name.endswith(_BIAS))
+                    yield unit
 
     def _copied(self, name: str) -> Unit | None:
         if name in self._dense.companions:
@@ -234,29 +241,35 @@ class _Conversion:
             yield from whole_units(target, layer, self._checked, self._made)
             return
         for expert in range(self._checkpoint.architecture.num_experts):
-            for field, module in target.modules.items():
-                name = f"{layer.block}experts.{expert}.{module}"
-                yield self._matrix_unit(layer, expert, field, name)
+            for fields in target.together:
+                yield self._matrices(layer, expert, fields)
             for field, bias in layer.biases(None).items():
                 name = f"{layer.block}experts.{expert}.{target.modules[field]}.bias"
                 yield self._bias_unit(layer, expert, field, TensorPlan.like(name, bias))
 
-    def _matrix_unit(self, layer: LayerSource, expert: int, field: str, module: str) -> Unit:
+    def _matrices(self, layer: LayerSource, expert: int, fields: tuple[str, ...]) -> Unit:
         target = self._target
-        stored = layer.storage(field)
-        key = (target.shapes()[field], stored)
-        if key not in self._planned:
-            zeros = target.tensors("", target.zeros(*key), stored)
-            self._planned[key] = [TensorPlan.like(name, array) for name, array in zeros]
+        modules = {field: f"{layer.block}experts.{expert}.{target.modules[field]}" for field in fields}
+
+        def planned(field: str) -> list[TensorPlan]:
+            key = (target.shapes()[field], layer.storage(field))
+            if key not in self._planned:
+                zeros = target.tensors("", target.zeros(*key), key[1])
+                self._planned[key] = [TensorPlan.like(name, array) for name, array in zeros]
+            return self._planned[key]
 
         def make() -> Iterator[np.ndarray]:
-            matrix = self._checked(f"{module}.weight", layer.matrices(expert, (field,))[field])
-            quantized = target.quantized(matrix)
-            self._made(layer.layer, field, matrix, quantized)
-            for _, array in target.tensors(module, quantized, stored):
-                yield array
+            matrices = layer.matrices(expert, fields)
+            for field, module in modules.items():
+                self._checked(f"{module}.weight", matrices[field])
+            kept = layer.nvfp4(expert, fields) if target.format == NVFP4 else None
+            for field, made in target.converted(matrices, kept).items():
+                self._made(layer.layer, field, matrices[field], made.numbers if isinstance(made, Nvfp4) else made)
+                for _, array in target.tensors(modules[field], made, layer.storage(field)):
+                    yield array
 
-        return Unit(tuple(plan._replace(name=module + plan.name) for plan in self._planned[key]), make)
+        plans = [plan._replace(name=module + plan.name) for field, module in modules.items() for plan in planned(field)]
+        return Unit(tuple(plans), make)
 
     def _bias_unit(self, layer: LayerSource, expert: int, field: str, plan: TensorPlan) -> Unit:
         def read() -> Iterator[np.ndarray]:
@@ -282,23 +295,20 @@ class _Conversion:
             self._not_finite[name] = None
 
     def _made(self, layer: int, field: str, matrix: Matrix, result: Matrix) -> None:
-        """Count a converted matrix."""
+        """Note the error of a converted matrix."""
         before, after = (
             dequantize(one) if isinstance(one, QuantizedTensor) else one.astype(np.float32, copy=False)
             for one in (matrix, result)
         )
         self._errors[layer, "down" if field == "down" else "gate_up"].add(before, after)
-        self._before += matrix.nbytes
-        self._after += result.nbytes
 
     # What a finished shard leaves
 
     def state(self) -> Any:
-        errors = [error.sums for error in self._errors.values()]
-        return [errors, self._before, self._after, list(self._not_finite)]
+        return [[error.sums for error in self._errors.values()], list(self._not_finite)]
 
     def restore(self, state: Any) -> None:
-        errors, self._before, self._after, names = state
+        errors, names = state
         self._not_finite = dict.fromkeys(names)
         for error, sums in zip(self._errors.values(), errors, strict=True):
             error.sums = tuple(sums)
@@ -324,4 +334,7 @@ class _Conversion:
             LayerError(layer, *(self._errors[layer, field].relative_frobenius for field in _FIELDS))
             for layer in self._checkpoint.moe_layers
         )
-        return ConversionReport(self._format, layers, self._before, self._after, tuple(self._not_finite))
+        stored = [name for layer in self._layers for name in layer.tensors if not name.endswith(_BIAS)]
+        entries = [self._reader.file_of(name).entry(name) for name in stored]
+        before = sum(TensorPlan("", entry.dtype, entry.shape).nbytes for entry in entries)
+        return ConversionReport(self._format, layers, before, self._after, tuple(self._not_finite))

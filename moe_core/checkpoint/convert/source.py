@@ -13,8 +13,10 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.base.files import TensorFile
+from moe_core.checkpoint.convert.nvfp4 import Nvfp4
 from moe_core.checkpoint.convert.stream import HEADERS, TensorPlan, Unit
 from moe_core.checkpoint.layer import Checkpoint
+from moe_core.checkpoint.layouts import NVFP4
 from moe_core.checkpoint.packing import Packing
 from moe_core.checkpoint.quantized import ARRAYS
 from moe_core.checkpoint.resolve import Resolver, plain_part, scale_check, tensors_of
@@ -27,6 +29,7 @@ from moe_core.ops.quantize.reference import dequantize
 
 #: Fields of an expert's matrices `[N, D]`. Ungated experts have no gate.
 MATRICES = ("gate", "up", "down")
+_FUSED = ("experts.gate_up", "experts.down")
 #: A multiple of every group and word.
 _PROBE = 2**12
 _PIECE_BYTES = 16 * 2**20
@@ -57,9 +60,10 @@ class LayerSource:
         self._dtypes = reader.check(self._stacks)
         #: All that the experts have in the files.
         self.tensors = {part.tensor for stack in self._stacks.values() for part in stack.parts}
-        for name in ("experts.gate_up", "experts.down"):
+        for name in _FUSED:
             for part, _ in layout.matrices[name]:
                 self.tensors |= set(tensors_of(part.tensor, checkpoint.index).values())
+        self._stored_as = {part.tensor: packing for name in _FUSED for part, packing in layout.matrices[name]}
         spec = layout.architecture.spec
         self._gated = spec.activation.gated
         self._gate_layout = spec.activation.gate_layout or "halves"
@@ -91,6 +95,19 @@ class LayerSource:
             return None
         stored = self._reader.stored_dtype(self._stacks[f"{name}.scales"].parts[0].tensor)
         return Storage(format, FLOATING.get(stored, format.scale_dtypes[0]))
+
+    def nvfp4(self, expert: int, fields: tuple[str, ...]) -> dict[str, Nvfp4] | None:
+        """The stored matrices of an expert, if all are nvfp4."""
+        result = {}
+        for field, module in zip(MATRICES[-len(self.names.modules or MATRICES) :], self.names.modules, strict=False):
+            name = f"{self.block}experts.{expert}.{module}"
+            packing = self._stored_as.get(f"{name}.weight")
+            if field in fields and packing is not None and packing.label == NVFP4.name:
+                tensors = [packing.tensor_name(name, one, False) for one in packing.components]
+                values, scales, whole = (self._reader.tensor(tensor)[:] for tensor in tensors)
+                whole = 1 / whole if tensors[-1].endswith("_scale_2") else whole
+                result[field] = Nvfp4(values, scales, whole.astype(np.float32).reshape(1))
+        return result if len(result) == len(fields) else None
 
     @property
     def _is_joined(self) -> bool:

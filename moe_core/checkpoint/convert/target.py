@@ -11,10 +11,12 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.base.checks import require_choice
+from moe_core.checkpoint.convert.nvfp4 import Nvfp4, quantized_nvfp4
 from moe_core.checkpoint.convert.source import MATRICES, Matrix, Storage
 from moe_core.checkpoint.families import Architecture
 from moe_core.checkpoint.layer import Checkpoint
-from moe_core.checkpoint.packing import Packing, packing_for
+from moe_core.checkpoint.layouts import NVFP4, nvfp4
+from moe_core.checkpoint.packing import Packing, compressed_settings, packing_for
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.quantize.reference import dequantize, quantize
@@ -29,6 +31,11 @@ _REPLACED = ("llama4_text",)
 #: Families with merged convolutions.
 _MERGED = ("bailing_hybrid", "glm5_next_text", "kimi_linear")
 _BLOCK = 128
+#: Weights of nvfp4 as compressed-tensors describes them.
+_NVFP4 = {
+    "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": NVFP4.group_columns,
+    "dynamic": False, "scale_dtype": "torch.float8_e4m3fn",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,15 +55,19 @@ class Target:
         architecture, family = checkpoint.architecture, checkpoint.family
         require_choice("loader", loader, LOADERS)
         if isinstance(format, str):
-            require_choice("format", format, dtypes.MATMUL_DTYPES)
-            return cls(architecture, family, None, format, None)
-        interleaved = family == "gpt_oss" and format.element == "e2m1"
-        packing = packing_for(format, interleaved, loader == "moebius")
-        target = cls(architecture, family, format, dtype, packing, interleaved)
+            require_choice("format", format, (*dtypes.MATMUL_DTYPES, NVFP4.name))
+            if format != NVFP4.name:
+                return cls(architecture, family, None, format, None)
+            packing = nvfp4(compressed_settings("nvfp4-pack-quantized", _NVFP4), modelopt=False)
+            target = cls(architecture, family, NVFP4, dtype, packing)
+        else:
+            interleaved = family == "gpt_oss" and format.element == "e2m1"
+            packing = packing_for(format, interleaved, loader == "moebius")
+            target = cls(architecture, family, format, dtype, packing, interleaved)
         reason = target.why_not_transformers() if loader == "transformers" else None
         if reason is not None:
             raise Unsupported(
-                f"format must be one that transformers loads for {family}, got {format.name}: {reason}; this library "
+                f"format must be one that transformers loads for {family}, got {format}: {reason}; this library "
                 "reads it: pass loader='moebius' (--loader moebius)"
             )
         return target
@@ -66,6 +77,12 @@ class Target:
         """MATRICES -> the module's name below `experts.<e>.`."""
         fields = MATRICES if self.architecture.spec.activation.gated else MATRICES[1:]
         return dict(zip(fields, self.architecture.naming.per_expert or _MODULES[-len(fields) :], strict=True))
+
+    @property
+    def together(self) -> list[tuple[str, ...]]:
+        """MATRICES in the groups that are quantised together."""
+        fields = tuple(self.modules)
+        return [fields[:-1], fields[-1:]] if self.format == NVFP4 else [(field,) for field in fields]
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """MATRICES -> [N, D] of an expert."""
@@ -100,6 +117,8 @@ class Target:
         compressed = packing.method == "compressed-tensors"
         if self.architecture.naming.per_expert is None and not (compressed and self.family in _REPLACED):
             return "it leaves experts that are stored one by one random in this family, without an error"
+        if format == NVFP4:
+            return "it drops weight_global_scale and computes other numbers without an error, while vLLM 0.33 loads it"
         if format.zero_points:
             return "it refuses zero points of experts"
         if packing.settings.get("format") == "int-quantized":
@@ -114,12 +133,23 @@ class Target:
 
     # Matrices
 
+    def converted(
+        self, matrices: Mapping[str, Matrix], kept: Mapping[str, Nvfp4] | None = None
+    ) -> dict[str, QuantizedTensor | Nvfp4]:
+        """A group of `together` in the format. kept: of an nvfp4 source."""
+        if self.format != NVFP4:
+            return {field: self.quantized(matrix) for field, matrix in matrices.items()}
+        if kept is not None and len({float(one.whole[0]) for one in kept.values()}) == 1:
+            return dict(kept)
+        plain = {field: _plain(matrix) for field, matrix in matrices.items()}
+        return dict(quantized_nvfp4(plain))
+
     def quantized(self, matrix: Matrix) -> QuantizedTensor:
         """The matrix in the format. Codes and scales of the same storage are kept."""
         assert self.format is not None
         if self.keeps(matrix):
             return matrix  # pyright: ignore[reportReturnType]
-        plain = dequantize(matrix) if isinstance(matrix, QuantizedTensor) else matrix
+        plain = _plain(matrix)
         result = quantize(plain, self.format)
         scale_dtype = self._scale_dtype()
         if scale_dtype is None:
@@ -143,16 +173,22 @@ class Target:
         plain = self.packing.method != "compressed-tensors" or self.format.has_e8m0_scales or self.dtype == "float32"
         return None if plain else self.dtype
 
-    def zeros(self, shape: tuple[int, int], stored: Storage | None) -> QuantizedTensor:
+    def zeros(self, shape: tuple[int, int], stored: Storage | None) -> QuantizedTensor | Nvfp4:
         """A matrix of an expert, without its numbers."""
         assert self.format is not None
         if stored is None or not _same(stored.format, self.format):
-            return self.quantized(np.zeros(shape, np.float32))
+            return self.converted({"": np.zeros(shape, np.float32)})[""]
         return quantize(np.zeros(shape, np.float32), stored.format)
 
-    def tensors(self, module: str, matrix: QuantizedTensor, stored: Storage | None) -> Iterator[tuple[str, np.ndarray]]:
+    def tensors(
+        self, module: str, matrix: QuantizedTensor | Nvfp4, stored: Storage | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
         """(name, array) of a matrix in the files. stored: of the source's matrix."""
         assert self.packing is not None and self.format is not None
+        if isinstance(matrix, Nvfp4):
+            for component, array in zip(self.packing.components, matrix, strict=True):
+                yield self.packing.tensor_name(module, component, False), array
+            return
         kept = stored is not None and _same(stored.format, self.format)
         scale_dtype = stored.scale_dtype if kept and stored is not None else self._scale_dtype()
         for name, array in self.packing.tensors(module, matrix, fused=False):
@@ -169,6 +205,10 @@ class Target:
             return settings | {"modules_to_not_convert": kept}
         groups = {name: group | {"targets": [_EXPERTS]} for name, group in settings["config_groups"].items()}
         return settings | {"config_groups": groups, "ignore": plain_experts}
+
+
+def _plain(matrix: Matrix) -> np.ndarray:
+    return dequantize(matrix) if isinstance(matrix, QuantizedTensor) else matrix
 
 
 def _same(one: Format, other: Format) -> bool:

@@ -144,7 +144,7 @@ def test_the_command(tmp_path, capsys):
     report = tmp_path / "report.json"
     assert main([str(path), str(tmp_path / "small"), "--format", "int4_g32", "--json", str(report)]) == 0
     printed = capsys.readouterr()
-    assert re.search(r"^int4_g32: experts .* MiB \(3\.20 times smaller\)$", printed.out, re.MULTILINE)
+    assert re.search(r"^int4_g32: experts .* MiB \(3\.54 times smaller\)$", printed.out, re.MULTILINE)
     document = json.loads(report.read_text())
     assert [row["layer"] for row in document["layers"]] == [0, 1, 2] and document["format"] == "int4_g32"
     for row in document["layers"]:

@@ -166,7 +166,8 @@ def layer_of(
     """(layer 1, the numbers that its matrices stand for). tag: the type in torchao's metadata."""
     generator = np.random.default_rng(5)
     tensors, numbers = per_expert_layer("qwen3_moe", D, F, lambda *shape: matrix(generator, *shape))
-    config = quantized_config("qwen3_moe", settings, D, F, dtype="float32")
+    layers = {"num_hidden_layers": 2, "mlp_only_layers": [0]}
+    config = quantized_config("qwen3_moe", settings, D, F, dtype="float32", **layers)
     path = write(tmp_path, config, {1: {name: np.ascontiguousarray(array) for name, array in tensors.items()}})
     if tag:
         tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
