@@ -345,6 +345,10 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor
 
 
+#: Until torch 2.12, operators on every subclass of DTensor run in torch's own code.
+SUBCLASSES_OF_DTENSOR = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
 def dtensor_like(kind: type[torch.Tensor], tensor: Any, local: torch.Tensor | None = None) -> Any:
     """A DTensor of a class, sharded as `tensor`. local: its part, None: that of `tensor`."""
     like, part = tensor, tensor._local_tensor if local is None else local

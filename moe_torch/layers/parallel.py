@@ -23,7 +23,7 @@ from moe_core.parallel.tensor import cut_of, require_splittable
 from moe_core.specs.operands import ExpertWeights, MoEOperands, RouterWeights, SharedExpert, TopK, map_arrays
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.options import require_instance
-from moe_torch.bridge.private import dtensor_like, root_mesh
+from moe_torch.bridge.private import SUBCLASSES_OF_DTENSOR, dtensor_like, root_mesh
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import PrepackedExperts, is_gathered
 from moe_torch.layers.placed import ExpertTensor, PlacedTensor, Slice, filled_up, held_experts
@@ -206,7 +206,8 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     for path, module in experts.named_modules():
         for name, array in list(module.named_parameters(recurse=False)):
             shared: Any = shared_out(path or name, array)
-            shared = dtensor_like(ExpertTensor, shared) if isinstance(shared, DTensor) else shared
+            if SUBCLASSES_OF_DTENSOR and isinstance(shared, DTensor):
+                shared = dtensor_like(ExpertTensor, shared)
             parameter = torch.nn.Parameter(shared, requires_grad=array.requires_grad)
             module.register_parameter(name, parameter)
         for name, array in list(module.named_buffers(recurse=False)):

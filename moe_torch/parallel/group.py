@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_core.errors import InvalidInput
 from moe_torch.bridge.options import require_instance
@@ -122,7 +123,7 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 def ranks_of(mesh: Any, timeout: float | None, where: str, name: str = "mesh", axis: str = "ep") -> Ranks:
     """Return the ranks of a DeviceMesh of one axis or a process group. name, axis: the argument and its usual axis."""
-    if hasattr(mesh, "get_group"):
+    if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise InvalidInput(
                 f"{name} must have one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}; pass one, such as "

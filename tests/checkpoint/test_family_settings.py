@@ -114,6 +114,7 @@ NULLS = {
 }
 
 
+@pytest.mark.skipif(IS_EARLIER, reason=f"families of transformers {JUDGE} are not all in the installed one")
 def test_nulls_and_least_numbers() -> None:
     refused = set()
     for row in ROWS.values():

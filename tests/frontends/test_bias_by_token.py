@@ -17,7 +17,8 @@ def results(frontend: Any, arrays: Any, bias: Any, spec: Any) -> list[np.ndarray
     x, w1, w2, logits = arrays
     experts = frontend.ExpertWeights(w1, w2)
     output = frontend.moe(x, experts, frontend.RouterLogits(logits, bias), spec)
-    return [np.asarray(array) for array in (output.output, output.ids, output.weights)]
+    arrays = (output.output, output.ids, output.weights)
+    return [np.asarray(one.cpu() if hasattr(one, "cpu") else one) for one in arrays]
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])

@@ -45,6 +45,7 @@ from moe_jax.layers.functional import _planned_for
 from moe_jax.parallel import ExpertAxis
 from moe_torch import MoE
 from moe_torch.bridge.arrays import target_of_device
+from tests.support import jax as jax_support
 from tests.support.frontends.routes import BASES, UNREACHED, T, changed, fields_of, inputs_of, weights_of
 from tests.support.layers import CONFIGS, SPECS
 from tests.support.parallel.jax import ep_mesh
@@ -62,7 +63,7 @@ Results = dict[str, np.ndarray]
 
 @pytest.fixture
 def on_the_reference() -> Iterator[None]:
-    with moe_torch.cpu_engine("reference"):
+    with moe_torch.cpu_engine("reference"), jax_support.running_on("reference"):
         yield
 
 

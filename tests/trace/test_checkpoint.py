@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -188,3 +189,6 @@ def test_a_torch_without_the_hooks_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     needs = pytest.raises(Unsupported, match=r"replay\(\) needs torch\._C\._autograd's saved")
     with running_on("reference"), needs, replay(random_trace(0, weights=True)):
         run(models(), torch.randn(T, D), CHECKPOINTS["plain"])
+    # torch 2.11 ends a checkpoint that raised, and its hooks, when nothing refers to it.
+    del needs
+    gc.collect()

@@ -23,6 +23,7 @@ from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.specs import RouterSpec, Tuning
 from moe_torch import MoE
+from moe_torch.bridge.private import SUBCLASSES_OF_DTENSOR
 from moe_torch.parallel import ExpertParallel, group_losses, parallelize, total_over_ranks
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
@@ -319,8 +320,9 @@ def compiled(group: Any, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["linear", "round_robin"])
 def test_a_compiled_layer_gives_the_same_bits(ranks: Pool, kind: str) -> None:
     for one in ranks.call(compiled, [(kind,)] * 2):
-        # The exchange breaks the graph, and nothing else.
-        assert one["breaks"] and all("disable" in reason for reason in one["breaks"]), one["breaks"]
+        # The exchange breaks the graph, and nothing else. Before 2.12 a mesh does, too.
+        only = all("disable" in reason for reason in one["breaks"]) or not SUBCLASSES_OF_DTENSOR
+        assert one["breaks"] and only, one["breaks"]
         for eager, *others in zip(one["eager"], one["compiled"], one["copied"], strict=True):
             for other in others:
                 np.testing.assert_array_equal(np.asarray(eager), np.asarray(other))
