@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     modules = case_modules(name)
     if name != "vllm":
         options = {"names": getattr(modules[0], "STAND_INS", {}), "served": getattr(modules[0], "SERVED", ())}
-    chosen = [case for module in modules for case in module.cases() if arguments.only in case.name]
+    first, step = map(int, arguments.share.split("/"))
+    chosen = [case for module in modules for case in module.cases() if arguments.only in case.name][first::step]
     results = run_cases(chosen, arguments.engine, files, VLLM if name == "vllm" else {}, **options)
     if arguments.record is not None:
         with arguments.record.open("a", encoding="utf-8") as file:

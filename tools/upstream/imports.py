@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from moe_torch import compat
-
 MOE = "vllm.model_executor.layers.fused_moe"
 QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
 #: Modules that are the wheel's own files, unmodified.
@@ -135,8 +133,11 @@ def world(
     finder = _Finder(files, stand_ins, replaced, served)
     sys.meta_path.insert(0, finder)
     try:
-        with contextlib.nullcontext() if generation is None else compat.install(generation):
+        if generation is None:
             yield
+        else:
+            with importlib.import_module("moe_torch.compat").install(generation):
+                yield
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.partition(".")[0] in finder.packages]:

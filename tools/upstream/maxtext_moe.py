@@ -82,7 +82,7 @@ def check_layer(package: pathlib.Path) -> list[str]:
     config = _Config(**(yaml.safe_load((package / "configs" / "base.yml").read_text()) | CONFIG))
     rules = tuple((name, tuple(on) if isinstance(on, list) else on) for name, on in config.logical_axis_rules)
     axes = tuple(config.mesh_axes)
-    types, devices = (jax.sharding.AxisType.Auto,) * len(axes), jax.devices("cpu")[:1]
+    types, devices = (jax.sharding.AxisType.Auto,) * len(axes), jax.devices()[:1]
     mesh = jax.make_mesh((1,) * len(axes), axes, axis_types=types, devices=devices)
     with (
         imports.world(package.parent, STAND_INS, {}, SERVED),

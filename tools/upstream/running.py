@@ -78,11 +78,12 @@ def run_cases(
     """Every case on one engine. refusals: those by choice, see `refusals.VLLM`. names: the stand-ins."""
     stand_ins.define_operators()
     results = []
-    for case in cases:
-        world = imports.world(files, names, case.replaced(), served, case.generation)
-        with world, on_engine(engine) as device:
-            results.append(_run(case, engine, device, refusals.get(case.name)))
-    return results
+    with contextlib.suppress(KeyboardInterrupt):
+        for case in cases:
+            world = imports.world(files, names, case.replaced(), served, case.generation)
+            with world, on_engine(engine) as device:
+                results.append(_run(case, engine, device, refusals.get(case.name)))
+    return [*results, *(Result(engine, case.name, "not run") for case in cases[len(results) :])]
 
 
 def _run(case: Case, engine: str, device: str, refusal: tuple[str, str] | None) -> Result:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from moe_core.errors import Unsupported
 from moe_torch.compat import installed
 from tools.upstream.refusals import TRITON_KERNELS
-from tools.upstream.triton_tests import GENERATION
+from tools.upstream.triton_tests import GENERATION, SHARE
 
 #: Products of a CPU-sized test, fewer for the one with hundreds of cases, and elements of its weights.
 _MOST_PRODUCTS, _MOST_WEIGHTS = {"test_op": 2e8}, 1e8
@@ -101,8 +101,11 @@ def _left_out(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [item for item in items if _left_out(item)]
-    items[:] = [item for item in items if not _left_out(item)]
+    first, step = map(int, os.environ[SHARE].split("/"))
+    kept = [item for item in items if not _left_out(item)][first::step]
+    chosen = set(kept)
+    left_out = [item for item in items if item not in chosen]
+    items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 
 

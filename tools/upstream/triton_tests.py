@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
 import sys
+from typing import NoReturn
 
 from tools.upstream.published import ROOT, triton_kernels_files
 
-#: The variable that tells the plugin which generation is tested.
+#: Variables for the plugin: the generation that is tested.
 GENERATION = "UPSTREAM_GENERATION"
+#: I/N: the tests of this process.
+SHARE = "UPSTREAM_SHARE"
 
 #: By generation, the files whose names compat has; others test kernels and memory layouts that it does not have.
 FILES = {
@@ -19,8 +21,8 @@ FILES = {
 }
 
 
-def run_tests(source: pathlib.Path | None, only: str, generation: str) -> int:
-    """Status of pytest, which prints the failures grouped by what they say. Raises Missing without the files."""
+def run_tests(source: pathlib.Path | None, only: str, generation: str, share: str) -> NoReturn:
+    """Becomes pytest, which prints the failures grouped by what they say. Raises Missing without the files."""
     import torch
 
     folder = triton_kernels_files(source, generation).resolve()
@@ -29,5 +31,7 @@ def run_tests(source: pathlib.Path | None, only: str, generation: str) -> int:
     # Without the settings of this repository, in whose build folder the tests may lie.
     command += ["-c", os.devnull, f"--rootdir={folder}", "-p", "no:cacheprovider", "--device", device]
     command += [*(["-k", only] if only else []), *(f"tests/{name}" for name in FILES[generation])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), GENERATION: generation}
-    return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+    path = os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, GENERATION: generation, SHARE: share}
+    os.chdir(folder)
+    os.execve(sys.executable, command, environment)
