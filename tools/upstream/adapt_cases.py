@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ import torch
 from moe_core import formats
 from moe_core.formats import Format, QuantizedTensor
 from moe_core.modular.quant_config import FLAGGED_SCHEMES
+from moe_core.modular.schemes import NVFP4
 from moe_torch import modular
 from moe_torch.modular import vllm
 from moe_torch.modular.calls import ExpertsCall
@@ -69,6 +71,8 @@ KINDS = {
     "mxfp4 with mxfp8": Kind(formats.MXFP4, "mxfp4_mxfp8", "mxfp4_mxfp8"),
     "mxfp4 w4a8, static": Kind(formats.MXFP4, "mxfp4_w4a8", "mxfp4_w4a8", static=True),
     "mxfp4 w4a4": Kind(formats.MXFP4, "mxfp4", "mxfp4_w4a4"),
+    "mxfp8": Kind(formats.MXFP8, "mxfp8", "mxfp8"),
+    "nvfp4 w4a16": Kind(NVFP4, "nvfp4_w4a16", "nvfp4_w4a16"),
 }
 
 
@@ -89,7 +93,23 @@ def _arrays(problem: Problem, device: str, in_out: bool) -> dict[str, Any]:
             for name, array in ({f"w{number}_scale": weight.scales} | zero_points).items():
                 tensor = torch.tensor(array, device=device)
                 found[name] = tensor.mT if in_out else tensor
+            if weight.spec.format == NVFP4:
+                # As checkpoints store them: e4m3 below the largest of an expert, which g1_alphas scale.
+                scales = found[f"w{number}_scale"]
+                alphas = scales.amax((1, 2)) / torch.finfo(torch.float8_e4m3fn).max
+                found[f"w{number}_scale"] = (scales / alphas[:, None, None]).to(torch.float8_e4m3fn)
+                found[f"g{number}_alphas"] = alphas
     return found
+
+
+def _their_maker(name: str) -> Callable[..., Any]:
+    """vLLM's function for a configuration. That of mxfp8 makes those of a backend."""
+    if name != "mxfp8":
+        return getattr(vllm_file("config"), f"{name}_moe_quant_config")
+    oracle = vllm_file("oracle.fp8")
+    backend = oracle.Fp8MoeBackend.TRITON_MXFP8
+    rest = {"a1_scale": None, "a2_scale": None, "block_shape": [1, 32]}
+    return functools.partial(oracle.make_fp8_moe_quant_config, backend, **rest)
 
 
 def layer_of(problem: Problem, kind: Kind, name: str, device: str) -> Layer:
@@ -102,10 +122,10 @@ def layer_of(problem: Problem, kind: Kind, name: str, device: str) -> Layer:
         arrays |= {f"a{number}_scale": torch.tensor([0.02 * number], device=device) for number in (1, 2)}
     elif kind.theirs == "int8_w8a8":
         arrays |= {"a1_scale": None, "a2_scale": None}
-    # Experts of DeepGEMM's contract have no biases, and vLLM's function for mxfp4 has no parameters for them.
-    if kind.theirs != "mxfp4" and not name.endswith("DeepGemmExperts"):
+    # Experts of DeepGEMM's contract have no biases, and two functions of vLLM have no parameters for them.
+    if kind.theirs not in ("mxfp4", "nvfp4_w4a16") and not name.endswith("DeepGemmExperts"):
         arrays |= {"w1_bias": given.b1, "w2_bias": given.b2}
-    config = getattr(vllm_file("config"), f"{kind.theirs}_moe_quant_config")
+    config = _their_maker(kind.theirs)
     if kind.weights is None:
         arrays = {"w1_bias": None, "w2_bias": None} | arrays
     return Layer(

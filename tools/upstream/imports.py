@@ -25,7 +25,7 @@ SERVED = (
     *(f"{MOE}.{name}" for name in ("topk_weight_and_reduce", "utils")),
     *(f"{MOE}.prepare_finalize.{name}" for name in ("batched", "no_dp_ep")),
     *(f"{MOE}.experts.{name}" for name in ("fused_batched_moe", "gpt_oss_triton_kernels_moe", "lora_experts_mixin")),
-    *(f"{MOE}.oracle.{name}" for name in ("base", "fp8", "int8", "unquantized")),
+    *(f"{MOE}.oracle.{name}" for name in ("base", "fp8", "int8", "mxfp8", "unquantized")),
     *(f"{QUANTIZATION}.{name}" for name in ("fp8_utils", "mxfp4_utils", "ocp_mx_utils", "quant_utils")),
     "vllm.scalar_type",
     "vllm.utils.math_utils",

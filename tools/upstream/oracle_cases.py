@@ -24,6 +24,7 @@ CHOICES = {
     "fp8 per tensor, static": ("fp8", ("kFp8StaticTensorSym", "kFp8StaticTensorSym")),
     "fp8 blocks": ("fp8", ("kFp8Static128BlockSym", "kFp8Dynamic128Sym")),
     "int8 per channel and token": ("int8", ("kInt8StaticChannelSym", "kInt8DynamicTokenSym")),
+    "mxfp8": ("mxfp8", ()),
 }
 
 
@@ -54,6 +55,8 @@ def _offered(label: str, batched: bool = False) -> Run:
         backend, experts = _chosen(label, config)
         name = "BatchedTritonExperts" if batched else "TritonExperts"
         assert issubclass(experts, getattr(modular, name)), experts
+        # The kernels of mxfp8 are made as those of fp8.
+        oracle = "fp8" if oracle == "mxfp8" else oracle
         layer, module = layer_of(drawn, kind, name, device), vllm_file(f"oracle.{oracle}")
         part = their_batched(drawn) if batched else their_no_dp_ep()
         module.maybe_make_prepare_finalize = lambda **_: part

@@ -18,6 +18,7 @@ OFFERED: dict[str, dict[str, type]] = {
     "unquantized": _BOTH,
     "fp8": _BOTH,
     "int8": {"TRITON": TritonExperts},
+    "mxfp8": {"TRITON_MXFP8": TritonExperts},
 }
 
 
@@ -36,8 +37,9 @@ def offer() -> None:
     """
     for name, backends in OFFERED.items():
         oracle: Any = importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{name}")
-        if not hasattr(oracle.backend_to_kernel_cls, "offered"):
-            oracle.backend_to_kernel_cls = _offering(oracle.backend_to_kernel_cls, backends)
+        function = "_mxfp8_backend_to_kernel_cls" if name == "mxfp8" else "backend_to_kernel_cls"
+        if not hasattr(getattr(oracle, function), "offered"):
+            setattr(oracle, function, _offering(getattr(oracle, function), backends))
 
 
 def _offering(original: Callable[[Any], list[Any]], backends: dict[str, type]) -> Callable[[Any], list[Any]]:

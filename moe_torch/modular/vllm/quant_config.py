@@ -24,11 +24,15 @@ _SCHEMES: dict[tuple[Any, Any], str | None] = {
     (None, _FP8): "fp8_w8a16",
     ("mxfp8", "mxfp4"): "mxfp4_mxfp8",
     ("fp8", "mxfp4"): "mxfp4_w4a8",
+    ("mxfp8", "mxfp8"): "mxfp8",
+    (None, "nvfp4"): "nvfp4_w4a16",
 }
 READ = tuple(scheme for scheme in _SCHEMES.values() if scheme)
 _W8A8, _GROUPED = ("fp8_w8a8", "int8_w8a8"), ("int8_w8a16", "int4_w4a16")
-#: Fields that no scheme above has.
-_UNREAD = ("a1_gscale", "a2_gscale", "g1_alphas", "g2_alphas", "is_scale_transposed", "mx_alignment")
+#: Fields that no scheme above has, and those of nvfp4 alone.
+_UNREAD, _ALPHAS = ("a1_gscale", "a2_gscale", "is_scale_transposed", "mx_alignment"), ("g1_alphas", "g2_alphas")
+#: vLLM's block_shape of mxfp8.
+_MXFP8_BLOCK = (1, 32)
 
 
 def quant_config_of(quant_config: Any) -> FusedMoEQuantConfig:
@@ -50,16 +54,18 @@ def quant_config_of(quant_config: Any) -> FusedMoEQuantConfig:
             f"quant_config must have one of these dtypes of activations and weights for both products: {known}, got "
             f"{a1.dtype} and {w1.dtype}, {a2.dtype} and {w2.dtype}; choose experts of vLLM"
         )
-    for name in _UNREAD:
+    scheme = _SCHEMES[a1.dtype, w1.dtype]
+    for name in (*_UNREAD, *(() if scheme == "nvfp4_w4a16" else _ALPHAS)):
         value = getattr(quant_config, name)
         if isinstance(value, torch.Tensor) or value:
-            raise Unsupported(f"quant_config.{name} must not be set, as no scheme of these experts has it, got a value")
-    scheme = _SCHEMES[a1.dtype, w1.dtype]
+            raise Unsupported(f"quant_config.{name} must not be set, as {scheme} here does not have it, got a value")
     block, per_token = _block(scheme, w1.shape), scheme in _W8A8 and quant_config.per_act_token_quant
     if scheme in _W8A8 and block is None:
         _require_granularity("w1_scale", w1.scale, per_token)
         _require_granularity("w2_scale", w2.scale, per_token)
     arrays = {"w1_scale": w1.scale, "w2_scale": w2.scale, "w1_zp": w1.zp, "w2_zp": w2.zp}
+    if scheme == "nvfp4_w4a16":
+        arrays |= {name: getattr(quant_config, name) for name in _ALPHAS}
     for name, scale in (("a1_scale", a1.scale), ("a2_scale", a2.scale)):
         per_tensor = scheme == "mxfp4_w4a8" or (scheme in _W8A8 and block is None and not per_token)
         if scale is not None and not (per_tensor and math.prod(scale.shape) == 1):
@@ -76,6 +82,8 @@ def quant_config_of(quant_config: Any) -> FusedMoEQuantConfig:
 
 def _block(scheme: str | None, shape: Any) -> tuple[int, int] | None:
     """Rows and columns of a group of weights. None: a scale per tensor or per row."""
+    if scheme == "mxfp8" and shape is not None and tuple(shape) != _MXFP8_BLOCK:
+        raise Unsupported(f"quant_config.block_shape must be {list(_MXFP8_BLOCK)} for mxfp8, got {list(shape)}")
     if shape is None or shape[1] == -1 or scheme not in (*_W8A8, *_GROUPED, "fp8_w8a16"):
         return None
     if scheme in _GROUPED:

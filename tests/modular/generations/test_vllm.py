@@ -91,7 +91,9 @@ def refusals() -> dict[str, Any]:
     constants: dict[str, Any] = {"swiglu_limit": 7.0, "swiglu_alpha": 1.5}
     return {
         "got nvfp4 and nvfp4": lambda: vllm.adapt(triton, quantised("nvfp4", **alphas)),
-        "got None and nvfp4": lambda: vllm.adapt(triton, quantised("nvfp4_w4a16", g1_alphas=ones, g2_alphas=ones)),
+        r"block_shape must be \[1, 32\] for mxfp8, got \[1, 64\]": lambda: vllm.adapt(
+            triton, vllm_file("config").FusedMoEQuantConfig.make("mxfp8", block_shape=[1, 64])
+        ),
         "mx_alignment must not be set": lambda: vllm.adapt(triton, quantised("mxfp4_mxfp8", mx_alignment=4)),
         r"quant_config\.g1_alphas must not be set": lambda: vllm.adapt(triton, quantised("fp8_w8a8", g1_alphas=ones)),
         "is_scale_transposed must not": lambda: vllm.adapt(triton, quantised("fp8_w8a8", is_scale_transposed=True)),
@@ -187,9 +189,9 @@ SCHEMES = {
     ("kFp8StaticChannelSym", "kFp8StaticTensorSym"): set(),
     ("kFp8Static128BlockE8M0Sym", "kFp8Dynamic128Sym"): set(),
     ("kFp8Static128BlockSym", "kFp8Dynamic64Sym"): set(),
-    ("kMxfp8Static", "kMxfp8Dynamic"): set(),
+    ("kMxfp8Static", "kMxfp8Dynamic"): {"TritonExperts"},
     ("kNvfp4Static", "kNvfp4Dynamic"): set(),
-    ("kNvfp4Static", None): set(),
+    ("kNvfp4Static", None): {"TritonExperts", "BatchedTritonExperts"},
     ("kFp8StaticChannelSym", None): {"TritonExperts", "BatchedTritonExperts"},
     ("kMxfp4Static", "kMxfp8Dynamic"): {"TritonExperts"},
     ("kInt4W4A8StaticGroup128Sym", "kInt8DynamicTokenSym"): set(),
