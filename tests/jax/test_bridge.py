@@ -94,7 +94,11 @@ def test_every_run_on_a_cpu_is_one_callback(engine: str) -> None:
 def test_programs_hold_the_call_and_no_program_around_it() -> None:
     with running_on("reference"):
         found = jax.make_jaxpr(moe_jax.scale_rows)(jnp.ones((6, 4)), jnp.ones((6, 1)))
-    assert [equation.primitive.name for equation in found.eqns] == ["custom_jvp_call"]
+    (equation,) = found.eqns
+    if equation.primitive.name == "jit":
+        # From 0.11 on JAX puts one around what has rules of its own.
+        (equation,) = equation.params["jaxpr"].eqns
+    assert equation.primitive.name == "custom_jvp_call"
 
 
 def test_zero_size_and_every_dtype_pass_the_bridge() -> None:

@@ -39,13 +39,13 @@ from moe_core.layers.plans import layer_plans
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel.spec import MODES, why_not_exact
 from moe_core.plan import registry
+from moe_core.runtime.cuda import cuda_available
 from moe_jax import layers, linen, nnx
 from moe_jax.bridge.ffi import TARGET_NAME
 from moe_jax.layers.functional import _planned_for
 from moe_jax.parallel import ExpertAxis
 from moe_torch import MoE
 from moe_torch.bridge.arrays import target_of_device
-from tests.support import jax as jax_support
 from tests.support.frontends.routes import BASES, UNREACHED, T, changed, fields_of, inputs_of, weights_of
 from tests.support.layers import CONFIGS, SPECS
 from tests.support.parallel.jax import ep_mesh
@@ -57,13 +57,15 @@ pytestmark = pytest.mark.usefixtures("on_the_reference")
 every_field = pytest.mark.parametrize(("path", "spec"), CASES, ids=[path for path, _ in CASES])
 #: Slower routes take fields of the layer alone.
 OWN = CASES if EVERY else [(path, spec) for path, spec in CASES if "." not in path]
+#: Bits of the reference, which JAX has where no GPU is.
+on_cpus = pytest.mark.skipif(cuda_available(), reason="JAX would take the GPU; run it with CUDA_VISIBLE_DEVICES=")
 own_fields = pytest.mark.parametrize(("path", "spec"), OWN, ids=[path for path, _ in OWN])
 Results = dict[str, np.ndarray]
 
 
 @pytest.fixture
 def on_the_reference() -> Iterator[None]:
-    with moe_torch.cpu_engine("reference"), jax_support.running_on("reference"):
+    with moe_torch.cpu_engine("reference"):
         yield
 
 
@@ -186,6 +188,7 @@ def test_torch(path: str, spec: MoELayerSpec, tmp_path: Path) -> None:
         assert registry.decode_plan(json.loads(codec.dumps(plan))) == plan, path
 
 
+@on_cpus
 @every_field
 def test_jax(path: str, spec: MoELayerSpec) -> None:
     weights = weights_of(spec)
@@ -290,6 +293,7 @@ _SOME = OWN if EVERY else [OWN[number * len(OWN) // len(AXES)] for number in ran
 _ACROSS = [(*case, AXES[number % len(AXES)]) for number, case in enumerate(_SOME)]
 
 
+@on_cpus
 @pytest.mark.parametrize(
     ("path", "spec", "axis"), _ACROSS, ids=[f"{path} {AXES.index(axis)}" for path, _, axis in _ACROSS]
 )

@@ -11,6 +11,7 @@ import threading
 
 import numpy as np
 import pytest
+import triton
 
 from moe_core.base.dtypes import numpy_dtype
 from moe_core.errors import Unsupported
@@ -150,7 +151,8 @@ def test_operands_of_any_size_and_type(flag: int) -> None:
     interpreter.launch(interpreter_kernels.operands_kernel, (1,), arguments)
     rows, columns = np.arange(4)[:, None], np.arange(8)[None, :]
     assert (output == 300 - (columns - rows) * 2 + a + (a if flag else rows)).all()
-    assert np.signbit(zeros).tolist() == [False, True]
+    # Triton 3.6 has no -0.0 in its language.
+    assert np.signbit(zeros).tolist() == [False, not triton.__version__.startswith("3.6.")]
 
 
 @interpreted

@@ -231,6 +231,8 @@ def interrupted_everywhere(function: Callable[[], Any], check: Callable[[], None
             return press
 
         before = sys.gettrace()
+        # Python 3.12 sends events of instructions once any frame asked for them before.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(press)
         try:
             function()

@@ -18,7 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.testing
 from torch.overrides import TorchFunctionMode
+from triton.language import target_info
 
 from moe_core.errors import Unsupported
 from moe_torch.compat import installed
@@ -32,8 +35,20 @@ _MOST_SUMMED = 1e6
 _TILES = {"block_m": 16, "is_persistent": False, "fused_scatter": False}
 
 
+@triton.constexpr_function
+def _is_no_target() -> bool:
+    return False
+
+
 def _replace_names() -> None:
     """Import upstream's modules and put our names over theirs, also where their references look them up."""
+    # What later releases of Triton have.
+    for module, name, value in (
+        (target_info, "is_hip_gfx1250", _is_no_target),
+        (triton.testing, "cuda_graph_without_gc", torch.cuda.graph),
+    ):
+        if not hasattr(module, name):
+            setattr(module, name, value)
     for path, module in installed.paths(os.environ[GENERATION]).items():
         try:
             theirs = importlib.import_module(f"triton_kernels.{path}")
