@@ -7,9 +7,9 @@ their gradients are one more. Other vmaps run one call per element, in order.
 - CPU engine: chosen while tracing. `moe_jax.cpu_engine(kind)` makes jitted functions trace again.
 - Several devices: `moe`, `router`, `route`, `rms_norm` and `activation` open a `jax.shard_map` over the rows of their
   first argument, with whole weights. Call the others on local parts inside one. Elsewhere they raise Unsupported.
-- Reverse-mode gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
-  `activation`, `reduce`, and of any order `ragged_dot`, `ragged_dot_general` and `gmm` (docs/user/training.md). Other
-  ops and second derivatives raise Unsupported, `jax.jvp` TypeError.
+- Derivatives: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation`,
+  `reduce`, `ragged_dot`, `ragged_dot_general` and `gmm` (docs/user/training.md). Other ops raise Unsupported, and so do
+  forward mode and second derivatives with quantised weights.
 - Outputs are new arrays. Donate arguments in the `jax.jit` around the op.
 - Errors: InvalidInput for wrong types, shapes and dtypes, arrays of several devices, and contradictory options,
   Unsupported for platforms without kernels.

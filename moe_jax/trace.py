@@ -171,16 +171,13 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
     return _watched(None) if _current.get() is not None else contextlib.nullcontext()
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _in_place_of(weights: jax.Array, replayed: jax.Array) -> jax.Array:
-    """replayed, with its gradient for weights."""
-    return replayed
+    """replayed, with the derivative of weights."""
+    return replayed.astype(weights.dtype)
 
 
-_in_place_of.defvjp(
-    lambda weights, replayed: (replayed.astype(weights.dtype), jnp.zeros_like(replayed)),
-    lambda zeros, gradient: (gradient, zeros),
-)
+_in_place_of.defjvp(lambda arrays, tangents: (_in_place_of(*arrays), tangents[0]))
 
 
 def watched(replayable: Callable[..., MoEOutput], weigh: Callable[..., Any]) -> Callable[[_Function], _Function]:

@@ -27,10 +27,15 @@ from moe_core.ops.moe.names import BY_TOKEN, FLOWING, result_names, saved_names
 from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.checks import require_known_ids
+from moe_core.ops.routing.layout import plan_layout
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import operands as bundles
+from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.moe import MoESpec
+from moe_core.specs.routing import LayoutSpec
+from moe_jax.autodiff import formulas
 from moe_jax.autodiff.function import Rule, differentiated, more_rows, varying_alike
+from moe_jax.autodiff.stages import product_of_rows
 from moe_jax.bridge import platforms
 from moe_jax.bridge.calls import OpCall, Request, int32_ids, moe_request, on_host, undifferentiable
 
@@ -126,10 +131,11 @@ class MoERule(Rule):
             outputs |= self.execute(used, plan_router, *router)
         return outputs
 
-    def saved(self, outputs: dict[str, Any], save: bool) -> dict[str, Any]:
-        read = [name for name in self.results if name not in ("output", "invalid_ids")]
-        read += saved_names(self.spec, self.operands.shared)
-        values = {name: outputs[name] if save else jnp.zeros(0) for name in read}
+    def kept(self) -> tuple[str, ...]:
+        return saved_names(self.spec, self.operands.shared)
+
+    def saved(self, outputs: dict[str, Any]) -> dict[str, Any]:
+        values = {name: one for name, one in outputs.items() if name not in ("output", "invalid_ids")}
         pre_activation, routing = SAVED_NAMES
         for alias in _MAXTEXT_NAMES:
             values = {name: checkpoint_name(value, alias) for name, value in values.items()}
@@ -161,6 +167,69 @@ class MoERule(Rule):
             name: gradient if name == "wide" else self._in_stack(name, gradient, arrays) for name, gradient in pairs
         }
 
+    def composed(self, arrays: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        routing, spec = self.operands.routing, self.spec
+        fields = {prefix: _fields(arrays, prefix) for prefix in ("experts.", "shared.", "routing.")}
+        experts, results = fields["experts."], {}
+        if "down" not in experts:
+            raise Unsupported(formulas.QUANTIZED.format("moe"))
+        x, mask = arrays.get("wide", arrays["x"]).astype(self.operands.x.dtype), arrays.get("token_mask")
+        whole, x = x, x if mask is None else jnp.where(mask[:, None], x, 0)
+        if isinstance(routing, bundles.TopK):
+            given = self._as_used(arrays)
+            ids, used = plain_top_k(given["routing.ids"], given["routing.weights"])
+            weights = formulas.wide(arrays["routing.weights"])
+        else:
+            assert spec.router is not None
+            of_router, ids, used = fields["routing."], saved["ids"], saved["weights"]
+            logits = of_router.get("logits")
+            if logits is None:
+                bias = of_router.get("bias")
+                logits = formulas.logits_of(x, of_router["weight"], bias, spec.logits_spec())
+                # Those of masked tokens are constants.
+                logits = logits if mask is None else jnp.where(mask[:, None], logits, saved["logits"])
+                results["logits"] = logits
+            weights = formulas.weights_of(logits, ids, spec.router)
+            results["weights"] = weights
+        weights = formulas.in_value_of(used, weights)
+        output = self._experts(x, experts, ids, weights, arrays)
+        if fields["shared."]:
+            output += self._shared(whole, fields["shared."], experts.get("layer_index"))
+        results["output"] = output.astype(spec.out_dtype or x.dtype)
+        return {name: results[name] for name in self.flowing_results}
+
+    def _experts(self, x: Any, experts: dict[str, Any], ids: Any, weights: Any, arrays: dict[str, Any]) -> jax.Array:
+        spec, (tokens, top_k) = self.spec, ids.shape
+        index = experts.pop("layer_index", None)
+        experts = {name: one if index is None else one[index[0]] for name, one in experts.items()}
+        layout = LayoutSpec(tokens, top_k, len(experts["down"]), limit=spec.row_limit)
+        call = OpCall("make_layout")
+        options = {name: call.optional(name, arrays.get(name)) for name in ("expert_map", "token_mask")}
+        tables = call.run(plan_layout, call.array("ids", ids), layout, **options)
+        _, start, slots, row_of_slot, *_ = map(jax.lax.stop_gradient, tables)
+        matmul = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32)
+
+        def multiply(rows: Any, name: str) -> jax.Array:
+            return product_of_rows(rows, experts[name], experts.get(f"{name}_bias"), start, matmul)
+
+        factors = formulas.take(weights.reshape(-1, 1), slots)
+        rows = formulas.take(x, slots // top_k)
+        if spec.apply_router_weight_on_input:
+            rows, factors = (formulas.wide(rows) * factors).astype(x.dtype), 1
+        up = multiply(rows, "up") if "up" in experts else None
+        hidden = formulas.activation_of(multiply(rows, "gate_up"), up, spec.activation).astype(x.dtype)
+        results = formulas.take(multiply(hidden, "down") * factors, row_of_slot)
+        return results.reshape(tokens, top_k, results.shape[1]).sum(axis=1)
+
+    def _shared(self, x: Any, shared: dict[str, Any], index: Any) -> jax.Array:
+        spec, gate = self.spec.of_shared(), shared.pop("gate", None)
+        stacked = shared["gate_up"].ndim == 3
+        shared = {name: one[index[0]] if stacked else one for name, one in shared.items()}
+        up = formulas.dot(x, shared["up"], spec.weight_layout) if "up" in shared else None
+        hidden = formulas.activation_of(formulas.dot(x, shared["gate_up"], spec.weight_layout), up, spec.activation)
+        y = formulas.dot(hidden.astype(x.dtype), shared["down"], spec.weight_layout)
+        return y if gate is None else y * jax.nn.sigmoid(formulas.dot(x, gate, spec.weight_layout))
+
     def execute(
         self, arrays: Mapping[str, Any], planner: Callable[..., LaunchPlan], *arguments: Any, **options: Any
     ) -> dict[str, Any]:
@@ -181,6 +250,10 @@ class MoERule(Rule):
             return gradient.astype(arrays[name].dtype)
         zeros = jnp.zeros(shape, gradient.dtype)
         return jax.lax.dynamic_update_index_in_dim(zeros, gradient, arrays["experts.layer_index"][0], 0)
+
+
+def _fields(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def plain_top_k(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,11 +25,9 @@ from moe_core.ops.routing.rounding import plan_route_rounded_backward
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.matmul import MatmulSpec
 from moe_core.specs.operands import MatmulOperands, RoutingGradients
-from moe_jax.autodiff.function import Rule, differentiated, more_rows, varying_alike
+from moe_jax.autodiff import formulas
+from moe_jax.autodiff.function import Arrays, Names, Rule, differentiated, more_rows, varying_alike
 from moe_jax.bridge.calls import Array, OpCall, Request, undifferentiable
-
-Arrays = dict[str, Any]
-Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,24 @@ class _Asked(_Stage):
 class _Router(_Asked):
     planner, gradient, unread = plan_router_backward, "d_logits", ("bias", "wide")
 
+    def composed(self, arrays: Arrays, saved: Arrays) -> Arrays:
+        x, spec = arrays.get("wide", arrays["x"]), self.request.arguments[-1]
+        return {"logits": formulas.logits_of(x, arrays["weight"], arrays.get("bias"), spec)}
+
 
 class _Norm(_Asked):
     planner = plan_rms_norm_backward
 
+    def composed(self, arrays: Arrays, saved: Arrays) -> Arrays:
+        return {"y": formulas.norm_of(arrays["x"], arrays["weight"], self.request.arguments[-1])}
+
 
 class _Route(_Stage):
-    def saved(self, outputs: Arrays, save: bool) -> Arrays:
+    def saved(self, outputs: Arrays) -> Arrays:
         return {"ids": outputs["ids"]}
+
+    def composed(self, arrays: Arrays, saved: Arrays) -> Arrays:
+        return {"weights": formulas.weights_of(arrays["logits"], saved["ids"], self.request.arguments[1])}
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         logits, spec = self.request.arguments
@@ -113,8 +122,15 @@ class _Route(_Stage):
 
 
 class _RouteRounded(_Stage):
-    def saved(self, outputs: Arrays, save: bool) -> Arrays:
+    def saved(self, outputs: Arrays) -> Arrays:
         return {name: outputs[name] for name in ("ids", "candidates")}
+
+    def composed(self, arrays: Arrays, saved: Arrays) -> Arrays:
+        _, spec, rounding = self.request.arguments
+        logits, ids, width = arrays["logits"], saved["candidates"], spec.require_top_k()
+        rest = rounding.wide(spec, logits.shape[1], "correction_bias" in arrays)
+        parts = [formulas.weights_of(logits, ids[:, :width], spec), formulas.weights_of(logits, ids[:, width:], rest)]
+        return {"weights": jnp.where(saved["ids"] >= 0, jnp.concatenate(parts, axis=1), 0)}
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         logits, spec, rounding = self.request.arguments
@@ -133,8 +149,45 @@ class _Product(_Asked):
         if reason is not None:
             raise Unsupported(reason)
 
+    def composed(self, arrays: Arrays, saved: Arrays) -> Arrays:
+        _, layout, spec = self.request.arguments
+        if "weight" not in arrays:
+            raise Unsupported(formulas.QUANTIZED.format("matmul_ogs"))
+        x, weight, bias = arrays["x"], arrays["weight"], arrays.get("bias")
+        if "layer_index" in arrays:
+            index = arrays["layer_index"][0]
+            weight, bias = weight[index], None if bias is None else bias[index]
+        dtype = spec.out_dtype or x.dtype
+        if layout is None:
+            y = formulas.dot(x, weight, spec.weight_layout)
+            return {"y": (y if bias is None else y + formulas.wide(bias)).astype(dtype)}
+        slots = arrays["slot_of_row"]
+        if spec.gather != "row":
+            x = formulas.take(x, slots // (layout.top_k if spec.gather == "token" else 1))
+        y = product_of_rows(x, weight, bias, arrays["group_start"], spec)
+        if "row_weight" in arrays:
+            y *= formulas.take(arrays["row_weight"].reshape(-1, 1), slots)
+        y = y if spec.scatter == "row" else formulas.take(y, arrays["row_of_slot"])
+        return {"y": y.astype(dtype)}
+
+
+def product_of_rows(x: Any, weight: Any, bias: Any, group_start: Any, spec: MatmulSpec) -> jax.Array:
+    """fp32 `[R, N]` of rows grouped by expert."""
+    wide = None if x.dtype == jnp.float64 else "float32"
+    plain = MatmulSpec(spec.weight_layout, out_dtype=wide, allow_tf32=spec.allow_tf32)
+    y = run_grouped_mm(x, weight, (jnp.diff(group_start), None), plain)
+    if bias is None:
+        return y
+    expert = jnp.searchsorted(group_start, jnp.arange(len(x)), side="right") - 1
+    # Rows past the last group have none.
+    return y + formulas.take(formulas.wide(bias), jnp.where(expert < len(bias), expert, -1))
+
 
 class _Gather(_Stage):
+    def composed(self, arrays: Arrays, saved: Arrays) -> Arrays:
+        x, slots = arrays.get("wide", arrays["x"]), arrays["slot_of_row"]
+        return {"y": formulas.take(x, slots // self.request.arguments[-1].top_k).astype(arrays["x"].dtype)}
+
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         x, _, row_of_slot, layout = self.request.arguments
         inputs = {"y": upstream["y"], "row_of_slot": arrays["row_of_slot"]}
@@ -147,6 +200,10 @@ class _Gather(_Stage):
 
 
 class _Activation(_Stage):
+    def composed(self, arrays: Arrays, saved: Arrays) -> Arrays:
+        dtype = dict(self.request.keywords)["out_dtype"] or arrays["x"].dtype
+        return {"y": formulas.activation_of(arrays["x"], arrays.get("up"), self.request.arguments[1]).astype(dtype)}
+
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         inputs, arguments = {"d_y": upstream["y"]} | arrays, (_spec(upstream["y"]), *self.request.arguments)
         up = dict(self.request.keywords)["up"]
@@ -160,6 +217,16 @@ class _Reduce(_Stage):
                 "reduce with a shared_gate has no derivative by shared or shared_gate; add sigmoid(shared_gate) * "
                 "shared in JAX, or apply jax.lax.stop_gradient to them"
             )
+
+    def composed(self, arrays: Arrays, saved: Arrays) -> Arrays:
+        y, row_of_slot, keywords = arrays["y"], arrays["row_of_slot"], dict(self.request.keywords)
+        slots = jnp.where(row_of_slot >= 0, jnp.arange(len(row_of_slot)), -1)
+        rows = formulas.wide(formulas.take(y, slots if keywords["order"] == "slot" else row_of_slot))
+        total = rows.reshape(-1, self.request.arguments[2].top_k, y.shape[1]).sum(axis=1)
+        if "shared" in arrays:
+            shared = formulas.wide(arrays["shared"])
+            total += shared * jax.nn.sigmoid(arrays["shared_gate"]) if "shared_gate" in arrays else shared
+        return {"out": total.astype(keywords["out_dtype"] or y.dtype)}
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         """Slots and rows without each other get zeros."""
@@ -180,8 +247,24 @@ class _Reduce(_Stage):
         return gradients
 
 
-class _GroupedMM(_Stage):
-    repeats = True
+class _Bilinear(_Stage):
+    """Tangents and gradients are calls of its kind."""
+
+    def tangents(self, arrays: Arrays, saved: Arrays, moving: Arrays) -> Arrays:
+        terms = [self.of(arrays | {name: tangent}) for name, tangent in moving.items()]
+        return {"y": functools.reduce(jnp.add, terms)}
+
+    def of(self, arrays: Arrays) -> jax.Array:
+        raise NotImplementedError
+
+    def repeated(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
+        return self.gradients(arrays, saved, upstream, asked)
+
+
+class _GroupedMM(_Bilinear):
+    def of(self, arrays: Arrays) -> jax.Array:
+        groups = (arrays["sizes"], arrays.get("first_group"))
+        return run_grouped_mm(arrays["x"], arrays["weight"], groups, self.request.arguments[-1])
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         (_, _, spec), made = self.request.arguments, {}
@@ -196,8 +279,10 @@ class _GroupedMM(_Stage):
         return made
 
 
-class _GroupedContraction(_Stage):
-    repeats = True
+class _GroupedContraction(_Bilinear):
+    def of(self, arrays: Arrays) -> jax.Array:
+        groups, keywords = (arrays["sizes"], arrays.get("first_group")), dict(self.request.keywords)
+        return run_contraction(arrays["left"], arrays["right"], groups, self.request.arguments[-1].count, **keywords)
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         weight, tf32 = upstream["y"].astype(arrays["left"].dtype), dict(self.request.keywords)["allow_tf32"]

@@ -231,15 +231,8 @@ def _refuse_to_differentiate(request: Request, primals: Any, tangents: Any) -> A
         results = undifferentiable(request, *primals)
         # Symbolic zeros, because under shard_map a tangent's type also has its varying mesh axes.
         return results, jax.custom_derivatives.zero_from_primal(results, symbolic_zeros=True)
-    op = request.op.removesuffix("_backward")
-    if op in DIFFERENTIABLE_OPS:
-        raise Unsupported(
-            f"{op} has no second derivative; where first gradients are constants of a loss, take them at "
-            "jax.lax.stop_gradient of every argument (the parameters too); for a second derivative along v, take the "
-            "difference of two gradients, (g(x + h * v) - g(x - h * v)) / (2 * h)"
-        )
     raise Unsupported(
-        f"{op} has no derivative: of the ops, {', '.join(DIFFERENTIABLE_OPS)} have one; call these, or apply "
+        f"{request.op} has no derivative: of the ops, {', '.join(DIFFERENTIABLE_OPS)} have one; call these, or apply "
         "jax.lax.stop_gradient to the array arguments where no gradient is wanted"
     )
 

@@ -6,7 +6,7 @@
   show no sharding: there every axis of the mesh splits the first batch axis that it divides. Devices along other axes
   repeat the call.
 - Outputs with tokens are split as x is, counts are sums over the token axes. Gradients of x stay on their devices, and
-  JAX adds up those of whole arrays over the token axes, since the `custom_vjp` of an op is inside the shard_map.
+  JAX adds up those of whole arrays over the token axes, since an op is differentiated inside the shard_map.
 - Ops whose rows are independent are split in the same way. Others read a layout, which is that of one device's tokens,
   and are refused.
 - Nothing else moves unless asked: an x split along its features, and a weight whose axis no token follows, are refused.

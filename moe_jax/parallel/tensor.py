@@ -13,6 +13,7 @@ from moe_core.errors import InvalidInput
 from moe_core.specs.operands import ExpertWeights, RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_jax import ops
+from moe_jax.autodiff.paired import paired
 
 
 class Brought(NamedTuple):
@@ -41,24 +42,26 @@ def size_of(axis: str | None) -> int:
 def gathered(axis: str, brought: Brought) -> Brought:
     """All ranks' tokens, in rank order. A masked token has no expert."""
     ids = brought.ids if brought.token_mask is None else jnp.where(brought.token_mask[:, None], brought.ids, -1)
-    x, ids = (jax.lax.all_gather(one, axis, tiled=True) for one in (brought.x, ids))
-    around: Any = _around(axis, x, brought.wide, brought.weights)
+    x, ids = _gather_all(axis, brought.x, ids)
+    around = _around((axis,), (brought.wide, brought.weights), (x,))
     return Brought(x, around[0], ids, around[1], None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _around(axis: str, x: jax.Array, wide: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """wide fp32 `[S, D]` and weights `[S, K]` of all ranks' tokens. Parts of their gradients are added."""
-    return x.astype(wide.dtype), jax.lax.all_gather(weights, axis, tiled=True)
-
-
-def _around_backward(axis: str, _: None, gradients: Any) -> Any:
-    d_wide, d_weights = gradients
+def _around_back(axis: str, arguments: Any, d_wide: jax.Array, d_weights: jax.Array) -> Any:
     came = _pulled(axis, d_weights)
-    return None, _added(axis, d_wide), functools.reduce(jnp.add, jnp.split(came, jax.lax.axis_size(axis)))
+    return _added(axis, d_wide), functools.reduce(jnp.add, jnp.split(came, jax.lax.axis_size(axis)))
 
 
-_around.defvjp(lambda axis, *arrays: (_around(axis, *arrays), None), _around_backward)
+def _gather_all(axis: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(jax.lax.all_gather(one, axis, tiled=True) for one in arrays)
+
+
+#: wide fp32 `[S, D]` and weights `[S, K]` of all ranks' tokens. Parts of their gradients are added.
+_around = paired(
+    lambda axis, wide, weights, x: (x.astype(wide.dtype), *_gather_all(axis, weights)),
+    _around_back,
+    lambda axis, wide, weights, x: _gather_all(axis, wide, weights),
+)
 
 
 def _pulled(axis: str, parts: jax.Array) -> jax.Array:
@@ -76,25 +79,25 @@ def _added(axis: str, parts: jax.Array, **options: Any) -> jax.Array:
     return ops.reduce(_pulled(axis, parts), layout, **every)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def total(
     axis: str, dtype: str, out_dtype: str, parts: jax.Array, shared: jax.Array | None, gate: jax.Array | None
 ) -> jax.Array:
-    """The sum `[T, D]` of all ranks' parts fp32 `[S, D]`, plus shared `[T, D]`, gated by fp32 `[T, 1]`."""
-    return _added(axis, parts, shared=shared, shared_gate=gate, out_dtype=out_dtype)
+    """The sum `[T, D]` of all ranks' parts fp32 `[S, D]`, plus shared `[T, D]`, gated by fp32 `[T, 1]`. See `combine`
+    for derivatives."""
+    return _total((axis, dtype, out_dtype), (parts,) if shared is None else (parts, shared), (gate,))
 
 
-def _total_forward(axis: str, dtype: str, out_dtype: str, parts: Any, shared: Any, gate: Any) -> Any:
-    like = None if shared is None else jnp.zeros(0, shared.dtype)
-    return total(axis, dtype, out_dtype, parts, shared, gate), like
+def _totalled(axis: str, dtype: str, out_dtype: str, *arguments: Any) -> jax.Array:
+    parts, *shared, gate = arguments
+    return _added(axis, parts, shared=shared[0] if shared else None, shared_gate=gate, out_dtype=out_dtype)
 
 
-def _total_backward(axis: str, dtype: str, out_dtype: str, shared: Any, d_y: jax.Array) -> Any:
+def _total_back(axis: str, dtype: str, out_dtype: str, arguments: Any, d_y: jax.Array) -> Any:
     parts = jax.lax.all_gather(d_y.astype(dtype), axis, tiled=True).astype(jnp.float32)
-    return parts, None if shared is None else d_y.astype(shared.dtype), None
+    return (parts, *(d_y.astype(shared.dtype) for shared in arguments[1:-1]))
 
 
-total.defvjp(_total_forward, _total_backward)
+_total = paired(_totalled, _total_back, lambda *arguments: _totalled(*arguments[:-1], None))
 
 
 def bias_once(axis: str, experts: ExpertWeights) -> ExpertWeights:

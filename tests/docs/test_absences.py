@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp
 from flax import nnx
 
 import moe_jax
@@ -120,16 +119,13 @@ CLAIMS: list[tuple[str, str, list[Callable[[], Any]]]] = [
         lambda: layer(QUANTISED)(x(128, requires_grad=True)),
     ]),
     ("training.md", "A compiled or transformed step raises `Unsupported`", [compiled_main_grad]),
-    ("training.md", "Second derivatives raise `Unsupported`, forward mode (`jax.jvp`) JAX's TypeError", [
-        lambda: jax.grad(lambda x: jax.grad(lambda x: (flax_layer()(x) ** 2).sum())(x).sum())(jnp.ones((3, 16))),
-        lambda: jax.jvp(flax_layer(), (jnp.ones((3, 16)),), (jnp.ones((3, 16)),)),
-    ]),
     ("training.md", "Gradients of codes and scales, and a backward through quantised activations", [
         lambda: layer(QUANTISED)(x(128, requires_grad=True)).sum().backward(),
     ]),
 ]  # fmt: skip
 #: Part of a sentence -> the test that calls it, because it needs ranks, GPUs, other packages or a long setting.
 ELSEWHERE = {
+    "tests/jax/test_higher_derivatives.py": ("They are slower than a gradient, and raise `Unsupported`",),
     "tests/checkpoint/test_errors.py": ("Other links are refused",),
     "tests/torch/layers/test_blocks.py": ("Routers that return no ids",),
     "tests/layers/test_routes.py": ("`moe_jax.nnx.MoE.from_weights` leaves it out",),

@@ -199,56 +199,6 @@ def test_derivatives_of_stages_are_refused(derive: Callable[..., Any], jitted: b
             derive(jax.jit(forward) if jitted else forward, x)
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-def test_second_derivatives_are_refused(jitted: bool) -> None:
-    with running_on("reference"):
-        layer = small_layer()
-        x, experts, routing = to_jax(layer[:3])
-
-        def slope(x: jax.Array) -> jax.Array:
-            return jax.grad(lambda x: moe_jax.moe(x, experts, routing, layer.spec).output.sum())(x).sum()
-
-        with pytest.raises(
-            moe_jax.Unsupported, match=r"moe has no second derivative.*at jax.lax.stop_gradient of every"
-        ):
-            jax.grad(jax.jit(slope) if jitted else slope)(x)
-        layout = moe_jax.make_layout(jnp.zeros((9, 1), jnp.int32), 1)
-        with pytest.raises(moe_jax.Unsupported, match="gather_rows has no second derivative"):
-            jax.hessian(lambda x: (moe_jax.gather_rows(x, layout) ** 3).sum())(x)
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_what_the_message_of_second_derivatives_says(jitted: bool) -> None:
-    """Gradients at arguments behind stop_gradient are constants; a difference of two is a second derivative."""
-    with running_on("reference"):
-        layer = small_layer()
-        x, experts, routing = to_jax(layer[:3])
-
-        def gradient(x: jax.Array, experts: Any) -> jax.Array:
-            return jax.grad(lambda x: jnp.square(moe_jax.moe(x, experts, routing, layer.spec).output).sum())(x)
-
-        def loss(experts: Any) -> jax.Array:
-            constants = gradient(*jax.lax.stop_gradient((x, experts)))
-            return (constants * moe_jax.moe(x, experts, routing, layer.spec).output).sum()
-
-        found = (jax.jit(jax.grad(loss)) if jitted else jax.grad(loss))(experts)
-        wanted = jax.grad(lambda e: (gradient(x, experts) * moe_jax.moe(x, e, routing, layer.spec).output).sum())(
-            experts
-        )
-        np.testing.assert_array_equal(found.down, wanted.down)
-        h = 1e-3
-        along = (gradient(x + h, experts) - gradient(x - h, experts)) / (2 * h)
-        assert np.isfinite(along).all() and along.any()
-
-
-def test_forward_mode_is_refused() -> None:
-    with running_on("reference"):
-        layer = small_layer()
-        x, experts, routing = to_jax(layer[:3])
-        with pytest.raises(TypeError, match="forward-mode"):
-            jax.jvp(lambda x: moe_jax.moe(x, experts, routing, layer.spec).output, (x,), (x,))
-
-
 def test_derivatives_past_the_op_work() -> None:
     with running_on("reference"):
         layer = small_layer()

@@ -246,7 +246,9 @@ def gradients_of_other_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("exchange", [PADDED, ExchangeSpec()], ids=lambda exchange: exchange.mode)
 def test_planted_faults_are_found(fault: Any, exchange: ExchangeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     group_step.cache_clear()
+    jax.clear_caches()
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         compare_with_one_device(problem_of(), exchange, "with a fault")
     group_step.cache_clear()
+    jax.clear_caches()

@@ -74,6 +74,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -
 
     grid = grid_of((1, 2), 0, "random", "float32", extras=True)
     real = getattr(tensor, fault)
+    jax.clear_caches()
 
     def wrong(axis: str, given: Any) -> Any:
         return given if fault == "bias_once" else real(axis, given)[::-1]
@@ -81,6 +82,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -
     monkeypatch.setattr(forward if fault == "bias_once" else tensor, fault, wrong)
     with pytest.raises(AssertionError):
         require_grid_twin(run_grid(grid, WAYS[1]), grid, WAYS[1], fault)
+    jax.clear_caches()
 
 
 def test_an_axis_that_is_none_is_refused() -> None:
