@@ -271,7 +271,7 @@ def test_layers_on_a_mesh(mode: str | None, rows: str, axes: dict[str, int], kin
 
     def derivatives(axis: Any, point: Any, along: Any) -> Any:
         def loss(point: Any) -> jax.Array:
-            y, aux = layers.forward(*point, spec, expert_axis=axis, return_aux=True)
+            y, aux = layers.forward(point[0], point[1], spec, expert_axis=axis, return_aux=True)
             return jnp.sin(y).sum() + aux.load_balance_loss
 
         return jax.jvp(loss, (point,), (along,))[1], jax.jvp(jax.grad(loss), (point,), (along,))[1]

@@ -15,6 +15,7 @@ import moe_jax
 import moe_torch
 from moe_core.errors import Unsupported
 from moe_core.specs.matmul import Activation, MatmulSpec
+from moe_torch.autograd import stages as torch_stages
 from moe_torch.bridge.options import decode
 from tests.support import jax as jax_support
 from tests.support import torch as torch_support
@@ -24,7 +25,7 @@ from tests.support.training.jax import plans_in
 
 T, D, F, E, RANK = 6, 16, 12, 4, 4
 SILU = Activation("silu")
-IDS = np.int32([[0, 2], [2, 1], [2, -1], [0, 2], [-1, -1], [2, 0]])
+IDS = np.array([[0, 2], [2, 1], [2, -1], [0, 2], [-1, -1], [2, 0]], np.int32)
 ORDERS = [pytest.param("slot", {}, id="slot"), pytest.param("row", {"alignment": 2}, id="row, aligned")]
 
 
@@ -68,7 +69,7 @@ def both() -> list[Frontend]:
     return [kind(name) for name, kind in FRONTENDS.items()]
 
 
-def loop(given: dict[str, torch.Tensor], order: str) -> torch.Tensor:
+def loop(given: dict[str, Any], order: str) -> Any:
     """The same, one token and expert after the other, in torch's own operations."""
     rows = []
     for token, ids in enumerate(IDS):
@@ -139,7 +140,7 @@ def test_frozen_weights_cost_nothing_in_jax() -> None:
 
 
 def test_frozen_weights_cost_nothing_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, inner = [], moe_torch.autograd.stages.call
+    made, inner = [], torch_stages.call
 
     def watch(operator: Any, arguments: tuple[Any, ...]) -> Any:
         if operator.name == "matmul_ogs_backward":
@@ -147,7 +148,7 @@ def test_frozen_weights_cost_nothing_in_torch(monkeypatch: pytest.MonkeyPatch) -
             made.append(wanted)
         return inner(operator, arguments)
 
-    monkeypatch.setattr(moe_torch.autograd.stages, "call", watch)
+    monkeypatch.setattr(torch_stages, "call", watch)
     given = {name: torch.tensor(array) for name, array in arrays("float32").items()}
     for name in TRAINED:
         given[name].requires_grad_()
@@ -186,7 +187,7 @@ def test_data_parallel_in_jax() -> None:
         given = jax_support.to_jax(arrays("float32"))
         adapters, x, ids = {name: given[name] for name in TRAINED}, given["x"], jax.numpy.asarray(IDS)
 
-        def loss(adapters: dict[str, Any], x: jax.Array, ids: jax.Array) -> jax.Array:
+        def loss(adapters: dict[str, Any], x: Any, ids: Any) -> Any:
             return stages(moe_jax, given | adapters | {"x": x, "shared": x}, ids, "row", {}).sum()
 
         expected = jax.grad(loss)(adapters, x, ids)
