@@ -11,6 +11,7 @@ import numpy as np
 from moe_core.base.checks import as_integer
 from moe_core.errors import InvalidInput
 from moe_core.layers.spec import MoELayerSpec
+from moe_core.monitor import load_entropy, load_imbalance
 from moe_core.parallel.cost import simulate, traffic_of
 from moe_core.parallel.machine import Machine
 from moe_core.parallel.placement import Placement
@@ -129,13 +130,10 @@ def _packed(array: np.ndarray) -> dict[str, Any]:
 
 def _statistics(layer: LayerRouting, counts: np.ndarray) -> dict[str, Any]:
     """entropy: of the load, over ln E, so that 1 is even. imbalance: the busiest expert over the mean."""
-    total = int(counts.sum())
-    share = counts[counts > 0] / max(total, 1)
-    even = np.log(layer.num_experts) or 1.0
     hottest = np.argsort(-counts.astype(np.int64), kind="stable")[:3]
     return {
-        "experts": layer.num_experts, "entropy": float(-(share * np.log(share)).sum() / even) if total else 0.0,
-        "imbalance": float(counts.max() * len(counts) / total) if total else 0.0,
+        "experts": layer.num_experts, "entropy": load_entropy(counts),
+        "imbalance": load_imbalance(counts),
         "hottest": [[int(expert), int(counts[expert])] for expert in hottest],
         "unused": [int(expert) for expert in np.flatnonzero(counts == 0)],
         "dropped": int((layer.ids < 0).sum()),

@@ -24,6 +24,7 @@ from moe_core.runtime.warmup import WarmupReport, token_counts
 from moe_core.specs.operands import MoEOperands
 from moe_jax.bridge.calls import moe_request, require_kept
 from moe_jax.layers.losses import router_losses
+from moe_jax.layers.observed import current
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
 from moe_jax.layers.sharded import Ranks, divide, over_mesh, own_experts, ranks_of, require_layer
 from moe_jax.layers.stages import RoutedBy, of_rows, run_layer
@@ -79,6 +80,14 @@ def forward(
 
     Raises InvalidInput, Unsupported.
     """
+    observer = current()
+    if observer is not None:
+        options = {"dtype": dtype, "token_mask": token_mask, "layer_index": layer_index, "routed_by": routed_by}
+        options |= {"expert_axis": expert_axis, "token_axes": token_axes, "parameter_specs": parameter_specs}
+        with observer.paused():
+            y, aux = forward(parameters, x, spec, return_aux=True, **options)
+        observer.note(spec, aux)
+        return (y, aux) if return_aux else y
     axis, by_token = ExpertAxis.of(expert_axis), {"x": x, "token_mask": token_mask} | vars(routed_by)
     ranks = ranks_of(axis, (x, *jax.tree.leaves(parameters)))
     options: dict[str, Any] = {"spec": spec, "dtype": dtype, "return_aux": return_aux}

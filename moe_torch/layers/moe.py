@@ -102,6 +102,8 @@ class MoE(PlannedLayer):
     block_arrays: tuple[BlockArray, ...] = ()
     #: In training, x is multiplied by uniform numbers from 1 - input_noise to 1 + input_noise.
     input_noise: float = 0.0
+    #: Counts forwards in train mode: `moe_torch.monitor`.
+    watch: Any = None
 
     def __init__(
         self,
@@ -268,8 +270,8 @@ class MoE(PlannedLayer):
         Raises InvalidInput for wrong shapes, dtypes and devices, and Unsupported for main_grad under autocast.
         """
         routed_by = gate_inputs is not None or expert_ids is not None or input_ids is not None
-        key, tensors = self._key, None
-        if token_mask is None and not (routed_by or return_aux) and self.output is None:
+        key, tensors, watch = self._key, None, self.watch if self.training else None
+        if token_mask is None and not (routed_by or return_aux or watch) and self.output is None:
             tensors = tensors_of(self, x)
             if tensors is not None and not any_autocast():
                 output = seen_output(key, tensors)
@@ -292,7 +294,7 @@ class MoE(PlannedLayer):
         arrays[0] = rows_of(x, d_model, dtype)
         if token_mask is not None:
             arrays[self._mask_place] = mask_of_tokens(x, token_mask)
-        if not (staged or return_aux):
+        if not (staged or return_aux or watch):
             return output_of(self, x, arrays, key, tensors)
         if staged:
             scored = arrays[0] if gate_inputs is None else rows_of(like_x(gate_inputs, x), d_model, dtype)
@@ -305,6 +307,8 @@ class MoE(PlannedLayer):
             output, counts, invalid, ids, chosen, logits = results
         output = output if self.output is None else self.output(output)
         y = output if x.dim() == 2 else output.view_as(x)
+        if watch:
+            watch(ids, counts, logits, arrays[self._mask_place], overflow)
         if not return_aux:
             return y
         balance, z = router_losses(logits, counts, arrays[self._mask_place], self.spec.router)

@@ -16,7 +16,9 @@ each product. Eager experts round more often. Under `torch.autocast`, x and the 
 dtype, as in `torch.nn.Linear`.
 """
 
+from moe_torch.transformers.callback import MonitorCallback
 from moe_torch.transformers.experts import NAME, ExpertsOptions, align_weights, experts_forward, register
 from moe_torch.transformers.use import Report, use
 
-__all__ = ["NAME", "ExpertsOptions", "Report", "align_weights", "experts_forward", "register", "use"]
+__all__ = ["NAME", "ExpertsOptions", "MonitorCallback", "Report"]
+__all__ += ["align_weights", "experts_forward", "register", "use"]

@@ -104,15 +104,15 @@ ROOMS = {
         *("errors", "__init__", "base", "formats", "specs", "plan", "runtime"),
         *("ops.common", "ops.activation", "ops.routing", "ops.reduction", "ops.prepack", "ops.quantize"),
         *("ops.exchange", "ops.matmul", "ops.router", "ops.norm", "ops.moe"),
-        *("layers", "checkpoint", "trace", "parallel", "view", "modular", "parity", "tools", "__main__"),
+        *("layers", "checkpoint", "trace", "parallel", "monitor", "view", "modular", "parity", "tools", "__main__"),
     ),
     "moe_torch": (
         *("bridge", "operators", "autograd", "quantize", "rows", "grouped", "trace", "launcher", "warmup"),
-        *("ops", "parallel", "layers", "parallel.__init__", "modular", "transformers", "compat", "parity", "__init__"),
+        *("ops", "parallel", "layers", "parallel.__init__", "monitor", "modular", "transformers", "lightning", "compat", "parity", "__init__"),
     ),
     "moe_jax": (
         *("bridge", "autodiff", "quantize", "rows", "grouped", "trace", "ops", "warmup"),
-        *("parallel", "layers", "modular", "nnx", "linen", "parity", "parity_ranks", "__init__"),
+        *("parallel", "layers", "monitor", "modular", "nnx", "linen", "parity", "parity_ranks", "__init__"),
     ),
 }
 PACKAGES = tuple(ROOMS)

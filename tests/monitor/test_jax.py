@@ -1,0 +1,142 @@
+"""The monitor of JAX functions: what layers count, as results of a function, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+
+from moe_core.errors import InvalidInput
+from moe_core.layers import MoELayerSpec
+from moe_jax import layers
+from moe_jax.monitor import Monitor, gradient_norms, observe
+
+D, E, K, T = 16, 6, 2, 10
+SPEC = MoELayerSpec(D, 8, E, K, capacity_factor=0.75)
+
+
+def draw(num_layers: int | None = None) -> Any:
+    return layers.initialize(SPEC, jax.random.key(0), num_layers=num_layers)
+
+
+def loss(parameters: Any, x: jax.Array) -> jax.Array:
+    for name in sorted(parameters):
+        x = x + layers.forward(parameters[name], x, SPEC)
+    return jnp.square(x).mean()
+
+
+@jax.jit
+def step(parameters: Any, x: jax.Array, due: Any) -> Any:
+    (value, seen), gradients = jax.value_and_grad(observe(loss), has_aux=True)(parameters, x)
+    return value, gradients, (seen, gradient_norms(gradients, due))
+
+
+def test_values_are_those_of_the_layers() -> None:
+    parameters, written = {"a": draw(), "b": draw()}, []
+    monitor = Monitor(lambda values, step: written.append((step, values)), every=2, names=["a", "b"])
+    total, kept, x = np.zeros(E), 0, jax.random.normal(jax.random.key(1), (4, T, D))
+    for number, part in enumerate(x):
+        assert monitor.due is bool(number % 2)
+        value, gradients, seen = step(parameters, part, monitor.due)
+        assert value == loss(parameters, part)
+        if not monitor.due:
+            assert not any(leaf.any() for leaf in jax.tree.leaves(seen[1]))
+        monitor.step(*seen, step=number)
+        if number >= 2:
+            _, aux = layers.forward(parameters["a"], part, SPEC, return_aux=True)
+            total, kept = total + np.asarray(aux.tokens_per_expert), kept + int((aux.ids >= 0).sum())
+    assert [step for step, _ in written] == [1, 3]
+    values = written[-1][1]
+    np.testing.assert_allclose(values["moe/a/load"], total / total.mean())
+    assert values["moe/a/dropped"] == pytest.approx(1 - kept / (2 * T * K)) and kept < 2 * T * K
+    losses = [values[f"moe/a/{name}"] for name in ("load_balance_loss", "z_loss")]
+    assert losses == pytest.approx([float(aux.load_balance_loss), float(aux.z_loss)], rel=1e-5)
+    of_a = gradients["a"]
+    each = sum(np.square(of_a[name]).sum((1, 2)) for name in ("wi_0", "wi_1", "wo"))
+    np.testing.assert_allclose(values["moe/a/grad_norm_of_experts"], np.sqrt(each), 1e-5)
+    assert values["moe/a/grad_norm_router"] == pytest.approx(np.linalg.norm(of_a["gate"]["kernel"]), rel=1e-5)
+
+
+def test_scans_and_checkpoints() -> None:
+    """A scan's layers come in the order that they run, and a checkpoint's recomputation counts nothing."""
+    stack, x = draw(3), jax.random.normal(jax.random.key(1), (T, D))
+
+    def block(x: jax.Array, layer: Any) -> Any:
+        return x + layers.forward(layer, x, SPEC)
+
+    def scanned(stack: Any, x: jax.Array) -> Any:
+        x, seen = jax.lax.scan(jax.checkpoint(observe(block)), x, stack)
+        return jnp.square(x).mean(), seen
+
+    (_, seen), gradients = jax.jit(jax.value_and_grad(scanned, has_aux=True))(stack, x)
+    values = Monitor(None, every=1, names=["0", "1", "2"]).step(seen, gradient_norms({"": gradients}))
+    monitor, several = (
+        Monitor(None, every=1),
+        {str(i): jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(3)},
+    )
+    _, _, plain = step(several, x, True)
+    monitor.add(plain[0])
+    expected = monitor.step(*plain)
+    assert values is not None and expected is not None
+    for number in range(3):
+        for name in ("load", "z_loss", "dropped"):
+            np.testing.assert_allclose(values[f"moe/{number}/{name}"], expected[f"moe/{number}/{name}"], 1e-5)
+        norms = [one[f"moe/{path}/grad_norm_of_experts"] for one, path in ((values, f".{number}"), (expected, number))]
+        np.testing.assert_allclose(*norms, 1e-4)
+
+
+def test_flax_layers() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    from moe_jax import linen
+    from moe_jax.nnx import MoE
+
+    x = jax.random.normal(jax.random.key(1), (T, D))
+    model = MoE(D, 8, E, K, rngs=nnx.Rngs(0))
+
+    def of_model(model: Any, x: jax.Array) -> Any:
+        return jnp.square(model(x)).mean()
+
+    (_, seen), gradients = nnx.value_and_grad(observe(of_model), has_aux=True)(model, x)
+    values = Monitor(None, every=1, names=["model"]).step(seen, gradient_norms({"model": gradients}))
+    other = linen.MoE(D, 8, E, K)
+    variables = other.init(jax.random.key(0), x)
+    _, seen = observe(lambda x: other.apply(variables, x))(x)
+    assert values is not None and values["moe/model/grad_norm_experts"] > 0 and "moe/model/dropped" not in values
+    assert int(seen[0].counts.sum()) == T * K and Monitor(None, every=1).step(seen) is not None
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, jax.vmap], ids=lambda one: one.__name__)
+def test_an_inner_transformation_is_refused(transform: Any) -> None:
+    inner = transform(lambda x: layers.forward(PARAMETERS, x, SPEC))
+    inner(jnp.ones((2, T, D)))
+    with pytest.raises(InvalidInput, match="outside of jit, scan, checkpoint"):
+        observe(lambda x: inner(x))(jnp.ones((2, T, D)))
+
+
+PARAMETERS = draw()
+
+
+def test_what_is_refused() -> None:
+    x = jnp.ones((T, D))
+    _, seen = observe(lambda x: layers.forward(PARAMETERS, x, SPEC))(x)
+    for options, message in (({"every": 0}, "every"), ({"per_layer": 1}, "per_layer"), ({"writer": 3}, "writer must")):
+        with pytest.raises(InvalidInput, match=message):
+            Monitor(**({"writer": None} | options))
+    for call, message in (
+        (lambda: observe(lambda x: x)(x), "must run MoE layers on Moebius"),
+        (lambda: Monitor(None).step(x), "observed must be the results of observe"),  # type: ignore[arg-type]
+        (lambda: Monitor(None, every=1, names=["a", "b"]).step(seen), "names must be of 1 layers, got 2"),
+        (lambda: gradient_norms({"kernel": x}), "must hold those of MoE layers"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            call()
+    monitor = Monitor(None)
+    monitor.add(seen)
+    with pytest.raises(InvalidInput, match="of the layers before"):
+        monitor.add(seen * 2)
