@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bars, curves, parallel_figures, plot
+from benchmarks import bars, curves, monitored, parallel_figures, plot
 from tools import drawings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +35,8 @@ BARS = (
 )
 #: Figure -> the record of its loss curves.
 CURVES = {f"training-{place}.svg": f"training-curves-{place}.json" for place in ("h200", "cpu")}
+#: Of a watched training.
+MONITORED = "monitor-cpu.json"
 #: Of links, and of expert-parallel layers; later ones last.
 MACHINES = ("machine-4-h200.json",)
 PARALLEL = tuple(f"parallel-{name}4-h200.json" for name in ("", "peer-", "shapes-", "qwen3-", "few-"))
@@ -45,6 +47,7 @@ def draw(output: Path) -> list[Path]:
     written = plot.plot([RESULTS / name for name in LINES], output)
     written += bars.plot([RESULTS / name for name in BARS], output)
     written += [curves.plot(RESULTS / record, output / figure) for figure, record in CURVES.items()]
+    written.append(monitored.plot(RESULTS / MONITORED, output / "monitor.svg"))
     machines, layers = ([RESULTS / name for name in names] for names in (MACHINES, PARALLEL))
     written += parallel_figures.plot(machines, layers, output)
     return written + drawings.draw(output)

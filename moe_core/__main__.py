@@ -12,6 +12,7 @@ from moe_core.tools.doctor.machine import packages
 COMMANDS = {
     "moe-parity": "run a layer through the reference, torch and JAX, and name the first stage that differs",
     "moebius-doctor": "say what this machine runs, and test every op against the reference",
+    "moebius-choose": "format, memory, speed and parallelism of a model on your GPUs",
     "moebius-convert": "quantise the experts of a checkpoint",
     "moebius-tune": "measure tiles on this machine's GPU",
     "moebius-view": "make a page of a routing trace, a parity report or plans",

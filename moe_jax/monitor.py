@@ -74,13 +74,13 @@ class Monitor:
         require_flag("per_layer", per_layer)
         self._prefix, self._per_layer = prefix, per_layer
         self._names = None if names is None else tuple(names)
-        self._steps, self._total, self._began = 0, None, time.perf_counter()
+        self.steps, self._total, self._began = 0, None, time.perf_counter()
         self._losses: list[Any] = []
 
     @property
     def due(self) -> bool:
         """True if the coming step writes: for `gradient_norms`."""
-        return (self._steps + 1) % self._every == 0
+        return (self.steps + 1) % self._every == 0
 
     def add(self, observed: Sequence[Observed]) -> None:
         """Count a part of a step. Raises InvalidInput for other layers than before."""
@@ -110,13 +110,13 @@ class Monitor:
         norms: of `gradient_norms`. step: its number for the writer. None: calls so far.
         """
         self.add(observed)
-        self._steps += 1
-        if self._steps % self._every:
+        self.steps += 1
+        if self.steps % self._every:
             return None
         windows = self._windows(jax.device_get(self._total), jax.device_get(self._losses), jax.device_get(norms))
         now = time.perf_counter()
         values = model_values(windows, now - self._began, prefix=self._prefix, per_layer=self._per_layer)
-        self._write(values, self._steps if step is None else step)
+        self._write(values, self.steps if step is None else step)
         self._total, self._losses, self._began = None, [], time.perf_counter()
         return values
 

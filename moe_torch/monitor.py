@@ -76,7 +76,7 @@ class Monitor:
         for name, flag in (("per_layer", per_layer), ("gradients", gradients)):
             require_flag(name, flag)
         self._prefix, self._per_layer, self._gradients, self._group = prefix, per_layer, gradients, group
-        self._steps, self._sampling = 0, Sampling(self._every == 1)
+        self.steps, self._sampling = 0, Sampling(self._every == 1)
         #: Slots routed in all layers in the last window.
         self.counted = 0
         self._handles: list[Any] = []
@@ -101,9 +101,9 @@ class Monitor:
 
         Raises InvalidInput if no layer has a gradient in a step that writes.
         """
-        self._steps += 1
-        if self._steps % self._every:
-            self._sampling.due = (self._steps + 1) % self._every == 0
+        self.steps += 1
+        if self.steps % self._every:
+            self._sampling.due = (self.steps + 1) % self._every == 0
             return None
         norms = [layer.norms() if self._gradients else {} for layer in self._layers]
         if self._gradients and not any(norms) and any(layer.is_trained for layer in self._layers):
@@ -117,7 +117,7 @@ class Monitor:
         values = model_values(
             windows, 0.0 if began is None else now - began, prefix=self._prefix, per_layer=self._per_layer
         )
-        self._write(values, self._steps if step is None else step)
+        self._write(values, self.steps if step is None else step)
         for layer in self._layers:
             layer.watch.counts.zero_()
             layer.watch.sums.zero_()

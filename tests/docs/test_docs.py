@@ -210,7 +210,11 @@ def test_commands_exist() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     lines = [line for page in PAGES for line in commands(page.read_text())]
     named = {match[1] for line in lines if (match := re.match(r"(moe-[a-z]+|moebius-[a-z]+)\b", line))}
-    assert {"moe-parity", "moebius-doctor", "moebius-tune", "moebius-convert", "moebius-view"} == named == set(scripts)
+    assert (
+        {"moe-parity", "moebius-doctor", "moebius-tune", "moebius-convert", "moebius-view", "moebius-choose"}
+        == named
+        == set(scripts)
+    )
     modules = {name for line in lines for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", line)}
     files = {name for line in lines for name in re.findall(r"python (examples/\w+\.py)", line)}
     files |= {f"{name.replace('.', '/')}.py" for name in modules}

@@ -38,7 +38,7 @@ def test_the_core_lists_versions_and_commands(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("output", ["nowhere/x.json", "."])
 @pytest.mark.parametrize("command", [
-    "moe-parity --json", "moe-parity --html", "moebius-view no --output",
+    "moe-parity --json", "moebius-choose olmoe-7b --json", "moe-parity --html", "moebius-view no --output",
     "moebius-convert no no --format int8_channel --json", "moebius-tune --preset mixtral-8x7b --output",
     "moebius-tune --links --output",
 ])  # fmt: skip
@@ -63,6 +63,7 @@ def test_outputs_open_before_the_work(
         ),
         ("moebius-doctor", "moe_core.tools.doctor.cli.diagnose", []),
         ("moebius-view", "moe_core.view.cli.view_page", ["trace"]),
+        ("moebius-choose", "moe_core.tools.choose.cli.choose", ["olmoe-7b"]),
         ("moebius-tune", "moe_core.tools.tune.cli._products", ["--preset", "mixtral-8x7b"]),
     ],
 )

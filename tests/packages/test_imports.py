@@ -108,7 +108,19 @@ ROOMS = {
     ),
     "moe_torch": (
         *("bridge", "operators", "autograd", "quantize", "rows", "grouped", "trace", "launcher", "warmup"),
-        *("ops", "parallel", "layers", "parallel.__init__", "monitor", "modular", "transformers", "lightning", "compat", "parity", "__init__"),
+        *(
+            "ops",
+            "parallel",
+            "layers",
+            "parallel.__init__",
+            "monitor",
+            "modular",
+            "transformers",
+            "lightning",
+            "compat",
+            "parity",
+            "__init__",
+        ),
     ),
     "moe_jax": (
         *("bridge", "autodiff", "quantize", "rows", "grouped", "trace", "ops", "warmup"),
@@ -182,7 +194,7 @@ def test_every_module_has_a_room() -> None:
     assert not homeless, f"{homeless} stand in no room"
     assert not list(imported_modules("moe_core.ops"))
     root = {path.name for path in (ROOT / "moe_core").iterdir() if path.is_file()}
-    assert root == {"__init__.py", "__main__.py", "errors.py", "trace.py", "py.typed"}
+    assert root == {"__init__.py", "__main__.py", "errors.py", "monitor.py", "trace.py", "py.typed"}
 
 
 def rooms_shown(page: str, package: str) -> list[str]:

@@ -85,6 +85,12 @@ def test_the_wheel_works_outside_of_the_checkout(wheel: pathlib.Path, tmp_path: 
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     found = json.loads(done.stdout)
-    assert {"moe-parity", "moebius-convert", "moebius-doctor", "moebius-tune", "moebius-view", "reference"} <= set(
-        found["loaded"]
-    )
+    assert {
+        "moe-parity",
+        "moebius-convert",
+        "moebius-doctor",
+        "moebius-tune",
+        "moebius-view",
+        "moebius-choose",
+        "reference",
+    } <= set(found["loaded"])
