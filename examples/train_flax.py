@@ -101,10 +101,10 @@ def as_in_torch(layer: MoE) -> dict[str, np.ndarray]:
 
 
 class LanguageModel(nnx.Module):
-    """`loss = model(inputs, targets)` of tokens `[B, L]`."""
+    """`loss = model(inputs, targets)` of tokens `[B, L]`. weights: by torch's names. None: the first ones."""
 
-    def __init__(self, settings: Settings) -> None:
-        weights = language_model.initial_weights(settings)
+    def __init__(self, settings: Settings, weights: Weights | None = None) -> None:
+        weights = language_model.initial_weights(settings) if weights is None else weights
         self.embedding = nnx.Param(jnp.asarray(weights["embedding"]))
         self.positions = nnx.Param(jnp.asarray(weights["positions"]))
         self.blocks = nnx.List([Block(settings, weights, block) for block in range(settings.layers)])

@@ -1,10 +1,12 @@
-"""The pictures of docs/user/view.md: `python -m tools.pictures`, with Chromium, writes docs/figures/view-*.png.
+"""Pictures of pages: `python -m tools.pictures`, with Chromium, writes docs/figures/view-*.png and look-inside.png.
 
-The trace is drawn: each layer routes by a law of its own. Plans are of a layer with the sizes of Qwen3-30B-A3B.
+The trace is drawn: each layer routes by a law of its own. Plans are of a layer with the sizes of Qwen3-30B-A3B. The
+last picture is of the page that docs/tutorials/look_inside.ipynb writes.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -20,7 +22,8 @@ from moe_core.trace import LayerRouting, RoutingTrace
 from moe_core.view.page import plan_page, trace_page, write_page
 from tools.browser import Page
 
-_FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+_DOCS = Path(__file__).parents[1] / "docs"
+_FIGURES = _DOCS / "figures"
 _READY = "document.getElementById('main')?.getAttribute('aria-busy') === 'false'"
 
 
@@ -42,6 +45,15 @@ def _plans() -> list:
     return [plans[0], plans[-1]]
 
 
+def _page_of_notebook() -> Path:
+    """Run the notebook up to the cell that writes its page."""
+    notebook, names = json.loads((_DOCS / "tutorials" / "look_inside.ipynb").read_text()), {"__name__": "notebook"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code" and "page" not in names:
+            exec("".join(cell["source"]), names)
+    return Path(str(names["page"]))
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Page(Path(folder) / "browser") as page:
         path = Path(folder) / "page.html"
@@ -58,6 +70,10 @@ def main() -> None:
         page.open(path, _READY)
         page.value("document.querySelector('details.case').open = true")
         page.picture(_FIGURES / "view-parity.png", 760)
+        page.open(_page_of_notebook(), _READY)
+        page.value("document.querySelector('canvas.pick').focus()")
+        page.press("ArrowRight")
+        page.picture(_FIGURES / "look-inside.png", 900)
 
 
 if __name__ == "__main__":
