@@ -73,7 +73,8 @@ def main() -> None:
         page.open(_page_of_notebook(), _READY)
         page.value("document.querySelector('canvas.pick').focus()")
         page.press("ArrowRight")
-        page.picture(_FIGURES / "look-inside.png", 900)
+        page.value("document.querySelectorAll('#main > *').forEach((one) => { if (one.id !== 'layer') one.remove() })")
+        page.picture(_FIGURES / "look-inside.png", 1500)
 
 
 if __name__ == "__main__":

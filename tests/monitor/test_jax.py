@@ -88,7 +88,7 @@ def test_scans_and_checkpoints() -> None:
         for name in ("load", "z_loss", "dropped"):
             np.testing.assert_allclose(values[f"moe/{number}/{name}"], expected[f"moe/{number}/{name}"], 1e-5)
         norms = [one[f"moe/{path}/grad_norm_of_experts"] for one, path in ((values, f".{number}"), (expected, number))]
-        np.testing.assert_allclose(*norms, 1e-4)
+        np.testing.assert_allclose(norms[0], norms[1], 1e-4)
 
 
 def test_flax_layers() -> None:
@@ -127,7 +127,8 @@ def test_what_is_refused() -> None:
     _, seen = observe(lambda x: layers.forward(PARAMETERS, x, SPEC))(x)
     for options, message in (({"every": 0}, "every"), ({"per_layer": 1}, "per_layer"), ({"writer": 3}, "writer must")):
         with pytest.raises(InvalidInput, match=message):
-            Monitor(**({"writer": None} | options))
+            monitor: Any = Monitor
+            monitor(**({"writer": None} | options))
     for call, message in (
         (lambda: observe(lambda x: x)(x), "must run MoE layers on Moebius"),
         (lambda: Monitor(None).step(x), "observed must be the results of observe"),  # type: ignore[arg-type]

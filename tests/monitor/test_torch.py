@@ -85,15 +85,12 @@ def expected() -> Any:
 )
 def test_forwards_count_once(kind: str, expected: Any) -> None:
     layers = 1 if "compile" in kind else 2
-    run = None
-    if "reentrant" in kind or kind == "compiled checkpoint":
-        run = lambda layer, x: checkpoint(layer, x, use_reentrant=kind == "reentrant")  # noqa: E731
-    elif kind == "checkpointed compile":
-        compiled: dict[Any, Any] = {}
+    compiled: dict[Any, Any] = {}
 
-        def run(layer: Any, x: torch.Tensor) -> Any:
-            whole = compiled.setdefault(layer, torch.compile(layer, backend="aot_eager"))
-            return checkpoint(whole, x, use_reentrant=False)
+    def run(layer: Any, x: torch.Tensor) -> Any:
+        if kind == "checkpointed compile":
+            layer = compiled.setdefault(layer, torch.compile(layer, backend="aot_eager"))
+        return layer(x) if kind == "compiled" else checkpoint(layer, x, use_reentrant=kind == "reentrant")
 
     net = Net(PLAIN, run, layers)
     called = (
@@ -104,7 +101,8 @@ def test_forwards_count_once(kind: str, expected: Any) -> None:
 
 def test_values_are_those_of_the_layers() -> None:
     net = Net(MoELayerSpec(D, 8, E, K, capacity_factor=0.75))
-    layer, total, kept, losses = net.layers[0], np.zeros(E), 0, []
+    layer: Any = net.layers[0]
+    total, kept, losses = np.zeros(E), 0, []
     x = torch.randn(3, T, D)
     monitor = Monitor(net, None, every=3)
     for part in x:
@@ -221,7 +219,7 @@ def test_the_callback_of_the_trainer(tmp_path: Any) -> None:
 def lightning_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """moe_torch.lightning, on a Callback of our own where Lightning is not installed."""
     try:
-        import lightning.pytorch  # noqa: F401
+        import lightning.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         for name in ("lightning", "lightning.pytorch"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -258,7 +256,8 @@ def test_what_is_refused() -> None:
         ({"model": torch.nn.Linear(2, 2)}, "must have MoE layers on Moebius, got a Linear"),
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=message):
-            Monitor(**({"model": layer, "writer": None} | options))
+            made: Any = Monitor
+            made(**({"model": layer, "writer": None} | options))
     monitor = Monitor(layer, None, every=1)
     layer(torch.randn(T, D)).sum().backward()
     layer.zero_grad()

@@ -116,7 +116,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     [
         (["llama"], "model must be one of .*qwen3-30b-a3b"),
         (["olmoe-7b", "--gpu", "v100"], "gpu must be one of h200, h100, a100"),
-        (["olmoe-7b", "--gpu", "B200"], "got 'b200'; SonicMoE to train and FlashInfer to serve"),
+        (["olmoe-7b", "--gpu", "B200"], "got 'b200'; SonicMoE trains and FlashInfer serves"),
         (["olmoe-7b", "--gpu", "mi300x"], "run on AMD GPUs"),
         (["olmoe-7b", "--gpus", "9"], "gpus must be below 9"),
         (["olmoe-7b", "--tokens", "0"], "tokens must be"),

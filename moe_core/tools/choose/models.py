@@ -110,8 +110,8 @@ GPUS = {
     )
 }
 _PEERS = {
-    **dict.fromkeys(("b200", "b300", "gb200", "gb300"), "SonicMoE to train and FlashInfer to serve run on Blackwell"),
-    **dict.fromkeys(("mi300x", "mi325x", "mi350x", "mi355x"), "triton_kernels, AITER and vLLM run on AMD GPUs"),
+    **dict.fromkeys(("b200", "b300", "gb200", "gb300"), "SonicMoE trains and FlashInfer serves on Blackwell"),
+    **dict.fromkeys(("mi300x", "mi325x", "mi350x", "mi355x"), "AITER and triton_kernels run on AMD GPUs"),
     "tpu": "tokamax runs on TPUs",
 }
 
