@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import pathlib
 import sys
 import zipfile
@@ -13,9 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parity.tolerance import measure
 from moe_torch.compat.triton_kernels import matmul_ogs
 from tools.upstream import engines, imports, published
-from tools.upstream.problems import complaint, draw, draw_mxfp4
+from tools.upstream.problems import SAME_ROUNDINGS, complaint, draw, draw_mxfp4
 from tools.upstream.running import Answer, Case, Result, run_cases, table
 from tools.upstream.stand_ins import STAND_INS
 
@@ -67,6 +69,17 @@ def test_a_wrong_row_is_found(problem) -> None:
     wrong[3] += 1
     assert "error" in (complaint(wrong, expected) or "")
     assert "shape" in (complaint(rounded[None], expected) or "")
+
+
+@pytest.mark.parametrize("problem", [draw(), draw().on_rank(), draw_mxfp4()], ids=["bf16", "map", "mxfp4"])
+def test_a_missing_rounding_is_found(problem) -> None:
+    problem = problem._replace(weights=problem.weights * 1.001)
+    variants = [{}, {"before": True}, {"weights": True}, {"before": True, "weights": True}]
+    outputs = [problem.rounded("swigluoai", **options) for options in variants]
+    for (at, one), (other, expected) in itertools.permutations(enumerate(outputs), 2):
+        assert complaint(torch.tensor(one), expected, SAME_ROUNDINGS["cuda"]) is not None, (at, other)
+    plain = problem.expected("swigluoai")
+    assert all(SAME_ROUNDINGS["cpu"] < measure(one, plain).relative_frobenius < 0.01 for one in outputs)
 
 
 def test_every_kind_of_result_is_told_apart(files: pathlib.Path) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from moe_core.formats import MXFP4, Format, QuantizedTensor
 from moe_core.modular.activations import activation_of
+from moe_core.ops.activation import reference
 from moe_core.ops.moe.reference.forward import moe_stages
-from moe_core.ops.quantize.reference import quantize
+from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_core.parity.tolerance import measure
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, TopK
@@ -20,6 +21,8 @@ from moe_core.specs.operands import ExpertWeights, TopK
 M, E, K, F, TOPK = 19, 6, 64, 96, 2
 #: Relative Frobenius errors of bf16 results, computed and rounded several times; a wrong row gives more than 0.1.
 BOUND = 0.02
+#: Of results with the same roundings on a CPU, where a rare sum between two numbers may fall the other way, and a GPU.
+SAME_ROUNDINGS = {"cpu": 1e-4, "cuda": 1e-3}
 
 
 class Problem(NamedTuple):
@@ -45,6 +48,24 @@ class Problem(NamedTuple):
         routing = TopK(self.ids, self.weights)
         return moe_stages(self.x, experts, routing, spec, expert_map=self.expert_map)["output"]
 
+    def rounded(self, activation: str, *, before: bool = False, weights: bool = False) -> np.ndarray:
+        """`expected` with more roundings to bf16, which experts of others have: of weighted rows. before: also of the
+        first product, ahead of the activation. weights: also of the router's weights."""
+        w1, w2 = (_wide(weight) for weight in (self.w1, self.w2))
+        ids = self.ids if self.expert_map is None else np.where(self.ids < 0, -1, self.expert_map[self.ids])
+        gates = _bf16(self.weights) if weights else self.weights
+        output = np.zeros_like(self.x)
+        for token, choice in np.argwhere(ids >= 0):
+            expert = ids[token, choice]
+            hidden = (w1[expert] @ self.x[token] + self.b1[expert]).astype(np.float32)
+            hidden = _bf16(hidden) if before else hidden
+            row = reference.activation(hidden[None], activation=activation_of(activation), out_dtype="bfloat16")[0]
+            output[token] += _bf16(gates[token, choice] * (w2[expert] @ row.astype(np.float64) + self.b2[expert]))
+        return _bf16(output)
+
+    def without_biases(self) -> Problem:
+        return self._replace(b1=self.b1 * 0, b2=self.b2 * 0)
+
     def on_rank(self, ranks: int = 2, rank: int = 1, adjacent: bool = False) -> Problem:
         """The part of one rank: its experts alone, adjacent or dealt out in turn, and the map of all."""
         experts = np.arange(len(self.b1))
@@ -52,6 +73,14 @@ class Problem(NamedTuple):
         expert_map = np.where(mine, np.cumsum(mine) - 1, -1).astype(np.int32)
         parts = (_chosen(self.w1, mine), _chosen(self.w2, mine), self.b1[mine], self.b2[mine])
         return Problem(self.x, *parts, self.weights, self.ids, expert_map)
+
+
+def _bf16(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def _wide(weight: Any) -> np.ndarray:
+    return (dequantize(weight) if isinstance(weight, QuantizedTensor) else weight).astype(np.float64)
 
 
 def _chosen(weight: Any, experts: np.ndarray) -> Any:

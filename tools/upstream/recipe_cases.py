@@ -31,8 +31,9 @@ from tools.upstream.vllm_parts import (
     vllm_file,
 )
 
-#: Relative Frobenius errors of vLLM's gpt-oss experts against ours, which round in other places. The second bound is
-#: for those that round before the activation, or round the router's weights.
+#: Relative Frobenius errors of vLLM's gpt-oss experts against ours, which do not round a token's rows before their sum.
+#: The second bound is for those that also round before the activation, or round the router's weights: see
+#: `Problem.rounded`, with whose roundings the cases `a` agree.
 FUSED, OTHERS = 0.003, 0.004
 #: Names of those modules that stay vLLM's: a part of its configurations, and the names of its files.
 NOT_OURS = {"FusedMoEQuantDesc", "_get_config_dtype_str"}

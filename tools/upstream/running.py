@@ -7,6 +7,7 @@ import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from unittest import mock
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 import moe_torch
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.runtime import interpreter
 from tools.upstream import imports, stand_ins
 from tools.upstream.problems import BOUND, complaint
 
@@ -61,6 +63,9 @@ def on_engine(engine: str) -> Iterator[str]:
     if engine == "cuda":
         yield "cuda"
     else:
+        if find_spec("triton") is not None:
+            # Kernels of others are interpreted on both: with Triton's own interpreter, casts to bf16 truncate.
+            interpreter.install()
         # Other people's code asks the device's stream whether a graph is captured; a CPU has none.
         stream = mock.Mock(is_capturing=lambda: False)
         with mock.patch.object(torch.accelerator, "current_stream", lambda: stream), moe_torch.cpu_engine(engine):

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from tools.upstream import imports
-from tools.upstream.problems import TOPK, E, Problem, draw, draw_mxfp4, tensors
+from tools.upstream.problems import SAME_ROUNDINGS, TOPK, E, Problem, draw, draw_mxfp4, tensors
 from tools.upstream.running import Answer, Case, Run
 from tools.upstream.stand_ins import gelu_and_mul, silu_and_mul
 
@@ -95,8 +95,11 @@ def _forward(problem: Callable[[], Problem], activation: str, biased: bool, on_i
             rows = experts.triton_kernel_moe_with_bias_forward(*arguments)
         else:
             rows = experts.triton_kernel_moe_forward(x, w1, w2, chosen, config, on_input)
-        expected = layer.expected("swigluoai" if biased else activation, biases=biased)
-        return Answer(rows.view(len(x), TOPK, -1).float().sum(1), expected)
+        layer = layer if biased else layer.without_biases()
+        # It rounds the first product, and each weighted row.
+        expected = layer.rounded("swigluoai" if biased else activation, before=not biased)
+        actual = rows.view(len(x), TOPK, -1).float().sum(1).to(torch.bfloat16)
+        return Answer(actual, expected, SAME_ROUNDINGS[actual.device.type])
 
     return run
 
@@ -116,7 +119,9 @@ def _runner(problem: Callable[[], Problem], biased: bool) -> Run:
         input = runner.TritonKernelsRunnerInput(x, *routing(logits, TOPK))
         info = runner.TritonKernelsQuantInfo(w1, w2, *biases, *precisions)
         actual = core.run(input, info, {}).hidden_states
-        return Answer(actual, layer.expected("swigluoai" if biased else "silu", biases=biased))
+        layer = layer if biased else layer.without_biases()
+        expected = layer.rounded("swigluoai" if biased else "silu", before=not biased)
+        return Answer(actual, expected, SAME_ROUNDINGS[actual.device.type])
 
     return run
 

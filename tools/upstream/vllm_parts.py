@@ -11,7 +11,7 @@ import torch
 
 from moe_torch import modular
 from tools.upstream.imports import MOE, WHOLE, Names
-from tools.upstream.problems import E, M, Problem, Tensors, draw, draw_mxfp4, tensors
+from tools.upstream.problems import SAME_ROUNDINGS, E, M, Problem, Tensors, draw, draw_mxfp4, tensors
 from tools.upstream.running import Answer, Run
 
 #: Modules of vLLM that ported classes import from `moe_torch.modular` instead.
@@ -164,6 +164,13 @@ DRAWS: dict[str, Callable[[], Problem]] = {
 SWIGLU = "swigluoai"
 
 
+def same_roundings(name: str, layer: Problem, actual: torch.Tensor, activation: str = SWIGLU) -> Answer:
+    """The answer of vLLM's experts of that name, which round to bf16 in these places: the unfused ones before the
+    activation, and all of them the weighted rows of a token's experts."""
+    expected = layer.rounded(activation, before=name == "UnfusedOAITritonExperts")
+    return Answer(actual, expected, SAME_ROUNDINGS[actual.device.type])
+
+
 def experts_in_their_kernel(name: str, problem: Callable[[], Problem], activation: str) -> Run:
     def run(device: str) -> Answer:
         layer = problem()
@@ -172,7 +179,7 @@ def experts_in_their_kernel(name: str, problem: Callable[[], Problem], activatio
         kind = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name)
         experts = kind(their_moe_config(layer, activation), their_config(given, arrays))
         actual = in_their_kernel(their_no_dp_ep(), experts, given, (w1, w2), activation)
-        return Answer(actual, layer.expected(activation))
+        return same_roundings(name, layer, actual, activation)
 
     return run
 
@@ -185,6 +192,6 @@ def experts_in_our_kernel(name: str, problem: Callable[[], Problem], activation:
         kind = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name)
         experts = kind(our_config(given, arrays))
         actual = in_our_kernel(modular.MoEPrepareAndFinalizeNoEP(), experts, given, (w1, w2), activation)
-        return Answer(actual, layer.expected(activation))
+        return same_roundings(name, layer, actual, activation)
 
     return run

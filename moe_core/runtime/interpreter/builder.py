@@ -91,6 +91,10 @@ class Builder(InterpreterBuilder):
         # They only feed device asserts, which are off, and triple the cost of integers.
         self.options = dataclasses.replace(self.options, sanitize_overflow=False)
 
+    def get_bf16(self, value: float) -> TensorHandle:
+        """Triton 3.6 has none."""
+        return TensorHandle(np.array([value], dtype=ml_dtypes.bfloat16), tl.bfloat16)
+
     def get_all_ones_value(self, type: Any) -> TensorHandle:
         return TensorHandle(np.array([-1]).astype(numpy_dtype(type)), type.scalar)
 
