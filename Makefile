@@ -26,7 +26,7 @@ RANK_TESTS := tests/torch/parallel tests/parity/test_ranks.py tests/layers/test_
 	$(addprefix tests/modular/,test_expert_parallel.py test_jax_expert_parallel.py test_deep_ep.py)
 
 .PHONY: environment parity test ranks pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
-	maxtext mutate fuzz docs docs-environment notebooks figures release-check clean
+	maxtext mutate fuzz docs docs-environment docs-version notebooks figures release-check clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -144,13 +144,22 @@ mutate: environment
 # The documentation site, in build/site, from an environment of its own beside the first. A broken link fails, and so
 # does a notebook that prints something else than what it is stored with. `make docs SERVE=1` shows the site and follows
 # changes; `make notebooks` stores what the notebooks print. (mkdocs build --quiet would count no warnings, and pass.)
-DOCS = PYTHONPATH=. JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES= NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python
+DOCS_SETTINGS = PYTHONPATH=. JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES= NO_MKDOCS_2_WARNING=1
+DOCS = $(DOCS_SETTINGS) .venv-docs/bin/python
 docs-environment: environment
 	@$(PYTHON) tools/environment.py --directory .venv-docs --extras docs --beside .venv
 
 docs: docs-environment
 	$(if $(SERVE),,$(DOCS) -m tools.site.notebooks)
 	$(DOCS) -m mkdocs $(if $(SERVE),serve,build)
+
+# Commits the site as VERSION to the branch gh-pages, beside the versions that are there. ALIAS: a further name, such as
+# `latest`, which the first page then leads to. PUSH: `--push` publishes the branch.
+MIKE = PATH="$(CURDIR)/.venv-docs/bin:$$PATH" $(DOCS_SETTINGS) mike
+docs-version: docs-environment
+	$(MIKE) deploy $(PUSH) --update-aliases $(VERSION) $(ALIAS)
+	$(MIKE) list latest >/dev/null 2>&1 || $(MIKE) set-default $(PUSH) $(VERSION)
+	$(if $(ALIAS),$(MIKE) set-default $(PUSH) $(ALIAS))
 
 notebooks: docs-environment
 	$(DOCS) -m tools.site.notebooks --write

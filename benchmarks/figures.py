@@ -1,7 +1,7 @@
 """Every figure of the documents, from recorded results: `python -m benchmarks.figures`, or `make figures`.
 
 The figures of performance come from records and are drawn by matplotlib (extra `bench`); the drawings of how things
-work come from tools.drawings. With newer records, change the names below.
+work come from tools.drawings, logo and badges from tools.brand. With newer records, change the names below.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import bars, curves, monitored, parallel_figures, plot
-from tools import drawings
+from tools import brand, drawings
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
@@ -50,7 +50,7 @@ def draw(output: Path) -> list[Path]:
     written.append(monitored.plot(RESULTS / MONITORED, output / "monitor.svg"))
     machines, layers = ([RESULTS / name for name in names] for names in (MACHINES, PARALLEL))
     written += parallel_figures.plot(machines, layers, output)
-    return written + drawings.draw(output)
+    return written + drawings.draw(output) + brand.draw(output)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

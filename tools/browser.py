@@ -16,7 +16,7 @@ _SECONDS = 60.0
 
 
 class Page:
-    """One page. `problems`: messages of errors on its console, exceptions, and requests that leave the file."""
+    """One page. `problems`: messages of errors on its console, exceptions, and requests that leave its origin."""
 
     def __init__(self, folder: Path) -> None:
         assert BROWSER is not None
@@ -36,7 +36,7 @@ class Page:
         )  # fmt: skip
         os.close(read_commands)
         os.close(write_answers)
-        self._number, self._rest, self._session, self.problems = 0, b"", None, []
+        self._number, self._rest, self._session, self._origin, self.problems = 0, b"", None, "file:", []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -51,20 +51,31 @@ class Page:
         os.close(self._read)
         os.close(self._write)
 
-    def open(self, path: Path, ready: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> float:
-        """Load a file and wait until the expression `ready` holds. Returns the seconds until then."""
-        sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.call("Emulation.setDeviceMetricsOverride", **sizes)
+    def open(self, path: Path | str, ready: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> float:
+        """Load a file or an address and wait until the expression `ready` holds. Returns the seconds until then."""
+        self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url="about:blank")
         self.problems.clear()
+        address = path if isinstance(path, str) else path.resolve().as_uri()
+        self._origin = "/".join(address.split("/")[:3]) + "/"
         began = time.monotonic()
-        self.call("Page.navigate", url=path.resolve().as_uri())
-        while not self.value(ready):
-            assert time.monotonic() - began < _SECONDS, f"{path} is not ready: {self.problems}"
-            time.sleep(0.02)
+        self.call("Page.navigate", url=address)
+        self.until(ready)
         return time.monotonic() - began
+
+    def until(self, expression: str) -> None:
+        """Wait until an expression holds."""
+        began = time.monotonic()
+        while not self.value(expression):
+            assert time.monotonic() - began < _SECONDS, f"{expression} does not become true: {self.problems}"
+            time.sleep(0.02)
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """Lay the page out for a screen of this size; below 600 px it is a phone's."""
+        sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **sizes)
 
     def value(self, expression: str) -> Any:
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, userGesture=True)
@@ -116,5 +127,5 @@ class Page:
             self.problems.append(parameters["entry"]["text"])
         elif method == "Network.requestWillBeSent":
             url = parameters["request"]["url"]
-            if not url.startswith(("file:", "data:", "about:", "blob:")):
+            if not url.startswith((self._origin, "data:", "about:", "blob:")):
                 self.problems.append(f"it asks for {url}")

@@ -1,4 +1,5 @@
-"""Pictures of pages: `python -m tools.pictures`, with Chromium, writes docs/figures/view-*.png and look-inside.png.
+"""Pictures of pages: `python -m tools.pictures`, with Chromium, writes docs/figures/view-*.png, look-inside.png and
+social.png, which other sites show of a link to ours.
 
 The trace is drawn: each layer routes by a law of its own. Plans are of a layer with the sizes of Qwen3-30B-A3B. The
 last picture is of the page that docs/tutorials/look_inside.ipynb writes.
@@ -20,10 +21,15 @@ from moe_core.parity.cli import main as parity
 from moe_core.specs.operands import ExpertWeights, MoEOperands, RouterWeights
 from moe_core.trace import LayerRouting, RoutingTrace
 from moe_core.view.page import plan_page, trace_page, write_page
+from tools import brand
 from tools.browser import Page
 
 _DOCS = Path(__file__).parents[1] / "docs"
 _FIGURES = _DOCS / "figures"
+_SOCIAL = """<style>body{{margin:0;height:630px;display:flex;align-items:center;gap:60px;box-sizing:border-box;
+font:34px/1.4 sans-serif;color:#1f2328;background:#fff;border-bottom:16px solid #1f6feb;padding:0 80px}}p{{margin:0}}
+h1{{font-size:92px;line-height:1;margin:0 0 28px}}svg{{width:340px;flex:none}}</style>
+{logo}<div><h1>Moebius</h1><p>{pitch}</div>"""
 _READY = "document.getElementById('main')?.getAttribute('aria-busy') === 'false'"
 
 
@@ -65,6 +71,10 @@ def main() -> None:
         write_page(path, plan_page([_plans()], ["plans.json"]))
         page.open(path, _READY)
         page.picture(_FIGURES / "view-plans.png", 900)
+        pitch = (_FIGURES.parents[1] / "README.md").read_text().split("\n\n")[1]
+        path.write_text(_SOCIAL.format(logo=brand.logo(), pitch=pitch))
+        page.open(path, "document.readyState == 'complete'", width=1200, height=630)
+        page.picture(_FIGURES / "social.png")
         cases = ["--case", "mixtral", "--case", "qwen3_moe", "--dtype", "bfloat16"]
         parity([*cases, "--engines", "torch,jax", "--html", str(path)])
         page.open(path, _READY)

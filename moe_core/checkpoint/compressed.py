@@ -134,7 +134,10 @@ def _format(weights: Settings) -> Format:
         strategy = "tensor" if group_size is None else "group"
     if kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
         if group_size is not None and (not isinstance(group_size, int) or not 0 < group_size < 2**31):
-            raise InvalidInput(f"group_size in config.json must be a positive integer or null, got {group_size!r}")
+            raise InvalidInput(
+                f"group_size in config.json must be a positive integer or null, got {group_size!r}"
+                "; restore the original file"
+            )
         return (int4_grouped if bits == 4 else int8_grouped)(group_size, zero_points)
     if kind == "float" and not zero_points:
         if strategy == "group" and group_size == MXFP4.group_columns and bits in (4, 8):

@@ -101,6 +101,7 @@ class Resolver:
         except (ValueError, RecursionError, AttributeError) as error:
             raise InvalidInput(
                 f"the metadata of {weight} in {self._index.files[name]} must be JSON: {error}"
+                "; write the checkpoint again"
             ) from error
         if kind not in ("Int4Tensor", "Float8Tensor", "Int8Tensor"):
             raise Unsupported(

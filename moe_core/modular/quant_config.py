@@ -88,7 +88,7 @@ class FusedMoEQuantConfig:
         require_flag("per_act_token_quant", self.per_act_token_quant)
         if self.scheme is not None:
             if (reason := REFUSED_SCHEMES.get(self.scheme)) is not None:
-                raise Unsupported(f"scheme {self.scheme} has no exact product: {reason}")
+                raise Unsupported(f"scheme {self.scheme} has no exact product: {reason}; dequantise the weights")
             require_choice("scheme", self.scheme, SCHEMES)
         for name in CONSTANTS:
             if (value := getattr(self, name)) is not None:
@@ -199,7 +199,9 @@ class FusedMoEQuantConfig:
         for name, array in present.items():
             current = getattr(self, name)
             if current is not None and current is not array:
-                raise InvalidInput(f"{name} must not be given twice, got it in the configuration and with the call")
+                raise InvalidInput(
+                    f"{name} must not be given twice, got it in the configuration and with the call; leave one out"
+                )
         return dataclasses.replace(self, **present) if present else self
 
     @property

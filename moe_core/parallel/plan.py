@@ -183,7 +183,9 @@ def plan_exchange(
             "Placement.balanced(..., max_replicas=1), or ask for no gradient"
         )
     if training and spec.format is not None:
-        raise Unsupported(f"training moves rows as they are, got format={spec.format}: rounding has no gradient")
+        raise Unsupported(
+            f"training moves rows as they are, got format={spec.format}: rounding has no gradient; leave format out"
+        )
     if training:
         refuse_chunks(spec)
     planner, over = _Planner(draft), _over_tensor(draft) if tensor.size > 1 else None

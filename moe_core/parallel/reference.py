@@ -124,7 +124,9 @@ def _check(ranks: Sequence[MoEOperands], placement: Placement, exchange: Exchang
         raise InvalidInput(f"ranks must be the placement's {placement.num_ranks}, got {len(ranks)}; pass one for each")
     for name, default in (("format", None), ("chunks", 1)):
         if getattr(exchange, name) != default:
-            raise Unsupported(f"the twin moves rows as they are and at once, got {name}={getattr(exchange, name)}")
+            raise Unsupported(
+                f"the twin moves rows as they are and at once, got {name}={getattr(exchange, name)}; leave it out"
+            )
     for number, rank in enumerate(ranks):
         held = rank.experts.down.shape[0 if rank.experts.layer_index is None else 1]
         if held != placement.per_rank or rank.expert_map is not None:

@@ -333,6 +333,7 @@ def _one_layer(
         kind = "a stack of layers" if down.ndim == axes + 1 else f"one layer (wo {down.shape})"
         raise InvalidInput(
             f"layer_index must be given with a stack of layers and only then, got {layer_index!r} with {kind}"
+            "; pass both or neither"
         )
     layer = (
         np.asarray(layer_index) if isinstance(layer_index, (int, np.generic, np.ndarray)) else jnp.asarray(layer_index)

@@ -216,6 +216,7 @@ class _NoMode:
     def __init__(self) -> None:
         raise Unsupported(
             f"capture() and replay() need torch.utils._python_dispatch, which torch {torch.__version__} has not"
+            "; install a tested torch, as in docs/user/start.md"
         )
 
     def __enter__(self) -> Any:
@@ -248,6 +249,7 @@ def recomputations() -> list[tuple[Any, str]]:
     if None in (_top_hooks, _pop_hooks, _push_hooks):
         raise Unsupported(
             f"replay() needs torch._C._autograd's saved tensor hooks, which torch {torch.__version__} has not"
+            "; install a tested torch, as in docs/user/start.md"
         )
     kept, hooks = [], []
     while (pair := _top_hooks(False)) is not None:
@@ -297,7 +299,9 @@ def symmetric_memory() -> Any:
     try:
         return importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
-        raise Unsupported(f"GPUs share no memory: torch {torch.__version__} has no symmetric memory") from error
+        raise Unsupported(
+            f"GPUs share no memory: torch {torch.__version__} has no symmetric memory; choose another mode than peer"
+        ) from error
 
 
 def group_timeout(group: Any, device: torch.device) -> datetime.timedelta | None:

@@ -160,7 +160,10 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     require_instance("parallel", parallel, ExpertParallel)
     ranks, spec = parallel.ranks(), layer.spec
     if not hasattr(parallel.mesh, "get_group"):
-        raise InvalidInput(f"parallel.mesh must be a DeviceMesh for a layer, got {type(parallel.mesh).__name__}")
+        raise InvalidInput(
+            f"parallel.mesh must be a DeviceMesh for a layer, got {type(parallel.mesh).__name__}"
+            "; make one with init_device_mesh"
+        )
     linear = Placement.linear(spec.num_experts, ranks.size)
     placement = linear if placement is None else placement
     require_instance("placement", placement, Placement)
@@ -181,7 +184,9 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
             raise Unsupported(f"{name} cannot be had across ranks; leave it out of the layer")
     experts = layer._parts()["experts"]
     if experts.exchange is not None:
-        raise InvalidInput("layer must have all its experts here, got one that is shared out already")
+        raise InvalidInput(
+            "layer must have all its experts here, got one that is shared out already; share it out once"
+        )
     exchange, split = LayerExchange(parallel, placement, warns=parallel.gradient_divisor > 1), parallel.split
     matrices = {name: one.spec for name, one in experts.named_children()}
     require_splittable(spec.d_ff, matrices, split)
@@ -212,7 +217,10 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
             module.register_parameter(name, parameter)
         for name, array in list(module.named_buffers(recurse=False)):
             if array.shape[:1] != (spec.num_experts,):
-                raise Unsupported(f"experts.{name} must have a row for each expert, got {list(array.shape)}")
+                raise Unsupported(
+                    f"experts.{name} must have a row for each expert, got {list(array.shape)}"
+                    "; pass arrays that begin with the experts"
+                )
             module.register_buffer(name, shared_out(path or name, array))
     number = exchange.calls.layer = 1 + _numbers.get(ranks.group, 0) % (LAYERS - 1)
     _numbers[ranks.group] = number
@@ -263,7 +271,9 @@ def total_over_ranks(counts: torch.Tensor, parallel: ExpertParallel) -> torch.Te
     """Add integer counts over all ranks, such as `MoEAux.tokens_per_expert` for `MoE.update_correction_bias`."""
     require_instance("counts", counts, torch.Tensor)
     if counts.is_floating_point():
-        raise InvalidInput(f"counts must be integers, got {counts.dtype}: sums of others depend on the order")
+        raise InvalidInput(
+            f"counts must be integers, got {counts.dtype}: sums of others depend on the order; cast them to int64"
+        )
     return total_of(parallel.ranks("counts"), parallel.tensor_ranks("counts"), counts.clone(), "counts")
 
 

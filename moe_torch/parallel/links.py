@@ -229,7 +229,9 @@ def _all_to_all(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable
 def _between_gpus(make: Callable[[Ranks, int, torch.device], tuple[Callable[[], Any], torch.Tensor, int]]) -> Message:
     def message(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], int]:
         if device.type != "cuda":
-            raise Unsupported("stores to peers and loads are timed between GPUs alone: on a CPU they run in NumPy")
+            raise Unsupported(
+                "stores to peers and loads are timed between GPUs alone: on a CPU they run in NumPy; run it on GPUs"
+            )
         call, _, sent = make(ranks, size, device)
         return call, sent
 

@@ -71,7 +71,10 @@ class TritonKernelsEngine:
 
     def __init__(self) -> None:
         if not (use_gpu() and torch.cuda.is_available()):
-            raise Unsupported("upstream triton_kernels needs a CUDA GPU (and TRITON_INTERPRET unset), got none")
+            raise Unsupported(
+                "upstream triton_kernels needs a CUDA GPU (and TRITON_INTERPRET unset), got none"
+                "; run it on such a machine"
+            )
         self._upstream = _Upstream()
         self._device = torch.device("cuda", 0)
 

@@ -77,7 +77,9 @@ def use(
         reasons[Mxfp4GptOssExperts] = f"{path}: experts in mxfp4 are frozen; leave recompute and main_grad out"
     if reasons:
         kinds = "; ".join(reasons.values())
-        raise Unsupported(f"the experts of {type(model).__name__} must all run on Moebius, got {kinds}")
+        raise Unsupported(
+            f"the experts of {type(model).__name__} must all run on Moebius, got {kinds}; change what each reason names"
+        )
     if not ours and not frozen:
         raise InvalidInput(f"model must have experts, got a {type(model).__name__} with none; leave it as it is")
     # Raises before anything else changes.

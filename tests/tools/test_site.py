@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import ast
 import json
+import pathlib
 import re
 from typing import Any
 
 import pytest
 
 from tests.support.paths import ROOT
+from tools.site import errors, front
 from tools.site.links import linked_files, place_of, rewritten
-from tools.site.notebooks import FOLDER, as_markdown
+from tools.site.notebooks import FOLDER, as_markdown, links
 from tools.site.sections import LIKE, completed, with_sections
 
 PROSE = """Sizes of a layout: rows by expert.
@@ -87,7 +89,7 @@ def test_what_docstrings_leave_to_the_other_front_end_is_there() -> None:
 @pytest.mark.parametrize(
     ("path", "place"),
     [
-        ("README.md", "index.md"),
+        ("README.md", "readme.md"),
         ("docs/README.md", "contents.md"),
         ("docs/user/layers.md", "user/layers.md"),
         ("docs/tutorials/port_to_flax.ipynb", "tutorials/port_to_flax.md"),
@@ -109,17 +111,79 @@ def test_links_are_written_anew_and_broken_ones_found() -> None:
     )
     found, broken = rewritten("docs/user/layers.md", text, "user/layers.md", lambda place: True)
     assert found == (
-        "[a](../index.md#parity) [b](routing.md) ![c](../figures/x.svg) [d](https://d.org) [e](#e)\n"
+        "[a](../readme.md#parity) [b](routing.md) ![c](../figures/x.svg) [d](https://d.org) [e](#e)\n"
         '<img src="../figures/time-balanced.svg"> <a href="layers.html#f">f</a>\n```text\n[g](none.md)\n```\n'
     )
     assert broken == ["../figures/x.svg"]
-    _, broken = rewritten("docs/user/layers.md", text, "user/layers.md", lambda place: place != "index.md")
+    _, broken = rewritten("docs/user/layers.md", text, "user/layers.md", lambda place: place != "readme.md")
     assert broken == ["../../README.md#parity", "../figures/x.svg"]
 
 
 def test_linked_files_come_along() -> None:
     page = "[a](../../benchmarks/results/forward-h200.json) [b](layers.md) [c](../../examples/torch_layer.py)"
     assert linked_files("docs/user/performance.md", page) == {"benchmarks/results/forward-h200.json"}
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[errors.Message]:
+    return errors.messages(ROOT)
+
+
+def test_the_page_of_errors_has_every_message(messages: list[errors.Message]) -> None:
+    """Each text between quotes that the source raises, by a count of its own; each with an anchor and a subject."""
+    raised = r"raise (?:InvalidInput|Unsupported)\(\s*f?\"([^{}\"\\]{12,})"
+    sources = [path.read_text() for name in errors.PACKAGES for path in (ROOT / name).rglob("*.py")]
+    begins = {begin.rstrip() for source in sources for begin in re.findall(raised, source)}
+    texts = [message.text for message in messages]
+    assert len(begins) > 300 and not [begin for begin in begins if not any(begin in text for text in texts)]
+    assert len({message.anchor for message in messages}) == len(texts) > 1000
+    assert {message.subject for message in messages} == set(errors.SUBJECTS)
+
+
+def test_messages_say_what_to_do(messages: list[errors.Message]) -> None:
+    """Their last part is the fix, or the message of another error."""
+    without = [message for message in messages if "; " not in message.text and not message.is_reason]
+    passed_on = re.compile(r"\{(error|problem|reason)\}|TopKWeightAndReduceContiguous for example$")
+    assert not [message.text for message in without if not passed_on.search(message.text)]
+
+
+def test_messages_are_read_as_they_are_written(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in errors.PACKAGES:
+        (tmp_path / name).mkdir()
+    source = """
+def require_even(name, value, optional=False):
+    if value % 2:
+        raise InvalidInput(f"{name} must be even{' or None' if optional else ''}, got {value!r}; add " "one")
+def why_not(x):
+    return None if x else f"{x.shape[0]} rows are too many"
+def run():
+    require_even("rows", 3)
+    raise Unsupported("no <such> thing; leave it out")
+"""
+    (tmp_path / "moe_core" / "checks.py").write_text(source)
+    even, no, reason = errors.messages(tmp_path)
+    assert even.text == "{name} must be even[ or None], got {value}; add one" and even.names == ("rows",)
+    assert no.kind == "Unsupported" and reason.is_reason and reason.text == "{shape} rows are too many"
+    text = errors.page(tmp_path)
+    assert (
+        f'id="{no.anchor}"' in text and "no &lt;such&gt; thing</code>" in text and "<b>Fix</b>: leave it out." in text
+    )
+    assert errors.main(["must", "be", "row-major", "contiguous"]) == 0 and "contiguous first" in capsys.readouterr().out
+    assert errors.main(["zzz"]) == 1
+
+
+def test_notebooks_open_where_the_repository_is_known() -> None:
+    page = "docs/tutorials/port_to_flax.md"
+    assert links(page, {}) == links(page, {"MOEBIUS_REPOSITORY": "https://other.org/a"}) != ""
+    known = links(page, {"MOEBIUS_REPOSITORY": "https://github.com/a/b", "MOEBIUS_REVISION": "v1"})
+    assert "(https://colab.research.google.com/github/a/b/blob/v1/docs/tutorials/port_to_flax.ipynb)" in known
+    assert "git+https://github.com/a/b@v1" in known
+
+
+def test_the_front_page_is_the_readme() -> None:
+    text = front.page((ROOT / "README.md").read_text())
+    assert "from moe_torch import MoE" in text and "from moe_jax.nnx import MoE" in text and "$ moe-parity" in text
+    assert "# needs" not in text and "Mixture-of-Experts layers for PyTorch and JAX" in text
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -6,7 +6,6 @@ MOEBIUS_BROWSER=1 fails where there is no browser, instead of skipping.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,36 +14,11 @@ import pytest
 
 from moe_core.view.page import plan_page, report_page, trace_page, write_page
 from tests.support.view import REPORT, a_plan, a_trace, changed
-from tools.browser import BROWSER, Page
+from tests.support.view.browser import CONTRAST, NAMELESS, NO_BAR, needs_browser
+from tools.browser import Page
 
-pytestmark = pytest.mark.skipif(
-    BROWSER is None and os.environ.get("MOEBIUS_BROWSER") != "1", reason="there is no Chromium here"
-)
+pytestmark = needs_browser
 READY = "document.getElementById('main')?.getAttribute('aria-busy') === 'false'"
-NO_BAR = "document.documentElement.scrollWidth <= innerWidth"
-#: Contrast of text with its background (WCAG 2.1): the least of all elements with text of their own.
-CONTRAST = """(() => {
-  const parts = (text) => text.match(/[\\d.]+/g).map(Number);
-  const linear = (c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-  const light = (color) => [0.2126, 0.7152, 0.0722].reduce((sum, part, i) => sum + part * linear(color[i] / 255), 0);
-  const under = (node) => {
-    for (; node; node = node.parentElement) {
-      const color = parts(getComputedStyle(node).backgroundColor);
-      if (color.length < 4 || color[3] === 1) return color;
-    }
-    return [255, 255, 255];
-  };
-  const text = (node) => [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim());
-  const speaks = (node) => node.offsetParent && text(node);
-  const contrast = (node) => {
-    const pair = [light(parts(getComputedStyle(node).color)), light(under(node))].sort((a, b) => b - a);
-    return (pair[0] + 0.05) / (pair[1] + 0.05);
-  };
-  return Math.min(...[...document.querySelectorAll('body *')].filter(speaks).map(contrast));
-})()"""
-#: Controls without a name.
-NAMELESS = """[...document.querySelectorAll('button, input, canvas.pick, svg[role], [role=region]')].filter(
-  (node) => !(node.textContent.trim() || node.getAttribute('aria-label') || node.labels?.length)).length"""
 SEARCH = """(() => {
   const box = document.querySelector('#layer input[type=search]');
   box.value = 'word7';

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import posixpath
 import re
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-from tools.site import notebooks, reference
+from tools.site import errors, front, notebooks, reference
 from tools.site.links import PAGES, PLACES, ROOT, linked_files, place_of, rewritten
 
 log = logging.getLogger("mkdocs.hooks.site")
@@ -26,7 +27,9 @@ _LOST = re.compile(r"<p>(?:[^<]|<(?!/p>))*?\n(?:[-*] |\d+\. |\|)")
 
 
 def on_config(config: Any) -> Any:
-    """Fill the parts of the navigation that follow from files."""
+    """Fill the parts of the navigation that follow from files; with `mike`, offer the versions."""
+    if os.environ.get("MIKE_DOCS_VERSION"):
+        config.extra["version"] = {"provider": "mike", "default": "latest"}
     examples = [f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))]
     api = [*(f"api/{name}.md" for name in reference.MODULES), reference.SHARED]
     more = {"API": api, "Examples": examples}
@@ -59,11 +62,10 @@ def on_files(files: Files, config: Any) -> Files:
     if moved is not None:
         files.remove(moved)
     made = {PLACES.get(name, f"repository/{name}"): (ROOT / name).read_text() for name in (*PLACES, *PAGES)}
-    made |= example_pages() | reference.pages(ROOT)
+    made |= example_pages() | reference.pages(ROOT) | {"errors.md": errors.page(ROOT)}
+    made["index.md"] = front.page((ROOT / "README.md").read_text())
+    made["site.css"] = (ROOT / "tools/site/site.css").read_text()
     for path in sorted((ROOT / "docs").rglob("*.ipynb")):
-        found = files.get_file_from_path(path.relative_to(ROOT / "docs").as_posix())
-        if found is not None:
-            files.remove(found)
         made[place_of(str(path.relative_to(ROOT)))] = notebooks.as_markdown(path)
     for place, text in made.items():
         files.append(File.generated(config, place, content=text))
@@ -102,6 +104,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     text, broken = rewritten(origin, markdown, place, lambda target: files.get_file_from_path(target) is not None)
     for link in broken:
         log.warning("%s links to %s, which is not in the site", origin, link)
+    if (ROOT / origin).with_suffix(".ipynb").exists():
+        text = text.replace("\n\n", f"\n\n{notebooks.links(origin, os.environ)}\n\n", 1)
     return text
 
 
@@ -111,3 +115,13 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
         for match in _LOST.finditer(html):
             log.warning("%s has a list or table without an empty line before it: %.80r", page.file.src_uri, match[0])
     return html
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Give the theme's search a name, which screen readers say."""
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
+
+
+on_post_template = on_post_page  # of the page for what is not there

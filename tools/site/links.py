@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Page of the repository -> page of the site, where the path is another one.
-PLACES = {"README.md": "index.md", "docs/README.md": "contents.md"}
+PLACES = {"README.md": "readme.md", "docs/README.md": "contents.md"}
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
 _FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")

@@ -15,7 +15,7 @@ import difflib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,19 @@ def as_markdown(path: Path) -> str:
         text = printed(cell).rstrip()
         parts += [f"```text\n{text}\n```"] if text else []
     return "\n\n".join(parts) + "\n"
+
+
+def links(page: str, environment: Mapping[str, str]) -> str:
+    """Links that open a tutorial: its file, and Colab where the repository's address on GitHub is known."""
+    path = Path(page).with_suffix(".ipynb")
+    found, revision = f"[Download the notebook]({path.name}).", environment.get("MOEBIUS_REVISION") or "main"
+    repository = environment.get("MOEBIUS_REPOSITORY", "").rstrip("/")
+    name = repository.removeprefix("https://github.com/")
+    if name == repository:
+        return found
+    colab = f"https://colab.research.google.com/github/{name}/blob/{revision}/{path}"
+    command = f"!pip install 'moebius[all] @ git+{repository}@{revision}'"
+    return f"{found} [Open it in Colab]({colab}), and run `{command}` first."
 
 
 def executed(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import griffe
@@ -27,6 +28,44 @@ MODULES = {
     "moe_core.parity": "Comparing implementations",
 }
 SHARED = "api/shared.md"
+#: Part of the screen -> how the paths of its names look; the first that fits counts.
+SCREEN = {
+    "Several devices": r"\w+\.parallel\.|moe_\w+\.layers\.(parallel|listed|rebalance|placed|sharded|axes)",
+    "Traces": r"moe_\w+\.trace\.",
+    "transformers": r"moe_torch\.transformers",
+    "Parity": r"moe_core\.parity",
+    "Checkpoints": r"moe_core\.checkpoint",
+    "Quantised experts": r"moe_core\.formats|moe_\w+\.quantize|moe_jax\.layers\.qwix",
+    "Specs of layers": r"moe_core\.layers",
+    "Layers": r"moe_torch\.layers|moe_jax\.(layers|nnx|linen)",
+    "Ops": r"moe_\w+\.(ops|rows|grouped|launcher|warmup)",
+    "Specs and operands of ops": r"moe_core\.specs",
+    "Arrays, platforms, errors": r"",
+}
+#: In which order they stand there.
+ORDER = ("Layers", "Ops", "Specs of layers", "Specs and operands of ops", *SCREEN)
+
+
+def screen(names: dict[str, str]) -> str:
+    """Every name as a link, by layer, op and spec. names: path -> name."""
+    parts: dict[str, dict[str, list[str]]] = {}
+    for path, name in names.items():
+        part = next(part for part, pattern in SCREEN.items() if re.match(pattern, path))
+        package = next((label for start, label in _LABELS.items() if path.startswith(start)), "")
+        parts.setdefault(part, {}).setdefault(name, []).append(f"[{package or f'`{name}`'}][{path}]")
+    cells = []
+    for part in dict.fromkeys(ORDER):
+        entries = [
+            links[0] if links[0].startswith("[`") else f"`{name}` <small>{' '.join(links)}</small>"
+            for name, links in sorted(parts.get(part, {}).items(), key=lambda one: one[0].lower())
+        ]
+        cells.append(f"<div markdown>\n\n## {part}\n\n{' · '.join(entries)}\n\n</div>")
+    return "\n".join(['<div class="screen" markdown>', *cells, "</div>"])
+
+
+_LABELS = {"moe_torch": "torch", "moe_jax.nnx": "NNX", "moe_jax.linen": "Linen", "moe_jax": "JAX"}
+#: Of the ranks of `shown_first`.
+_TITLES = ("## Layers", "## Layers", "## Ops", "## Ops", "## More")
 
 
 def shown_first(path: str) -> tuple[int, str]:
@@ -53,7 +92,7 @@ def pages(root: Path) -> dict[str, str]:
     shared: dict[str, str] = {}
     # An object has one place, the module that is named first here; others link to it.
     seen: set[str] = set()
-    found = {}
+    found, on_screen = {}, {}
     for name in sorted(MODULES, key=lambda name: not name.startswith("moe_core")):
         package, _, inside = name.partition(".")
         module = packages[package][inside] if inside else packages[package]
@@ -67,6 +106,8 @@ def pages(root: Path) -> dict[str, str]:
                 # A name that an assignment of several gives, such as the formats' constants.
                 constants.append(f"`{member}`")
                 continue
+            if ".modular" not in name:
+                on_screen.setdefault(path, member)
             if package != "moe_core" and path.startswith("moe_core.") and path not in seen:
                 shared.setdefault(path, f"{name}.{member}")
             if path in seen or path in shared:
@@ -81,16 +122,18 @@ def pages(root: Path) -> dict[str, str]:
         ]
         text += [f"Shared with the other front-end, or of the core: {', '.join(others)}."] if others else []
         text += [f"Constants: {', '.join(constants)}."] if constants else []
-        found[f"api/{name}.md"] = "\n\n".join(
-            [*text, "## Members", *(own[path] for path in sorted(own, key=shown_first))]
-        )
+        for path in sorted(own, key=shown_first):
+            title = _TITLES[shown_first(path)[0]]
+            text += [title] if title not in text else []
+            text.append(own[path])
+        found[f"api/{name}.md"] = "\n\n".join(text)
     blocks = [f"::: {public}\n" for _, public in sorted(shared.items(), key=lambda entry: shown_first(entry[0]))]
     intro = "What both front-ends take and return: import these names from `moe_torch`, `moe_jax` or their modules."
     found[SHARED] = "\n\n".join(["# Shared specs and data", intro, *blocks])
     rows = [f"| [{name}]({name}.md) | {title} |" for name, title in MODULES.items()]
     rows.append(f"| [shared]({Path(SHARED).name}) | Specs, operands, results and errors of both front-ends |")
     table = "\n".join(["| module | what it holds |", "|---|---|", *rows])
-    intro = "For readers who know what they look for. The pages are made of the docstrings. A short way to a layer:"
-    example = "```python\nimport torch\nfrom moe_torch import MoE\n\ny = MoE(64, 96, 8, 2)(torch.randn(4, 64))\n```"
-    found["api/index.md"] = "\n\n".join(["# API reference", intro, example, table])
+    intro = "All names on one screen, from layers over ops to specs. torch and JAX link to each front-end's page."
+    head = "---\nhide: [navigation, toc]\n---\n# API"
+    found["api/index.md"] = "\n\n".join([head, intro, screen(on_screen), "## Modules", table])
     return found

@@ -72,7 +72,10 @@ def _validate(operands: ExpertActivationOperands, activation: Activation, order:
         require_spec("row_of_slot", row_of_slot, ("num_tokens * top_k",), "int32")
         slots = row_of_slot.shape[0]
         if order == "slot" and slots != rows:
-            raise InvalidInput(f"d_hidden must have a row per slot for order='slot', got {rows} for {slots} slots")
+            raise InvalidInput(
+                f"d_hidden must have a row per slot for order='slot', got {rows} for {slots} slots"
+                "; pass a row for each slot"
+            )
     elif order == "slot":
         raise InvalidInput("row_of_slot must be given for order='slot', got None; pass it or use order='row'")
     if operands.row_weight is not None:

@@ -52,7 +52,10 @@ def check_operands(operands: MatmulOperands, layout: LayoutSpec | None, spec: Ma
     if weight_n < 1 or num_layers < 1:
         raise InvalidInput(f"weight must have no empty axis, got {weight_shape}; pass the full array")
     if d * weight_n >= INT32_LIMIT:
-        raise Unsupported(f"one expert's weight must have fewer than 2**31 elements, got {d} x {weight_n}")
+        raise Unsupported(
+            f"one expert's weight must have fewer than 2**31 elements, got {d} x {weight_n}"
+            "; split the experts with a tensor axis"
+        )
     if isinstance(x, QuantizedTensor) and x.format.element == "int8" and d * _INT8_PRODUCT >= INT32_LIMIT:
         raise Unsupported(
             f"d must be below {INT32_LIMIT // _INT8_PRODUCT} for products of int8 with int8, whose sums fill 32 bits, "

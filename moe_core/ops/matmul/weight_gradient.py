@@ -82,7 +82,9 @@ def _validate(
     left = _columns("left_columns", operands.left, spec.left_columns)
     right = _columns("right_columns", operands.right, spec.right_columns)
     if left[1] * right[1] >= INT32_LIMIT:
-        raise Unsupported(f"one weight must have fewer than 2**31 elements, got {left[1]} x {right[1]}")
+        raise Unsupported(
+            f"one weight must have fewer than 2**31 elements, got {left[1]} x {right[1]}; split the weight"
+        )
     if operands.row_weight is not None:
         weight: ArraySpec = operands.row_weight
         if layout is None or spec.bias_side is None:

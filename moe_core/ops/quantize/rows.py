@@ -60,7 +60,10 @@ def plan_quantize_rows(
             "quantiser is moe_core.ops.quantize.reference.quantize, in NumPy"
         )
     if format.group_rows is None and format.group_columns is not None:
-        raise Unsupported(f"format must not share scales over all rows but not over all columns, got {format.name}")
+        raise Unsupported(
+            f"format must not share scales over all rows but not over all columns, got {format.name}"
+            "; use a format with scales for both or neither"
+        )
     if x.shape[1] < 1:
         raise InvalidInput(f"x must have at least one column, got {x.shape}; pass a wider array")
     shapes = quantized_shapes(QuantizedSpec(format), x.shape)

@@ -88,7 +88,9 @@ def to_upstream(value: Any, package: str = "triton_kernels") -> Any:
             return target(value.data)
         if isinstance(value, matmul_ogs.FnSpecs):
             if value.fn not in (None, swiglu.swiglu_fn):
-                raise Unsupported(f"{value.name!r} has no counterpart in {package}, which has that of swiglu_fn")
+                raise Unsupported(
+                    f"{value.name!r} has no counterpart in {package}, which has that of swiglu_fn; pass swiglu_fn"
+                )
             fn = None if value.fn is None else _upstream_class(package, "swiglu", "swiglu_fn")
             return dataclasses.replace(_rebuilt(dataclasses.replace(value, fn=None), target, convert), fn=fn)
         return _rebuilt(value, target, convert)

@@ -39,7 +39,7 @@ class StridedLayout(Layout):
     def order(self, rank: int) -> list[int]:
         """Axes of a tensor of a rank, from stride 1 on."""
         if not -rank <= self.major_dim < rank:
-            raise InvalidInput(f"major_dim must be an axis of a tensor of rank {rank}, got {self.major_dim}")
+            raise InvalidInput(f"major_dim must be an axis of a tensor of rank {rank}, got {self.major_dim}; name one")
         axes = list(range(rank))[::-1]
         index = axes.index(self.major_dim % rank)
         axes[0], axes[index] = axes[index], axes[0]

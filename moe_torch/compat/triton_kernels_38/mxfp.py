@@ -91,5 +91,7 @@ def per_matrix(name: str, scale: torch.Tensor, shape: torch.Size) -> torch.Tenso
     if scale.numel() == 1:
         return scale.reshape(())
     if len(shape) != 3 or tuple(scale.shape) != (shape[0],):
-        raise InvalidInput(f"{name} must be [1], or one per matrix of {list(shape)}, got {list(scale.shape)}")
+        raise InvalidInput(
+            f"{name} must be [1], or one per matrix of {list(shape)}, got {list(scale.shape)}; reshape it"
+        )
     return scale[:, None, None]

@@ -157,7 +157,7 @@ def require_output(
 ) -> None:
     """Refuse types of results that we lack, and scales that have no meaning for them."""
     if not microscaled and dtype not in (*_FP8, *_PLAIN):
-        raise Unsupported(f"results must be bf16, fp16, fp32 or fp8, got {dtype}: there are no others")
+        raise Unsupported(f"results must be bf16, fp16, fp32 or fp8, got {dtype}: there are no others; choose one")
     if flex.dtype not in (None, dtype):
         raise InvalidInput(f"{name}.dtype must be None or the result's {dtype}, got {flex.dtype}; leave it out")
     if flex.checksum_scale is not None:

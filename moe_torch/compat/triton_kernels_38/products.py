@@ -245,5 +245,7 @@ def _plain(operand: Operand, axis: int) -> torch.Tensor:
     if operand.scale is not None:
         return upcast_from_mxfp(data, memory_of(operand.scale_name, operand.scale), torch.bfloat16, axis)
     if data.dtype == torch.uint8:
-        raise InvalidInput(f"{operand.name} must have its scales in {operand.scale_name} where it is bytes, got None")
+        raise InvalidInput(
+            f"{operand.name} must have its scales in {operand.scale_name} where it is bytes, got None; pass them"
+        )
     return data.to(torch.bfloat16) if data.itemsize == 1 else data

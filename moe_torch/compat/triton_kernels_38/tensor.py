@@ -219,7 +219,9 @@ def convert_layout(tensor: Tensor, layout: Layout, **layout_transformation_kwarg
     if packed != major:
         codes = torch.stack((data & 15, data >> 4), -1).movedim(-1, packed + 1).flatten(packed, packed + 1)
         if codes.shape[major] % 2:
-            raise InvalidInput(f"tensor must have an even axis {major} for two codes to a byte, got {tensor.shape}")
+            raise InvalidInput(
+                f"tensor must have an even axis {major} for two codes to a byte, got {tensor.shape}; pad it"
+            )
         low, high = codes.unflatten(major, (-1, 2)).unbind(major + 1)
         data = low | (high << 4)
     memory = data.permute(*reversed(order)).contiguous()

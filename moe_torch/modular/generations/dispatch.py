@@ -201,7 +201,10 @@ def _require_served(
         if argument not in apply.taken:
             raise InvalidInput(f"apply of {name} must take {argument}, got {', '.join(sorted(apply.taken))}; add it")
     if experts.is_monolithic():
-        raise Unsupported(f"fused_experts must take topk_ids and topk_weights, got {name}, which routes by itself")
+        raise Unsupported(
+            f"fused_experts must take topk_ids and topk_weights, got {name}, which routes by itself"
+            "; pass experts that take them"
+        )
     if getattr(experts, "consumes_expert_mask", False):
         raise Unsupported(
             f"consumes_expert_mask of {name} must be False, as expert_map holds local ids, got True; read the map"

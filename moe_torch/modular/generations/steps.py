@@ -98,7 +98,10 @@ def run_step(step: Step, tokens: Tokens, destination: torch.Tensor | None, chunk
     if all(isinstance(result, torch.Tensor) for result in results) and not any(written):
         return torch.cat(results)
     if any(isinstance(result, torch.Tensor) for result in results):
-        raise InvalidInput(f"apply of {type(experts).__name__} must do with all chunks alike, got results of two kinds")
+        raise InvalidInput(
+            f"apply of {type(experts).__name__} must do with all chunks alike, got results of two kinds"
+            "; return the same kind for each"
+        )
     return results
 
 

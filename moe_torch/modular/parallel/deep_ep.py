@@ -107,10 +107,14 @@ class _OnBuffer(InHalves):
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             raise Unsupported("a1 and topk_weights must need no gradient: DeepEP has none; call under torch.no_grad()")
         if ids.shape[0] != len(x):
-            raise InvalidInput(f"topk_ids must have a row for each of the {len(x)} tokens of a1, got {list(ids.shape)}")
+            raise InvalidInput(
+                f"topk_ids must have a row for each of the {len(x)} tokens of a1, got {list(ids.shape)}"
+                "; route the same tokens"
+            )
         if ids.shape[1] > self.most_choices:
             raise Unsupported(
                 f"topk must be at most {self.most_choices}, which DeepEP has room for, got {ids.shape[1]}"
+                "; make the object with more choices"
             )
         if self.use_fp8_dispatch and x.shape[1] % 128:
             raise Unsupported(

@@ -136,7 +136,9 @@ class AcrossRanks(InHalves):
         if exchange.mode != self.mode:
             raise InvalidInput(f"exchange.mode must be {self.mode!r} for {name}, got {exchange.mode!r}; leave it out")
         if exchange.on_overflow == "drop":
-            raise Unsupported(f"exchange.on_overflow must be 'error' for {name}, which has nobody to tell, got 'drop'")
+            raise Unsupported(
+                f"exchange.on_overflow must be 'error' for {name}, which has nobody to tell, got 'drop'; pass 'error'"
+            )
         if placement.num_ranks != ranks.size:
             raise InvalidInput(
                 f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"

@@ -56,7 +56,10 @@ def adapt(cls: type, *configs: Any, **options: Any) -> Any:
         reason = "exchanges tokens between ranks, for which vLLM has its classes"
     elif issubclass(cls, FusedMoEExperts):
         reason = "is abstract" if inspect.isabstract(cls) else "takes the router's logits"
-    raise Unsupported(f"cls must be experts, or prepare and finalize of one device, got {cls.__name__}, which {reason}")
+    raise Unsupported(
+        f"cls must be experts, or prepare and finalize of one device, got {cls.__name__}, which {reason}"
+        "; pass another class"
+    )
 
 
 @functools.cache

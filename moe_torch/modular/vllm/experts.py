@@ -150,7 +150,10 @@ class AdaptedExperts(_Base):
         ids, num_experts, meta = as_ids(call.topk_ids), call.w1.shape[0], call.expert_tokens_meta
         call = call._replace(topk_ids=ids, topk_weights=as_weights(call.topk_weights, ids))
         if getattr(meta, "rank_expert_offset", None) is not None:
-            raise Unsupported("expert_tokens_meta.rank_expert_offset must be None, as ids must be global, got a number")
+            raise Unsupported(
+                "expert_tokens_meta.rank_expert_offset must be None, as ids must be global, got a number"
+                "; pass global ids"
+            )
         if self._is_batched():
             # The tokens are placed already, and vLLM may count the experts of all ranks.
             assert meta is not None, "batched tokens have counts"

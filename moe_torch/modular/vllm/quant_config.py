@@ -58,7 +58,9 @@ def quant_config_of(quant_config: Any) -> FusedMoEQuantConfig:
     for name in (*_UNREAD, *(() if scheme == "nvfp4_w4a16" else _ALPHAS)):
         value = getattr(quant_config, name)
         if isinstance(value, torch.Tensor) or value:
-            raise Unsupported(f"quant_config.{name} must not be set, as {scheme} here does not have it, got a value")
+            raise Unsupported(
+                f"quant_config.{name} must not be set, as {scheme} here does not have it, got a value; leave it out"
+            )
     block, per_token = _block(scheme, w1.shape), scheme in _W8A8 and quant_config.per_act_token_quant
     if scheme in _W8A8 and block is None:
         _require_granularity("w1_scale", w1.scale, per_token)

@@ -61,7 +61,9 @@ def memory_of(name: str, array: Any) -> torch.Tensor:
                     f"{[*array.data.shape]}: no kernel reads a part; slice the memory"
                 )
         elif bitwidth(array.dtype) != 8 * array.data.itemsize:
-            raise Unsupported(f"{name} must have elements of torch or FP4, got {array.dtype}: no kernel reads others")
+            raise Unsupported(
+                f"{name} must have elements of torch or FP4, got {array.dtype}: no kernel reads others; convert it"
+            )
         elif any(isinstance(size, torch.Tensor) for size in array.shape) or list(array.shape) != [*array.data.shape]:
             raise Unsupported(
                 f"{name} must have the sizes of its memory, got {array.shape} in {[*array.data.shape]}: no kernel "
@@ -120,6 +122,7 @@ def rows_of(x: Operand, out_dtype: torch.dtype | None) -> torch.Tensor | Quantiz
         raise Unsupported(
             f"precision_config.out_dtype must be bf16, fp16 or fp32 where {name} is quantised, got None, which means "
             f"its dtype, {data.dtype}: there are no such results"
+            "; name one"
         )
     if scale is not None:
         return _microscaled(x, data.mT, data, "out_in", of_rows=True)
@@ -141,7 +144,10 @@ def _microscaled(
     name = operand.name
     format = {torch.uint8: MXFP4, _FP8: MXFP8}.get(data.dtype)
     if format is None:
-        raise Unsupported(f"{name} must be mxfp4 (bytes) or fp8 e4m3 where it has microscales, got {data.dtype}")
+        raise Unsupported(
+            f"{name} must be mxfp4 (bytes) or fp8 e4m3 where it has microscales, got {data.dtype}"
+            "; quantise it to one of them"
+        )
     if format is MXFP4 and layout != "out_in":
         raise Unsupported(
             f"{name} must have two mxfp4 codes of neighbours along K in a byte and K contiguous (stride(-2) == 1), got "
@@ -230,7 +236,9 @@ def _per_tensor(operand: Operand, data: torch.Tensor, shape: tuple[int, ...]) ->
 def _require_unscaled(operand: Operand, data: torch.Tensor) -> None:
     name, flex = operand.name, operand.flex
     if data.dtype == torch.uint8:
-        raise InvalidInput(f"{name} must have its scales in {operand.scale_name} where it is bytes, got None")
+        raise InvalidInput(
+            f"{name} must have its scales in {operand.scale_name} where it is bytes, got None; pass them"
+        )
     if data.dtype == torch.float8_e5m2:
         raise Unsupported(f"{name} must be e4m3 where it is fp8, got e5m2, which has no kernel; convert it")
     if flex.scale is not None or flex.dtype not in (None, data.dtype):

@@ -68,7 +68,7 @@ def downcast(
             "leave it out for ROUND_UP"
         )
     if out_quant_type not in _LARGEST:
-        raise Unsupported(f"out_quant_type must be one of {_TYPES}, got {out_quant_type}")
+        raise Unsupported(f"out_quant_type must be one of {_TYPES}, got {out_quant_type}; choose one")
     _require_dtype("src_tensor", src_tensor.dtype)
     axis = _axis(axis, src_tensor)
     columns = src_tensor.shape[axis]
@@ -94,7 +94,7 @@ def upcast_from_mxfp(tensor: torch.Tensor, scale: torch.Tensor, target_dtype: to
     Raises InvalidInput, and Unsupported for elements other than mxfp4 (bytes) and fp8.
     """
     if tensor.dtype not in _LARGEST:
-        raise Unsupported(f"tensor must be of one of {_TYPES}, got {tensor.dtype}")
+        raise Unsupported(f"tensor must be of one of {_TYPES}, got {tensor.dtype}; cast it")
     _require_dtype("target_dtype", target_dtype)
     axis = _axis(axis, tensor)
     values = tensor.transpose(axis, -1)
@@ -153,5 +153,7 @@ def _require_dtype(name: str, dtype: torch.dtype) -> None:
 
 def _axis(axis: int, tensor: torch.Tensor) -> int:
     if tensor.ndim < 2 or not -tensor.ndim <= axis < tensor.ndim:
-        raise InvalidInput(f"axis must be one of a tensor of at least 2, got {axis} of {list(tensor.shape)}")
+        raise InvalidInput(
+            f"axis must be one of a tensor of at least 2, got {axis} of {list(tensor.shape)}; name one of its axes"
+        )
     return axis % tensor.ndim
