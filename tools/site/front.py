@@ -8,9 +8,11 @@ import textwrap
 WAYS = (
     ("Run a layer", "Install, and a first call in every framework.", "user/start.md"),
     ("Train", "In torch and Flax: gradients, memory, losses, LoRA.", "user/training.md"),
+    ("Watch", "Load, entropy and dead experts while it trains.", "user/watch.md"),
     ("Port a model", "From torch to Flax, and a proof that both are equal.", "tutorials/port_to_flax.md"),
     ("Serve", "fp8, int8, int4 and mxfp4 experts, several GPUs.", "user/quantization.md"),
     ("Look inside", "Routing, parity and plans as pictures.", "user/view.md"),
+    ("Choose", "Format, GPUs and parallelism of your model.", "user/choosing.md"),
     ("Find a name", "The API on one screen.", "api/index.md"),
     ("Cure an error", "Every message with its fix.", "errors.md"),
     ("Cure a symptom", "Slow, NaN, out of memory, hangs.", "user/troubleshooting.md"),

@@ -85,7 +85,9 @@ def quant_config_of(quant_config: Any) -> FusedMoEQuantConfig:
 def _block(scheme: str | None, shape: Any) -> tuple[int, int] | None:
     """Rows and columns of a group of weights. None: a scale per tensor or per row."""
     if scheme == "mxfp8" and shape is not None and tuple(shape) != _MXFP8_BLOCK:
-        raise Unsupported(f"quant_config.block_shape must be {list(_MXFP8_BLOCK)} for mxfp8, got {list(shape)}")
+        raise Unsupported(
+            f"quant_config.block_shape must be {list(_MXFP8_BLOCK)} for mxfp8, got {list(shape)}; quantise so"
+        )
     if shape is None or shape[1] == -1 or scheme not in (*_W8A8, *_GROUPED, "fp8_w8a16"):
         return None
     if scheme in _GROUPED:
