@@ -9,11 +9,12 @@ from moe_jax.autodiff.moe import SAVED_NAMES
 from moe_jax.bridge.dlpack import from_dlpack
 from moe_jax.bridge.placement import replicated
 from moe_jax.bridge.platforms import cpu_engine, export_target, load_plans
+from moe_jax.buckets import export_buckets, load_buckets
 from moe_jax.ops import *  # noqa: F403 - its `__all__`
 from moe_jax.warmup import warmup
 
 __all__ = [
-    "SAVED_NAMES", "InvalidInput", "Target", "Unsupported", "__version__", "cpu_engine", "export_plans",
-    "export_target", "from_dlpack", "load_plans", "replicated", "warmup",
+    "SAVED_NAMES", "InvalidInput", "Target", "Unsupported", "__version__", "cpu_engine", "export_buckets",
+    "export_plans", "export_target", "from_dlpack", "load_buckets", "load_plans", "replicated", "warmup",
 ]  # fmt: skip
 __all__ += ops.__all__

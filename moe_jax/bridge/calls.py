@@ -179,8 +179,7 @@ def _spec(name: str, shape: tuple[int, ...], dtype: Any) -> ArraySpec:
     if not all(isinstance(size, int) for size in shape):
         raise Unsupported(
             f"{name} has the symbolic shape {shape}, and plans need numbers: grids and scratch memory are sized while "
-            "tracing; export one program per shape, and pad tokens up to the next one with a token_mask that is False "
-            "for them"
+            "tracing; export a program for each of a few numbers of tokens with moe_jax.export_buckets, which pads"
         )
     try:
         return ArraySpec(shape, dtype)

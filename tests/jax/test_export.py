@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ def test_export_for_an_unplanned_platform_is_refused(platform: str) -> None:
 def test_symbolic_shapes_are_refused() -> None:
     (tokens,) = export.symbolic_shape("tokens")
     shapes = jax.ShapeDtypeStruct((tokens, 4), jnp.float32), jax.ShapeDtypeStruct((tokens, 1), jnp.float32)
-    message = r"x has the symbolic shape \(tokens, 4\), .*one program per shape"
+    message = r"x has the symbolic shape \(tokens, 4\), .*with moe_jax.export_buckets, which pads"
     with running_on("reference"), pytest.raises(moe_jax.Unsupported, match=message):
         export.export(jax.jit(moe_jax.scale_rows), disabled_checks=ALLOWED)(*shapes)
 
@@ -202,3 +203,87 @@ def test_a_program_runs_whose_plan_was_forgotten(monkeypatch: pytest.MonkeyPatch
         for module, name in ((ffi, "_runnable"), (plans, "_plans"), (prepare, "_prepared")):
             monkeypatch.setattr(module, name, Recent())
         np.testing.assert_array_equal(forward(x, weights), expected)
+
+
+RUN_BUCKETS = """
+import sys
+import numpy as np, jax, jax.numpy as jnp
+import moe_jax
+program = moe_jax.load_buckets(sys.argv[1])
+given = dict(np.load(sys.argv[2]))
+parameters = {name: jnp.asarray(given[name]) for name in ("wi_0", "wi_1", "wo")} | {"gate": {"kernel": given["gate"]}}
+y, aux = program(parameters, given["x"])
+slope = jax.grad(lambda parameters: program(parameters, given["x"])[0].sum())(parameters)["wo"]
+np.savez(sys.argv[3], y=y, counts=aux.tokens_per_expert, loss=aux.load_balance_loss, slope=slope)
+"""
+
+
+def test_buckets_in_one_file_pad_and_run_in_another_process(tmp_path: pathlib.Path) -> None:
+    from moe_jax import layers
+
+    spec = layers.MoELayerSpec(8, 12, 4, 2)
+    parameters = layers.initialize(spec, jax.random.key(0))
+
+    def function(parameters: Any, x: jax.Array, token_mask: jax.Array) -> Any:
+        return layers.forward(parameters, x, spec, token_mask=token_mask, return_aux=True)
+
+    rows = jax.ShapeDtypeStruct(export.symbolic_shape("tokens, 8"), jnp.float32)
+    with running_on("reference"):
+        path = tmp_path / "program.zip"
+        assert moe_jax.export_buckets(function, parameters, rows, tokens=(16, 4), path=path, vjp_order=1) == (4, 16)
+        program = moe_jax.load_buckets(path)
+        for count in (0, 1, 4, 5, 16):
+            x = jax.random.normal(jax.random.key(count), (count, 8))
+            y, aux = program(parameters, x)
+            wanted, other = layers.forward(parameters, x, spec, return_aux=True)
+            np.testing.assert_allclose(y, wanted, atol=1e-5)
+            np.testing.assert_array_equal(aux.ids, other.ids)
+            np.testing.assert_allclose(aux.load_balance_loss, other.load_balance_loss, rtol=1e-5)
+        jitted = jax.jit(program)(parameters, x)
+        np.testing.assert_array_equal(jitted[0], y)
+        x = x[:7]
+        named = {name: parameters[name] for name in ("wi_0", "wi_1", "wo")} | {"gate": parameters["gate"]["kernel"]}
+        np.savez(tmp_path / "in.npz", x=x, **named)
+        wanted, aux = layers.forward(parameters, x, spec, return_aux=True)
+        slope = jax.grad(lambda parameters: layers.forward(parameters, x, spec).sum())(parameters)["wo"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    files = (str(tmp_path / name) for name in ("program.zip", "in.npz", "out.npz"))
+    command = [sys.executable, "-c", RUN_BUCKETS, *files]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = np.load(tmp_path / "out.npz")
+    for name, value in {"y": wanted, "slope": slope, "counts": aux.tokens_per_expert}.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)
+    with pytest.raises(moe_jax.InvalidInput, match=r"one number of tokens, at most 16, got \[17\]; split"):
+        program(parameters, jnp.ones((17, 8)))
+    with pytest.raises(moe_jax.InvalidInput, match="must hold 5 arrays, as when exported, got 4"):
+        program(parameters)
+    (tmp_path / "other").write_bytes(b"PK")
+    with pytest.raises(moe_jax.InvalidInput, match="path must be a file of export_buckets"):
+        moe_jax.load_buckets(tmp_path / "other")
+
+
+def test_wrong_buckets_are_refused(tmp_path: pathlib.Path) -> None:
+    rows = jax.ShapeDtypeStruct(export.symbolic_shape("tokens, 8"), jnp.float32)
+    options: dict[str, Any] = {"tokens": (4,), "path": tmp_path / "program"}
+    with pytest.raises(moe_jax.InvalidInput, match=r"arguments must have one symbolic size.* got none"):
+        moe_jax.export_buckets(lambda x, mask: x, jnp.ones((4, 8)), **options)
+    with pytest.raises(moe_jax.InvalidInput, match="tokens must name at least one bucket"):
+        moe_jax.export_buckets(lambda x, mask: x, rows, **{**options, "tokens": ()})
+    with pytest.raises(moe_jax.Unsupported, match=r"results must have k \* tokens rows, got \(5, 8\) for 4 tokens"):
+        moe_jax.export_buckets(lambda x, mask: jnp.pad(x, ((0, 1), (0, 0))), rows, **options)
+    assert not (tmp_path / "program").exists()
+
+
+def test_buckets_for_a_gpu_hold_its_plans(tmp_path: pathlib.Path) -> None:
+    import zipfile
+
+    rows = jax.ShapeDtypeStruct(export.symbolic_shape("tokens, 8"), jnp.float32)
+    with running_on("reference"), moe_jax.export_target(H200):
+        moe_jax.export_buckets(
+            lambda x, mask: moe_jax.scale_rows(x, jnp.ones((len(x), 1))),
+            rows, tokens=(4, 8), path=tmp_path / "program", platforms=["cuda"],
+        )  # fmt: skip
+    with zipfile.ZipFile(tmp_path / "program") as file:
+        (tmp_path / "plans.json").write_bytes(file.read("plans.json"))
+    assert [plan.target.kind for plan in plans.read_plans(tmp_path / "plans.json")] == ["cuda"] * 2

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from moe_core.layers import ExpertsSpec, SharedExpertsSpec
-from moe_jax import InvalidInput, RouterSpec
+from moe_core.layers import ExpertsSpec, LatentSpec, MoELayerSpec, OutputSpec, SharedExpertsSpec
+from moe_jax import InvalidInput, NormSpec, RouterSpec, layers
 from tests.support.jax import running_on
 
 T, D, F, E, K = 3, 4, 3, 6, 2
@@ -63,3 +63,26 @@ def test_float64_is_never_promoted(of_x: Any, of_layer: Any) -> None:
     with pytest.raises(InvalidInput, match=f"x must be {of_layer.__name__} like the experts, got {of_x.__name__}"):
         MoE(D, F, E, K, **options)(x)
     assert MoE(D, F, E, K, dtype=jnp.float64, **options)(x).dtype == jnp.float64
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"capacity_factor": 1.0, "correction_bias": True, "shared_experts": SharedExpertsSpec(2, gate=True)},
+        {"router_norm": NormSpec(), "expert_scale": True, "latent": LatentSpec(3, NormSpec())},
+        {"output": OutputSpec(NormSpec(), of="experts", scale=0.5, bias=True)},
+        {"sparse_mixer": 0.01},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_x64_promotes_nothing_of_a_float32_layer(options: Any) -> None:
+    spec = MoELayerSpec(D, F, E, K, **options)
+    parameters, x = layers.initialize(spec, jax.random.key(0)), draw(T, D).astype(jnp.float32)
+
+    def loss(parameters: Any, x: jax.Array) -> Any:
+        y, aux = layers.forward(parameters, x, spec, return_aux=True)
+        return jnp.square(y).sum() + aux.load_balance_loss + aux.z_loss, (y, aux)
+
+    made = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(parameters, x)
+    wide = {jnp.dtype(jnp.float64), jnp.dtype(jnp.int64)}
+    assert not [path for path, one in jax.tree_util.tree_leaves_with_path((parameters, made)) if one.dtype in wide]

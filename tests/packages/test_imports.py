@@ -123,7 +123,7 @@ ROOMS = {
         ),
     ),
     "moe_jax": (
-        *("bridge", "autodiff", "quantize", "rows", "grouped", "trace", "ops", "warmup"),
+        *("bridge", "autodiff", "quantize", "rows", "grouped", "trace", "ops", "warmup", "buckets"),
         *("parallel", "layers", "monitor", "modular", "nnx", "linen", "parity", "parity_ranks", "__init__"),
     ),
 }
