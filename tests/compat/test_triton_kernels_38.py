@@ -262,6 +262,9 @@ def test_a_ragged_k_sums_each_slice(engine: str, padding: str) -> None:
         )  # fmt: skip
         assert found.data_ptr() == sums.data_ptr()
         near(found.cpu(), normal(E, 7, 9) + 2 * expected * gammas[:, None])
+        right = b[:, :8].contiguous().to(device)
+        found = matmul.matmul(left.to(device), right, None, *on, precision_config=wide, fused_activation=SWIGLU)
+        near(found.cpu(), activated(expected[..., :8].flatten(0, 1)).unflatten(0, (E, 7)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -62,7 +62,7 @@ TO_MXFP8 = Epilogue(FnSpecs("QUANTIZE_MXFP8", mxfp.quantize_mxfp8_fn))
         ("b must be .6, K, N.", (normal(M, D), normal(5, D, N), None, slices()), {}),
         ("scatter_indx must be .18.", (normal(M, D), normal(E, D, N), None, slices()), {"scatter_indx": ORDER[:3]}),
         ("b_ragged_metadata needs", (normal(N, M), normal(M, D), None, None, slices()), {}),
-        ("bias and fused_activation", (normal(N, M), normal(M, D), normal(D), slices(), slices()), {}),
+        ("bias must be None where K is ragged", (normal(N, M), normal(M, D), normal(D), slices(), slices()), {}),
         ("flatten a", (normal(2, M, D), normal(2, D, N), None, None, None, ORDER), {}),
         ("c must be", (normal(M, D), normal(D, N), None), {"c": torch.empty(M, N + 1)}),
         ("c_acc_in must be", (normal(M, D), normal(D, N), None), {"c_acc_in": torch.empty(M, N + 1)}),

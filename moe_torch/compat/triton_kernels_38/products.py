@@ -217,10 +217,8 @@ def ragged_k(
     fused: Fused,
 ) -> torch.Tensor:
     """`[E, M, N]` in precision.out_dtype."""
-    if fused.bias is not None or fused.activation is not None:
-        raise InvalidInput(
-            "bias and fused_activation must be None where K is ragged, as slices are summed; apply them to the result"
-        )
+    if fused.bias is not None:
+        raise InvalidInput("bias must be None where K is ragged, as slices are summed; add it to the result")
     a, b = _plain(x, -1), _plain(w, -2)
     if a.ndim != 2 or b.ndim != 2 or metadata[0].n_slices != metadata[1].n_slices:
         raise InvalidInput(
@@ -232,10 +230,14 @@ def ragged_k(
     scales = [per_matrix(one.flex_name, one.flex.scale, shape) for one in (x, w) if one.flex.scale is not None]
     factors = [*scales, *([] if gammas is None else [gammas[:, None]]), *([] if fused.alpha is None else [fused.alpha])]
     if 0 in (*shape, a.shape[1], b.shape[0]):
-        return a.new_zeros(shape, dtype=precision.out_dtype)
-    result = ragged_product(a, b, metadata, torch.float32 if factors else precision.out_dtype)
+        width = shape[2] // (1 if fused.activation is None else 2)
+        return a.new_zeros((*shape[:2], width), dtype=precision.out_dtype)
+    is_exact = not factors and fused.activation is None
+    result = ragged_product(a, b, metadata, precision.out_dtype if is_exact else torch.float32)
     for factor in factors:
         result = result * factor
+    if fused.activation is not None:
+        result = ops.activation(result.flatten(0, 1), fused.activation).unflatten(0, shape[:2])
     return result.to(precision.out_dtype)
 
 
