@@ -8,10 +8,11 @@ moe_core/tools/choose/measured.json and the tables between the page's markers.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,11 @@ def with_tables(text: str) -> str:
     return text
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Write both files."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
+        arguments
+    )
     lines = ",\n".join(json.dumps(cell) for cell in cells())
     MEASURED.write_text(f"[\n{lines}\n]\n")
     measured.cache_clear()

@@ -83,8 +83,9 @@ def main() -> None:
         page.open(_page_of_notebook(), _READY)
         page.value("document.querySelector('canvas.pick').focus()")
         page.press("ArrowRight")
-        page.value("document.querySelectorAll('#main > *').forEach((one) => { if (one.id !== 'layer') one.remove() })")
-        page.picture(_FIGURES / "look-inside.png", 1500)
+        page.value("document.querySelectorAll('section:not(#layer), .tiles').forEach((one) => one.remove())")
+        page.value("document.querySelector('#layer input[type=checkbox]').click()")
+        page.picture(_FIGURES / "look-inside.png", 1380)
 
 
 if __name__ == "__main__":
