@@ -33,7 +33,7 @@ def values(layer: MoE, x: torch.Tensor, group: Any = None) -> dict[str, Any]:
         layer(x).square().sum().backward()
     found = monitor.step()
     assert found is not None
-    return found
+    return found | {"n": monitor.counted}
 
 
 def make() -> tuple[MoE, torch.Tensor]:

@@ -20,6 +20,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MoELayerSpec
 from moe_torch import MoE
 from moe_torch.monitor import Monitor
+from moe_torch.operators.watched import BEHIND, Sampling, Watch
 
 D, E, K, T = 16, 6, 2, 10
 
@@ -46,7 +47,9 @@ class Net(torch.nn.Module):
 def train(net: Any, called: Any = None, *, steps: int = 4, **options: Any) -> list[Any]:
     """Two parts of each step, a forward in evaluation, and a step that writes every second time."""
     written: list[Any] = []
-    monitor = Monitor(net, lambda values, step: written.append((step, values)), every=2, **options)
+    monitor = Monitor(
+        net, lambda values, step: written.append((step, values | {"n": monitor.counted})), every=2, **options
+    )
     optimizer, called = torch.optim.SGD(net.parameters(), 1e-2), net if called is None else called
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -85,6 +88,7 @@ def expected() -> Any:
 )
 def test_forwards_count_once(kind: str, expected: Any) -> None:
     layers = 1 if "compile" in kind else 2
+    assert [values["n"] for _, values in expected[layers]] == [layers * 2 * 2 * T * K] * 2
     compiled: dict[Any, Any] = {}
 
     def run(layer: Any, x: torch.Tensor) -> Any:
@@ -145,6 +149,13 @@ def test_hard_inputs() -> None:
         if tokens is not None:
             assert values["moe/MoE/load"].tolist() == ([E / K] * K + [0] * (E - K) if tokens else [0] * E)
             assert values["moe/tokens_per_second"] > 0 or not tokens
+
+
+def test_ids_outside_of_the_experts_are_none() -> None:
+    """transformers marks experts of other processes so."""
+    watch = Watch(Sampling(), torch.zeros(E + BEHIND, dtype=torch.int64), torch.zeros(2), None, 1, False)
+    watch(ids=torch.tensor([[0, -1], [E, 2], [E + 5, 2], [-7, E - 1]]))
+    assert watch.counts.tolist() == [1, 0, 2, 0, 0, 1, 4, 0, 0, 0] and watch.top_k == 2
 
 
 def test_bits_copies_and_files_of_a_watched_layer() -> None:
