@@ -11,11 +11,13 @@ pytest.importorskip("jax")
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_core.errors import InvalidInput
 from moe_core.layers import MoELayerSpec
 from moe_jax import layers
 from moe_jax.monitor import Monitor, gradient_norms, observe
+from tests.support.parallel.jax import ep_mesh
 
 D, E, K, T = 16, 6, 2, 10
 SPEC = MoELayerSpec(D, 8, E, K, capacity_factor=0.75)
@@ -109,6 +111,23 @@ def test_flax_layers() -> None:
     _, seen = observe(lambda x: other.apply(variables, x))(x)
     assert values is not None and values["moe/model/grad_norm_experts"] > 0 and "moe/model/dropped" not in values
     assert int(seen[0].counts.sum()) == T * K and Monitor(None, every=1).step(seen) is not None
+
+
+def test_counts_on_a_mesh_are_of_all_devices() -> None:
+    spec = MoELayerSpec(D, 8, 8, K, capacity_factor=0.75)
+    parameters, x = layers.initialize(spec, jax.random.key(0)), jax.random.normal(jax.random.key(1), (4, 6, D))
+
+    def call(parameters: Any, x: jax.Array, **options: Any) -> Any:
+        return observe(lambda: layers.forward(parameters, x, spec, **options))()[1]
+
+    (expected,) = jax.jit(call)(parameters, x)
+    mesh = ep_mesh(4)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("ep")))
+        (found,) = jax.jit(lambda parameters, x: call(parameters, x, expert_axis="ep"))(parameters, split)
+    np.testing.assert_array_equal(found.counts, expected.counts)
+    assert int(found.kept) == int(expected.kept) < expected.counts.sum() and int(found.overflow) == 0
+    np.testing.assert_allclose(found.losses, expected.losses, 1e-5)
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, jax.vmap], ids=lambda one: one.__name__)
