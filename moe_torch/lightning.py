@@ -19,6 +19,9 @@ except ModuleNotFoundError:
         ) from error
 
 
+__all__ = ["MonitorCallback"]
+
+
 class MonitorCallback(Callback):
     """`Trainer(callbacks=[MonitorCallback()])`: a `moe_torch.monitor.Monitor` of the LightningModule.
 

@@ -50,8 +50,7 @@ class Observer:
         drops = spec.capacity_factor is not None
         kept = jnp.sum(aux.ids >= 0, dtype=jnp.int32) if drops else jnp.int32(0)
         overflow = None if aux.overflow is None else jnp.sum(aux.overflow)
-        observed = Observed(aux.tokens_per_expert, kept, overflow, losses, spec.top_k, drops)
-        self.layers.append(jax.tree.map(jax.lax.stop_gradient, observed))
+        self.layers.append(Observed(aux.tokens_per_expert, kept, overflow, losses, spec.top_k, drops))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

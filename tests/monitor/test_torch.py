@@ -259,6 +259,55 @@ def test_the_callback_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
             callback.on_train_start(SimpleNamespace(**(vars(trainer) | wrong)), net)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("way", ["captured", "reduce-overhead"])
+def test_cuda_graphs_count_as_they_replay(way: str) -> None:
+    net = Net(MoELayerSpec(64, 64, E, K)).cuda().bfloat16()
+    x, steps = torch.randn(128, 64, device="cuda", dtype=torch.bfloat16), 3
+    monitor: Any = Monitor(net, None, every=1)
+
+    def step() -> None:
+        net.zero_grad(set_to_none=False)
+        called(x).float().square().mean().backward()
+
+    called: Any = torch.compile(net, mode="reduce-overhead") if way == "reduce-overhead" else net
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    if way == "captured":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    expected = monitor.step()
+    for _ in range(steps):
+        graph.replay() if way == "captured" else step()
+    found = monitor.step()
+    assert monitor.counted == steps * 2 * 128 * K
+    for name in ("load_entropy", "z_loss", "grad_norm_experts"):
+        assert found[f"moe/{name}"] == pytest.approx(expected[f"moe/{name}"], rel=1e-2), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_no_step_but_a_writing_one_waits_for_the_device() -> None:
+    net = Net(MoELayerSpec(64, 64, E, K, capacity_factor=1.25)).cuda()
+    monitor, x = Monitor(net, None, every=3), torch.randn(128, 64, device="cuda")
+    for number in range(5):
+        # In a step that writes, only the reading waits.
+        torch.cuda.set_sync_debug_mode("error" if number else "default")
+        try:
+            net(x).square().mean().backward()
+            torch.cuda.set_sync_debug_mode("default" if number % 3 == 2 else torch.cuda.get_sync_debug_mode())
+            monitor.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        net.zero_grad()
+
+
 def test_what_is_refused() -> None:
     layer = MoE(D, 8, E, K)
     for options, message in (

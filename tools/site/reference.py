@@ -12,6 +12,8 @@ import griffe
 MODULES = {
     "moe_torch": "Layers and ops on torch tensors",
     "moe_torch.trace": "Routing traces in torch",
+    "moe_torch.monitor": "What routers do while a torch model trains",
+    "moe_torch.lightning": "The monitor as a callback of Lightning",
     "moe_torch.transformers": "The experts of transformers models",
     "moe_torch.parallel": "Expert parallelism in torch",
     "moe_torch.modular": "The modular kernel in torch",
@@ -21,6 +23,7 @@ MODULES = {
     "moe_jax.linen": "Flax Linen layers",
     "moe_jax.layers": "Layers as functions of parameters, and the specs of layers",
     "moe_jax.trace": "Routing traces in JAX",
+    "moe_jax.monitor": "What routers do while a JAX model trains",
     "moe_jax.parallel": "Expert parallelism in JAX",
     "moe_jax.modular": "The modular kernel in JAX",
     "moe_core.checkpoint": "Hugging Face and MaxText checkpoints",
@@ -31,7 +34,7 @@ SHARED = "api/shared.md"
 #: Part of the screen -> how the paths of its names look; the first that fits counts.
 SCREEN = {
     "Several devices": r"\w+\.parallel\.|moe_\w+\.layers\.(parallel|listed|rebalance|placed|sharded|axes)",
-    "Traces": r"moe_\w+\.trace\.",
+    "Traces and monitors": r"moe_\w+\.(trace|monitor|lightning)\.|moe_jax\.layers\.observed",
     "transformers": r"moe_torch\.transformers",
     "Parity": r"moe_core\.parity",
     "Checkpoints": r"moe_core\.checkpoint",
