@@ -25,7 +25,7 @@ import numpy as np
 
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import FP8_GROUP, INT8_TOKEN, Format, Scheme, format_names
+from moe_core.formats import FP8_GROUP, FP8_TOKEN, INT8_TOKEN, Format, Scheme, format_names
 from moe_core.formats.tensor import QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.quantize.reference import dequantize
 
@@ -222,9 +222,9 @@ def packing_for(format: Format, interleaved: bool, compressed: bool = True) -> P
         return plain_packing(scheme(), compressed_settings("mxfp4-pack-quantized", arguments))
     if element in ("uint4", "uint8"):
         return words_packing(scheme(), compressed_settings("pack-quantized", arguments))
+    tokens = {"num_bits": 8, "type": arguments["type"], "symmetric": True, "strategy": "token", "dynamic": True}
     if element == "int8":
-        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-        return plain_packing(scheme(INT8_TOKEN), compressed_settings("int-quantized", arguments, activations))
+        return plain_packing(scheme(INT8_TOKEN), compressed_settings("int-quantized", arguments, tokens))
     if format.has_e8m0_scales and compressed:
         return plain_packing(
             scheme(format), compressed_settings("mxfp8-quantized", arguments, arguments | {"dynamic": True})
@@ -235,6 +235,9 @@ def packing_for(format: Format, interleaved: bool, compressed: bool = True) -> P
         settings |= {"scale_fmt": "ue8m0"} if format.has_e8m0_scales else {}
         activations = format if format.has_e8m0_scales else FP8_GROUP
         return plain_packing(scheme(activations), settings, ".weight_scale_inv")
+    if format.group_columns is None and format.group_rows is not None:
+        # vLLM has no fp8 experts per channel that multiply plain rows.
+        return plain_packing(scheme(FP8_TOKEN), compressed_settings("float-quantized", arguments, tokens))
     if format.group_columns is None:
         return plain_packing(scheme(), compressed_settings("float-quantized", arguments))
     raise Unsupported(

@@ -34,6 +34,7 @@ class Facts:
     static: bool
     zero_points: bool
     scales_differ: bool
+    weight_only: bool
 
     @property
     def mixed(self) -> bool:
@@ -72,6 +73,9 @@ _RULES: tuple[Rule, ...] = (
         "requantises gate or up to the larger of their scales, which rounds again"),
     ((VLLM, SGLANG), lambda f: f.static and f.all_are("fp8_channel"),
         "raises: static activations go with one scale per tensor"),
+    ((VLLM, SGLANG), lambda f: f.kind == "float-quantized" and f.weight_only,
+        "raises: fp8 experts need quantised activations, such as dynamic ones per token"),
+    ((SGLANG,), lambda f: f.kind in ("mxfp4-pack-quantized", "mxfp8-quantized"), "raises on GPUs: no such experts"),
     ((VLLM, SGLANG), lambda f: f.all_are("bitsandbytes int8"), "has no int8 experts of bitsandbytes"),
     ((SGLANG,), lambda f: f.kind == "int-quantized", "raises on GPUs: W8A8 int8 experts run on NPUs only"),
 )  # fmt: skip

@@ -109,6 +109,46 @@ def test_faults_are_seen(
         verdict(row, model, tmp_path / "source", tmp_path / "int4", "int4_g32")
 
 
+# Layers that predict further tokens
+
+
+def test_layers_of_multi_token_prediction_stay_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers leaves them out, and compressed-tensors' own matching, with which vLLM loads them, ignores them."""
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.utils import is_match
+    from safetensors.torch import load_file, save_file
+
+    _, model = wide("deepseek_v3")
+    source = tmp_path / "source"
+    model.save_pretrained(source, save_original_format=True)
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    last, further = config["num_hidden_layers"] - 1, config["num_hidden_layers"]
+    added = {
+        name.replace(f".layers.{last}.", f".layers.{further}."): tensor.clone() + 1
+        for name, tensor in tensors.items()
+        if f".layers.{last}." in name
+    }
+    added |= {f"model.layers.{further}.{name}.weight": torch.ones(4) for name in ("enorm", "hnorm", "shared_head.norm")}
+    added[f"model.layers.{further}.eh_proj.weight"] = torch.ones(4, 8)
+    save_file(tensors | added, source / "model.safetensors", {"format": "pt"})
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    for format in ("int4_g32", "fp8_block"):
+        made = tmp_path / format
+        assert main([str(source), str(made), "--format", format]) == 0
+        assert "  equal" in capsys.readouterr().out
+        stored = load_file(made / "model.safetensors")
+        assert all(torch.equal(stored[name], tensor) for name, tensor in added.items())
+        settings = json.loads((made / "config.json").read_text())["quantization_config"]
+        kept, quantised = (f"model.layers.{layer}.mlp.experts.0.gate_proj" for layer in (further, last))
+        if format == "fp8_block":
+            assert kept in settings["modules_to_not_convert"] and quantised not in settings["modules_to_not_convert"]
+            continue
+        groups: Any = QuantizationConfig.model_validate(settings).config_groups
+        module = torch.nn.Linear(4, 4)
+        assert all(is_match(name, module, groups["group_0"].targets) for name in (kept, quantised))
+        assert is_match(kept, module, settings["ignore"]) and not is_match(quantised, module, settings["ignore"])
+
+
 # The command proves its output.
 
 

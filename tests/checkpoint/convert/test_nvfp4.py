@@ -133,6 +133,7 @@ def test_every_source(tmp_path: Path, name: str) -> None:
     verified = verify_conversion(tmp_path / "source", tmp_path / "small", max(report.layers[0][1:]), transformers=False)
     assert verified.layers[0].weights <= max(report.layers[0][1:]) + 1e-6
     tensors, kept = load(tmp_path / "small"), name in ("modelopt", "compressed")
+    assert not any("input" in tensor for tensor in tensors)
     before = load(tmp_path / "source")
     for expert, module in np.ndindex(4, 3):
         field = ("gate", "up", "down")[module]
