@@ -1,4 +1,5 @@
-"""Drawings of the documents, as SVG: how logits become ids, rows, products and sums, and the modular kernel's parts.
+"""Drawings of the documents, as SVG: how logits become ids, rows, products and sums, the modular kernel's parts,
+expert parallelism, and the way from layer to kernel.
 
     python -m tools.drawings docs/figures
 
@@ -18,8 +19,8 @@ import numpy as np
 from moe_core.ops.routing import reference
 from moe_core.specs.routing import LayoutSpec
 
-#: Of experts 0, 1, 2, and of a slot without an expert. Text on them is white or, on the last, the page's.
-COLORS = {0: "#1f6feb", 1: "#c2570c", 2: "#23863f", -1: "none"}
+#: Of experts 0 to 3, and of a slot without an expert. Text on them is white or, on the last, the page's.
+COLORS = {0: "#1f6feb", 1: "#c2570c", 2: "#23863f", 3: "#8250df", -1: "none"}
 #: The worked example: three tokens, two choices each, three experts; -1 = none.
 IDS = np.array([[2, 0], [0, 1], [2, -1]], np.int32)
 STYLE = (
@@ -139,10 +140,55 @@ def modular() -> Drawing:
     return drawing
 
 
+def exchange() -> Drawing:
+    """Tokens of two ranks on their way to the ranks that have their experts, and back."""
+    ids, tokens = ((2, 0), (1, 3)), ((50, 118), (242, 310))
+    drawing = Drawing(400, 300, "How two ranks share four experts")
+    for rank in range(2):
+        left = 4 + 200 * rank
+        drawing.parts.append(f'<rect x="{left}" y="26" width="192" height="268" rx="8" class="line"/>')
+        drawing.text(left + 96, 18, f"rank {rank}", "title")
+        for place in range(2):
+            expert = 2 * rank + place
+            drawing.box(left + 8 + 92 * place, 132, (84, 40), f"expert {expert}", expert)
+        for token, (x, expert) in enumerate(zip(tokens[rank], ids[rank], strict=True)):
+            there = 54 + 92 * (expert % 2) + 200 * (expert // 2)
+            drawing.box(x - 8, 52, (52, 28), f"token {2 * rank + token}", expert)
+            drawing.box(x - 8, 224, (52, 28), f"y[{2 * rank + token}]", expert)
+            for start, end in (((x + 18, 80), (there, 131)), ((there, 172), (x + 18, 223))):
+                middle = (start[1] + end[1]) / 2
+                path = f"M{start[0]} {start[1]}C{start[0]} {middle} {end[0]} {middle} {end[0]} {end[1]}"
+                drawing.parts.append(f'<path d="{path}" class="line" marker-end="url(#tip)"/>')
+    for y, text in ((46, "its tokens"), (270, "its results, added up"), (286, "in the order of one device")):
+        for x in (100, 300):
+            drawing.text(x, y, text, "small")
+    return drawing
+
+
+def stack() -> Drawing:
+    """The layers of code that every call passes."""
+    rows = (
+        ("layer", "parameters, and one call of the composed op", "moe_torch/layers, moe_jax/nnx.py, linen.py"),
+        ("op", "checks arrays, turns them into specs", "moe_torch/ops.py, moe_jax/ops.py, bridges"),
+        ("plan", "kernels, grids, tiles, scratch: pure Python, cached", "moe_core/ops/*/, moe_core/plan/"),
+        ("run", "compiles once per device, launches on a stream", "moe_core/runtime/"),
+        ("kernel", "Triton on a GPU or interpreted, NumPy on a CPU", "moe_core/ops/*/kernels, reference"),
+    )
+    drawing = Drawing(400, 86 * len(rows) - 16, "From layer to kernel")
+    for number, (title, what, where) in enumerate(rows):
+        y = 86 * number + 2
+        drawing.box(10, y, (380, 66), "", 0 if number < 2 else 2)
+        for line, (text, kind) in enumerate(((title, "on title"), (what, "on"), (where, "on small"))):
+            drawing.text(200, y + 19 + 19 * line, text, kind)
+        if number:
+            drawing.parts.append(f'<path d="M200 {y - 20}V{y - 2}" class="line" marker-end="url(#tip)"/>')
+    return drawing
+
+
 def draw(output: Path) -> list[Path]:
     """Write the drawings into a folder; returns the files."""
     output.mkdir(parents=True, exist_ok=True)
-    found = {"routing": routing(), "modular": modular()}
+    found = {"routing": routing(), "modular": modular(), "exchange": exchange(), "stack": stack()}
     for name, drawing in found.items():
         (output / f"{name}.svg").write_text(drawing.svg())
     return [output / f"{name}.svg" for name in found]
