@@ -23,6 +23,9 @@ from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduceNoOP
 from moe_torch.modular.workspaces import Scratch, Workspaces
 
+#: What `prepare` says where the kernel does not call it.
+_PASSED: Any = PreparedTokens(None)  # type: ignore[arg-type]
+
 
 class FusedMoEModularKernel(torch.nn.Module):
     """`kernel(hidden_states, w1, w2, topk_weights, topk_ids)`: prepare -> experts -> finalize.
@@ -108,17 +111,21 @@ class FusedMoEModularKernel(torch.nn.Module):
         except (InvalidInput, Unsupported):
             part.tell_failure(hidden_states.device)
             raise
-        prepare: Callable[..., Any] = part.prepare_async if plan.asynchronous else part.prepare
-        given_ids = ids if plan.ids_dtype is None else ids.to(plan.ids_dtype)
-        tokens = (hidden_states, weights, given_ids, global_num_experts, expert_map, on_input)
-        config = experts.quant_config
-        # In the order of PrepareCall.
-        options = (config, experts.expects_unquantized_inputs, size.E, a1_scale, a2_scale, None)
-        prepared: Any = plan.prepare.to(prepare, (*tokens, *options))
+        config, prepared = experts.quant_config, None
+        passes = plan.passes and not on_input and config.scheme is None and "prepare" not in part.__dict__
+        if not passes:
+            prepare: Callable[..., Any] = part.prepare_async if plan.asynchronous else part.prepare
+            given_ids = ids if plan.ids_dtype is None else ids.to(plan.ids_dtype)
+            tokens = (hidden_states, weights, given_ids, global_num_experts, expert_map, on_input)
+            # In the order of PrepareCall.
+            options = (config, experts.expects_unquantized_inputs, size.E, a1_scale, a2_scale, None)
+            prepared = plan.prepare.to(prepare, (*tokens, *options))
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
         if plan.asynchronous:
             prepared = finished(prepared, "prepare_async")
-        if not isinstance(prepared, PreparedTokens):
+        if passes:
+            prepared = _PASSED
+        elif not isinstance(prepared, PreparedTokens):
             prepared = as_prepared(type(part).__name__, prepared)
         mapped = expert_map
         if part.maps_experts:
@@ -129,8 +136,9 @@ class FusedMoEModularKernel(torch.nn.Module):
             experts = experts.adding_as(*prepared.batch)
         impl = experts.finalize_weight_and_reduce_impl()
         destination = output if part.writes_output(impl) else None
-        if prepared.a1q is not hidden_states:
-            size = ProblemSize(*experts.moe_problem_size(prepared.a1q, w1, w2, given_ids))
+        a1q = hidden_states if passes else prepared.a1q
+        if a1q is not hidden_states:
+            size = ProblemSize(*experts.moe_problem_size(a1q, w1, w2, given_ids))
         counts = prepared.expert_num_tokens
         meta = ExpertTokensMetadata(counts) if isinstance(counts, torch.Tensor) else counts
         held = experts.a2_scale if plan.holds else config.a2_scale
@@ -139,7 +147,7 @@ class FusedMoEModularKernel(torch.nn.Module):
             passed = _scales_of(experts, scales)
         chosen = (activation, global_num_experts, mapped)
         step = Step(plan, experts, scratch, size, hidden_states, (w1, w2), chosen, passed, on_input, impl)
-        arrived = Tokens(prepared.a1q, given_weights, given_ids, prepared.a1q_scale, meta)
+        arrived = Tokens(a1q, given_weights, given_ids, prepared.a1q_scale, meta)
         result = run_step(step, arrived, destination, self.chunk_size)
         if not isinstance(result, torch.Tensor):
             if plan.defers and not inplace and not isinstance(result, list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +121,9 @@ def weight_of_row(weights: torch.Tensor, slot_of_row: torch.Tensor, absent: floa
     return torch.where(slot_of_row >= 0, weights.reshape(-1)[slot_of_row], absent)
 
 
+_known_spec = functools.lru_cache(maxsize=1024)(MatmulSpec)
+
+
 @dataclass(frozen=True)
 class Stages:
     """activations: the format of both products' rows."""
@@ -153,9 +157,9 @@ class Stages:
             if used_by is None and chooses_one_scale(self.activations, scale is not None):
                 used_by = layout.row_of_slot
             x = ops.quantize_rows(x, self.activations, scales=scale, used_by=used_by)
-        spec = MatmulSpec(self.weight_layout, *places, activation, tuning=self.tunings[number - 1])
-        if dtype != plain:
-            spec = dataclasses.replace(spec, out_dtype=str(dtype).removeprefix("torch."))
+        make = MatmulSpec if torch.compiler.is_compiling() else _known_spec
+        out_dtype = None if dtype == plain else str(dtype).removeprefix("torch.")
+        spec = make(self.weight_layout, *places, activation, out_dtype, tuning=self.tunings[number - 1])
         operands = MatmulOperands(x, weight, bias=bias, row_weight=row_weight)
         operator, arguments = matmul_request(operands, layout, spec)
         return result_in(operator, memory, arguments)

@@ -20,6 +20,7 @@ from moe_torch.compat.triton_kernels.routing import (
     RoutingData,
     ScatterIndx,
     compute_expt_data,
+    compute_expt_data_torch,
     routing,
     routing_from_bitmatrix,
 )
@@ -125,7 +126,7 @@ def test_routing_takes_any_number_of_choices_and_any_ids() -> None:
 @pytest.mark.parametrize("hist", [[20, 0, 3, 129], [0, 0, 0, 0], [1, 0, 1, 0]], ids=str)
 def test_expert_data_counts_tiles(hist: list[int]) -> None:
     rows = sum(hist)
-    data = compute_expt_data(torch.tensor(hist, dtype=torch.int32), len(hist), rows)
+    data = compute_expt_data_torch(torch.tensor(hist, dtype=torch.int32), len(hist), rows)
     assert data.token_offs_raw.tolist() == list(itertools.accumulate(hist, initial=0))
     assert list(data.token_offs_pad) == list(data.block_pid_map) == [16, 32, 64, 128]
     for block_m in data.token_offs_pad:

@@ -22,7 +22,7 @@ from moe_torch.modular.calls import (
 )
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.newest.hooks import is_ours
-from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize
+from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
 from moe_torch.modular.standard_experts import StandardExperts
 
 Experts = FusedMoEPermuteExpertsUnpermute
@@ -126,6 +126,8 @@ class Plan(NamedTuple):
     zeroes: bool
     #: Nothing is left for our `finalize` if the experts have written the caller's output.
     idle: bool
+    #: Our `prepare` brings unquantised tokens as they are, so that the kernel need not call it.
+    passes: bool
     #: `output_hidden_dim` may differ from that of the hidden states.
     narrows: bool
     #: Experts read adapters of the call from `_lora_context`.
@@ -164,6 +166,7 @@ def plan_of(part: FusedMoEPrepareAndFinalize, experts: Experts) -> Plan:
     scales = apply.taken.intersection(CALL_SCALES) if "w1_scale" in older else frozenset()
     if not is_ours(part.prepare):
         scales |= prepare.taken.intersection(("a1_scale", "a2_scale"))
+    quantizes = next(cls for cls in type(experts).__mro__ if "expects_unquantized_inputs" in vars(cls))
     on_input = "apply_router_weight_on_input" in prepare.taken & finalize.taken
     most = None if is_ours(part.max_num_tokens_per_rank) else part.max_num_tokens_per_rank()
     counted = not apply.taken.isdisjoint(("expert_tokens_meta", "expert_num_tokens"))
@@ -178,6 +181,7 @@ def plan_of(part: FusedMoEPrepareAndFinalize, experts: Experts) -> Plan:
         defers=part.supports_deferred_moe_finalize(),
         zeroes=not own and "defer_input_quant" not in prepare.taken,
         idle=not asynchronous and own and is_ours(part.writes_output),
+        passes=type(part) is MoEPrepareAndFinalizeNoEP and is_ours(quantizes),
         narrows=not is_ours(experts.output_hidden_dim),
         adapts=hasattr(experts, "_lora_context"),
         empty=is_ours(experts.apply),
