@@ -173,7 +173,7 @@ class MoE(nnx.Module):
                 if not hasattr(group, key):
                     setattr(group, key, ParameterGroup())
                 group = getattr(group, key)
-            initial = leaf.initial(rngs.params(), param_dtype, kernel_init)
+            initial = self._initial(leaf, rngs.params(), kernel_init)
             setattr(group, leaf.path[-1], _variable(leaf, self.logical_axes, initial))
 
     @classmethod
@@ -233,6 +233,9 @@ class MoE(nnx.Module):
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         spec = dataclasses.replace(self.spec, token_rounding=None) if self.deterministic else self.spec
         return layers.forward(self.parameters(), x, spec, dtype=self.dtype, **options)
+
+    def _initial(self, leaf: Leaf, key: jax.Array, kernel_init: Initializer) -> jax.Array:
+        return leaf.initial(key, self.param_dtype, kernel_init)
 
     def parameters(self) -> dict[str, Any]:
         """Every array as nested dicts, for the functions of `moe_jax.layers`."""

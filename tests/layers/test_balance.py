@@ -18,6 +18,7 @@ from moe_core.ops.routing.reference import route
 from moe_core.ops.routing.reference_backward import route_backward, router_losses, router_losses_backward
 from moe_core.specs import RouterSpec
 from moe_torch import MoE
+from moe_torch.layers import losses as torch_losses
 from tests.support.strategies import low_logits
 
 B, S, E, K = 3, 7, 8, 2
@@ -46,18 +47,18 @@ def both(logits: np.ndarray, ids: np.ndarray, **options: Any) -> tuple[float, np
 
 def maxtext(logits: Any, top_k_indices: np.ndarray) -> Any:
     """MaxText's formula (its moe.py, `load_balance_loss`) before its weight: densities of each sequence, then means."""
-    density = jax.nn.one_hot(top_k_indices, E).sum(axis=2).mean(axis=1)
+    density = jax.nn.one_hot(top_k_indices, E).sum(axis=2).mean(axis=1) / K
     density_of_scores = jax.nn.softmax(logits, axis=-1).mean(axis=1)
     return (density * density_of_scores).mean() * E**2
 
 
 def test_maxtext() -> None:
     logits, ids = drawn()
-    found, gradient = both(logits, ids, scale=float(K))
+    found, gradient = both(logits, ids)
     expected, slope = jax.value_and_grad(maxtext)(logits, ids)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     np.testing.assert_allclose(gradient, slope, rtol=1e-4, atol=1e-7)
-    whole, _ = both(logits.reshape(-1, E), ids.reshape(-1, K), scale=float(K))
+    whole, _ = both(logits.reshape(-1, E), ids.reshape(-1, K))
     assert abs(whole - found) > 1e-3  # Tokens of a sequence by themselves are another loss.
 
 
@@ -177,7 +178,7 @@ def test_losses_and_gradients_of_bounded_logits(scoring: str) -> None:
     ids, _ = route(logits, spec=router)
     d_weights = np.random.default_rng(1).standard_normal((S, K))
     balance, z = router_losses(logits, counts, spec=router)
-    by_torch = moe_torch.layers.losses.router_losses(torch.from_numpy(logits), torch.from_numpy(counts), None, router)
+    by_torch = torch_losses.router_losses(torch.from_numpy(logits), torch.from_numpy(counts), None, router)
     np.testing.assert_allclose([float(one) for one in by_torch], [balance, z], rtol=1e-6)
     by_jax = moe_jax.layers.router_losses(jax.numpy.asarray(logits, "float32"), jax.numpy.asarray(counts), spec=router)
     np.testing.assert_allclose(by_jax, [balance, z], rtol=1e-5)

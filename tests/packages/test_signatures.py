@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from tests.support.paths import ROOT
 
 MOST, MOST_OF_DEVICE_FUNCTIONS = 8, 12
-#: Functions and methods with the published parameters of vLLM, triton_kernels, torch and megablox. Layers and calls of
-#: whole layers too: users name their options one by one.
+#: Functions and methods with the published parameters of vLLM, triton_kernels, torch, megablox and MaxText. Layers and
+#: calls of whole layers too: users name their options one by one.
 PUBLISHED = {
     "moe_torch/compat/triton_kernels/matmul_ogs.py": {"matmul_ogs"},
     "moe_torch/compat/triton_kernels_38/matmul.py": {"matmul"},
@@ -27,6 +27,7 @@ PUBLISHED = {
     "moe_jax/grouped.py": {"gmm"},
     "moe_torch/layers/moe.py": {"__init__"},
     "moe_jax/nnx.py": {"__init__"},
+    "moe_jax/maxtext.py": {"__init__"},
     "moe_jax/layers/functional.py": {"forward"},
     "moe_jax/parallel/forward.py": {"moe"},
 }

@@ -105,9 +105,10 @@ def _maxtext(wheel: pathlib.Path | None, on_gpu: bool) -> int:
     if not on_gpu:
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     from tools.upstream.maxtext import check
-    from tools.upstream.maxtext_moe import check_layer
+    from tools.upstream.maxtext_moe import check_layer, check_models
 
-    problems = [*([] if on_gpu else check(package)), *check_layer(package)]
+    problems = [*([] if on_gpu else [*check(package), *check_models(package, fsdp=2, expert=2)])]
+    problems += [*check_layer(package), *check_models(package)]
     for problem in problems:
         print(problem)
     return int(bool(problems))

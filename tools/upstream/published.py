@@ -37,6 +37,7 @@ _WANTED = {
     "maxtext": (
         "maxtext/configs/base.yml",
         "maxtext/configs/custom_mesh_and_rule/",
+        "maxtext/configs/models/",
         "maxtext/layers/",
         "maxtext/common/common_types.py",
         "maxtext/utils/sharding.py",
