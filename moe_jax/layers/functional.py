@@ -26,7 +26,7 @@ from moe_jax.bridge.calls import moe_request, require_kept
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.observed import current
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
-from moe_jax.layers.sharded import Ranks, divide, over_mesh, own_experts, ranks_of, require_layer
+from moe_jax.layers.sharded import Ranks, divide, hidden_splits, over_mesh, own_experts, ranks_of, require_layer
 from moe_jax.layers.stages import RoutedBy, of_rows, run_layer
 from moe_jax.layers.weights import matrix_specs
 from moe_jax.ops import Array, ExpertWeights, RouterWeights, SharedExpert
@@ -149,7 +149,8 @@ def explain_mesh(
     mesh = ranks_of(axis, jax.tree.leaves(parameters), eager=False)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return ""
-    return divide(spec, mesh, parameters, x, axis, token_axes, parameter_specs).explain(parameters)
+    division = divide(spec, mesh, parameters, x, axis, token_axes, parameter_specs)
+    return division.explain(parameters) + hidden_splits(division, axis, parameter_specs)
 
 
 def explain(

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from moe_core.errors import InvalidInput, Unsupported
@@ -148,6 +148,22 @@ class Division:
                     f"  {'/'.join(part.leaf.path)} is gathered over {', '.join(names)}: {size} bytes a device"
                 )
         return "\n".join(result)
+
+
+def hidden_splits(division: Division, axis: ExpertAxis | None, parameter_specs: Any) -> str:
+    """Lines on parameters whose splits a jitted forward of these options does not see. axis: the named one."""
+    mesh, lines = division.split.mesh, ""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    seen = set() if axis is None else {axis.name}
+    for part in division.parts:
+        known = () if parameter_specs is None else find(parameter_specs, part.leaf.path)
+        told = seen.union(*map(as_names, known))
+        names = [one for entry in part.spec for one in as_names(entry) if kinds[one] == AxisType.Auto]
+        if hidden := [name for name in names if name not in told]:
+            path = "/".join(part.leaf.path)
+            lines += f"\n  jit hides the split of {path} over {', '.join(hidden)}, so XLA gathers it: name it by "
+            lines += "parameter_specs, logical rules or expert_axis"
+    return lines
 
 
 def divide(

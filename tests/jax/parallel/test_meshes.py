@@ -257,3 +257,16 @@ def test_explain_says_what_moves() -> None:
     assert "rows travel over ep and back (all_to_all)" in text
     assert f"wi_0 is gathered over fsdp: {8 * 8 * 12 * 4 // 2} bytes a device" in text
     assert layers.explain_mesh(PLAIN, (4, 6, D), draw(PLAIN)[0]) == ""
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_explain_names_what_jit_does_not_see(kind: AxisType) -> None:
+    mesh = mesh_of(kind, fsdp=2, ep=2)
+    with jax.set_mesh(mesh):
+        specs = fsdp(PLAIN, "ep")
+        parameters = placed(draw(PLAIN)[0], mesh, specs)
+        ways: list[dict[str, Any]] = [{}, {"expert_axis": "ep"}, {"parameter_specs": specs}]
+        texts = [layers.explain_mesh(PLAIN, (4, 6, D), parameters, **way) for way in ways]
+    hides = [[over in text for over in ("wi_0 over ep, fsdp,", "wi_0 over fsdp,", "jit hides")] for text in texts]
+    told = [[True, False, True], [False, True, True], [False] * 3]
+    assert hides == (told if kind == AUTO else [[False] * 3] * 3)
