@@ -53,6 +53,21 @@ def test_they_read_their_own_tensors() -> None:
                 require_equal(found, expected, f"inplace {inplace}")
 
 
+def test_a_method_of_the_object_is_called() -> None:
+    """The kernel does not call our `prepare` for tokens that stay as they are, but another one's."""
+    kernel, seen = kernel_of(), []
+    part = kernel.prepare_finalize
+    original = part.prepare
+    with running_on("reference"), torch.no_grad():
+        expected = kernel(X, W1, W2, WEIGHTS, IDS)
+        part.prepare = lambda a1, *rest: seen.append(a1) or original(2 * a1, *rest)  # type: ignore[method-assign]
+        found = kernel(X, W1, W2, WEIGHTS, IDS)
+        require_equal(found, composed(2 * X, W1, W2), "prepare of the object")
+        del part.prepare
+        require_equal(kernel(X, W1, W2, WEIGHTS, IDS), expected, "without it")
+    assert len(seen) == 1 and seen[0] is X
+
+
 def test_memory_is_blamed_only_where_it_is_misaligned() -> None:
     outside = moe_torch.ExpertWeights(W1[None], W2[None], layer_index=torch.tensor([1], dtype=torch.int32))
     spec = MoESpec(Activation("silu"), weight_layout="out_in")

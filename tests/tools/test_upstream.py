@@ -129,7 +129,7 @@ def test_wheels_are_those_that_pip_chooses(tmp_path: pathlib.Path, monkeypatch: 
     assert published.releases("vllm") == ["0.33.0"]
     with pytest.raises(published.Missing, match="transformers could not be downloaded"):
         published.releases("transformers")
-    with pytest.raises(published.Missing, match=r"fused_moe_triton\.py of .*TensorRT-LLM at tag"):
+    with pytest.raises(published.Missing, match=r"fused_moe_triton\.py of .*TensorRT-LLM at commit"):
         published.tensorrt_llm_files(tmp_path)
 
 
@@ -155,11 +155,20 @@ def test_releases_with_one_outcome_share_a_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "transformers"])
+def test_rows_of_absent_files_stay(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, row = tmp_path / "page.md", "| tensorrt-llm | 1 |"
+    page.write_text(f"a\n{engines.BEGIN}\n| vllm | 1 |\n{row}\n{engines.END}\nb")
+    monkeypatch.setattr(engines, "PAGE", page)
+    for text, rows in (("| vllm | 2 |", f"| vllm | 2 |\n{row}"), ("| tensorrt-llm | 2 |", "| tensorrt-llm | 2 |")):
+        engines.write(text)
+        assert page.read_text() == f"a\n{engines.BEGIN}\n{rows}\n{engines.END}\nb"
+
+
+@pytest.mark.parametrize("name", engines.ENGINES)
 def test_the_page_shows_every_entry_point_and_no_failure(name: str) -> None:
     page = engines.PAGE.read_text("utf-8").partition(engines.BEGIN)[2].partition(engines.END)[0]
     shown = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(f"| {name} ")]
     cases = [case for module in engines.case_modules(name) for case in module.cases()]
     expected = engines.rows(name, "", ((case, Result("", "", "agrees")) for case in cases))
     assert {(row[2], row[3], row[4]) for row in shown} == {row[2:5] for row in expected}
-    assert any(published.PINNED[name] in row[1] for row in shown)
+    assert any(published.PINNED.get(name, published.TENSORRT_LLM) in row[1] for row in shown)

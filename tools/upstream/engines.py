@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     results = run_cases(chosen, arguments.engine, files, VLLM if name == "vllm" else {}, **options)
     if arguments.record is not None:
         with arguments.record.open("a", encoding="utf-8") as file:
-            for row in rows(name, arguments.release or "source", zip(chosen, results, strict=True)):
+            for row in rows(name, arguments.release or published.TENSORRT_LLM, zip(chosen, results, strict=True)):
                 file.write(json.dumps(row) + "\n")
     return results
 
@@ -82,7 +82,11 @@ def render(table: list[Row]) -> str:
 
 
 def write(text: str) -> None:
+    """Rows of TensorRT-LLM stay where its files are absent."""
     before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    mark = "| tensorrt-llm "
+    if mark not in text:
+        text = "\n".join([text, *(line for line in rest.partition(END)[0].splitlines() if line.startswith(mark))])
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
 
 

@@ -48,18 +48,22 @@ class Problem(NamedTuple):
         routing = TopK(self.ids, self.weights)
         return moe_stages(self.x, experts, routing, spec, expert_map=self.expert_map)["output"]
 
-    def rounded(self, activation: str, *, before: bool = False, weights: bool = False) -> np.ndarray:
+    def rounded(
+        self, activation: str, *, before: bool = False, weights: bool = False, scales: tuple[float, float] | None = None
+    ) -> np.ndarray:
         """`expected` with more roundings to bf16, which experts of others have: of weighted rows. before: also of the
-        first product, ahead of the activation. weights: also of the router's weights."""
+        first product, ahead of the activation. weights: also of the router's weights. scales: both products read e4m3
+        with these static scales."""
         w1, w2 = (_wide(weight) for weight in (self.w1, self.w2))
         ids = self.ids if self.expert_map is None else np.where(self.ids < 0, -1, self.expert_map[self.ids])
         gates = _bf16(self.weights) if weights else self.weights
-        output = np.zeros_like(self.x)
+        output, x = np.zeros_like(self.x), self.x if scales is None else _e4m3(self.x, scales[0])
         for token, choice in np.argwhere(ids >= 0):
             expert = ids[token, choice]
-            hidden = (w1[expert] @ self.x[token] + self.b1[expert]).astype(np.float32)
+            hidden = (w1[expert] @ x[token] + self.b1[expert]).astype(np.float32)
             hidden = _bf16(hidden) if before else hidden
             row = reference.activation(hidden[None], activation=activation_of(activation), out_dtype="bfloat16")[0]
+            row = row if scales is None else _e4m3(row.astype(np.float32), scales[1])
             output[token] += _bf16(gates[token, choice] * (w2[expert] @ row.astype(np.float64) + self.b2[expert]))
         return _bf16(output)
 
@@ -77,6 +81,11 @@ class Problem(NamedTuple):
 
 def _bf16(array: np.ndarray) -> np.ndarray:
     return np.asarray(array, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def _e4m3(array: np.ndarray, scale: float) -> np.ndarray:
+    factor = np.float32(scale)
+    return np.clip(array / factor, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * factor
 
 
 def _wide(weight: Any) -> np.ndarray:

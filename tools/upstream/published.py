@@ -17,6 +17,8 @@ from tools.environment import CPU_TRANSFORMERS
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "upstream"
 VLLM, MAXTEXT, TORCHTITAN = "0.33.0", "0.2.5", "0.3.0"
+#: The commit of TensorRT-LLM's repository.
+TENSORRT_LLM = "00131d71"
 #: By engine, the release that must run beside the newest one.
 PINNED = {"vllm": VLLM, "sglang": "0.5.23", "transformers": CPU_TRANSFORMERS.partition("==")[2]}
 #: What is unpacked of the wheels, by the beginning of the path.
@@ -72,8 +74,8 @@ def tensorrt_llm_files(source: pathlib.Path | None = None) -> pathlib.Path:
     folder = source or CACHE / "tensorrt_llm"
     if not (folder / _TENSORRT_LLM).exists():
         raise Missing(
-            f"{folder} must hold {_TENSORRT_LLM} of github.com/NVIDIA/TensorRT-LLM at tag v1.2.1; copy it there, or "
-            "name the folder with --source. The package index has a stub alone, which downloads the wheel elsewhere"
+            f"{folder} must hold {_TENSORRT_LLM} of github.com/NVIDIA/TensorRT-LLM at commit {TENSORRT_LLM}; copy it "
+            "there, or name the folder with --source. The package index has a stub alone, which downloads elsewhere"
         )
     return folder
 
