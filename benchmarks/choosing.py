@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_core.tools.choose.estimate import choose, measured
+from moe_core.tools.choose.estimate import choose_parallelism, measured
 from moe_core.tools.choose.models import GB, GPUS, MODELS, Gpu, Model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,13 +73,13 @@ def table(gpu: Gpu, *, training: bool) -> str:
 def _line(model: Model, gpu: Gpu, tokens: int, training: bool) -> str:
     texts = []
     for gpus in (1, 2, 4, 8):
-        best = choose(model, gpu, gpus, tokens * gpus, training=training)[0]
+        best = choose_parallelism(model, gpu, gpus, tokens * gpus, training=training)[0]
         if best.why_not is not None or best.time is None:
             texts.append("—")
             continue
         mark = {"measured": "", "between records": "~"}.get(best.time.source, "*")
         format = "" if training else f"{best.format} "
-        ways = " EP" if best.parallel.startswith("experts over") else ""
+        ways = {gpus: " EP", 1: ""}.get(best.experts, f" EP{best.experts}")
         texts.append(f"{format}{best.spent / GB:.0f} GB{ways}: {_short(best.tokens_per_second)}{mark}")
     return f"| {model.name} | {' | '.join(texts)} |"
 
@@ -97,7 +97,7 @@ def weights_table() -> str:
     for model in MODELS.values():
         sizes = []
         for format in formats:
-            option = next(iter(choose(model, GPUS["h200"], 1, 1, format=format)))
+            option = next(iter(choose_parallelism(model, GPUS["h200"], 1, 1, format=format)))
             sizes.append("—" if option.time is None else f"{option.weights / GB:.1f}")
         lines.append(f"| {model.name} | {' | '.join(sizes)} |")
     return "\n".join(lines)

@@ -278,8 +278,10 @@ def draw_scale() -> Any:
     theme.compact(panel, _GPUS[::2])
     panel.grid(True)
     notes = [
-        f"Predicted, not measured: H200, {H200.nvlink.bandwidth:.0f} GB/s of NVLink, 45 GB/s of network, "
-        f"{_TOKENS} tokens of each GPU, Zipf exponent {_PREDICTED_LAW.exponent}, all_to_all, a spare place, no overlap."
+        f"Predicted, not measured: H200, {H200.nvlink.bandwidth:.0f} GB/s of NVLink, 45 GB/s of assumed network, "
+        f"{_TOKENS} tokens of each GPU, Zipf exponent {_PREDICTED_LAW.exponent}, all_to_all, a spare place, no "
+        "overlap.",
+        "More GPUs than experts hold replicas of them, so these parts of the lines hold for inference only.",
     ]
     return theme.finish(figure, "Predicted: beyond one host, the network decides", notes)
 

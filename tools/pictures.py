@@ -16,7 +16,7 @@ import numpy as np
 from moe_core.base import ArraySpec, Target
 from moe_core.layers import HUGGING_FACE, MoELayerSpec
 from moe_core.ops.moe.backward import plan_training
-from moe_core.parallel.cost import Zipf
+from moe_core.parallel.traffic import Zipf
 from moe_core.parity.cli import main as parity
 from moe_core.specs.operands import ExpertWeights, MoEOperands, RouterWeights
 from moe_core.trace import LayerRouting, RoutingTrace

@@ -3,7 +3,6 @@
 from moe_core.parallel.choices import choose_chunks as choose_chunks
 from moe_core.parallel.choices import choose_ranks as choose_ranks
 from moe_core.parallel.cost import Prediction as Prediction
-from moe_core.parallel.cost import Zipf as Zipf
 from moe_core.parallel.cost import predict as predict
 from moe_core.parallel.cost import simulate as simulate
 from moe_core.parallel.header import PeerFailed as PeerFailed
@@ -23,3 +22,4 @@ from moe_core.parallel.plan import plan_exchange as plan_exchange
 from moe_core.parallel.result import ParallelOutput as ParallelOutput
 from moe_core.parallel.spec import ExchangeSpec as ExchangeSpec
 from moe_core.parallel.tensor import TensorSplit as TensorSplit
+from moe_core.parallel.traffic import Zipf as Zipf

@@ -55,12 +55,13 @@ def choose_ranks(
 ) -> tuple[int, str]:
     """Choose how many of these ranks share the experts, if any number of them could hold all.
 
-    It is the fewest with a forward hardly slower than the fastest.
+    It is the fewest with a forward hardly slower than the fastest. `choose_parallelism` of `moe_core.tools.choose` also
+    counts memory.
 
     Args:
         layer: sizes of the layer.
         tokens: of all ranks together.
-        ranks: that there are. Only its divisors are considered.
+        ranks: that there are. Only its divisors up to the number of experts are considered.
         machine: as for `predict`.
         spec: of the exchange. None: mode `peer`.
 
@@ -72,7 +73,7 @@ def choose_ranks(
     """
     tokens, ranks = as_integer("tokens", tokens, 0, INT32_LIMIT), as_integer("ranks", ranks, 1, INT32_LIMIT)
     spec = ExchangeSpec("peer") if spec is None else spec
-    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    sizes = [size for size in range(1, min(ranks, layer.num_experts) + 1) if ranks % size == 0]
     us = {size: predict(layer, -(-tokens // size), size, machine, spec).us for size in sizes}
     least = min(us.values())
     chosen = next(size for size in sizes if us[size] * (1 - _LEAST_GAIN) <= least)

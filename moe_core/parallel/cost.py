@@ -1,7 +1,7 @@
 """Predicted times of an expert-parallel layer: a model of links and products.
 
-Rows travel over NVLink within a domain and over the network to others, both at once. The busiest rank decides. Ids,
-weights and counts, below 2 % of the rows of real models, are left out, except one latency if the host reads counts.
+Rows travel over NVLink within a domain and over the network to others, both at once. The busiest rank decides. Ids and
+weights, below 2 % of the rows of real models, are left out. Counts that the host reads grow with the square of ranks.
 Products take the longer of their operations at `Machine.tflops` and a rank's weights at `Machine.memory`, or measured
 times of `Machine.products`.
 
@@ -25,53 +25,19 @@ from moe_core.base.checks import as_integer, finite_float, require_flag, require
 from moe_core.errors import InvalidInput
 from moe_core.layers.spec import HUGGING_FACE, MoELayerSpec
 from moe_core.parallel.bounds import bounds_of, runs_in_lanes
-from moe_core.parallel.exchange import owners_of, physical_ids
+from moe_core.parallel.header import Header
 from moe_core.parallel.machine import Link, Machine, machine_of
 from moe_core.parallel.messages import quantized_bytes
 from moe_core.parallel.placement import Placement
+from moe_core.parallel.plan import plan_exchange
 from moe_core.parallel.spec import ExchangeSpec, refuse_chunks
+from moe_core.parallel.traffic import DRAWN, Traffic, Zipf, even_traffic, traffic_of
 from moe_core.trace import RoutingTrace
 
 _DTYPE = "bfloat16"
-#: Tokens drawn from a law.
-_DRAWN = 8192
 #: In lanes: the share of time that products lose, and of reading the weights that each further chunk adds. Fitted to
 #: five models on four H200, docs/notebook/parallel.md.
 _SHARING, _READ_AGAIN = 0.06, 0.68
-
-
-@dataclass(frozen=True)
-class Zipf:
-    """A law of routing: expert r has probability proportional to r^-exponent, distinct in a token. The seed draws their
-    order."""
-
-    exponent: float
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "exponent", finite_float("exponent", self.exponent))
-        object.__setattr__(self, "seed", as_integer("seed", self.seed, 0))
-        if self.exponent < 0:
-            raise InvalidInput(f"exponent must be at least 0, got {self.exponent}; 0 is uniform")
-
-    def ids(self, tokens: int, top_k: int, num_experts: int) -> np.ndarray:
-        """Draw ids int32 `[T, K]`, the same for equal arguments."""
-        random = np.random.default_rng(self.seed)
-        share = random.permutation(np.arange(1, num_experts + 1) ** -self.exponent)
-        # Gumbel's trick: the largest noisy logarithms, without replacement.
-        scores = np.log(share) + random.gumbel(size=(tokens, num_experts))
-        return np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
-
-    def load(self, top_k: int, num_experts: int) -> np.ndarray:
-        """Return counts int64 `[E]` of the ids of `simulate`, for `Placement.balanced`."""
-        return np.bincount(self.ids(_DRAWN, top_k, num_experts).reshape(-1), minlength=num_experts)
-
-
-class Traffic(NamedTuple):
-    """Shares of every rank, fp64 `[W]`: tokens that visit it, and slots that it computes (sum 1)."""
-
-    tokens: np.ndarray
-    slots: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -80,6 +46,8 @@ class Prediction:
 
     stages: (name, us) of the busiest rank, in order, without overlap. us: all, with overlap. alone_us: one device with
     all experts and a rank's tokens. imbalance: rows of the busiest rank over the mean. bound: the longest part.
+    buffers: bytes of the busiest rank's exchange if counts are exact, without scratch of the experts' op. static: with
+    static shapes, as in JAX. assumed: statements that the numbers rest on.
     """
 
     ranks: int
@@ -89,6 +57,9 @@ class Prediction:
     alone_us: float
     imbalance: float
     bound: str
+    buffers: int
+    static: int
+    assumed: tuple[str, ...]
 
     @property
     def efficiency(self) -> float:
@@ -105,7 +76,8 @@ class Prediction:
         return (
             f"predicted, not measured: {self.us:.0f} us on {self.ranks} ranks of {self.tokens} tokens ({stages}), "
             f"{100 * self.efficiency:.0f} % of {self.ranks} single devices, imbalance {self.imbalance:.2f}, bound by "
-            f"{self.bound}"
+            f"{self.bound}; buffers {self.buffers / 1e9:.2f} GB, with static shapes (JAX) {self.static / 1e9:.2f} GB, "
+            f"which receive= bounds; assumed: {'; '.join(self.assumed)}"
         )
 
 
@@ -120,37 +92,42 @@ def predict(
     tensor: int = 1,
     training: bool = False,
 ) -> Prediction:
-    """Predict a forward of `tokens` tokens on each rank, routed uniformly.
+    """Predict a forward of `tokens` tokens on each rank, routed uniformly to experts in order, without replicas.
 
     Args:
         layer: sizes of the layer.
         tokens: of each rank.
-        ranks: W.
+        ranks: W, at most E. More need replicas: `simulate` takes them in a placement.
         machine: a Machine, the path of a record of `moebius-tune --links`, or None for the record that MOEBIUS_MACHINE
             names.
         spec: how rows travel.
-        imbalance: rows of the busiest rank over the mean; the others share the rest.
+        imbalance: rows of the busiest rank over the mean; the others share the rest. At least what E experts on W
+            ranks make of it.
         tensor: ranks of one NVLink domain that split each expert, each with its own tokens; there are tensor * `ranks`
             ranks.
         training: a forward and its backward.
 
     Raises:
         InvalidInput: wrong arguments.
-        Unsupported: training in chunks.
+        Unsupported: training in chunks or with a format.
     """
     ranks = as_integer("ranks", ranks, 1, INT32_LIMIT)
     share = finite_float("imbalance", imbalance)
     if not 1 <= share <= ranks:
         raise InvalidInput(f"imbalance must be in [1, {ranks}], the number of ranks, got {imbalance}; 1 = none")
     require_kind("layer", layer, MoELayerSpec)
-    E, K = layer.num_experts, layer.top_k
-    slots = np.full(ranks, (1 - share / ranks) / max(ranks - 1, 1))
-    slots[0] = share / ranks
-    # The probability that none of K distinct experts is on a rank.
-    nothing = math.prod(max(0.0, E - E / ranks - i) / (E - i) for i in range(K))
-    visits = np.minimum(1.0, slots * ranks * (1 - nothing))
-    traffic = Traffic(visits, slots)
-    return _price(layer, tokens, machine, spec, traffic, -(-E // ranks), training, tensor)
+    E = layer.num_experts
+    if ranks > E:
+        raise InvalidInput(
+            f"ranks must be at most the layer's {E} experts, got {ranks}: {ranks - E} would hold none; let {E} ranks "
+            f"share them ({ranks // E} groups), or pass Placement.balanced with replicas to `simulate`"
+        )
+    machine = machine_of(machine)
+    least = -(-E // ranks) * ranks / E
+    traffic = even_traffic(layer, ranks, max(share, least), _domain(machine, tensor))
+    routing = "uniform routing" if share == 1 else f"the busiest rank has {share:g} times the mean"
+    placement = Placement.linear(E, ranks)
+    return _price(layer, tokens, machine, spec, _Loads(traffic, placement, routing), training, tensor)
 
 
 def simulate(
@@ -168,17 +145,19 @@ def simulate(
 
     Args:
         routing: routes the tokens of every rank.
-        placement: of the layer's experts.
+        placement: of the layer's experts. Replicas are named in the result, and `training` refuses them.
 
     Other arguments and errors are those of `predict`.
     """
     require_kind("layer", layer, MoELayerSpec)
     require_kind("placement", placement, Placement)
+    machine = machine_of(machine)
     if isinstance(routing, Zipf):
-        samples = [routing.ids(_DRAWN, layer.top_k, layer.num_experts)]
+        groups = layer.router.num_groups, layer.router.topk_group
+        samples, about = [routing.ids(DRAWN, layer.top_k, layer.num_experts, groups)], str(routing)
     else:
         require_kind("routing", routing, RoutingTrace)
-        samples = []
+        samples, about = [], f"a routing trace of {len(routing)} layers"
         for number, selection in enumerate(routing):
             selection.require_fits(number, len(selection.ids), layer.top_k, layer.num_experts)
             samples.append(np.asarray(selection.ids))
@@ -188,55 +167,48 @@ def simulate(
         )
     costs = []
     for ids in samples:
-        traffic = traffic_of(ids, placement)
-        costs.append(_price(layer, tokens, machine, spec, traffic, placement.per_rank, training, tensor))
+        loads = _Loads(traffic_of(ids, placement, _domain(machine, tensor)), placement, about)
+        costs.append(_price(layer, tokens, machine, spec, loads, training, tensor))
     names = [name for name, _ in costs[0].stages]
     stages = tuple((name, float(np.mean([dict(one.stages)[name] for one in costs]))) for name in names)
-    us, alone, uneven = (
-        float(np.mean([getattr(one, name) for one in costs])) for name in ("us", "alone_us", "imbalance")
-    )
+    means = {name: float(np.mean([getattr(one, name) for one in costs])) for name in ("us", "alone_us", "imbalance")}
     worst = max(costs, key=lambda one: one.us)
-    return Prediction(placement.num_ranks * tensor, tokens, stages, us, alone, uneven, worst.bound)
+    return dataclasses.replace(worst, stages=stages, buffers=max(one.buffers for one in costs), **means)
 
 
-def traffic_of(ids: np.ndarray, placement: Placement) -> Traffic:
-    """Return the shares of ranks in a routing of ids int32 `[T, K]`. Replicas take equal parts."""
-    ranks, (held, _, start) = placement.num_ranks, placement.tables
-    load = np.bincount(ids[ids >= 0], minlength=placement.num_experts) / max(int((ids >= 0).sum()), 1)
-    part = np.where(held < 0, 0.0, (load / np.diff(start))[np.maximum(held, 0)])
-    slots = part.reshape(ranks, -1).sum(axis=1)
-    owners = owners_of(physical_ids(ids, placement).places, placement.per_rank)
-    tokens, k = np.nonzero(owners >= 0)
-    visited = np.zeros((len(ids), ranks), bool)
-    visited[tokens, owners[tokens, k]] = True
-    visits, sent = visited.sum(axis=0), np.bincount(owners[tokens, k], minlength=ranks)
-    once = np.where(sent > 0, visits / np.maximum(sent, 1), 1.0)
-    return Traffic(slots * len(tokens) / max(len(ids), 1) * once, slots)
+class _Loads(NamedTuple):
+    traffic: Traffic
+    placement: Placement
+    about: str
+
+
+def _domain(machine: Machine, tensor: int) -> int:
+    """Ranks of the expert axis within a domain."""
+    tensor = as_integer("tensor", tensor, 1, INT32_LIMIT)
+    if tensor > machine.domain:
+        raise InvalidInput(
+            f"tensor must be at most the machine's domain of {machine.domain}, got {tensor}; split experts within it"
+        )
+    return machine.domain // tensor
 
 
 def _price(
     layer: MoELayerSpec,
     tokens: int,
-    machine: Machine | str | Path | None,
+    machine: Machine,
     spec: ExchangeSpec,
-    traffic: Traffic,
-    per_rank: int,
+    loads: _Loads,
     training: bool,
     tensor: int,
 ) -> Prediction:
     tokens = as_integer("tokens", tokens, 0, INT32_LIMIT)
-    tensor = as_integer("tensor", tensor, 1, INT32_LIMIT)
-    machine = machine_of(machine)
     require_kind("spec", spec, ExchangeSpec)
     require_flag("training", training)
     if training:
         refuse_chunks(spec)
+    (traffic, placement, _), per_rank = loads, loads.placement.per_rank
     ranks = len(traffic.slots)
-    if tensor > machine.domain:
-        raise InvalidInput(
-            f"tensor must be at most the machine's domain of {machine.domain}, got {tensor}; split experts within it"
-        )
-    machine = dataclasses.replace(machine, domain=machine.domain // tensor)
+    machine = dataclasses.replace(machine, domain=_domain(machine, tensor))
     if machine.network is None and ranks > machine.domain:
         raise InvalidInput(
             f"machine must have a network for {ranks} ranks in domains of {machine.domain}, got None; pass a Link"
@@ -254,27 +226,36 @@ def _price(
     plain = layer.d_model * dtypes.itemsize(_DTYPE)
     sent = plain if spec.format is None else sum(size for *_, size in quantized_bytes(spec, layer.d_model))
     out, back = _rows(layer, tokens * tensor, spec, traffic, per_rank)
-    near = machine.link(spec.mode)
-    stages = [("dispatch", _push_us(out, sent, machine, near)), ("combine", _push_us(back, plain, machine, near))]
+    near, hosts = machine.link(spec.mode), None
+    if machine.forwards:
+        # Each rank adds up a token's slots before they travel.
+        hosts, back = tokens * tensor * traffic.hosts, out
+    stages = [
+        ("dispatch", _push_us(out, sent, machine, near, hosts)),
+        ("combine", _push_us(back, plain, machine, near, hosts)),
+    ]
     if tensor > 1:
         rows, axis = tokens * (tensor - 1), machine.link("all_gather")
         stages = [("gather", axis.us(rows * plain)), *stages, ("scatter", axis.us(rows * layer.d_model * 4))]
     if training:
         # Gradients of the output travel as tokens, gradients of x as results.
-        more = {"dispatch": _push_us(out, plain, machine, near), "combine": _push_us(back, plain, machine, near)}
+        more = {
+            name: _push_us(one, plain, machine, near, hosts) for name, one in (("dispatch", out), ("combine", back))
+        }
         stages = [(name, us + more.get(name, us)) for name, us in stages]
         alone, share = 3 * alone, 3 * share
     hidden = 0.0
     if spec.mode == "peer":
         # Rows travel home during product 2, one of 3 equal matrices, and the last product of a backward, the others.
-        combine, matrices = _push_us(back, plain, machine, near), 3 if layer.gated else 2
+        combine, matrices = _push_us(back, plain, machine, near, hosts), 3 if layer.gated else 2
         each = share / 3 / matrices
         hidden = min(combine, share / matrices)
         if training:
             hidden = min(combine, each) + min(combine, (matrices - 1) * each)
     if spec.mode == "all_to_all" and ranks > 1:
-        far = machine.network if machine.network is not None and ranks > machine.domain else near
-        stages.insert(0, ("counts", far.latency_us))
+        groups = placement.num_places if spec.rows == "slots" else 2 * ranks
+        counts = np.ones(ranks), 4 * (len(Header._fields) + groups * spec.chunks)
+        stages.insert(0, ("counts", _push_us(*counts, machine, near)))
     # The last product already sent its rows. The rest of their way does not overlap.
     stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
     others = sum(us for _, us in stages) - stored
@@ -290,7 +271,29 @@ def _price(
     parts = {"compute": share - lost, "exchange": exposed, "imbalance": lost}
     stages.insert(1 + [name for name, _ in stages].index("dispatch"), ("compute", share))
     bound = max(parts, key=lambda name: parts[name])
-    return Prediction(ranks * tensor, tokens, tuple(stages), share + exposed, alone, uneven, bound)
+    plan = plan_exchange(tokens * tensor, layer.top_k, layer.d_model, _DTYPE, placement, spec, training=training)
+    static, assumed = plan.peak(), _assumptions(layer, machine, spec, loads)
+    received = math.ceil(float((traffic.slots * layer.top_k if spec.rows == "slots" else traffic.tokens).max()) * ranks)
+    sizes = [-(-tokens * tensor * one // spec.chunks) for one in (received, math.ceil(uneven * layer.top_k))]
+    buffers = plan.peak(*sizes) if spec.mode == "all_to_all" else static
+    us = share + exposed
+    return Prediction(ranks * tensor, tokens, tuple(stages), us, alone, uneven, bound, buffers, static, assumed)
+
+
+def _assumptions(layer: MoELayerSpec, machine: Machine, spec: ExchangeSpec, loads: _Loads) -> tuple[str, ...]:
+    placement, router = loads.placement, layer.router
+    ranks, far = placement.num_ranks, placement.num_ranks > machine.domain
+    copies = int((placement.tables.expert_of_place >= 0).sum()) - placement.num_experts
+    texts = {
+        loads.about: True,
+        f"{copies} replicas of {placement.num_experts} experts": copies > 0,
+        f"a token's experts are in {router.topk_group} of {router.num_groups} groups": router.num_groups > 1,
+        "not Moebius' exchange: a token crosses to a host once, which adds up its results": far and machine.forwards,
+        machine.assumed: far and bool(machine.assumed),
+        "products and memory at the machine's rates": machine.products is None,
+        "no time of the host, which eager calls of all_to_all wait for": spec.mode == "all_to_all" and ranks > 1,
+    }
+    return tuple(text for text, holds in texts.items() if holds)
 
 
 def _rows(
@@ -308,8 +311,9 @@ def _rows(
     return (slots if spec.rows == "slots" else visits), slots
 
 
-def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float:
-    """Microseconds of the busiest rank. rows `[W]` of `size` bytes. link: within a domain."""
+def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link, hosts: np.ndarray | None = None) -> float:
+    """Microseconds of the busiest rank. rows `[W]` of `size` bytes. link: within a domain. hosts: rows to each domain,
+    which a rank there forwards; None: not forwarded."""
     ranks, domain = len(rows), min(machine.domain, len(rows))
     if ranks == 1:
         return 0.0
@@ -318,10 +322,18 @@ def _push_us(rows: np.ndarray, size: int, machine: Machine, link: Link) -> float
     within = np.bincount(group, rows)
     near_sent, near_received = within[group] - rows, rows * (members[group] - 1)
     far_sent, far_received = rows.sum() - within[group], rows * (ranks - members[group])
-    near = link.us(float(np.maximum(near_sent, near_received).max()) * size)
-    if machine.network is None:
+    peers = ranks - int(members.min())
+    if hosts is not None:
+        # A row arrives at one member of the host, which may be the rank itself.
+        onward = (ranks - members) * (1 - 1 / members)
+        near_sent, near_received = near_sent + (within / members * onward)[group], near_received + rows * onward[group]
+        far_sent, far_received = hosts.sum() - hosts[group], (hosts * (ranks / members - 1))[group]
+        peers = len(members) - 1
+    near = link.us(float(np.maximum(near_sent, near_received).max()) * size, domain - 1)
+    if machine.network is None or not peers:
         return near
-    return max(near, machine.network.us(float(np.maximum(far_sent, far_received).max()) * size))
+    far = machine.network.us(float(np.maximum(far_sent, far_received).max()) * size, peers)
+    return max(near, far + (0.0 if hosts is None else link.latency_us))
 
 
 def _work(layer: MoELayerSpec) -> tuple[float, float, float, float]:

@@ -25,19 +25,24 @@ _MOST_BYTES = 2**63
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two ranks: microseconds until a message's first byte arrives, and GB/s per direction."""
+    """A way between ranks: microseconds until a message's first byte arrives, GB/s per direction, and microseconds that
+    each further peer adds."""
 
     latency_us: float
     bandwidth: float
+    peer_us: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "latency_us", finite_float("latency_us", self.latency_us))
-        if self.latency_us < 0:
-            raise InvalidInput(f"latency_us must be at least 0, got {self.latency_us}; measure it")
+        for name in ("latency_us", "peer_us"):
+            value = finite_float(name, getattr(self, name))
+            object.__setattr__(self, name, value)
+            if value < 0:
+                raise InvalidInput(f"{name} must be at least 0, got {value}; measure it")
         set_positive(self, "bandwidth")
 
-    def us(self, size: float) -> float:
-        return self.latency_us + size / self.bandwidth / 1e3 if size else 0.0
+    def us(self, size: float, peers: int = 1) -> float:
+        """size: bytes to or from all peers."""
+        return self.latency_us + self.peer_us * (peers - 1) + size / self.bandwidth / 1e3 if size else 0.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,9 @@ class Machine:
     domain: consecutive ranks that nvlink connects. network: connects domains, None: there is one. tflops: 10^12
     operations per second of products. memory: GB/s. measured: (kind, Link) of messages within a domain, by
     `links.KINDS`; others take nvlink. products: measured microseconds of a layer's forward, of one rank's tokens with
-    all experts, and of all ranks' tokens with one rank's experts; None: from tflops and memory. Raises InvalidInput.
+    all experts, and of all ranks' tokens with one rank's experts; None: from tflops and memory. forwards: a token
+    crosses the network once to a host, which forwards it and returns sums, as DeepEP does and Moebius does not.
+    assumed: what was not measured of the network, for captions. Raises InvalidInput.
     """
 
     nvlink: Link
@@ -129,6 +136,8 @@ class Machine:
     memory: float
     measured: tuple[tuple[str, Link], ...] = ()
     products: tuple[float, float] | None = None
+    forwards: bool = False
+    assumed: str = ""
 
     def __post_init__(self) -> None:
         require_kind("nvlink", self.nvlink, Link)
@@ -136,6 +145,7 @@ class Machine:
         set_integer(self, "domain", 1, INT32_LIMIT)
         set_positive(self, "tflops")
         set_positive(self, "memory")
+        require_flag("forwards", self.forwards)
         object.__setattr__(self, "measured", tuple(self.measured))
         for kind, link in self.measured:
             require_choice("kind of measured", kind, KINDS)
@@ -150,10 +160,11 @@ class Machine:
 
 
 #: Hosts of eight H200. Links within a host: measured on four, benchmarks/results/machine-4-h200.json. Between hosts:
-#: assumed, 45 of nominally 50 GB/s a GPU. tflops, memory: of bf16 layers in docs/user/performance.md.
+#: assumed, 45 of nominally 50 GB/s a GPU, and latencies as of DeepEP's published times (tests/parallel/test_cost.py).
+#: tflops, memory: of bf16 layers in docs/user/performance.md.
 H200 = Machine(
     Link(20.6, 278.0),
-    Link(20.0, 45.0),
+    Link(20.0, 45.0, 0.05),
     8,
     620.0,
     4500.0,
@@ -164,6 +175,7 @@ H200 = Machine(
         ("peer_pull", Link(5.8, 307.0)),
         ("ragged_all_to_all", Link(78.4, 9.9)),
     ),
+    assumed="an unmeasured network of 45 GB/s a GPU, and 20 us a message and 0.05 us a peer",
 )
 
 
@@ -256,7 +268,9 @@ def _machine(content: Any, name: str) -> Machine:
 
 
 def _link(content: Any, name: str) -> Link:
-    return Link(**_fields(content, ("latency_us", "bandwidth"), name))
+    # Older records lack peer_us.
+    content = {"peer_us": 0.0} | content if isinstance(content, dict) else content
+    return Link(**_fields(content, ("latency_us", "bandwidth", "peer_us"), name))
 
 
 def _fields(content: Any, names: Sequence[str], name: str) -> dict[str, Any]:

@@ -354,7 +354,7 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
     kept = returned if plan.training else 0
     gathered, parts = size.get("gathered rows", 0), size.get("parts", 0)
     ends = parts + size.get("returned parts", 0) + output + kept
-    if symmetric:
+    if plan.spec.mode == "peer":
         # Gathered rows stay until the last chunk has been sent. Lanes compute two chunks at once.
         scratch *= 1 + limits.runs_in_lanes(plan.spec)
         behind = parts or output

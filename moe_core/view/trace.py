@@ -12,10 +12,11 @@ from moe_core.base.checks import as_integer
 from moe_core.errors import InvalidInput
 from moe_core.layers.spec import MoELayerSpec
 from moe_core.monitor import load_entropy, load_imbalance
-from moe_core.parallel.cost import simulate, traffic_of
+from moe_core.parallel.cost import simulate
 from moe_core.parallel.machine import Machine
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
+from moe_core.parallel.traffic import traffic_of
 from moe_core.trace import LayerRouting, RoutingTrace
 
 #: Bytes of the tokens' ids and weights in a page, of the bins of tokens, and pairs of experts of a layer.

@@ -63,7 +63,7 @@ def test_outputs_open_before_the_work(
         ),
         ("moebius-doctor", "moe_core.tools.doctor.cli.diagnose", []),
         ("moebius-view", "moe_core.view.cli.view_page", ["trace"]),
-        ("moebius-choose", "moe_core.tools.choose.cli.choose", ["olmoe-7b"]),
+        ("moebius-choose", "moe_core.tools.choose.cli.choose_parallelism", ["olmoe-7b"]),
         ("moebius-tune", "moe_core.tools.tune.cli._products", ["--preset", "mixtral-8x7b"]),
     ],
 )

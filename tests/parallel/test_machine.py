@@ -212,7 +212,7 @@ def test_each_mode_has_the_link_of_its_messages() -> None:
     np.testing.assert_allclose(dispatch("padded"), PLAIN.us(rows), 1e-6)
     assert dispatch("peer") < dispatch("all_to_all") < dispatch("padded")
     counts = dict(predict(layer, 4096, 4, machine, ExchangeSpec()).stages)["counts"]
-    np.testing.assert_allclose(counts, PLAIN.latency_us, 1e-6)
+    np.testing.assert_allclose(counts, PLAIN.latency_us, 1e-4)
 
 
 def test_links_of_h200_are_those_of_the_record() -> None:

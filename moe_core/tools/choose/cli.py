@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 import moe_core
 from moe_core.base import command
-from moe_core.tools.choose.estimate import Option, choose
+from moe_core.tools.choose.estimate import Option, choose_parallelism
 from moe_core.tools.choose.models import FORMATS, GB, GPUS, MODELS, Gpu, Model, gpu_named, model_named
 
+LAUNCHERS = ("torchrun", "slurm")
 _DESCRIPTION = f"""\
-Choose the format of the experts' weights and the parallelism of a model on some GPUs of one host.
+Choose the format of the experts' weights and the parallelism of a model on some GPUs: how many share the experts, and
+how many copies there are, on one host or on several.
 
 Times are of MoE layers alone: measured, between two records, a bound of the GPU, or predicted by the cost model. So
 tokens per second are an upper bound of the whole model's.
@@ -28,10 +30,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="such as qwen3-30b-a3b")
     parser.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)}; default: %(default)s")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of one host; default: %(default)s")
+    parser.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="of one host, or of whole hosts; default: %(default)s"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="of a step on all GPUs; default: %(default)s")
     parser.add_argument("--training", action="store_true", help="train with Adam; default: serve")
     parser.add_argument("--format", help=f"only this one of {', '.join(FORMATS)}")
+    text = "how the printed command starts on every host: %(choices)s; default: %(default)s"
+    parser.add_argument("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0], help=text)
     parser.add_argument("--json", metavar="PATH", help="write the options as JSON, - for stdout")
     parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     return parser
@@ -45,14 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _choose(options: argparse.Namespace) -> int:
     write = command.report_writer(options.json)
     model, gpu = model_named(options.model), gpu_named(options.gpu)
-    found = choose(model, gpu, options.gpus, options.tokens, training=options.training, format=options.format)
+    found = choose_parallelism(
+        model, gpu, options.gpus, options.tokens, training=options.training, format=options.format
+    )
     if options.json != "-":
-        print(report(model, gpu, options.tokens, found, training=options.training))
+        print(report(model, gpu, options.tokens, found, training=options.training, launcher=options.launcher))
     write(json.dumps([dataclasses.asdict(one) for one in found], indent=1))
     return 0 if found[0].why_not is None else 1
 
 
-def report(model: Model, gpu: Gpu, tokens: int, options: Sequence[Option], *, training: bool) -> str:
+def report(
+    model: Model, gpu: Gpu, tokens: int, options: Sequence[Option], *, training: bool, launcher: str = LAUNCHERS[0]
+) -> str:
     """The options as a table, and how to run the first."""
     work = "training" if training else "serving"
     lines = [f"{model.name} on {options[0].gpus} x {gpu.name}, {work}, {tokens} tokens a step"]
@@ -74,25 +84,43 @@ def report(model: Model, gpu: Gpu, tokens: int, options: Sequence[Option], *, tr
     best = options[0]
     if best.why_not is not None:
         return "\n".join([*lines, "nothing fits: take more GPUs, or GPUs with more memory"])
-    return "\n".join(
-        [*lines, f"run {best.format}, {best.parallel}:", *(f"    {one}" for one in commands(model, best, training))]
-    )
+    lines += [f"assumed: {'; '.join(best.assumed)}"] if best.assumed else []
+    lines += [f"run {best.format}, {best.parallel}:"]
+    return "\n".join([*lines, *(f"    {one}" for one in commands(model, gpu, best, training, launcher))])
 
 
-def commands(model: Model, option: Option, training: bool) -> list[str]:
+def launch(gpu: Gpu, gpus: int, launcher: str) -> str:
+    """The command that starts a process on every GPU."""
+    host = gpu.machine.domain
+    hosts, each = max(1, gpus // host), min(gpus, host)
+    head = {
+        "torchrun": "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500",
+        "slurm": "--rdzv-backend c10d --rdzv-id $SLURM_JOB_ID "
+        "--rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500",
+    }[launcher]
+    nodes = f"--nnodes {hosts} {head} " if hosts > 1 else ""
+    line = f"torchrun {nodes}--nproc-per-node {each} SCRIPT"
+    return line if launcher == "torchrun" else f"srun --nodes {hosts} --ntasks-per-node 1 --gpus-per-node {each} {line}"
+
+
+def commands(model: Model, gpu: Gpu, option: Option, training: bool, launcher: str = LAUNCHERS[0]) -> list[str]:
     """Lines that run an option."""
+    groups, shared = option.gpus // option.experts, option.experts > 1
     lines = []
     if not training and option.format != model.native:
         lines.append(f"moebius-convert SOURCE DESTINATION --format {option.format}")
-    if option.parallel.startswith("experts over"):
-        lines += [
-            f"torchrun --nproc-per-node {option.gpus} SCRIPT",
-            "parallelize(layer, ExpertParallel(mesh, ExchangeSpec('peer'), max_tokens=TOKENS))  # of each MoE layer",
-        ]
-    elif option.gpus > 1:
-        lines += [f"torchrun --nproc-per-node {option.gpus} SCRIPT"] + (["fully_shard(layer)"] if training else [])
-    lines.append(f"moe_torch.transformers.use(model{', recompute=True' if training else ''})")
-    if option.parallel.startswith("experts over"):
-        lines[-1] = "MoE.from_block(block, model.config)  # first, for each block of a model of transformers"
-        lines[-1:], lines[-2:-1] = lines[-2:-1], lines[-1:]
-    return lines
+    if option.gpus > 1:
+        lines.append(launch(gpu, option.gpus, launcher))
+    if not shared:
+        lines += ["fully_shard(layer)"] if training and option.gpus > 1 else []
+        return [*lines, f"moe_torch.transformers.use(model{', recompute=True' if training else ''})"]
+    most = ", max_tokens=TOKENS" if option.mode == "peer" else ""
+    most += ", gradients='mean'" if training else ""
+    sharded = "fully_shard(layer.experts, mesh=mesh['efsdp'])  # then the model over all GPUs"
+    return [
+        *lines,
+        f"mesh = init_device_mesh('cuda', ({groups}, {option.experts}), mesh_dim_names=('efsdp', 'ep'))",
+        "MoE.from_block(block, model.config)  # for each block of a model of transformers",
+        f"parallelize(layer, ExpertParallel(mesh['ep'], ExchangeSpec('{option.mode}'){most}))  # of each MoE layer",
+        *([sharded] if training else []),
+    ]

@@ -11,6 +11,7 @@ import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moe_core.base import INT32_LIMIT
 from moe_core.base.checks import as_integer, require_choice
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.costs import layer_cost
@@ -43,16 +44,20 @@ class Time(NamedTuple):
 class Option:
     """A format on N GPUs. weights, spent: bytes of each GPU, of weights, and of all that a step keeps. time: of one MoE
     layer. tokens_per_second: of all GPUs if only MoE layers ran, an upper bound of the model's. why_not: the reason if
-    it does not fit."""
+    it does not fit. experts: GPUs that share the experts, in gpus // experts groups. mode: of their exchange.
+    assumed: what the predicted time rests on."""
 
     format: str
     gpus: int
+    experts: int
+    mode: str
     parallel: str
     weights: int
     spent: int
     time: Time | None
     tokens_per_second: float
     why_not: str | None = None
+    assumed: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -104,22 +109,29 @@ def _bound_us(model: Model, gpu: Gpu, format: str, tokens: int, training: bool, 
     return max(cost.flops / gpu.machine.tflops / 1e6, moved / gpu.machine.memory / 1e3)
 
 
-def choose(
+def choose_parallelism(
     model: Model, gpu: Gpu, gpus: int, tokens: int, *, training: bool = False, format: str | None = None
 ) -> list[Option]:
     """Options for a model, the best first: those that fit, of them the published format, then by tokens per second.
 
-    Another format changes the weights, so it comes first only if the published one does not fit.
+    Every number of GPUs that divides `gpus` may share the experts, up to as many as there are experts. The others hold
+    copies (FSDP shards them in training). Another format changes the weights, so it comes first only if the published
+    one does not fit.
 
     Args:
-        gpus: of one host.
+        gpus: of one host, or of whole hosts.
         tokens: of one step, of all GPUs together.
         training: with Adam, all parameters trained in bf16. False: a server's step.
         format: of the experts' weights. None: all.
 
     Raises InvalidInput for wrong numbers, Unsupported for training in a quantised format.
     """
-    gpus, tokens = as_integer("gpus", gpus, 1, gpu.machine.domain + 1), as_integer("tokens", tokens, 1)
+    gpus, tokens = as_integer("gpus", gpus, 1, INT32_LIMIT), as_integer("tokens", tokens, 1)
+    host = gpu.machine.domain
+    if gpus > host and gpus % host:
+        raise InvalidInput(
+            f"gpus must be at most {host}, or whole hosts of {host}, got {gpus}; take all GPUs of a host"
+        )
     if tokens % gpus:
         raise InvalidInput(f"tokens must divide by gpus = {gpus}, got {tokens}; pass those of all GPUs together")
     if format is not None:
@@ -127,32 +139,45 @@ def choose(
     if training and format not in (None, "bf16"):
         raise Unsupported(f"format must be bf16 in training, got {format}: quantised experts are frozen; leave it out")
     formats: tuple[str, ...] = ("bf16",) if training else FORMATS if format is None else (format,)
-    ways = ("data", "experts") if gpus > 1 else ("one GPU",)
-    options = [_option(model, gpu, gpus, tokens, one, way, training) for one in formats for way in ways]
+    shared = [size for size in range(1, min(gpus, model.layer.num_experts) + 1) if gpus % size == 0]
+    options = [_option(model, gpu, gpus, tokens, one, size, training) for one in formats for size in shared]
     return sorted(
         options, key=lambda one: (one.why_not is not None, one.format != model.native, -one.tokens_per_second)
     )
 
 
-def _option(model: Model, gpu: Gpu, gpus: int, tokens: int, format: str, way: str, training: bool) -> Option:
-    copies = "experts sharded by FSDP" if training else f"{gpus} copies"
-    name = {"data": copies, "experts": f"experts over {gpus} GPUs"}.get(way, way)
+def _option(model: Model, gpu: Gpu, gpus: int, tokens: int, format: str, shared: int, training: bool) -> Option:
+    groups = gpus // shared
+    name = f"experts over {shared} GPUs"
+    if shared == 1:
+        name = "one GPU" if gpus == 1 else "experts sharded by FSDP" if training else f"{gpus} copies"
+    elif groups > 1:
+        name += f", sharded over {groups} by FSDP" if training else f", {groups} copies"
+    mode, _ = choose_mode(
+        tokens // gpus, Placement.linear(model.layer.num_experts, shared), gpu.machine, symmetric=True,
+        row_bytes=2 * model.layer.d_model,
+    )  # fmt: skip
+    option = Option(format, gpus, shared, mode, name, 0, 0, None, 0.0)
     try:
         experts = model.expert_bytes(format)
     except (InvalidInput, Unsupported) as error:
-        return Option(format, gpus, name, 0, 0, None, 0.0, str(error).partition(";")[0])
-    weights = experts // (gpus if way == "experts" else 1) + model.dense_bytes
-    spent = weights
+        return dataclasses.replace(option, why_not=str(error).partition(";")[0])
+    time, buffers, assumed = _time(model, gpu, option, tokens, training)
+    spent = weights = experts // shared + model.dense_bytes
     if training:
         # FSDP shards everything, and gathers a layer's experts while another computes.
         weights = (experts + model.dense_bytes) // gpus
         spent = weights * TRAINING_BYTES // 2 + model.layers * tokens // gpus * saved_bytes(model)
-        spent += 2 * experts // model.layers if way == "data" else 0
-    time = _time(model, gpu, gpus, tokens, format, way, training)
+        spent += 2 * experts // model.layers // shared if groups > 1 else 0
+    # Layers use one set of buffers in turn.
+    spent += buffers
     rate = tokens / (model.layers * time.us) * 1e6
-    room, needed = USABLE * gpu.gigabytes * GB, spent * (1 if training else 1 + LEAST_FREE)
+    room = USABLE * gpu.gigabytes * GB
+    needed = spent + (0 if training else LEAST_FREE * weights)
     why_not = None if needed <= room else f"needs {needed / GB:.0f} GB, and {room / GB:.0f} GB are usable"
-    return Option(format, gpus, name, weights, spent, time, rate, why_not)
+    return dataclasses.replace(
+        option, weights=weights, spent=spent, time=time, tokens_per_second=rate, why_not=why_not, assumed=assumed
+    )
 
 
 def saved_bytes(model: Model) -> int:
@@ -161,19 +186,25 @@ def saved_bytes(model: Model) -> int:
     return 2 * layer.d_model + 4 * layer.num_experts + 16 * layer.top_k
 
 
-def _time(model: Model, gpu: Gpu, gpus: int, tokens: int, format: str, way: str, training: bool) -> Time:
-    each = tokens // gpus
-    alone = time_alone(model, gpu, format, each, training=training)
-    if way == "experts":
+def _time(model: Model, gpu: Gpu, option: Option, tokens: int, training: bool) -> tuple[Time, int, tuple[str, ...]]:
+    """The time, bytes of the exchange's buffers, and assumptions."""
+    gpus, shared, format, machine = option.gpus, option.experts, option.format, gpu.machine
+    each, groups = tokens // gpus, gpus // shared
+    time, buffers, assumed = time_alone(model, gpu, format, each, training=training), 0, ()
+    if shared > 1:
         # A rank's share is as far from its bound as one GPU with all experts is.
         bound = _bound_us(model, gpu, format, each, training)
-        share = _bound_us(model, gpu, format, each, False, gpus) * max(1.0, alone.us / bound)
-        mode, _ = choose_mode(each, Placement.linear(model.layer.num_experts, gpus), gpu.machine, symmetric=True)
-        machine = dataclasses.replace(gpu.machine, products=(alone.us / (3 if training else 1), share))
-        return Time(predict(model.layer, each, gpus, machine, ExchangeSpec(mode), training=training).us, "predicted")
-    if training and gpus > 1:
+        share = _bound_us(model, gpu, format, each, False, shared) * max(1.0, time.us / bound)
+        known = dataclasses.replace(machine, products=(time.us / (3 if training else 1), share))
+        found = predict(model.layer, each, shared, known, ExchangeSpec(option.mode), training=training)
+        time, buffers, assumed = Time(found.us, "predicted"), found.buffers, found.assumed
+    if training and groups > 1:
         # Two gathers and a scatter of gradients, next to the products.
-        moved = 3 * model.expert_bytes(format) / model.layers * (gpus - 1) / gpus
-        sharded = gpu.machine.link("all_gather").us(moved)
-        return Time(sharded, "predicted") if sharded > alone.us else alone
-    return alone
+        moved = 3 * model.expert_bytes(format) / model.layers / shared * (groups - 1) / groups
+        far = gpus > machine.domain and machine.network is not None
+        link = machine.network if far and machine.network else machine.link("all_gather")
+        us = link.us(moved, groups - 1)
+        if us > time.us:
+            time = Time(us, "predicted")
+            assumed = (*assumed, *([machine.assumed] if far and machine.assumed not in assumed else []))
+    return time, buffers, assumed
