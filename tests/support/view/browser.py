@@ -13,7 +13,8 @@ from tools.browser import BROWSER
 
 REQUIRED = os.environ.get("MOEBIUS_BROWSER") == "1"
 needs_browser = pytest.mark.skipif(BROWSER is None and not REQUIRED, reason="there is no Chromium here")
-NO_BAR = "document.documentElement.scrollWidth <= innerWidth"
+#: On a phone, `innerWidth` grows with a page that is too wide.
+NO_BAR = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
 #: Contrast of text with its background (WCAG 2.1): the least of all elements with text of their own.
 CONTRAST = """(() => {
   const parts = (text) => text.match(/[\\d.]+/g).map(Number);
