@@ -65,6 +65,11 @@ def test_links_of_the_published_readme_lead_to_the_repository() -> None:
         text = setup["published"](readme, place, "v1")
         targets = re.findall(r"\]\(([^)\s]+)\)|\b(?:src|srcset|href)=\"([^\"]+)\"", text)
         assert targets and all(re.match("https://|#", one or other) for one, other in targets)
+    for path in ("README.md", "docs/user/start.md"):  # what a release says of itself
+        text = setup["released"]((ROOT / path).read_text(), here)
+        assert not re.search(r"index yet|'\.\[|\$?MOEBIUS_REPOSITORY|from a checkout;", text)
+        assert "pip install 'moebius[torch]'" in text and "Python 3.11 or newer" in text
+    assert f"[![CI]({here}/actions/workflows/ci.yml/badge.svg)]" in setup["published"](readme, here, "v1")
     assert setup["urls"](None) == {} and setup["urls"](here)["Issues"] == f"{here}/issues"
 
 

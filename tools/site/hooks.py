@@ -9,10 +9,12 @@ warning, and mkdocs.yml makes a warning an error.
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import os
 import posixpath
 import re
+import runpy
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -62,6 +64,13 @@ def on_files(files: Files, config: Any) -> Files:
     if moved is not None:
         files.remove(moved)
     made = {PLACES.get(name, f"repository/{name}"): (ROOT / name).read_text() for name in (*PLACES, *PAGES)}
+    version, repository = os.environ.get("MIKE_DOCS_VERSION"), os.environ.get("MOEBIUS_REPOSITORY")
+    if version and repository and json.loads(version).get("version") != "dev":
+        released = runpy.run_path(str(ROOT / "setup.py"))["released"]
+        start = (ROOT / "docs/user/start.md").read_text()
+        made["readme.md"] = released(made["readme.md"], repository)
+        files.remove(files.src_uris["user/start.md"])
+        made["user/start.md"] = released(start, repository)
     made |= example_pages() | reference.pages(ROOT) | {"errors.md": errors.page(ROOT)}
     made["index.md"] = front.page((ROOT / "README.md").read_text())
     made["site.css"] = (ROOT / "tools/site/site.css").read_text()
