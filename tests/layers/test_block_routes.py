@@ -23,6 +23,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import HUGGING_FACE
 from moe_torch import MoE, layer_spec_from_config
 from tests.support.families import IS_EARLIER, JUDGE, ROWS, Seen, settings_of
+from tests.support.families.judge import loaded
 from tools.sweep import models
 from tools.sweep.measure import TOLERANCE, block_run, table_ids
 
@@ -106,8 +107,7 @@ def through_files(field: str, model: Any, path: str, x: Any, wanted: tuple[Any, 
     after = model.state_dict()
     assert {name: one.shape for name, one in after.items()} == {name: one.shape for name, one in before.items()}
     model.save_pretrained(folder)
-    back, report = type(model).from_pretrained(folder, output_loading_info=True, dtype="float32")
-    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    back = loaded(model, folder)
     again = MoE.from_block(back.get_submodule(path), back.config)
     assert again.spec == layer.spec, field
     for name, one in layer.state_dict().items():

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ _OWN = {
 }
 #: Format -> the family that is written in it.
 _QUANTISED = {"mxfp4": "gpt_oss"} | dict.fromkeys(
-    ("fp8_block", "int4_g32_zp", "int8_channel", "mxfp8", "fp8_tensor"), "qwen3_moe"
+    ("fp8_block", "int4_g32_zp", "int8_channel", "mxfp8", "fp8_tensor", "nvfp4"), "qwen3_moe"
 )
 
 
@@ -91,7 +92,10 @@ def _read_checkpoint(directory: Path) -> None:
     refused: list[Exception] = []
     for layer in checkpoint.moe_layers[:LAYERS]:
         try:
-            checkpoint.layer(layer)
+            with warnings.catch_warnings():
+                # Notes of what no kernel takes.
+                warnings.filterwarnings("ignore", ".*experts(: | are )")
+                checkpoint.layer(layer)
         except (InvalidInput, Unsupported) as error:
             refused.append(error)
     for _ in other_tensors(checkpoint):
@@ -172,7 +176,8 @@ def subjects(root: Path) -> list[Subject]:
     found += _of(_write(root / "source", "qwen3_moe", False), "conversion of", _convert, 3)
     for format, family in _QUANTISED.items():
         source = root / ("gpt_oss-fused" if family == "gpt_oss" else "qwen3_moe-per-expert")
-        convert_checkpoint(source, root / format, format_named(format), loader="moebius")
+        named = format if format == "nvfp4" else format_named(format)
+        convert_checkpoint(source, root / format, named, loader="moebius")
         found += _of(root / format, format, _read_checkpoint, 5)
     found += _others(root)
     for subject in found:

@@ -74,11 +74,19 @@ def assert_same_layer(layer: MoELayer, verdict: Verdict, label: str) -> None:
     assert_close(stages["output"], verdict.output, allowed, f"{label} output")
 
 
-def assert_same_state(model: Any, path: Path) -> None:
-    """transformers reads the files at `path` as the bits of `model`, and misses nothing."""
-    back, report = type(model).from_pretrained(path, output_loading_info=True, dtype="float32")
-    assert not report["missing_keys"] and not report["unexpected_keys"], report
+def loaded(model: Any, path: Path, dtype: Any = "float32") -> Any:
+    """transformers' model of the files. Raises AssertionError for keys that it misses or does not use."""
+    back, report = type(model).from_pretrained(path, output_loading_info=True, dtype=dtype)
+    lost = {name: sorted(report[name])[:3] for name in ("missing_keys", "unexpected_keys") if report[name]}
+    assert not lost, f"transformers leaves keys: {lost}"
+    return back.eval()
+
+
+def assert_same_state(model: Any, path: Path) -> Any:
+    """transformers reads the files at `path` as the bits of `model`, and misses nothing. Returns what it reads."""
+    back = loaded(model, path)
     state, found = model.state_dict(), back.state_dict()
     assert state.keys() == found.keys()
     different = [name for name, tensor in state.items() if not torch.equal(tensor, found[name])]
     assert not different, different
+    return back

@@ -11,7 +11,7 @@ from moe_core.checkpoint import convert_checkpoint, open_checkpoint
 from moe_core.errors import Unsupported
 from moe_core.formats import format_named
 from tests.support.families import row_named
-from tests.support.families.judge import assert_same_layer, hidden_states, judge
+from tests.support.families.judge import assert_same_layer, hidden_states, judge, loaded
 from tools.sweep import models
 
 #: A multiple of every group, and two groups of 32.
@@ -38,14 +38,6 @@ def _wider(value: Any) -> Any:
     return _WIDTH if value == models.F else value
 
 
-def loaded(model: Any, path: Path) -> Any:
-    """transformers' model of the files. Raises AssertionError for keys that it misses or does not use."""
-    back, report = type(model).from_pretrained(path, output_loading_info=True, dtype=torch.bfloat16)
-    lost = {name: sorted(report[name])[:3] for name in ("missing_keys", "unexpected_keys") if report[name]}
-    assert not lost, f"transformers leaves keys: {lost}"
-    return back.eval()
-
-
 def verdict(row: str, model: Any, source: Path, path: Path, format: str) -> str:
     """`equal`, or why transformers refuses; then only our reader is judged. Raises AssertionError where numbers differ.
 
@@ -61,11 +53,13 @@ def verdict(row: str, model: Any, source: Path, path: Path, format: str) -> str:
         except Unsupported as none:
             return str(none)
     convert_checkpoint(path, path / "plain", "bfloat16")
-    plain = loaded(model, path / "plain")
+    plain = loaded(model, path / "plain", torch.bfloat16)
     checkpoint = open_checkpoint(path)
     number, label = checkpoint.moe_layers[-1], f"{row} {format}"
     if not refusal:
-        _assert_same_model(models.model_class(row_named(row)[0]).__name__, row, plain, loaded(model, path))
+        _assert_same_model(
+            models.model_class(row_named(row)[0]).__name__, row, plain, loaded(model, path, torch.bfloat16)
+        )
     layer = checkpoint.layer(number).dequantized("bfloat16").dequantized("float32")
     assert_same_layer(layer, judge(plain.float(), number, hidden_states()), label)
     return refusal.partition("got ")[2].partition(": ")[2].partition(";")[0] or "equal"
