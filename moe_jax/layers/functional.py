@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from moe_core.plan import Explanation, LaunchPlan
 from moe_core.runtime.warmup import WarmupReport, token_counts
 from moe_core.specs.operands import MoEOperands
 from moe_jax.bridge.calls import moe_request, require_kept
+from moe_jax.layers.few import of_more_tokens, tokens_to_add
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.observed import current
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
@@ -94,6 +96,10 @@ def forward(
     if ranks is None or isinstance(ranks, Ranks):
         return _local(parameters, layer_index, by_token, ranks, **options)
     _check_x(x, spec)
+    if axis is not None and (more := tokens_to_add(x, spec, axis, ranks)):
+        given = {"expert_axis": axis, "parameter_specs": parameter_specs, "layer_index": layer_index}
+        call = functools.partial(forward, parameters, **given, **options)
+        return of_more_tokens(call, by_token, more, return_aux)
     division = divide(spec, ranks, parameters, x, axis, token_axes, parameter_specs)
     if layer_index is not None:
         require_layer(layer_index, find(parameters, division.parts[0].leaf.path).shape[0])

@@ -18,7 +18,7 @@ from moe_core.layers import LatentSpec, MoELayerSpec, OutputSpec, SharedExpertsS
 from moe_core.specs import NormSpec, TokenRounding
 from moe_jax import layers
 from moe_jax.bridge import mesh as meshes
-from moe_jax.parallel import ExpertAxis
+from moe_jax.parallel import ExchangeSpec, ExpertAxis
 from tests.support.jax import running_on
 
 D = 8
@@ -270,3 +270,38 @@ def test_explain_names_what_jit_does_not_see(kind: AxisType) -> None:
     hides = [[over in text for over in ("wi_0 over ep, fsdp,", "wi_0 over fsdp,", "jit hides")] for text in texts]
     told = [[True, False, True], [False, True, True], [False] * 3]
     assert hides == (told if kind == AUTO else [[False] * 3] * 3)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 3)])
+def test_batches_smaller_than_the_mesh(shape: tuple[int, ...], kind: AxisType) -> None:
+    """Decoding on four devices, with the numbers of one: padding is masked."""
+    mesh = mesh_of(kind, ep=4)
+    with running_on("reference"):
+        parameters, x = draw(PLAIN, *shape)
+        mask = jnp.arange(int(np.prod(shape))).reshape(shape) != 1
+        ids = jnp.broadcast_to(jnp.array([1, 6]), (*shape, 2))
+        options = {"token_mask": mask, "routed_by": layers.RoutedBy(expert_ids=ids)}
+        few, plain = ExpertAxis("ep", ExchangeSpec("all_gather")), ExpertAxis("ep")
+
+        def step(axis: Any, options: Any, parameters: Any, x: jax.Array) -> Any:
+            return jax.value_and_grad(
+                lambda x: (lambda y, aux: (jnp.sin(y).sum() + aux.z_loss, (y, aux)))(
+                    *layers.forward(parameters, x, PLAIN, expert_axis=axis, return_aux=True, **options)
+                ),
+                has_aux=True,
+            )(x)
+
+        for given in ({}, options):
+            wanted = step(None, given, parameters, x)
+            with jax.set_mesh(mesh):
+                experts = placed(parameters, mesh, layers.expert_specs(PLAIN))
+                found = jax.jit(functools.partial(step, few, given))(experts, x)
+                with pytest.raises(InvalidInput, match="x must have batch axes that the 4 devices"):
+                    jax.jit(functools.partial(step, plain, given))(experts, x)
+            (_, (y, aux)), slope = found
+            (_, (own_y, own_aux)), own_slope = wanted
+            for name in ("tokens_per_expert", "ids"):
+                np.testing.assert_array_equal(getattr(aux, name), getattr(own_aux, name))
+            for got, want in ((y, own_y), (slope, own_slope), (aux.load_balance_loss, own_aux.load_balance_loss)):
+                np.testing.assert_allclose(got, want, 1e-5, 1e-5)
