@@ -19,7 +19,7 @@ from moe_core.checkpoint.layouts import NVFP4, nvfp4
 from moe_core.checkpoint.packing import Packing, compressed_settings, packing_for
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
-from moe_core.ops.quantize.reference import dequantize, quantize
+from moe_core.ops.quantize.reference import choose_scales, dequantize, quantize
 
 LOADERS = ("transformers", "moebius")
 #: llm-compressor's names below `experts.<e>.` in every family.
@@ -149,17 +149,17 @@ class Target:
         assert self.format is not None
         if self.keeps(matrix):
             return matrix  # pyright: ignore[reportReturnType]
-        plain = _plain(matrix)
-        result = quantize(plain, self.format)
-        scale_dtype = self._scale_dtype()
+        plain, scale_dtype = _plain(matrix), self._scale_dtype()
         if scale_dtype is None:
-            return result
+            return quantize(plain, self.format)
+        result = quantize(plain, self.format) if self.format.zero_points else None
+        scales = choose_scales(plain, self.format) if result is None else result.scales
         with np.errstate(all="ignore"):
-            rounded = result.scales.astype(dtypes.numpy_dtype(scale_dtype)).astype(np.float32)
+            rounded = scales.astype(dtypes.numpy_dtype(scale_dtype)).astype(np.float32)
         # A scale must not vanish: it divides.
         tiny = np.float32(1e-7) if scale_dtype == "float16" else np.float32(0)
-        rounded = np.where(result.scales > 0, np.maximum(rounded, tiny), rounded)
-        if self.format.zero_points:
+        rounded = np.where(scales > 0, np.maximum(rounded, tiny), rounded)
+        if result is not None:
             return dataclasses.replace(result, scales=rounded)
         return quantize(plain, self.format, scales=rounded)
 

@@ -253,6 +253,13 @@ def quantize(
     return tensor
 
 
+def choose_scales(matrix: np.ndarray, format: Format) -> np.ndarray:
+    """The scales `quantize` chooses for a matrix `[N, D]`, in a format without zero points."""
+    groups = _Grid.of(matrix.shape, format).split(to_float32(matrix))
+    with np.errstate(all="ignore"):
+        return _choose_scales(np.abs(groups).max(axis=(1, 3), initial=0), format)
+
+
 def dequantize(tensor: QuantizedTensor, dtype: str = "float32") -> np.ndarray:
     """The logical tensor in the same layout: (code - zero point) x scale in fp32, cast to `dtype`.
 
