@@ -6,7 +6,7 @@ WORKERS ?= auto
 BENCH ?=
 SOAK ?=
 FUZZ ?=
-ARCHS ?= 80,90,100
+ARCHS ?= 80,89,90,100,120
 RUN := .venv/bin/python
 
 KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_forward.py reduction/test_reduce.py \

@@ -1,4 +1,4 @@
-"""Every kernel of representative plans compiles for sm_80, sm_90 and sm_100 within the hardware's limits.
+"""Every kernel of representative plans compiles for sm_80 to sm_120 within the hardware's limits.
 
 No GPU is needed: Triton compiles for an architecture it is told. This is where a spill, an overfull shared memory or a
 matrix product that misses the tensor cores' fast path shows before any GPU runs it.
@@ -31,7 +31,7 @@ from tests.support.paths import ROOT
 EXTENT = os.environ.get("MOEBIUS_GATE", "suite")
 assert EXTENT in ("suite", "cover", "all"), f"MOEBIUS_GATE must be suite, cover or all, got {EXTENT!r}"
 SUITE = {"matmul_variants": ("90",)}
-ARCHS = ("80", "90", "100")
+ARCHS = ("80", "89", "90", "100", "120")
 #: Minutes long: they begin first, so that no process waits for another's at the end.
 LONG = ("prepared_tall", "prepared_integers", "prepared", "sm90_tall", "sm90_swapped")
 NVIDIA = [
@@ -42,9 +42,9 @@ NVIDIA = [
     if arch == ONLY.get(group, arch) and (EXTENT == "all" or arch in SUITE.get(group, ()))
 ]
 #: How many processes compile an architecture's cover, one after another where there are fewer cores.
-PARTS = {"80": 3, "90": 6, "100": 3}
+PARTS = {"80": 3, "89": 3, "90": 6, "100": 3, "120": 3}
 #: Whose covers: all of them, or what `make gate ARCHS=` names.
-COVERED = os.environ.get("MOEBIUS_ARCHS", "80,90,100").split(",")
+COVERED = os.environ.get("MOEBIUS_ARCHS", ",".join(PARTS)).split(",")
 assert set(COVERED) <= set(PARTS), f"MOEBIUS_ARCHS must be of {','.join(PARTS)}, got {COVERED}"
 not_in = {
     extent: pytest.mark.skipif(extent == EXTENT, reason=f"not compiled for MOEBIUS_GATE={extent}")
@@ -89,7 +89,7 @@ def test_the_cover_compiles_within_limits(arch: str, part: int, tmp_path: pathli
     assert_within_limits(compiled(tmp_path, "cover", arch, str(part), str(PARTS[arch])))
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 def test_the_cover_holds_every_kernel_type_and_constant(arch: int) -> None:
     whole, part = everything(arch), cover(arch)
     assert {launch.kernel for _, launch in part} == {launch.kernel for _, launch in whole}

@@ -47,9 +47,10 @@ def gradient_tile(m: int, n: int, product: str, dtype: str, target: Target, *, a
         return TileConfig(min(128, padded(m)), min(256, padded(n)), 64)
     least = 16
     if product.startswith("split"):
-        # Fewer columns would make ptxas spill the three parts.
-        config, least = TileConfig(64, 64, 64, num_warps=4, num_stages=2), 32
-        if m >= 128 and n >= 128:
+        # Fewer columns would make ptxas spill the three parts. Without wgmma it would spill those of larger tiles.
+        has_wide = target.is_sm90 or target.is_sm100
+        config, least = TileConfig(64, 64, 64 if has_wide else 32, num_warps=4, num_stages=2), 32
+        if m >= 128 and n >= 128 and has_wide:
             config = TileConfig(128, 128, 64, num_warps=8, num_stages=2)
     elif product == "widen_ieee" or dtype == "float32":
         config = TileConfig(64, 64, 32, num_warps=8, num_stages=2)
