@@ -156,7 +156,7 @@ class Monitor:
                 LayerWindow(
                     layer.name, layer.watch.top_k, count,
                     kept=int(behind[KEPT]) if layer.watch.drops else None,
-                    overflow=int(behind[OVERFLOW]) if layer.is_exchanged else None,
+                    overflow=int(behind[OVERFLOW]) // layer.sharing if layer.sharing else None,
                     losses={n: one / forwards for n, one in zip(_LOSSES, losses, strict=True) if one or n == "z_loss"}
                     if forwards else {},
                     norms={name: float(one[0]) for name, one in read.items()}, expert_norms=each,
@@ -179,11 +179,12 @@ class _Layer:
         #: Of transformers.
         self.router: torch.nn.Module | None = None
         device, counted = next(iter(module.parameters()), torch.empty(0)).device, True
-        self.is_exchanged, drops, losses, top_k = False, False, _z_loss, 1
+        self.sharing, drops, losses, top_k = 0, False, _z_loss, 1
         if isinstance(module, MoE):
             spec, experts = module.spec, module._parts()["experts"]
             exchange = experts.exchange
-            self.is_exchanged = exchange is not None
+            # Each of these ranks is told the overflow of all.
+            self.sharing = 0 if exchange is None else exchange.parallel.ranks().size
             # Ranks of a tensor axis with the same tokens count them once.
             split = None if exchange is None else exchange.parallel.split
             counted = split is None or split.tokens == "split" or split.index == 0

@@ -58,3 +58,20 @@ def test_ranks_write_what_one_device_writes(ranks: Pool, kind: str) -> None:
         for name in expected.keys() - {"moe/tokens_per_second"}:
             if not name.endswith(("_loss", "router")):
                 np.testing.assert_allclose(found[name], expected[name], 1e-4, err_msg=name)
+
+
+def overflowed(group: Any) -> tuple[int, int]:
+    layer, x = make()
+    parallelize(layer, ExpertParallel(mesh_of(group), ExchangeSpec(receive=4, on_overflow="drop")))
+    monitor = Monitor(layer, None, every=1, group=group, gradients=False)
+    with running_on("reference"), torch.no_grad():
+        _, aux = layer(x[:5], return_aux=True)
+    written = monitor.step()
+    assert written is not None
+    return written["moe/overflow"], int(aux.overflow)
+
+
+def test_rows_without_memory_count_once(ranks: Pool) -> None:
+    """An exchange tells every rank those of all ranks."""
+    for written, told in ranks.call(overflowed, [()] * len(TOKENS)):
+        assert written == told > 0
