@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import moe_core
-from moe_core.base import command, require_at_least
+from moe_core.base import command, require_at_least, require_choice
 from moe_core.base.dtypes import MATMUL_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parity.against import BUILD, LOADS, conclude, draw_problem, run_against
 from moe_core.parity.builtin_cases import BUILT_IN, Draw, built_in_case
 from moe_core.parity.case import Case
 from moe_core.parity.checkpoint_case import CheckpointInput, checkpoint_case, print_progress
@@ -83,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     text += "the host), and every gradient too; TRITON_INTERPRET=0 takes the NumPy engine for both sides"
     parser.add_argument("--ranks", type=int, metavar="W", help=text)
+    text = f"compare another expert-parallel stack under torchrun: a module or .py file with {BUILD}"
+    parser.add_argument("--against", metavar="MODULE", help=f"{text}; --case then names of {', '.join(LOADS)}")
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON; - writes it to stdout alone")
     parser.add_argument("--html", metavar="PATH", help="also write the report as an HTML page (moebius-view)")
     parser.add_argument("--verbose", action="store_true", help="print every stage of every case, not only of failures")
@@ -111,19 +114,17 @@ def _compare(options: argparse.Namespace) -> int:
     error = None
     try:
         _check(options)
-        steps = _steps(options)
-        print(f"moe-parity: cases: {len(steps)}; starting {options.engines or _DEFAULT}", file=sys.stderr, flush=True)
-        engines, left_out = _engines(options)
+        total, made, left_out = _against(options) if options.against is not None else _started(options)
         began = time.monotonic()
-        for report in _run(steps, engines, options.ranks):
+        for report in made:
             reports.append(report)
             seconds.append(time.monotonic() - began)
-            number = f"[{len(reports)}/{len(steps)}]"
+            number = f"[{len(reports)}/{total}]"
             text = f"{report}\n" if options.verbose else "\n".join(case_lines(report, number))
             print(text, file=text_file, flush=True)
             began = time.monotonic()
         print("", *closing_table(reports, seconds), "", sep="\n", file=text_file)
-        status, conclusion = _conclude(reports)
+        status, conclusion = _conclude_against(reports) if options.against is not None else _conclude(reports)
         conclusion = "; ".join([conclusion, *left_out])
     except Exception as problem:
         error = str(problem)
@@ -139,7 +140,38 @@ def _compare(options: argparse.Namespace) -> int:
     return status
 
 
+def _started(options: argparse.Namespace) -> tuple[int, Iterator[CaseReport], list[str]]:
+    """The number of cases, their reports, and engines that are left out."""
+    steps = _steps(options)
+    print(f"moe-parity: cases: {len(steps)}; starting {options.engines or _DEFAULT}", file=sys.stderr, flush=True)
+    engines, left_out = _engines(options)
+    return len(steps), _run(steps, engines, options.ranks), left_out
+
+
+def _against(options: argparse.Namespace) -> tuple[int, Iterator[CaseReport], list[str]]:
+    names = options.case or LOADS
+    for name in names:
+        require_choice("case", name, tuple(LOADS))
+    problems = [
+        draw_problem(name, options.ranks, dtype, options.seed, options.tokens)
+        for name in names
+        for dtype in ((options.dtype,) if options.dtype else _CASE_DTYPES)
+    ]
+    return len(problems), run_against(options.against, options.ranks, problems, _Progress(options.against)), []
+
+
+def _conclude_against(reports: Sequence[CaseReport]) -> tuple[int, str]:
+    differs, untested, text = conclude(reports)
+    return DIFFER if differs else COULD_NOT_RUN if untested else AGREE, text
+
+
 def _check(options: argparse.Namespace) -> None:
+    if options.against is not None:
+        for name in ("checkpoint", "engines", "backward"):
+            if getattr(options, name) is not None:
+                raise InvalidInput(f"--{name} must be left out with --against, got {getattr(options, name)!r}; drop it")
+        if options.ranks is None:
+            raise InvalidInput("--against must come with --ranks, got it alone; say how many ranks torchrun starts")
     for name in ("layer", "hidden_states", "dequantize"):
         value = getattr(options, name)
         if options.checkpoint is None and value is not None and value is not False:
@@ -288,7 +320,7 @@ def _repeat(options: argparse.Namespace, report: CaseReport) -> str:
     words = ["moe-parity"]
     if options.checkpoint is None:
         words += ["--case", report.case]
-    for name in ("checkpoint", "layer", "hidden_states", "tokens", "seed", "ranks"):
+    for name in ("checkpoint", "layer", "hidden_states", "tokens", "seed", "ranks", "against"):
         value = getattr(options, name)
         if value:
             words += ["--" + name.replace("_", "-"), str(value)]
@@ -298,6 +330,8 @@ def _repeat(options: argparse.Namespace, report: CaseReport) -> str:
         words += ["--dtype", report.dtype]
     if options.backward is not None:
         words.append("--backward" if options.backward else "--no-backward")
+    if options.against is not None:
+        return shlex.join([*words, "--verbose"])
     engines = dict.fromkeys(one.engine for one in report.reports)
     return shlex.join([*words, "--engines", ",".join([REFERENCE, *engines]), "--verbose"])
 

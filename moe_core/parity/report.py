@@ -233,7 +233,9 @@ def _engine_line(report: Report) -> str:
     nearest = max(compared, key=_share_of_limit, default=None)
     share = 0.0 if nearest is None else _share_of_limit(nearest)
     near = f"; nearest to its limit: {nearest.stage}, {100 * share:.0f} % of it" if nearest and share else ""
-    return f"{report.engine} on {report.device}: {len(report.rows)} stages agree{flips}{near}"
+    skipped = [row.stage for row in report.rows if row.verdict == SKIPPED]
+    left = f"; skipped: {', '.join(skipped)}" if skipped else ""
+    return f"{report.engine} on {report.device}: {len(report.rows) - len(skipped)} stages agree{flips}{near}{left}"
 
 
 def _share_of_limit(row: StageRow) -> float:
