@@ -74,9 +74,9 @@ def assert_same_layer(layer: MoELayer, verdict: Verdict, label: str) -> None:
     assert_close(stages["output"], verdict.output, allowed, f"{label} output")
 
 
-def loaded(model: Any, path: Path, dtype: Any = "float32") -> Any:
+def loaded(model: Any, path: Path, dtype: Any = "float32", **options: Any) -> Any:
     """transformers' model of the files. Raises AssertionError for keys that it misses or does not use."""
-    back, report = type(model).from_pretrained(path, output_loading_info=True, dtype=dtype)
+    back, report = type(model).from_pretrained(path, output_loading_info=True, dtype=dtype, **options)
     lost = {name: sorted(report[name])[:3] for name in ("missing_keys", "unexpected_keys") if report[name]}
     assert not lost, f"transformers leaves keys: {lost}"
     return back.eval()
