@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from moe_core.parallel import ExchangeSpec, ParallelOutput, PeerFailed, Placement
 from moe_torch.parallel.forward import ExpertParallel, moe
 from moe_torch.parallel.moving import MovingPlacement
+from moe_torch.parallel.stages import Arrived, Combining, Dispatching, combine, dispatch
 
 if TYPE_CHECKING:
     from moe_torch.layers.listed import clip_grad_norm_
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
     from moe_torch.layers.rebalance import LayerMoves, Rebalancer
 
 __all__ = [
-    "ExchangeSpec", "ExpertParallel", "LayerMoves", "MovingPlacement", "ParallelOutput", "PeerFailed", "PlacedTensor",
-    "Placement", "Rebalancer", "clip_grad_norm_", "group_losses", "ignore_experts", "moe", "parallelize",
-    "total_over_ranks",
+    "Arrived", "Combining", "Dispatching", "ExchangeSpec", "ExpertParallel", "LayerMoves", "MovingPlacement",
+    "ParallelOutput", "PeerFailed", "PlacedTensor", "Placement", "Rebalancer", "clip_grad_norm_", "combine", "dispatch",
+    "group_losses", "ignore_experts", "moe", "parallelize", "total_over_ranks",
 ]  # fmt: skip
 
 #: Names of layers, which stand on this package: imported on first use.

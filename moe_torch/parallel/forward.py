@@ -244,11 +244,11 @@ class Exchange:
                 dense = functools.cache(functools.partial(shared_output, *arguments))
                 if self.parallel.exchange.mode != "peer" or not x.is_cuda:
                     dense()  # Nothing overlaps with it.
-                if _asks_gradients([array for _, array in named_arrays(shared)]):
+                if asks_gradients([array for _, array in named_arrays(shared)]):
                     refuse_chunks(self.parallel.exchange)
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             ids, weights = routed(ids, weights, placement.num_experts)
-            asked = _asks_gradients((x, weights, *[array for _, array in named_arrays(experts)]))
+            asked = asks_gradients((x, weights, *[array for _, array in named_arrays(experts)]))
             if asked and self.parallel.gradients == "mean":
                 experts = map_arrays(experts, lambda array: divided(array, self.parallel.token_ranks))
             if self.moving is not None:
@@ -363,7 +363,7 @@ class Exchange:
         return ids, weights, logits
 
 
-def _asks_gradients(arrays: Iterable[Any]) -> bool:
+def asks_gradients(arrays: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(array, torch.Tensor) and array.requires_grad for array in arrays)
 
 

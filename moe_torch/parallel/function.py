@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moe_torch.parallel.group import Arriving
-from moe_torch.parallel.route import Gradients, Overlap, Routes
+from moe_torch.parallel.route import Gradients, Overlap, Routes, Total
 
 
 class Dispatch(torch.autograd.Function):
@@ -128,13 +128,15 @@ def combine(
     *,
     stored: bool = False,
     overlap: Overlap | None = None,
+    total: Total | None = None,
 ) -> torch.Tensor:
     """`Combine` if a gradient is needed, else only its result.
 
-    dense: shared and gate. stored: rows are a stand-in for those stored at `routes.results_at`.
+    dense: shared and gate. stored: rows are a stand-in for those stored at `routes.results_at`. total: of rows that
+    have left.
     """
     shared, gate = dense
-    total = routes.start_total(None, "results") if stored else None
+    total = routes.start_total(None, "results") if stored else total
     if torch.is_grad_enabled() and (rows.requires_grad or (shared is not None and shared.requires_grad)):
         return cast(Any, Combine.apply(routes, rows, shared, gate, out_dtype, total, overlap))
     total = routes.start_total(rows, "results") if total is None else total

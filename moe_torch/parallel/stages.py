@@ -1,0 +1,179 @@
+"""Dispatch and combine for schedules of a trainer: each starts a message, and its `wait` ends it.
+
+Between them other work can run: products of another micro-batch, a shared expert, attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_core.base.arrays import row_stride
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel import Placement
+from moe_core.parallel.operands import require_given
+from moe_core.plan.float64 import refuse_float64
+from moe_core.specs.moe import MoESpec
+from moe_torch.bridge.arrays import array_spec, require_same_device
+from moe_torch.bridge.options import require_instance
+from moe_torch.operators.kinds import as_float32, as_int32
+from moe_torch.parallel.forward import ExpertParallel, asks_gradients, plan_of, tell_peers
+from moe_torch.parallel.function import combine as combined
+from moe_torch.parallel.function import dispatch as dispatched
+from moe_torch.parallel.function import uses_of
+from moe_torch.parallel.owner import owner_spec
+from moe_torch.parallel.route import ExchangeCall
+from moe_torch.parallel.routes import plan_routes, require_room
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Rows of slots at their experts.
+
+    rows `[R, D]`. ids int32 `[R, 1]`: places on this rank, -1 for rows that hold anything. weights fp32 `[R, 1]`.
+    overflow int32 `[1]`: rows of all ranks beyond a bound.
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    overflow: torch.Tensor
+    _routes: Any
+    _top_k: int
+
+    def spec(self, spec: MoESpec) -> MoESpec:
+        """Options of `moe_torch.moe` on these rows, with the order of sums of one device."""
+        expected = None if spec.tuning is None else spec.tuning.expected_tokens
+        tokens = (expected or self._routes.group_tokens) * self._top_k
+        return owner_spec(spec, tokens, self._routes.call.plan.placement)
+
+
+class Dispatching:
+    """Rows under way. `wait` may be called once."""
+
+    def __init__(self, routes: Any, x: torch.Tensor, weights: torch.Tensor) -> None:
+        self._routes, self._weights, (self._wide,) = routes, weights, uses_of(x, 1)
+        self._arriving: Any = routes.start_push(x.detach(), "rows")
+
+    def wait(self) -> Arrived:
+        """The rows, differentiable by x and weights. Raises InvalidInput for a second call."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            raise InvalidInput("wait must be called once for each dispatch, got a second call; keep its result")
+        routes = self._routes
+        rows, weights = dispatched(routes, arriving, self._wide, self._weights)
+        return Arrived(rows, routes.ids, weights, routes.overflow, routes, routes.call.plan.top_k)
+
+
+class Combining:
+    """Results under way. `wait` may be called once."""
+
+    def __init__(self, rows: torch.Tensor, routes: Any) -> None:
+        self._rows, self._routes = rows, routes
+        self._total: Any = routes.start_total(rows.detach().contiguous(), "results")
+
+    def wait(self) -> torch.Tensor:
+        """The sum of each token's results, `[T, D]`, differentiable. Raises InvalidInput for a second call."""
+        total, self._total = self._total, None
+        if total is None:
+            raise InvalidInput("wait must be called once for each combine, got a second call; keep its result")
+        routes, rows = self._routes, self._rows
+        output = combined(routes, rows, (None, None), rows.dtype, total=total)
+        plan = routes.call.plan
+        if not rows.is_cuda and plan.spec.on_overflow == "error":
+            require_room(plan, int(routes.overflow.numpy()[0]))
+        return output
+
+
+def dispatch(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    parallel: ExpertParallel,
+    placement: Placement,
+    token_mask: torch.Tensor | None = None,
+    number: int = 0,
+) -> Dispatching:
+    """Send rows to their experts' ranks, as `moe` does. All ranks call it and `combine`, in the same order.
+
+        sent = dispatch(x, ids, weights, parallel=parallel, placement=placement)
+        arrived = sent.wait()
+        results = moe_torch.moe(arrived.rows, experts, TopK(arrived.ids, arrived.weights), arrived.spec(spec)).output
+        y = combine(results, arrived).wait()
+
+    Output and gradients have the bits of `moe`. Other dispatches and combines may start before `wait`. A backward does
+    not overlap with others.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank.
+        ids: integers `[T, K]`, experts of all E, -1 for none.
+        weights: `[T, K]`.
+        parallel: the ranks, and how rows travel. With mode `all_to_all` the host waits for counts here.
+        placement: the experts of each rank.
+        token_mask: bool `[T]`, False for padding.
+        number: of the micro-batch or layer. Ranks compare it.
+
+    Raises:
+        InvalidInput: wrong arguments, or ranks that disagree.
+        PeerFailed: another rank raised before the exchange.
+        Unsupported: mode `peer` (all calls share buffers), a tensor axis, and gradients="mean" (it divides gradients of
+            experts, which are not passed here).
+    """
+    require_instance("parallel", parallel, ExpertParallel)
+    require_instance("placement", placement, Placement)
+    for name, wrong, instead in (
+        ("exchange.mode='peer'", parallel.exchange.mode == "peer", "'all_to_all' or 'padded'"),
+        ("tensor", parallel.split.size > 1, "None"),
+        ("gradients='mean'", parallel.gradients == "mean", "'sum' and parallel.gradient_divisor"),
+    ):
+        if wrong:
+            raise Unsupported(f"{name} of parallel cannot be had in dispatch; pass {instead}, or call moe")
+    try:
+        _check(x, ids, weights, parallel)
+        ids, weights = as_int32(ids), as_float32(weights)
+        plan = plan_of(parallel, placement, x, ids.shape[1], training=asks_gradients((x, weights)))
+        call = ExchangeCall(parallel.ranks(f"micro-batch {number}" if number else ""), plan, None, 0, number)
+        if placement.num_ranks != call.ranks.size:
+            raise InvalidInput(
+                f"placement must be of the {call.ranks.size} ranks of the mesh, got {placement}; make it for them"
+            )
+        planner = plan_routes(call, ids, weights, token_mask)
+    except Exception:
+        tell_peers(parallel, placement, x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
+        raise
+    return Dispatching(planner.start()(), x, weights)
+
+
+def combine(rows: torch.Tensor, arrived: Arrived) -> Combining:
+    """Send the results of rows home. See `dispatch`.
+
+    rows: `[R, D]`, of `arrived.rows` and their dtype, in their order. Raises InvalidInput.
+    """
+    require_instance("rows", rows, torch.Tensor)
+    require_instance("arrived", arrived, Arrived)
+    if rows.shape != arrived.rows.shape or rows.dtype != arrived.rows.dtype or rows.device != arrived.rows.device:
+        raise InvalidInput(
+            f"rows must be {arrived.rows.dtype} {list(arrived.rows.shape)} on {arrived.rows.device}, "
+            f"got {rows.dtype} {list(rows.shape)} on {rows.device}; pass a result for every row"
+        )
+    return Combining(rows, arrived._routes)
+
+
+def _check(x: Any, ids: Any, weights: Any, parallel: ExpertParallel) -> None:
+    require_instance("x", x, torch.Tensor)
+    refuse_float64(x.dtype == torch.float64)
+    if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InvalidInput(
+            f"x must be bf16, fp16 or fp32 [T, D], got {x.dtype} {list(x.shape)}; flatten the batch axes first"
+        )
+    row_stride("x", array_spec("x", x))
+    require_given(array_spec("ids", ids), array_spec("weights", weights), len(x))
+    for name, array in (("ids", ids), ("weights", weights)):
+        require_same_device(name, array, "x", x)
+    if parallel.max_tokens is not None and len(x) > parallel.max_tokens:
+        raise InvalidInput(
+            f"x must have at most max_tokens = {parallel.max_tokens} tokens, got {len(x)}; raise max_tokens"
+        )
