@@ -134,6 +134,10 @@ class _Reduce(Rule):
         return gradients
 
 
+#: Made once, because every call encodes one.
+_BACK = {layout: MatmulSpec(back) for layout, back in TRANSPOSED.items()}
+
+
 class _GroupedMM(Rule):
     """The gradients are grouped matmuls, which have gradients too."""
 
@@ -142,7 +146,7 @@ class _GroupedMM(Rule):
         x, bias, offs = saved["x"], saved["bias"], saved["offs"]
         d_y = upstream[0].to(x.dtype)
         if "x" in asked:
-            back = MatmulSpec(TRANSPOSED[spec.weight_layout])
+            back = _BACK[spec.weight_layout]
             made["x"] = GROUPED_MM.call(x=d_y, weight=saved["weight"], bias=None, offs=offs, spec=back)
         if "weight" in asked:
             left, right = (x, d_y) if spec.weight_layout == "in_out" else (d_y, x)

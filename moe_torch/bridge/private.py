@@ -109,6 +109,8 @@ def in_forward_mode() -> bool:
 #: True for a batch of gradients, as of `is_grads_batched=True`.
 is_batched: Callable[[torch.Tensor], bool] = _named("_C._functorch.is_legacy_batchedtensor", lambda tensor: False)
 _transforming = _named("_C._are_functorch_transforms_active")
+#: Objects of transforms that have ended become plain tensors.
+_unwrapped = _named("_functorch.utils.unwrap_dead_wrappers")
 BelowAutograd = _named("_C._AutoDispatchBelowAutograd")
 #: True if torch does not tell: the caller then asks for its device.
 any_autocast: Callable[[], bool] = _named("_C._is_any_autocast_enabled", lambda: True)
@@ -137,12 +139,13 @@ def executes(node: Any) -> bool:
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `function.apply`, or if it needs a missing name the `apply` below it, which refuses transforms."""
-    name = "_are_functorch_transforms_active"
-    if _transforming is not None or hasattr(torch._C, name):
-        return function.apply
+    """Return `function.apply`, or without transforms the `apply` below it, which looks at no signature."""
     below: Any = super(torch.autograd.Function, function)
-    return below.apply if name in torch.autograd.Function.apply.__code__.co_names else function.apply
+    if _transforming is not None and _unwrapped is not None:
+        return function.apply if _transforming() else lambda *arguments: below.apply(*_unwrapped(arguments))
+    name = "_are_functorch_transforms_active"
+    needs = name in torch.autograd.Function.apply.__code__.co_names and not hasattr(torch._C, name)
+    return below.apply if needs else function.apply
 
 
 def redispatch_below_autograd(overload: Any, keys: Any, arguments: tuple[Any, ...]) -> Any:

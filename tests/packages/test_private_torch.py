@@ -19,7 +19,7 @@ PRIVATE = "moe_torch/bridge/private.py"
 #: How modules hold what they own. Torch documents them in part; pickled modules hold them all.
 OF_MODULES = {"_parameters", "_buffers", "_modules"}
 #: Of every NamedTuple.
-OF_PYTHON = {"_asdict", "_replace", "_field_defaults"}
+OF_PYTHON = {"_exit", "_asdict", "_replace", "_field_defaults"}
 #: Run without any private name. Beside them: what compares fast calls with others, and what only modes see.
 CORE = ("tests/torch/layers/test_layers.py", "tests/torch/layers/test_training.py", "tests/torch/test_ops.py")
 WITHOUT = "replayed_routing or adds_no_calls or interpreter or leading_axes"
