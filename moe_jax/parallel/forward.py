@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,11 @@ from moe_jax.parallel import exchange as arithmetic
 from moe_jax.parallel.collectives import varying_over
 from moe_jax.parallel.dense import shared_output
 from moe_jax.parallel.function import combine, dispatch, untrained, used
-from moe_jax.parallel.routes import Sizes, make_routes
+from moe_jax.parallel.routes import Routes, Sizes, make_routes
 from moe_jax.parallel.tensor import Brought, bias_once, gathered, size_of, total
 from moe_jax.trace import routed, unwatched
 
-_PLAIN_EXCHANGE = ExchangeSpec()
+PLAIN_EXCHANGE = ExchangeSpec()
 
 
 def moe(
@@ -38,7 +38,7 @@ def moe(
     *,
     axis_name: str = "ep",
     placement: Placement,
-    exchange: ExchangeSpec = _PLAIN_EXCHANGE,
+    exchange: ExchangeSpec = PLAIN_EXCHANGE,
     token_mask: Array | None = None,
     tensor_axis: str | None = None,
 ) -> ParallelOutput:
@@ -108,14 +108,14 @@ def run(
     _require_experts(experts, placement)
     mask = None if token_mask is None else jnp.asarray(token_mask)
     tensor, size = group.tensor_axis, size_of(group.tensor_axis)
-    x, rank = varying_over(x, axis_name), jax.lax.axis_index(axis_name)
+    x = varying_over(x, axis_name)
     x = x if tensor is None else varying_over(x, tensor)
     tokens = x.shape[0] * size
     # The gradient of x adds other parts before the slots.
     scored = isinstance(routing, RouterWeights)
     *others, wide = used(x, 1 + (shared is not None) + scored, jnp.float32)
     whole = group.whole(spec, tokens)
-    ids, weights, logits, traveling = _route(
+    ids, weights, logits, traveling = route_of(
         x, others[-1] if scored else x, routing, whole, mask, placement.num_experts
     )
     if logits is not None:
@@ -124,16 +124,12 @@ def run(
     brought = Brought(jax.lax.stop_gradient(x), wide, ids, traveling, mask)
     if tensor is not None:
         brought, experts = gathered(tensor, brought), bias_once(tensor, experts)
-    places, invalid_ids = arithmetic.physical_ids(
-        brought.ids, placement, first_token=rank * tokens, token_mask=brought.token_mask
-    )
-    sizes = Sizes(axis_name, placement, group.exchange, tokens, ids.shape[1])
-    routes = make_routes(sizes, varying_over(places, axis_name), jax.lax.stop_gradient(brought.weights))
-    sent: Any = dispatch(sizes, routes, brought.x, brought.wide, brought.weights)
+    sent = sent_out(group, brought, tokens)
+    places, invalid_ids, sizes, routes = sent.places, sent.invalid_ids, sent.sizes, sent.routes
     if placement.has_replicas:
         experts = jax.tree.map(untrained, experts)
     with unwatched():
-        result = ops.moe(sent[0], experts, TopK(routes.ids, sent[1]), group.owner(spec, tokens * ids.shape[1]))
+        result = ops.moe(sent.rows, experts, TopK(routes.ids, sent.weights), group.owner(spec, tokens * ids.shape[1]))
     dense: tuple[Any, Any] = (None, None)
     if shared is not None:
         dense = shared_output(x, others[0], experts, shared, whole)
@@ -152,8 +148,30 @@ def run(
     return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
 
 
-def _route(
-    x: jax.Array, wide: jax.Array, routing: Any, spec: MoESpec, token_mask: jax.Array | None, num_experts: int
+class Sent(NamedTuple):
+    """Rows and weights at their owners, and the routes."""
+
+    rows: jax.Array
+    weights: jax.Array
+    places: jax.Array
+    invalid_ids: jax.Array
+    sizes: Sizes
+    routes: Routes
+
+
+def sent_out(group: Group, brought: Brought, tokens: int) -> Sent:
+    axis_name, placement = group.axis_name, group.placement
+    places, invalid_ids = arithmetic.physical_ids(
+        brought.ids, placement, first_token=jax.lax.axis_index(axis_name) * tokens, token_mask=brought.token_mask
+    )
+    sizes = Sizes(axis_name, placement, group.exchange, tokens, brought.ids.shape[1])
+    routes = make_routes(sizes, varying_over(places, axis_name), jax.lax.stop_gradient(brought.weights))
+    rows, weights = dispatch(sizes, routes, brought.x, brought.wide, brought.weights)
+    return Sent(rows, weights, places, invalid_ids, sizes, routes)
+
+
+def route_of(
+    x: jax.Array, wide: jax.Array, routing: Any, spec: MoESpec | None, token_mask: jax.Array | None, num_experts: int
 ) -> tuple[Any, Any, Any, jax.Array]:
     """Returned ids, weights and logits, and the weights that travel."""
     if isinstance(routing, TopK):
@@ -163,7 +181,7 @@ def _route(
         ids, weights = plain_top_k(routing.ids, jnp.asarray(routing.weights))
         ids, weights = routed(ids, weights, num_experts)
         return ids, weights, None, weights
-    if spec.router is None:
+    if spec is None or spec.router is None:
         raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
     if isinstance(routing, RouterWeights):
         if token_mask is not None:
