@@ -230,7 +230,8 @@ def test_buckets_in_one_file_pad_and_run_in_another_process(tmp_path: pathlib.Pa
     rows = jax.ShapeDtypeStruct(export.symbolic_shape("tokens, 8"), jnp.float32)
     with running_on("reference"):
         path = tmp_path / "program.zip"
-        assert moe_jax.export_buckets(function, parameters, rows, tokens=(16, 4), path=path, vjp_order=1) == (4, 16)
+        options: Any = {"tokens": (16, 4), "path": path, "platforms": ["cpu"], "vjp_order": 1}
+        assert moe_jax.export_buckets(function, parameters, rows, **options) == (4, 16)
         program = moe_jax.load_buckets(path)
         for count in (0, 1, 4, 5, 16):
             x = jax.random.normal(jax.random.key(count), (count, 8))

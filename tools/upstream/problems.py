@@ -22,7 +22,7 @@ M, E, K, F, TOPK = 19, 6, 64, 96, 2
 #: Relative Frobenius errors of bf16 results, computed and rounded several times; a wrong row gives more than 0.1.
 BOUND = 0.02
 #: Of results with the same roundings on a CPU, where a rare sum between two numbers may fall the other way, and a GPU.
-SAME_ROUNDINGS = {"cpu": 1e-4, "cuda": 1e-3}
+SAME_ROUNDINGS = {"cpu": 1e-4, "cuda": 2e-3}
 
 
 class Problem(NamedTuple):
