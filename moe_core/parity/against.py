@@ -174,7 +174,7 @@ def _left_out(name: str) -> dict[str, str]:
     left_out = getattr(load_module(name), LEFT_OUT, {})
     if not isinstance(left_out, dict) or not set(left_out) <= set(LOADS) or not all(left_out.values()):
         raise InvalidInput(
-            f"{LEFT_OUT} of {name} must map cases of {', '.join(LOADS)} to reasons, got {left_out!r:.200}"
+            f"{LEFT_OUT} of {name} must map cases of {', '.join(LOADS)} to reasons, got {left_out!r:.200}; correct it"
         )
     return left_out
 

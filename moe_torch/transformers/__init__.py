@@ -16,9 +16,22 @@ each product. Eager experts round more often. Under `torch.autocast`, x and the 
 dtype, as in `torch.nn.Linear`.
 """
 
-from moe_torch.transformers.callback import MonitorCallback
+from typing import TYPE_CHECKING, Any
+
 from moe_torch.transformers.experts import NAME, ExpertsOptions, align_weights, experts_forward, register
 from moe_torch.transformers.use import Report, use
 
+if TYPE_CHECKING:
+    from moe_torch.transformers.callback import MonitorCallback
+
 __all__ = ["NAME", "ExpertsOptions", "MonitorCallback", "Report"]
 __all__ += ["align_weights", "experts_forward", "register", "use"]
+
+
+def __getattr__(name: str) -> Any:
+    # transformers' Trainer imports much that models do without.
+    if name == "MonitorCallback":
+        from moe_torch.transformers.callback import MonitorCallback
+
+        return MonitorCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -191,6 +191,8 @@ sum_results_into(Tensor y, Tensor row_of_slot, Tensor? headers, Tensor? agree, T
     Tensor? shared_gate, Tensor(a!)? out, Tensor(b!)? memory, str options) -> ()
 take_rows(Tensor x, Tensor slot_of_row, str options) -> Tensor
 unpack_bitmatrix(Tensor bitmatrix, str options) -> Tensor
+watched(Tensor(a!) counts, Tensor(b!) sums, Tensor? ids, Tensor? tokens_per_expert, Tensor? logits, Tensor? token_mask,
+    Tensor? overflow, int number) -> ()
 """
 
 
