@@ -22,7 +22,8 @@ LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py t
 	tests/jax/test_training.py::test_one_call_forward_and_one_backward
 
 # Beside the suite: what starts processes for ranks.
-RANK_TESTS := tests/torch/parallel tests/parity/test_ranks.py tests/layers/test_combinations_on_ranks.py \
+RANK_TESTS := tests/torch/parallel tests/parity/test_ranks.py tests/parity/test_against.py tests/parallel/test_stages.py \
+	tests/monitor/test_ranks.py tests/layers/test_combinations_on_ranks.py \
 	$(addprefix tests/modular/,test_expert_parallel.py test_jax_expert_parallel.py test_deep_ep.py)
 
 .PHONY: environment parity test ranks pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
