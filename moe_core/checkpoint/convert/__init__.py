@@ -10,6 +10,7 @@ is written as published. Plain tensors outside of the experts are copied bit by 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -104,8 +105,9 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Write the checkpoint directory `source` to `destination` with its experts in `format`.
 
-    Tensors stream to the disk: one expert's matrices are in memory at a time. Wrong input leaves no file. After any
-    other interruption, the same call goes on with the next shard. Tokenizers, templates and similar files are copied.
+    Tensors stream to the disk. A thread for each core makes an expert's matrices at a time, fewer if they would take
+    more memory than a shard. Wrong input leaves no file. After any other interruption, the same call goes on with the
+    next shard. Tokenizers, templates and similar files are copied.
 
     Args:
         destination: a new or empty directory, or one that an interrupted call left.
@@ -258,18 +260,25 @@ class _Conversion:
                 self._planned[key] = [TensorPlan.like(name, array) for name, array in zeros]
             return self._planned[key]
 
+        left: list[Callable[[], None]] = []
+
         def make() -> Iterator[np.ndarray]:
             matrices = layer.matrices(expert, fields)
             for field, module in modules.items():
-                self._checked(f"{module}.weight", matrices[field])
+                left.append(self._counted(f"{module}.weight", matrices[field]))
             kept = layer.nvfp4(expert, fields) if target.format == NVFP4 else None
             for field, made in target.converted(matrices, kept).items():
-                self._made(layer.layer, field, matrices[field], made.numbers if isinstance(made, Nvfp4) else made)
+                numbers = made.numbers if isinstance(made, Nvfp4) else made
+                left.append(self._compared(layer.layer, field, matrices[field], numbers))
                 for _, array in target.tensors(modules[field], made, layer.storage(field)):
                     yield array
 
+        def settle() -> None:
+            while left:
+                left.pop(0)()
+
         plans = [plan._replace(name=module + plan.name) for field, module in modules.items() for plan in planned(field)]
-        return Unit(tuple(plans), make)
+        return Unit(tuple(plans), make, settle)
 
     def _bias_unit(self, layer: LayerSource, expert: int, field: str, plan: TensorPlan) -> Unit:
         def read() -> Iterator[np.ndarray]:
@@ -280,27 +289,45 @@ class _Conversion:
         return Unit((plan,), read)
 
     def _checked(self, name: str, matrix: Matrix) -> Matrix:
-        array = matrix.scales if isinstance(matrix, QuantizedTensor) else matrix
-        if array.dtype != np.uint8:
-            self._note(name, int((~np.isfinite(array)).sum()), array.shape)
+        self._counted(name, matrix)()
         return matrix
 
-    def _note(self, name: str, count: int, shape: tuple[int, ...]) -> None:
+    def _counted(self, name: str, matrix: Matrix) -> Callable[[], None]:
+        """Look for NaN and infinities. The result notes them."""
+        array = matrix.scales if isinstance(matrix, QuantizedTensor) else matrix
+        count = 0 if array.dtype == np.uint8 else int((~np.isfinite(array)).sum())
+        self._require_finite(name, count, array.shape)
+        return functools.partial(self._note, name, count, array.shape)
+
+    def _require_finite(self, name: str, count: int, shape: tuple[int, ...]) -> None:
         if count and not self._allow_not_finite:
             raise InvalidInput(
                 f"{name} must hold finite numbers, got {count} that are NaN or infinite in {list(shape)}; repair the "
                 "checkpoint, or allow them (allow_not_finite, --allow-not-finite)"
             )
+
+    def _note(self, name: str, count: int, shape: tuple[int, ...]) -> None:
+        self._require_finite(name, count, shape)
         if count:
             self._not_finite[name] = None
 
     def _made(self, layer: int, field: str, matrix: Matrix, result: Matrix) -> None:
         """Note the error of a converted matrix."""
+        self._compared(layer, field, matrix, result)()
+
+    def _compared(self, layer: int, field: str, matrix: Matrix, result: Matrix) -> Callable[[], None]:
+        """Compute the error of a converted matrix. The result notes it."""
         before, after = (
             dequantize(one) if isinstance(one, QuantizedTensor) else one.astype(np.float32, copy=False)
             for one in (matrix, result)
         )
-        self._errors[layer, "down" if field == "down" else "gate_up"].add(before, after)
+        error, total = ErrorSum(), self._errors[layer, "down" if field == "down" else "gate_up"]
+        error.add(before, after)
+
+        def note() -> None:
+            total.sums = total.sums[0] + error.sums[0], total.sums[1] + error.sums[1]
+
+        return note
 
     # What a finished shard leaves
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -75,6 +76,7 @@ class LayerSource:
         # Dequantised numbers are rounded only when they are written.
         self._dtypes |= dict.fromkeys(weights.keys() - set(plain) if not plain else (), "float32")
         self._decoded: tuple[str, np.ndarray] | None = None
+        self._lock = threading.Lock()
         self._parts: dict[tuple[str, int | None], list[Part]] = {}
         for name, stack in self._stacks.items():
             for part in stack.parts:
@@ -172,9 +174,10 @@ class LayerSource:
             return turn(values) if part.encode is turn else values
         if not part.others:
             return self._decode(part, slice(expert, expert + 1))[0]
-        if self._decoded is None or self._decoded[0] != part.tensor:
-            self._decoded = part.tensor, self._decode(part, slice(None))
-        return self._decoded[1][expert]
+        with self._lock:
+            if self._decoded is None or self._decoded[0] != part.tensor:
+                self._decoded = part.tensor, self._decode(part, slice(None))
+            return self._decoded[1][expert]
 
     def _decode(self, part: Part, rows: slice) -> np.ndarray:
         arrays = []

@@ -1,16 +1,19 @@
 """Write planned shards piece by piece, and go on after an interruption.
 
 Names, shapes and dtypes are known before the first weight is read. So every file's header is written first, and memory
-holds one piece at a time. A finished shard gets its name when it is on the disk. The journal lists finished shards.
+holds a few pieces at a time. A finished shard gets its name when it is on the disk. The journal lists finished shards.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +26,9 @@ from moe_core.errors import InvalidInput, Unsupported
 
 JOURNAL, INDEX = "moebius-convert.json", "model.safetensors.index.json"
 _ALIGNMENT = 8
+_THREADS = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16)
+#: Bytes that making a unit takes, over its own: sources, and errors in float64.
+_WORK = 64
 #: Bits of the dtypes in headers.
 BITS: Mapping[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64), **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -52,10 +58,14 @@ class TensorPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that one step makes. pieces: their bytes, in order, as arrays of any shape."""
+    """Tensors that one step makes. pieces: their bytes, in order, as arrays of any shape.
+
+    settle: called behind the unit, in the order of units. Pieces of a unit that has it may be made on any thread.
+    """
 
     tensors: tuple[TensorPlan, ...]
     pieces: Callable[[], Iterator[np.ndarray]]
+    settle: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +138,7 @@ class Stream:
         """done: called after every unit, also for those of shards that are finished already."""
         self._directory.mkdir(parents=True, exist_ok=True)
         names = _shard_names(len(shards))
+        most = max(sum(unit.nbytes for unit in units) for units in shards) if shards else 0
         weight_map = {}
         for name, units in zip(names, shards, strict=True):
             weight_map |= {tensor.name: name for unit in units for tensor in unit.tensors}
@@ -137,8 +148,10 @@ class Stream:
                 continue
             with self._whole(name) as partial, partial.open("wb") as file:
                 file.write(_header(units))
-                for unit in units:
-                    _write_unit(file, unit)
+                for unit, pieces in _made_ahead(units, most):
+                    _write_pieces(file, unit, pieces)
+                    if unit.settle is not None:
+                        unit.settle()
                     done(unit)
             self._finished.append(name)
             journal = {"identity": self._identity, "finished": self._finished, "state": state()}
@@ -182,9 +195,31 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def _write_unit(file: Any, unit: Unit) -> None:
+def _made_ahead(units: Sequence[Unit], room: int) -> Iterator[tuple[Unit, Iterable[np.ndarray]]]:
+    """Units in order with their pieces, which threads make ahead. room: bytes of memory for it."""
+    waiting: collections.deque[tuple[Unit, Future[list[np.ndarray]]]] = collections.deque()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            for unit in units:
+                ahead = 0 if unit.settle is None else min(room // max(_WORK * unit.nbytes, 1), 2 * _THREADS)
+                while waiting and (ahead < 2 or len(waiting) >= ahead):
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+                if ahead < 2:
+                    yield unit, unit.pieces()
+                else:
+                    waiting.append((unit, pool.submit(lambda unit=unit: list(unit.pieces()))))
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _write_pieces(file: Any, unit: Unit, pieces: Iterable[np.ndarray]) -> None:
     written = 0
-    for piece in unit.pieces():
+    for piece in pieces:
         data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
         file.write(data)
         written += data.nbytes

@@ -7,6 +7,7 @@ every format.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -126,13 +127,19 @@ def _encode(quotients: np.ndarray, zero_points: np.ndarray | None, format: Forma
     return np.clip(np.rint(quotients) + zero, 0, element.max_code).astype(np.uint8)
 
 
+@functools.cache
+def _numbers(dtype: np.dtype) -> np.ndarray:
+    """The number of each byte: several times as fast as a cast."""
+    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+
+
 def _decode(codes: np.ndarray, zero_points: np.ndarray | None, format: Format) -> np.ndarray:
     element = format.own_element
     if element.name == "e2m1":
         return e2m1_to_float32(codes)
-    values = codes.astype(np.float32)
     if element.max_code is None:
-        return values
+        return _numbers(codes.dtype)[codes.view(np.uint8)]
+    values = codes.astype(np.float32)
     return values - (np.float32(element.zero_point) if zero_points is None else zero_points.astype(np.float32))
 
 
@@ -325,6 +332,10 @@ def quantize_rows(
     return pack_nibbles(codes) if format.own_element.per_byte == 2 else codes, static_scale.reshape(1, 1).copy()
 
 
+#: Elements whose errors fit in a core's cache.
+_AT_ONCE = 1 << 15
+
+
 class ErrorSum:
     """The relative Frobenius error |restored - original| / |original| over pairs of arrays, in float64."""
 
@@ -334,9 +345,15 @@ class ErrorSum:
     def add(self, original: np.ndarray, restored: np.ndarray) -> None:
         if original.shape != restored.shape:
             raise InvalidInput(f"restored must be {original.shape} like original, got {restored.shape}; pass a pair")
-        before, after = np.asarray(original, np.float64), np.asarray(restored, np.float64)
-        self._difference += float(np.sum((after - before) ** 2))
-        self._original += float(np.sum(before**2))
+        original, restored = original.reshape(-1), restored.reshape(-1)
+        difference = whole = 0.0
+        for start in range(0, original.size, _AT_ONCE):
+            before = original[start : start + _AT_ONCE].astype(np.float64)
+            apart = restored[start : start + _AT_ONCE] - before
+            difference += float(np.square(apart, out=apart).sum())
+            whole += float(np.square(before, out=before).sum())
+        self._difference += difference
+        self._original += whole
 
     @property
     def sums(self) -> tuple[float, float]:

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from moe_core.checkpoint import convert_checkpoint, open_checkpoint
+from moe_core.checkpoint.convert import stream
 from moe_core.checkpoint.convert.verify import verify_conversion
 from moe_core.errors import InvalidInput
 from moe_core.formats import MXFP4, format_named
@@ -104,6 +105,34 @@ def test_memory_stays_below_the_largest_shard(tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert largest / 8 < peak <= 1.2 * largest, (format, peak, largest)
+
+
+def test_threads_write_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, width, inner, layers = np.random.default_rng(0), 64, 32, (0, 1)
+    config = config_of("qwen3_moe", hidden_size=width, moe_intermediate_size=inner, num_experts=16, num_hidden_layers=2)
+    shapes = {"experts.gate_up_proj": (16, 2 * inner, width), "experts.down_proj": (16, width, inner)}
+    shapes["gate.weight"] = (16, width)
+
+    def numbers(shape: tuple[int, ...]) -> np.ndarray:
+        return rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+
+    tensors = {
+        layer: {f"model.layers.{layer}.mlp.{name}": numbers(shape) for name, shape in shapes.items()}
+        for layer in layers
+    }
+    path, written = write(tmp_path / "source", config, tensors), []
+    for threads, work in ((1, 10**9), (4, 0)):
+        monkeypatch.setattr(stream, "_THREADS", threads)
+        monkeypatch.setattr(stream, "_WORK", work)
+        made = tmp_path / str(threads)
+        report = convert_checkpoint(path, made, format_named("int4_g32"), loader="moebius")
+        written.append((report, {file.name: file.read_bytes() for file in made.iterdir()}))
+    assert written[0] == written[1]
+    tensors[1]["model.layers.1.mlp.experts.down_proj"][5] = np.nan
+    tensors[0]["model.layers.0.mlp.experts.down_proj"][9] = np.inf
+    path = write(tmp_path / "bad", config, tensors)
+    with pytest.raises(InvalidInput, match=r"layers\.0\.mlp\.experts\.9\.down_proj\.weight must hold finite"):
+        convert_checkpoint(path, tmp_path / "none", format_named("int4_g32"), loader="moebius")
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
