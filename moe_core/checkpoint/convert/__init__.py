@@ -65,8 +65,7 @@ class LayerError(NamedTuple):
 @dataclass(frozen=True)
 class ConversionReport:
     """format: a name for plain weights and nvfp4. bytes_before, bytes_after: of the experts' weights in the files, with
-    scales. not_finite:
-    tensors that hold NaN or infinities."""
+    scales. not_finite: tensors that hold NaN or infinities."""
 
     format: Format | str
     layers: tuple[LayerError, ...]
