@@ -1,4 +1,4 @@
-"""Checkpoints: read and write Hugging Face files, convert MaxText parameter trees.
+"""Checkpoints: read and write Hugging Face files and LoRA adapters, convert MaxText parameter trees.
 
 Reading gives one MoE layer at a time, as NumPy arrays and the spec that computes with them:
 
@@ -11,6 +11,14 @@ fused storage. Quantised storage is gpt-oss's (mxfp4), DeepSeek's (fp8 in blocks
 files need the package safetensors (`pip install 'moebius[checkpoint]'`). Nothing here needs torch or jax.
 """
 
+from moe_core.checkpoint.adapters import Adapter as Adapter
+from moe_core.checkpoint.adapters import ExpertAdapter as ExpertAdapter
+from moe_core.checkpoint.adapters import LoRAPair as LoRAPair
+from moe_core.checkpoint.adapters import Merged as Merged
+from moe_core.checkpoint.adapters import merge_adapter as merge_adapter
+from moe_core.checkpoint.adapters import read_adapter as read_adapter
+from moe_core.checkpoint.adapters import verify_adapter as verify_adapter
+from moe_core.checkpoint.adapters import write_adapter as write_adapter
 from moe_core.checkpoint.convert import ConversionProgress as ConversionProgress
 from moe_core.checkpoint.convert import ConversionReport as ConversionReport
 from moe_core.checkpoint.convert import LayerError as LayerError
